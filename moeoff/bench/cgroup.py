@@ -13,14 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cgroup", "MemoryCgroup", "controller", "make_folder", "memory_cgroup", "set_value", "unavailable"]
+__all__ = ["Cgroup", "controller", "make_folder", "memory_cgroup", "set_value", "unavailable"]
 
 _ROOT = "/sys/fs/cgroup"
 
 
 @dataclass(frozen=True)
 class Cgroup:
+    """One cgroup; peak_file of a memory cgroup has what was charged."""
+
     folder: str
+    peak_file: str = ""
 
     def enter(self) -> None:
         """Moves the calling process into it: for a child between fork and exec."""
@@ -30,11 +33,6 @@ class Cgroup:
     def run(self, command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
         """`subprocess.run` inside the cgroup; return code -9 means that the kernel killed it for memory."""
         return subprocess.run(command, preexec_fn=self.enter, **kwargs)
-
-
-@dataclass(frozen=True)
-class MemoryCgroup(Cgroup):
-    peak_file: str
 
     @property
     def peak_bytes(self) -> int:
@@ -63,7 +61,7 @@ def unavailable() -> str | None:
 
 
 @contextlib.contextmanager
-def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
+def memory_cgroup(limit_bytes: int) -> Iterator[Cgroup]:
     """A cgroup with this limit and no swap; removed afterwards.
 
     Raises:
@@ -74,7 +72,7 @@ def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
         set_value(folder, "memory.limit_in_bytes" if v1 else "memory.max", str(limit_bytes))
         with contextlib.suppress(OSError):
             set_value(folder, *(("memory.swappiness", "0") if v1 else ("memory.swap.max", "0")))
-        yield MemoryCgroup(folder, "memory.max_usage_in_bytes" if v1 else "memory.peak")
+        yield Cgroup(folder, "memory.max_usage_in_bytes" if v1 else "memory.peak")
 
 
 def set_value(folder: str, name: str, value: str) -> None:

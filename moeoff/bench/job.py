@@ -20,14 +20,12 @@ class BenchTest:
     Attributes:
         continues: the test before this one has left those tokens in the context (in a job of one repetition); otherwise they are
             computed first.
-        waits: seconds before it in which nothing computes and a prompt is waited for, as a chat does while the person types; not timed.
     """
 
     n_prompt: int
     n_gen: int
     depth: int = 0
     continues: bool = False
-    waits: float = 0.0
 
     @property
     def name(self) -> str:
@@ -39,16 +37,6 @@ class BenchTest:
     def n_tokens(self) -> int:
         """That are timed."""
         return self.n_prompt + self.n_gen
-
-
-def prompt_then_tokens(n_prompt: int, n_gen: int) -> tuple[BenchTest, BenchTest]:
-    """A prompt and the answer behind it, each with rates of its own."""
-    return BenchTest(n_prompt, 0), BenchTest(0, n_gen, n_prompt, continues=True)
-
-
-def two_turns(n_prompt: int, n_gen: int, n_question: int, waits: float) -> tuple[BenchTest, ...]:
-    """A prompt, the answer behind it and the next question, for which the model has waited: the first token of its answer comes from it."""
-    return *prompt_then_tokens(n_prompt, n_gen), BenchTest(n_question, 0, n_prompt + n_gen, continues=True, waits=waits)
 
 
 @dataclass(frozen=True)
@@ -69,10 +57,9 @@ class Job:
         seconds: after so many a test ends with the tokens that it has, and is not repeated; None: never.
         probe_seconds: that the disk's rate is measured for at the end; 0: not at all.
         limit_bytes: of a memory cgroup around the process; None: none of its own.
-        preload: where all experts fit, reads them before the first test.
         registers: Python files that are imported before the model is opened, for the policies, predictors and presets they register.
         environment: variables of the process, added to this one's.
-        parts: meters where the time of single tokens goes (`time_parts`).
+        meter: "module:class" of `registers`, which meters the time of single tokens (`scripts/research/time_parts.py`); empty: nothing does.
         tells: how far it is, twice a second.
         flags: of options, as an error shall name them, with the form of their value; empty: by their longest names.
     """
@@ -88,10 +75,9 @@ class Job:
     seconds: float | None = None
     probe_seconds: float = 1.0
     limit_bytes: int | None = None
-    preload: bool = True
     registers: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    parts: bool = False
+    meter: str = ""
     tells: bool = False
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -105,7 +91,7 @@ class Sample:
         n_tokens: computed and timed.
         seconds: inside llama_decode.
         counters: those of `moeoff.Stats`, by name; of stock there are none.
-        parts: of a test of single tokens, sums by name, if the job asks for them.
+        parts: of a test of single tokens, what the job's meter has summed up, by name.
     """
 
     test: int

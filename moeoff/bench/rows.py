@@ -1,14 +1,14 @@
-"""Results of a benchmark: a row for each test of a configuration, with llama-bench's names; written as md, csv, json, jsonl or sql, and drawn."""
+"""Results of a benchmark: a row for each test of a configuration, with llama-bench's names; written as md, csv or json."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
-import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -17,11 +17,9 @@ from typing import Any
 from .. import __version__
 from ..console import wrapped
 from ..cpu import cpu_name, n_cores
-from ..errors import OptionError
 from ..gguf.model_index import ModelIndex
 from ..memory import format_size
 from ..policies import get_strategy
-from ..simulate.comparison import new_figure, save
 from .job import MOEOFF, Job, Measurement, Sample, rates
 
 STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"  # its default, repacked kernels; those that moeoff has the bits of
@@ -105,8 +103,8 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
     job, test, samples = done.job, done.job.tests[index], done.of(index)
     ours, options, facts = job.engine == MOEOFF, job.options, model_facts(job.model)
     speeds, times = [s.tps for s in samples], [1e9 * s.seconds for s in samples]
-    found = rates(samples)
-    known: dict[str, Any] = {name: found.get(name) for name in ("mb_per_token", "hit_rate", "stall_share", "cpu_ms_per_token", "driver_ms_per_token")}
+    figures = rates(samples)
+    known: dict[str, Any] = {name: figures.get(name) for name in ("mb_per_token", "hit_rate", "stall_share", "cpu_ms_per_token", "driver_ms_per_token")}
     disk = done.closed.get("disk_bytes_per_second")
     return Row(
         build=f"moeoff {__version__}",
@@ -136,9 +134,9 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         avg_ts=statistics.fmean(speeds) if speeds else None,
         stddev_ts=_deviation(speeds),
         **known,
-        device_hit_rate=found.get("device_hit_rate") if options.get("vram") else None,
+        device_hit_rate=figures.get("device_hit_rate") if options.get("vram") else None,
         disk_mb_s=disk / 1e6 if disk else None,
-        ceiling_share=ceiling_share(samples, disk) if "stall_share" in found and disk else None,
+        ceiling_share=ceiling_share(samples, disk) if "stall_share" in figures and disk else None,
         arena=done.opened.get("arena_bytes"),
         peak_rss=done.closed.get("peak_rss_bytes"),
         mode=_mode(done, note),
@@ -208,79 +206,24 @@ def model_facts(path: str) -> dict[str, Any]:
 
 
 _NAMES = [f.name for f in fields(Row) if f.name not in ("samples_ns", "samples_ts")]
-TABLE = "moeoff_bench"
+Configurations = Iterable[Sequence[Row]]  # the rows of one after the other, as they come
 
 
-class Format:
-    """Writes rows as they come."""
-
-    def begin(self) -> str:
-        return ""
-
-    def rows(self, rows: list[Row]) -> str:
-        """The lines of one configuration."""
-        raise NotImplementedError
-
-    def end(self) -> str:
-        return ""
-
-
-class Json(Format):
+def as_json(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
     """One array."""
-
-    _between = ""
-
-    def begin(self) -> str:
-        return "[\n"
-
-    def rows(self, rows: list[Row]) -> str:
-        out = ""
-        for row in rows:
-            out += self._between + json.dumps(asdict(row), indent=2)
-            self._between = ",\n"
-        return out
-
-    def end(self) -> str:
-        return "\n]\n"
+    between = "[\n"
+    for row in itertools.chain.from_iterable(configurations):
+        yield between + json.dumps(asdict(row), indent=2)
+        between = ",\n"
+    yield "\n]\n" if between != "[\n" else "[]\n"
 
 
-class JsonLines(Format):
-    def rows(self, rows: list[Row]) -> str:
-        return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
-
-
-class Csv(Format):
-    def begin(self) -> str:
-        return _csv([_NAMES])
-
-    def rows(self, rows: list[Row]) -> str:
-        return _csv([["" if (value := getattr(row, name)) is None else value for name in _NAMES] for row in rows])
-
-
-def _csv(lines: Iterable[Iterable[Any]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerows(lines)
-    return out.getvalue()
-
-
-class Sql(Format):
-    """For sqlite3 and its like: a table, made if it is not there, and an INSERT for each row."""
-
-    def begin(self) -> str:
-        kinds = {"int": "INTEGER", "int | None": "INTEGER", "float | None": "REAL", "bool": "INTEGER"}
-        columns = ",\n  ".join(f"{f.name} {kinds.get(str(f.type), 'TEXT')}" for f in fields(Row) if f.name in _NAMES)
-        return f"CREATE TABLE IF NOT EXISTS {TABLE} (\n  {columns}\n);\n\n"
-
-    def rows(self, rows: list[Row]) -> str:
-        return "".join(f"INSERT INTO {TABLE} ({', '.join(_NAMES)}) VALUES ({', '.join(_literal(getattr(row, name)) for name in _NAMES)});\n" for row in rows)
-
-
-def _literal(value: object) -> str:
-    if value is None:
-        return "NULL"
-    if isinstance(value, (int, float)):
-        return repr(value + 0)  # a bool as a number
-    return "'" + str(value).replace("'", "''") + "'"
+def as_csv(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
+    """A line of names, and one for each row."""
+    for values in itertools.chain([_NAMES], ([getattr(row, name) for name in _NAMES] for row in itertools.chain.from_iterable(configurations))):
+        line = io.StringIO()
+        csv.writer(line, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerow("" if value is None else value for value in values)
+        yield line.getvalue()
 
 
 def _text(value: float | None, form: str = ".1%") -> str:
@@ -320,41 +263,34 @@ _RESULTS: list[tuple[str, int, Callable[[Row], str]]] = [
 ]
 
 
-class Markdown(Format):
+def as_markdown(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
     """A table of 80 columns, a configuration's lines as soon as it is done, and below it which model it was and how each ran; the other forms have more.
 
     Args:
         varied: options with several values, or that were given: they have columns of their own.
     """
-
-    def __init__(self, varied: Iterable[str] = ()):
-        chosen = set(varied)
-        self._columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in chosen or (column[0] == "on GPU" and "vram" in chosen)), *_RESULTS]
-        self._notes: list[str] = []
-        self._model = ""
-
-    def begin(self) -> str:
-        titles = [_cell(title, width) for title, width, _ in self._columns]
-        rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, width, _ in self._columns]
-        return f"| {' | '.join(titles)} |\n|{'|'.join(rules)}|\n"
-
-    def rows(self, rows: list[Row]) -> str:
+    columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied or (column[0] == "on GPU" and "vram" in varied)), *_RESULTS]
+    rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, width, _ in columns]
+    yield f"| {' | '.join(_cell(title, width) for title, width, _ in columns)} |\n|{'|'.join(rules)}|\n"
+    notes, model = list[str](), ""
+    for rows in configurations:
         out = ""
         for row in rows:
             what = f"{row.model_type}, {format_size(row.model_size)}, {row.model_n_params / 1e9:.2f} B parameters, {row.n_threads} threads"
-            if what != self._model:
-                out += f"{what}:\n" if self._model else ""
-                self._model = what
-                self._notes.append(f"model: {what}")
-            out += f"| {' | '.join(_cell(value(row), width) for _, width, value in self._columns)} |\n"
-            if row.error and not any(row.error in note for note in self._notes[-len(rows) :]):
-                self._notes.append(f"{_title(row)}, {row.test}: {row.error}")
+            if what != model:
+                out += f"{what}:\n" if model else ""
+                model = what
+                notes.append(f"model: {what}")
+            out += f"| {' | '.join(_cell(value(row), width) for _, width, value in columns)} |\n"
+            if row.error and not any(row.error in note for note in notes[-len(rows) :]):
+                notes.append(f"{_title(row)}, {row.test}: {row.error}")
         if rows and rows[0].mode:
-            self._notes.append(f"mode: {_title(rows[0])}: {rows[0].mode}")
-        return out
+            notes.append(f"mode: {_title(rows[0])}: {rows[0].mode}")
+        yield out
+    yield "\n" + "".join(wrapped(note, "    ") + "\n" for note in notes)
 
-    def end(self) -> str:
-        return "\n" + "".join(wrapped(note, "    ") + "\n" for note in self._notes)
+
+FORMATS = {"md": as_markdown, "csv": as_csv, "json": as_json}
 
 
 def _title(row: Row) -> str:
@@ -363,39 +299,3 @@ def _title(row: Row) -> str:
 
 def _cell(text: str, width: int) -> str:
     return text.ljust(-width) if width < 0 else text.rjust(width)
-
-
-def format_named(name: str, varied: Iterable[str] = ()) -> Format:
-    """md, csv, json, jsonl or sql."""
-    others: dict[str, type[Format]] = {"csv": Csv, "json": Json, "jsonl": JsonLines, "sql": Sql}
-    return others[name]() if name in others else Markdown(varied)
-
-
-_GIB = 1 << 30
-
-
-def plot(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
-    """Writes it as SVG, or in the format of the name's ending.
-
-    Raises:
-        OptionError: matplotlib is not installed, or cannot write such a file, or nothing was measured.
-    """
-    measured = [row for row in rows if row.avg_ts is not None]
-    if not measured:
-        raise OptionError(f"{os.fspath(path)}: there is nothing to draw: no test has ended")
-    tests = list(dict.fromkeys(row.test for row in measured))
-    figure = new_figure(6.4 * len(tests), 4.2)
-    panels = figure.subplots(1, len(tests), squeeze=False)[0]
-    for panel, test in zip(panels, tests, strict=True):
-        mine = [row for row in measured if row.test == test]
-        for name in dict.fromkeys(row.strategy for row in mine):
-            line = sorted((row for row in mine if row.strategy == name), key=lambda row: row.memory)
-            style = {"color": "black", "linestyle": {STOCK_NAME: "--", PLAIN_NAME: ":"}[name]} if name in (STOCK_NAME, PLAIN_NAME) else {}
-            panel.errorbar([row.memory / _GIB for row in line], [row.avg_ts for row in line], yerr=[row.stddev_ts for row in line],
-                           marker="o", markersize=4, capsize=3, label=name, **style)  # fmt: skip
-        panel.set(xlabel="memory, GiB", ylabel="tokens per second")
-        panel.set_ylim(bottom=0)
-        panel.legend()
-        panel.set(title=f"{test}, {mine[0].model_type}, {format_size(mine[0].model_size)}")
-    figure.suptitle(f"{measured[0].cpu_info}, {measured[0].n_threads} threads", fontsize=9)
-    save(figure, path, "figure")

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import pickle
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,15 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..budget.dry_load import context_for
 from ..cpu import n_cores
 from ..gguf.model_index import ModelIndex
 from ..memory import cgroup_limit, format_size, parse_size
-from ..sidecar.file import sidecar_path
 from .cgroup import memory_cgroup, unavailable
-from .job import MOEOFF, STOCK, BenchTest, Job, Measurement, Sample, rates
+from .job import MOEOFF, STOCK, BenchTest, Job, Measurement, Sample
 from .rows import Row, rows
 
 _KILLED = -9
@@ -96,99 +94,6 @@ def drop_from_page_cache(path: str) -> None:
         os.close(fd)
 
 
-class Spread(NamedTuple):
-    """A figure over the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def over(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One job's test, over the rounds in which it ended.
-
-    Attributes:
-        figures: those of `rates`, and of its process open_seconds, arena_bytes, budget_bytes, peak_rss_bytes, cgroup_peak_bytes.
-        ratio: speed over that of the first job in the same round; None if no round has both.
-        error: why a round did not end; empty: all did.
-    """
-
-    name: str
-    test: BenchTest
-    figures: dict[str, Spread]
-    ratio: Spread | None
-    error: str
-    measurements: list[Measurement]
-
-
-def compare(
-    jobs: Mapping[str, Job],
-    rounds: int = 3,
-    *,
-    cold: bool = True,
-    timeout: float | None = None,
-    progress: Callable[[str, int, Measurement], None] | None = None,
-) -> list[Comparison]:
-    """Runs jobs in turn, round by round, each in a process of its own, so that what becomes slower does so for all of them.
-
-    Every other round goes backwards: none always runs right behind the same other one. A job that fails is left out of that round, and
-    what it said is in `error`; the others go on.
-
-        compare({"lru": Job(path, options={"strategy": "lru"}, tests=prompt_then_tokens(512, 128), repetitions=1, warm_up=False),
-                 "score": Job(path, options={"strategy": "score"}, tests=prompt_then_tokens(512, 128), repetitions=1, warm_up=False)})
-
-    Args:
-        jobs: by name; the others' speeds are told against the first one's. `Job.limit_bytes` puts a memory cgroup around a job.
-        cold: drops the files that a job reads from the page cache before it.
-        timeout: seconds of one job; what is not finished then has failed.
-        progress: told the name, the round from 0 and the measurement, as they come.
-
-    Returns:
-        a row for each test of each job, job after job.
-
-    Raises:
-        OSError: a memory cgroup was asked for and cannot be made.
-    """
-    found: dict[str, list[Measurement]] = {name: [] for name in jobs}
-    for index in range(rounds):
-        for name, job in list(jobs.items())[:: 1 if index % 2 == 0 else -1]:
-            if cold:
-                for path in {*ModelIndex.read(job.model).files, *filter(os.path.exists, [sidecar_path(job.model), str(job.options.get("experts", ""))])}:
-                    drop_from_page_cache(path)
-            done = measure(job, timeout=timeout)
-            found[name].append(done)
-            if progress:
-                progress(name, index, done)
-    return summarize(found)
-
-
-def summarize(found: Mapping[str, list[Measurement]]) -> list[Comparison]:
-    """The comparison of measurements that were taken in turn, one of each for each round."""
-    first = next(iter(found.values()), [])
-    out = []
-    for name, measurements in found.items():
-        for i, test in enumerate(measurements[0].job.tests):
-            ended = [m for m in measurements if not m.error]
-            found_here = [rates(m.of(i)) | _process_figures(m) for m in ended]
-            figures = {key: Spread.over([row[key] for row in found_here if key in row]) for key in dict.fromkeys(itertools.chain(*found_here))}
-            pairs = [(rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0)) for a, b in zip(first, measurements) if not a.error and not b.error]
-            ratios = [theirs / base for base, theirs in pairs if base and theirs]
-            error = next((m.error for m in measurements if m.error), "")
-            out.append(Comparison(name, test, figures, Spread.over(ratios) if ratios else None, error, measurements))
-    return out
-
-
-def _process_figures(m: Measurement) -> dict[str, float]:
-    facts = {"open_seconds": m.opened.get("seconds")} | {name: m.opened.get(name) for name in ("arena_bytes", "budget_bytes")}
-    facts |= {name: m.closed.get(name) for name in ("peak_rss_bytes", "cgroup_peak_bytes")}
-    return {name: value for name, value in facts.items() if value is not None}
-
-
 # of the options, those that llama_cpp.Llama has, too
 _SHARED = ("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_gpu_layers", "n_ctx")
 STOCK_SECONDS = 300.0  # of one test: where it thrashes, a token takes seconds; less would leave it fewer tokens than the others
@@ -218,7 +123,6 @@ class Grid:
     warm_up: bool = True
     text: str | None = None
     compare_stock: bool = False
-    seconds: float | None = None
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
@@ -239,8 +143,7 @@ class Grid:
             if memory:
                 options["memory"] = memory
             limit, note = _limit(memory) if self.compare_stock else (None, "")
-            job = Job(self.model, MOEOFF, options, self.tests, self.repetitions, self.warm_up, self.text, seconds=self.seconds, limit_bytes=limit,
-                      flags=self.flags)  # fmt: skip
+            job = Job(self.model, MOEOFF, options, self.tests, self.repetitions, self.warm_up, self.text, limit_bytes=limit, flags=self.flags)
             out.append((job, memory, note))
             if self.compare_stock:
                 theirs = {"n_threads": n_cores(), **{name: options[name] for name in _SHARED if name in options}}
@@ -261,13 +164,10 @@ class Grid:
             listener: asked, before each job, for someone to tell of it.
         """
         for job, memory, note in self.jobs():
-            yield rows(self._measure(job, listener, None if job.engine == MOEOFF else _STOCK_TIMEOUT), memory, note)
-
-    def _measure(self, job: Job, listener: Callable[[Job], Listener | None] | None, timeout: float | None) -> Measurement:
-        if self.compare_stock:
-            for path in ModelIndex.read(job.model).files:
-                drop_from_page_cache(path)
-        return measure(job, listener and listener(job), timeout)
+            if self.compare_stock:
+                for path in ModelIndex.read(job.model).files:
+                    drop_from_page_cache(path)
+            yield rows(measure(job, listener and listener(job), None if job.engine == MOEOFF else _STOCK_TIMEOUT), memory, note)
 
 
 def _limit(memory: int) -> tuple[int | None, str]:

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pickle
+import pkgutil
 import resource
 import signal
 import sys
@@ -24,7 +25,6 @@ from ..engine.stats import COUNTERS
 from ..gguf.model_index import EXPERT_PATTERN, ModelIndex
 from ..memory import peak_rss
 from .job import MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
-from .time_parts import TimeMeter
 
 if TYPE_CHECKING:
     from ..engine.expert_buffer import ExpertBuffer
@@ -78,7 +78,7 @@ def work(job: Job, emit: Emit) -> None:
             engine.run(index, BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)), stream, job.seconds)
         for repetition in range(job.repetitions):
             engine.repetition = repetition
-            sample = engine.run(index, test, stream, job.seconds, job.parts and job.engine == MOEOFF and not test.n_prompt)
+            sample = engine.run(index, test, stream, job.seconds, job.meter if job.engine == MOEOFF and not test.n_prompt else "")
             emit("sample", **asdict(sample))
             if sample.n_tokens < test.n_tokens:
                 break
@@ -126,10 +126,8 @@ class _Engine:
             if options.pop("cpu_moe", False):
                 options["overrides"] = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type())])
             self.llm = StockLlama(job.model, **llama_keywords(options))
-        if self._moeoff is not None and job.preload and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
+        if self._moeoff is not None and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
             load_everything(self._moeoff.engine.buffer)
-        if self._moeoff is not None and any(test.waits for test in job.tests):
-            self._moeoff.engine.watch_prompts()
 
     def facts(self) -> dict[str, Any]:
         """`moeoff.Stats`, and in words what is given up; of stock nothing."""
@@ -158,14 +156,14 @@ class _Engine:
 
     def _answers(self, n: int) -> Iterator[int]:
         """The job's answer, and what the model goes on with behind it."""
-        given = self._answer or ()
+        answer = self._answer or ()
         if n:
             self.answered = []
         for i in range(n):
-            self.answered.append(given[i] if i < len(given) else int(self.llm.sample(temp=0.0)))
+            self.answered.append(answer[i] if i < len(answer) else int(self.llm.sample(temp=0.0)))
             yield self.answered[-1]
 
-    def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, parts: bool = False) -> Sample:
+    def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, meter_name: str = "") -> Sample:
         llm, model, self.test, self._single = self.llm, self._moeoff, index, 0
         if not test.continues:
             llm.reset()
@@ -173,14 +171,10 @@ class _Engine:
                 llm.eval(stream.take(test.depth, first=True))
         prompt = stream.take(test.n_prompt, first=not test.depth)
         single: Iterable[int] = stream.take(test.n_gen, first=not test.depth and not test.n_prompt) if self._answer is None else self._answers(test.n_gen)
-        if test.waits:
-            if model is not None:
-                model.engine.idle()
-            time.sleep(test.waits)
         if model is not None:
             model.engine.buffer.drain()
             model.reset_stats()
-        meter = TimeMeter(model) if parts and model is not None else None
+        meter = pkgutil.resolve_name(meter_name)(model) if meter_name else None
         before, cpu, faults, started, done = self._seconds(), time.process_time(), _page_faults(), time.perf_counter(), 0
         if prompt:
             llm.eval(prompt)
@@ -194,11 +188,11 @@ class _Engine:
                 llm.eval([token])
             done, self._single = done + 1, self._single + 1
         seconds, cpu, faults = self._seconds() - before, time.process_time() - cpu, _page_faults() - faults
-        found = meter.end(seconds) if meter is not None else {}
+        parts = meter.end(seconds) if meter is not None else {}
         if model is not None:
             model.engine.buffer.drain()
         facts = self.facts()
-        return Sample(index, done, seconds, cpu, faults, {name: facts[name] for name in COUNTERS if name in facts}, found)
+        return Sample(index, done, seconds, cpu, faults, {name: facts[name] for name in COUNTERS if name in facts}, parts)
 
 
 def _page_faults() -> int:

@@ -112,10 +112,10 @@ class LossContract:
 
     def select(self, max_loss: float, resident: float = 0.0, among: Callable[[Candidate], bool] | None = None) -> SelectedPrecision:
         """`choose`, as a model is opened with it."""
-        found = self.choose(max_loss, resident, among)
-        if found is None:
+        chosen = self.choose(max_loss, resident, among)
+        if chosen is None:
             return SelectedPrecision(max_loss, Precision(), ORIGINAL, 0.0)
-        return SelectedPrecision(max_loss, found.precision, found.tier, max(found.loss, 0.0))
+        return SelectedPrecision(max_loss, chosen.precision, chosen.tier, max(chosen.loss, 0.0))
 
     def to_section(self) -> dict[str, np.ndarray]:
         """Arrays for `Profile.write`."""
@@ -154,8 +154,8 @@ class LossContract:
         except WrongArrays as error:
             raise OptionError(f"{profile.path}: what was measured is damaged ({error}): {again}") from None
         if contract.sidecar and (source.sidecar is None or source.sidecar.identity != contract.sidecar):
-            found = f"with another sidecar than {source.sidecar.path}" if source.sidecar else f"with a sidecar, and {model_index.files[0]} has none now"
-            raise OptionError(f"{profile.path}: was measured {found}: {again}")
+            difference = f"with another sidecar than {source.sidecar.path}" if source.sidecar else f"with a sidecar, and {model_index.files[0]} has none now"
+            raise OptionError(f"{profile.path}: was measured {difference}: {again}")
         return contract
 
 

@@ -1,6 +1,5 @@
 """Passes over text that measure a model: its profile, its perplexity, and what lower precision costs it."""
 
 from .profile_fit import Calibrated, calibrate
-from .record import CalibrationEstimate
 
-__all__ = ["Calibrated", "CalibrationEstimate", "calibrate"]
+__all__ = ["Calibrated", "calibrate"]

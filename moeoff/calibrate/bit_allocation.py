@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,6 @@ from ..sidecar.file import ORIGINAL, CompositeSidecar, Sidecar
 from ..sidecar.tiers import bits_per_weight, nearest
 from .checkpoint import Checkpoint
 from .perplexity import Reference, Window, evaluate, open_model, read_windows
-from .record import CalibrationEstimate
 from .statistics import Estimate, Quality
 from .writer import texts_or_written
 
@@ -127,7 +125,7 @@ class Planner:
         tokens: in all, as many from each text.
         folder: for the sidecar, as large as all types together. Default: of temporary files.
         progress: told what is being done, how much of it is done and how much there is.
-        announce, warn: as of `calibrate`: about the text that the model writes, and what the plan will take, as the lossless model's windows took.
+        warn: as of `calibrate`.
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
@@ -137,8 +135,7 @@ class Planner:
 
     def __init__(self, model: str | os.PathLike[str], text: Sequence[str | os.PathLike[str]], *, types: Sequence[str] | None = None,
                  importance: str = "estimated", ctx: int = 512, tokens: int = 16384, folder: str | os.PathLike[str] | None = None,
-                 progress: Callable[[str, int, int], None] | None = None, announce: Callable[[CalibrationEstimate], None] | None = None,
-                 warn: Callable[[str], None] | None = None, **options: Any):  # fmt: skip
+                 progress: Callable[[str, int, int], None] | None = None, warn: Callable[[str], None] | None = None, **options: Any):  # fmt: skip
         if importance not in IMPORTANCES:
             raise OptionError(f"importance is {' or '.join(IMPORTANCES)}, not {importance!r}")
         self._model, self.model_index = os.fspath(model), ModelIndex.read(model)
@@ -152,7 +149,7 @@ class Planner:
         if not self.types:
             raise OptionError(f"{model}: its experts have the fewest bits already; name types to try")
         self._kind, self._text, self._ctx, self._tokens, self._folder = importance, text, ctx, tokens, folder
-        self._announce, self._warn = announce, warn
+        self._warn = warn
         self._tell = progress or (lambda what, done, total: None)
         self._options = {"flash_attn": True} | options
         self._uniform: dict[str, tuple[int, Quality]] = {}
@@ -165,15 +162,8 @@ class Planner:
             tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
             self._checkpoint = Checkpoint("bits", self.model_index, self._options, self._warn, tokens=self._tokens)
             how = {name: value for name, value in self._options.items() if name != "flash_attn"}
-            with texts_or_written(
-                self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, announce=self._announce, **how
-            ) as files:
-                started = time.monotonic()
+            with texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **how) as files:
                 windows, reference = self._lossless(files, max(self._tokens // (self._ctx * len(files)), 1))
-                each = time.monotonic() - started
-            if self._announce:
-                converting = convert(self._model, output=out, tiers=tiers, dry_run=True).seconds
-                self._announce(CalibrationEstimate(len(windows) * self._ctx, self._evaluations() * each, 0, after=converting))
             made = convert(self._model, output=out, tiers=tiers, progress=lambda done, total: self._tell("converting", done, total))
             self.trial = Trial(self._model, Sidecar(made.path), windows, reference, **self._options)
         except BaseException:
@@ -196,31 +186,26 @@ class Planner:
             n = len(windows) * self._ctx
             return windows, self._stack.enter_context(Reference.record(llm, windows, progress=lambda done: self._tell("lossless", done, n)))
 
-    def _evaluations(self) -> int:
-        """Of the windows, for one plan: each type, the importance, and the bisection."""
-        n = self.model_index.n_expert * len({parse_tensor_name(name).layer for name in self.model_index.experts})
-        return len(self.types) + (n if self._kind == "measured" else 1) + n.bit_length()
-
     def uniform(self) -> dict[str, tuple[int, Quality]]:
         """By type, all experts in it: bytes and quality, the most bytes first."""
         if not self._uniform:
             lossless = Quality(0, 0, 0, 0, Estimate(0, 0, 0), Estimate(0, 0, 0), Estimate(1, 1, 1))
-            found = {ORIGINAL: (self.trial.n_bytes(ORIGINAL), lossless)}
+            uniform = {ORIGINAL: (self.trial.n_bytes(ORIGINAL), lossless)}
             for i, name in enumerate(self.types):
                 self._tell("types", i, len(self.types))
-                found[name] = (self.trial.n_bytes(name), self.trial.quality(name))
-            self._uniform = dict(sorted(found.items(), key=lambda item: -item[1][0]))
+                uniform[name] = (self.trial.n_bytes(name), self.trial.quality(name))
+            self._uniform = dict(sorted(uniform.items(), key=lambda item: -item[1][0]))
         return self._uniform
 
     def importance(self, lower: str) -> dict[tuple[int, int], float]:
         """By (layer, expert), with `lower` for the lower type."""
         if lower not in self._importance:
             if self._kind == "measured":
-                found = measure_importance(self.trial, lower, lambda done, total: self._tell("experts", done, total))
+                importance = measure_importance(self.trial, lower, lambda done, total: self._tell("experts", done, total))
             else:
                 self._tell("estimating", 0, 1)
-                found = estimate_importance(self.model_index, self.trial.sidecar, lower, self.trial.windows, **self._options)
-            self._importance[lower] = found
+                importance = estimate_importance(self.model_index, self.trial.sidecar, lower, self.trial.windows, **self._options)
+            self._importance[lower] = importance
         return self._importance[lower]
 
     def plan(self, tolerance: float) -> BitsPlan:
@@ -243,9 +228,9 @@ class Planner:
             self._tell("low experts", step, len(ranked).bit_length())
             step += 1
             middle = (best + bad) // 2
-            found = trial.quality(upper, dict.fromkeys(ranked[:middle], lower))
-            if found.distance.loss.value <= tolerance:
-                best, quality = middle, found
+            tried = trial.quality(upper, dict.fromkeys(ranked[:middle], lower))
+            if tried.distance.loss.value <= tolerance:
+                best, quality = middle, tried
             else:
                 bad = middle
         low = tuple(ranked[:best])

@@ -94,11 +94,11 @@ def _misses(ids: np.ndarray, decoded: np.ndarray, n_experts: np.ndarray, share: 
     inside = np.zeros(count.shape, bool)
     n_in = np.zeros(n_caches, np.int64)
     room = np.floor(np.float32(share) * n_experts.astype(np.float32) + np.float32(0.5)).astype(np.int64)
-    unit, found = np.float32(1), 0
+    unit, missed = np.float32(1), 0
     for t in range(n_tokens):
         chosen = ids[t]
         if decoded[t]:
-            found += int(np.count_nonzero(~inside[rows[:, None], chosen]))
+            missed += int(np.count_nonzero(~inside[rows[:, None], chosen]))
         count[rows[:, None], chosen] += unit
         for k in range(n_used):
             absent = rows[~inside[rows, chosen[:, k]]]
@@ -119,4 +119,4 @@ def _misses(ids: np.ndarray, decoded: np.ndarray, n_experts: np.ndarray, share: 
         if unit > _LARGEST_UNIT:
             count /= unit
             unit = np.float32(1)
-    return found
+    return missed

@@ -7,8 +7,8 @@ Knows a `Llama` and its logits; how it came by its experts is not known here. Me
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -105,7 +105,6 @@ class Reference:
         self.nll = np.full((n_windows, n_tokens), np.nan)
         self.top = np.zeros((n_windows, n_tokens), np.int32)
         self._shape = (n_windows, n_tokens, n_vocab)
-        self._stored = range(n_windows)  # where each window lies in the file
         needed, folder = 2 * n_windows * n_tokens * n_vocab, tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
         if needed > free:
@@ -117,12 +116,18 @@ class Reference:
 
     @classmethod
     def record(
-        cls, llm: Llama, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None, n_prompt: int | None = None
-    ) -> Reference:
-        """Asks the lossless model; see `evaluate`."""
+        cls, llm: Llama, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None, n_prompt: int | None = None,
+        until: float = math.inf, least: int = 1,
+    ) -> Reference:  # fmt: skip
+        """Asks the lossless model; see `evaluate`.
+
+        Args:
+            until: of `time.monotonic`, when no further window is begun, but so many are read at the least.
+        """
         reference = cls(len(windows), n_scored(len(windows[0].tokens), n_prompt), llm.n_vocab())
         try:
-            _run(llm, windows, mode, progress, reference._put, n_prompt)
+            n = _run(llm, windows, mode, progress, reference._put, n_prompt, until, least)
+            reference.nll, reference.top = reference.nll[:n], reference.top[:n]
         except BaseException:
             reference.close()
             raise
@@ -143,13 +148,7 @@ class Reference:
         return log_probs(np.frombuffer(data, "<f2").reshape(n, n_vocab).astype(np.float32))
 
     def _offset(self, window: int, row: int) -> int:
-        return 2 * self._shape[2] * (self._stored[window] * self._shape[1] + row)
-
-    def part(self, windows: range) -> Reference:
-        """Those of some windows, as long as this one is open."""
-        out = copy.copy(self)
-        out.nll, out.top, out._stored = self.nll[windows], self.top[windows], windows
-        return out
+        return 2 * self._shape[2] * (window * self._shape[1] + row)
 
     def close(self) -> None:
         self._file.close()
@@ -174,7 +173,7 @@ def evaluate(
 
     Args:
         llm: opened with `logits_all=True` and room for a window.
-        reference: the lossless model's predictions for the same windows, in the same mode.
+        reference: the lossless model's predictions for the same windows, or for more that begin with them, in the same mode.
         mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds what is scored token by token, as an
             answer is computed; "simulated" feeds it in batches whose tokens are each decided as if decoded alone, behind a simulated
             cache: what a deterministic `Llama` with `Precision.resident` computes token by token, in less time.
@@ -199,12 +198,12 @@ def evaluate(
     before = llm.stats().bytes_read
     _run(llm, windows, mode, progress, score, n_prompt)
     bytes_read = llm.stats().bytes_read - before
-    return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll, kl, same, bytes_read)
+    return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll[: len(windows)], kl, same, bytes_read)
 
 
 def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[int], None] | None,
-         sink: Callable[[int, int, np.ndarray, np.ndarray], None], n_prompt: int | None = None) -> None:  # fmt: skip
-    """Gives `sink` (window, row, logits [n, n_vocab], the tokens that came [n]) for each run of scored tokens."""
+         sink: Callable[[int, int, np.ndarray, np.ndarray], None], n_prompt: int | None = None, until: float = math.inf, least: int = 1) -> int:  # fmt: skip
+    """Gives `sink` (window, row, logits [n, n_vocab], the tokens that came [n]) for each run of scored tokens. Returns how many windows it read."""
     n_ctx = len(windows[0].tokens)
     if mode not in MODES:
         raise OptionError(f"no mode {mode!r}; there are {', '.join(MODES)}")
@@ -215,6 +214,9 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
     done = 0
     with llm.engine.cancellation.in_progress():  # cancel() works from the first batch to the last
         for index, window in enumerate(windows):
+            if index >= least and time.monotonic() > until:
+                windows = windows[:index]
+                break
             llm.clear_context()
             tokens = np.asarray(window.tokens, np.int32)
             for start, stop in _batches(n_ctx, first, llm.n_batch, mode):
@@ -230,6 +232,7 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
                 if progress:
                     progress(done)
     llm.clear_context()
+    return len(windows)
 
 
 def _batches(n_ctx: int, n_prompt: int, n_batch: int, mode: str) -> list[tuple[int, int]]:

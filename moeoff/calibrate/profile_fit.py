@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.llama import Llama
 from ..errors import BudgetError, OptionError
 from ..files import open_file, require_new
-from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
 from ..memory import Budget, format_size, rss, trim
 from ..policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor
-from ..policies.base import FitSize, top_k
+from ..policies.base import top_k
 from ..policies.promoe import COMPONENTS
 from ..policies.recording import Recording
 from ..policies.router import Router
@@ -29,19 +27,19 @@ from ..policies.strategy import fits
 from ..sidecar.file import low_cost, sidecar_path
 from ..sidecar.profile import Profile, profile_output
 from ..simulate import simulate
-from ..trace import Trace, TraceHeader
+from ..trace import Trace
 from .checkpoint import Checkpoint
 from .perplexity import interruptible
-from .record import LENGTH, CalibrationEstimate, kept_bytes, record, recordable, recording_bytes, seconds_of, sequences
+from .record import LENGTH, record, recordable, recording_bytes, recording_limit, sequences
 from .writer import texts_or_written
 
-__all__ = ["Calibrated", "CalibrationEstimate", "calibrate", "cap_hidden", "fit"]
+__all__ = ["Calibrated", "calibrate", "cap_hidden", "fit"]
 
 DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
 _LEAST = 8  # sequences: fewer teach nothing, however long they take
 _SHARE = 0.9  # of what is free, that the fits plan with
-_SAMPLED = 512  # gate events that tell how long a replay takes
+_WRITING = 0.6  # of the time, for text that the model writes
 _FIXED = 24 << 20  # bytes that they take however few tokens there are
 _FITS = 192 << 20  # bytes that they take at least: scikit-learn is 88 MiB, its work on a few hundred tokens 82
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
@@ -83,7 +81,6 @@ def calibrate(
     minutes: float = DEFAULT_MINUTES,
     only: Collection[str] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    announce: Callable[[CalibrationEstimate], None] | None = None,
     warn: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Calibrated:
@@ -97,9 +94,8 @@ def calibrate(
         tokens: in all, as many from each text.
         memory: bound of the process. Of what the model leaves of it up to a quarter, 2 GiB at most, keeps inputs and probabilities for the fits, which
             learn from as many tokens as the rest has room for.
-        minutes: that writing and reading the text may take, about; of a large model on a slow disk fewer tokens are read then, but 8 sequences.
+        minutes: when they are over no more text is written or read, but 8 sequences; fits on what was read by then follow.
         only: sections that are fitted; by default all of them.
-        announce: is told before it starts what the calibration will take, and what the reading will where the model has written first.
         warn: told in a sentence of what was left by an interrupted calibration and is damaged.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
         **options: of `moeoff.Llama`: where tensors go, how positions are scaled.
@@ -118,21 +114,18 @@ def calibrate(
     if tokens < 2 * LENGTH:
         raise OptionError(f"{tokens} tokens are too few to calibrate on: at least {2 * LENGTH}")
     bound = Budget.of(memory).most
-    if bound < (least := rss() + _FITS):
-        raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(least)} at least", hint={"memory": least})
+    if bound < (needed := rss() + _FITS):
+        raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(needed)} at least", hint={"memory": needed})
     if os.path.exists(path):
         Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
     options = {"n_threads": n_threads} | options
     texts = [_digest(file) for file in text]
-    checkpoint = Checkpoint("profile", model_index, options, warn, tokens=tokens, minutes=minutes, hidden=hidden, seed=seed, texts=texts)
-    wanted = [name for name in fits() if (only is None or name in only) and not checkpoint.has(f"fit-{name}")]
-    after = functools.partial(_seconds_of_fits, model_index, wanted, hidden, seed)
+    checkpoint = Checkpoint("profile", model_index, options, warn, tokens=tokens, hidden=hidden, seed=seed, texts=texts)
+    least = min(tokens, _LEAST * LENGTH)
     with texts_or_written(
-        os.fspath(model), text, tokens, checkpoint, least=min(tokens, _LEAST * LENGTH), seconds=60 * minutes, memory=memory, seed=seed,
-        progress=progress, announce=announce, after=after, n_fits=len(wanted), **options,
-    ) as files:  # fmt: skip
-        seconds = 60 * minutes if text else math.inf  # which the writer has seen to
-        recording = _record(model_index, files, tokens, memory, seconds, checkpoint, progress, announce, options, after, len(wanted))
+        os.fspath(model), text, tokens, checkpoint, least=least, until=started + _WRITING * 60 * minutes, memory=memory, seed=seed, progress=progress, **options
+    ) as files:
+        recording = _record(model_index, files, tokens, memory, started + 60 * minutes, checkpoint, progress, options)
     import sklearn.linear_model  # before the room is measured
     import sklearn.neural_network  # noqa: F401
 
@@ -167,59 +160,22 @@ def _digest(path: str | os.PathLike[str]) -> str:
 
 
 def _record(
-    model_index: ModelIndex, text: Sequence[str], tokens: int, memory: str | int | None, seconds: float, checkpoint: Checkpoint,
-    progress: Callable[[str, int, int], None] | None, announce: Callable[[CalibrationEstimate], None] | None, options: Mapping[str, Any],
-    after: Callable[[Llama, int], float], n_fits: int,
+    model_index: ModelIndex, text: Sequence[str], tokens: int, memory: str | int | None, until: float, checkpoint: Checkpoint,
+    progress: Callable[[str, int, int], None] | None, options: Mapping[str, Any],
 ) -> Recording:  # fmt: skip
     with recordable(model_index, memory=memory, **options) as (llm, router), interruptible(llm) as call:
         pieces = sequences(llm, text, tokens)
-        if sum(map(len, pieces)) < LENGTH:
-            raise OptionError(f"the texts hold {sum(map(len, pieces))} tokens, too few to calibrate on: give more")
-        if progress:
-            progress("reading text", 0, sum(map(len, pieces)))  # one sequence of a large model may take minutes
-        plan = checkpoint.once("reading", lambda: {"each": np.array(call(seconds_of, llm, pieces[0])), "limit": np.array(kept_bytes(llm.engine.plan))})
-        each, limit = float(plan["each"]), int(plan["limit"])
-        pieces = pieces[: max(int(min(seconds / each, len(pieces))), _LEAST)]
         n_tokens = sum(map(len, pieces))
-        left = sum(not checkpoint.has(f"sequence-{i}") for i in range(len(pieces)))
-        if announce:
-            announce(CalibrationEstimate(n_tokens, left * each, recording_bytes(llm, router, n_tokens, limit), resumed=left < len(pieces),
-                                         n_fits=n_fits, after=after(llm, n_tokens)))  # fmt: skip
+        if n_tokens < LENGTH:
+            raise OptionError(f"the texts hold {n_tokens} tokens, too few to calibrate on: give more")
+        if progress:
+            progress("reading text", 0, n_tokens)  # one sequence of a large model may take minutes
+        limit = int(checkpoint.once("reading", lambda: {"limit": np.array(recording_limit(llm.engine.plan))})["limit"])
         llm.engine.sizer.reserve(recording_bytes(llm, router, n_tokens, limit))
         stage = progress and functools.partial(progress, "reading text")
-        recording: Recording = call(record, llm, pieces, router, os.path.basename(model_index.files[0]), limit=limit, checkpoint=checkpoint, progress=stage)
+        name = os.path.basename(model_index.files[0])
+        recording: Recording = call(record, llm, pieces, router, name, limit=limit, until=until, least=_LEAST, checkpoint=checkpoint, progress=stage)
         return recording
-
-
-def _seconds_of_fits(model_index: ModelIndex, names: Sequence[str], hidden: int | None, seed: int, llm: Llama, n_tokens: int) -> float:
-    """About how long these take on so many tokens: the longest of them say it themselves, and comparisons replay what they are fitted to."""
-    buffer, n_embd = llm.engine.buffer, llm.n_embd()
-    header = TraceHeader.of(buffer, os.path.basename(model_index.files[0]), max(model_index.n_expert_used, 1))
-    n_inputs = min(n_tokens, kept_bytes(llm.engine.plan) // (2 * header.n_gates * n_embd))
-    size = FitSize(_sample(header, seed), n_tokens, n_inputs, n_embd)
-    options = FitOptions(seed, hidden or _cap(model_index, header.n_gates, header.n_experts, n_embd), replay=simulate)
-    n_held = min(int(_HELD_SHARE * n_tokens), _MOST_HELD)
-    seconds, learns = 0.0, fits()
-    parts: list[type[Policy] | type[Predictor]] = [*POLICIES.values(), *PREDICTORS.values()]
-    for part in dict.fromkeys(part for part in parts if any(part.fit == learns[name] for name in names)):
-        seconds += part.fit_seconds(size, options)
-        if issubclass(part, Policy) and part.compared and n_held >= _LEAST_HELD:
-            seconds += 2 * len(_COMPARED) * n_held * header.n_gates * size.replay_seconds(options, part.name)
-    return seconds
-
-
-def _sample(header: TraceHeader, seed: int) -> Trace:
-    """A few tokens as routers may choose, some experts more often than others."""
-    random, events = np.random.default_rng(seed), []
-    liked = random.normal(size=(header.n_gates, header.n_experts)).astype(np.float32)
-    for _ in range(max(_SAMPLED // header.n_gates, 1)):
-        for gate in range(header.n_gates):
-            probs = np.exp(liked[gate] + random.normal(size=(1, header.n_experts)).astype(np.float32))
-            probs /= probs.sum()
-            ids = top_k(probs, header.n_used).astype(np.int32)
-            weights = np.take_along_axis(probs, ids, axis=1)
-            events.append(GateEvent(gate, ids, weights / weights.sum(), probs))
-    return Trace(header, events, np.arange(len(events)) == 0)
 
 
 def fit(
@@ -244,11 +200,11 @@ def fit(
     predictors = {predictor.profile_section: predictor for predictor in reversed(PREDICTORS.values()) if predictor.compared}.values()
     predicts = {name for predictor in predictors for name in _sections_of(predictor)}
     cut, end = _held_out(recording) if compare else (0, 0)
-    wanted = [name for name in fits() if only is None or name in only]
-    for number, (name, learn) in enumerate(((name, fits()[name]) for name in wanted), 1):
+    names = [name for name in fits() if only is None or name in only]
+    for number, (name, learn) in enumerate(((name, fits()[name]) for name in names), 1):
         policy = policies.get(name) if cut < end else None
         source = recording.part(0, cut) if policy is not None or (cut < end and name in predicts) else recording
-        stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(wanted)})")
+        stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(names)})")
         learned = functools.partial(lambda learn, source, stage: learn(source, options, stage) or {}, learn, source, stage)
         arrays = checkpoint.once(f"fit-{name}", learned) if checkpoint else learned()
         if arrays and policy is not None and not _helps(policy, arrays, recording.part(cut, end).trace(), options.replay or simulate):
@@ -309,18 +265,18 @@ def _sections_of(predictor: type[Predictor]) -> list[str]:
 def _useless(predictor: type[Predictor], sections: Mapping[str, Section], held: Recording) -> list[str]:
     """Of a predictor's sections that are there, those with which it foresees no more of what these tokens select."""
     first, *more = _sections_of(predictor)
-    there = [name for name in (first, *more) if name in sections]
-    if first not in there:
+    present = [name for name in (first, *more) if name in sections]
+    if first not in present:
         return []  # nothing to judge the others by
     useless: list[str] = []
     arrays: Section = {}
     most = _n_foreseen(predictor(held.router), held)
-    for name in there:
+    for name in present:
         tried = arrays | sections[name]
         if (n := _n_foreseen(predictor(held.router, tried), held)) > most:
             most, arrays = n, tried
         elif name == first:
-            return there
+            return present
         else:
             useless.append(name)
     return useless
@@ -345,13 +301,10 @@ def _n_foreseen(predictor: Predictor, held: Recording) -> int:
 
 def cap_hidden(model_index: ModelIndex, router: Router) -> int:
     """Units of the learned predictor: the most whose multiplications are HIDDEN_SHARE of those of a token, all layers together."""
-    return _cap(model_index, router.n_gates, router.n_experts, max((w.shape[1] for w in router.weights if w is not None), default=0))
-
-
-def _cap(model_index: ModelIndex, n_gates: int, n_experts: int, n_embd: int) -> int:
+    n_embd = max((w.shape[1] for w in router.weights if w is not None), default=0)
     share = max(model_index.n_expert_used, 1) / max(model_index.n_expert, 1)
     active = sum(np.prod(span.shape) for span in model_index.experts.values()) * share
     active += sum(np.prod(span.shape) for name, span in model_index.dense.items() if not name.startswith("token_embd"))
-    per_unit = (n_gates - 1) * (n_embd + n_experts)
-    sizes = [factor * n_experts for factor in HIDDEN_FACTORS]
+    per_unit = (router.n_gates - 1) * (n_embd + router.n_experts)
+    sizes = [factor * router.n_experts for factor in HIDDEN_FACTORS]
     return max((n for n in sizes if n * per_unit <= HIDDEN_SHARE * active), default=sizes[0])

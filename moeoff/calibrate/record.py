@@ -8,10 +8,10 @@ probabilities of as many first ones; what was chosen is small.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,36 +28,13 @@ from ..policies.router import Router
 from ..trace import TraceHeader
 from .checkpoint import Checkpoint
 
-__all__ = ["CalibrationEstimate", "LENGTH", "batch_size", "kept_bytes", "record", "recordable", "recording_bytes", "seconds_of", "sequences"]
+__all__ = ["LENGTH", "batch_size", "record", "recordable", "recording_bytes", "recording_limit", "sequences"]
 
 Model = TypeVar("Model", bound=Llama)
 LENGTH = 256  # tokens of a sequence
 LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an eighth of what is available of each
 _GOLDEN = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill an interval evenly
 _OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
-
-
-@dataclass(frozen=True)
-class CalibrationEstimate:
-    """Effort of a calibration, told before it starts.
-
-    Attributes:
-        n_tokens: that will be read.
-        seconds: that this takes, as the first sequence took, or as the first steps of writing took.
-        after: seconds that what comes after it takes: fits, as parts of them took that were tried, or what else is measured.
-        nbytes: of memory, in addition to the model's, that is kept of them for the fits; 0: not known yet.
-        written: the model writes them first, which is in `seconds`.
-        resumed: part of it is there from before an interruption.
-        n_fits: that follow.
-    """
-
-    n_tokens: int
-    seconds: float
-    nbytes: int
-    written: bool = False
-    resumed: bool = False
-    n_fits: int = 0
-    after: float = 0.0
 
 
 def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int, length: int = LENGTH) -> list[list[int]]:
@@ -69,21 +46,21 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
     per_text = max(round(n_tokens / length / len(texts)), 1)
     out = []
     for path in texts:
-        found = []
+        pieces = []
         try:
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 for i in sorted(range(per_text), key=lambda piece: piece * _GOLDEN % 1):  # a fit may keep only the first tokens
                     piece = os.pread(file.fileno(), min(12 * length, -(-size // per_text)), size * i // per_text)
-                    found.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:length])
+                    pieces.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:length])
         except OSError as error:
             raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
-        found = [tokens for tokens in found if len(tokens) > 1]
-        if not found:
+        pieces = [tokens for tokens in pieces if len(tokens) > 1]
+        if not pieces:
             raise OptionError(f"{os.fspath(path)}: holds no text to calibrate on")
-        out.append(found)
+        out.append(pieces)
     # the texts in turn, for the same reason
-    return [found[i] for i in range(per_text) for found in out if i < len(found)]
+    return [pieces[i] for i in range(per_text) for pieces in out if i < len(pieces)]
 
 
 def batch_size(n_vocab: int, n_embd: int, length: int = LENGTH) -> int:
@@ -122,18 +99,10 @@ def recordable(model_index: ModelIndex, kind: type[Model] = Llama, **options: An
         yield llm, router
 
 
-def kept_bytes(plan: MemoryPlan | None = None) -> int:
-    """The most that is kept of gate inputs, and of probabilities: an eighth of available memory each, and of what a model's budget leaves."""
+def recording_limit(plan: MemoryPlan | None = None) -> int:
+    """Bytes that a recording keeps of gate inputs, and of probabilities, at most: an eighth of available memory each, and of what a model's budget leaves."""
     free = available() if plan is None or not plan.budget else min(plan.budget - plan.fixed - plan.arena_floor, available())
     return min(LIMIT, max(free, 0) // 8)
-
-
-def seconds_of(model: Llama, tokens: list[int]) -> float:
-    """Evaluates a sequence and returns how long that took."""
-    started = time.monotonic()
-    for _ in _evaluate(model, tokens):
-        pass
-    return time.monotonic() - started
 
 
 def recording_bytes(model: Llama, router: Router, n_tokens: int, limit: int) -> int:
@@ -143,15 +112,16 @@ def recording_bytes(model: Llama, router: Router, n_tokens: int, limit: int) -> 
 
 
 def record(
-    model: Llama, texts: Sequence[list[int]], router: Router, name: str, *, inputs: bool = True, limit: int | None = None,
-    checkpoint: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
+    model: Llama, texts: Sequence[list[int]], router: Router, name: str, *, inputs: bool = True, limit: int | None = None, until: float = math.inf,
+    least: int = 0, checkpoint: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Recording:  # fmt: skip
     """Evaluates the sequences.
 
     Args:
         model: opened with `gate_input=True`; its batch size is used, its context must hold a sequence.
         inputs: keep gate inputs and probabilities.
-        limit: bytes of each of these; None: `kept_bytes()`.
+        limit: bytes of each of these; None: `recording_limit()`.
+        until: of `time.monotonic`, when no further sequence is begun, but so many are evaluated at the least.
         checkpoint: has sequences of an interrupted recording with the same arguments, which are not evaluated again, and gets those that are.
         progress: called with tokens done and all.
     """
@@ -159,68 +129,78 @@ def record(
     header = TraceHeader.of(buffer, name, max(router.n_used))
     n, g, k, e = sum(map(len, texts)), header.n_gates, max(router.n_used), router.n_experts
     ids, weights = np.full((n, g, k), -1, np.int32), np.zeros((n, g, k), np.float32)
-    kept: dict[str, np.ndarray] = {}
-    at, limit, step = 0, kept_bytes() if limit is None else limit, 1
-
-    def room(width: int) -> int:
-        return max(limit // (2 * g * width), 1)
+    rows: dict[str, np.ndarray] = {}  # inputs of every step-th token, and probabilities of the first ones
+    n_done, step = 0, 1
+    limit = recording_limit() if limit is None else limit
 
     def allocate(what: str, width: int) -> np.ndarray:
+        if what not in rows:
+            rows[what] = np.zeros((min(n, max(limit // (2 * g * width), 1)), g, width), np.float16)
+        return rows[what]
+
+    def make_room(n_tokens: int) -> None:
+        """Leaves every second input out until those of the next tokens find a place."""
         nonlocal step
-        if what not in kept:
-            if what == "inputs":
-                step = -(-n // room(width))
-            kept[what] = np.zeros((min(-(-n // step) if what == "inputs" else n, room(width)), g, width), np.float16)
-        return kept[what]
+        place = rows.get("inputs")
+        while place is not None and -(-(n_done + n_tokens) // step) > len(place):
+            half = place[: -(-n_done // step) : 2]
+            place[: len(half)], step = half, 2 * step
 
     def deliver(event: GateEvent) -> None:
-        rows, used = event.ids.shape
-        ids[at : at + rows, event.gate, :used], weights[at : at + rows, event.gate, :used] = event.ids, event.weights
+        n_rows, used = event.ids.shape
+        ids[n_done : n_done + n_rows, event.gate, :used], weights[n_done : n_done + n_rows, event.gate, :used] = event.ids, event.weights
         if inputs and event.gate_input is not None:
             place = allocate("inputs", event.gate_input.shape[1])
-            keep(place, event.gate, -(-at // step), event.gate_input[-at % step :: step])
+            make_room(n_rows)
+            store(place, event.gate, -(-n_done // step), event.gate_input[-n_done % step :: step])
             if router.weights[event.gate] is not None:
                 probs = router.probs(event.gate, event.gate_input)
-                keep(allocate("probs", e), event.gate, at, np.pad(probs, ((0, 0), (0, e - probs.shape[1]))))
+                store(allocate("probs", e), event.gate, n_done, np.pad(probs, ((0, 0), (0, e - probs.shape[1]))))
 
-    def keep(all_rows: np.ndarray, gate: int, first: int, rows: np.ndarray) -> None:
-        place = all_rows[first : first + len(rows), gate]
-        place[:] = np.clip(rows[: len(place)], -65504, 65504)
+    def store(place: np.ndarray, gate: int, first: int, values: np.ndarray) -> None:
+        room = place[first : first + len(values), gate]
+        room[:] = np.clip(values[: len(room)], -65504, 65504)
 
     def parts(begin: int, end: int) -> dict[str, np.ndarray]:
         """Views of what belongs to these tokens."""
-        found = {"ids": ids[begin:end], "weights": weights[begin:end]}
-        for what, rows in kept.items():
-            found[what] = rows[-(-begin // step) : -(-end // step)] if what == "inputs" else rows[begin:end]
-        return found
+        out = {"ids": ids[begin:end], "weights": weights[begin:end]}
+        for what, place in rows.items():
+            out[what] = place[-(-begin // step) : -(-end // step)] if what == "inputs" else place[begin:end]
+        return out
 
     model.set_gate_callback(deliver)
     try:
         for i, tokens in enumerate(texts):
+            if i >= least and time.monotonic() > until:
+                break
             done = checkpoint.load(f"sequence-{i}") if checkpoint else None
-            begin, end = at, at + len(tokens)
+            begin, end = n_done, n_done + len(tokens)
             if done is not None:
                 for what in ("inputs", "probs"):
                     if what in done:
                         allocate(what, done[what].shape[2])
+                make_room(len(tokens))
                 for what, place in parts(begin, end).items():
                     place[:] = done[what]
-                at = end
+                n_done = end
             else:
+                make_room(len(tokens))
                 for n_batch in _evaluate(model, tokens):
-                    at += n_batch
+                    n_done += n_batch
                     if progress:
-                        progress(at, n)
+                        progress(n_done, n)
                 if checkpoint:
                     checkpoint.save(f"sequence-{i}", parts(begin, end))
             if progress:
-                progress(at, n)
+                progress(n_done, n)
     finally:
         model.set_gate_callback(None)
         model.clear_context()
+    if progress:
+        progress(n_done, n_done)
     starts = np.zeros(n, bool)
     starts[np.cumsum([0, *map(len, texts[:-1])])] = True
-    return Recording(
-        header, router, np.concatenate(texts).astype(np.int32), starts, ids, weights, kept.get("inputs"), kept.get("probs"),
-        np.arange(0, n, step)[: len(kept.get("inputs", ()))],
-    )  # fmt: skip
+    recorded = parts(0, n_done)
+    with_inputs = np.arange(0, n_done, step)[: len(recorded.get("inputs", ()))]
+    return Recording(header, router, np.concatenate(texts)[:n_done].astype(np.int32), starts[:n_done], recorded["ids"], recorded["weights"],
+                     recorded.get("inputs"), recorded.get("probs"), with_inputs)  # fmt: skip

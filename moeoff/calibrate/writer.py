@@ -26,7 +26,6 @@ from ..memory import Budget, trim
 from ..options import llama_keywords
 from .checkpoint import Checkpoint
 from .perplexity import interruptible
-from .record import CalibrationEstimate
 
 __all__ = ["Writer", "sequences_within", "texts_or_written", "written_text"]
 
@@ -36,7 +35,6 @@ _STATE_SHARE = 0.15  # of the budget, for the KV cache of all of them
 _KV = {"type_k": "q8_0", "type_v": "q8_0", "flash_attn": True}  # what is written need not be exact
 TOP_K, TEMPERATURE = 40, 0.9
 _BATCH = 64
-_FIRST_STEPS = 6  # to see how fast writing is
 OPENINGS = (
     "Write a short story about a lighthouse keeper who finds a letter.",
     "Explain how a refrigerator works to a curious child.",
@@ -98,43 +96,32 @@ class _Sequence:
 
 
 def written_text(
-    model: str, n_tokens: int, checkpoint: Checkpoint, *, least: int = 0, seconds: float = math.inf, memory: str | int | None = None, seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None, announce: Callable[[CalibrationEstimate], None] | None = None,
-    after: Callable[[Llama, int], float] = lambda _llm, _n_tokens: 0.0, n_fits: int = 0, **options: Any,
+    model: str, n_tokens: int, checkpoint: Checkpoint, *, least: int = 0, until: float = math.inf, memory: str | int | None = None, seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None, **options: Any,
 ) -> str:  # fmt: skip
     """Text by the model itself; an interrupted one goes on with the round that it was in.
 
     Args:
-        n_tokens: to write, openings not counted; fewer, but not below `least`, where writing and then reading them takes longer than `seconds`.
+        n_tokens: to write, openings not counted.
+        until: of `time.monotonic`, when it ends with fewer, but `least` at least.
         memory: bound of the process; None: 80 % of what is available.
-        announce: is told before it starts what writing and reading will take.
-        after: seconds that what comes after reading takes, of so many tokens; n_fits: fits among it. For `announce` alone.
         **options: of `moeoff.Llama`.
 
     Raises:
         MoeoffError: the model, the budget or an option is no good.
     """
-    kept = checkpoint.load("text")
-    if kept is None:
+    part = checkpoint.load("text")
+    if part is None:
         nbytes = Budget.of(memory).most
-        plan = checkpoint.load("writing") or {}
-        n, length = plan["shape"].tolist() if plan else sequences_within(ModelIndex.read(model), nbytes, n_tokens)
+        n, length = checkpoint.once("writing", lambda: {"shape": np.array(sequences_within(ModelIndex.read(model), nbytes, n_tokens))})["shape"].tolist()
         bound = {} if "expert_memory" in options else {"memory": nbytes}
+        stage = progress and functools.partial(progress, "the model writes text")
         with Writer(model, n, length, seed=seed, **bound, **options) as writer, interruptible(writer.llm) as call:
-            if not plan:
-                step = call(writer.seconds_per_step)
-                each = step / n / writer.written_share + step / n  # a token that is read takes no longer than one of a step: batches are larger
-                plan = {"shape": np.array([n, length]), "each": np.array(each), "n_tokens": np.array(max(int(min(n_tokens, seconds / each)), least))}
-                checkpoint.save("writing", plan)
-            wanted = int(plan["n_tokens"])
-            if announce:
-                announce(CalibrationEstimate(wanted, wanted * float(plan["each"]), 0, written=True, resumed=checkpoint.has("round-0"), n_fits=n_fits,
-                                             after=after(writer.llm, wanted)))  # fmt: skip
-            text = call(writer.write, wanted, checkpoint, progress and functools.partial(progress, "the model writes text"))
-        kept = {"text": np.frombuffer(text.encode(), np.uint8)}
-        checkpoint.save("text", kept)
+            text = call(writer.write, n_tokens, checkpoint, stage, least, until)
+        part = {"text": np.frombuffer(text.encode(), np.uint8)}
+        checkpoint.save("text", part)
         trim()  # what the writer leaves would count against the next model's budget
-    return kept["text"].tobytes().decode("utf-8", "replace")
+    return part["text"].tobytes().decode("utf-8", "replace")
 
 
 @contextlib.contextmanager
@@ -171,39 +158,24 @@ class Writer:
         with contextlib.suppress(ModelError):
             self._template = Template(self.llm) if "tokenizer.chat_template" in self.llm.metadata else None
 
-    def write(self, n_tokens: int, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> str:
-        """At least so many tokens, openings not counted; rounds that are finished are kept in the checkpoint."""
+    def write(self, n_tokens: int, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None, least: int = 0, until: float = math.inf) -> str:
+        """So many tokens or more, openings not counted; or `least`, when the time is over. Rounds that are finished are kept in the checkpoint."""
         pieces: list[str] = []
         written = 0
-        while written < n_tokens:
 
-            def tell(n: int, before: int = written) -> None:
-                if progress:
-                    progress(min(before + n, n_tokens), n_tokens)
+        def enough(n: int) -> bool:
+            """Whether so many of a round are."""
+            if progress:
+                progress(min(written + n, n_tokens), n_tokens)
+            return written + n >= least and time.monotonic() > until
 
-            part = checkpoint.once(f"round-{len(pieces)}", functools.partial(self._round, len(pieces), tell))
+        while written < n_tokens and not enough(0):
+            part = checkpoint.once(f"round-{len(pieces)}", functools.partial(self._round, len(pieces), enough))
             pieces.append(part["text"].tobytes().decode("utf-8", "replace"))
             written += max(int(part["n_tokens"]), 1)
-            tell(0, written)
+        if progress:
+            progress(n_tokens, n_tokens)
         return "\n\n".join(pieces)
-
-    def seconds_per_step(self) -> float:
-        """The time of a token of each sequence, of a few after the first, cold ones."""
-        sequences, random = self._begin(0), np.random.default_rng(self._seed)
-        with self.llm.engine.cancellation.in_progress():
-            for i in range(_FIRST_STEPS):
-                if i == _FIRST_STEPS // 3:
-                    started = time.perf_counter()
-                self._step(sequences, random, [])
-        seconds = time.perf_counter() - started
-        self.llm.clear_context()
-        return seconds / (_FIRST_STEPS - _FIRST_STEPS // 3)
-
-    @property
-    def written_share(self) -> float:
-        """Share of the computed tokens that are written: the others are of openings."""
-        opening = sum(len(self.llm.tokenize(text.encode())) for text in OPENINGS) / len(OPENINGS)
-        return max(1 - opening / self._length, 0.5)
 
     def _begin(self, index: int) -> list[_Sequence]:
         self._n_begun = 2 * index * self._n_sequences
@@ -219,7 +191,7 @@ class Writer:
             tokens = self.llm.tokenize(opening.encode(), add_bos=True)
         return _Sequence(tokens[: self._length // 2])
 
-    def _round(self, index: int, tell: Callable[[int], None]) -> dict[str, np.ndarray]:
+    def _round(self, index: int, enough: Callable[[int], bool]) -> dict[str, np.ndarray]:
         """As many tokens of each sequence as it may have; one that ends before makes way for another opening, and the last are cut."""
         sequences, done = self._begin(index), list[list[int]]()
         random = np.random.default_rng([self._seed, index])
@@ -227,7 +199,8 @@ class Writer:
         with self.llm.engine.cancellation.in_progress():
             for _ in range(self._length - 1):
                 self._step(sequences, random, done)
-                tell(sum(map(len, done)) + sum(len(s.written) for s in sequences))
+                if enough(sum(map(len, done)) + sum(len(s.written) for s in sequences)):
+                    break
         self.llm.clear_context()
         done += [s.written for s in sequences]
         text = "\n\n".join(self.llm.detokenize(tokens).decode("utf-8", "replace").strip() for tokens in done if tokens)

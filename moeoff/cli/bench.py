@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,41 +21,32 @@ from .options import Listed, command, files_beside, flags_as_typed, given_files,
 if TYPE_CHECKING:
     from ..bench.job import BenchTest, Job
     from ..bench.rows import Row
-    from ..bench.run import Listener
+    from ..bench.run import Grid, Listener
 
-_FORMATS = click.Choice(["md", "csv", "json", "jsonl", "sql"])
 _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")
 _LONGEST_RANGE = 1000
 
 
-def numbers(least: int, most: float = math.inf) -> Callable[[str], list[int]]:
+def numbers(least: int) -> Callable[[str], list[int]]:
     """Reads numbers as llama-bench takes them: 512, or 128,256, or 1-8, 128-1024*2, 0-4096+1024. Raises ValueError."""
 
     def read(text: str) -> list[int]:
         out: list[int] = []
         for part in text.split(","):
-            match = _RANGE.fullmatch(part.strip())
-            if match:
-                out += _range(int(match[1]), int(match[2]), match[3] or "+", int(match[4] or 1))
+            if match := _RANGE.fullmatch(part.strip()):
+                n, last, by = int(match[1]), int(match[2]), int(match[4] or 1)
+                values = list[int]()
+                while n <= last and len(values) < _LONGEST_RANGE:
+                    values.append(n)
+                    n = max(n * by if match[3] == "*" else n + by, n + 1)
+                out += values
             else:
                 out.append(int(part))
-        if not out or min(out) < least or max(out) > most:
+        if not out or min(out) < least:
             raise ValueError
         return out
 
     return read
-
-
-def _range(first: int, last: int, step: str, by: int) -> list[int]:
-    out: list[int] = []
-    n = first
-    while n <= last and len(out) < _LONGEST_RANGE:
-        out.append(n)
-        following = n * by if step == "*" else n + by
-        if following <= n:
-            break
-        n = following
-    return out
 
 
 def words(text: str) -> list[str]:
@@ -65,14 +55,6 @@ def words(text: str) -> list[str]:
     if not all(out):
         raise ValueError
     return out
-
-
-def pair(text: str) -> list[tuple[int, int]]:
-    """Reads PP,TG. Raises ValueError."""
-    prompt, single = (int(part) for part in text.split(","))
-    if min(prompt, single) < 0 or not prompt + single:
-        raise ValueError
-    return [(prompt, single)]
 
 
 def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: str = "N,...", kind: Any = None) -> Callable[[Any], Any]:
@@ -117,7 +99,6 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 @own("-m", "--model", type=click.Path(), metavar="FILE", multiple=True, help="GGUF with routed experts, as MODEL; may be repeated. Default: the demo model.")
 @_several("-p", "--n-prompt", read=numbers(0), help="Tokens of a prompt, 0 for no such test. Default: 512.")
 @_several("-n", "--n-gen", read=numbers(0), help="Tokens that are decoded one by one, 0 for no such test. Default: 128.")
-@_several("-pg", read=pair, metavar="PP,TG", help="A prompt and then single tokens, timed together.")
 @_several("-d", "--n-depth", read=numbers(0), help="Tokens that the context holds before. Default: 0.")
 @own("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
      help="Repetitions of each test, each on another piece of text.")  # fmt: skip
@@ -131,58 +112,39 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     help="Stock llama.cpp, too, with its default kernels and with plain ones; all in a memory cgroup of the bound where one can be made.",
 )
 @own("--no-warmup", is_flag=True, help="Count the first run of each test, too.")
-@own("-o", "--output", type=_FORMATS, default="md", show_default=True, help="Form of the results on stdout.")
-@own("-oe", "--output-err", type=_FORMATS, help="The same on stderr, in another form.")
-@own("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw tokens per second over memory into an SVG or PNG.")
-def bench(
-    path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_gen: list[int], pg: list[tuple[int, int]], n_depth: list[int],
-    output: str, output_err: str | None, plot: str | None, **options: Any,
-) -> None:  # fmt: skip
-    """Measure speed, as llama-bench does: prompts (pp), single tokens (tg), both (pg), over memory budgets and strategies.
+@own("-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Form of the results on stdout.")
+def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_gen: list[int], n_depth: list[int], output: str, **options: Any) -> None:
+    """Measure speed, as llama-bench does: prompts (pp) and single tokens (tg), over memory budgets and strategies.
 
     Options that take several values take 128,256 or 128-1024*2, and may be repeated; every combination runs in a process of its own.
     """
-    from ..bench.rows import format_named
-    from ..simulate.comparison import require_drawable
+    from ..bench.job import BenchTest
+    from ..bench.rows import FORMATS
 
-    model = path + model
-    require_new(plot, [*(file for one in model or (None,) for file in files_beside(one)), options["text"], *given_files(options)], "--plot")
-    require_drawable(plot, "--plot")
     for size in options["memory"]:
         remark_on_memory(size, parse_size(size))
-    tests = _tests(n_prompt or [512], n_gen or [128], pg, n_depth or [0])
+    shapes = [(n, 0) for n in n_prompt or [512] if n] + [(0, n) for n in n_gen or [128] if n]
+    if not shapes:
+        raise OptionError("there is nothing to measure: give -p or -n")
+    tests = tuple(BenchTest(prompt, single, depth) for depth in n_depth or [0] for prompt, single in shapes)
     varied = {name for name in _COLUMNS if options[name]}
-    grids = _grids(model or (demo_model(),), tests, **options)
-    formats = [(stream, format_named(name, varied)) for stream, name in ((sys.stdout, output), (sys.stderr, output_err)) if name]
-    every: list[Row] = []
-    for stream, form in formats:
-        print(form.begin(), end="", file=stream, flush=True)
-    for rows in (rows for grid in grids for rows in grid.run(_listener)):
-        every += rows
-        for stream, form in formats:
-            print(form.rows(rows), end="", file=stream, flush=True)
-    for stream, form in formats:
-        print(form.end(), end="", file=stream, flush=True)
-    if plot:
-        from ..bench.rows import plot as draw
+    grids = _grids(path + model or (demo_model(),), tests, **options)
+    measured = False
 
-        draw(plot, every)
-        note(f"{plot}: drawn")
-    if every and all(row.avg_ts is None for row in every):
+    def configurations() -> Iterator[list[Row]]:
+        nonlocal measured
+        for rows in (rows for grid in grids for rows in grid.run(_listener)):
+            measured = measured or any(row.avg_ts is not None for row in rows)
+            yield rows
+
+    for text in FORMATS[output](configurations(), varied):
+        print(text, end="", flush=True)
+    if not measured:
         sys.exit(1)
 
 
-def _tests(prompts: list[int], singles: list[int], pairs: list[tuple[int, int]], depths: list[int]) -> tuple[BenchTest, ...]:
-    from ..bench.job import BenchTest
-
-    shapes = [(n, 0) for n in prompts if n] + [(0, n) for n in singles if n] + pairs
-    if not shapes:
-        raise OptionError("there is nothing to measure: give -p, -n or -pg")
-    return tuple(BenchTest(prompt, single, depth) for depth in depths for prompt, single in shapes)
-
-
 def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int | None, repetitions: int, text: str | None, compare_stock: bool,
-           no_warmup: bool, **options: Any) -> list[Any]:  # fmt: skip
+           no_warmup: bool, **options: Any) -> list[Grid]:  # fmt: skip
     from ..bench.job import read_text
     from ..bench.run import Grid
     from ..gguf.model_index import ModelIndex

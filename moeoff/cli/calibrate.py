@@ -19,7 +19,6 @@ from .options import command, files_beside, own, remark_on_context, takes, takes
 
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
-    from ..calibrate import CalibrationEstimate
     from ..calibrate.precision_search import SearchResult
     from ..calibrate.statistics import Quality
 
@@ -35,7 +34,7 @@ _OPTIONS_OF = {("--max-loss",): ("tier", "experts"), ("--bits-plan",): ("toleran
 @own("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
 @own("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
 @own("--minutes", type=click.FloatRange(min=0, min_open=True),
-     help="It takes no longer than about this: fewer tokens if it would. Default: 60, with --max-loss 15. Not with --bits-plan.")  # fmt: skip
+     help="When they are over it ends with what was read by then. Default: 60, with --max-loss 15. Not with --bits-plan.")  # fmt: skip
 @takes("calibrate")
 @own("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
 @own("--max-loss", metavar="PERCENT", help="Instead: measure what may be left out, and what a sidecar's tiers cost, for run --max-loss, as 1%.")
@@ -48,7 +47,7 @@ _OPTIONS_OF = {("--max-loss",): ("tier", "experts"), ("--bits-plan",): ("toleran
 def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any) -> None:
     """Measure a model on text, once, and keep in its profile what predictors and caches learn from that.
 
-    Says first how long it takes. Interrupted, the same command goes on from there.
+    Interrupted, the same command goes on from there.
     """
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
@@ -62,9 +61,9 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
         plan = _write_plan(model, **options)
         click.echo(f"{plan}: for moeoff convert {model} --bits {plan}")
     elif max_loss:
-        found = _search(model, max_loss=max_loss, **options)
-        if any(found.contract.choose(found.max_loss, share) for share in (0.0, *_RESIDENT)):
-            click.echo(f"{found.path}: for moeoff run -m {model} --max-loss {max_loss}")
+        searched = _search(model, max_loss=max_loss, **options)
+        if any(searched.contract.choose(searched.max_loss, share) for share in (0.0, *_RESIDENT)):
+            click.echo(f"{searched.path}: for moeoff run -m {model} --max-loss {max_loss}")
         else:
             say(f"nothing that was measured keeps within {max_loss}: --max-loss {max_loss} leaves the model lossless")
     else:
@@ -75,29 +74,13 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
 
         try:
             with progress_bar() as progress:
-                done = library(model=model, **options, progress=progress, announce=_announce, warn=note)
+                done = library(model=model, **options, progress=progress, warn=note)
         except KeyboardInterrupt:
             note("interrupted: the same command goes on from here")
             raise
         say(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
         if done.recall is not None:
             note(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict")
-
-
-def _announce(estimate: CalibrationEstimate) -> None:
-    def time(seconds: float) -> str:
-        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-    if estimate.resumed:
-        note("goes on where it was interrupted")
-    whole = time(estimate.seconds + estimate.after)
-    if estimate.written:
-        what = f", with reading them and {estimate.n_fits} fits" if estimate.n_fits else ", with all that is measured on them" if estimate.after else ""
-        note(f"the model writes its own text, about {estimate.n_tokens:,} tokens: about {whole}{what or ', with reading them once'}")
-        return
-    memory = f" in {format_size(estimate.nbytes)} of memory" if estimate.nbytes else ""
-    parts = f": {time(estimate.seconds)} to read them, {time(estimate.after)} for {estimate.n_fits} fits{memory}" if estimate.n_fits else ""
-    note(f"{estimate.n_tokens:,} tokens: about {whole}{parts}")
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -118,9 +101,7 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
-        done = search_precision(
-            model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, announce=_announce, warn=note, **options
-        )
+        done = search_precision(model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, warn=note, **options)
     contract = done.contract
     rows = []
     for c in done.measured:
@@ -130,8 +111,8 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
     title = f"{os.path.basename(model)}, {contract.n_tokens} tokens scored; resident: experts in memory, bytes: of the lossless model's with as many"
     _table(title, ["precision", "resident", "left out", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
     for share in _RESIDENT:
-        found = contract.choose(bound, share)
-        note(f"with {share:.0%} of the experts in memory: {_name(found) if found else 'lossless'}")
+        chosen = contract.choose(bound, share)
+        note(f"with {share:.0%} of the experts in memory: {_name(chosen) if chosen else 'lossless'}")
     return done
 
 
@@ -160,7 +141,7 @@ def _write_plan(
     ctx = min(CTX, model_index.n_ctx_train or CTX)
     with progress_bar() as progress, Planner(
         model, text, types=types.split(",") if types else None, importance="measured" if measure else "estimated", ctx=ctx,
-        progress=progress, announce=_announce, warn=note, **options,
+        progress=progress, warn=note, **options,
     ) as planner:  # fmt: skip
         plan = planner.plan(bound)
     with atomic_file(path) as file:

@@ -38,7 +38,6 @@ HELP = f"""\
 /system TEXT       set the system prompt; without TEXT show it, /system - removes it
 /save FILE         write the conversation: JSON if FILE ends with .json, else text
 /memory SIZE       change the memory budget, as 6G or 80%; without SIZE show it
-/live              draw what is computed as it comes, or no longer
 /exit              leave, as Ctrl-D does
 
 Several lines: Ctrl-J or a backslash before Enter begins a new line; {QUOTES} begins a text of many lines and ends it.
@@ -92,7 +91,6 @@ class Chat:
             "/system": self._set_system,
             "/save": self._save,
             "/memory": self._memory,
-            "/live": self._live,
         }
 
     def loop(self, share: str = "") -> Stats | None:
@@ -211,12 +209,6 @@ class Chat:
             f"context: {self._llm.n_tokens} of {self._llm.n_ctx()} tokens"
         )
         self._memory("")
-
-    def _live(self, _argument: str) -> None:
-        from .live import Live
-
-        self._completer.live = Live(self._llm) if self._completer.live is None else None
-        note("hits by layer, reads, tok/s and memory are drawn from here on" if self._completer.live else "nothing is drawn any longer")
 
     def _total(self) -> Stats | None:
         """`Stats` since the chat began, its rates those of the answers together."""

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from ..engine.llama import Llama
     from ..engine.prompt import PromptCache
-    from .live import Live
 
 _TELL = 0.25  # seconds between looks at how much of a prompt is computed
 
@@ -98,9 +97,6 @@ class Completer:
         sampling: how answers are drawn.
         prompt_cache: where the context of one prompt comes from, and goes to.
 
-    Attributes:
-        live: draws while an answer is computed; None: nothing does.
-
     Raises:
         ModelError: the prompt cache is not of this model and context.
     """
@@ -108,7 +104,6 @@ class Completer:
     def __init__(self, llm: Llama, sampling: Sampling, prompt_cache: PromptCache | None = None):
         self.llm = llm
         self.sampling = sampling
-        self.live: Live | None = None
         self._prompt_cache = prompt_cache
         self._cached_tokens: list[int] = []
         if prompt_cache is not None:
@@ -155,8 +150,7 @@ class Completer:
         cpu, started = time.process_time(), time.perf_counter()
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         text: list[str] = []
-        drawn = self.live.under(len(tokens)) if self.live is not None else contextlib.nullcontext()
-        with quiet_log() as self._silence, self._ctrl_c_cancels(), drawn:
+        with quiet_log() as self._silence, self._ctrl_c_cancels():
             future = self._executor.submit(self._compute, tokens, pieces)
             try:
                 while (piece := self._next(pieces, len(tokens)) if not text else pieces.get()) is not None:
@@ -186,14 +180,13 @@ class Completer:
         )
 
     def _next(self, pieces: queue.SimpleQueue[str | None], n_prompt: int) -> str | None:
-        """The first piece. Until it comes, a line says how much of the prompt is computed, unless the picture does."""
+        """The first piece. Until it comes, a line says how much of the prompt is computed."""
         line, before = ProgressLine(), self.llm.engine.prompt_tokens
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
                     return pieces.get(timeout=_TELL)
-                if self.live is None:
-                    line.update("prompt", min(self.llm.engine.prompt_tokens - before, n_prompt), n_prompt)
+                line.update("prompt", min(self.llm.engine.prompt_tokens - before, n_prompt), n_prompt)
         finally:
             line.clear()
 

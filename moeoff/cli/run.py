@@ -68,7 +68,6 @@ class _Run(Command):
     help="Continue the prompt as it is, without the model's chat template.",
 )
 @own("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="Ends after one answer, as it does with -p anyway.")
-@own("--live", group="Prompt and answer", is_flag=True, help="Draw hits by layer, reads, tok/s and memory under the answer as it comes.")
 @own("--json", "as_json", group="Prompt and answer", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
 @own("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @own("--prompt-cache", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
@@ -77,7 +76,7 @@ class _Run(Command):
 @own("--prompt-cache-ro", group="Prompt and answer", is_flag=True, help="Use the prompt cache, and do not write it.")
 def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, chat_template: str | None,
-    chat_template_file: str | None, raw: bool, single_turn: bool, live: bool, as_json: bool, stats_json: str | None,
+    chat_template_file: str | None, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None,
     prompt_cache: str | None, prompt_cache_all: bool, prompt_cache_ro: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
@@ -100,8 +99,6 @@ def run(
         others = [other for name, other in outputs.items() if name != flag]
         require_new(path, [*files_beside(model), file, *given_files(options, "trace"), *others], flag)
     chat = prompt is None and not raw and not as_json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
-    if live and (as_json or not _is_terminal(sys.stdout)):
-        raise OptionError("--live draws under the answer: standard output must be a terminal, and --json left out; --stats-json FILE has the numbers")
     if single_turn and chat:
         raise OptionError("-st: give the question with -p")
     if prompt is None and not chat:
@@ -134,10 +131,6 @@ def run(
         remark_on_context(llm.n_ctx(), llm.engine.model_index.n_ctx_train, options)
         share = f" ({DEFAULT_SHARE:.0%} of what is available)" if llm.engine.budget.is_default else ""
         completer = stack.enter_context(Completer(llm, sampling, cache))
-        if live:
-            from .live import Live
-
-            completer.live = Live(llm)
         if prompt is None:
             stats = Chat(completer, system, template).loop(share)
             cancelled = False

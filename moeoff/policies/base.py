@@ -10,7 +10,6 @@ being computed writes for gate `event.gate + 1`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ import numpy as np
 
 from ..errors import OptionError
 from ..gate_event import GateEvent
-from ..trace import Trace, TraceHeader
+from ..trace import TraceHeader
 from .recording import Recording
 from .router import Router
 
@@ -88,39 +87,6 @@ class FitOptions:
 DEFAULT_FIT = FitOptions()
 
 
-@dataclass(frozen=True)
-class FitSize:
-    """Size of a recording that is yet to be made.
-
-    Attributes:
-        sample: a trace of the same model, of a few tokens that nobody computed.
-        n_tokens, n_inputs: of the recording, and those of it whose gate inputs are kept.
-        n_embd: numbers of a gate input.
-    """
-
-    sample: Trace
-    n_tokens: int
-    n_inputs: int
-    n_embd: int
-
-    def replay_seconds(self, options: FitOptions, policy: str, **how: Any) -> float:
-        """Of one event, as the sample takes with half of the experts in memory, the shortest of a few times; 0: there is no way to replay it."""
-        if options.replay is None:
-            return 0.0
-        replay, model = options.replay, self.sample.model
-        return shortest(lambda: replay(self.sample, policy, max(model.full_bytes // 2, model.arena_floor), **how)) / len(self.sample.events)
-
-
-def shortest(work: Callable[[], object], times: int = 3) -> float:
-    """Seconds that it takes where no other program wants the core."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
 # the arrays of one section of a profile, from one pass over text; None if there is nothing to learn from it
 Fit = Callable[[Recording, FitOptions, Progress | None], dict[str, np.ndarray] | None]
 
@@ -146,11 +112,6 @@ class StrategyPart:
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
         return None
-
-    @classmethod
-    def fit_seconds(cls, size: FitSize, options: FitOptions) -> float:
-        """About how long `fit` will take, by parts of its work that are done now, in a fraction of a second; 0: too short to be worth it."""
-        return 0.0
 
 
 class Policy(StrategyPart):

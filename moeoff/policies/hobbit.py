@@ -28,7 +28,7 @@ from ..gate_event import GateEvent
 from ..npz import require_arrays
 from ..precision import Precision
 from ..trace import Trace
-from .base import DEFAULT_FIT, FitOptions, FitSize, GroupedPolicy, Progress, chosen
+from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Progress, chosen
 from .fate import RoutersAhead, n_low
 from .recording import Recording
 from .strategy import Strategy, register
@@ -223,11 +223,6 @@ class Hobbit(GroupedPolicy):
             progress(1, 1)
         return {name: np.array(value) for name, value in (weights | {"t1": cost.t1, "t2": cost.t2, "low_cost": cost.low}).items()}
 
-    @classmethod
-    def fit_seconds(cls, size: FitSize, options: FitOptions) -> float:
-        n_events = min(size.n_tokens * size.sample.model.n_gates, MAX_EVENTS)
-        return _TRIED * len(SHARES) * n_events * size.replay_seconds(options, cls.name, actual=True)
-
     def start(self) -> None:
         super().start()
         o, n = self.options, self.shape.n_gates
@@ -277,7 +272,6 @@ NAMES = ("lru", "lfu", "lhu", "fld")  # of the weights
 MAX_EVENTS = 6_144
 SHARES = (0.25, 0.5, 0.75)  # of the experts in memory
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
-_TRIED = 40  # weights, as a fit tries them until none is better: 37 on the demo model's texts, 51 on a short trace
 
 
 def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPERS_COST, shares: Sequence[float] = SHARES,

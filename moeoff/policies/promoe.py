@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..npz import WrongArrays, require_arrays
-from .base import DEFAULT_FIT, FitOptions, FitSize, Policy, Prediction, Predictor, Progress, recall, shortest
+from .base import DEFAULT_FIT, FitOptions, Policy, Prediction, Predictor, Progress, recall
 from .fate import quotas
 from .recording import Recording
 from .router import Rows
@@ -31,7 +31,6 @@ from .strategy import Strategy, register
 # --- §4: learned predictor ---
 
 STRIDES = (1, 2)
-_TRAINED = 0.8  # of the tokens with inputs, those that are trained on; the others judge
 EPOCHS, FINE_EPOCHS = 8, 4  # the last ones at a quarter of the learning rate
 RATE, ALPHA, BATCH = 2e-3, 1e-3, 256
 GAIN = 2.0  # of a router's logit, in deviations, in the logit that the network begins with
@@ -164,24 +163,6 @@ class Learned(Predictor):
             arrays[f"there_{s}"][g + s] = True
             arrays[f"recall_{s}"][g + s] = recall(network.predict_proba(x[held]), y[held][:, active], router.n_used[g + s]) if held.any() else 0
         return arrays
-
-    @classmethod
-    def fit_seconds(cls, size: FitSize, options: FitOptions) -> float:
-        """By a batch's products there and back, and Adam's step."""
-        n, e, parts, hidden = size.sample.model.n_gates, size.sample.model.n_experts, min(size.n_embd, COMPONENTS), options.hidden
-        x, there, ahead = (np.zeros(shape, np.float32) for shape in ((min(BATCH, size.n_inputs), parts), (parts, hidden), (hidden, e)))
-        if not len(x):
-            return 0.0
-
-        def batch() -> None:
-            h = x @ there
-            out = h @ ahead
-            for weights, gradient in ((ahead, h.T @ out), (there, x.T @ (out @ ahead.T))):
-                weights += (0.9 * weights + 0.1 * gradient) / (np.sqrt(0.999 * weights + 0.001 * gradient**2) + 1e-8)
-
-        n_jobs = sum(max(n - stride, 0) for stride in cls.strides)
-        n_batches = -(-int(_TRAINED * size.n_inputs) // BATCH) * (EPOCHS + FINE_EPOCHS)
-        return shortest(batch, 5) * n_jobs * n_batches
 
 
 def _features(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from ..trace import Trace
-from .base import DEFAULT_FIT, CacheShape, FitOptions, FitSize, GroupedPolicy, Progress, chosen, shortest
+from .base import DEFAULT_FIT, CacheShape, FitOptions, GroupedPolicy, Progress, chosen
 from .fate import CrossLayerGate
 from .recording import Recording
 from .strategy import Strategy, register
@@ -71,20 +71,6 @@ class Score(GroupedPolicy):
         if recording.probs is None or tokens < MIN_TOKENS:
             return None
         return fit_score(recording.trace(tokens), progress=progress)
-
-    @classmethod
-    def fit_seconds(cls, size: FitSize, options: FitOptions) -> float:
-        """By its second stage, of one gate and one horizon."""
-        n, e = size.sample.model.n_gates, size.sample.model.n_experts
-        tokens = min(size.n_tokens, MAX_EVENTS // n, max(MAX_VALUES // (n * e * BLOCK), 1) * BLOCK)
-        tried = np.zeros((min(tokens, BLOCK), e), np.float32)
-
-        def stage() -> None:
-            next_use(tried, 0.5)
-            x = np.stack([tried] * (1 + len(PROB_RATES) + len(USE_RATES)), axis=-1).reshape(tried.size, -1).astype(np.float64)
-            x.T @ (x - x.mean(axis=0))
-
-        return shortest(stage) * n * len(HORIZONS) * tokens / len(tried)
 
     def start(self) -> None:
         super().start()

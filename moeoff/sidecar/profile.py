@@ -83,8 +83,8 @@ class Profile:
 
     def section(self, name: str) -> dict[str, np.ndarray] | None:
         """Its arrays by name, or None if the profile has no such section."""
-        found = {key.split("/", 1)[1]: array for key, array in self._arrays.items() if key.split("/", 1)[0] == name}
-        return found or None
+        arrays = {key.split("/", 1)[1]: array for key, array in self._arrays.items() if key.split("/", 1)[0] == name}
+        return arrays or None
 
     @classmethod
     def find(cls, model_index: ModelIndex, only: Collection[str] | None = None, room: int | None = None) -> Profile | None:

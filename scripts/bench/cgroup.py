@@ -6,9 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from moeoff.bench.cgroup import Cgroup, MemoryCgroup, controller, make_folder, memory_cgroup, set_value, unavailable
+from moeoff.bench.cgroup import Cgroup, controller, make_folder, memory_cgroup, set_value, unavailable
 
-__all__ = ["Cgroup", "MemoryCgroup", "disk_cgroup", "memory_cgroup", "unavailable"]
+__all__ = ["Cgroup", "disk_cgroup", "memory_cgroup", "unavailable"]
 
 
 @contextlib.contextmanager

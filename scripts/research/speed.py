@@ -7,7 +7,7 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
-A run is a `moeoff.bench.Job`, and `moeoff.bench.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
+A run is a `moeoff.bench.Job`, and `rounds.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
 cache before it; a model on tmpfs stays where it is. --disk slows the disk (root). A profile of `moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
 """
 
@@ -31,15 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
 from cgroup import disk_cgroup, memory_cgroup
-from moeoff.bench import STOCK, Comparison, Job, Measurement, Spread, compare, measure, prompt_then_tokens
+from moeoff.bench import STOCK, Job, Measurement, measure
 from moeoff.bench.job import Sample, rates
 from moeoff.bench.rows import rows
-from moeoff.bench.run import drop_from_page_cache, summarize
-from moeoff.bench.time_parts import Ceiling, other_parts, read_parts, token_parts
+from moeoff.bench.run import drop_from_page_cache
 from moeoff.cpu import n_cores
 from results import HELP, ResultsFile, machine
+from rounds import Comparison, Spread, compare, prompt_then_tokens, summarize
+from time_parts import Ceiling, other_parts, read_parts, token_parts
 
-BASELINES = str(Path(__file__).with_name("baselines.py"))
+BASELINES, METER = (str(Path(__file__).with_name(name)) for name in ("baselines.py", "time_parts.py"))
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
@@ -301,7 +302,8 @@ def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, li
     if answer:
         bench = bench.answering(max(numbers(limits)))
     jobs = {f"{limit} MiB": bench.job(limit << 20, memory=within(limit), strategy=strategy) for limit in numbers(limits)}
-    jobs = {name: replace(job, parts=True) for name, job in (jobs | {IN_MEMORY: bench.job(expert_memory=EVERYTHING, strategy=strategy)}).items()}
+    jobs[IN_MEMORY] = bench.job(expert_memory=EVERYTHING, strategy=strategy)
+    jobs = {name: replace(job, registers=(*job.registers, METER), meter="time_parts:TimeMeter") for name, job in jobs.items()}
     found = bench.compare(jobs)
     return {name: [c for c in found if c.name == name] for name in jobs}
 

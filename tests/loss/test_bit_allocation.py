@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 
 import numpy as np
@@ -126,7 +125,6 @@ def test_command(demo, text, tmp_path, moeoff_command):
     ask = ["calibrate", "-m", str(model), "--text", text, "--bits-plan", "--tolerance", "20%", "--types", "Q4_0,Q2_0", "--tokens", "1024", "-t", "1"]
     done = moeoff_command(*ask)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^1,024 tokens: about \d+ (s|min)$", done.stderr, re.MULTILINE), done.stderr
     path = tmp_path / "model.bits.json"
     assert str(path) in done.stdout and "plan:" in done.stdout
     assert type_name(read_plan(path, ModelIndex.read(model).experts).plan[None, None]) == json.loads(path.read_text())["default"]

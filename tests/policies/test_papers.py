@@ -15,12 +15,13 @@ import results
 import speed
 from baselines import EAP
 from helpers.gate_events import random_recording
-from moeoff.bench import Job, Measurement, prompt_then_tokens
+from moeoff.bench import Job, Measurement
 from moeoff.bench.job import Sample
 from moeoff.calibrate.statistics import Estimate
 from moeoff.policies import PREDICTORS
 from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data
+from rounds import prompt_then_tokens
 from verdicts import DIRECTION, LEVEL, OPPOSITE, REPRODUCED, RULES, ratio, verdict
 
 

@@ -199,8 +199,8 @@ def test_speeds_are_those_of_a_run(moeoff_command, tmp_path):
     for budget in ("1330M", "1045M", "760M"):
         said = moeoff_command("inspect", str(model), "--memory", budget, "--json")
         told = next(row for row in json.loads(said.stdout)["budgets"] if row["asked"])
-        done = moeoff_command("bench", str(model), "--memory", budget, "-p", "0", "-n", "96", "-r", "3", "-o", "jsonl", "--text", str(PROSE))
-        row = json.loads(done.stdout)
+        done = moeoff_command("bench", str(model), "--memory", budget, "-p", "0", "-n", "96", "-r", "3", "-o", "json", "--text", str(PROSE))
+        (row,) = json.loads(done.stdout)
         assert told["tps"] == pytest.approx(row["avg_ts"], rel=0.25), (budget, done.stdout)
         assert told["resident_share"] == pytest.approx(int(re.search(r"(\d+)% of the experts fit", row["mode"])[1]) / 100, abs=0.03)
 

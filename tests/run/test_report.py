@@ -6,10 +6,11 @@ import html.parser
 import re
 
 import pytest
+from click.testing import CliRunner
 
-from moeoff.report import figures
-from moeoff.report.figures import MoreMemory, advice, record
-from moeoff.report.page import render
+from moeoff import report
+from moeoff.cli.main import main
+from moeoff.report import MoreMemory, advice, record, render
 from moeoff.simulate.simulator import simulate
 
 
@@ -47,44 +48,36 @@ def test_page(session):
     assert page.open == [] and page.links == []  # whole, and nothing comes over the network
     assert "http" not in re.sub(r"https?://www\.w3\.org\S*", "", text) and "<script" not in text
     assert 'name="viewport"' in text
-    for title in ("Where the memory went", "Where a token's time went", "Reading while computing", "By layer", "What more memory would give"):
+    for title in ("Where the memory went", "Where a token's time went", "By layer", "What more memory would give"):
         assert title in text
 
 
 def test_words_are_not_drawn(session):
     """Pictures take the width that there is, 390 px as well as 1280; words in them would shrink with them, and lie over each other."""
     text = render(session)
-    assert text.count("<svg") == text.count('preserveAspectRatio="none"') >= 4 and "<text" not in text
+    assert text.count("<svg") == text.count('preserveAspectRatio="none"') == 2 and "<text" not in text
 
 
 def test_memory_adds_up(session):
-    parts = figures.memory_parts(session)
+    parts = report.memory_parts(session)
     assert sum(part.value for part in parts) == sum(session.decode.memory.values())
     assert next(part.value for part in parts if part.name == "experts") == session.arena
 
 
 def test_layers_add_up(session):
-    found = figures.layers(session)
+    found = report.layers(session)
     assert len(found) == session.trace.model.n_gates
     assert sum(layer.nbytes for layer in found) * session.n_tokens[1] == pytest.approx(session.decode.bytes_read, rel=0.05)
     assert all(0 <= layer.prefetched <= layer.nbytes and 0 <= layer.hit_rate <= 1 for layer in found)
 
 
 def test_time_is_the_time_that_was_taken(session):
-    assert sum(part.value for part in figures.time_parts(session)) == pytest.approx(1e3 * session.seconds[1] / session.n_tokens[1])
-    assert 0 < figures.ceiling(session)
-
-
-def test_timeline_lies_inside_itself(session):
-    line = figures.timeline(session)
-    assert {bar.row for bar in line.bars} <= set(range(1 + session.io_threads))
-    assert all(0 <= bar.start <= bar.end <= line.milliseconds + 1e-6 for bar in line.bars)
-    computing = [bar for bar in line.bars if bar.row == 0]
-    assert sum(bar.end - bar.start for bar in computing) == pytest.approx(line.milliseconds)
+    assert sum(part.value for part in report.time_parts(session)) == pytest.approx(1e3 * session.seconds[1] / session.n_tokens[1])
+    assert 0 < report.ceiling(session)
 
 
 def test_more_memory_reads_less(session):
-    rows = figures.more_memory(session)
+    rows = report.more_memory(session)
     (here,) = (row for row in rows if row.here)
     assert here.tps == pytest.approx(session.n_tokens[1] / session.seconds[1])
     assert [row.mb_per_token for row in rows] == sorted((row.mb_per_token for row in rows), reverse=True)
@@ -103,9 +96,9 @@ def test_command(moeoff_command, grown, tmp_path):
 
 
 @pytest.mark.parametrize("bad", [("-m", "missing.gguf"), ("--memory", "1M"), ("-o", "no/such/folder/x.html"), ("--text", "missing.txt")])
-def test_nonsense_is_one_sentence(moeoff_command, bad):
-    done = moeoff_command("report", "-p", "4", "-n", "8", *bad)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+def test_nonsense_is_one_sentence(bad):
+    done = CliRunner().invoke(main, ["report", "-p", "4", "-n", "8", *bad])
+    assert done.exit_code == 1 and not isinstance(done.exception, Exception)
 
 
 def test_one_sentence_says_what_to_do():

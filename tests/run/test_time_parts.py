@@ -2,12 +2,12 @@
 
 import pytest
 
-from helpers.files import PROSE
+from helpers.files import PROSE, ROOT
 from moeoff import MoeoffError
-from moeoff.bench import Job, prompt_then_tokens
+from moeoff.bench import Job, measure
 from moeoff.bench.job import Sample
-from moeoff.bench.run import measure
-from moeoff.bench.time_parts import READS, Ceiling, other_parts, read_parts, threads, token_parts
+from rounds import prompt_then_tokens
+from time_parts import READS, Ceiling, other_parts, read_parts, threads, token_parts
 
 N = 40
 
@@ -15,7 +15,8 @@ N = 40
 def run(model: str, **options) -> tuple[Sample, Sample]:
     """A prompt's sample, and one of single tokens, in an arena of a fifth of the demo model's experts."""
     options = {"expert_memory": "2M", "n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "io_threads": 3} | options
-    done = measure(Job(model, options=options, tests=prompt_then_tokens(16, N), repetitions=1, warm_up=False, text=str(PROSE), probe_seconds=0, parts=True))
+    meter = {"registers": (str(ROOT / "scripts/research/time_parts.py"),), "meter": "time_parts:TimeMeter"}
+    done = measure(Job(model, options=options, tests=prompt_then_tokens(16, N), repetitions=1, warm_up=False, text=str(PROSE), probe_seconds=0, **meter))
     assert not done.error
     return done.samples[0], done.samples[1]
 
@@ -53,6 +54,6 @@ def test_ceiling():
 
 def test_a_kernel_that_does_not_tell(tmp_path, monkeypatch):
     (tmp_path / "1").mkdir()
-    monkeypatch.setattr("moeoff.bench.time_parts._TASKS", str(tmp_path))
+    monkeypatch.setattr("time_parts._TASKS", str(tmp_path))
     with pytest.raises(MoeoffError, match="Linux"):
         threads()

@@ -31,7 +31,6 @@ EXCEPT = {
 }
 # what is said or written, by a pattern of the command; the first that fits
 SAYS = {
-    r"^moeoff run .*--live": r"layers .* hits .* reads .* memory",
     r"^moeoff run .*-p ": _ANSWERED,
     r"^moeoff run .*--memory 6G": r"tokens of context, 6\.00 GiB of memory\. /help",
     r"^moeoff run": r"tokens of context, .* of memory \(80% of what is available\)",

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import MoeoffError
-from ..trace import DEMAND_LEVEL, GATE_LEVEL
+from moeoff.errors import MoeoffError
+from moeoff.trace import DEMAND_LEVEL, GATE_LEVEL
 
 if TYPE_CHECKING:
-    from ..engine.llama import Llama
-    from ..gate_event import GateEvent
-    from .job import Sample
+    from moeoff.bench.job import Sample
+    from moeoff.engine.llama import Llama
+    from moeoff.gate_event import GateEvent
 
 IO_THREAD, DRIVER = "moeoff-io", "moeoff-driver"  # names of native threads
 _TASKS = "/proc/self/task"

@@ -1,27 +1,34 @@
-"""The numbers of the page: one run whose every gate event and read is recorded, and what follows from them. Knows nothing of how they are drawn."""
+"""A page about one run whose every gate event and read is recorded: where memory and time went, by layer, and what more memory would give.
+
+HTML that needs no network and no script, and can be read on a phone (report.html.jinja)."""
 
 from __future__ import annotations
 
+import importlib.resources
 import math
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 
-from ..bench.job import Sample, TokenStream, read_text, usual_text
-from ..bench.rows import ceiling_share
-from ..bench.worker import disk_rate
-from ..budget.disk_probe import DiskRate
-from ..budget.dry_load import context_for
-from ..engine.llama import Llama
-from ..engine.stats import Stats
-from ..gguf.model_index import ModelIndex
-from ..memory import MIB, format_size, peak_rss
-from ..simulate.simulator import simulate
-from ..trace import PREFETCH_LEVEL, Trace
+from . import __version__
+from .bench.job import Sample, TokenStream, read_text, usual_text
+from .bench.rows import ceiling_share, model_facts
+from .bench.worker import disk_rate
+from .budget.disk_probe import DiskRate
+from .budget.dry_load import context_for
+from .cpu import machine_name
+from .engine.llama import Llama
+from .engine.stats import Stats
+from .gguf.model_index import ModelIndex
+from .memory import MIB, format_size, peak_rss
+from .simulate.simulator import simulate
+from .trace import PREFETCH_LEVEL, Trace
 
 N_PROMPT, N_DECODE = 128, 96
 GIB = 1 << 30
@@ -34,7 +41,7 @@ class Session:
 
     Attributes:
         prompt, decode: statistics of the two parts.
-        trace: of all events; those of the single tokens begin at `first_single`.
+        trace: of all events.
         reads: [n] `moeoff.trace.READ` of the single tokens.
         disk: measured right afterwards.
         n_ctx: tokens of the context, and
@@ -46,7 +53,6 @@ class Session:
     decode: Stats
     n_tokens: tuple[int, int]
     trace: Trace
-    first_single: int
     reads: np.ndarray
     disk: DiskRate
     io_threads: int
@@ -103,14 +109,31 @@ def record(
             n_ctx, needed = llm.n_ctx(), llm.engine.planned.floor
         trace = Trace.read(path)
     disk = disk_rate(model_index, io_threads, _PROBE_SECONDS)
-    first = next((i for i, event in enumerate(trace.events) if event.decode and event.gate == 0), len(trace.events))
-    start = trace.events[first].t_ns if first < len(trace.events) else 0
+    start = next((event.t_ns for event in trace.events if event.decode), 0)
     reads = trace.reads[(trace.reads["result"] == 0) & (trace.reads["t_queued"] >= start)]
-    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, first, reads, disk, io_threads, policy_name, peak, n_ctx, needed)
+    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, reads, disk, io_threads, policy_name, peak, n_ctx, needed)
+
+
+def write_report(model: str, **options: Any) -> str:
+    """Runs the model and returns the page; arguments are those of `record`."""
+    return render(record(model, **options))
+
+
+def render(session: Session) -> str:
+    """HTML of a recorded session."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["size"] = format_size
+    template = environment.from_string((importlib.resources.files(__package__) / "report.html.jinja").read_text(encoding="utf-8"))
+    path, n, seconds, more = session.model_index.files[0], session.n_tokens, session.seconds, more_memory(session)
+    return template.render(
+        version=__version__, date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), machine=machine_name(), model=os.path.basename(path),
+        facts=model_facts(path), s=session, prompt_tps=n[0] / seconds[0] if seconds[0] else 0.0, tps=n[1] / seconds[1],
+        mb_per_token=session.decode.bytes_read / 1e6 / n[1], ceiling=ceiling(session), memory=memory_parts(session), time=time_parts(session),
+        layers=layers(session), more=more, advice=advice(more),
+    )  # fmt: skip
 
 
 _SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)  # of all experts in memory
-_TOKENS = 3  # that the timeline shows
 
 
 class Part(NamedTuple):
@@ -139,22 +162,6 @@ class MoreMemory(NamedTuple):
     mb_per_token: float
     tps: float
     here: bool = False
-
-
-class Bar(NamedTuple):
-    """On the timeline, in milliseconds from its start; row 0 is computing, the others are I/O threads."""
-
-    row: int
-    start: float
-    end: float
-    kind: str
-    text: str
-
-
-class Timeline(NamedTuple):
-    milliseconds: float
-    rows: list[str]
-    bars: list[Bar]
 
 
 _MEMORY = {
@@ -191,11 +198,11 @@ def ceiling(session: Session) -> float:
 
 def layers(session: Session) -> list[LayerUse]:
     trace, n = session.trace, session.n_tokens[1]
-    events = [event for event in trace.events[session.first_single :] if event.decode]
     hits, misses = np.zeros(trace.model.n_gates), np.zeros(trace.model.n_gates)
-    for event in events:
-        hits[event.gate] += event.n_hit
-        misses[event.gate] += event.n_miss
+    for event in trace.events:
+        if event.decode:
+            hits[event.gate] += event.n_hit
+            misses[event.gate] += event.n_miss
     gates = np.array([t.gate for t in trace.model.tensors])
     of_read = gates[session.reads["tensor"]]
     nbytes = np.bincount(of_read, session.reads["nbytes"], trace.model.n_gates)
@@ -253,36 +260,3 @@ def advice(rows: list[MoreMemory]) -> str:
 def _typed(nbytes: int) -> str:
     """A budget as people type it, at least as large: 8G, 6.5G, 760M."""
     return f"{math.ceil(nbytes / (GIB / 10)) / 10:g}G" if nbytes >= GIB else f"{-(-nbytes // MIB)}M"
-
-
-def timeline(session: Session) -> Timeline | None:
-    """A few tokens in the middle of the run; None if the trace is too short."""
-    events = [event for event in session.trace.events[session.first_single :] if event.decode]
-    starts = [i for i, event in enumerate(events) if event.gate == 0]
-    if len(starts) < 2 * _TOKENS:
-        return None
-    first = starts[len(starts) // 2]
-    shown = events[first : starts[min(len(starts) // 2 + _TOKENS, len(starts) - 1)] + 1]
-    t0, t1 = shown[0].t_ns, shown[-1].t_ns
-    bars = []
-    for event, following in zip(shown, shown[1:]):
-        text = f"layer {event.layer}: {event.n_hit} slices in memory, {event.n_miss} missing"
-        bars.append(Bar(0, _ms(event.t_ns, t0), _ms(following.t_ns, t0), "hit" if not event.n_miss else "miss", text))
-    reads = session.reads
-    start = reads["t_queued"] + reads["wait_us"].astype(np.int64) * 1000
-    end = start + reads["read_us"].astype(np.int64) * 1000
-    inside = np.flatnonzero((end > t0) & (start < t1))
-    free = [0] * session.io_threads  # when each worker has ended; which one read is not recorded, and any that was free may have
-    layer = {i: t.layer for i, t in enumerate(session.trace.model.tensors)}
-    for i in inside[np.argsort(start[inside], kind="stable")]:
-        row = next((w for w in range(session.io_threads) if free[w] <= start[i]), int(np.argmin(free)))
-        free[row] = int(end[i])
-        early = reads["level"][i] == PREFETCH_LEVEL
-        text = f"{'prefetch' if early else 'read'}: layer {layer[int(reads['tensor'][i])]}, expert {int(reads['expert'][i])}, {format_size(int(reads['nbytes'][i]))}"
-        bars.append(Bar(1 + row, max(_ms(int(start[i]), t0), 0), min(_ms(int(end[i]), t0), _ms(t1, t0)), "prefetch" if early else "read", text))
-    n_rows = max(bar.row for bar in bars)
-    return Timeline(_ms(t1, t0), ["computing", *(f"I/O thread {i + 1}" for i in range(n_rows))], bars)
-
-
-def _ms(t: int, t0: int) -> float:
-    return (t - t0) / 1e6
