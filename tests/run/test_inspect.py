@@ -220,9 +220,9 @@ def test_computing_is_reckoned_type_by_type(demo, monkeypatch):
         shown.update((products[0][0], sum(size for *_, size in products)) for products in groups)
         return [shown[products[0][0]] / rates[products[0][0]] for products in groups]
 
-    monkeypatch.setattr(compute_probe, "_products", lambda _: [("fast", 1, 1, 1 << 28)] * 8 + [("slow", 1, 1, 1 << 20)] * 999)
+    monkeypatch.setattr(compute_probe, "_products", lambda _: [("fast", 1, 1, 1 << 22)] * 512 + [("slow", 1, 1, 1 << 20)] * 999)
     monkeypatch.setattr(compute_probe, "_times", times)
-    assert compute_probe.token_seconds(ModelIndex.read(demo), 1, 0.0) == pytest.approx((8 << 28) / 4e9 + (999 << 20) / 1e9)
+    assert compute_probe.token_seconds(ModelIndex.read(demo), 1, 0.0) == pytest.approx((512 << 22) / 4e9 + (999 << 20) / 1e9)
     assert sum(shown.values()) <= compute_probe._uncached_bytes()
 
 
