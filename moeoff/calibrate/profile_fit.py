@@ -268,18 +268,14 @@ def _useless(predictor: type[Predictor], sections: Mapping[str, Section], held: 
     present = [name for name in (first, *more) if name in sections]
     if first not in present:
         return []  # nothing to judge the others by
-    useless: list[str] = []
-    arrays: Section = {}
-    most = _n_foreseen(predictor(held.router), held)
-    for name in present:
-        tried = arrays | sections[name]
-        if (n := _n_foreseen(predictor(held.router, tried), held)) > most:
-            most, arrays = n, tried
-        elif name == first:
-            return present
+    arrays = dict(sections[first])  # which the others build on
+    most, useless = _n_foreseen(predictor(held.router, arrays), held), list[str]()
+    for name in present[1:]:
+        if (n := _n_foreseen(predictor(held.router, arrays | sections[name]), held)) > most:
+            most, arrays = n, arrays | sections[name]
         else:
             useless.append(name)
-    return useless
+    return useless if most > _n_foreseen(predictor(held.router), held) else present
 
 
 def _n_foreseen(predictor: Predictor, held: Recording) -> int:
