@@ -13,12 +13,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from .files import SMALL, atomic_file, cache_folder, read_file
-from .npz import ArchiveError, Layout, WrongArrays, read_npz, require_arrays
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .npz import Layout
 
 __all__ = ["CacheEntry", "digest"]
 
@@ -64,6 +66,8 @@ class CacheEntry:
 
     def load_arrays(self, layouts: Mapping[str, Layout], limit: int) -> dict[str, np.ndarray] | None:
         """The arrays that were saved, of at most so many bytes; None: there are none, or others than these."""
+        from .npz import ArchiveError, WrongArrays, read_npz, require_arrays  # `moeoff --help` should not load numpy
+
         try:
             arrays = read_npz(self.path(), limit)
             require_arrays(arrays, layouts)
@@ -73,5 +77,7 @@ class CacheEntry:
 
     def save_arrays(self, **arrays: np.ndarray) -> None:
         """Takes the place of what is there."""
+        import numpy as np
+
         with contextlib.suppress(OSError), atomic_file(self.path()) as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # for mypy any keyword may be allow_pickle

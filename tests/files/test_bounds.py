@@ -495,7 +495,7 @@ def test_damaged_traces(tmp_path):
     head = {"name": "x", "n_used": 1, "tensors": [{"gate": 0, "layer": 0, "matrix": 0, "n_experts": 1 << 40, "nbytes": 1}]}
     for header, length in ((json.dumps(head), None), ("{}", None), ("{}", 1 << 31), (json.dumps(head | {"tensors": []}), None)):
         path = tmp_path / "a.trace"
-        path.write_bytes(b"MOEOFFTR" + struct.pack("<II", 6, length or len(header)) + header.encode())
+        path.write_bytes(b"MOEOFFTR" + struct.pack("<II", 7, length or len(header)) + header.encode())
         with pytest.raises(OptionError, match="header is damaged"):
             Trace.read(path)
 

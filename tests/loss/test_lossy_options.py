@@ -168,7 +168,7 @@ def test_only_what_was_mispredicted(demo, moeoff_command, tmp_path):
         assert done.returncode == 1 and why in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_simulator_prices_misses_by_them(tmp_path):
+def test_the_simulator_prices_misses_by_them():
     def penalty(*options):
         done = CliRunner().invoke(main, ["simulate", str(SMALL_TRACE), "--strategy", "hobbit", "--memory", "50%", "--json", *options])
         assert done.exit_code == 0, done.output
@@ -177,7 +177,3 @@ def test_the_simulator_prices_misses_by_them(tmp_path):
     usual, none, cheap = penalty(), penalty("--t1", "1", "--t2", "1"), penalty("--low-cost", "0.1")
     assert penalty("--t1", "0.6", "--t2", "0.9", "--low-cost", "0.25") == usual
     assert all(a > b > c for a, b, c in zip(none, usual, cheap))
-    done = CliRunner().invoke(main, ["simulate", str(SMALL_TRACE), "--scores", str(tmp_path / "scores.png"), "--json"])
-    (own, papers) = json.loads(done.output)["results"]
-    assert own["high"] == pytest.approx(0.67, abs=0.03) and own["low"] == pytest.approx(0.3, abs=0.03)
-    assert (papers["t1"], papers["t2"]) == (0.6, 0.9) and (tmp_path / "scores.png").stat().st_size > 5000

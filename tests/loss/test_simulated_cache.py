@@ -170,7 +170,7 @@ def test_simulate_command(demo, tmp_path, moeoff_command):
     "fields", [{"resident": -1}, {"resident": 1.1}, {"resident": float("nan")}, {"tau": -1}, {"tau": float("inf")}, {"tau": 0.1, "t1": 0.5}]
 )
 def test_bad_rules(fields):
-    with pytest.raises(OptionError, match="precision|tau is a weight"):
+    with pytest.raises(OptionError, match="precision|tau is a weight|resident: lies between 0 and 1"):
         Precision(**fields)
 
 

@@ -39,7 +39,7 @@ def test_answers_without_a_model_or_a_prompt(moeoff_command):
 def test_seed_and_strategy_do_not_change_the_text(invoke):
     texts = {
         invoke("run", "-n", "40", "--seed", "7", "-p", "How many apples?", *extra).stdout
-        for extra in ([], ["--expert-memory", "400K"], ["--memory", "200M"], ["--strategy", "lru"])
+        for extra in ([], ["--expert-memory", "400K"], ["--expert-memory", "4M"], ["--strategy", "lru"])
     }
     assert len(texts) == 1
     assert invoke("run", "-n", "40", "--seed", "8", "-p", "How many apples?").stdout not in texts

@@ -307,9 +307,9 @@ def test_file_replaced_while_it_is_loaded(demo, tmp_path, monkeypatch, which):
     replaced = convert(model, tiers="original").path if which == "sidecar" else model
     shutil.copy(replaced, other)
 
-    def attach_another(self: Engine) -> None:
+    def attach_another(self: Engine, ctx: int) -> None:
         os.replace(other, replaced)
-        attach(self)
+        attach(self, ctx)
 
     monkeypatch.setattr(Engine, "attach", attach_another)
     with pytest.raises(moeoff.ModelError, match=f"{os.path.basename(replaced)}: the file was changed or replaced while it was loaded"):
