@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,34 +62,3 @@ def gap_recovered(result: Result, results: list[Result]) -> float | None:
     """Share of the way from LRU's hit rate to Belady's at the same size."""
     rate = {r.policy: r.hit_rate for r in results if r.arena_bytes == result.arena_bytes and r.policy in ("lru", "belady")}
     return (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"]) if rate["belady"] > rate["lru"] else None
-
-
-def new_figure(width: float, height: float = 4.6) -> Any:
-    """A figure of matplotlib, inches. Raises `OptionError` if that is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise OptionError("plots need matplotlib: pip install 'moeoff[plot]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def require_drawable(path: str | os.PathLike[str] | None, what: str) -> None:
-    """Before any work: raises `OptionError` if such a figure cannot be written.
-
-    Args:
-        path: None: none will be.
-        what: the option that gives it.
-    """
-    if path is None:
-        return
-    kinds = new_figure(1).canvas.get_supported_filetypes()
-    if os.path.splitext(path)[1][1:].lower() not in kinds:
-        raise OptionError(f"{what} {os.fspath(path)}: no such picture can be drawn; end the name in .svg, .png or .pdf")
-
-
-def save(figure: Any, path: str | os.PathLike[str], dpi: int | str = 110) -> None:
-    """In the format of the name's ending. Raises `OptionError` if there is no such format."""
-    try:
-        figure.savefig(path, dpi=dpi)
-    except ValueError as error:
-        raise OptionError(f"{os.fspath(path)}: {error}") from None
