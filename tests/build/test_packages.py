@@ -111,7 +111,7 @@ def third_party_imports() -> dict[str, str]:
 def test_every_import_is_declared():
     """In pyproject.toml, among the dependencies or an extra for users; and no dependency is declared that nothing imports."""
     project = (ROOT / "pyproject.toml").read_text()
-    blocks = {name: re.search(rf"^{name} = \[(.*?)\]\s*$", project, re.DOTALL | re.MULTILINE)[1] for name in ("dependencies", "hub", "plot", "ray")}
+    blocks = {name: re.search(rf"^{name} = \[(.*?)\]\s*$", project, re.DOTALL | re.MULTILINE)[1] for name in ("dependencies", "hub", "ray")}
     declared = {name: set(re.findall(r'"([\w-]+)[^"]*[<>=]=[^"]*"', block.lower().replace("_", "-"))) for name, block in blocks.items()}
     files, distributions = third_party_imports(), importlib.metadata.packages_distributions()
     imported = {name: {found.lower().replace("_", "-") for found in distributions.get(name, [name])} for name in files}
