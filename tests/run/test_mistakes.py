@@ -35,7 +35,7 @@ MISTAKES = [
     ("run -p x --memory 0", 1, "must be positive"),
     ("run -p x --memory 150%", 1, "between 0% and 100%"),
     ("run -p x --memory 50M", 1, "a budget of 50 MiB is too small: this model needs"),
-    ("run -p x --memory 50M", 1, ": give --memory 1"),
+    ("run -p x --memory 50M", 1, " for experts: give --memory "),
     ("run -p x --expert-memory 1K", 1, "needs at least 0.09 MiB: give --expert-memory 1M"),
     ("run -p x --memory 1G --expert-memory 1G", 1, "give --memory or --expert-memory, not both"),
     ("report --memory 50M -o /tmp/x.html", 1, "this model needs"),

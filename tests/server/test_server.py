@@ -233,7 +233,8 @@ def test_metrics(server):
     stats = answer.model_extra["moeoff"]
     assert grown["llamacpp:tokens_predicted_total"] == answer.usage.completion_tokens
     assert grown["moeoff_expert_hits_total"] == stats["hits"] and grown["moeoff_expert_misses_total"] == stats["misses"]
-    assert grown["moeoff_expert_read_bytes_total"] >= stats["bytes_read"]
+    # a prefetch that was under way when the answer before ended is in this one's figures, and may have ended before the first look
+    assert abs(grown["moeoff_expert_read_bytes_total"] - stats["bytes_read"]) < 1 << 20 < stats["bytes_read"]
     for kind in ("hits", "misses"):
         assert sum(n for name, n in grown.items() if name.startswith(f"moeoff_layer_{kind}_total{{")) == stats[kind]
     assert grown["moeoff_decoded_tokens_total"] == answer.usage.completion_tokens - 1 and grown["moeoff_read_seconds_total"] > 0
