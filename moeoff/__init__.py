@@ -50,28 +50,27 @@ except ForkError as _error:
     _sys.exit(f"Error: {_error}")  # the command says it in one sentence
 
 if _typing.TYPE_CHECKING:
-    from . import calibrate as calibrate
+    from . import experts as experts
+    from . import measure as measure
     from . import policies as policies
-    from . import sidecar as sidecar
-    from . import simulate as simulate
-    from . import trace as trace
+    from . import routing as routing
     from .engine.llama import Llama as Llama
     from .engine.stats import Stats as Stats
-    from .files import demo_model as demo_model
+    from .experts.convert import convert as convert
     from .policies import register as register
     from .server.server import Server as Server
-    from .sidecar.convert import convert as convert
+    from .system.files import demo_model as demo_model
 
 # Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
 _NAMES = {
     "Llama": "engine.llama",
     "Stats": "engine.stats",
-    "demo_model": "files",
+    "demo_model": "system.files",
     "register": "policies",
     "Server": "server.server",
-    "convert": "sidecar.convert",
+    "convert": "experts.convert",
 }
-_MODULES = ("calibrate", "policies", "sidecar", "simulate", "trace")
+_MODULES = ("experts", "measure", "policies", "routing")
 
 
 def __getattr__(name: str) -> object:

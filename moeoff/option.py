@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from .errors import OptionError
-from .memory import MIB
+from .system.memory import MIB
 
 __all__ = ["Option", "integer", "number", "one_of", "option", "parse_switch", "read", "table_of"]
 

@@ -14,18 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from .budget.memory_plan import DeviceBound
-from .cpu import n_cores
+from .budget.plan import DeviceBound
 from .errors import MoeoffError, OptionError
-from .files import read_text
-from .memory import MIB, parse_percent, parse_size
 from .option import MOST, Option, integer, number, one_of, option, parse_switch, read, table_of
 from .precision import LOSSLESS, Precision
+from .system.files import read_text
+from .system.machine import n_cores
+from .system.memory import MIB, parse_percent, parse_size
 
 if TYPE_CHECKING:
+    from .experts.sidecar import Sidecar
     from .gguf.model_index import ModelIndex
     from .policies import Strategy
-    from .sidecar.file import Sidecar
 
 __all__ = [
     "NO_RPC",
@@ -327,7 +327,7 @@ class Config:
         return cls(model_path=os.fspath(model_path), llama_cpp=others, **_completed(values))
 
     def __post_init__(self) -> None:
-        from .binding import KEYWORDS
+        from .llamacpp.llama import KEYWORDS
 
         unknown = sorted(set(self.llama_cpp) - KEYWORDS)
         if unknown:
@@ -414,8 +414,8 @@ _OF_GPUS = ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu")
 
 def _no_gpu() -> str:
     """Why nothing can be computed on a GPU here; empty: it can."""
-    from .binding import supports_gpu
-    from .devices import backends, why_none
+    from .llamacpp.devices import backends, why_none
+    from .llamacpp.llama import supports_gpu
 
     if supports_gpu():
         return ""

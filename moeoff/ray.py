@@ -22,10 +22,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .console import note
 from .errors import ModelError, MoeoffError, OptionError
-from .memory import MIB, format_size, parse_size
 from .server.process import ServerProcess
+from .system.console import note
+from .system.memory import MIB, format_size, parse_size
 
 try:
     import aiohttp

@@ -17,18 +17,18 @@ import jinja2
 import numpy as np
 
 from . import __version__
-from .bench.job import Sample, TokenStream, read_text, usual_text
-from .bench.rows import ceiling_share, model_facts
-from .bench.worker import disk_rate
-from .budget.disk_probe import DiskRate
 from .budget.dry_load import context_for
-from .cpu import machine_name
 from .engine.llama import Llama
 from .engine.stats import Stats
 from .gguf.model_index import ModelIndex
-from .memory import MIB, format_size, peak_rss
-from .simulate.simulator import simulate
-from .trace import PREFETCH_LEVEL, Trace
+from .measure.job import Sample, TokenStream, read_text, usual_text
+from .measure.rows import ceiling_share, model_facts
+from .measure.worker import disk_rate
+from .policies.replay import simulate
+from .routing.trace import PREFETCH_LEVEL, Trace
+from .system.disk import DiskRate
+from .system.machine import machine_name
+from .system.memory import MIB, format_size, peak_rss
 
 N_PROMPT, N_DECODE = 128, 96
 GIB = 1 << 30
@@ -42,7 +42,7 @@ class Session:
     Attributes:
         prompt, decode: statistics of the two parts.
         trace: of all events.
-        reads: [n] `moeoff.trace.READ` of the single tokens.
+        reads: [n] `moeoff.routing.trace.READ` of the single tokens.
         disk: measured right afterwards.
         n_ctx: tokens of the context, and
         needed: the smallest budget at it.
@@ -191,7 +191,7 @@ def time_parts(session: Session) -> list[Part]:
 
 
 def ceiling(session: Session) -> float:
-    """`moeoff.bench.rows.ceiling_share` of the single tokens."""
+    """`moeoff.measure.rows.ceiling_share` of the single tokens."""
     counters = {"bytes_read": session.decode.bytes_read, "stall_seconds": session.decode.stall_seconds}
     return ceiling_share([Sample(0, session.n_tokens[1], session.seconds[1], counters=counters)], session.disk.bytes_per_second)
 

@@ -33,7 +33,7 @@ HELP = "Keep the tables as a data file for docs/results."
 
 
 def machine() -> str:
-    from moeoff.cpu import machine_name  # `make results` runs without the package
+    from moeoff.system.machine import machine_name  # `make results` runs without the package
 
     return f"{machine_name()}, Linux {platform.release()}"
 

@@ -154,10 +154,10 @@ def calibrated(demo, tmp_path_factory):
     """A copy of the demo model with a profile beside it; what calibrate() returned, and all calls of its progress."""
     import numpy as np
 
-    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.experts.profile import Profile, profile_path
     from moeoff.gguf.model_index import ModelIndex
+    from moeoff.measure.profile_fit import calibrate
     from moeoff.policies import hobbit
-    from moeoff.sidecar.profile import Profile, profile_path
 
     def make(folder: Path) -> None:
         model = shutil.copy(demo, folder / "model.gguf")

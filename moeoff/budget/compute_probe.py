@@ -9,11 +9,11 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import native
 from ..errors import MoeoffError
 from ..gguf.model_index import ModelIndex, TensorSpan
-from ..memory import available
-from ..threads import bound_pool
+from ..llamacpp import native
+from ..llamacpp.threads import bound_pool
+from ..system.memory import available
 
 _BYTES = 96 << 20  # of weights, at least
 _MOST_BYTES = 512 << 20

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..binding import PatchedLlama, api, assertions_raise, set_log
-from ..devices import buffer_types
 from ..errors import ModelError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tensor_name
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
-from ..memory import rss, slot_bytes, trim
-from ..native import TensorOverrides, cpu_buffer_type, memory_of_context
-from .memory_plan import ALLOCATED, MemoryPlan, planned_process
+from ..llamacpp.devices import buffer_types
+from ..llamacpp.llama import PatchedLlama, api, assertions_raise, set_log
+from ..llamacpp.native import TensorOverrides, cpu_buffer_type, memory_of_context
+from ..system.memory import rss, slot_bytes, trim
+from .plan import ALLOCATED, MemoryPlan, planned_process
 
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
 # takes is told from two of these lengths, because everything grows with the length or not at all

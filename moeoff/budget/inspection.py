@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..cpu import n_cores
-from ..devices import devices
 from ..gguf.model_index import ModelIndex, parse_tensor_name
-from ..memory import MIB, available, rss
+from ..llamacpp.devices import devices
+from ..system.disk import DiskRate, choose_io_threads, probe
+from ..system.machine import n_cores
+from ..system.memory import MIB, available, rss
 from .compute_probe import token_seconds
-from .disk_probe import DiskRate, choose_io_threads, probe
 from .dry_load import SliceKind, dry_load, slice_kinds, token_bytes, usual_ctx
-from .memory_plan import CELLS, RESERVE, MemoryPlan, expected_bytes, process_once_loaded
 from .micro_batch import LEAST, USUAL, choose_within, recall_rates
+from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes, process_once_loaded
 
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)

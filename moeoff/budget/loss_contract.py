@@ -1,7 +1,7 @@
 """The quality contract: how much a model may lose, and which precision was measured on this very model to lose no more.
 
 A section of the profile holds everything that was tried, with the bound of its loss; opening a model with a bound takes, within it, what is
-expected to read the fewest bytes in the memory there is. Measured by `moeoff.calibrate.precision_search`.
+expected to read the fewest bytes in the memory there is. Measured by `moeoff.measure.precision_search`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ..errors import OptionError
+from ..experts.profile import Profile
+from ..experts.sidecar import ORIGINAL, ExpertSource
 from ..gguf.model_index import ModelIndex
-from ..npz import Layout, WrongArrays, require_arrays
 from ..precision import Precision
-from ..sidecar.file import ORIGINAL, ExpertSource
-from ..sidecar.profile import Profile
-from .memory_plan import expected_bytes
+from ..system.arrays import Layout, WrongArrays, require_arrays
+from .plan import expected_bytes
 
 __all__ = ["Candidate", "LossContract", "SelectedPrecision"]
 

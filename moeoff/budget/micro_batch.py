@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from ..cpu import machine_name, n_cores
+from ..experts.sidecar import ORIGINAL
 from ..gguf.model_index import ModelIndex
-from ..memory import format_size
-from ..sidecar.file import ORIGINAL
-from ..user_cache import CacheEntry
-from .memory_plan import MemoryPlan
+from ..system.machine import machine_name, n_cores
+from ..system.memory import format_size
+from ..system.user_cache import CacheEntry
+from .plan import MemoryPlan
 
 USUAL = 512  # llama.cpp's default, and what is taken where nothing has been measured
 LEAST = 8  # tokens: the smallest batches whose buffers are told apart

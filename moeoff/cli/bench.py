@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import ProgressLine, note, progress_bar
 from ..errors import OptionError
-from ..files import atomic_file, demo_model, require_new
-from ..memory import format_size, parse_size
 from ..option import Option
 from ..options import TABLE, in_flags
+from ..system.console import ProgressLine, note, progress_bar
+from ..system.files import atomic_file, demo_model, require_new
+from ..system.memory import format_size, parse_size
 from .options import Listed, command, files_beside, flags_as_typed, given_files, help_of, own, remark_on_context, remark_on_memory, takes, takes_model
 
 if TYPE_CHECKING:
-    from ..bench.job import BenchTest, Job
-    from ..bench.rows import Row
-    from ..bench.run import Grid, Listener
+    from ..measure.job import BenchTest, Job
+    from ..measure.rows import Row
+    from ..measure.run import Grid, Listener
 
 _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")
 _LONGEST_RANGE = 1000
@@ -118,8 +118,8 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
 
     Options that take several values take 128,256 or 128-1024*2, and may be repeated; every combination runs in a process of its own.
     """
-    from ..bench.job import BenchTest
-    from ..bench.rows import FORMATS
+    from ..measure.job import BenchTest
+    from ..measure.rows import FORMATS
 
     for size in options["memory"]:
         remark_on_memory(size, parse_size(size))
@@ -145,9 +145,9 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
 
 def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int | None, repetitions: int, text: str | None, compare_stock: bool,
            no_warmup: bool, **options: Any) -> list[Grid]:  # fmt: skip
-    from ..bench.job import read_text
-    from ..bench.run import Grid
     from ..gguf.model_index import ModelIndex
+    from ..measure.job import read_text
+    from ..measure.run import Grid
 
     read_text(text)  # raises before the work
     largest = max(test.depth + test.n_tokens for test in tests)

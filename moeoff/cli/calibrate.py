@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import note, progress_bar, say, table_console
 from ..errors import OptionError
-from ..files import atomic_file, demo_model, require_new
-from ..memory import format_size, peak_rss
 from ..options import parse_loss
 from ..precision import LOSSLESS, Precision
+from ..system.console import note, progress_bar, say, table_console
+from ..system.files import atomic_file, demo_model, require_new
+from ..system.memory import format_size, peak_rss
 from .options import command, files_beside, own, remark_on_context, takes, takes_model
 
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
-    from ..calibrate.precision_search import SearchResult
-    from ..calibrate.statistics import Quality
+    from ..measure.precision_search import SearchResult
+    from ..measure.statistics import Quality
 
 _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 # options that not every kind of calibration has
@@ -67,7 +67,7 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
         else:
             say(f"nothing that was measured keeps within {max_loss}: --max-loss {max_loss} leaves the model lossless")
     else:
-        from ..calibrate import calibrate as library
+        from ..measure.profile_fit import calibrate as library
 
         if options["minutes"] is None:
             del options["minutes"]
@@ -96,8 +96,8 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, minutes: float | None, **options: Any) -> SearchResult:
     """Measures, writes the profile, and prints a table of what was tried."""
-    from ..calibrate.precision_search import DEFAULT_MINUTES, search_precision
-    from ..calibrate.statistics import interval
+    from ..measure.precision_search import DEFAULT_MINUTES, search_precision
+    from ..measure.statistics import interval
 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
@@ -117,7 +117,7 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
 
 
 def _name(c: Candidate) -> str:
-    from ..sidecar.file import ORIGINAL
+    from ..experts.sidecar import ORIGINAL
 
     parts = [f"all in {c.tier}"] if c.tier != ORIGINAL else []
     return ", ".join(parts + ([f"τ {c.tau:.3g}"] if c.tau else []))
@@ -127,10 +127,10 @@ def _write_plan(
     model: str, *, text: tuple[str, ...], output: str | None, tolerance: str, types: str | None, measure: bool, **options: Any,
 ) -> str:  # fmt: skip
     """Finds a plan, writes it, and prints it with one type for all to compare. Returns its path."""
-    from ..calibrate.bit_allocation import Planner
-    from ..calibrate.precision_search import CTX
-    from ..calibrate.statistics import interval
     from ..gguf.model_index import ModelIndex
+    from ..measure.bit_allocation import Planner
+    from ..measure.precision_search import CTX
+    from ..measure.statistics import interval
 
     bound = parse_loss(tolerance)
     path = os.fspath(output) if output else model.removesuffix(".gguf") + ".bits.json"
@@ -170,9 +170,9 @@ def eval_(
     What is lossy is compared with the lossless model on the same windows: loss of perplexity, KL divergence, and how often
     both find the same token the likeliest.
     """
-    from ..calibrate.perplexity import evaluate_model
-    from ..calibrate.statistics import interval
     from ..gguf.model_index import ModelIndex
+    from ..measure.perplexity import evaluate_model
+    from ..measure.statistics import interval
 
     model = model or demo_model()
     remark_on_context(ctx, ModelIndex.read(model).n_ctx_train, options)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..console import note
 from ..engine.prompt import Template
 from ..errors import ContextError, MoeoffError, OptionError
-from ..files import atomic_file
-from ..memory import format_size, rss
 from ..options import in_flags
+from ..system.console import note
+from ..system.files import atomic_file
+from ..system.memory import format_size, rss
 from .completion import Completer, Completion, Writer
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def _terminal_reader() -> Callable[[], str]:
 def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    from ..files import cache_folder
+    from ..system.files import cache_folder
 
     try:
         path = cache_folder() / "chat_history"

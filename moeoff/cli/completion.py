@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ..binding import quiet_log
-from ..console import ProgressLine
 from ..engine.stats import Stats
 from ..errors import ContextError, MoeoffError, OptionError
-from ..memory import format_size
+from ..llamacpp.llama import quiet_log
 from ..options import Sampling
+from ..system.console import ProgressLine
+from ..system.memory import format_size
 
 if TYPE_CHECKING:
     from llama_cpp import CreateCompletionStreamResponse

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ..console import note, progress_bar, say
-from ..memory import format_size
+from ..system.console import note, progress_bar, say
+from ..system.memory import format_size
 from .options import command, takes_model
 
 
@@ -26,7 +26,7 @@ from .options import command, takes_model
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion; if interrupted again, keep what is written.")
 def convert(**options: Any) -> None:
     """Repack a model's experts into a sidecar file, in one or more precisions. The model stays as it is."""
-    from ..sidecar.convert import convert as library
+    from ..experts.convert import convert as library
 
     try:
         with progress_bar("bytes") as progress:
@@ -58,7 +58,7 @@ def merge(**options: Any) -> None:
 @click.option("-m", "--model", type=click.Path(), help="The model. Default: the one that the sidecar names, if it is beside it.")
 def verify(**options: Any) -> None:
     """Compare a sidecar with its hashes, and with the model that it was made of."""
-    from ..sidecar.verify import verify as library
+    from ..experts.verify import verify as library
 
     with progress_bar("bytes") as progress:
         done = library(**options, progress=functools.partial(progress, "verifying"))

@@ -16,14 +16,15 @@ from typing import Any
 
 import click
 
-from .. import __version__, cpu
-from ..budget.disk_probe import IN_MEMORY, choose_io_threads, direct_io, file_system, probe
-from ..budget.memory_plan import DeviceBound
-from ..console import table_console
-from ..cpu import n_cores
+from .. import __version__
+from ..budget.plan import DeviceBound
 from ..errors import MoeoffError
-from ..memory import available, cgroup_limit, format_size
 from ..options import in_flags
+from ..system import machine
+from ..system.console import table_console
+from ..system.disk import IN_MEMORY, choose_io_threads, direct_io, file_system, probe
+from ..system.machine import n_cores
+from ..system.memory import available, cgroup_limit, format_size
 from .options import command, sentence, takes_model
 
 PROBE_SECONDS = 1.0
@@ -52,13 +53,13 @@ def check_fork() -> Iterator[Finding]:
     version = metadata.version("llama-cpp-python")
     yield Finding("moeoff", OK, __version__)
     yield Finding("fork", OK, f"llama-cpp-python {version}")  # another one would have ended at `import moeoff`
-    from .. import native  # raises ForkError if the two interfaces differ
+    from ..llamacpp import native  # raises ForkError if the two interfaces differ
 
     yield Finding("interface", OK, f"version {native.abi_version()}, structs agree")
 
 
 def check_cpu() -> Iterator[Finding]:
-    from ..binding import api, find_devices
+    from ..llamacpp.llama import api, find_devices
 
     find_devices()  # else the next call does, and says what is in its way
     text = api.llama_print_system_info().decode()
@@ -73,10 +74,10 @@ def check_cpu() -> Iterator[Finding]:
     features = ", ".join(sorted(built)) or "none"
     if lacking:
         yield Finding("cpu features", PROBLEM, f"built with {', '.join(lacking)}, which this CPU lacks: it will crash", "rebuild the fork here: make env")
-    elif unused and cpu.LEVEL is None:
+    elif unused and machine.LEVEL is None:
         yield Finding("cpu features", WARNING, f"built without {', '.join(unused)}, which this CPU has", "rebuild the fork here: make env")
     else:
-        level = "" if cpu.LEVEL is None else f": level {cpu.LEVEL} of the wheel"
+        level = "" if machine.LEVEL is None else f": level {machine.LEVEL} of the wheel"
         yield Finding("cpu features", OK, features + level + (f"; a build on this machine would have {', '.join(unused)}, too" if unused else ""))
     yield from _row_kernels()
     quota = _cpu_quota()
@@ -84,7 +85,7 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
     else:
         yield Finding("cores", OK, str(n_cores()))
-    from ..devices import backends, devices, why_none
+    from ..llamacpp.devices import backends, devices, why_none
 
     gpus = devices()
     if not gpus and not backends():
@@ -100,12 +101,12 @@ def check_cpu() -> Iterator[Finding]:
 
 def _row_kernels() -> Iterator[Finding]:
     from ..gguf.quantize import type_name
-    from ..native import row_kernel
+    from ..llamacpp.native import row_kernel
 
     state = {number: row_kernel(number) for number in range(TYPE_NUMBERS)}
     used, refused = ([type_name(number) for number, answer in state.items() if answer == use] for use in (1, -1))
-    if not cpu.wants_row_kernels():
-        yield Finding("row kernels", WARNING, f"off, as {cpu.ROW_KERNELS} says: slower, the text is the same", f"unset {cpu.ROW_KERNELS}")
+    if not machine.wants_row_kernels():
+        yield Finding("row kernels", WARNING, f"off, as {machine.ROW_KERNELS} says: slower, the text is the same", f"unset {machine.ROW_KERNELS}")
     elif refused:
         text = f"{', '.join(refused)}: ours do not give the bits of llama.cpp's, which are used instead: slower, the text is the same"
         yield Finding("row kernels", WARNING, text, "rebuild the fork with another compiler: CC=... CXX=... make env")
@@ -128,7 +129,7 @@ def check_openmp() -> Iterator[Finding]:
     if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in ("infinite", "infinity"):
         yield Finding("openmp", WARNING, "threads spin while they wait and take the cores from the I/O threads", "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT")
     else:
-        from ..threads import why_not
+        from ..llamacpp.threads import why_not
 
         unbound = why_not()
         yield Finding("openmp", OK, f"GOMP_SPINCOUNT={spin}, threads {'bound to cores while they compute' if unbound is None else f'not bound: {unbound}'}")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import table_console, wrapped
-from ..memory import MIB, format_size
+from ..system.console import table_console, wrapped
+from ..system.memory import MIB, format_size
 from .options import command, own, remark_on_context, takes, takes_model
 
 if TYPE_CHECKING:

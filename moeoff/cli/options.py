@@ -17,12 +17,12 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ..console import note
 from ..errors import MoeoffError, OptionError, WriteError, one_line
-from ..files import demo_model
-from ..memory import available, format_size
 from ..option import Option
 from ..options import TABLE, in_flags, without_gpu
+from ..system.console import note
+from ..system.files import demo_model
+from ..system.memory import available, format_size
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -278,9 +278,9 @@ def remark_on_context(n_ctx: int, trained: int, options: Mapping[str, Any]) -> N
 
 def files_beside(model: str | None) -> list[str]:
     """A model's files: its parts, and what is found beside it by name."""
+    from ..experts.profile import profile_path
+    from ..experts.sidecar import sidecar_path
     from ..gguf.model_index import SplitName
-    from ..sidecar.file import sidecar_path
-    from ..sidecar.profile import profile_path
 
     path = model or demo_model()
     split = SplitName.parse(path)

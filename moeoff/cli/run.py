@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..console import note
 from ..errors import MoeoffError, OptionError
-from ..files import TEXT, atomic_file, demo_model, read_text, require_new
-from ..habits import without_habits
-from ..memory import DEFAULT_SHARE, format_size
+from ..llamacpp.habits import without_habits
 from ..option import table_of
 from ..options import TABLE, Sampling, with_gpu
+from ..system.console import note
+from ..system.files import TEXT, atomic_file, demo_model, read_text, require_new
+from ..system.memory import DEFAULT_SHARE, format_size
 from .options import TYPED, Command, command, files_beside, given_files, own, remark_on_context, sentence, takes, takes_model
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import progress_bar, wrapped
-from ..memory import format_size, parse_size
 from ..options import TABLE
+from ..system.console import progress_bar, wrapped
+from ..system.memory import format_size, parse_size
 from .options import Listed, command, takes
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def simulate(
     tau: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
+    from ..policies.compare import compare, gap_recovered, left_out
     from ..policies.hobbit import MissCost
-    from ..simulate.comparison import compare, gap_recovered, left_out
-    from ..trace import Trace
+    from ..routing.trace import Trace
 
     trace = Trace.join([Trace.read(path) for path in traces])
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu

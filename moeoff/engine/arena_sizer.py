@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..budget.memory_plan import CELLS, RESERVE, MemoryPlan, Pools
 from ..budget.micro_batch import LEAST
+from ..budget.plan import CELLS, RESERVE, MemoryPlan, Pools
 from ..errors import BudgetError
-from ..memory import MIB, Budget, format_size, rss, trim
-from .expert_buffer import ExpertBuffer
+from ..system.memory import MIB, Budget, format_size, rss, trim
+from .buffer import ExpertBuffer
 
 _PATIENCE = 4  # batches in a row that must be small: a prompt of several pieces ends with a short one
 _WORTH = 4 * MIB  # less is not worth new plans and evictions

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .. import native
-from ..binding import api
-from ..budget.memory_plan import DeviceBound, DeviceRoom, slots_that_fit
-from ..devices import devices
+from ..budget.plan import DeviceBound, DeviceRoom, slots_that_fit
 from ..errors import BudgetError, MoeoffError, OptionError
-from ..memory import MIB, format_size
-from .expert_buffer import ExpertBuffer
+from ..llamacpp import native
+from ..llamacpp.devices import devices
+from ..llamacpp.llama import api
+from ..system.memory import MIB, format_size
+from .buffer import ExpertBuffer
 
 __all__ = ["AUTO", "MODES", "WAVES", "DeviceTier"]
 

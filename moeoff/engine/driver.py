@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..gate_event import GateEvent, Observer
+from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex
 from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_predictor
-from ..policies.router import Router
 from ..precision import LOSSLESS, Precision
-from ..sidecar.profile import Profile
-from ..trace import Trace, TraceHeader, TraceWriter
-from .batch import Span
-from .expert_buffer import ExpertBuffer
+from ..routing.batch import Span
+from ..routing.event import GateEvent, Observer
+from ..routing.router import Router
+from ..routing.trace import Trace, TraceHeader, TraceWriter
+from .buffer import ExpertBuffer
 from .prefetcher import PredictionMeter, Prefetcher
 
 _RESIZED = 0.01  # of the arena: a change that the policy is told of
@@ -217,7 +217,7 @@ class Driver:
 
         Args:
             tokens: [n_tokens] of the batch.
-            spans: of the batch (`moeoff.engine.batch`).
+            spans: of the batch (`moeoff.routing.batch`).
             decode: its tokens are decoded, not read.
         """
         if not self.observers:

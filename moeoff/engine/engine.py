@@ -22,29 +22,29 @@ from typing import Any
 
 import numpy as np
 
-from .. import native
-from ..binding import api
-from ..budget.disk_probe import IO_THREADS, IoThreads, choose_io_threads
 from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.memory_plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
 from ..budget.micro_batch import USUAL, MicroBatch, choose_within, recall_rates, remember_rates
-from ..devices import devices
+from ..budget.plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
 from ..errors import BudgetError, Cancelled, OptionError
-from ..gate_event import GateEvent
+from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex, loaded_whole
-from ..memory import Budget, parse_size, peak_rss, rss
-from ..npz import require_arrays
+from ..llamacpp import native
+from ..llamacpp.devices import devices
+from ..llamacpp.llama import api
+from ..llamacpp.threads import set_priority
+from ..llamacpp.turns import require_computable
 from ..options import Config, in_flags
-from ..sidecar.profile import Profile
-from ..threads import set_priority
-from ..turns import require_computable
+from ..routing.batch import Span
+from ..routing.event import GateEvent
+from ..system.arrays import require_arrays
+from ..system.disk import IO_THREADS, IoThreads, choose_io_threads
+from ..system.memory import Budget, parse_size, peak_rss, rss
 from .arena_sizer import ArenaSizer, Borrowed, BorrowedBuffers, BorrowedCache
-from .batch import Span
+from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
 from .driver import Callback, Driver, attach_strategy, require_calibration, sections, wants_gate_logits
-from .expert_buffer import ExpertBuffer
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
 from .quality import Quality

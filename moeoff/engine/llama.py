@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..binding import LoadError, PatchedLlama, set_log
 from ..budget.dry_load import memory_sizes, usual_ctx
-from ..console import loading_bar
 from ..errors import Cancelled, ComputeError, ModelError, MoeoffError, OptionError
-from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
+from ..llamacpp.llama import LoadError, PatchedLlama, set_log
+from ..llamacpp.threads import CoreBinding
+from ..llamacpp.turns import Stream
 from ..options import Config
-from ..threads import CoreBinding
-from ..turns import Stream
-from .batch import batch_spans, is_decode
+from ..routing.batch import batch_spans, is_decode
+from ..routing.event import GateEvent
+from ..system.console import loading_bar
 from .engine import Engine
 from .stats import Stats
 

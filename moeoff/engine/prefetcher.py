@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import native
-from ..gate_event import GateEvent, Observer
+from ..llamacpp import native
 from ..policies import Prediction, Predictor
 from ..policies.fate import n_low
 from ..policies.hobbit import predicted_versions
 from ..precision import LOSSLESS, Precision
+from ..routing.event import GateEvent, Observer
+from .buffer import ExpertBuffer
 from .comparison import ABTest
-from .expert_buffer import ExpertBuffer
 
 _MOST_EXPERTS_SHARE = 0.75  # share of a gate's experts; a batch that selects fewer leaves the next gate to the predictor
 _KEEP = 0.5  # what a count keeps from batch to batch

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from .. import __version__, templates
+from .. import __version__
 from ..errors import ContextError, ModelError, OptionError, WriteError
-from ..files import atomic_file, open_file
-from ..memory import MIB
-from ..sidecar.file import Hasher
+from ..experts.sidecar import Hasher
+from ..llamacpp import templates
+from ..system.files import atomic_file, open_file
+from ..system.memory import MIB
 
 if TYPE_CHECKING:
     from .engine import Engine

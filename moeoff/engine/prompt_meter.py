@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..budget.micro_batch import PromptRates
-from .expert_buffer import ExpertBuffer
+from .buffer import ExpertBuffer
 
 _LEAST_TOKENS = 256  # of prompts, before their rate means anything
 _LEAST_BYTES = 64 << 20

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..budget.loss_contract import USUAL_SHARE, LossContract, SelectedPrecision
+from ..experts.profile import Profile
+from ..experts.sidecar import ORIGINAL, ExpertSource
 from ..gguf.model_index import ModelIndex
-from ..memory import Budget
 from ..options import Config
 from ..precision import Precision
-from ..sidecar.file import ORIGINAL, ExpertSource
-from ..sidecar.profile import Profile
-from .batch import Span
-from .expert_buffer import ExpertBuffer
+from ..routing.batch import Span
+from ..system.memory import Budget
+from .buffer import ExpertBuffer
 from .prefetcher import Prefetcher
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import native
-from ..gate_event import GateEvent, Observer
-from ..sidecar.file import ORIGINAL
+from ..experts.sidecar import ORIGINAL
+from ..llamacpp import native
+from ..routing.event import GateEvent, Observer
 
 
 class Metric(NamedTuple):

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..files import SMALL
-from ..gate_event import GateEvent, Observer
 from ..gguf.model_index import ModelIndex
-from ..npz import Layout
-from ..user_cache import CacheEntry
-from .expert_buffer import ExpertBuffer
+from ..routing.event import GateEvent, Observer
+from ..system.arrays import Layout
+from ..system.files import SMALL
+from ..system.user_cache import CacheEntry
+from .buffer import ExpertBuffer
 
 _POLL = 0.002  # seconds
 _STUCK = 10.0  # seconds without a read that ends: what is still queued comes in the background, or is dropped by the first gate

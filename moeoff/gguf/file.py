@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from ..files import open_file
-from ..memory import format_size
+from ..system.files import open_file
+from ..system.memory import format_size
 from .quantize import dequantize, row_bytes, type_name
 
 __all__ = ["FileState", "ModelFile", "Tensor", "parse", "read_range", "unpack"]

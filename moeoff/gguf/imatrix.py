@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ModelError
-from ..files import open_file, read_file
-from ..memory import available
+from ..system.files import open_file, read_file
+from ..system.memory import available
 from .file import ModelFile
 
 __all__ = ["Imatrix"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ..errors import ModelError, OptionError
-from ..files import atomic_file, require_new
+from ..system.files import atomic_file, require_new
 from .file import ModelFile, Tensor
 from .model_index import SINGLE_EXPERT, ModelIndex, model_stem
 from .writer import header_bytes

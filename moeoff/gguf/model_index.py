@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import ModelError
-from ..files import open_file
+from ..system.files import open_file
 from .file import FileState, ModelFile, read_range, unpack
 from .quantize import I32, is_computed, type_name
 from .vocabulary import vocabulary_fault

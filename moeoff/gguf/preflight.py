@@ -1,6 +1,6 @@
 """Checks of a model's headers before llama.cpp sees the file: it ends the process over what it does not expect.
 
-Most of what llama.cpp asserts while it loads comes back as an error (`moeoff.binding.assertions_raise`). Here is the rest, and what
+Most of what llama.cpp asserts while it loads comes back as an error (`moeoff.llamacpp.llama.assertions_raise`). Here is the rest, and what
 deserves a sentence of its own: counts that it divides by, and types that fail while it computes.
 """
 

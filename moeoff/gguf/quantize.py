@@ -41,7 +41,7 @@ class _Type:
 
 @functools.cache
 def _type(type: int) -> _Type:
-    from .. import native  # here, because it loads llama.cpp
+    from ..llamacpp import native  # here, because it loads llama.cpp
 
     number = int(type) if 0 <= type < _N_TYPES else -1
     kind = None if number < 0 else _Type((native.type_name(number) or b"").decode().upper(), native.block_size(number), native.type_size(number))
@@ -95,7 +95,7 @@ def row_bytes(type: int, n_cols: int) -> int:
 
 def needs_imatrix(type: int) -> bool:
     """True if `quantize` refuses this type without an importance matrix (the smallest IQ types)."""
-    from .. import native
+    from ..llamacpp import native
 
     _type(type)
     return bool(native.requires_imatrix(int(type)))
@@ -129,7 +129,7 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, sea
     if search and type == _Q2_0:
         return quantize_q2_0(rows, weights)
     if n_rows:
-        from .. import native
+        from ..llamacpp import native
 
         native.quantize_chunk(int(type), rows.ctypes.data, out.ctypes.data, 0, n_rows, n_cols, None if weights is None else weights.ctypes.data)
     return out
@@ -152,7 +152,7 @@ def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence
     if type == _F32:  # ggml has no function for what needs no conversion
         out.reshape(-1).view(np.uint8)[:] = source.reshape(-1).view(np.uint8)
         return out
-    from .. import native
+    from ..llamacpp import native
 
     if not native.to_float(int(type), source.ctypes.data, out.ctypes.data, out.size):
         raise ModelError(f"ggml does not convert {type_name(type)} to floats")

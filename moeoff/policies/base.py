@@ -1,7 +1,7 @@
 """Contracts of cache policies and predictors, and options of their fits.
 
 A cache policy is a table of priorities that gate events change. It never evicts: it writes `priorities` [n_gates, n_experts], and the owner
-of the experts (the native buffer live, `moeoff.simulate` offline) evicts the lowest, among equals the least recently used. A predictor turns
+of the experts (the native buffer live, `replay.simulate` offline) evicts the lowest, among equals the least recently used. A predictor turns
 gate events into scores of the experts of coming gates. Neither knows files, slots or threads.
 
 Invariant: the table that an event leaves behind is read when the *next* gate misses, so a policy that depends on the layer
@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import OptionError
-from ..gate_event import GateEvent
-from ..trace import TraceHeader
-from .recording import Recording
-from .router import Router
+from ..routing.event import GateEvent
+from ..routing.recording import Recording
+from ..routing.router import Router
+from ..routing.trace import TraceHeader
 
 Progress = Callable[[int, int], None]  # steps done, and all
 P = TypeVar("P", bound="Policy")
@@ -65,7 +65,7 @@ class FitOptions:
         hidden: units in the hidden layer of a network.
         low_cost: bytes of a low version as a share of the model's own, HOBBIT's B_l/B_h (§3.4); None: the paper's.
         room: bytes of memory that a fit may take beyond the recording; None: as many as it wants.
-        replay: `moeoff.simulate.simulate`, for fits that try on a trace what they have fitted.
+        replay: `replay.simulate`, for fits that try on a trace what they have fitted.
 
     Raises:
         OptionError: out of range.

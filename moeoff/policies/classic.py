@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ..gate_event import GateEvent
+from ..routing.event import GateEvent
 from .base import Policy, chosen
 from .strategy import register
 

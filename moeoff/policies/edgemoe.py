@@ -1,7 +1,7 @@
 """EdgeMoE: experts predicted from the two layers before, evicted by frequency over distance, in as few bits each as a loss allows.
 
     §3.1    layers that route by the token alone                  ActivationPath.begin
-    §3.2    a bit width for each expert, by importance            by_importance; moeoff.calibrate.bit_allocation measures and searches
+    §3.2    a bit width for each expert, by importance            by_importance; moeoff.measure.bit_allocation measures and searches
     §3.3.1  re-batching: an expert is read once for a prompt      llama.cpp's micro-batches
     §3.3.2  P(E_n | E_{n-1}, E_{n-2}) in a dictionary             ActivationPath, PairCounts and their fits
             preloads until the router has selected                moeoff.engine.prefetcher; the native store gives up what is not selected
@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ..gate_event import GateEvent
-from ..npz import Layout, WrongArrays, require_arrays
+from ..routing.event import GateEvent
+from ..routing.recording import Recording
+from ..system.arrays import Layout, WrongArrays, require_arrays
 from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Prediction, Predictor, Progress, chosen
-from .recording import Recording
 from .strategy import Strategy, register
 
 # --- §3.2: expert-wise quantization ---

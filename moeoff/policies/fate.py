@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from ..gate_event import GateEvent
-from ..npz import require_arrays
 from ..precision import Precision
+from ..routing.event import GateEvent
+from ..routing.recording import Recording
+from ..routing.router import Rows
+from ..system.arrays import require_arrays
 from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Prediction, Predictor, Progress, recall, top_k
 from .classic import ARC
-from .recording import Recording
-from .router import Rows
 from .strategy import Strategy, register
 
 # --- §4.2, 4.3: cross-layer expert prefetch ---

@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..gate_event import GateEvent
-from ..npz import require_arrays
 from ..precision import Precision
-from ..trace import Trace
+from ..routing.event import GateEvent
+from ..routing.recording import Recording
+from ..routing.trace import Trace
+from ..system.arrays import require_arrays
 from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Progress, chosen
 from .fate import RoutersAhead, n_low
-from .recording import Recording
 from .strategy import Strategy, register
 
 # --- §3.2: token-level dynamic expert loading ---
@@ -283,7 +283,7 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
 
     Args:
         trace: at most `max_events` of it are replayed, from its beginning.
-        replay: `moeoff.simulate.simulate`.
+        replay: `replay.simulate`.
         cost: of misses; its t1 says which uses count for H.
 
     Raises:

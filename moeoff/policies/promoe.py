@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..gate_event import GateEvent
-from ..npz import WrongArrays, require_arrays
+from ..routing.event import GateEvent
+from ..routing.recording import Recording
+from ..routing.router import Rows
+from ..system.arrays import WrongArrays, require_arrays
 from .base import DEFAULT_FIT, FitOptions, Policy, Prediction, Predictor, Progress, recall
 from .fate import quotas
-from .recording import Recording
-from .router import Rows
 from .strategy import Strategy, register
 
 # --- §4: learned predictor ---

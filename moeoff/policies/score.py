@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..gate_event import GateEvent
-from ..npz import ArchiveError, WrongArrays, read_npz, require_arrays
-from ..trace import Trace
+from ..routing.event import GateEvent
+from ..routing.recording import Recording
+from ..routing.trace import Trace
+from ..system.arrays import ArchiveError, WrongArrays, read_npz, require_arrays
 from .base import DEFAULT_FIT, CacheShape, FitOptions, GroupedPolicy, Progress, chosen
 from .fate import CrossLayerGate
-from .recording import Recording
 from .strategy import Strategy, register
 
 MAX_BYTES = 256 << 20  # of a file of weights

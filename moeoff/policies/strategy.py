@@ -69,7 +69,7 @@ def register(part: Part, replace: bool = False) -> Part:
     """Makes a part known by its `name`: a subclass of `moeoff.policies.Policy` or of `moeoff.policies.Predictor` (then it works as a
     decorator), or a `moeoff.policies.Strategy`, which becomes a preset.
 
-    A policy is known to `--strategy` and to `moeoff.simulate`, a predictor to POLICY+PREDICTOR, a preset to `--strategy`; what any of them
+    A policy is known to `--strategy` and to `replay.simulate`, a predictor to POLICY+PREDICTOR, a preset to `--strategy`; what any of them
     learns, `moeoff calibrate` fits.
 
     Args:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import OptionError
-from ..files import TEXT, open_file, require_new
+from ..experts.profile import profile_path
+from ..experts.sidecar import Sidecar, sidecar_path
 from ..gguf.model_index import loaded_whole
-from ..habits import IDLE, REFUSED, Habit, habits_of
-from ..memory import MIB, format_size
+from ..llamacpp.habits import IDLE, REFUSED, Habit, habits_of
 from ..option import Option, table_of
 from ..options import Config, ServerOptions, without_gpu
-from ..sidecar.file import Sidecar, sidecar_path
-from ..sidecar.profile import profile_path
+from ..system.files import TEXT, open_file, require_new
+from ..system.memory import MIB, format_size
 from .kept_prompts import KeptPrompts
 from .library import aliases, server_options
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..budget.memory_plan import MemoryPlan
+from ..budget.plan import MemoryPlan
 
 PARALLEL = 4  # answers at a time, where there is memory for their context
 _STEP = 256  # tokens that llama.cpp rounds contexts to

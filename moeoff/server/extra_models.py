@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..budget.dry_load import dry_load_whole, embedding_width
-from ..budget.memory_plan import require_header_room
-from ..engine.batch import Span
+from ..budget.plan import require_header_room
 from ..engine.comparison import ABTest
 from ..errors import ModelError, OptionError
 from ..gguf.model_index import ModelIndex
 from ..gguf.preflight import preflight
 from ..options import ServerOptions
+from ..routing.batch import Span
 
 _OWN_LAYERS = "draft-mtp"
 _DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..budget.memory_plan import MemoryPlan
-from ..memory import MIB
+from ..budget.plan import MemoryPlan
 from ..options import ServerOptions
+from ..system.memory import MIB
 
 _SHARE = 8  # of what experts would have, the part that is taken at most
 _CHECKPOINTS = 8  # of each answer, where they fit: of the last turns, and of a long prompt's parts

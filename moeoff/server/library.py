@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import native, templates
-from .._abi import SERVER_FUNCTIONS, SERVER_STRUCTS, Prompt, ServerHooks
 from ..errors import ForkError, ModelError, OptionError
 from ..gguf.file import LONGEST_TEMPLATE, ModelFile, unpack
+from ..llamacpp import native, templates
+from ..llamacpp._abi import SERVER_FUNCTIONS, SERVER_STRUCTS, Prompt, ServerHooks
 
 _NAME = "libllama-server-impl.so"
 

@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..budget.disk_probe import probe
-from ..console import note
 from ..engine.engine import Engine
 from ..engine.prompt import file_state, state_identity
 from ..errors import ModelError, WriteError
-from ..files import atomic_file, cache_folder, open_file
 from ..options import ServerOptions
+from ..system.console import note
+from ..system.disk import probe
+from ..system.files import atomic_file, cache_folder, open_file
 
 Tokens = npt.NDArray[np.int32]
 

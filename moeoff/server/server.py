@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
-from ..budget.memory_plan import MemoryPlan, require_header_room
-from ..engine.batch import is_decode, spans_of
+from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
 from ..engine.stats import LayerHits, Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
-from ..memory import Budget, format_size, rss, share_malloc_arenas, trim
+from ..llamacpp.threads import CoreBinding
+from ..llamacpp.turns import computes_here
 from ..options import Config, ServerOptions
-from ..threads import CoreBinding
-from ..turns import computes_here
+from ..routing.batch import is_decode, spans_of
+from ..system.memory import Budget, format_size, rss, share_malloc_arenas, trim
 from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
 from .context_size import PARALLEL, ContextSize, choose
 from .extra_models import DraftJudge, ExtraModels

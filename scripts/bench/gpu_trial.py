@@ -89,7 +89,7 @@ class Trial:
 def check(trial: Trial) -> dict[str, Any]:
     """Devices, and what `moeoff doctor` finds; without a device nothing else can run."""
     from moeoff import __version__
-    from moeoff.devices import backends, devices
+    from moeoff.llamacpp.devices import backends, devices
     from results import machine
 
     doctor = subprocess.run([sys.executable, "-m", "moeoff.cli", "doctor", "--json"], capture_output=True, text=True)
@@ -143,7 +143,7 @@ def bits(trial: Trial) -> dict[str, Any]:
 
 def transfers(trial: Trial) -> dict[str, Any]:
     """Bytes per second to each device and back, from ordinary and from pinned memory, in one piece and in pieces of an expert's size."""
-    from moeoff.devices import devices
+    from moeoff.llamacpp.devices import devices
 
     handles = {device.name: device.handle for device in devices()} or ({"CPU": None} if trial.fake else {})
     return {name: _transfer_rates(handle, (16 << 20) if trial.small else (256 << 20)) for name, handle in handles.items()}
@@ -153,7 +153,7 @@ def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
     import ctypes
     from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
 
-    from moeoff.binding import c_function
+    from moeoff.llamacpp.llama import c_function
 
     class InitParams(ctypes.Structure):  # ggml_init_params
         _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
@@ -205,15 +205,15 @@ def model(trial: Trial, name: str) -> dict[str, Any]:
 
 def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: int = 0, host: str = "") -> dict[str, Any]:
     """Prompts and single tokens of one contender, by `moeoff bench`'s own measurement, in a process of its own."""
-    from moeoff.bench import STOCK, BenchTest, Job, measure
-    from moeoff.bench.job import MOEOFF
-    from moeoff.bench.rows import rows
-    from moeoff.cpu import n_cores
     from moeoff.engine.driver import require_calibration
     from moeoff.errors import OptionError
+    from moeoff.experts.profile import Profile
     from moeoff.gguf.model_index import ModelIndex
+    from moeoff.measure.job import MOEOFF, STOCK, BenchTest, Job
+    from moeoff.measure.rows import rows
+    from moeoff.measure.run import measure
     from moeoff.policies import get_strategy
-    from moeoff.sidecar.profile import Profile
+    from moeoff.system.machine import n_cores
 
     path = trial.models[name]
     index = ModelIndex.read(str(path))

@@ -122,8 +122,8 @@ ENGINES = ("stock, plain kernels", "stock, repacked kernels", "moeoff")
 def time_engines(model: str, text: str, n_prompt: int, n_tokens: int) -> tuple[list[float], list[float], bool]:
     """Of ENGINES: median CPU ms of a token, and CPU ms for each token of the prompt; and whether our logits are those of the plain kernels, bit for bit."""
     import moeoff
-    from moeoff.bench.worker import load_everything
-    from moeoff.binding import StockLlama
+    from moeoff.llamacpp.llama import StockLlama
+    from moeoff.measure.worker import load_everything
 
     options = {"n_ctx": n_prompt + n_tokens, "n_threads": 1, "n_threads_batch": 1, "flash_attn": True, "logits_all": True, "verbose": False}
     with contextlib.ExitStack() as stack:
@@ -174,7 +174,7 @@ class StandInBuffer:
     running = True
 
     def __init__(self, n_gates: int, n_experts: int):
-        from moeoff import native
+        from moeoff.llamacpp import native
 
         self.priorities = np.zeros((n_gates, n_experts), np.float32)
         self.tensors = [SimpleNamespace(gate=g, matrix=m, ne=(1, 1, n_experts)) for g in range(n_gates) for m in (1, 2, 3)]
@@ -203,7 +203,7 @@ class StandInBuffer:
 
 def made_up_events(router: Any, n_tokens: int) -> list[Any]:
     """Of decode, one token each, one gate after the other, with inputs that drift from token to token and from layer to layer."""
-    from moeoff.gate_event import GateEvent
+    from moeoff.routing.event import GateEvent
 
     rng, d = np.random.default_rng(2), router.weights[0].shape[1]
     events, stream = [], rng.standard_normal(d, np.float32)
@@ -250,7 +250,7 @@ def parts(router: Any) -> Iterator[tuple[str, Callable[[Any], object]]]:
 @JSON
 def time_driver(shapes: str, tokens: int, json_file: str | None) -> None:
     """Medians over tokens, of the thread's CPU time."""
-    from moeoff.policies.router import Router
+    from moeoff.routing.router import Router
 
     with ResultsFile(json_file) as results:
         for text in shapes.split(","):

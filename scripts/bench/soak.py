@@ -41,7 +41,7 @@ from rich.console import Console
 
 import moeoff
 from cgroup import memory_cgroup, unavailable
-from moeoff.memory import format_size, parse_size
+from moeoff.system.memory import format_size, parse_size
 from results import HELP, ResultsFile, commit
 
 N_TOKENS = 48  # of an answer
@@ -56,7 +56,7 @@ FOLLOW_UP = ("And if two are lost?", "Say it in one word.", "How many would be t
 SERVER = """
 import json, random, signal, sys, time
 import moeoff
-from moeoff.memory import rss
+from moeoff.system.memory import rss
 options, moving, interrupts, took = json.loads(sys.argv[2]), False, 0, 0.01
 def interrupted(*_):
     global moving, interrupts

@@ -36,7 +36,7 @@ LIMIT = 60  # seconds
 QUESTION = ["run", "-p", "How many apples?", "-n", "16", "--temp", "0"]
 OLD_CPU = {"x86_64": "Nehalem", "aarch64": "cortex-a53"}
 DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
-_WHICH = "from moeoff import binding, cpu; print(cpu.LEVEL)"
+_WHICH = "from moeoff.llamacpp import llama; from moeoff.system import machine; print(machine.LEVEL)"
 
 
 class Failed(Exception):
@@ -137,8 +137,8 @@ def check(wheels: Path, root: Path) -> dict[str, object]:
 
     python = "/opt/moeoff/bin/python"
     best = place.run([python, "-c", _WHICH]).strip()
-    able = place.run([python, "-c", "from moeoff import cpu; import importlib.util as u; from pathlib import Path;"
-                      "print(*cpu.supported(Path(u.find_spec('llama_cpp').submodule_search_locations[0]) / 'lib'))"]).split()  # fmt: skip
+    able = place.run([python, "-c", "from moeoff.system import machine; import importlib.util as u; from pathlib import Path;"
+                      "print(*machine.supported(Path(u.find_spec('llama_cpp').submodule_search_locations[0]) / 'lib'))"]).split()  # fmt: skip
     if best != able[0]:
         raise Failed(f"level {best} was taken, and {able[0]} is the best that this CPU can run")
     levels = {}

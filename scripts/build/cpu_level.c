@@ -1,4 +1,4 @@
-// Which levels of the CPU backend this machine can run, best first: "avx512 avx2 sse42". Compiled by wheels.py, asked by moeoff/cpu.py before
+// Which levels of the CPU backend this machine can run, best first: "avx512 avx2 sse42". Compiled by wheels.py, asked by moeoff/system/machine.py before
 // any other library is loaded, so it must run on every CPU of its architecture.
 #include <string.h>
 

@@ -708,7 +708,7 @@ def pinned_sdist(fork: Fork, cache: Path) -> Path:
 
 # Another release
 
-# in addition to what the patches touch: what moeoff/binding.py and the server depend on
+# in addition to what the patches touch: what moeoff/llamacpp/llama.py and the server depend on
 WATCHED = ("llama_cpp/llama.py", "llama_cpp/_internals.py", "llama_cpp/llama_chat_format.py", "llama_cpp/_logger.py", "vendor/llama.cpp/include/llama.h",
            "vendor/llama.cpp/ggml/include/ggml.h", "vendor/llama.cpp/src/llama-arch.cpp", "vendor/llama.cpp/common/arg.cpp")  # fmt: skip
 STEPS = (["make", "patches-check"], [".ci/run"], [str(ROOT / ".venv/bin/python"), "scripts/faults/faults.py", "advisories"])

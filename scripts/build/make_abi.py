@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes what follows from our C headers: the tables of fields that the libraries tell (moeoff-abi.inc, moeoff-server-abi.inc) and the ctypes side of all
-that is exported (moeoff/_abi.py).
+that is exported (moeoff/llamacpp/_abi.py).
 
     make_abi.py           writes them
     make_abi.py --check   fails if they are not what the headers say
@@ -25,7 +25,7 @@ HEADER = SOURCES / "core" / "moeoff.h"
 FUNCTIONS = (SOURCES / "llama" / "moeoff-llama.h", SOURCES / "ggml-cpu" / "moeoff-row-kernels.h")  # whose functions alone are for a binding
 SERVER = SOURCES / "server" / "moeoff-server.h"  # of a library of its own
 FIELDS = {HEADER: HEADER.with_name("moeoff-abi.inc"), SERVER: SERVER.with_name("moeoff-server-abi.inc")}
-MIRROR = ROOT / "moeoff" / "_abi.py"
+MIRROR = ROOT / "moeoff" / "llamacpp" / "_abi.py"
 
 SCALARS = {f"{sign}int{bits}_t": f"c_{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 SCALARS |= {"float": "c_float", "double": "c_double", "bool": "c_bool", "int": "c_int", "size_t": "c_size_t", "char": "c_char"}
@@ -163,7 +163,7 @@ def field_table(header: Header, name: str) -> str:
 
 
 def mirror(header: Header, functions: Sequence[Header] = (), server: Header | None = None) -> str:
-    """moeoff/_abi.py: the whole of a header, functions of others, and a library's of which nothing is loaded yet."""
+    """moeoff/llamacpp/_abi.py: the whole of a header, functions of others, and a library's of which nothing is loaded yet."""
     body: list[str] = []
     exported: list[str] = []
     for name, value in header.constants:
@@ -208,8 +208,8 @@ def mirror(header: Header, functions: Sequence[Header] = (), server: Header | No
         ")",
         "from typing import Any",
         "",
-        "from .binding import lib",
-        "from .errors import ForkError",
+        "from .llama import lib",
+        "from ..errors import ForkError",
         "",
         "__all__ = [",
         listed,

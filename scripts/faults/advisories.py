@@ -47,7 +47,7 @@ def why(entry: dict, texts: dict[str, str]) -> tuple[str, bool]:
         built = list((Path(llama_cpp.__file__).parent / "lib").glob(f"*{entry['absent']}*"))
         return ("the part is not built" if not built else f"built: {built[0].name}"), not built
     if kind == "refused":
-        from moeoff.habits import REFUSED, habits_of
+        from moeoff.llamacpp.habits import REFUSED, habits_of
 
         habit = habits_of("serve").get(entry["refused"])
         return ("the option is refused", True) if habit is not None and habit.verdict == REFUSED else (f"{entry['refused']} is not refused", False)

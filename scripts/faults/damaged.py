@@ -104,10 +104,10 @@ def prepare(folder: Path, names: set[str]) -> None:
     """A whole file of each kind; profiles take seconds, and are made if they are among the names."""
     import gguf
 
-    from moeoff.calibrate.profile_fit import calibrate
     from moeoff.engine.prompt import PromptCache
+    from moeoff.experts.convert import convert
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.convert import convert
+    from moeoff.measure.profile_fit import calibrate
 
     model = str(folder / "m.gguf")
     write_small_model(model)
@@ -147,9 +147,9 @@ def prepare(folder: Path, names: set[str]) -> None:
 
 def write_contract(folder: Path, sidecar: str) -> None:
     from moeoff.budget.loss_contract import Candidate, LossContract
+    from moeoff.experts.profile import Profile
+    from moeoff.experts.sidecar import Sidecar
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.file import Sidecar
-    from moeoff.sidecar.profile import Profile
 
     shutil.copy(folder / "m.profile.npz", folder / "contract.npz")
     candidates = [Candidate("original", 0.1, share, 0.001, 0.002, 0.001, 0.6) for share in (0.1, 0.25, 0.75)]
@@ -186,7 +186,7 @@ def open_and_answer(_folder: Path) -> Reader:
 
 
 def converted(folder: Path) -> Reader:
-    from moeoff.sidecar.convert import convert
+    from moeoff.experts.convert import convert
 
     return lambda path, _rng: convert(str(path), tiers="original,Q4_0", output=folder / "made.gguf", force=True, threads=1)
 
@@ -249,8 +249,8 @@ def run_in_child(folder: Path) -> Reader:
 
 
 def read_sidecar(folder: Path) -> Reader:
+    from moeoff.experts.sidecar import Sidecar
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.file import Sidecar
 
     model_index = ModelIndex.read(folder / "m.gguf")
 
@@ -264,22 +264,22 @@ def read_sidecar(folder: Path) -> Reader:
 
 
 def verify_sidecar(folder: Path) -> Reader:
-    from moeoff.sidecar.verify import verify
+    from moeoff.experts.verify import verify
 
     return lambda path, _rng: verify(path, model=str(folder / "m.gguf"))
 
 
 def read_profile(folder: Path) -> Reader:
+    from moeoff.experts.profile import Profile
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.profile import Profile
 
     model_index = ModelIndex.read(folder / "m.gguf")
     return lambda path, _rng: Profile.read(path, model_index, room=MEMORY // 2)
 
 
 def read_plan(folder: Path) -> Reader:
+    from moeoff.experts.tiers import read_plan
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.tiers import read_plan
 
     model_index = ModelIndex.read(folder / "m.gguf")
     return lambda path, _rng: read_plan(path, model_index.experts)
@@ -292,7 +292,7 @@ def read_imatrix(_folder: Path) -> Reader:
 
 
 def read_trace(_folder: Path) -> Reader:
-    from moeoff.trace import Trace
+    from moeoff.routing.trace import Trace
 
     return lambda path, _rng: Trace.read(path).counts()
 
@@ -356,7 +356,7 @@ def schema(llm: Any, path: Path) -> None:
 
 
 def text(llm: Any, path: Path) -> None:
-    from moeoff.calibrate.perplexity import read_windows
+    from moeoff.measure.perplexity import read_windows
 
     read_windows(llm, [path], 32)
 

@@ -175,7 +175,7 @@ def cut_between_two_reads(folder: Path) -> str:
 @case
 def cut_while_it_is_converted(folder: Path) -> str:
     """one sentence, and nothing is left"""
-    from moeoff.sidecar.convert import convert
+    from moeoff.experts.convert import convert
 
     model = model_in(folder)
 
@@ -211,7 +211,7 @@ def full_disk(folder: Path, room: int) -> Iterator[Path]:
 @case
 def full_while_it_is_converted(folder: Path) -> str:
     """refused before the work where the room is known, else one sentence; nothing is left, an old sidecar stays"""
-    from moeoff.sidecar.convert import convert
+    from moeoff.experts.convert import convert
 
     model = model_in(folder)
     with full_disk(folder, 4 << 20) as place:
@@ -227,9 +227,9 @@ def full_while_it_is_calibrated(folder: Path) -> str:
     """one sentence, the old profile stays"""
     import numpy as np
 
-    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.experts.profile import Profile
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.profile import Profile
+    from moeoff.measure.profile_fit import calibrate
 
     model, text = model_in(folder), folder / "text.txt"
     text.write_text((PROMPT + "\n") * 300)
@@ -248,7 +248,7 @@ def full_while_it_is_calibrated(folder: Path) -> str:
 @case
 def full_while_a_trace_is_written(folder: Path) -> str:
     """one sentence; what was written can be read, and the model is closed"""
-    from moeoff.trace import Trace
+    from moeoff.routing.trace import Trace
 
     model = model_in(folder)
     with full_disk(folder, 64 << 10) as place:
@@ -280,9 +280,9 @@ def a_full_cache_folder(folder: Path) -> str:
 @case
 def a_read_only_folder(folder: Path) -> str:
     """warm-start file and profile go to the cache folder, and are found there"""
-    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.experts.profile import Profile
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.profile import Profile
+    from moeoff.measure.profile_fit import calibrate
 
     place, cache = folder / "models", folder / "cache"
     place.mkdir()

@@ -53,7 +53,7 @@ def command(*args: str) -> Callable[[], object]:
 
 
 def converting(folder: Path, resume: bool = False) -> Program:
-    from moeoff.sidecar.convert import convert
+    from moeoff.experts.convert import convert
 
     model, out = str(folder / "model.gguf"), folder / "model.experts.gguf"
     old = Path(convert(model, tiers="original", output=out).path).read_bytes()
@@ -78,9 +78,9 @@ def converting(folder: Path, resume: bool = False) -> Program:
 def calibrating(folder: Path) -> Program:
     import numpy as np
 
-    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.experts.profile import Profile, profile_path
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.profile import Profile, profile_path
+    from moeoff.measure.profile_fit import calibrate
 
     model, text = str(folder / "model.gguf"), folder / "text.txt"
     text.write_text((PROMPT + "\n") * 300)
@@ -98,7 +98,7 @@ def running(folder: Path) -> Program:
     """A trace grows with each gate, and the warm-start file is written at the end."""
     import numpy as np
 
-    from moeoff.trace import Trace
+    from moeoff.routing.trace import Trace
 
     model, trace = str(folder / "model.gguf"), folder / "run.trace"
 

@@ -98,7 +98,7 @@ def kept_open(*, moved: bool = False, below: bool = False, **options) -> Callabl
     def make(folder: Path) -> Scenario:
         model = str(folder / "model.gguf")
         if options.get("verify_reads"):
-            from moeoff.sidecar.convert import convert
+            from moeoff.experts.convert import convert
 
             options["experts"] = convert(model, tiers="original", output=folder / "model.experts.gguf", force=True).path
         llm = open_model(model, expert_memory=ROOM, **options)
@@ -120,7 +120,7 @@ def kept_open(*, moved: bool = False, below: bool = False, **options) -> Callabl
 
 def closing(folder: Path) -> Scenario:
     """The warm-start file and the trace are written; what is there before stays readable."""
-    from moeoff.trace import Trace
+    from moeoff.routing.trace import Trace
 
     model, trace = str(folder / "model.gguf"), str(folder / "run.trace")
 
@@ -138,7 +138,7 @@ def closing(folder: Path) -> Scenario:
 
 
 def converting(folder: Path) -> Scenario:
-    from moeoff.sidecar.convert import convert
+    from moeoff.experts.convert import convert
 
     model, out = str(folder / "model.gguf"), folder / "model.experts.gguf"
 
@@ -150,9 +150,9 @@ def converting(folder: Path) -> Scenario:
 
 def calibrating(folder: Path) -> Scenario:
     """In the end all that was measured is written into the profile, which another section is in before."""
-    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.experts.profile import Profile, profile_path
     from moeoff.gguf.model_index import ModelIndex
-    from moeoff.sidecar.profile import Profile, profile_path
+    from moeoff.measure.profile_fit import calibrate
 
     model, text = str(folder / "model.gguf"), folder / "text.txt"
     text.write_text((PROMPT + "\n") * 200)

@@ -52,7 +52,7 @@ class Command:
 
 def prepare(folder: Path) -> None:
     """A model, a sidecar, a trace and a text."""
-    from moeoff.sidecar.convert import convert
+    from moeoff.experts.convert import convert
 
     write_small_model(folder / "m.gguf")
     convert(folder / "m.gguf", tiers="original", output=folder / "m.experts.gguf")

@@ -28,11 +28,11 @@ import numpy as np
 
 from model_writer import ModelWriter, quantize_chunks
 from moeoff.cli.options import errors_as_sentences
-from moeoff.console import progress_bar
 from moeoff.errors import ModelError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import parse_block_name
 from moeoff.gguf.quantize import type_from_name
+from moeoff.system.console import progress_bar
 
 __all__ = ["Growth", "grow_model"]
 

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from moeoff.errors import ModelError
-from moeoff.files import atomic_file
 from moeoff.gguf.file import DEFAULT_ALIGNMENT, Tensor
 from moeoff.gguf.quantize import quantize
 from moeoff.gguf.writer import Value, header_bytes
+from moeoff.system.files import atomic_file
 
 __all__ = ["ModelWriter", "quantize_chunks"]
 

@@ -44,12 +44,12 @@ import numpy as np
 
 from model_writer import ModelWriter, quantize_chunks
 from moeoff.cli.options import errors_as_sentences
-from moeoff.console import progress_bar
 from moeoff.errors import OptionError
-from moeoff.files import demo_model
 from moeoff.gguf.file import ModelFile, Tensor, unpack
 from moeoff.gguf.model_index import parse_block_name
 from moeoff.gguf.quantize import dequantize, fits, needs_imatrix, quantize, row_bytes, type_from_name, type_name
+from moeoff.system.console import progress_bar
+from moeoff.system.files import demo_model
 
 __all__ = [
     "ANSWER",

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from moeoff.gate_event import GateEvent
 from moeoff.policies import FitOptions, Policy, Prediction, Predictor, Strategy, register
 from moeoff.policies.base import DEFAULT_FIT, Progress, chosen
 from moeoff.policies.classic import LFU
 from moeoff.policies.edgemoe import ActivationPath, FrequencyOverDistance, token_shares
 from moeoff.policies.fate import ShallowFavoringARC
-from moeoff.policies.recording import Recording
+from moeoff.routing.event import GateEvent
+from moeoff.routing.recording import Recording
 
 # --- cache policies ---
 

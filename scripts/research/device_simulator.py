@@ -14,19 +14,19 @@ from typing import Any, cast
 
 import numpy as np
 
-from moeoff.engine.batch import Span
+from moeoff.engine.buffer import ExpertBuffer
 from moeoff.engine.driver import Driver, attach_strategy
-from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.errors import BudgetError, OptionError
-from moeoff.gate_event import GateEvent
+from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import CacheShape, Strategy
 from moeoff.policies.fate import n_low, quotas
 from moeoff.policies.hobbit import HIGH, LOW, SKIP, unimportance, versions
-from moeoff.policies.recording import Recording
 from moeoff.precision import LOSSLESS, Precision
-from moeoff.sidecar.profile import Profile
-from moeoff.trace import TraceHeader
+from moeoff.routing.batch import Span
+from moeoff.routing.event import GateEvent
+from moeoff.routing.recording import Recording
+from moeoff.routing.trace import TraceHeader
 
 ALL_MATRICES = 15
 READ_FIELDS = np.dtype([(name, np.int64) for name in ("tensor", "expert", "t_done", "result")])  # what a meter asks of a finished read

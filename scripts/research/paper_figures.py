@@ -11,17 +11,17 @@ import numpy as np
 
 import baselines  # noqa: F401  registers them
 import verdicts
-from moeoff.calibrate.bit_allocation import _expert
-from moeoff.calibrate.statistics import Estimate
 from moeoff.gguf.model_index import ModelIndex, parse_tensor_name
 from moeoff.gguf.quantize import dequantize
+from moeoff.measure.bit_allocation import _expert
+from moeoff.measure.statistics import Estimate
 from moeoff.policies import FitOptions, Predictor, get_predictor
 from moeoff.policies.base import top_k
 from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.hobbit import LOW_COST, NAMES, T1, T2, MissCost, recorded_unimportance, thresholds
-from moeoff.policies.recording import Recording
-from moeoff.simulate.simulator import simulate
-from moeoff.trace import Trace
+from moeoff.policies.replay import simulate
+from moeoff.routing.recording import Recording
+from moeoff.routing.trace import Trace
 from verdicts import CLOSE, DIRECTION, LEVEL, OPPOSITE, REPRODUCED, of_values, verdict
 
 PROMPT = 256  # tokens of a prompt: Fate measures 128 to 512

@@ -25,19 +25,19 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import baselines
 import verdicts
 from device_simulator import AS_NAMED, BY_ID, NEVER, POPULAR, PROMPTS, Bandwidths, DeviceResult, Execution, LowVersions, on_device
-from moeoff.calibrate.bit_allocation import Planner
-from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
-from moeoff.calibrate.precision_search import RuleEvaluator
-from moeoff.calibrate.statistics import Estimate
+from moeoff.experts.convert import convert
+from moeoff.experts.profile import Profile
+from moeoff.experts.sidecar import ORIGINAL, Sidecar
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.bit_allocation import Planner
+from moeoff.measure.perplexity import Reference, evaluate, open_model, read_windows
+from moeoff.measure.precision_search import RuleEvaluator
+from moeoff.measure.statistics import Estimate
 from moeoff.policies import CacheShape, Predictor, Strategy, get_strategy
 from moeoff.policies.base import StrategyPart
 from moeoff.policies.fate import proportional_boundary, quotas, shallow_boundary
 from moeoff.policies.hobbit import recorded_unimportance, thresholds
 from moeoff.precision import Precision
-from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import ORIGINAL, Sidecar
-from moeoff.sidecar.profile import Profile
 from paper_figures import FIGURES, Data
 from results import HELP, ResultsFile, machine
 from verdicts import NOT_TESTABLE, REPRODUCED
@@ -347,10 +347,10 @@ def cause(r: Ratio, on: str, share: float, runs: Runs, found: Estimate) -> str:
 
 def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Data:
     """One pass over the texts; every fifth of them is held out."""
-    from moeoff.calibrate.profile_fit import fit
-    from moeoff.calibrate.record import record, recordable, sequences
+    from moeoff.measure.profile_fit import fit
+    from moeoff.measure.record import record, recordable, sequences
     from moeoff.policies import FitOptions
-    from moeoff.simulate import simulate
+    from moeoff.policies.replay import simulate
 
     model_index = ModelIndex.read(model)
     with recordable(model_index) as (llm, router):
@@ -429,7 +429,7 @@ HEAD = ("figure", "what", "the paper", "here", "verdict", "looked for the cause"
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None) -> None:
     """A table for each paper: claim, like with like, result, verdict, cause."""
-    from moeoff.files import demo_model
+    from moeoff.system.files import demo_model
 
     began = time.monotonic()
 

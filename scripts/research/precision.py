@@ -22,15 +22,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moeoff.calibrate.own_text import OPENING
-from moeoff.calibrate.perplexity import open_model, read_windows
-from moeoff.calibrate.precision_search import RuleEvaluator, search_precision
-from moeoff.calibrate.statistics import Distance, Estimate, interval
+from moeoff.experts.convert import convert
+from moeoff.experts.sidecar import ORIGINAL, Sidecar, relative_bytes
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.own_text import OPENING
+from moeoff.measure.perplexity import open_model, read_windows
+from moeoff.measure.precision_search import RuleEvaluator, search_precision
+from moeoff.measure.statistics import Distance, Estimate, interval
 from moeoff.options import parse_loss
 from moeoff.precision import Precision
-from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import ORIGINAL, Sidecar, relative_bytes
 from results import HELP, ResultsFile
 
 FILE = click.Path(exists=True, dir_okay=False)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moeoff.bench import BenchTest, Job, Measurement, measure
-from moeoff.bench.job import rates
-from moeoff.bench.run import drop_from_page_cache
+from moeoff.experts.sidecar import sidecar_path
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.sidecar.file import sidecar_path
+from moeoff.measure.job import BenchTest, Job, Measurement, rates
+from moeoff.measure.run import drop_from_page_cache, measure
 
 
 def prompt_then_tokens(n_prompt: int, n_gen: int) -> tuple[BenchTest, BenchTest]:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moeoff.gate_event import GateEvent
-from moeoff.trace import TensorInfo, Trace, TraceHeader
+from moeoff.routing.event import GateEvent
+from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 
 COLUMNS = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes"
 ANSWER = 1  # phase

@@ -8,7 +8,7 @@ usage: routing.py published                          every cache policy on the p
        routing.py fit --trace FILE --out WEIGHTS.npz               the learned score; HOBBIT's weights are printed
        routing.py predictors -m MODEL --calib FILE --valid FILE    how many of the next experts each predictor names, by layer
 
-Pages: docs/results/cache-policies.md, predictors.md and shapes.md. Traces are replayed by `moeoff.simulate`: the same arguments give the same numbers. A shape's
+Pages: docs/results/cache-policies.md, predictors.md and shapes.md. Traces are replayed by `moeoff.policies.replay`: the same arguments give the same numbers. A shape's
 routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published traces greedily.
 """
 
@@ -29,16 +29,16 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "models")]
 
 import baselines  # noqa: F401  registers them
 from moeoff import Llama
-from moeoff.calibrate.profile_fit import fit as fit_profile
-from moeoff.calibrate.record import record, recordable, sequences
-from moeoff.gate_event import GateEvent
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.profile_fit import fit as fit_profile
+from moeoff.measure.record import record, recordable, sequences
 from moeoff.policies import PREDICTORS, PRESETS, FitOptions, get_policy, get_predictor, policy_names
 from moeoff.policies.base import top_k
-from moeoff.policies.recording import Recording
-from moeoff.policies.router import Router
-from moeoff.simulate import simulate
-from moeoff.trace import TensorInfo, Trace
+from moeoff.policies.replay import simulate
+from moeoff.routing.event import GateEvent
+from moeoff.routing.recording import Recording
+from moeoff.routing.router import Router
+from moeoff.routing.trace import TensorInfo, Trace
 from results import HELP, ResultsFile
 from route_trace import read_route_trace
 from shape_model import ANSWER, NEAREST, SHAPES, shape_model

@@ -7,7 +7,7 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
-A run is a `moeoff.bench.Job`, and `rounds.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
+A run is a `moeoff.measure.job.Job`, and `rounds.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
 cache before it; a model on tmpfs stays where it is. --disk slows the disk (root). A profile of `moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
 """
 
@@ -31,11 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
 from cgroup import disk_cgroup, memory_cgroup
-from moeoff.bench import STOCK, Job, Measurement, measure
-from moeoff.bench.job import Sample, rates
-from moeoff.bench.rows import rows
-from moeoff.bench.run import drop_from_page_cache
-from moeoff.cpu import n_cores
+from moeoff.measure.job import STOCK, Job, Measurement, Sample, rates
+from moeoff.measure.rows import rows
+from moeoff.measure.run import drop_from_page_cache, measure
+from moeoff.system.machine import n_cores
 from results import HELP, ResultsFile, machine
 from rounds import Comparison, Spread, compare, prompt_then_tokens, summarize
 from time_parts import Ceiling, other_parts, read_parts, token_parts

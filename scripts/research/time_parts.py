@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moeoff.errors import MoeoffError
-from moeoff.trace import DEMAND_LEVEL, GATE_LEVEL
+from moeoff.routing.trace import DEMAND_LEVEL, GATE_LEVEL
 
 if TYPE_CHECKING:
-    from moeoff.bench.job import Sample
     from moeoff.engine.llama import Llama
-    from moeoff.gate_event import GateEvent
+    from moeoff.measure.job import Sample
+    from moeoff.routing.event import GateEvent
 
 IO_THREAD, DRIVER = "moeoff-io", "moeoff-driver"  # names of native threads
 _TASKS = "/proc/self/task"

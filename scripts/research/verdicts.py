@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moeoff.calibrate.statistics import Estimate
+from moeoff.measure.statistics import Estimate
 
 REPRODUCED, DIRECTION, LEVEL, OPPOSITE, NOT_TESTABLE = "reproduced", "direction", "level", "opposite", "not testable here"
 RULES = {

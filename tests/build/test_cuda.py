@@ -94,7 +94,7 @@ def result(folder, step: str) -> dict:
 
 
 def test_a_trial_without_a_device_ends_with_a_sentence(tmp_path):
-    from moeoff.devices import devices
+    from moeoff.llamacpp.devices import devices
 
     if devices():
         pytest.skip("there is a device")

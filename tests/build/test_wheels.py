@@ -15,8 +15,8 @@ import clean_install
 import wheels
 from fork import ForkError
 from helpers.files import ROOT
-from moeoff import cpu
 from moeoff.errors import OptionError
+from moeoff.system import machine
 
 CC = os.environ.get("CC", "cc")
 COMPOSE = ROOT / "scripts" / "build" / "container" / "compose.yaml"
@@ -128,41 +128,41 @@ def folder(tmp_path):
 def answer(folder, **environment):
     """In a process of its own: the level that was chosen, and the one that the library which is linked to the backend then finds."""
     code = (
-        "import ctypes, sys; from pathlib import Path; from moeoff import cpu; folder = Path(sys.argv[1]); print(cpu.load_from(folder));"
+        "import ctypes, sys; from pathlib import Path; from moeoff.system import machine; folder = Path(sys.argv[1]); print(machine.load_from(folder));"
         "which = ctypes.CDLL(str(folder / 'libllama.so')).which; which.restype = ctypes.c_char_p; print(which().decode())"
     )
-    given = {name: value for name, value in os.environ.items() if name != cpu.ENVIRONMENT} | environment
+    given = {name: value for name, value in os.environ.items() if name != machine.ENVIRONMENT} | environment
     return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, env=given).stdout.split()
 
 
 def test_the_best_level_is_loaded_and_serves_who_is_linked_to_the_backend(folder):
     place, lowest, better = folder
-    best = next(level for level in cpu.supported(place) if level in (lowest, better))
+    best = next(level for level in machine.supported(place) if level in (lowest, better))
     assert answer(place) == [best, best]
     assert answer(place, MOEOFF_CPU_LEVEL=lowest) == [lowest, lowest]
 
 
 def test_what_the_cpu_cannot_run_is_refused(folder, monkeypatch):
     place, lowest, _ = folder
-    monkeypatch.setenv(cpu.ENVIRONMENT, "sparc")
+    monkeypatch.setenv(machine.ENVIRONMENT, "sparc")
     with pytest.raises(OptionError, match=f"MOEOFF_CPU_LEVEL=sparc: this machine can run .*{lowest}"):
-        cpu.load_from(place)
-    monkeypatch.delenv(cpu.ENVIRONMENT)
+        machine.load_from(place)
+    monkeypatch.delenv(machine.ENVIRONMENT)
     compiled(place / "old" / "libmoeoff-level.so", 'const char * moeoff_cpu_levels(void) { return ""; }')
     (place / "old" / "level").write_text(lowest)
     with pytest.raises(OptionError, match="cannot run even"):
-        cpu.load_from(place / "old")
+        machine.load_from(place / "old")
 
 
 def test_a_fork_built_here_has_nothing_to_choose(tmp_path):
-    assert cpu.load_from(tmp_path) is None
+    assert machine.load_from(tmp_path) is None
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64" or not os.path.exists("/proc/cpuinfo"), reason="flags of x86")
 def test_the_cpu_is_asked_rightly(folder):
     with open("/proc/cpuinfo") as file:
         flags = set(next(line for line in file if line.startswith("flags")).split())
-    able = cpu.supported(folder[0])
+    able = machine.supported(folder[0])
     assert ("avx2" in able) == ({"avx2", "fma", "bmi2"} <= flags)
     assert ("avx512" in able) == ({"avx512f", "avx512vbmi", "avx512_vnni"} <= flags)
     assert able == [level for level in reversed(wheels.LEVELS["x86_64"]) if level in able]

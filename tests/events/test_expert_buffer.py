@@ -18,9 +18,10 @@ from helpers.logits import Stock, assert_bit_equal, decode_in, greedy_logits, st
 from helpers.models import split_model
 from helpers.rewrite_experts import requantize_experts
 from helpers.waiting import wait_until
-from moeoff import BudgetError, ModelError, OptionError, ReadError, native
+from moeoff import BudgetError, ModelError, OptionError, ReadError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
+from moeoff.llamacpp import native
 from moeoff.policies import Strategy
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4

@@ -13,20 +13,17 @@ import pytest
 import moeoff
 from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.waiting import wait_until_still
-from moeoff import OptionError, native
-from moeoff.engine.batch import batch_spans, is_decode, spans_of
+from moeoff import OptionError
 from moeoff.engine.comparison import BLOCK, ORDER, ABTest
 from moeoff.engine.driver import Driver
 from moeoff.engine.prefetcher import Prefetcher, Usefulness, WeightEstimate
-from moeoff.gate_event import GateEvent
+from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies import (
-    PREDICTORS,
-    PRESETS,
-    Prediction,
-)
+from moeoff.llamacpp import native
+from moeoff.policies import PREDICTORS, PRESETS, Prediction
 from moeoff.precision import Precision
-from moeoff.sidecar.profile import Profile
+from moeoff.routing.batch import batch_spans, is_decode, spans_of
+from moeoff.routing.event import GateEvent
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
@@ -175,7 +172,7 @@ FOLLOWS = """
 import sys
 import moeoff
 from moeoff.policies import CacheShape
-from moeoff.trace import TraceHeader
+from moeoff.routing.trace import TraceHeader
 
 with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_threads=2, n_batch=16, n_ubatch=16) as llm:
     needs, buffer = llm.engine.plan.fixed, llm.engine.buffer

@@ -10,10 +10,10 @@ import pytest
 from helpers.files import SMALL_TRACE
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import Llama, OptionError
-from moeoff.engine.expert_buffer import READ_DTYPE
+from moeoff.engine.buffer import READ_DTYPE
 from moeoff.errors import WriteError
-from moeoff.gate_event import GateEvent
-from moeoff.trace import DEMAND_LEVEL, PREFETCH_LEVEL, RECORD, VERSION, TensorInfo, Trace, TraceHeader, TraceWriter
+from moeoff.routing.event import GateEvent
+from moeoff.routing.trace import DEMAND_LEVEL, PREFETCH_LEVEL, RECORD, VERSION, TensorInfo, Trace, TraceHeader, TraceWriter
 
 MODEL = TraceHeader("small.gguf", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 4096 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
 

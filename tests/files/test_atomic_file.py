@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moeoff.errors import ModelError, WriteError
-from moeoff.files import atomic_file
+from moeoff.system.files import atomic_file
 
 
 @pytest.fixture

@@ -25,24 +25,24 @@ from companions import write_expert_adapter
 from helpers.files import DEMO, SMALL_TRACE
 from helpers.models import with_template
 from model_writer import ModelWriter
-from moeoff.calibrate import calibrate
-from moeoff.calibrate.perplexity import read_windows
-from moeoff.calibrate.precision_search import search_precision
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
 from moeoff.engine.prompt import PromptCache, Template
 from moeoff.errors import ModelError, MoeoffError, OptionError
-from moeoff.files import open_file, read_file, read_text, require_new
+from moeoff.experts.convert import convert
+from moeoff.experts.profile import Profile
+from moeoff.experts.sidecar import Sidecar
 from moeoff.gguf.file import FileState, ModelFile
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.model_index import ModelIndex, loaded_whole
-from moeoff.memory import MIB, available, parse_size, peak_rss, rss
-from moeoff.npz import ArchiveError, WrongArrays, read_npz, require_arrays
+from moeoff.measure.perplexity import read_windows
+from moeoff.measure.precision_search import search_precision
+from moeoff.measure.profile_fit import calibrate
 from moeoff.options import Config, ServerOptions
-from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import Sidecar
-from moeoff.sidecar.profile import Profile
-from moeoff.trace import Trace
+from moeoff.routing.trace import Trace
+from moeoff.system.arrays import ArchiveError, WrongArrays, read_npz, require_arrays
+from moeoff.system.files import open_file, read_file, read_text, require_new
+from moeoff.system.memory import MIB, available, parse_size, peak_rss, rss
 
 LIMITED = """
 import resource, sys
@@ -182,7 +182,7 @@ def test_archives_are_not_unpacked_beyond_their_room(tmp_path):
         out.write(member(np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (134217728,), }\n")[:-8])
         for _ in range(256):
             out.write(bytes(4 << 20))
-    code = LIMITED + "from moeoff.npz import read_npz, ArchiveError\ntry: read_npz(sys.argv[2], 100 << 20)\nexcept ArchiveError as e: print(e)"
+    code = LIMITED + "from moeoff.system.arrays import read_npz, ArchiveError\ntry: read_npz(sys.argv[2], 100 << 20)\nexcept ArchiveError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code, "600", str(path)], capture_output=True, text=True)
     assert "it unpacks to 1.00 GiB, and there is room for 100 MiB" in done.stdout, done.stderr
     raw = bytearray(path.read_bytes())
@@ -321,7 +321,7 @@ def test_a_header_that_leaves_no_room_is_refused(tmp_path):
 
 PEAK = """
 import sys, moeoff
-from moeoff.memory import peak_rss
+from moeoff.system.memory import peak_rss
 try:
     {}
 except moeoff.MoeoffError as error:
@@ -407,7 +407,7 @@ def test_numbers_that_llama_cpp_writes_out(tmp_path):
         usual = llm.engine.model_index.header_memory
     code = """
 import sys, moeoff
-from moeoff.memory import peak_rss
+from moeoff.system.memory import peak_rss
 moeoff.Llama(sys.argv[1], memory="2G", n_ctx=64).close()
 before = peak_rss()
 with moeoff.Llama(sys.argv[2], memory="2G", n_ctx=64) as llm:
@@ -424,7 +424,7 @@ def test_what_a_model_was_trained_for_takes_no_memory(tmp_path):
     path = with_values(tmp_path / "a.gguf", **{"qwen2moe.context_length": 1 << 30})
     code = """
 import sys, moeoff
-from moeoff.memory import peak_rss
+from moeoff.system.memory import peak_rss
 with moeoff.Llama(sys.argv[1], memory="300M", n_ctx=256) as llm, moeoff.Llama(sys.argv[2], memory="600M", n_ctx=256) as other:
     for text in (b"", b"Once upon a time", "\\u00e4\\u4e2d".encode() * 500):
         assert llm.tokenize(text) == other.tokenize(text)
@@ -501,7 +501,7 @@ def test_damaged_traces(tmp_path):
 
 
 def test_a_trace_larger_than_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("moeoff.trace.available", lambda: 10_000)
+    monkeypatch.setattr("moeoff.routing.trace.available", lambda: 10_000)
     with pytest.raises(OptionError, match=r"of trace need about .*, 0.01 MiB are free"):
         Trace.read(SMALL_TRACE)
 

@@ -22,14 +22,14 @@ from helpers.waiting import wait_until
 from model_writer import ModelWriter
 from moeoff import ModelError, OptionError
 from moeoff.errors import WriteError
+from moeoff.experts import convert as module
+from moeoff.experts.convert import convert
+from moeoff.experts.sidecar import ALIGNMENT, Sidecar, hash64
+from moeoff.experts.tiers import lower_type, nearest
+from moeoff.experts.verify import verify
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type_name
-from moeoff.sidecar import convert as module
-from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import ALIGNMENT, Sidecar, hash64
-from moeoff.sidecar.tiers import lower_type, nearest
-from moeoff.sidecar.verify import verify
 from mutants import mutate
 
 SOURCES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K")
@@ -324,7 +324,7 @@ def test_without_rights(mode, message):
         folder.chmod(0o755)
         model = write_model(folder)
         model.chmod(mode)
-        code = f"import os; from moeoff.sidecar.convert import convert; os.setgroups([]); os.setuid(65534); convert({str(model)!r}, tiers='original')"
+        code = f"import os; from moeoff.experts.convert import convert; os.setgroups([]); os.setuid(65534); convert({str(model)!r}, tiers='original')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert message in done.stderr.splitlines()[-1]
         assert leftovers(folder) == []
@@ -403,8 +403,8 @@ def test_memory_is_bounded(tmp_path):
     """An expert's matrix of 48 MB goes through in pieces."""
     model = write_model(tmp_path, n_layer=1, n_expert=2, n_ff=6144, n_cols=2048, down_cols=6144, type="F32")
     code = f"""
-from moeoff import memory
-from moeoff.sidecar.convert import convert
+from moeoff.system import memory
+from moeoff.experts.convert import convert
 convert({str(model)!r}, tiers="F16,Q4_0,original", output={str(tmp_path / "warm.gguf")!r}, dry_run=True)
 before = memory.peak_rss()
 convert({str(model)!r}, tiers="F16,Q4_0,original")

@@ -28,17 +28,17 @@ from helpers.files import DEMO
 from helpers.ggml_api import F32, Context
 from helpers.rewrite_experts import split_experts
 from model_writer import ModelWriter
-from moeoff import native
-from moeoff.binding import lib
-from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff.engine.buffer import ExpertBuffer
 from moeoff.errors import ModelError, WriteError
+from moeoff.experts.sidecar import parse_slice_name, sidecar_path, slice_name
 from moeoff.gguf import file as reader
 from moeoff.gguf import model_index, preflight
 from moeoff.gguf.file import FileState, ModelFile, Tensor
 from moeoff.gguf.merge import merge, merged_path
 from moeoff.gguf.model_index import EMBEDDING, MATRICES, OUTPUT, ModelIndex, SplitName, TensorRole, is_expert, model_stem, parse_block_name, parse_tensor_name
 from moeoff.gguf.quantize import is_computed, row_bytes, type_from_name, type_name
-from moeoff.sidecar.file import parse_slice_name, sidecar_path, slice_name
+from moeoff.llamacpp import native
+from moeoff.llamacpp.llama import lib
 from mutants import mutate
 
 # --- llama.cpp's own parser, through its C interface ---

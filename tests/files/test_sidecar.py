@@ -22,11 +22,11 @@ from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.models import split_model
 from model_writer import ModelWriter
 from moeoff import ModelError, OptionError, ReadError
+from moeoff.experts.convert import convert
+from moeoff.experts.sidecar import FORMAT_VERSION, ExpertSource, Sidecar, parse_slice_name, sidecar_path
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex, parse_tensor_name
 from moeoff.gguf.quantize import quantize, type_name
-from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import FORMAT_VERSION, ExpertSource, Sidecar, parse_slice_name, sidecar_path
 from mutants import mutate
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from moeoff.calibrate.checkpoint import Checkpoint
-from moeoff.files import cache_folder
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.user_cache import CacheEntry
+from moeoff.measure.checkpoint import Checkpoint
+from moeoff.system.files import cache_folder
+from moeoff.system.user_cache import CacheEntry
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from helpers.eval_callback import WithCallback
 from helpers.files import ROOT
 from helpers.logits import Stock, decode_in
 from helpers.rewrite_experts import requantize_experts
-from moeoff import native
-from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff.engine.buffer import ExpertBuffer
 from moeoff.gguf.model_index import ModelIndex, is_expert, parse_tensor_name
 from moeoff.gguf.quantize import type_from_name
-from moeoff.memory import slot_bytes
+from moeoff.llamacpp import native
+from moeoff.system.memory import slot_bytes
 
 # test_the_list_is_complete compares this with what test-llama-archs writes
 ARCHITECTURES = (

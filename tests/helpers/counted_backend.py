@@ -8,7 +8,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_siz
 from functools import cache
 from typing import Any
 
-from moeoff._abi import function
+from moeoff.llamacpp._abi import function
 
 _BACKEND = (
     "get_name free set_tensor_async get_tensor_async set_tensor_2d_async get_tensor_2d_async cpy_tensor_async synchronize graph_plan_create graph_plan_free \

@@ -24,7 +24,7 @@ COMMON = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "n_gpu_layers": 99
 @cache
 def why_no_device() -> str:
     """Empty, or what is missing on this machine."""
-    code = "from moeoff.binding import supports_gpu; from moeoff.devices import buffer_types; print(supports_gpu(), [n for n in buffer_types() if n != 'CPU'])"
+    code = "from moeoff.llamacpp.llama import supports_gpu; from moeoff.llamacpp.devices import buffer_types; print(supports_gpu(), [n for n in buffer_types() if n != 'CPU'])"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
         return f"devices cannot be listed: {done.stderr[-200:]}"
@@ -59,9 +59,9 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     import moeoff.engine.device_tier as device_tier
     from helpers.counted_backend import counted_devices
     from helpers.logits import Stock, decode_in
-    from moeoff.binding import llama_cpp
     from moeoff.gguf.model_index import EXPERT_PATTERN
-    from moeoff.native import TensorOverrides, cpu_buffer_type
+    from moeoff.llamacpp.llama import llama_cpp
+    from moeoff.llamacpp.native import TensorOverrides, cpu_buffer_type
 
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
     then, second = run.pop("then", None), run.pop("second", False)
@@ -111,7 +111,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
 
 
 def _limit_room(room: int) -> None:
-    from moeoff.engine.expert_buffer import ExpertBuffer
+    from moeoff.engine.buffer import ExpertBuffer
     from moeoff.errors import MoeoffError
 
     allocate = ExpertBuffer.set_device_slots

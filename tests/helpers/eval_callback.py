@@ -5,9 +5,9 @@ import ctypes
 import llama_cpp
 import numpy as np
 
-import moeoff.native
+import moeoff.llamacpp.native
 
-_name, _bytes, _get = (getattr(moeoff.native.lib, name) for name in ("ggml_get_name", "ggml_nbytes", "ggml_backend_tensor_get"))
+_name, _bytes, _get = (getattr(moeoff.llamacpp.native.lib, name) for name in ("ggml_get_name", "ggml_nbytes", "ggml_backend_tensor_get"))
 _name.restype, _name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
 _bytes.restype, _bytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
 _get.restype, _get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]

@@ -6,11 +6,11 @@ import time
 
 import numpy as np
 
-from moeoff.gate_event import GateEvent
 from moeoff.policies import CacheShape, get_policy
-from moeoff.policies.recording import Recording
-from moeoff.policies.router import Router
-from moeoff.trace import TensorInfo, TraceHeader
+from moeoff.routing.event import GateEvent
+from moeoff.routing.recording import Recording
+from moeoff.routing.router import Router
+from moeoff.routing.trace import TensorInfo, TraceHeader
 
 SHAPE = CacheShape(n_gates=3, n_experts=8, n_used=2, capacity=12)
 

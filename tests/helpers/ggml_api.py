@@ -12,7 +12,7 @@ import numpy as np
 
 from moeoff.errors import ModelError
 from moeoff.gguf.quantize import needs_imatrix, quantize, row_bytes, type_name
-from moeoff.native import lib
+from moeoff.llamacpp.native import lib
 
 F32, F16, I32 = 0, 1, 26  # enum ggml_type
 SUCCESS, ABORTED = 0, 1  # enum ggml_status

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from helpers.ggml_api import F32, I32, SUCCESS, Backend, Context, cpu_buffer_type, read, write
-from moeoff import native
-from moeoff.engine.expert_buffer import ExpertBuffer
-from moeoff.memory import slot_bytes
+from moeoff.engine.buffer import ExpertBuffer
+from moeoff.llamacpp import native
+from moeoff.system.memory import slot_bytes
 
 N_COLS, N_ROWS, N_EXPERT, N_USED = 512, 48, 8, 3
 NONE = -1

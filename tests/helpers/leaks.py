@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 from helpers.waiting import wait_until, wait_until_still
-from moeoff.memory import rss
+from moeoff.system.memory import rss
 
 
 def held() -> tuple[int, int]:

@@ -5,7 +5,7 @@ import contextlib
 import llama_cpp
 import numpy as np
 
-from moeoff.binding import StockLlama
+from moeoff.llamacpp.llama import StockLlama
 
 
 def greedy_logits(llm, tokens: list[int], n_steps: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from ray import serve
 
 from helpers.servers import free_port
 from helpers.waiting import wait_until
-from moeoff.bench.cgroup import memory_cgroup
+from moeoff.system.cgroup import memory_cgroup
 
 _MARK = "MOEOFF_RAY_CLUSTER"
 _STORE = 80_000_000  # bytes of Ray's object store, about the least that it takes; requests do not go through it

@@ -10,13 +10,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from moeoff import OptionError
-from moeoff.calibrate.bit_allocation import Planner, default_types
-from moeoff.calibrate.perplexity import evaluate, open_model
+from moeoff.experts.convert import convert
+from moeoff.experts.sidecar import ORIGINAL, CompositeSidecar, Sidecar
+from moeoff.experts.tiers import read_plan
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_name
-from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import ORIGINAL, CompositeSidecar, Sidecar
-from moeoff.sidecar.tiers import read_plan
+from moeoff.measure.bit_allocation import Planner, default_types
+from moeoff.measure.perplexity import evaluate, open_model
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26}
 TOLERANCE = 0.05

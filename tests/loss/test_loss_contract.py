@@ -20,23 +20,23 @@ import moeoff
 from helpers.files import CALIBRATION_TEXTS
 from helpers.rewrite_experts import requantize_experts
 from moeoff import ModelError, OptionError
-from moeoff.budget import memory_plan
+from moeoff.budget import plan as memory_plan
 from moeoff.budget.dry_load import dry_load
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
-from moeoff.calibrate import precision_search
-from moeoff.calibrate.choices import Choices
-from moeoff.calibrate.own_text import OPENING, score, write_freely
-from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
-from moeoff.calibrate.precision_search import Growth, RuleEvaluator, SearchResult, search_precision
-from moeoff.calibrate.statistics import Estimate, one_sided, upper_loss
 from moeoff.cli.options import sentence
+from moeoff.experts.convert import convert
+from moeoff.experts.profile import Profile, profile_path
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
-from moeoff.memory import Budget
+from moeoff.measure import precision_search
+from moeoff.measure.choices import Choices
+from moeoff.measure.own_text import OPENING, score, write_freely
+from moeoff.measure.perplexity import Reference, evaluate, open_model, read_windows
+from moeoff.measure.precision_search import Growth, RuleEvaluator, SearchResult, search_precision
+from moeoff.measure.statistics import Estimate, one_sided, upper_loss
 from moeoff.options import parse_loss
 from moeoff.precision import Precision
-from moeoff.sidecar.convert import convert
-from moeoff.sidecar.profile import Profile, profile_path
+from moeoff.system.memory import Budget
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26, "flash_attn": True}
 TOKENS = 2048  # 8 windows of the demo model's 256, the fewest that make an interval
@@ -287,7 +287,7 @@ def test_what_is_written_is_bounded_too(tau_alone, tmp_path, monkeypatch):
         asked.update(how, n_tokens=n_tokens)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moeoff.calibrate.writer.written_text", written_text)
+    monkeypatch.setattr("moeoff.measure.writer.written_text", written_text)
     with pytest.raises(KeyboardInterrupt):
         search_precision(model, [], BOUND, tokens=2 * TOKENS, minutes=50, **OPTIONS)
     assert asked["until"] == pytest.approx(now + precision_search.WRITING * 3000, abs=30)
@@ -428,7 +428,7 @@ from pathlib import Path
 import moeoff
 from helpers.files import CALIBRATION_TEXTS
 from moeoff.budget import memory_plan
-from moeoff.memory import MIB, rss
+from moeoff.system.memory import MIB, rss
 
 # with 0.6 of the experts and with the fewest, in a process of this size or up to a MiB more: floors are whole MiB
 def bounds(process):

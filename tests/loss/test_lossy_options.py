@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from helpers.files import PROSE, SMALL_TRACE
 from moeoff import OptionError
 from moeoff.cli.main import main
+from moeoff.experts.convert import convert
 from moeoff.options import Config
 from moeoff.policies import PRESETS
 from moeoff.precision import LOSSLESS, Precision
-from moeoff.sidecar.convert import convert
 
 NAMES = ("--t1", "--t2", "--prefill-low-fraction", "--mispredicted-low", "--stride", "--low-tier")
 

@@ -19,9 +19,9 @@ from helpers.files import ROOT
 from helpers.logits import Stock
 from helpers.terminal import start_with_bars
 from moeoff import OptionError
-from moeoff.calibrate.perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
-from moeoff.calibrate.statistics import Estimate, Scores, divergence, log_probs, student
-from moeoff.sidecar.convert import convert
+from moeoff.experts.convert import convert
+from moeoff.measure.perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
+from moeoff.measure.statistics import Estimate, Scores, divergence, log_probs, student
 
 CTX = 64
 

@@ -16,11 +16,12 @@ import moeoff
 from helpers.budgets import needed
 from helpers.logits import assert_bit_equal, greedy_logits
 from helpers.waiting import wait_until, wait_until_still
-from moeoff import OptionError, native
+from moeoff import OptionError
+from moeoff.experts.convert import convert
+from moeoff.llamacpp import native
 from moeoff.policies import Strategy
 from moeoff.precision import Precision
-from moeoff.sidecar.convert import convert
-from moeoff.trace import Trace
+from moeoff.routing.trace import Trace
 
 HIGH, LOW = native.HIGH, native.LOW
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2

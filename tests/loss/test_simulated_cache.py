@@ -11,14 +11,14 @@ import moeoff
 from helpers.arch_models import decode, open_moeoff, tokens, write_model
 from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError
-from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
+from moeoff.experts.convert import convert
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.policies.hobbit import HIGH, SKIP
-from moeoff.policies.router import SOFTMAX_WEIGHT, Router
+from moeoff.policies.replay import simulate
 from moeoff.precision import Precision
-from moeoff.sidecar.convert import convert
-from moeoff.simulate.simulator import simulate
-from moeoff.trace import Trace
+from moeoff.routing.router import SOFTMAX_WEIGHT, Router
+from moeoff.routing.trace import Trace
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True}

@@ -11,13 +11,14 @@ import pytest
 from helpers.ggml_api import F32, I32, Context, cpu_buffer_type, quantized, read, write
 from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
 from helpers.waiting import wait_until
-from moeoff import OptionError, native
-from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff import OptionError
+from moeoff.engine.buffer import ExpertBuffer
 from moeoff.errors import MoeoffError
 from moeoff.gguf.quantize import type_from_name
-from moeoff.memory import slot_bytes
+from moeoff.llamacpp import native
 from moeoff.policies.hobbit import unimportance
 from moeoff.precision import Precision
+from moeoff.system.memory import slot_bytes
 
 HIGH, LOW, SKIP = native.HIGH, native.LOW, native.SKIP
 Q8_0, Q4_0, Q4_K, Q2_K, F16 = (type_from_name(name) for name in ("Q8_0", "Q4_0", "Q4_K", "Q2_K", "F16"))

@@ -9,11 +9,11 @@ import pytest
 import moeoff
 from helpers.arch_models import write_model
 from moeoff.budget.dry_load import dry_load, memory_sizes
-from moeoff.budget.memory_plan import MemoryPlan
+from moeoff.budget.plan import MemoryPlan
 from moeoff.errors import BudgetError
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.memory import MIB
 from moeoff.options import Config
+from moeoff.system.memory import MIB
 
 # the gate nodes, which only a loaded model has, let the router's choices live longer; two families of weights need two work areas
 SLACK = 1 << 20

@@ -14,11 +14,12 @@ from helpers.ggml_api import ABORTED, F32, I32, SUCCESS, Backend, Context, cpu_b
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.models import split_model
 from model_writer import ModelWriter
-from moeoff import ModelError, ReadError, native
+from moeoff import ModelError, ReadError
 from moeoff.budget.dry_load import memory_sizes
-from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff.engine.buffer import ExpertBuffer
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import EMBEDDING, OUTPUT, ModelIndex
+from moeoff.llamacpp import native
 
 TYPES = quantizable_types()
 N_ROWS, N_COLS, OFFSET = 300, 512, 4128

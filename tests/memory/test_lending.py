@@ -13,10 +13,10 @@ import pytest
 import cgroup
 import moeoff
 from helpers.processes import in_process_of_its_own
-from moeoff.binding import api
 from moeoff.engine import arena_sizer
 from moeoff.engine.arena_sizer import CELLS, LEAST, BorrowedBuffers, BorrowedCache
-from moeoff.memory import MIB, rss
+from moeoff.llamacpp.llama import api
+from moeoff.system.memory import MIB, rss
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
@@ -334,7 +334,7 @@ def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):
 LLAMA = """
 import json, sys
 import moeoff
-from moeoff.memory import peak_rss, rss
+from moeoff.system.memory import peak_rss, rss
 model, turns = sys.argv[1], json.loads(sys.argv[2])
 with moeoff.Llama(model, memory=int(sys.argv[3]), n_ctx=1024, n_threads=2, n_batch=512, n_ubatch=512) as llm:
     seen = []
@@ -350,7 +350,7 @@ with moeoff.Llama(model, memory=int(sys.argv[3]), n_ctx=1024, n_threads=2, n_bat
 SERVER = """
 import json, sys, urllib.request
 import moeoff
-from moeoff.memory import peak_rss, rss
+from moeoff.system.memory import peak_rss, rss
 model, turns = sys.argv[1], json.loads(sys.argv[2])
 with moeoff.Server(model, port=0, memory=int(sys.argv[3]), n_ctx=1024, n_threads=2, n_batch=512, n_ubatch=512, cache_ram=0) as server:
     seen = []

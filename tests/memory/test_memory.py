@@ -12,8 +12,9 @@ import pytest
 
 import cgroup
 from helpers.files import DEMO, ROOT
-from moeoff import OptionError, memory
-from moeoff.memory import MIB, Budget, available, cgroup_limit, parse_size, peak_rss, rss
+from moeoff import OptionError
+from moeoff.system import memory
+from moeoff.system.memory import MIB, Budget, available, cgroup_limit, parse_size, peak_rss, rss
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
@@ -58,7 +59,7 @@ def test_a_system_that_does_not_say_needs_a_budget(tmp_path, monkeypatch):
 @pytest.mark.cgroup
 @in_cgroup
 def test_cgroup_limit_is_seen():
-    code = "from moeoff.memory import available, cgroup_limit; print(cgroup_limit(), available())"
+    code = "from moeoff.system.memory import available, cgroup_limit; print(cgroup_limit(), available())"
     with cgroup.memory_cgroup(300 * MIB) as group:
         out = group.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     limit, free = map(int, out)
@@ -72,7 +73,7 @@ def test_cgroup_limit_is_seen():
 def test_what_others_in_the_cgroup_hold_is_not_available():
     """Their files in memory, too: nothing can be taken back from either without swap."""
     other = "import sys, mmap; kept = bytearray(b'x') * (60 << 20); shared = mmap.mmap(-1, 40 << 20); shared.write(b'y' * (40 << 20)); print('there', flush=True); input()"
-    code = "from moeoff.memory import available; print(available())"
+    code = "from moeoff.system.memory import available; print(available())"
     with cgroup.memory_cgroup(300 * MIB) as group:
         with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=group.enter) as holder:
             assert holder.stdout.readline() == "there\n"
@@ -88,7 +89,7 @@ def test_a_container_sees_its_own_limit(tmp_path):
     v1 = os.path.isdir("/sys/fs/cgroup/memory")
     mount = "mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && mount -t cgroup -o memory none /sys/fs/cgroup/memory"
     mount = mount if v1 else "mount -t cgroup2 none /sys/fs/cgroup"
-    code = "from moeoff.memory import cgroup_limit, parse_size; print(cgroup_limit(), parse_size('80%'))"
+    code = "from moeoff.system.memory import cgroup_limit, parse_size; print(cgroup_limit(), parse_size('80%'))"
     with cgroup.memory_cgroup(400 * MIB) as group:
         command = ["unshare", "--cgroup", "--mount", "sh", "-c", f'{mount} && cat /proc/self/cgroup >&2 && exec "$0" -c "$1"', sys.executable, code]
         done = group.run(command, capture_output=True, text=True)

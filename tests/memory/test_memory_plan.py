@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeoff import BudgetError, OptionError
-from moeoff.budget.memory_plan import RESERVE, DeviceBound, DeviceRoom, MemoryPlan, Pools, slots_that_fit
+from moeoff.budget.plan import RESERVE, DeviceBound, DeviceRoom, MemoryPlan, Pools, slots_that_fit
 from moeoff.cli.options import sentence
-from moeoff.memory import MIB, format_size
+from moeoff.system.memory import MIB, format_size
 
 
 @given(*[st.integers(0, 1 << 40)] * 6, st.integers(0, 1 << 45), st.integers(1, 1 << 20))

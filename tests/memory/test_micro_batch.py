@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moeoff
-from moeoff.binding import api
 from moeoff.budget.micro_batch import SIZES, USUAL, PromptRates, choose, recall_rates, remember_rates
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.memory import rss
+from moeoff.llamacpp.llama import api
+from moeoff.system.memory import rss
 
 GIB = 1 << 30
 FAST = PromptRates(token_seconds=0.0005, bytes_per_second=1e9)  # 16 GiB of experts are read in 17 s, 512 tokens computed in 0.3

@@ -20,9 +20,9 @@ from helpers.ggml_api import (
     random_experts,
 )
 from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, NONE, Op, Plain, Reserved
-from moeoff import native
 from moeoff.errors import MoeoffError, ReadError
 from moeoff.gguf.quantize import type_from_name
+from moeoff.llamacpp import native
 
 TYPES = quantizable_types()
 Q8_0, Q4_K = type_from_name("Q8_0"), type_from_name("Q4_K")

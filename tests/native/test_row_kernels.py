@@ -24,12 +24,12 @@ from helpers import ggml_api
 from helpers.files import DEMO, ROOT
 from helpers.ggml_api import Context, activation_type, cpu_buffer_type, quantized, write
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
-from moeoff import native
-from moeoff.binding import api
-from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff.engine.buffer import ExpertBuffer
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import is_expert
 from moeoff.gguf.quantize import row_bytes, type_from_name
+from moeoff.llamacpp import native
+from moeoff.llamacpp.llama import api
 
 UNITS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "Q3_K": 256, "Q2_K": 256, "Q4_0": 64, "IQ4_NL": 64, "MXFP4": 64, "Q5_0": 64, "Q8_0": 64}  # weights
 TYPES = {name: type_from_name(name) for name in UNITS}

@@ -21,19 +21,19 @@ import moeoff
 from helpers.files import CALIBRATION_TEXTS
 from helpers.gate_events import random_recording
 from helpers.terminal import start_with_bars
-from moeoff.calibrate import profile_fit as module
-from moeoff.calibrate.checkpoint import Checkpoint
-from moeoff.calibrate.profile_fit import calibrate, cap_hidden, fit
-from moeoff.calibrate.record import sequences
-from moeoff.calibrate.writer import SHAPES, ParallelLlama, Writer
 from moeoff.cli.calibrate import calibrate as command
 from moeoff.errors import ModelError, OptionError
+from moeoff.experts.profile import Profile, profile_output, profile_path
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure import profile_fit as module
+from moeoff.measure.checkpoint import Checkpoint
+from moeoff.measure.profile_fit import calibrate, cap_hidden, fit
+from moeoff.measure.record import sequences
+from moeoff.measure.writer import SHAPES, ParallelLlama, Writer
 from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor, hobbit
 from moeoff.policies.fate import CrossLayerGate
-from moeoff.policies.router import Router
 from moeoff.policies.strategy import fits
-from moeoff.sidecar.profile import Profile, profile_output, profile_path
+from moeoff.routing.router import Router
 
 
 def test_profile(calibrated):
@@ -317,7 +317,7 @@ def test_command(calibrated, moeoff_command, monkeypatch):
     """What is typed reaches the library function, and what that returns is shown."""
     model, done, _ = calibrated
     given = {}
-    monkeypatch.setattr("moeoff.calibrate.calibrate", lambda *args, **kwargs: given.update(kwargs) or done)
+    monkeypatch.setattr("moeoff.measure.profile_fit.calibrate", lambda *args, **kwargs: given.update(kwargs) or done)
     shown = CliRunner().invoke(command, ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"])
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith(f"{done.path}: {', '.join(done.sections)}; ") and "are predicted to" in shown.stderr

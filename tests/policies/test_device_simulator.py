@@ -13,20 +13,20 @@ import baselines  # noqa: F401  registers what the papers are compared with
 from device_simulator import AS_NAMED, BY_ID, NEVER, PROMPTS, Bandwidths, DeviceBuffer, Execution, LowVersions, decode, on_device
 from helpers.files import CODE, PROSE
 from moeoff import BudgetError, Llama, OptionError
-from moeoff.calibrate.profile_fit import fit
-from moeoff.calibrate.record import record, sequences
-from moeoff.engine.batch import Span
 from moeoff.engine.driver import Driver, attach_strategy
 from moeoff.engine.prefetcher import Prefetcher
-from moeoff.gate_event import GateEvent
+from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.profile_fit import fit
+from moeoff.measure.record import record, sequences
 from moeoff.policies import PRESETS, CacheShape, FitOptions, Prediction, Predictor, get_policy, get_strategy, hobbit
 from moeoff.policies.hobbit import MissCost
-from moeoff.policies.recording import Recording
-from moeoff.policies.router import Router
-from moeoff.sidecar.profile import Profile
-from moeoff.simulate.simulator import simulate
-from moeoff.trace import TensorInfo, Trace, TraceHeader
+from moeoff.policies.replay import simulate
+from moeoff.routing.batch import Span
+from moeoff.routing.event import GateEvent
+from moeoff.routing.recording import Recording
+from moeoff.routing.router import Router
+from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 
 LAYER_US = 1000  # any: all that matters is how long sending takes beside it
 

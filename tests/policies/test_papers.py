@@ -15,9 +15,8 @@ import results
 import speed
 from baselines import EAP
 from helpers.gate_events import random_recording
-from moeoff.bench import Job, Measurement
-from moeoff.bench.job import Sample
-from moeoff.calibrate.statistics import Estimate
+from moeoff.measure.job import Job, Measurement, Sample
+from moeoff.measure.statistics import Estimate
 from moeoff.policies import PREDICTORS
 from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data

@@ -11,7 +11,6 @@ import moeoff
 from helpers.files import ROOT, SMALL_TRACE
 from helpers.gate_events import SHAPE, random_events, random_recording, update_cost
 from moeoff import OptionError
-from moeoff.gate_event import GateEvent
 from moeoff.policies import (
     POLICIES,
     PREDICTORS,
@@ -32,9 +31,10 @@ from moeoff.policies import (
 )
 from moeoff.policies.fate import quotas
 from moeoff.policies.hobbit import T1, T2, Hobbit, MissCost, fit_weights, recorded_unimportance, thresholds, unimportance
+from moeoff.policies.replay import simulate
 from moeoff.policies.score import HORIZONS, MAX_MATRIX, Score, fit_score, next_use
-from moeoff.simulate.simulator import simulate
-from moeoff.trace import TensorInfo, Trace, TraceHeader
+from moeoff.routing.event import GateEvent
+from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 
 
 @pytest.mark.parametrize("name", policy_names())

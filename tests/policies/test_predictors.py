@@ -13,17 +13,17 @@ import baselines  # noqa: F401  registers predictors that the package does not h
 from helpers.files import CODE, PROSE, SMALL_TRACE
 from helpers.gate_events import random_recording
 from moeoff import Llama
-from moeoff.calibrate.record import batch_size, record, sequences
 from moeoff.errors import OptionError
-from moeoff.gate_event import GateEvent
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.record import batch_size, record, sequences
 from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, fate, get_predictor, promoe
 from moeoff.policies.base import top_k
 from moeoff.policies.edgemoe import PRIOR, PRIOR_ONE, PRIOR_TWO, fit_first, fit_pairs
 from moeoff.policies.fate import best_above, shallow_boundary
-from moeoff.policies.recording import Recording
-from moeoff.policies.router import Router
-from moeoff.trace import TensorInfo, Trace, TraceHeader
+from moeoff.routing.event import GateEvent
+from moeoff.routing.recording import Recording
+from moeoff.routing.router import Router
+from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 
 TEXTS = [PROSE, CODE]
 HIDDEN = 64
@@ -78,7 +78,7 @@ def drive(predictor: Predictor, events: list[GateEvent], tokens: np.ndarray) -> 
 @pytest.mark.slow
 def test_a_wide_models_inputs_are_sampled(recording, demo, monkeypatch):
     """Of all the text, and not its beginning alone: what the fits learn from is spread as wide as the room for it allows."""
-    from moeoff.calibrate import record as module
+    from moeoff.measure import record as module
 
     monkeypatch.setattr(module, "LIMIT", recording.inputs.nbytes // 7)
     with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from moeoff.errors import ModelError, WriteError
+from moeoff.experts import profile
+from moeoff.experts.profile import VERSION, Profile, profile_path
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.sidecar import profile
-from moeoff.sidecar.profile import VERSION, Profile, profile_path
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import gzip
 import numpy as np
 import pytest
 
-from moeoff.gate_event import GateEvent
-from moeoff.simulate import simulate
-from moeoff.trace import TensorInfo, Trace, TraceHeader
+from moeoff.policies.replay import simulate
+from moeoff.routing.event import GateEvent
+from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 from route_trace import read_route_trace
 from routing import PUBLISHED, answer_of, heaviest, measure_answer
 

@@ -9,7 +9,7 @@ from helpers.arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT
 from moeoff import Llama
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, Rows, gating_of
+from moeoff.routing.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, Rows, gating_of
 from shape_model import SHAPES, shape_model
 
 

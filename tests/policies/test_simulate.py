@@ -10,14 +10,14 @@ import pytest
 import baselines  # noqa: F401  their counts are exact, too
 from helpers.files import SMALL_TRACE
 from moeoff import BudgetError, Llama, OptionError
-from moeoff.calibrate.writer import ParallelLlama
 from moeoff.engine.driver import Driver, PolicyUpdates
-from moeoff.gate_event import GateEvent, Observer
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.writer import ParallelLlama
 from moeoff.policies import CacheShape, Policy, get_policy, policy_names
-from moeoff.simulate.comparison import compare, gap_recovered, left_out
-from moeoff.simulate.simulator import Result, simulate
-from moeoff.trace import TensorInfo, Trace, TraceHeader, TraceWriter
+from moeoff.policies.compare import compare, gap_recovered, left_out
+from moeoff.policies.replay import Result, simulate
+from moeoff.routing.event import GateEvent, Observer
+from moeoff.routing.trace import TensorInfo, Trace, TraceHeader, TraceWriter
 
 SMALL = Trace.read(SMALL_TRACE)
 ONE = TraceHeader("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))

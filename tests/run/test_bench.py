@@ -17,14 +17,14 @@ from click.testing import CliRunner
 
 from helpers.budgets import named
 from moeoff import Llama
-from moeoff.bench import run as module
-from moeoff.bench.cgroup import memory_cgroup, unavailable
-from moeoff.bench.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
-from moeoff.bench.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
-from moeoff.bench.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.cli.bench import numbers
 from moeoff.cli.main import main
 from moeoff.errors import OptionError
+from moeoff.measure import run as module
+from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
+from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
+from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
+from moeoff.system.cgroup import memory_cgroup, unavailable
 from rounds import compare, prompt_then_tokens
 
 

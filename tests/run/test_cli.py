@@ -16,15 +16,17 @@ import pexpect
 import pytest
 
 from helpers.waiting import wait_until
-from moeoff import Llama, console, native
-from moeoff.bench.job import BenchTest, Job
+from moeoff import Llama
 from moeoff.cli.bench import _listener
 from moeoff.cli.completion import Completion
 from moeoff.cli.main import SHELLS
-from moeoff.console import progress_bar
 from moeoff.engine.stats import Stats
-from moeoff.files import demo_model
+from moeoff.llamacpp import native
+from moeoff.measure.job import BenchTest, Job
 from moeoff.server.server import metrics_text
+from moeoff.system import console
+from moeoff.system.console import progress_bar
+from moeoff.system.files import demo_model
 
 DEMO = demo_model()
 
@@ -74,7 +76,7 @@ def test_a_prompt_of_megabytes_stays_within_the_budget(demo):
     """It is refused before it is read as a whole, which takes llama.cpp's tokenizer dozens of bytes for each character."""
     code = """
 import sys
-from moeoff import memory
+from moeoff.system import memory
 from moeoff.cli.main import main
 try:
     main()
@@ -326,7 +328,7 @@ class Version:
     def __call__(self):
         return 999
 binding._lib = Other(binding._lib)
-import moeoff.native
+import moeoff.llamacpp.native
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
@@ -337,7 +339,7 @@ import moeoff.native
 
 LOADING = """
 import os
-from moeoff import console
+from moeoff.system import console
 console.LOADING_DELAY, console.LINE_INTERVAL = {delay}, 0
 null = os.open(os.devnull, os.O_WRONLY)
 with console.loading_bar("demo.gguf", 1 << 30) as update:

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 import moeoff
-from moeoff.budget import disk_probe
 from moeoff.budget.dry_load import dry_load
 from moeoff.cli import doctor
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.system import disk as disk_probe
 
 
 def findings(done) -> dict[str, dict]:
@@ -69,8 +69,8 @@ def test_tmpfs(monkeypatch):
 
 
 def test_row_kernels(monkeypatch):
-    from moeoff import native
     from moeoff.gguf.quantize import type_from_name
+    from moeoff.llamacpp import native
 
     for states, state, text in (
         ({}, doctor.OK, "this build has none"),
@@ -88,7 +88,7 @@ def test_row_kernels_that_are_off(moeoff_command, demo, monkeypatch):
         patch.setenv("MOEOFF_ROW_KERNELS", "off")
         (kernels,) = doctor._row_kernels()
     assert kernels.state == "warning" and "off, as MOEOFF_ROW_KERNELS says" in kernels.text and kernels.way_out == "unset MOEOFF_ROW_KERNELS"
-    show = "from moeoff import native; print({native.row_kernel(number) for number in range(64)})"
+    show = "from moeoff.llamacpp import native; print({native.row_kernel(number) for number in range(64)})"
     done = subprocess.run([sys.executable, "-c", show], env=os.environ | {"MOEOFF_ROW_KERNELS": "off"}, capture_output=True, text=True)
     assert done.stdout == "{0}\n", done.stderr
     done = moeoff_command("doctor", "-m", demo, env=os.environ | {"MOEOFF_ROW_KERNELS": "no"})

@@ -22,11 +22,11 @@ from helpers.models import split_model, with_template
 from model_writer import ModelWriter
 from moeoff.engine.engine import Engine
 from moeoff.engine.llama import open_model
+from moeoff.experts.convert import convert
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import quantize, type_from_name
-from moeoff.policies.router import Router
-from moeoff.sidecar.convert import convert
+from moeoff.routing.router import Router
 
 F64 = type_from_name("F64")
 

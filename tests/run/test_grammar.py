@@ -6,7 +6,7 @@ import pytest
 from llama_cpp import LlamaGrammar
 
 import moeoff
-from moeoff.binding import StockLlama
+from moeoff.llamacpp.llama import StockLlama
 
 OPTIONS = {"n_ctx": 128, "n_threads": 1, "seed": 7, "verbose": False}
 PROMPT = "Tom has 3 apples and buys 4 more."

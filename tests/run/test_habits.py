@@ -13,9 +13,9 @@ from helpers.models import with_metadata
 from moeoff import OptionError
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
-from moeoff.files import demo_model, require_new
-from moeoff.habits import ANYWAY, habits_of
+from moeoff.llamacpp.habits import ANYWAY, habits_of
 from moeoff.server.library import server_options
+from moeoff.system.files import demo_model, require_new
 
 # of llama-cli's and llama-server's, with a value where they take one
 USED = """

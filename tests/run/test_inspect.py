@@ -17,14 +17,14 @@ import moeoff
 import results
 from grow_model import Growth, grow_model
 from helpers.files import DEMO, PROSE
-from moeoff.bench.job import BenchTest
-from moeoff.bench.run import Grid
 from moeoff.budget import compute_probe
 from moeoff.budget.dry_load import dry_load, memory_sizes, slice_kinds
 from moeoff.budget.inspection import examine, speed
-from moeoff.budget.memory_plan import expected_bytes
+from moeoff.budget.plan import expected_bytes
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.memory import MIB, slot_bytes
+from moeoff.measure.job import BenchTest
+from moeoff.measure.run import Grid
+from moeoff.system.memory import MIB, slot_bytes
 
 
 def test_json(moeoff_command, demo):
@@ -163,7 +163,7 @@ def test_the_predicted_speed_is_that_of_a_run(demo):
     rate = 8 * MIB
     code = """
 import json, sys, time, moeoff
-from moeoff.budget.disk_probe import probe
+from moeoff.system.disk import probe
 from moeoff.gguf.model_index import ModelIndex
 model, text = sys.argv[1:]
 tps = {}
@@ -227,7 +227,7 @@ def test_computing_is_reckoned_type_by_type(demo, monkeypatch):
 
 
 KERNELS = """
-import moeoff.native
+import moeoff.llamacpp.native
 from moeoff.budget import compute_probe
 compute_probe._products = lambda _: [(12, 2048, 768, 884736)] * 400  # an expert's matrix of Q4_K
 print(compute_probe.token_seconds(None, 1))

@@ -14,9 +14,10 @@ from helpers.budgets import needed
 from helpers.leaks import check_leaves_nothing
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.waiting import wait_until, wait_until_still
-from moeoff import BudgetError, Cancelled, OptionError, native
-from moeoff.binding import api
-from moeoff.memory import rss
+from moeoff import BudgetError, Cancelled, OptionError
+from moeoff.llamacpp import native
+from moeoff.llamacpp.llama import api
+from moeoff.system.memory import rss
 
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "seed": 3}
 QUESTION = [{"role": "user", "content": "Tom has 3 boxes with 12 apples each. How many apples has he?"}]
@@ -240,7 +241,7 @@ def test_arena_gives_way_when_the_process_grows(grown):
     budget = needed(grown, n_ctx=256, n_threads=2) + 56 << 20  # for some of its 81 MiB of experts
     code = f"""
 import numpy as np, moeoff
-from moeoff.memory import peak_rss, rss
+from moeoff.system.memory import peak_rss, rss
 llm = moeoff.Llama({grown!r}, memory={budget}, n_ctx=256, n_threads=2)
 llm.eval(list(range(10, 200)))
 before = llm.stats().arena_bytes

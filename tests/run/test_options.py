@@ -16,18 +16,18 @@ from click.testing import CliRunner
 import moeoff
 from helpers.arch_models import write_model
 from helpers.files import PROSE, ROOT
-from moeoff import binding
-from moeoff.binding import KEYWORDS, api
 from moeoff.budget.dry_load import usual_ctx
-from moeoff.budget.memory_plan import DeviceBound
+from moeoff.budget.plan import DeviceBound
 from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
 from moeoff.cli.options import help_of
+from moeoff.llamacpp import llama as binding
+from moeoff.llamacpp.llama import KEYWORDS, api
+from moeoff.llamacpp.threads import PRIORITIES
 from moeoff.options import TABLE, Config, Sampling, ServerOptions, with_gpu, without_gpu
 from moeoff.precision import Precision
 from moeoff.server.arguments import arguments
 from moeoff.server.kept_prompts import KeptPrompts
-from moeoff.threads import PRIORITIES
 
 SMALL = {"expert_memory": "1G", "profile": False, "n_threads": 2, "n_ctx": 256}
 
@@ -367,10 +367,10 @@ def test_vram_auto_without_room_is_a_remark(demo, monkeypatch):
 @pytest.mark.parametrize("backend", ["CUDA", "Vulkan"])
 def test_a_build_with_a_backend_and_no_driver_says_so_in_a_sentence(monkeypatch, backend):
     """And computes on the CPU; only Vulkan has a software driver to name."""
-    monkeypatch.setattr("moeoff.binding.supports_gpu", lambda: False)
-    monkeypatch.setattr("moeoff.devices.backends", lambda: [backend])
-    monkeypatch.setattr("moeoff.devices.devices", lambda: [])
-    monkeypatch.setattr("moeoff.devices.find_devices", lambda: "the driver is too old")
+    monkeypatch.setattr("moeoff.llamacpp.llama.supports_gpu", lambda: False)
+    monkeypatch.setattr("moeoff.llamacpp.devices.backends", lambda: [backend])
+    monkeypatch.setattr("moeoff.llamacpp.devices.devices", lambda: [])
+    monkeypatch.setattr("moeoff.llamacpp.devices.find_devices", lambda: "the driver is too old")
     values = {"n_gpu_layers": 99, "vram": "auto"}
     (said,) = without_gpu(values)
     wanted = f"this build has {backend}, and no driver offers a device (the driver is too old)"

@@ -13,8 +13,8 @@ import moeoff
 from helpers.files import ROOT
 from moeoff import OptionError
 from moeoff.budget.dry_load import memory_sizes
-from moeoff.budget.memory_plan import RESERVE
-from moeoff.memory import MIB
+from moeoff.budget.plan import RESERVE
+from moeoff.system.memory import MIB
 
 # each takes megabytes, and nothing that answers a prompt uses it
 FORBIDDEN = "fastapi gguf huggingface_hub matplotlib numpy.fft numpy.random pandas prompt_toolkit pydantic rich scipy sklearn tqdm uvicorn".split()
@@ -129,7 +129,7 @@ def test_it_may_end_while_a_thread_computes(demo):
 # A fork in which something does not end is killed by its alarm; what a fork raises ends it with 1.
 FORKS = """
 import os, signal, sys, threading, moeoff
-from moeoff.binding import api
+from moeoff.llamacpp.llama import api
 llm = moeoff.Llama(sys.argv[1], expert_memory="4M", n_ctx=512, n_threads=1, warm=False)
 expected = llm("The heron", max_tokens=8, temperature=0)["choices"][0]["text"]
 

@@ -13,10 +13,10 @@ import moeoff
 from moeoff.engine.engine import Engine
 from moeoff.engine.prompt import PromptCache, state_identity
 from moeoff.errors import ModelError
+from moeoff.experts.convert import convert
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config, ServerOptions
 from moeoff.server.prompts_on_disk import identity
-from moeoff.sidecar.convert import convert
 
 OPTIONS = {"n_ctx": 256, "expert_memory": "4M"}
 OTHERS = {

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from moeoff import report
 from moeoff.cli.main import main
+from moeoff.policies.replay import simulate
 from moeoff.report import MoreMemory, advice, record, render
-from moeoff.simulate.simulator import simulate
 
 
 @pytest.fixture(scope="module")

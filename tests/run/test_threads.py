@@ -12,8 +12,8 @@ import pytest
 
 from helpers.files import DEMO
 from helpers.waiting import wait_until
-from moeoff import threads
-from moeoff.threads import CoreClaims, one_each, runs, why_not
+from moeoff.llamacpp import threads
+from moeoff.llamacpp.threads import CoreClaims, one_each, runs, why_not
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core")
@@ -24,7 +24,7 @@ two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core")
 CHILD = """
 import contextlib, json, os, sys
 import moeoff
-from moeoff import threads
+from moeoff.llamacpp import threads
 
 def cores():
     found = {}
@@ -89,7 +89,9 @@ class Child:
     """Of two cores; `env` is added to an environment in which OpenMP is the program's own affair."""
 
     def __init__(self, lock: str, n_threads: int = 2, cores=CORES, preexec_fn=None, **env: str):
-        code = CHILD.replace("from moeoff import threads", f"from moeoff import threads\nthreads.machine_wide_file = lambda name: {lock!r}", 1)
+        code = CHILD.replace(
+            "from moeoff.llamacpp import threads", f"from moeoff.llamacpp import threads\nthreads.machine_wide_file = lambda name: {lock!r}", 1
+        )
         clean = {name: value for name, value in os.environ.items() if name not in threads.USERS_OWN}
         command = [sys.executable, "-c", code, str(DEMO), json.dumps(list(cores)), str(n_threads)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

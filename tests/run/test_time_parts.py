@@ -4,8 +4,8 @@ import pytest
 
 from helpers.files import PROSE, ROOT
 from moeoff import MoeoffError
-from moeoff.bench import Job, measure
-from moeoff.bench.job import Sample
+from moeoff.measure.job import Job, Sample
+from moeoff.measure.run import measure
 from rounds import prompt_then_tokens
 from time_parts import READS, Ceiling, other_parts, read_parts, threads, token_parts
 

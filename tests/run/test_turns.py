@@ -17,8 +17,8 @@ from companions import write_expert_adapter
 from helpers.interrupts import KINDS, OPTIONS, PROMPTS, Interrupt, Rounds, at_event
 from helpers.waiting import wait_until
 from moeoff import BudgetError, Cancelled, MoeoffError
-from moeoff.memory import rss
-from moeoff.turns import Turns
+from moeoff.llamacpp.turns import Turns
+from moeoff.system.memory import rss
 
 PROMPT = "User: How many apples?\nAssistant:"
 LONG = {"max_tokens": 2000, "temperature": 0, "logit_bias": {2: -100.0}}

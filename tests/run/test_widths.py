@@ -8,10 +8,10 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from helpers.files import DEMO, SMALL_TRACE
-from moeoff.bench.rows import as_markdown
 from moeoff.cli.calibrate import _table
 from moeoff.cli.main import main
-from moeoff.memory import available, format_size
+from moeoff.measure.rows import as_markdown
+from moeoff.system.memory import available, format_size
 
 COLUMNS = 80
 M = str(DEMO)

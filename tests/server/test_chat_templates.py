@@ -19,7 +19,7 @@ import moeoff
 from helpers.models import with_template
 from helpers.servers import Served
 from helpers.waiting import wait_until
-from moeoff import templates
+from moeoff.llamacpp import templates
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 CIRCLE = "{% set a = namespace() %}{% set a.x = a %}{{ a|tojson }}"

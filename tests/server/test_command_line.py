@@ -18,11 +18,11 @@ import pytest
 import moeoff
 from companions import write_expert_adapter
 from moeoff import OptionError
-from moeoff.binding import supports_gpu
-from moeoff.files import TEXT
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.llamacpp.llama import supports_gpu
 from moeoff.options import Config, ServerOptions
 from moeoff.server.arguments import _FOLDER, _WRITTEN, CommandLine, check_files, file_kinds, of_environment, own_arguments
+from moeoff.system.files import TEXT
 
 
 def test_what_moeoff_has_an_option_for_becomes_it_and_the_rest_is_passed_on():

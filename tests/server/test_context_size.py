@@ -12,11 +12,11 @@ import pytest
 
 from helpers.servers import Served, needed
 from moeoff.budget.dry_load import dry_load
-from moeoff.budget.memory_plan import RESERVE, MemoryPlan
+from moeoff.budget.plan import RESERVE, MemoryPlan
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.memory import MIB
 from moeoff.options import Config
 from moeoff.server.context_size import choose
+from moeoff.system.memory import MIB
 
 TOKEN, OWN, OTHERS = 64 << 10, 2 * MIB, 300 * MIB  # bytes of a token, of each answer's own state, and of all but state and experts
 

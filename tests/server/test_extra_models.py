@@ -22,16 +22,16 @@ from helpers.files import PROSE, flip_bit
 from helpers.models import with_metadata
 from helpers.servers import Served, needed, refused, stock_server
 from moeoff.budget.dry_load import dry_load
-from moeoff.engine.batch import Span
 from moeoff.engine.comparison import HOLD
+from moeoff.experts.convert import convert
+from moeoff.experts.profile import Profile, profile_path
+from moeoff.experts.sidecar import Sidecar
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config
 from moeoff.policies.score import NAMES
+from moeoff.routing.batch import Span
+from moeoff.routing.trace import Trace
 from moeoff.server.extra_models import WINDOW, DraftJudge
-from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import Sidecar
-from moeoff.sidecar.profile import Profile, profile_path
-from moeoff.simulate import Trace
 
 DRAFTS = {"n_ctx": 256, "parallel": 1, "n_threads": 2, "expert_memory": 8 << 20}
 PROMPTS = ["one two three", "The heron stood in the", "4 + 4 ="]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from moeoff.budget.memory_plan import MemoryPlan
-from moeoff.memory import MIB
+from moeoff.budget.plan import MemoryPlan
 from moeoff.options import ServerOptions
 from moeoff.server.kept_prompts import KeptPrompts
+from moeoff.system.memory import MIB
 
 PLAN = MemoryPlan(n_ctx=4096, state=256 * MIB, arena_full=1600 * MIB)
 

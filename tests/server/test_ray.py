@@ -21,8 +21,8 @@ import moeoff.ray
 from helpers.ray_cluster import cluster
 from helpers.servers import single_use
 from helpers.waiting import wait_until
-from moeoff.bench.cgroup import unavailable
 from moeoff.errors import OptionError
+from moeoff.system.cgroup import unavailable
 
 GIB = 1 << 30
 KEY = "a-key"

@@ -404,8 +404,8 @@ def test_drafts_change_no_text(server, demo):
 def test_sidecar(demo, tmp_path):
     """A lower tier answers as the model alone does in it; damage is this request's error, and the server goes on."""
     import moeoff
-    from moeoff.sidecar.convert import convert
-    from moeoff.sidecar.file import Sidecar
+    from moeoff.experts.convert import convert
+    from moeoff.experts.sidecar import Sidecar
 
     path = convert(demo, tiers="Q4_0", output=tmp_path / "demo.experts.gguf").path
     with moeoff.Llama(demo, experts=path, tier="Q4_0", expert_memory="4M", n_ctx=512, flash_attn=True) as llm:

@@ -23,10 +23,10 @@ from helpers.servers import Served, needed
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError, Server
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
+from moeoff.experts.profile import Profile, profile_path
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.routing.trace import Trace
 from moeoff.server.process import ServerProcess
-from moeoff.sidecar.profile import Profile, profile_path
-from moeoff.simulate import Trace
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
     cores = sorted(mine)[:2]
     os.sched_setaffinity(0, cores)  # what the server inherits
     try:
-        own_claims = f"from moeoff import threads\nthreads.machine_wide_file = lambda name: {str(tmp_path / 'cores.lock')!r}\n"
+        own_claims = f"from moeoff.llamacpp import threads\nthreads.machine_wide_file = lambda name: {str(tmp_path / 'cores.lock')!r}\n"
         it = Served(demo, own_claims, n_ctx=1024, n_threads=2)  # whatever others on this machine compute
     finally:
         os.sched_setaffinity(0, mine)
@@ -139,7 +139,7 @@ def test_a_budget_moves_whole_or_not_at_all(demo):
         import httpx
         import moeoff
         from helpers.interrupts import Interrupt, at_event
-        from moeoff.memory import rss
+        from moeoff.system.memory import rss
         with moeoff.Server(sys.argv[1], port=0, memory=rss() + (220 << 20), n_ctx=512, warm=False) as server:
             engine, nth = server.engine, 0
             ask = lambda: httpx.post(f"{server.url}/completion", json={"prompt": "One", "n_predict": 8, "temperature": 0}, timeout=300).json()["content"]

@@ -9,7 +9,7 @@
 // those that return -1, or NULL for a pointer, have failed, and moeoff_last_error() of the calling thread says why. No function
 // lets an exception out.
 //
-// scripts/build/make_abi.py makes moeoff-abi.inc and moeoff/_abi.py from this file: run it after an edit. It reads one field, one
+// scripts/build/make_abi.py makes moeoff-abi.inc and moeoff/llamacpp/_abi.py from this file: run it after an edit. It reads one field, one
 // enumerator and one function per line.
 
 #include <stddef.h>

@@ -1,0 +1,288 @@
+"""How memory is divided: the budget of the process, and the bound of a device; and what to say when it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import BudgetError, OptionError
+from ..system.memory import MIB, Budget, format_size, parse_percent, parse_size, rss
+
+RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
+_PROCESS = 76 << 20  # without the model: planned for every process that is not larger, so that every command names the same needs
+_LIBRARIES = 8 << 20  # llama.cpp and numpy take this much more once a model is loaded
+CELLS = 64  # tokens: so much of the KV cache is taken back at a time
+_CTX_STEP = 256  # llama.cpp rounds contexts up to this
+ALLOCATED = ("weights", "state", "compute", "work", "outputs")  # of a MemoryPlan, by llama.cpp
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of host memory at a context of `n_ctx` tokens, what a model takes and what that leaves for its experts: as llama.cpp plans it before
+    it is loaded, as it is once it is loaded, and within a budget. What lies on a GPU does not count.
+
+    Attributes:
+        weights: outside the routed experts, without a token embedding that stays on disk.
+        embedding: of the weights, the token embedding.
+        on_disk: of the token embedding, whose rows are read as they are used. Not in memory, and in no total.
+        state: KV cache and recurrent state.
+        compute: graph buffers for the largest batch; they, `work` and `outputs` are resident only once such a batch has come.
+        work: the CPU backend's work area for it; of a planned model as ordinary experts would need it, a little more than those in
+            an expert buffer.
+        outputs: logits that llama.cpp and llama_cpp keep.
+        process: without the rest: interpreter, libraries, the app.
+        kept: of a server, prompts outside the context, samplers, and other files that it loads.
+        arena_floor, arena_full: the smallest arena for experts, and the one that holds all of them.
+        budget: of the process; 0: only the arena is bounded.
+        arena: for experts, high and low versions together.
+    """
+
+    n_ctx: int = 0
+    weights: int = 0
+    embedding: int = 0
+    on_disk: int = 0
+    state: int = 0
+    compute: int = 0
+    work: int = 0
+    outputs: int = 0
+    process: int = 0
+    kept: int = 0
+    arena_floor: int = 0
+    arena_full: int = 0
+    budget: int = 0
+    arena: int = 0
+
+    @property
+    def computing(self) -> int:
+        return self.compute + self.work + self.outputs
+
+    @property
+    def llama_cpp(self) -> int:
+        """Bytes that llama.cpp allocates."""
+        return self.weights + self.state + self.computing
+
+    @property
+    def fixed(self) -> int:
+        """Everything but the experts."""
+        return self.process + self.llama_cpp + self.kept + RESERVE
+
+    @property
+    def floor(self) -> int:
+        """What the model needs at this context, as every command names it: the smallest budget that is not refused, in whole MiB."""
+        return -(-(self.fixed + self.arena_floor) // MIB) * MIB
+
+    def usual_share(self, budget: Budget) -> float:
+        """Share of the experts that stay in memory within a budget, in a process of the usual size: the same for the same bound, so that what is decided by
+        it can be repeated."""
+        usual = replace(self, process=_PROCESS)
+        if budget.process is not None and budget.process < usual.floor:
+            return 0.0
+        return min(1.0, budget.left(usual.fixed) / self.arena_full) if self.arena_full else 1.0
+
+    def within(self, budget: int) -> MemoryPlan:
+        """Gives the experts what the rest leaves of a budget, at most what holds all of them. Of a planned model asked before anything is loaded:
+        llama.cpp would first clear the whole KV cache, and be killed for it.
+
+        Raises:
+            BudgetError: less than their floor is left; its hint is what the model needs, and what would fit.
+        """
+        if budget < self.floor:
+            raise self._refusal(budget)
+        return replace(self, budget=budget, arena=min(budget - self.fixed, self.arena_full))
+
+    def items(self) -> dict[str, int]:
+        """Bytes of each thing that the process holds or plans for, by name."""
+        embedding = min(self.embedding, self.weights)
+        return {
+            "python": self.process,
+            "token_embedding": embedding,
+            "weights": self.weights - embedding,
+            "state": self.state,
+            "compute_buffers": self.compute,
+            "work_area": self.work,
+            "outputs": self.outputs,
+            **({"kept_prompts": self.kept} if self.kept else {}),
+            "reserve": RESERVE,
+            "experts": self.arena,
+        }
+
+    def _refusal(self, budget: int) -> BudgetError:
+        needed = self.floor
+        # the state shrinks with the context, and the compute buffers do not grow
+        n_ctx = (self.n_ctx - (needed - budget) * self.n_ctx // max(self.state, 1)) // _CTX_STEP * _CTX_STEP
+        kept = f"{format_size(self.kept)} for kept prompts, samplers and other files, " if self.kept else ""
+        return BudgetError(
+            f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
+            f"{format_size(self.weights)} for weights outside the experts, {format_size(self.state)} for the KV cache at {self.n_ctx} tokens, "
+            f"{format_size(self.computing)} for computing, {kept}{format_size(self.process + RESERVE)} for Python and a reserve, "
+            f"and at least {format_size(self.arena_floor)} for experts",
+            hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx >= _CTX_STEP else {}),
+        )
+
+
+def require_header_room(path: str, header_memory: int, budget: int) -> None:
+    """Before llama.cpp reads a file's header, be it only to plan with it.
+
+    Args:
+        header_memory: of the file's `ModelIndex`.
+        budget: of the process.
+
+    Raises:
+        BudgetError: it takes more than there is room for.
+    """
+    room = budget - rss()
+    if header_memory > max(room, RESERVE):
+        raise BudgetError(
+            f"{path}: what its header says takes about {format_size(header_memory)} to read, and there is room for {format_size(max(room, 0))}",
+            hint={"memory": rss() + header_memory},
+        )
+
+
+def process_once_loaded(nbytes: int) -> int:
+    """Bytes that a process takes without the model, once it is loaded, of those that it takes now."""
+    return nbytes + _LIBRARIES
+
+
+def planned_process(nbytes: int) -> int:
+    """The same, as it is planned before."""
+    return max(_PROCESS, process_once_loaded(nbytes))
+
+
+_USUAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral's and gpt-oss-20b's routers have at most
+
+
+def expected_bytes(nbytes: float, resident: float, choice: float = _USUAL_CHOICE) -> float:
+    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident. Tokens come back to their experts, the more often the
+    fewer of a layer they use: of what a share of the experts would miss by chance they miss one part in 1 + returns * resident. The returns are fitted to
+    docs/results: cache-policies.md, real-sizes.md, from which a test takes that they tell what was missed there.
+
+    Args:
+        choice: experts of a layer for each that a token uses.
+    """
+    returns = min(max(1.1 * choice - 6.0, 0.0), 8.0)
+    return nbytes * max(1.0 - resident, 0.0) / (1.0 + returns * resident)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Limits of the arenas for high and low versions, in bytes. Without low versions the low side is 0.
+
+    Attributes:
+        floor, full: smallest arena for high versions, and the one that holds all.
+        low_floor, low_full: the same of the low versions.
+        low_share: of both together, for low versions, as far as floors and fulls allow.
+    """
+
+    floor: int
+    full: int
+    low_floor: int = 0
+    low_full: int = 0
+    low_share: float = 0.0
+
+    def split(self, arena: int) -> tuple[int, int]:
+        """Arenas for high and low versions, together at most `arena`, which is at least both floors."""
+        low = max(min(int(arena * self.low_share), self.low_full), self.low_floor)
+        high = max(min(arena - low, self.full), self.floor)
+        return high, min(arena - high, self.low_full)
+
+
+_DEVICE_RESERVE = 512 * MIB
+
+
+@dataclass(frozen=True)
+class DeviceBound:
+    """Bound of the memory on each device, experts and llama.cpp's own together: bytes, a share of what is free before a model is loaded, or `auto`: all of
+    that but `device_reserve`, and no experts on devices where it is too little for them."""
+
+    nbytes: int = 0
+    share: float = 0.0
+    auto: bool = False
+
+    @classmethod
+    def parse(cls, text: str | int) -> DeviceBound:
+        """Reads 2 << 30, "2G", "80%" or "auto".
+
+        Raises:
+            OptionError: neither a size nor a share.
+        """
+        if text == "auto":
+            return cls(auto=True)
+        if isinstance(text, str) and text.strip().endswith("%"):
+            try:
+                share = parse_percent(text)
+            except ValueError:
+                share = 0.0
+            if not 0 < share <= 1:
+                raise OptionError(f"a share of the device's memory lies between 0% and 100%, not {text!r}")
+            return cls(share=share)
+        return cls(nbytes=parse_size(text))
+
+    def __str__(self) -> str:
+        if self.auto:
+            return "auto"
+        return format_size(self.nbytes) if self.nbytes else f"{self.share:.0%}"
+
+    def of(self, free: int) -> int:
+        """Bytes, on a device that had so many free."""
+        if self.auto:
+            return max(free - device_reserve(free), 0)
+        return self.nbytes or int(self.share * free)
+
+
+def device_reserve(free: int) -> int:
+    """Of so many free bytes on a device, those that `auto` leaves alone: a backend's own work memory, which llama.cpp does not count, and other programs'."""
+    return max(_DEVICE_RESERVE, free // 32)
+
+
+@dataclass(frozen=True)
+class DeviceRoom:
+    """One device, in bytes.
+
+    Attributes:
+        bound: of everything that is allocated there.
+        llama_cpp: what that takes there: weights, caches, compute buffers.
+        free: by the driver's count, now.
+    """
+
+    name: str
+    bound: int
+    llama_cpp: int
+    free: int
+
+    @property
+    def for_experts(self) -> int:
+        return min(self.bound - self.llama_cpp, self.free)
+
+
+def slots_that_fit(room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n_experts: int) -> int:
+    """Slots for each of the device's layers with experts, the same number for all of them: as many as fit, at most one for each expert.
+
+    Args:
+        bytes_of: of each layer, what n slots take.
+
+    Raises:
+        BudgetError: not one fits, or the bound is more than the device has.
+    """
+
+    def total(n: int) -> int:
+        return sum(of(n) for of in bytes_of)
+
+    if room.bound > room.llama_cpp + room.free:
+        most = (room.llama_cpp + room.free) // MIB * MIB
+        raise BudgetError(
+            f"{format_size(room.bound)} is more than {room.name} has: {format_size(room.llama_cpp)} taken by llama.cpp and {format_size(room.free)} free",
+            hint={"vram": most},
+        )
+    least = total(1)
+    if least > room.for_experts:
+        needed = -(-(room.llama_cpp + least) // MIB) * MIB
+        raise BudgetError(
+            f"{format_size(max(room.bound, 0))} on {room.name} is too small: llama.cpp takes {format_size(room.llama_cpp)} there, and one expert of each layer "
+            f"{format_size(least)}",
+            hint={"vram": needed},
+        )
+    low, high = 1, n_experts  # total(low) fits
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if total(middle) <= room.for_experts else (low, middle - 1)
+    return low

@@ -1,0 +1,503 @@
+"""The expert buffer of one model: reserves the experts while llama.cpp loads, then serves them from disk.
+
+Owns the native object and every ctypes callback it may call. Knows nothing of policies or of text.
+Order of life: construct, load a model inside `loading()`, `attach()` the model_index, `start()`, decode, `close()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelError, MoeoffError, OptionError, ReadError
+from ..experts.sidecar import ExpertSource
+from ..gguf.file import FileState
+from ..gguf.model_index import EMBEDDING_PATTERN, EXPERT_PATTERN, ModelIndex, TensorSpan
+from ..llamacpp import native
+from ..llamacpp.turns import require_process
+from ..precision import Precision
+from ..routing.event import GateEvent
+from ..system.memory import slot_bytes
+
+READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
+_PY = ctypes.pythonapi
+_CODES: dict[Any, str] = {ctypes.c_int32: "i", ctypes.c_int64: "q"}  # anything else is a number without a sign, or an address
+_EVENT = struct.Struct("=" + "".join(_CODES.get(kind, "Q") for _, kind, *_ in native.GateEvent._fields_))
+QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
+READ_DTYPE = np.dtype(native.Read)
+
+
+def _copy_event(address: int) -> GateEvent:
+    """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
+    fields = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
+    seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_expert, n_rows, row_step, n_hit, n_miss, decode, _ = fields[:14]
+    ids, _, gate_input, logits, versions, on_device = fields[14:]
+    n, shape = n_tokens * n_used, (n_tokens, n_used)
+    n_input, n_logits = n_rows * n_embd if gate_input else 0, n_rows * n_expert if logits else 0
+    version_offset = 8 * n + 4 * (n_input + n_logits)
+    device_offset = version_offset + (n if versions else 0)
+    data = ctypes.string_at(ids, device_offset + (n if on_device else 0))
+    return GateEvent(
+        gate,
+        np.frombuffer(data, np.int32, n).reshape(shape),
+        np.frombuffer(data, np.float32, n, 4 * n).reshape(shape),
+        None,
+        np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_rows, n_embd) if n_input else None,
+        np.frombuffer(data, np.uint8, n, version_offset).reshape(shape) if versions else None,
+        layer,
+        n_hit,
+        n_miss,
+        seq,
+        t_ns,
+        np.frombuffer(data, np.float32, n_logits, 8 * n + 4 * n_input).reshape(n_rows, n_expert) if n_logits else None,
+        row_step,
+        bool(decode),
+        np.frombuffer(data, np.bool_, n, device_offset).reshape(shape) if on_device else None,
+    )
+
+
+class ExpertBuffer:
+    """Slices of routed experts in an arena of at most `arena_bytes`, read by `io_threads` I/O threads.
+
+    A slice may have a low version in addition to the high one, with an arena of its own; `set_precision` says when it is used.
+
+    Args:
+        io_threads: I/O threads, 1 to 64.
+        keep: False drops every expert after its use.
+        eager: False lets each matrix op ask for its own slices instead of the gate for all of them.
+        direct_io: reads around the page cache where the file system can.
+        gate_input: gate events carry the router's input.
+        gate_logits: gate events carry the router's logits.
+
+    Raises:
+        OptionError: an argument out of range.
+    """
+
+    def __init__(self, *, io_threads: int = 4, keep: bool = True, eager: bool = True, direct_io: bool = True,
+                 gate_input: bool = False, gate_logits: bool = False):  # fmt: skip
+        self._flags = (
+            (native.FLAG_KEEP if keep else 0)
+            | (native.FLAG_EAGER if eager else 0)
+            | (native.FLAG_DIRECT_IO if direct_io else 0)
+            | (native.FLAG_GATE_INPUT if gate_input else 0)
+            | (native.FLAG_GATE_LOGITS if gate_logits else 0)
+        )
+        params = native.Params(flags=self._flags, n_io_threads=io_threads, arena_bytes=0, read_chunk=READ_CHUNK)
+        self._handle: int = native.expert_buffer_init(params)
+        if not self._handle:
+            raise OptionError(native.last_error().decode())
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)  # in a forked process it does nothing
+        self._closing = threading.RLock()  # a signal handler may cancel what its own thread computes
+        self._closed = False
+        self._callback = native.GateCallback()  # kept for as long as native may call it
+        self._exception: BaseException | None = None
+        self.tensors: list[native.TensorInfo] = []
+        self._slots: tuple[dict[int, np.ndarray], ...] = ({}, {})
+        self.buffered = False
+        self.embedding_bytes = 0  # of the token embedding, if it stays on disk
+        self._started = False
+
+    @property
+    def handle(self) -> int:
+        """The native object.
+
+        Raises:
+            MoeoffError: it is closed, or this is a fork of the process that opened it, which has neither its threads nor its memory.
+        """
+        require_process(self._pid)
+        if self._closed:
+            raise MoeoffError("the model is closed")
+        return self._handle
+
+    @property
+    def running(self) -> bool:
+        """Started and not closed, in this process."""
+        return self._started and not self._closed and self._pid == os.getpid()
+
+    def close(self) -> None:
+        """Stops the I/O threads and the driver; what still decodes fails. The model must not be used afterwards."""
+        if self._pid != os.getpid():
+            return
+        with self._closing:  # and not while the driver ends, whose callback may ask for statistics
+            self._closed = True
+        self._finalizer()
+
+    def set_cancelled(self, cancelled: bool) -> None:
+        """Ends what is being computed, and what comes, until it is taken back. From any thread, also while another one closes the buffer."""
+        with self._closing:
+            if not self._closed:
+                native.set_cancelled(self.handle, cancelled)
+
+    # --- set-up ---
+
+    @contextlib.contextmanager
+    def loading(self, others: Sequence[tuple[str, int]] = (), *, embedding: bool = False) -> Iterator[native.TensorOverrides]:
+        """While open, models loaded by this thread with the yielded overrides reserve their experts here.
+
+        Args:
+            others: overrides for other tensors, as of `native.TensorOverrides`.
+            embedding: reserve the token embedding, too, unless it is among the others; it must not be the output matrix
+                (`ModelIndex.lookup_embedding`).
+        """
+        self._check(native.load_begin(self.handle))
+        pairs = [(EXPERT_PATTERN, native.buffer_type()), *others]
+        if embedding:
+            pairs.append((EMBEDDING_PATTERN, native.buffer_type()))
+        try:
+            yield native.TensorOverrides(pairs)
+        finally:
+            native.load_end(self.handle)
+
+    def attach(self, model_index: ModelIndex, source: ExpertSource = ExpertSource(), low: ExpertSource | None = None) -> None:
+        """Tells where the slices of the tensors that the model reserved are: in the model, or in a tier of its sidecar.
+
+        Args:
+            low: where their low versions are.
+
+        Raises:
+            ModelError: the file's tensors are not those that llama.cpp loaded, or the sidecar lacks one; or one of the two is no longer the
+                file whose header was read.
+        """
+        files, states = list(model_index.files), list(model_index.states)
+        for c in (source, low):
+            if c is not None and (sidecar := c.repacked) is not None and sidecar.path not in files:
+                files.append(sidecar.path)
+                states.append(sidecar.state)
+        for path, state in zip(files, states, strict=True):
+            if native.add_file(self.handle, os.fsencode(path)) < 0:
+                raise ModelError(native.last_error().decode("utf-8", "replace"))
+            # opened three times by now: for its header, for the dense weights, for the experts
+            if FileState.read(path) != state:
+                raise ModelError(f"{path}: the file was changed or replaced while it was loaded: load it again")
+        for index in range(native.n_tensors(self.handle)):
+            info = native.TensorInfo()
+            self._check(native.tensor(self.handle, index, info))
+            self.tensors.append(info)
+            name, n_expert = info.name.decode(), info.ne[2]
+            span = model_index.experts.get(name)
+            if span is None or span.nbytes != n_expert * info.nbytes:
+                raise ModelError(f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+            self.set_sources(index, self._sources(files, span, source))
+            if low is not None:
+                self.set_sources(index, self._sources(files, span, low), low=True)
+        self._attach_embedding(model_index)
+        self.buffered = bool(native.is_buffered(self.handle))
+
+    def _attach_embedding(self, model_index: ModelIndex) -> None:
+        info = native.TensorInfo()
+        if not native.embedding(self.handle, info):
+            return
+        name = info.name.decode()
+        span = model_index.dense.get(name)
+        if span is None or span.nbytes != info.ne[1] * info.nbytes:
+            raise ModelError(f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+        self._check(native.set_embedding_source(self.handle, native.Source(span.file, span.type, span.offset, span.nbytes, 0)))
+        self.embedding_bytes = span.nbytes
+
+    @staticmethod
+    def _sources(files: list[str], span: TensorSpan, source: ExpertSource) -> list[native.Source]:
+        """The source of each expert of a tensor."""
+        if (sidecar := source.repacked) is not None:
+            file = files.index(sidecar.path)
+            slices = sidecar.sources(span, source.tier)
+            return [native.Source(file, s.type, s.offset, s.nbytes, s.hash if source.verify else 0) for s in slices]
+        n_expert = span.shape[2]
+        nbytes = span.nbytes // n_expert
+        known = source.sidecar.source_hashes if source.sidecar is not None and source.verify else {}
+        hashes = [known.get((span.name, e), 0) for e in range(n_expert)]
+        return [native.Source(span.file, span.type, span.offset + e * nbytes, nbytes, hashes[e]) for e in range(n_expert)]
+
+    def set_sources(self, tensor: int, sources: Sequence[native.Source], *, low: bool = False) -> None:
+        """Where each expert of a tensor is, or its low version; their types may differ. Before `start()`. All tensors have low versions, or none."""
+        function = native.set_low_sources if low else native.set_sources
+        self._check(function(self.handle, tensor, (native.Source * len(sources))(*sources), len(sources)))
+        self._slots[native.LOW if low else native.HIGH][tensor] = np.array([slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64)
+
+    def slots(self, *, low: bool = False) -> list[np.ndarray]:
+        """[n_experts] int64 for each tensor: bytes that each expert's slice takes of its slot in the arena. Empty if there are no such versions."""
+        slots = self._slots[native.LOW if low else native.HIGH]
+        return [slots[tensor] for tensor in sorted(slots)]
+
+    @property
+    def arena_floor(self) -> int:
+        """Bytes of the smallest arena for high versions that can make progress."""
+        return int(native.arena_floor(self.handle, native.HIGH))
+
+    @property
+    def arena_full(self) -> int:
+        """Bytes of the arena that holds every expert in its high version."""
+        return int(native.arena_full(self.handle, native.HIGH))
+
+    @property
+    def low_arena_floor(self) -> int:
+        """`arena_floor` of the low versions; 0 if there are none."""
+        return int(native.arena_floor(self.handle, native.LOW))
+
+    @property
+    def low_arena_full(self) -> int:
+        """`arena_full` of the low versions; 0 if there are none."""
+        return int(native.arena_full(self.handle, native.LOW))
+
+    def start(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
+        self.set_arena_bytes(arena_bytes, low_arena_bytes)
+        self._check(native.start(self.handle))
+        self._started = True
+
+    def set_arena_bytes(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
+        """Between decodes; a smaller arena evicts at once. High and low versions have an arena each, and take nothing from the other."""
+        self._check(native.set_arena_bytes(self.handle, arena_bytes, low_arena_bytes))
+
+    # --- devices ---
+
+    def set_device_slots(self, slots: Sequence[tuple[int, int]], mode: int = native.DEVICE_OFF, n_used: int = 1, n_uploads: int = 0) -> None:
+        """Between decodes: slots for experts in devices' memory; those that were there are given back first. `native.replan` must follow.
+
+        Args:
+            slots: of each gate, (ggml_backend_dev_t or 0, number). Empty: none.
+            mode: native.DEVICE_...
+            n_used: experts that serve a token.
+            n_uploads: experts that a gate may get at each of its events.
+
+        Raises:
+            MoeoffError: a device has no room for them.
+        """
+        n = self.priorities.shape[0]
+        rows = list(slots) or [(0, 0)] * n
+        handles, numbers = (ctypes.c_uint64 * n)(*(device for device, _ in rows)), (ctypes.c_int32 * n)(*(number for _, number in rows))
+        self._check(native.set_device_slots(self.handle, mode, handles, numbers, n, n_used, n_uploads))
+
+    def set_device_mode(self, mode: int) -> None:
+        """Between decodes: how devices compute with the slots that are there (`native.DEVICE_OFF`: not at all). What they hold stays.
+
+        Raises:
+            MoeoffError: there are no slots.
+        """
+        self._check(native.set_device_mode(self.handle, mode))
+
+    def device_slot_bytes(self, device: int, gate: int, n_slots: int, n_used: int) -> int:
+        """Bytes that a gate's slots take on a device (ggml_backend_dev_t); 0: it cannot compute with these experts."""
+        return int(native.device_slot_bytes(self.handle, device, gate, n_slots, n_used))
+
+    def clear(self) -> None:
+        """Drops every resident expert."""
+        native.clear(self.handle)
+
+    # --- policy ---
+
+    @property
+    def priorities(self) -> np.ndarray:
+        """[n_gates, n_experts] float32, the native table itself: the lowest is evicted first. Call `publish()` after writing.
+
+        The array is a view of native memory: do not use it after `close()`.
+        """
+        n_gates, n_experts = ctypes.c_int32(), ctypes.c_int32()
+        table = native.priorities(self.handle, n_gates, n_experts)
+        return np.ctypeslib.as_array(table, (n_gates.value, n_experts.value))
+
+    def publish(self) -> None:
+        native.publish(self.handle)
+
+    def prefetch(self, gate: int, experts: Sequence[int], n_read: int | None = None, matrices: int = native.ALL_MATRICES, *,
+                 low: bool = False, limit: int = -1) -> int:  # fmt: skip
+        """These experts are expected: what is resident of them stays, what is absent of the first `n_read` is queued behind all demand.
+
+        The gate gives up what it does not choose, or chooses in the other version. Returns the number of slices queued.
+
+        Args:
+            low: the low versions.
+            n_read: None: all.
+            limit: of the slices queued, -1 for none.
+        """
+        n = len(experts)
+        array = (ctypes.c_int32 * n)(*experts)
+        version = native.LOW if low else native.HIGH
+        return self._queued(gate, native.prefetch(self.handle, gate, array, n, n if n_read is None else n_read, matrices, version, limit))
+
+    def preload(self, gate: int, experts: Sequence[int], matrices: int = native.ALL_MATRICES, *, low: bool = False) -> int:
+        """Like `prefetch`, but whatever the gates choose, until the next gate event: a warm start, in the time in which nothing computes. Not counted as prefetched."""
+        array = (ctypes.c_int32 * len(experts))(*experts)
+        return self._queued(gate, native.preload(self.handle, gate, array, len(experts), matrices, native.LOW if low else native.HIGH))
+
+    @staticmethod
+    def _queued(gate: int, queued: int) -> int:
+        if queued < 0:
+            raise OptionError(f"gate {gate} has no such experts, or no such versions of them, or the buffer has not been started")
+        return queued
+
+    def prefetch_cancel(self, gate: int = -1) -> int:
+        """Gives up prefetches for a gate, or for all; returns how many were queued or in flight."""
+        return int(native.prefetch_cancel(self.handle, gate))
+
+    def residency(self, *, low: bool = False) -> np.ndarray:
+        """[n_gates, n_experts] uint8; bit i is set where the slice of `native.MATRICES[i]` is resident, in its low version if so asked."""
+        out = np.zeros(self.priorities.shape, np.uint8)
+        self._check(native.residency(self.handle, native.LOW if low else native.HIGH, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
+        return out
+
+    def resident_bytes(self) -> int:
+        """Bytes of slots behind slices that are there; the rest of the arenas may never have been written to."""
+        held = 0
+        for low in (False, True):
+            rows = zip(self.tensors, self.slots(low=low))  # no slots: no low versions
+            residency = self.residency(low=low)
+            held += sum(int(nbytes[residency[t.gate, : len(nbytes)] & 1 << t.matrix > 0].sum()) for t, nbytes in rows)
+        return held
+
+    # --- precision ---
+
+    def set_precision(self, p: Precision, *, blind: bool = False) -> None:
+        """Which version serves an expert that is chosen and not resident.
+
+        Args:
+            blind: as if none was.
+
+        Raises:
+            OptionError: it needs low versions and there is no arena for them.
+        """
+        flags = (native.THRESHOLDS_BLIND if blind else 0) | (native.THRESHOLDS_MISPREDICTED if p.mispredicted_low else 0)
+        flags |= native.THRESHOLDS_PROMPTS if p.weigh_prompts else 0
+        self._set_options(thresholds=native.Thresholds(p.t1, p.t2, p.prefill_low_fraction, flags, p.tau))
+
+    def force(self, versions: np.ndarray | bytes = b"") -> int:
+        """Appends decisions that the next gate events take instead of the thresholds'; returns how many are left.
+
+        Args:
+            versions: uint8, the `GateEvent.versions` of those events one after the other.
+
+        Raises:
+            OptionError: not decisions, or low ones without an arena for low versions.
+        """
+        array = np.ascontiguousarray(np.frombuffer(versions, np.uint8))
+        left: int = native.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array))
+        self._require(left >= 0)
+        return left
+
+    def simulate_cache(self, share: float | None) -> None:
+        """Where tokens are decoded, thresholds take for resident what a simulated cache with this share of each gate's experts
+        would hold, empty at first. None: what is resident in truth.
+
+        Raises:
+            OptionError: out of range.
+        """
+        self._set_options(simulated_share=-1.0)
+        if share is not None:
+            self._set_options(simulated_share=share)
+
+    # --- events ---
+
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, queue_bytes: int = QUEUE_BYTES) -> None:
+        """Calls back for every gate event on the native driver thread; compute waits for it in `drain` alone.
+
+        Of the events that have to wait, `queue_bytes` are kept, or a few if they are larger; `stats().events_dropped` counts the others.
+
+        What the callback raises is kept, ends the callbacks, and is raised by `check()`.
+        """
+        if callback is None:
+            delivery = native.GateCallback()
+        else:
+            states: list[int] = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
+
+            def deliver(event: int | None, _user: int | None) -> None:
+                if not event:
+                    while states:
+                        _PY.PyGILState_Release(states.pop())
+                    return
+                if not states:
+                    states.append(_PY.PyGILState_Ensure())
+                if self._exception is None:
+                    try:
+                        callback(_copy_event(event))
+                    except BaseException as error:  # must not cross the C frame below
+                        self._exception = error
+
+            delivery = native.GateCallback(deliver)
+        self._check(native.set_gate_callback(self.handle, delivery, None, queue_bytes))  # the old one is no longer called
+        self._callback = delivery
+
+    def set_gate_rows(self, max_rows: int = 0) -> None:
+        """For larger batches, events carry gate input and logits of at most `max_rows` tokens, evenly spread; 0: of all, as at first."""
+        self._set_options(max_gate_rows=max_rows)
+
+    def set_batch_kind(self, decode: bool | None = None) -> None:
+        """Tells if the tokens of the batches to come are decoded, or a prompt's; None: a single one is decoded, several are a prompt."""
+        self._set_options(batch_kind=native.BATCH_BY_SIZE if decode is None else native.BATCH_DECODE if decode else native.BATCH_PROMPT)
+
+    def drain(self) -> None:
+        """Returns when every event posted so far has been delivered."""
+        native.drain(self.handle)
+
+    def check(self) -> None:
+        """Raises what a gate callback raised since the last call, or `ReadError` for a failed read that this thread's last graph needed."""
+        message = ctypes.create_string_buffer(1024)
+        failed = native.take_error(self.handle, message, len(message))  # taken in any case, or it would end the next graph
+        if self._exception is not None:
+            error, self._exception = self._exception, None
+            raise error
+        if failed:
+            raise ReadError(message.value.decode("utf-8", "replace"))
+
+    def forget_error(self) -> None:
+        """Forgets a failed read that nobody was told of: it would end the next graph."""
+        message = ctypes.create_string_buffer(1)
+        native.take_error(self.handle, message, len(message))
+
+    # --- watching ---
+
+    def log_reads(self, on: bool = True) -> None:
+        """Keeps finished reads for `take_reads()`, or no longer."""
+        self._set_options(flags=self._flags | (native.FLAG_LOG_READS if on else 0))
+
+    def take_reads(self) -> np.ndarray:
+        """The reads that ended since the last call, the oldest first: fields of `native.Read` (C struct `moeoff_read`).
+
+        Of many the last 65,536 are there; `seq` has a gap where the log had no room.
+        """
+        parts = []
+        while True:
+            out = (native.Read * 256)()
+            n = native.take_reads(self.handle, out, len(out))
+            parts.append(np.frombuffer(memoryview(out), READ_DTYPE, n))
+            if n < len(out):
+                return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def stats(self) -> native.Stats:
+        stats = native.Stats()
+        native.get_stats(self.handle, stats)
+        return stats
+
+    def reset_stats(self) -> None:
+        native.reset_stats(self.handle)
+
+    def stall_ns(self) -> np.ndarray:
+        """[n_gates] uint64: how long compute waited for each gate's slices."""
+        n_gates = self.priorities.shape[0]
+        out = np.zeros(n_gates, np.uint64)
+        self._check(native.get_stall(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)), n_gates))
+        return out
+
+    def _set_options(self, **changed: Any) -> None:
+        """Changes fields of struct moeoff_options; the others stay as they are."""
+        with self._closing:  # two threads would undo each other's
+            options = native.Options()
+            native.get_options(self.handle, options)
+            for name, value in changed.items():
+                setattr(options, name, value)
+            self._require(native.set_options(self.handle, options) == 0)
+
+    @staticmethod
+    def _require(done: bool) -> None:
+        if not done:
+            raise OptionError(native.last_error().decode("utf-8", "replace"))
+
+    def _check(self, result: int) -> None:
+        if result != 0:
+            raise MoeoffError(native.last_error().decode("utf-8", "replace"))

@@ -1,0 +1,82 @@
+"""`moeoff verify`: every slice of a sidecar, and every expert of its model, against the hashes that were written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..errors import ModelError
+from ..gguf.model_index import ModelBytes, ModelIndex
+from ..system.machine import n_cores
+from .sidecar import Sidecar, hash_range, slice_name
+
+__all__ = ["Verified", "verify"]
+
+_SHOWN = 5  # damaged slices that a message names
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Tiers, slices and bytes of the sidecar that was checked; the model's path, or None where there was none to check."""
+
+    path: str
+    tiers: tuple[str, ...]
+    n_slices: int
+    n_bytes: int
+    quantized: str
+    model: str | None
+
+
+def verify(
+    file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, threads: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Verified:
+    """Reads a sidecar whole, and the experts of its model, and compares every slice with its hash.
+
+    Args:
+        file: the sidecar.
+        model: the model; by default the one whose name the sidecar knows, if it is in the same folder.
+        progress: told the bytes done and the bytes there are.
+
+    Raises:
+        ModelError: damaged; or the model is another one, or has changed. The message names the experts.
+    """
+    sidecar = Sidecar(file)
+    if model is None:
+        source = os.path.join(os.path.dirname(sidecar.path), sidecar.source_name)
+        model = source if os.path.exists(source) else None
+    ranges = {slice_name(*key): (0, s.offset, s.nbytes, s.hash) for key, s in sidecar.slices.items()}
+    paths = [sidecar.path]
+    if model is not None:
+        model_index = ModelIndex.read(model)
+        sidecar.check_belongs(model_index)
+        paths += model_index.files
+        for span in model_index.experts.values():
+            nbytes = span.nbytes // span.shape[2]
+            for expert in range(span.shape[2]):
+                value = sidecar.source_hashes.get((span.name, expert))
+                if value is None:
+                    raise ModelError(f"{sidecar.path}: has no expert {expert} of {span.name}: convert the model again")
+                ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * nbytes, nbytes, value)
+    damaged: list[tuple[str, int]] = []  # names and files
+    done, total = 0, sum(nbytes for _, _, nbytes, _ in ranges.values())
+    with ModelBytes(paths) as files, ThreadPoolExecutor(threads or n_cores()) as pool:
+        try:
+            hashes = pool.map(lambda name: hash_range(files, *ranges[name][:3], name), ranges)
+            for (name, (file_index, _, nbytes, expected)), value in zip(ranges.items(), hashes):
+                if value != expected:
+                    damaged.append((name, file_index))
+                done += nbytes
+                if progress:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if damaged:
+        names = ", ".join(name for name, _ in damaged[:_SHOWN]) + (f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else "")
+        if any(file_index == 0 for _, file_index in damaged):
+            raise ModelError(f"{sidecar.path}: damaged in {len(damaged)} of {len(ranges)} slices: {names}; convert the model again")
+        raise ModelError(f"{model}: not the model that {sidecar.path} was made of: {names} changed since; convert the model again")
+    n_bytes = sum(s.nbytes for s in sidecar.slices.values())
+    return Verified(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, sidecar.quantized, None if model is None else os.fspath(model))

@@ -1,0 +1,532 @@
+"""The ctypes mirror of our C headers, made by scripts/build/make_abi.py: do not edit. The headers say what each thing means."""
+
+from __future__ import annotations
+
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from typing import Any
+
+from .llama import lib
+from ..errors import ForkError
+
+__all__ = [
+    "ABI_VERSION",
+    "MAX_WAVES",
+    "FLAG_KEEP",
+    "FLAG_EAGER",
+    "FLAG_DIRECT_IO",
+    "FLAG_GATE_INPUT",
+    "FLAG_LOG_READS",
+    "FLAG_GATE_LOGITS",
+    "MATRIX_GATE_UP",
+    "MATRIX_UP",
+    "MATRIX_GATE",
+    "MATRIX_DOWN",
+    "N_MATRIX",
+    "VERSION_HIGH",
+    "VERSION_LOW",
+    "VERSION_SKIP",
+    "BATCH_BY_SIZE",
+    "BATCH_PROMPT",
+    "BATCH_DECODE",
+    "DEVICE_OFF",
+    "DEVICE_COOPERATIVE",
+    "DEVICE_CENTRIC",
+    "DEVICE_WAVES",
+    "THRESHOLDS_BLIND",
+    "THRESHOLDS_MISPREDICTED",
+    "THRESHOLDS_PROMPTS",
+    "Thresholds",
+    "Options",
+    "Params",
+    "Source",
+    "TensorInfo",
+    "GateEvent",
+    "Stats",
+    "Read",
+    "STRUCTS",
+    "Prompt",
+    "ServerHooks",
+    "SERVER_STRUCTS",
+    "GateCallback",
+    "abi_version",
+    "abi_layout",
+    "last_error",
+    "hash64",
+    "expert_buffer_init",
+    "expert_buffer_free",
+    "buffer_type",
+    "load_begin",
+    "load_end",
+    "n_tensors",
+    "tensor",
+    "add_file",
+    "set_sources",
+    "set_low_sources",
+    "embedding",
+    "set_embedding_source",
+    "arena_floor",
+    "arena_full",
+    "start",
+    "set_arena_bytes",
+    "get_options",
+    "set_options",
+    "clear",
+    "set_device_slots",
+    "set_device_mode",
+    "device_slot_bytes",
+    "priorities",
+    "publish",
+    "prefetch",
+    "preload",
+    "prefetch_cancel",
+    "residency",
+    "force_versions",
+    "set_gate_callback",
+    "drain",
+    "take_reads",
+    "get_stats",
+    "reset_stats",
+    "get_stall",
+    "take_error",
+    "should_abort",
+    "set_cancelled",
+    "is_buffered",
+    "context_memory",
+    "batch_memory",
+    "unused_state",
+    "layer_device",
+    "device_memory",
+    "replan",
+    "guard_begin",
+    "guard_end",
+    "overrides_new",
+    "overrides_free",
+    "threadpool_new",
+    "time_products",
+    "to_float",
+    "row_products",
+    "row_kernel",
+    "use_row_kernels",
+    "row_kernel_agrees",
+    "SERVER_FUNCTIONS",
+]
+
+
+def function(name: str, result: Any, *arguments: Any) -> Any:
+    try:
+        declared = getattr(lib, name)
+    except AttributeError:
+        what = "has another version of the expert buffer: run `make env` to rebuild it"
+        if not hasattr(lib, "moeoff_abi_version"):
+            what = "has no expert buffer: install moeoff's build of it (`make env` in the moeoff repository) over the stock one"
+        raise ForkError(f"the installed llama-cpp-python {what}") from None
+    declared.restype = result
+    declared.argtypes = arguments
+    return declared
+
+
+ABI_VERSION = 19
+MAX_WAVES = 4
+FLAG_KEEP = 1
+FLAG_EAGER = 2
+FLAG_DIRECT_IO = 4
+FLAG_GATE_INPUT = 8
+FLAG_LOG_READS = 32
+FLAG_GATE_LOGITS = 64
+MATRIX_GATE_UP = 0
+MATRIX_UP = 1
+MATRIX_GATE = 2
+MATRIX_DOWN = 3
+N_MATRIX = 4
+VERSION_HIGH = 0
+VERSION_LOW = 1
+VERSION_SKIP = 2
+BATCH_BY_SIZE = 0
+BATCH_PROMPT = 1
+BATCH_DECODE = 2
+DEVICE_OFF = 0
+DEVICE_COOPERATIVE = 1
+DEVICE_CENTRIC = 2
+DEVICE_WAVES = 3
+THRESHOLDS_BLIND = 1
+THRESHOLDS_MISPREDICTED = 2
+THRESHOLDS_PROMPTS = 4
+
+
+class Thresholds(Structure):
+    """struct moeoff_thresholds"""
+
+    _fields_ = [
+        ("t1", c_float),
+        ("t2", c_float),
+        ("prefill_low_fraction", c_float),
+        ("flags", c_uint32),
+        ("tau", c_float),
+    ]
+
+
+class Options(Structure):
+    """struct moeoff_options"""
+
+    _fields_ = [
+        ("flags", c_uint32),
+        ("batch_kind", c_int32),
+        ("max_gate_rows", c_int32),
+        ("simulated_share", c_float),
+        ("thresholds", Thresholds),
+    ]
+
+
+class Params(Structure):
+    """struct moeoff_params"""
+
+    _fields_ = [
+        ("flags", c_uint32),
+        ("n_io_threads", c_int32),
+        ("arena_bytes", c_uint64),
+        ("read_chunk", c_uint64),
+    ]
+
+
+class Source(Structure):
+    """struct moeoff_source"""
+
+    _fields_ = [
+        ("file", c_int32),
+        ("type", c_int32),
+        ("offset", c_uint64),
+        ("nbytes", c_uint64),
+        ("hash", c_uint64),
+    ]
+
+
+class TensorInfo(Structure):
+    """struct moeoff_tensor_info"""
+
+    _fields_ = [
+        ("name", c_char * 96),
+        ("gate", c_int32),
+        ("layer", c_int32),
+        ("matrix", c_int32),
+        ("type", c_int32),
+        ("ne", c_int64 * 3),
+        ("nbytes", c_uint64),
+    ]
+
+
+class GateEvent(Structure):
+    """struct moeoff_gate_event"""
+
+    _fields_ = [
+        ("seq", c_uint64),
+        ("t_ns", c_int64),
+        ("gate", c_int32),
+        ("layer", c_int32),
+        ("n_tokens", c_int32),
+        ("n_used", c_int32),
+        ("n_embd", c_int32),
+        ("n_expert", c_int32),
+        ("n_rows", c_int32),
+        ("row_step", c_int32),
+        ("n_hit", c_int32),
+        ("n_miss", c_int32),
+        ("decode", c_int32),
+        ("reserved", c_int32),
+        ("ids", POINTER(c_int32)),
+        ("weights", POINTER(c_float)),
+        ("gate_input", POINTER(c_float)),
+        ("logits", POINTER(c_float)),
+        ("versions", POINTER(c_uint8)),
+        ("on_device", POINTER(c_uint8)),
+    ]
+
+
+class Stats(Structure):
+    """struct moeoff_stats"""
+
+    _fields_ = [
+        ("demand_hits", c_uint64),
+        ("demand_misses", c_uint64),
+        ("evictions", c_uint64),
+        ("reads", c_uint64),
+        ("bytes_read", c_uint64),
+        ("read_errors", c_uint64),
+        ("prefetch_issued", c_uint64),
+        ("prefetch_useful", c_uint64),
+        ("prefetch_dropped", c_uint64),
+        ("gate_events", c_uint64),
+        ("events_dropped", c_uint64),
+        ("stall_ns", c_uint64),
+        ("queue_wait_ns", c_uint64),
+        ("io_thread_busy_ns", c_uint64),
+        ("driver_ns", c_uint64),
+        ("arena_bytes", c_uint64),
+        ("arena_committed", c_uint64),
+        ("arena_peak", c_uint64),
+        ("resident_slices", c_uint64),
+        ("direct_reads", c_uint64),
+        ("expert_uses", c_uint64),
+        ("served_low", c_uint64),
+        ("skipped", c_uint64),
+        ("low_bytes_read", c_uint64),
+        ("low_arena_bytes", c_uint64),
+        ("low_arena_committed", c_uint64),
+        ("simulated_misses", c_uint64),
+        ("device_hits", c_uint64),
+        ("device_uploads", c_uint64),
+        ("device_bytes", c_uint64),
+        ("device_upload_ns", c_uint64),
+        ("device_downloads", c_uint64),
+        ("device_bytes_down", c_uint64),
+        ("device_download_ns", c_uint64),
+        ("device_wait_ns", c_uint64),
+        ("device_experts", c_uint64),
+    ]
+
+
+class Read(Structure):
+    """struct moeoff_read"""
+
+    _fields_ = [
+        ("seq", c_uint64),
+        ("t_queued", c_int64),
+        ("t_start", c_int64),
+        ("t_done", c_int64),
+        ("nbytes", c_uint64),
+        ("tensor", c_int32),
+        ("expert", c_int32),
+        ("version", c_int32),
+        ("level", c_int32),
+        ("result", c_int32),
+    ]
+
+
+STRUCTS: dict[str, type[Structure]] = {
+    "moeoff_thresholds": Thresholds,
+    "moeoff_options": Options,
+    "moeoff_params": Params,
+    "moeoff_source": Source,
+    "moeoff_tensor_info": TensorInfo,
+    "moeoff_gate_event": GateEvent,
+    "moeoff_stats": Stats,
+    "moeoff_read": Read,
+}
+
+
+class Prompt(Structure):
+    """struct moeoff_prompt"""
+
+    _fields_ = [
+        ("tokens", POINTER(c_int32)),
+        ("n_tokens", c_int32),
+        ("state_data", POINTER(c_uint8)),
+        ("state_size", c_uint64),
+        ("draft_data", POINTER(c_uint8)),
+        ("draft_size", c_uint64),
+    ]
+
+
+class ServerHooks(Structure):
+    """struct moeoff_server_hooks"""
+
+    _fields_ = [
+        ("buffer", c_void_p),
+        ("overrides", c_void_p),
+        ("ending", POINTER(c_int32)),
+        ("drafting", POINTER(c_int32)),
+        ("loaded", CFUNCTYPE(c_int, c_void_p, c_void_p)),
+        ("ready", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p, c_char_p)),
+        ("before", CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), POINTER(c_uint8), c_int32)),
+        ("after", CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)),
+        ("lend", CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)),
+        ("metrics", CFUNCTYPE(None, c_void_p, c_size_t)),
+        ("keep", CFUNCTYPE(c_int, c_int64)),
+        ("answered", CFUNCTYPE(None, c_char_p, c_char_p, c_int32, c_char_p)),
+        ("wants", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_uint64)),
+        ("takes", CFUNCTYPE(None, POINTER(Prompt))),
+        ("finds", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_int32, POINTER(Prompt))),
+        ("reads", CFUNCTYPE(c_int, POINTER(Prompt))),
+        ("fills", CFUNCTYPE(None, c_int32)),
+        ("page", c_char_p),
+    ]
+
+
+SERVER_STRUCTS: dict[str, type[Structure]] = {
+    "moeoff_prompt": Prompt,
+    "moeoff_server_hooks": ServerHooks,
+}
+
+# typedef void (*moeoff_gate_callback)(const struct moeoff_gate_event * event, void * user);  -- pointers as addresses, which costs less for each call
+GateCallback = CFUNCTYPE(None, c_void_p, c_void_p)
+
+# int32_t moeoff_abi_version(void);
+abi_version = function("moeoff_abi_version", c_int32)
+# const char * moeoff_abi_layout(void);
+abi_layout = function("moeoff_abi_layout", c_char_p)
+# const char * moeoff_last_error(void);
+last_error = function("moeoff_last_error", c_char_p)
+# uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed);
+hash64 = function("moeoff_hash64", c_uint64, c_void_p, c_uint64, c_uint64)
+# moeoff_expert_buffer * moeoff_expert_buffer_init(struct moeoff_params params);
+expert_buffer_init = function("moeoff_expert_buffer_init", c_void_p, Params)
+# void moeoff_expert_buffer_free(moeoff_expert_buffer * eb);
+expert_buffer_free = function("moeoff_expert_buffer_free", None, c_void_p)
+# void * moeoff_buffer_type(void);
+buffer_type = function("moeoff_buffer_type", c_void_p)
+# int moeoff_load_begin(moeoff_expert_buffer * eb);
+load_begin = function("moeoff_load_begin", c_int, c_void_p)
+# void moeoff_load_end(moeoff_expert_buffer * eb);
+load_end = function("moeoff_load_end", None, c_void_p)
+# int32_t moeoff_n_tensors(const moeoff_expert_buffer * eb);
+n_tensors = function("moeoff_n_tensors", c_int32, c_void_p)
+# int moeoff_tensor(const moeoff_expert_buffer * eb, int32_t i, struct moeoff_tensor_info * info);
+tensor = function("moeoff_tensor", c_int, c_void_p, c_int32, POINTER(TensorInfo))
+# int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path);
+add_file = function("moeoff_add_file", c_int32, c_void_p, c_char_p)
+# int moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
+set_sources = function("moeoff_set_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
+# int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
+set_low_sources = function("moeoff_set_low_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
+# int moeoff_embedding(const moeoff_expert_buffer * eb, struct moeoff_tensor_info * info);
+embedding = function("moeoff_embedding", c_int, c_void_p, POINTER(TensorInfo))
+# int moeoff_set_embedding_source(moeoff_expert_buffer * eb, struct moeoff_source source);
+set_embedding_source = function("moeoff_set_embedding_source", c_int, c_void_p, Source)
+# uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
+arena_floor = function("moeoff_arena_floor", c_uint64, c_void_p, c_int32)
+# uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version);
+arena_full = function("moeoff_arena_full", c_uint64, c_void_p, c_int32)
+# int moeoff_start(moeoff_expert_buffer * eb);
+start = function("moeoff_start", c_int, c_void_p)
+# int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
+set_arena_bytes = function("moeoff_set_arena_bytes", c_int, c_void_p, c_uint64, c_uint64)
+# void moeoff_get_options(const moeoff_expert_buffer * eb, struct moeoff_options * options);
+get_options = function("moeoff_get_options", None, c_void_p, POINTER(Options))
+# int moeoff_set_options(moeoff_expert_buffer * eb, const struct moeoff_options * options);
+set_options = function("moeoff_set_options", c_int, c_void_p, POINTER(Options))
+# void moeoff_clear(moeoff_expert_buffer * eb);
+clear = function("moeoff_clear", None, c_void_p)
+# int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads);
+set_device_slots = function("moeoff_set_device_slots", c_int, c_void_p, c_int32, POINTER(c_uint64), POINTER(c_int32), c_int32, c_int32, c_int32)
+# int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode);
+set_device_mode = function("moeoff_set_device_mode", c_int, c_void_p, c_int32)
+# uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t n_slots, int32_t n_spare);
+device_slot_bytes = function("moeoff_device_slot_bytes", c_uint64, c_void_p, c_void_p, c_int32, c_int32, c_int32)
+# float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
+priorities = function("moeoff_priorities", POINTER(c_float), c_void_p, POINTER(c_int32), POINTER(c_int32))
+# void moeoff_publish(moeoff_expert_buffer * eb);
+publish = function("moeoff_publish", None, c_void_p)
+# int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit);
+prefetch = function("moeoff_prefetch", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_int32, c_uint32, c_int32, c_int32)
+# int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
+preload = function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32, c_int32)
+# int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate);
+prefetch_cancel = function("moeoff_prefetch_cancel", c_int32, c_void_p, c_int32)
+# int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
+residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uint8))
+# int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
+force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
+# int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
+set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64)
+# void moeoff_drain(moeoff_expert_buffer * eb);
+drain = function("moeoff_drain", None, c_void_p)
+# int32_t moeoff_take_reads(moeoff_expert_buffer * eb, struct moeoff_read * out, int32_t n);
+take_reads = function("moeoff_take_reads", c_int32, c_void_p, POINTER(Read), c_int32)
+# void moeoff_get_stats(const moeoff_expert_buffer * eb, struct moeoff_stats * stats);
+get_stats = function("moeoff_get_stats", None, c_void_p, POINTER(Stats))
+# void moeoff_reset_stats(moeoff_expert_buffer * eb);
+reset_stats = function("moeoff_reset_stats", None, c_void_p)
+# int moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates);
+get_stall = function("moeoff_get_stall", c_int, c_void_p, POINTER(c_uint64), c_int32)
+# int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
+take_error = function("moeoff_take_error", c_int, c_void_p, c_char_p, c_size_t)
+# bool moeoff_should_abort(void * eb);
+should_abort = function("moeoff_should_abort", c_bool, c_void_p)
+# void moeoff_set_cancelled(moeoff_expert_buffer * eb, bool cancelled);
+set_cancelled = function("moeoff_set_cancelled", None, c_void_p, c_bool)
+# int moeoff_is_buffered(const moeoff_expert_buffer * eb);
+is_buffered = function("moeoff_is_buffered", c_int, c_void_p)
+# int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);
+context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_uint64))
+# int moeoff_batch_memory(struct llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes);
+batch_memory = function("moeoff_batch_memory", c_int, c_void_p, c_uint32, c_bool, POINTER(c_uint64))
+# uint64_t moeoff_unused_state(const struct llama_context * ctx, uint32_t n_tokens, bool gives_back);
+unused_state = function("moeoff_unused_state", c_uint64, c_void_p, c_uint32, c_bool)
+# void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);
+layer_device = function("moeoff_layer_device", c_void_p, c_void_p, c_int32)
+# void moeoff_device_memory(const struct llama_context * ctx, void * device, uint64_t * bytes);
+device_memory = function("moeoff_device_memory", None, c_void_p, c_void_p, POINTER(c_uint64))
+# int moeoff_replan(struct llama_context * ctx);
+replan = function("moeoff_replan", c_int, c_void_p)
+# void moeoff_guard_begin(void);
+guard_begin = function("moeoff_guard_begin", None)
+# void moeoff_guard_end(void);
+guard_end = function("moeoff_guard_end", None)
+# void * moeoff_overrides_new(const char * const * patterns, void * const * buffer_types, int32_t n);
+overrides_new = function("moeoff_overrides_new", c_void_p, POINTER(c_char_p), POINTER(c_void_p), c_int32)
+# void moeoff_overrides_free(void * overrides);
+overrides_free = function("moeoff_overrides_free", None, c_void_p)
+# void * moeoff_threadpool_new(const int32_t * cores, int32_t n_cores, int32_t n_threads, bool one_each);
+threadpool_new = function("moeoff_threadpool_new", c_void_p, POINTER(c_int32), c_int32, c_int32, c_bool)
+# int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int32_t n_threads, void * threadpool, double seconds, double * best);
+time_products = function(
+    "moeoff_time_products",
+    c_int,
+    POINTER(c_int32),
+    POINTER(c_int32),
+    POINTER(c_int64),
+    POINTER(c_int64),
+    c_int32,
+    c_int32,
+    c_int32,
+    c_void_p,
+    c_double,
+    POINTER(c_double),
+)
+# bool moeoff_to_float(int32_t type, const void * data, float * out, int64_t n);
+to_float = function("moeoff_to_float", c_bool, c_int32, c_void_p, c_void_p, c_int64)
+# int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
+row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)
+# int moeoff_row_kernel(int32_t type);
+row_kernel = function("moeoff_row_kernel", c_int, c_int32)
+# void moeoff_use_row_kernels(bool use);
+use_row_kernels = function("moeoff_use_row_kernels", None, c_bool)
+# bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns);
+row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int, c_void_p, c_void_p)
+
+SERVER_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, then arguments
+    # int moeoff_serve(int argc, char ** argv, const struct moeoff_server_hooks * hooks);
+    "moeoff_serve": (c_int, c_int, POINTER(c_char_p), POINTER(ServerHooks)),
+    # bool moeoff_server_check(int argc, char ** argv, char * message, size_t size);
+    "moeoff_server_check": (c_bool, c_int, POINTER(c_char_p), c_char_p, c_size_t),
+    # const char * moeoff_server_options(void);
+    "moeoff_server_options": (c_char_p,),
+    # void moeoff_isolate_templates(const char * program);
+    "moeoff_isolate_templates": (None, c_char_p),
+    # bool moeoff_serve_has_page(void);
+    "moeoff_serve_has_page": (c_bool,),
+    # int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
+    "moeoff_projector_memory": (c_int32, c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t),
+    # void moeoff_serve_forget(struct moeoff_prompt * prompt);
+    "moeoff_serve_forget": (None, POINTER(Prompt)),
+    # const char * moeoff_server_layout(void);
+    "moeoff_server_layout": (c_char_p,),
+    # void moeoff_serve_stop(void);
+    "moeoff_serve_stop": (None,),
+}

@@ -1,0 +1,681 @@
+"""llama_cpp, and the one place that depends on its internals. docs/internals/patches.md lists each of them with its reason.
+
+Importing this module loads llama.cpp. Modules that need llama_cpp import it from here, so that the process is prepared first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import inspect
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import MoeoffError, OptionError, one_line
+from ..system import machine
+from . import templates
+from .turns import Turns, computes_here
+
+# OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O threads make it one, every barrier then
+# waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 with two busy processes on 2 cores, no
+# difference on an idle machine. Read by the OpenMP runtime when llama.cpp is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+machine.load()
+
+import llama_cpp
+from llama_cpp import _internals, _logger, llama_chat_format
+from llama_cpp import llama_cpp as api
+
+__all__ = [
+    "LoadError",
+    "PatchedLlama",
+    "StockLlama",
+    "api",
+    "assertions_raise",
+    "c_function",
+    "find_devices",
+    "lib",
+    "llama_cpp",
+    "quiet_log",
+    "set_log",
+    "supports_gpu",
+]
+
+llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined,assignment]  # templates are the model file's: they may not hang either
+
+T = TypeVar("T")
+
+lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
+
+# keyword arguments of llama_cpp.Llama
+KEYWORDS = frozenset(
+    name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD
+)
+
+_LOGGER = logging.getLogger("llama-cpp-python")
+_LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
+
+
+def set_log(verbose: bool) -> None:
+    """Shows everything that llama.cpp logs, or errors alone: its warnings ("n_ctx_seq > n_ctx_train") are for its developers."""
+    _logger.set_verbose(verbose)
+
+
+@contextlib.contextmanager
+def quiet_log() -> Iterator[Callable[[], None]]:
+    """Yields a function that silences llama.cpp until the end of the block: it logs three errors about a graph that was ended on purpose."""
+    level = _LOGGER.level
+    active = True
+
+    def silence() -> None:
+        if active:
+            _LOGGER.setLevel(logging.CRITICAL)
+
+    try:
+        yield silence
+    finally:
+        active = False
+        _LOGGER.setLevel(level)
+
+
+class _Collected(threading.local):
+    """Errors that llama.cpp logs on the calling thread, while someone collects it."""
+
+    errors: list[str] | None = None
+    last = 0  # level, for what continues a line
+
+
+_collected = _Collected()
+
+
+# void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);  -- one for ever: another thread may be logging
+@api.llama_log_callback  # type: ignore[untyped-decorator]  # not annotated in llama_cpp
+def _log(level: int, text: bytes, user: Any) -> None:
+    _collected.last = _collected.last if level == _LOG_CONTINUED else level
+    if _collected.errors is not None and _collected.last == _LOG_ERROR:
+        _collected.errors.append(text.decode("utf-8", "replace"))
+    else:
+        _logger.llama_log_callback(level, text, user)
+
+
+api.llama_log_set(_log, ctypes.c_void_p(0))
+
+
+@contextlib.contextmanager
+def _collected_errors() -> Iterator[list[str]]:
+    """Keeps what llama.cpp logs on this thread as errors instead of showing it; everything else goes where it went."""
+    errors: list[str] = []
+    around, _collected.errors = _collected.errors, errors
+    try:
+        yield errors
+    finally:
+        _collected.errors = around
+
+
+def _reason(errors: Sequence[str]) -> str:
+    """The first of llama.cpp's errors, which is the most exact one, without the names of its functions and folders."""
+    text = " ".join(errors[0].split()) if errors else ""
+    text = re.sub(r"^\w+: (error loading model: |failed to initialize the context: )?(\w+: )?", "", text)
+    return re.sub(r"\S*/(?=[\w.-]+:\d+: )", "", text)
+
+
+@contextlib.contextmanager
+def assertions_raise() -> Iterator[None]:
+    """Inside, a failed assertion of ggml's on this thread fails the call into llama.cpp instead of ending the process (moeoff-llama.h)."""
+    lib.moeoff_guard_begin()
+    try:
+        yield
+    finally:
+        lib.moeoff_guard_end()
+
+
+def supports_gpu() -> bool:
+    """True if llama.cpp finds a GPU here that it can offload layers to. Vulkan's software drivers do not count unless
+    GGML_VK_VISIBLE_DEVICES names them."""
+    find_devices()
+    return bool(api.llama_supports_gpu_offload())
+
+
+@functools.cache
+def find_devices() -> str:
+    """Lets llama.cpp look for devices, which it does once in a process; why a backend of this build cannot be used, in its words, or nothing."""
+    with _collected_errors() as errors:
+        api.llama_supports_gpu_offload()
+    return _reason(errors)
+
+
+def c_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of llama.cpp's that llama_cpp does not declare."""
+    function = lib[name]
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+# --- llama_cpp's own objects, made safe ---
+
+
+class _Handle:
+    """An attribute with a pointer into llama.cpp: whoever asks for it after the model is closed, or in a fork, gets an exception and no pointer."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, _type: type | None = None) -> Any:
+        if owner is None:
+            return self
+        owner.turns.require_open()
+        return owner.__dict__[self._name]
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner.__dict__[self._name] = value
+
+
+class _Model(_internals.LlamaModel):
+    """llama_cpp's, also in the hands of the tokenizers that it has given out."""
+
+    model, vocab = _Handle(), _Handle()
+
+    def __init__(self, turns: Turns, **options: Any):
+        self.turns = turns
+        super().__init__(**options)
+
+    def close(self) -> None:
+        if self.turns.here:
+            super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+
+
+class _Context(_internals.LlamaContext):
+    ctx, memory = _Handle(), _Handle()
+    around: Callable[[Callable[[], None], Any], None] | None = None
+
+    def __init__(self, turns: Turns, **options: Any):
+        self.turns = turns
+        super().__init__(**options)
+
+    def decode(self, batch: Any) -> None:
+        computes_here()
+        if self.around is None:
+            super().decode(batch)
+        else:
+            self.around(functools.partial(super().decode, batch), batch.batch)
+
+    def close(self) -> None:
+        if self.turns.here:
+            super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+
+    def kv_cache_seq_rm(self, *args: Any, **kwargs: Any) -> bool:
+        if self.memory is None:
+            raise MoeoffError("the model keeps no memory of a text, as diffusion models do not: it cannot go on with one")
+        return super().kv_cache_seq_rm(*args, **kwargs)
+
+
+def _reads(kind: type, name: str) -> Any:
+    """A method that may be called while another thread computes, and not while one closes the model."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.turns.read(method, self, *args, **kwargs)
+        except ValueError as error:  # a token that there is not
+            raise OptionError(str(error)) from None
+        except RuntimeError as error:  # no vocabulary
+            raise MoeoffError(str(error)) from None
+
+    return call
+
+
+for _name, _method in vars(_internals.LlamaModel).items():
+    if inspect.isfunction(_method) and not _name.startswith("_") and _name not in vars(_Model):
+        setattr(_Model, _name, _reads(_internals.LlamaModel, _name))
+for _name in ("n_ctx", "pooling_type"):
+    setattr(_Context, _name, _reads(_internals.LlamaContext, _name))
+
+
+class _Sampler(_internals.LlamaSampler):
+    """llama_cpp's, but its logits processors are called from here and not from inside llama.cpp, which would swallow what they raise."""
+
+    processors: Sequence[Callable[[Any, Any], Any]] = ()
+    llama: weakref.ref[PatchedLlama]
+
+    def _draw(self, ctx: Any, idx: int) -> int:
+        try:
+            return super().sample(ctx, idx)
+        except RuntimeError as error:  # a grammar leaves none
+            raise MoeoffError(str(error)) from None
+
+    def sample(self, ctx: Any, idx: int = -1) -> int:
+        llama = self.llama()
+        if not self.processors or llama is None:
+            return self._draw(ctx, idx)
+        logits = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),))
+        scores = logits.copy()
+        for processor in self.processors:
+            scores[:] = processor(llama._input_ids, scores)
+        with llama.changed_logits(logits, scores):
+            return self._draw(ctx, idx)
+
+
+class LoadError(ValueError):
+    """llama.cpp cannot load a model."""
+
+
+class _AnyLlama(llama_cpp.Llama):
+    """llama_cpp.Llama, of which a subclass says in `_before_load` how it is loaded."""
+
+    def _before_load(self) -> None:
+        find_devices()  # not while it loads: what a driver lacks is no reason why a model cannot be read
+
+    def adds_bos(self) -> bool:
+        """The model wants a beginning-of-text token."""
+        return self._model.add_bos_token()
+
+
+_NOTHING, _TAIL, _ALL = 0, 1, 2  # of the context may not be what it says: what is behind its tokens, or anything
+
+
+def _as_a_whole(method: Any) -> Any:
+    """A method of which no part is of use: interrupted, it leaves an empty context behind."""
+
+    @functools.wraps(method)
+    def call(self: PatchedLlama, *args: Any, **kwargs: Any) -> Any:
+        before, self._doubt = self._doubt, _ALL
+        result = method(self, *args, **kwargs)
+        self._doubt = before
+        return result
+
+    return call
+
+
+class PatchedLlama(_AnyLlama):
+    """llama_cpp.Llama with what it lacks: a say in how the model is loaded, a wrapper around every decode, and batches of one's own.
+
+    What a batch that was interrupted has left in the context is never continued from: `settled` forgets it before the next call that computes.
+
+    A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
+    """
+
+    _overrides: Any  # moeoff.llamacpp.native.TensorOverrides
+    _no_alloc = False  # plans buffers and allocates none: nothing can be computed, but `context_memory` tells the sizes
+    _progress: Callable[[float], None] | None = None
+    # Batches give the logits of one token, unless an option wants those of all. llama.cpp plans for all by default: a vocabulary of
+    # 150,000 and batches of 512 tokens are 297 MiB that no answer uses.
+    _one_output = False
+    _model: Any
+    _ctx: Any
+    _model_class: Any
+    _context_class: Any
+    _sampler_class = _Sampler
+    _n_sequences = 1  # that the context holds side by side
+    _unified = False  # they share all of it, and have not a part of it each
+    _latest_sampler: Any = None
+    _keeps_sampler = False
+    _doubt = _NOTHING
+    _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
+
+    @property
+    def turns(self) -> Turns:
+        if self._turns is None:
+            self._turns = Turns()
+        return self._turns
+
+    def load(self, model_path: str, **options: Any) -> None:
+        """llama_cpp.Llama's constructor. Raises LoadError with llama.cpp's reason, or what `_progress` raised."""
+        self._model_class, self._context_class = functools.partial(_Model, self.turns), functools.partial(_Context, self.turns)
+        progress = _Progress(self._progress)
+        self._progress_callback = progress.callback
+        wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
+        self._n_outputs_max = self._n_sequences if self._one_output and not wants_all else 0
+        with _collected_errors() as errors:
+            try:
+                with assertions_raise():
+                    super().__init__(model_path, **options)
+            except RuntimeError as error:
+                if not options.get("lora_path"):
+                    raise
+                raise LoadError(f"its adapter {options['lora_path']}: {_reason(errors) or error}") from error
+            except ValueError as error:
+                if progress.error is not None:
+                    raise progress.error from None
+                raise LoadError(_reason(errors) or str(error)) from error
+        if progress.error is not None:
+            raise progress.error
+        sys.stderr.writelines(f"{one_line(text.rstrip())}\n" for text in errors if text.strip())  # they did not matter
+        if (n_ctx := self.n_ctx()) > len(self.input_ids):  # llama.cpp rounds a context up, and llama_cpp's lists stay as long as was asked for
+            self.input_ids = np.zeros(n_ctx, np.intc)
+            if self._logits_all:
+                self.scores = np.empty((n_ctx, self._n_vocab), np.single)
+
+    def _before_load(self) -> None:
+        super()._before_load()
+        model, context = self.model_params, self.context_params
+        model.tensor_buft_overrides = self._overrides.address
+        model.progress_callback = self._progress_callback
+        model.no_alloc = self._no_alloc
+        model.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # above 4 GiB some tensors would be mapped, and be in no plan of memory
+        model.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
+        context.n_outputs_max, context.n_seq_max, context.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
+
+    @property
+    def loaded(self) -> bool:
+        return getattr(self, "_stack", None) is not None
+
+    @property
+    def context_handle(self) -> int:
+        """struct llama_context *"""
+        handle: int = self._ctx.ctx
+        return handle
+
+    @property
+    def model_handle(self) -> int:
+        """struct llama_model *"""
+        handle: int = self._model.model
+        return handle
+
+    def wrap_decode(self, wrapper: Callable[[Callable[[], None], Any], None]) -> None:
+        """From now on every decode is `wrapper(decode, llama_batch)`, which calls decode() once; it raises RuntimeError if llama.cpp fails.
+
+        Args:
+            wrapper: a method of this object.
+        """
+        weak, around = weakref.ref(self), weakref.WeakMethod(wrapper)  # an object that refers to itself would outlive its last user
+
+        def checked(decode: Callable[[], None], batch: Any) -> None:
+            llm, wrap = weak(), around()
+            if llm is not None and wrap is not None:
+                llm._check_outputs(batch)
+                wrap(decode, batch)
+
+        self._ctx.around = checked
+
+    def _check_outputs(self, batch: Any) -> None:
+        """Raises OptionError for a batch over which llama.cpp would end the process."""
+        if self._n_outputs_max and batch.n_tokens > 1:
+            n_outputs = batch.n_tokens - ctypes.string_at(batch.logits, batch.n_tokens).count(0)
+            if n_outputs > self._n_outputs_max:
+                raise OptionError(f"logits of {n_outputs} tokens of a batch: open the model with logits_all=True")
+
+    def on_close(self, function: Callable[[], None]) -> None:
+        """Calls it when the model is closed, before the model is freed."""
+        self._stack.callback(function)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the logits that llama.cpp and llama_cpp keep."""
+        rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
+        return 4 * self._n_vocab * rows
+
+    # llama_cpp makes a sampler for each answer and leaves the one before to the garbage collector, which does not see that a
+    # vocabulary of 150,000 makes it 1.8 MB large and comes by after dozens of answers
+    def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
+        if self._keeps_sampler:
+            return self._latest_sampler
+        if self._latest_sampler is not None:
+            self._latest_sampler.close()
+        with _collected_errors() as errors, assertions_raise():
+            try:
+                self._latest_sampler = sampler = super()._init_sampler(*args, **options)
+            except ValueError as error:
+                raise OptionError(f"{error}: {_reason(errors) or 'llama.cpp has said above where'}") from None
+        sampler.processors, sampler.llama = logits_processor or (), weakref.ref(self)
+        return sampler
+
+    def sample(self, *args: Any, **options: Any) -> int:
+        """As llama_cpp's.
+
+        Raises:
+            MoeoffError: no token was computed since the context was filled or changed in another way: there is nothing to draw from.
+        """
+        if self._requires_eval:
+            raise MoeoffError("there are no logits to draw a token from: compute one with eval() first")
+        if self._sampler is not None and self._sampler.sampler is not None:
+            token: int = super().sample(*args, **options)
+            return token
+        latest, self._latest_sampler, self._sampler = self._latest_sampler, None, None
+        try:
+            token = super().sample(*args, **options)
+            return token
+        finally:  # one that was made for this token alone goes with it
+            if self._latest_sampler is not None:
+                self._latest_sampler.close()
+            self._latest_sampler, self._sampler = latest, None
+
+    @contextlib.contextmanager
+    def changed_logits(self, logits: np.ndarray, scores: np.ndarray) -> Iterator[None]:
+        """While open, llama.cpp's logits are these scores."""
+        original, before, self._doubt = logits.copy(), self._doubt, max(self._doubt, _TAIL)
+        logits[:] = scores
+        try:
+            yield
+        finally:
+            logits[:] = original
+        self._doubt = before
+
+    # --- interrupts ---
+
+    def changing(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls a function that computes or changes the context. If it does not come to its end, `settle` has something to do."""
+        self._doubt = max(self._doubt, _TAIL)
+        try:
+            result = function(*args, **kwargs)
+        except StopIteration:  # the end of an answer
+            self._doubt = _NOTHING
+            raise
+        self._doubt = _NOTHING
+        return result
+
+    def settle(self) -> bool:
+        """Forgets what was not computed to its end, and all if the model's memory cannot forget a part. True if there was something to look at.
+
+        Whatever was interrupted, `input_ids[:n_tokens]` are tokens that had been computed; the context may hold fewer of them, or more.
+        """
+        if not self._doubt:
+            return False
+        self._requires_eval, self._keeps_sampler, self._sampler = True, False, None
+        if self._doubt == _ALL or not self._forget_tail():
+            self.clear_context()
+        self._doubt = _NOTHING
+        return True
+
+    def _forget_tail(self) -> bool:
+        """False: the context cannot go back to its latest whole token."""
+        if self._is_recurrent or self._is_hybrid:  # a state has moved on, or is half computed
+            return False
+        memory = api.llama_get_memory(self._ctx.ctx)
+        self.n_tokens = n = min(self.n_tokens, api.llama_memory_seq_pos_max(memory, 0) + 1)
+        return n > 0 and api.llama_memory_seq_pos_min(memory, 0) == 0 and bool(api.llama_memory_seq_rm(memory, 0, n, -1))
+
+    def close(self) -> None:
+        """Frees the model."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().close)
+            if self._latest_sampler is not None:
+                self._latest_sampler.close()
+
+    # --- batches of one's own, besides `generate` ---
+
+    embed = _as_a_whole(_AnyLlama.embed)
+    load_state = _as_a_whole(_AnyLlama.load_state)
+
+    @_as_a_whole
+    def clear_context(self) -> None:
+        """Empties the KV cache: the next batch begins a text."""
+        self.reset()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+        self._ctx.kv_cache_clear()
+
+    @_as_a_whole
+    def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
+        """Computes tokens at positions n_past, n_past + 1, ...; at most `n_batch` of them.
+
+        Args:
+            first_output: tokens before this position of the text give no logits.
+
+        Raises:
+            MoeoffError: as while answering.
+            RuntimeError: llama.cpp cannot compute it.
+        """
+        batch = self._batch
+        batch.set_batch(batch=list(tokens), n_past=n_past, logits_all=False)
+        for i in range(len(tokens)):
+            batch.batch.logits[i] = n_past + i >= first_output
+        self._ctx.decode(batch)
+
+    def batch_logits(self, n: int) -> np.ndarray:
+        """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""
+        logits = self._ctx.get_logits()
+        return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
+
+    @_as_a_whole
+    def decode_sequences(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[bool]) -> None:
+        """Computes tokens of several sequences at once, at most `n_batch` of them; those whose outputs are wanted give logits.
+
+        Raises:
+            MoeoffError: as while answering.
+            RuntimeError: llama.cpp cannot compute it.
+        """
+        raw = self._batch.batch
+        raw.n_tokens = len(tokens)
+        for i, (token, position, sequence, output) in enumerate(zip(tokens, positions, sequences, outputs, strict=True)):
+            raw.token[i], raw.pos[i], raw.n_seq_id[i], raw.logits[i] = token, position, 1, output
+            raw.seq_id[i][0] = sequence
+        self._ctx.decode(self._batch)
+
+    @_as_a_whole
+    def forget_sequence(self, sequence: int) -> None:
+        """Drops it from the context; another one may take its number."""
+        api.llama_memory_seq_rm(api.llama_get_memory(self._ctx.ctx), sequence, -1, -1)
+
+    # --- the context as a whole ---
+
+    @property
+    def can_shift(self) -> bool:
+        """The context can forget a part of its text and move the rest."""
+        model = self._model.model
+        if api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
+            return False  # it would say that it can, because positions mean nothing to it; but it cannot forget
+        return bool(api.llama_memory_can_shift(api.llama_get_memory(self._ctx.ctx)))
+
+    @_as_a_whole
+    def shift_context(self, n_keep: int, n_discard: int) -> bool:
+        """Forgets n_discard tokens behind the first n_keep. False: the context cannot, and nothing has changed."""
+        memory, n, end = api.llama_get_memory(self._ctx.ctx), self.n_tokens, n_keep + n_discard
+        if not api.llama_memory_seq_rm(memory, 0, n_keep, end):
+            return False
+        api.llama_memory_seq_add(memory, 0, end, n, -n_discard)
+        self.input_ids[n_keep : n - n_discard] = self.input_ids[end:n].copy()
+        self.n_tokens = n - n_discard
+        return True
+
+    @contextlib.contextmanager
+    def same_sampler(self) -> Iterator[None]:
+        """An answer that `generate` begins inside draws on with the sampler of the one before: its seed and what it has seen."""
+        self._keeps_sampler = True
+        try:
+            yield
+        finally:
+            self._keeps_sampler = False
+
+    def unbounded_context(self) -> None:
+        """From now on llama_cpp does not end answers where the context is full."""
+        self._n_ctx = 1 << 30
+
+    def save_context(self, path: str, behind: Sequence[int] = ()) -> str:
+        """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing.
+
+        Args:
+            behind: numbers that are written behind the tokens, as more of them.
+        """
+        tokens = np.concatenate([self.input_ids[: self.n_tokens], np.array(behind, np.intc)]).astype(np.int32)
+        with _collected_errors() as errors, assertions_raise():
+            done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
+        return "" if done else _reason(errors) or "llama.cpp gives no reason"
+
+    @_as_a_whole
+    def load_context(self, path: str, n_behind: int = 0) -> str:
+        """Reads what `save_context` wrote, with so many numbers behind the tokens. Returns what went wrong, and the context is empty then, or nothing."""
+        tokens = np.zeros(self.n_ctx() + n_behind, np.int32)
+        count = ctypes.c_size_t()
+        with _collected_errors() as errors, assertions_raise():
+            done = api.llama_state_load_file(
+                self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
+            )
+        n = count.value - n_behind
+        if not done or n < 0 or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
+            self.clear_context()
+            return _reason(errors) or "it is damaged"
+        self.input_ids[:n] = tokens[:n]
+        self.n_tokens = n
+        self._requires_eval = True
+        return ""
+
+    # --- vocabulary ---
+
+    def is_end_token(self, token: int) -> bool:
+        """The token ends an answer; models have several."""
+        return bool(self.turns.read(lambda: api.llama_vocab_is_eog(self._model.vocab, token)))
+
+    def token_text(self, token: int) -> str:
+        """A token as its vocabulary writes it; empty for -1, no token."""
+        return self._model.token_get_text(token) if token != -1 else ""
+
+
+class StockLlama(_AnyLlama):
+    """llama_cpp.Llama from the same library, without an expert buffer: what everything is compared with.
+
+    Args:
+        use_extra_bufts: repacked kernels, llama.cpp's default, which llama_cpp offers no option for.
+        overrides: where tensors go (`moeoff.llamacpp.native.TensorOverrides`), likewise; None: as llama.cpp has it.
+
+    Attributes:
+        decode_seconds: inside llama_decode so far, and until what it began has ended.
+    """
+
+    def __init__(self, model_path: str, *, use_extra_bufts: bool = True, overrides: Any = None, **options: Any):
+        self._extra, self._overrides, self.decode_seconds = use_extra_bufts, overrides, 0.0
+        super().__init__(model_path, **options)
+        decode = self._ctx.decode
+
+        def timed(batch: Any) -> None:
+            started = time.perf_counter()
+            decode(batch)
+            llama_cpp.llama_synchronize(self._ctx.ctx)  # a device goes on after llama_decode has returned
+            self.decode_seconds += time.perf_counter() - started
+
+        self._ctx.decode = timed  # type: ignore[method-assign]  # of this one object
+
+    def _before_load(self) -> None:
+        super()._before_load()
+        self.model_params.use_extra_bufts = self._extra
+        if self._overrides is not None:  # kept here, since llama.cpp does not copy them
+            self.model_params.tensor_buft_overrides = self._overrides.address
+
+
+class _Progress:
+    """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; what it raises ends the load.
+
+    Attributes:
+        error: what it has raised.
+    """
+
+    def __init__(self, progress: Callable[[float], None] | None):
+        self.error: BaseException | None = None
+
+        def report(fraction: float, _user: Any) -> bool:
+            try:
+                if progress is not None:
+                    progress(fraction)
+            except BaseException as error:  # must not cross the C frame below
+                self.error = error
+            return self.error is None
+
+        self.callback = api.llama_progress_callback(report)

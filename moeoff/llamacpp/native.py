@@ -1,0 +1,119 @@
+"""The native side seen from Python: the ctypes mirror of our C headers and the handshake that proves both agree.
+
+Nothing here decides anything. `_abi` holds the mirror, which is made from the headers. Importing this module loads llama.cpp and
+raises `ForkError` if it is not moeoff's build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Mapping, Sequence
+from ctypes import Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
+
+from ..errors import ForkError
+from ..system import machine
+from . import _abi
+from ._abi import *  # noqa: F403
+from ._abi import ABI_VERSION, N_MATRIX, STRUCTS, VERSION_HIGH, VERSION_LOW, VERSION_SKIP, abi_layout, abi_version, function
+from .llama import api, lib
+
+MATRICES = ("gate_up", "up", "gate", "down")  # enum moeoff_matrix, in the order the graph computes them
+ALL_MATRICES = (1 << N_MATRIX) - 1
+
+HIGH, LOW, SKIP = VERSION_HIGH, VERSION_LOW, VERSION_SKIP  # of a slice; skip is a decision about an expert, its output is zero
+
+__all__ = [
+    *_abi.__all__,
+    "ALL_MATRICES",
+    "HIGH",
+    "LOW",
+    "MATRICES",
+    "SKIP",
+    "TensorOverrides",
+    "block_size",
+    "cpu_buffer_type",
+    "device_memory_of",
+    "layout",
+    "lib",
+    "memory_of_batches",
+    "memory_of_context",
+    "quantize_chunk",
+    "requires_imatrix",
+    "type_name",
+    "type_size",
+]
+
+
+class TensorOverrides:
+    """Where tensors go when a model is loaded: an array of llama_model_tensor_buft_override, which lives as long as this.
+
+    Args:
+        pairs: (regular expression, ggml_backend_buffer_type_t): the first that is found in a tensor's name decides.
+
+    Attributes:
+        address: of the array, which an empty one ends.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, int]]):
+        patterns, kinds = (c_char_p * len(pairs))(*(pattern.encode() for pattern, _ in pairs)), (c_void_p * len(pairs))(*(kind for _, kind in pairs))
+        self.address: int = _abi.overrides_new(patterns, kinds, len(pairs))
+        weakref.finalize(self, _abi.overrides_free, self.address)
+
+
+def layout(structs: Mapping[str, type[Structure]]) -> str:
+    """Structs of the mirror in the words of moeoff_abi_layout()."""
+    return ";".join(
+        f"{name}:{ctypes.sizeof(struct)}" + "".join(f",{field[0]}:{getattr(struct, field[0]).offset}" for field in struct._fields_)
+        for name, struct in structs.items()
+    )
+
+
+if abi_version() != ABI_VERSION or abi_layout().decode() != layout(STRUCTS):
+    raise ForkError(
+        f"the installed llama-cpp-python speaks version {abi_version()} of the expert buffer's interface, "
+        f"this moeoff version {ABI_VERSION}: run `make env` to rebuild it"
+    )
+
+# bool moeoff_should_abort(void * eb);  -- as a ggml_abort_callback
+should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value or 0)
+# ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);  -- of ggml-backend.h
+cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
+# const char * ggml_type_name(enum ggml_type type);  -- these of ggml.h; none checks that there is such a type
+type_name = function("ggml_type_name", c_char_p, c_int)
+# int64_t ggml_blck_size(enum ggml_type type);
+block_size = function("ggml_blck_size", c_int64, c_int)
+# size_t ggml_type_size(enum ggml_type type);  -- of a block
+type_size = function("ggml_type_size", c_size_t, c_int)
+# bool ggml_quantize_requires_imatrix(enum ggml_type type);
+requires_imatrix = function("ggml_quantize_requires_imatrix", c_bool, c_int)
+# size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row, const float * imatrix);
+quantize_chunk = function("ggml_quantize_chunk", c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)
+
+
+def memory_of_context(ctx: int) -> tuple[int, ...] | None:
+    """Bytes in host memory of weights, KV and recurrent state, compute buffers, work area and logits; None: no memory for the graph of the largest batch.
+    Needs the experts' sources. Not while the context decodes."""
+    out = (c_uint64 * 5)()
+    return tuple(out) if _abi.context_memory(ctx, out) == 0 else None
+
+
+def memory_of_batches(ctx: int, n_tokens: int, gives_back: bool) -> tuple[int, int] | None:
+    """Bytes of the compute buffer and of the work area for batches of at most so many tokens; None: a device computes, too, or, with
+    `gives_back`, the system has taken nothing back. Not while the context decodes.
+
+    Args:
+        gives_back: what such batches do not use of the compute buffer, until a larger one comes.
+    """
+    out = (c_uint64 * 2)()
+    return (out[0], out[1]) if _abi.batch_memory(ctx, n_tokens, gives_back, out) == 0 else None
+
+
+def device_memory_of(ctx: int, device: int) -> int:
+    """Bytes that llama.cpp has allocated for a context on a device: weights, caches and buffers."""
+    out = (c_uint64 * 3)()
+    _abi.device_memory(ctx, device, out)
+    return sum(out)
+
+
+_abi.use_row_kernels(machine.wants_row_kernels())

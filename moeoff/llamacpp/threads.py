@@ -1,0 +1,244 @@
+"""Each compute thread on a core of its own, for as long as llama.cpp computes a batch.
+
+Next to other busy processes the kernel puts two compute threads on one core and leaves them there (docs/internals/threads.md). Threads are bound
+only if there are as many of them as cores that this process may use: with fewer the kernel knows better which cores are idle. The masks are
+those of llama.cpp's thread pools. The caller's thread has its cores back when the batch is done, so that nothing that an app starts inherits them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from ctypes import c_int32, c_void_p
+
+from ..errors import OptionError
+from ..system.files import machine_wide_file
+from ._abi import threadpool_new
+from .llama import api, c_function, lib
+
+MAX_CORES = 512  # GGML_MAX_N_THREADS, the length of llama.cpp's masks
+USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_FLOCK = "hhqqi4x"  # struct flock
+_OMP_PAUSE_SOFT = 1
+PRIORITIES = {-1: 5, 0: 0, 1: -5, 2: -10, 3: -20}  # llama.cpp's --prio -> nice
+
+
+# void ggml_threadpool_free(struct ggml_threadpool * threadpool);
+_pool_free = c_function("ggml_threadpool_free", None, c_void_p)
+# void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
+_attach = c_function("llama_attach_threadpool", None, c_void_p, c_void_p, c_void_p)
+# void llama_detach_threadpool(struct llama_context * ctx);
+_detach = c_function("llama_detach_threadpool", None, c_void_p)
+
+
+def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why compute threads are never bound in this process, or None."""
+    if not hasattr(os, "sched_setaffinity") or not hasattr(fcntl, "F_OFD_SETLK"):
+        return "this system cannot bind threads"
+    if " OPENMP = 1 " not in api.llama_print_system_info().decode():
+        return "llama.cpp was built without OpenMP"  # its pools would own threads, and be expensive
+    return next((f"{name}={environ[name]}" for name in USERS_OWN if name in environ), None)
+
+
+def one_each(n_threads: int, cores: Iterable[int]) -> bool:
+    """True if so many threads are bound, one to each of the cores that they may use."""
+    cores = set(cores)
+    return n_threads > 1 and n_threads == len(cores) and max(cores) < MAX_CORES
+
+
+def runs(cores: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the number of cores of every unbroken run."""
+    unbroken: list[tuple[int, int]] = []
+    for core in sorted(cores):
+        if unbroken and core == sum(unbroken[-1]):
+            unbroken[-1] = (unbroken[-1][0], unbroken[-1][1] + 1)
+        else:
+            unbroken.append((core, 1))
+    return unbroken
+
+
+class CoreClaims:
+    """Which cores are bound by a process of ours at this moment: a byte of one file for each, locked as long as it is.
+
+    The locks belong to the open file: they go with the process, however it ends, and two models in one process exclude each
+    other as two processes do. Without a file nothing can be claimed.
+    """
+
+    def __init__(self, path: str | None):
+        self._fd = -1
+        if path is not None:
+            with contextlib.suppress(OSError):
+                self._fd = _open_for_all(path)
+
+    def claim(self, runs: Iterable[tuple[int, int]]) -> bool:
+        """Takes these cores, or none if one of them is taken. Never waits."""
+        if self._fd < 0:
+            return False
+        try:
+            for run in runs:
+                self._set(fcntl.F_WRLCK, *run)
+        except OSError:
+            self.release()
+            return False
+        return True
+
+    def release(self) -> None:
+        self._set(fcntl.F_UNLCK, 0, 0)  # a length of 0 is everything
+
+    def _set(self, kind: int, start: int, length: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _open_for_all(path: str) -> int:
+    """The file for reading and writing, made for all users if it is absent."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags)  # before O_CREAT, which the kernel refuses for other users' files in such folders
+    except FileNotFoundError:
+        fd = os.open(path, flags | os.O_CREAT, 0o666)
+        with contextlib.suppress(OSError):  # another user's, made meanwhile
+            os.fchmod(fd, 0o666)  # whatever the umask
+        return fd
+
+
+class CoreBinding:
+    """A context manager around one llama_decode at a time. Looks at the cores that the calling thread may use each time.
+
+    Args:
+        ctx: llama_context, which must live as long as this is used.
+    """
+
+    def __init__(self, ctx: int):
+        self._ctx = ctx
+        self._off = why_not() is not None
+        self._claims = CoreClaims(None if self._off else machine_wide_file("cores.lock"))
+        self._made_for: tuple[set[int], int, int] | None = None
+        self._pools: list[int] = []
+        self._has_bound = False  # OpenMP keeps its threads, and they keep their masks
+        self._attached = self._claimed = False
+        self._thread = 0  # that computes
+
+    def __enter__(self) -> None:
+        if self._off:
+            return
+        self._leave()  # a batch that was interrupted just when it ended
+        self._thread = threading.get_native_id()
+        now = (os.sched_getaffinity(0), api.llama_n_threads(self._ctx), api.llama_n_threads_batch(self._ctx))
+        if now != self._made_for:
+            self._make(*now)
+            self._made_for = now
+        if not self._pools:
+            return
+        self._claimed = bool(self._runs) and self._claims.claim(self._runs)
+        self._has_bound |= self._claimed
+        self._attached = True
+        _attach(self._ctx, *(self._bound if self._claimed else self._free))
+
+    def __exit__(self, *_exc: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Each step may be the last one before an interrupt: the next call goes on there."""
+        if self._attached:
+            _detach(self._ctx)
+            self._attached = False
+        if self._claimed:
+            with contextlib.suppress(OSError):  # the cores that it had are no longer this process's, or the thread has ended
+                if os.sched_getaffinity(self._thread) == self._callers:  # else it was moved from outside meanwhile, and stays there
+                    os.sched_setaffinity(self._thread, self._before)
+            self._claims.release()
+            self._claimed = False
+
+    def _make(self, cores: set[int], *n_threads: int) -> None:
+        """The pools for these cores and these numbers of threads, of decode and of batches; none if there is nothing to bind."""
+        self._drop_pools()
+        binds = [one_each(n, cores) for n in n_threads]
+        self._runs = runs(cores) if any(binds) else []
+        if not self._runs and not self._has_bound:
+            return
+        try:
+            self._before = _unbound(cores)
+        except OSError:  # not permitted here
+            self._off = True
+            return
+        self._callers = {min(cores)}  # llama.cpp deals the cores in order, and the caller's thread comes first
+        self._free = [self._pool(n, self._before, False) for n in n_threads]
+        self._bound = [self._pool(n, cores, True) if bind else free for n, bind, free in zip(n_threads, binds, self._free)]
+
+    def _pool(self, n_threads: int, cores: Iterable[int], one_each: bool) -> int:
+        self._pools.append(_new_pool(n_threads, cores, one_each))
+        return self._pools[-1]
+
+    def _drop_pools(self) -> None:
+        while self._pools:
+            _pool_free(self._pools.pop())
+
+    def close(self) -> None:
+        """After the context has been freed. OpenMP's threads end if they were started from this thread: no later thread inherits their masks."""
+        if self._has_bound:
+            self._has_bound = False
+            with contextlib.suppress(AttributeError):  # an OpenMP before 5.0
+                lib["omp_pause_resource_all"](_OMP_PAUSE_SOFT)
+        self._drop_pools()
+        self._claims.close()
+        self._off = True
+
+
+def _new_pool(n_threads: int, cores: Iterable[int], one_each: bool) -> int:
+    listed = list(cores)
+    pool: int = threadpool_new((c_int32 * len(listed))(*listed), len(listed), n_threads, one_each)
+    return pool
+
+
+@contextlib.contextmanager
+def bound_pool(n_threads: int) -> Iterator[int | None]:
+    """A thread pool of ggml's with each thread on a core of its own, as `CoreBinding` has them; None where it binds none.
+
+    For a measurement: the cores are not claimed, and the caller's thread has its own back at the end.
+    """
+    if why_not() is not None or not one_each(n_threads, cores := os.sched_getaffinity(0)):
+        yield None
+        return
+    pool = _new_pool(n_threads, cores, True)
+    try:
+        yield pool
+    finally:
+        with contextlib.suppress(AttributeError):
+            lib["omp_pause_resource_all"](_OMP_PAUSE_SOFT)
+        _pool_free(pool)
+        os.sched_setaffinity(0, cores)
+
+
+def _unbound(cores: set[int]) -> Iterable[int]:
+    """The mask that leaves the calling thread as free as it is, on these cores: all there are, unless more than the cpuset
+    restricts it. A cpuset that grows takes along only threads whose own mask has room."""
+    everything = range(min(os.sysconf("SC_NPROCESSORS_CONF"), MAX_CORES))
+    os.sched_setaffinity(0, everything)
+    if os.sched_getaffinity(0) == cores:
+        return everything
+    os.sched_setaffinity(0, cores)
+    return cores
+
+
+def set_priority(level: int) -> None:
+    """For the whole process and the threads that it starts from now on: -1 low, 0 as it is, 1 medium, 2 high, 3 realtime.
+
+    Raises:
+        OptionError: there is no such level, or the system does not allow it.
+    """
+    if level not in PRIORITIES:
+        raise OptionError(f"`priority`: -1 to 3, not {level}")
+    if level:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, PRIORITIES[level])
+        except OSError as error:
+            raise OptionError(f"`priority` {level}: the system does not allow a niceness of {PRIORITIES[level]}: {error.strerror}") from None

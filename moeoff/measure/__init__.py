@@ -1,0 +1,1 @@
+"""Passes over text that measure a model: profile, perplexity, what lower precision costs, and its speed, stock llama.cpp's too."""

@@ -1,0 +1,80 @@
+"""Checkpoint: finished parts of a calibration, in the cache folder until all of it is done, so that it goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..gguf.model_index import ModelIndex
+from ..system.arrays import ArchiveError, read_npz
+from ..system.files import atomic_file, cache_folder
+from ..system.memory import available
+from ..system.user_cache import digest
+
+__all__ = ["Checkpoint"]
+
+Arrays = dict[str, np.ndarray]
+
+
+class Checkpoint:
+    """Parts of one calibration: arrays by name. Where nothing can be written each is made anew.
+
+    Args:
+        name: of what is calibrated; parts of an earlier calibration of the same model and name, which depended on something else, are removed.
+        options: with which the model is opened.
+        warn: told in a sentence of each part that is damaged, which is then made again.
+        **depends: what parts depend on besides model, options and this version of moeoff.
+    """
+
+    def __init__(self, name: str, model_index: ModelIndex, options: Mapping[str, Any], warn: Callable[[str], None] | None = None, **depends: Any):
+        self._warn = warn or (lambda sentence: None)
+        self._folder: Path | None = None
+        name = f"{name}-{model_index.identity}"
+        with contextlib.suppress(OSError):
+            root = cache_folder() / "calibrate"
+            folder = root / f"{name}-{digest(depends | {'moeoff': __version__, 'options': repr(sorted(options.items()))})}"
+            for other in root.glob(f"{name}-*"):
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._folder = folder
+
+    def has(self, name: str) -> bool:
+        return self._folder is not None and (self._folder / f"{name}.npz").exists()
+
+    def load(self, name: str) -> Arrays | None:
+        """A part's arrays; None if it is absent or damaged."""
+        if self._folder is None:
+            return None
+        path = self._folder / f"{name}.npz"
+        try:
+            return read_npz(path, available() // 2)
+        except FileNotFoundError:
+            return None
+        except (OSError, ArchiveError):
+            self._warn(f"{path}: is damaged and left out: that part is done again")
+            return None
+
+    def save(self, name: str, arrays: Arrays) -> None:
+        if self._folder is not None:
+            with contextlib.suppress(OSError), atomic_file(self._folder / f"{name}.npz") as file:
+                np.savez(file, **arrays)  # type: ignore[arg-type]  # its other parameter is a bool
+
+    def once(self, name: str, make: Callable[[], Arrays]) -> Arrays:
+        """A part as it was saved, or made and saved now."""
+        arrays = self.load(name)
+        if arrays is None:
+            arrays = make()
+            self.save(name, arrays)
+        return arrays
+
+    def remove(self) -> None:
+        """Removes all parts."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

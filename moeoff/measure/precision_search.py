@@ -1,0 +1,438 @@
+"""`moeoff calibrate --max-loss`: finds what may be left out of a model within a bound of loss, which depends on what is in memory.
+
+One number is searched: τ, the weight below which an expert that is not in memory is left out (`Precision.tau`). It is measured behind a simulated cache
+(`Precision.resident`) that holds a share of each layer's experts: each token is decided as if it were decoded alone behind the ones before it, as an
+answer is computed, but batches compute many of them at once.
+
+With nothing resident, a few τ show how the divergence grows (`Growth`). So for each share the search begins at a τ whose loss should be well within the bound,
+raises it as long as the upper bound of the loss keeps the limit, and ends at the first that does not. Such a sequence needs no correction for its length, only
+for the number of sequences (`upper_loss`). How far it goes at a time depends on the divergence, whose error is small, and not on the loss, which alone decides
+where it ends.
+
+A rule that looks at what is resident feeds on itself, so the boldest then write text freely (`moeoff.measure.own_text`): if one certainly loses more than the
+bound on that, the largest τ of each share is given up.
+
+`minutes` is a deadline: the lossless model reads as many windows as a part of it has time for, no further τ is begun that would pass its part, and what was
+measured by then counts. Everything measured is kept for a search that is interrupted or given more time.
+
+Every tier of a sidecar is measured in the place of all experts, too, and τ again in the smallest of those that keep the bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from ..budget.loss_contract import SECTION, USUAL_SHARE, Candidate, LossContract
+from ..engine.llama import Llama
+from ..errors import OptionError
+from ..experts.profile import Profile, profile_output
+from ..experts.sidecar import ORIGINAL, ExpertSource, hash64, relative_bytes
+from ..gguf.model_index import ModelIndex
+from ..precision import Precision
+from ..system.files import require_new
+from ..system.memory import parse_size, rss
+from .checkpoint import Checkpoint
+from .choices import Choices
+from .own_text import OPENING, score, write_freely
+from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
+from .statistics import Distance, Estimate, Scores, one_sided, upper_loss
+from .writer import texts_or_written
+
+__all__ = ["MeasuredCandidate", "RuleEvaluator", "SearchResult", "search_precision"]
+
+SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
+STEP = 1.12  # from one τ to the next, at least
+START = 0.7  # of the divergence that should take the upper bound to the limit, what is expected at the first τ of a share
+QUANTILES = (0.15, 0.4, 0.65)  # of the weights: the τ that are tried with nothing resident, on a few windows
+SAMPLE = 4  # windows that are enough for what needs no interval
+OWN_TOKENS = 8192  # at least, that what was found writes, and at most
+MOST_OWN_TOKENS = 4 * OWN_TOKENS
+DEFAULT_MINUTES = 15
+WRITING = 0.2  # of the time, for the text, where none is given
+SEARCHING = 0.75  # of a search's time; the rest is for own text
+PASSES = 2.5  # behind a share, over all windows, that there is to be time for
+MIN_WINDOWS = 8
+CTX = 512
+PROMPT = 64  # tokens of a window that are read: as long as a simulated cache remembers
+_NOTHING = 1e-9  # resident: a cache is simulated, and holds nothing
+_SPREAD = 1.3  # of windows' means, in errors of as many tokens that do not depend on each other
+_WEIGHTS = 1 << 20  # kept of the reference's, at most
+_GOLDEN = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill an interval evenly
+
+Once = Callable[[str, Callable[[], dict[str, np.ndarray]]], dict[str, np.ndarray]]
+
+
+def _make(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return make()
+
+
+@dataclass(frozen=True)
+class MeasuredCandidate(Candidate):
+    """A candidate of a contract with the intervals of its measurement.
+
+    Attributes:
+        low: share of what the gates chose that was served in low precision; nothing that is searched is.
+    """
+
+    distance: Distance = field(kw_only=True)
+    low: float = field(kw_only=True)
+
+    def without_intervals(self) -> Candidate:
+        return Candidate(**{f.name: getattr(self, f.name) for f in fields(Candidate)})
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """path: of the profile; max_loss: the bound that was searched for; measured: the contract's candidates with their intervals."""
+
+    path: str
+    contract: LossContract
+    max_loss: float
+    measured: tuple[MeasuredCandidate, ...]
+
+
+class RuleEvaluator:
+    """Measures rules on windows of text, behind a simulated cache.
+
+    Args:
+        llm: deterministic, opened by `open_model` with a precision that has `resident`.
+        tier: that all its experts are in.
+        size: of the experts, in bytes for each byte of the model's own.
+        at_once: sequences that a search makes, see `upper_loss`.
+        low_size: of the tier that serves low, the same; 0: the rules serve nothing low.
+        progress: told what is being done, how much of it is done and how much there is.
+        n_prompt: tokens of each window that are its prompt, as `evaluate` has it.
+        choices: of the lossless model on the same windows; None: `reference` makes them.
+
+    Attributes:
+        seconds: that a pass over all windows took, the last one; 0: there was none.
+        scores: of what was measured last.
+    """
+
+    scores: Scores
+
+    def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1, low_size: float = 0.0,
+                 progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None):  # fmt: skip
+        self._llm, self.windows, self._tier, self._size, self.at_once, self._low_size = llm, windows, tier, size, at_once, low_size
+        self._tell = progress or (lambda what, done, total: None)
+        self.n_prompt, self.choices, self.seconds = n_prompt, choices, 0.0
+        self._lossless_misses: dict[float, int] = {}  # by what is resident
+
+    def _stage(self, name: str, n_windows: int) -> Callable[[int], None]:
+        return lambda done: self._tell(name, done, n_windows * len(self.windows[0].tokens))
+
+    def reference(self, until: float = math.inf, least: int = 1) -> Reference:
+        """The lossless model's, in the batches that rules are measured in. `windows` are then those that it read.
+
+        Args:
+            until: of `time.monotonic`, when no further window is begun, but so many are read at the least.
+        """
+        self._llm.engine.quality.use(Precision())
+        n_experts: dict[int, int] = {}
+        for tensor in self._llm.engine.buffer.tensors:
+            n_experts[tensor.gate] = max(n_experts.get(tensor.gate, 0), tensor.ne[2])
+        self.choices, self._lossless_misses = Choices([n_experts[gate] for gate in sorted(n_experts)], _WEIGHTS), {}
+        self._llm.set_gate_callback(self.choices.observe)
+        try:
+            progress = self._stage("lossless", len(self.windows))
+            reference = Reference.record(self._llm, self.windows, "simulated", progress, self.n_prompt, until, least)
+            self._llm.engine.buffer.drain()
+        finally:
+            self._llm.set_gate_callback(None)
+        self.windows = self.windows[: len(reference.nll)]
+        return reference
+
+    def divergence(self, reference: Reference, tau: float) -> float:
+        """Mean KL(lossless || this) of the first windows with nothing resident."""
+        self._llm.engine.quality.use(Precision(tau=tau, resident=_NOTHING))
+        sample = self.windows[:SAMPLE]
+        progress = self._stage(f"nothing resident: τ {tau:.3g}", len(sample))
+        scores = evaluate(self._llm, sample, reference, mode="simulated", progress=progress, n_prompt=self.n_prompt)
+        return scores.quality().distance.kl.value
+
+    def measure(self, reference: Reference, precision: Precision) -> MeasuredCandidate:
+        """One rule with its share of the experts resident; a lossless one: the tier in the place of all experts."""
+        if self.choices is None:
+            raise ValueError("nothing was measured of the lossless model: reference() comes first")
+        resident = 0.0 if precision.lossless else precision.resident
+        self._llm.engine.quality.use(precision)
+        self._llm.reset_stats()
+        name = f"{resident:.0%} resident: τ {precision.tau:.3g}" if precision.tau else f"all in {self._tier}" if precision.lossless else str(precision)
+        began = time.monotonic()
+        self.scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=self._stage(name, len(self.windows)), n_prompt=self.n_prompt)
+        self.seconds = time.monotonic() - began
+        stats = self._llm.stats()
+        uses = max(self.choices.uses, 1)
+        low = stats.served_low if precision.uses_low else 0
+        read = self._size * stats.simulated_misses + self._low_size * low
+        if resident and resident not in self._lossless_misses:
+            self._lossless_misses[resident] = self.choices.misses(resident)
+        lossless = self._lossless_misses.get(resident, 0)
+        distance = self.scores.quality().distance
+        return MeasuredCandidate(
+            tier=self._tier, tau=precision.tau, resident=resident, loss=distance.loss.value, upper_loss=upper_loss(distance.loss, len(self.windows), self.at_once),
+            kl=distance.kl.value, cost=read / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,
+            distance=distance, low=low / uses,
+        )  # fmt: skip
+
+    def own_text(self, c: Candidate, opening: int, seed: int) -> np.ndarray:
+        """[n_tokens] float64, of a text that a rule has written behind the opening of a window: by how much the log-probability of each of its tokens is
+        higher than with the same experts and nothing left out."""
+        self._llm.engine.quality.use(c.precision)
+        text, log_p = write_freely(self._llm, self.windows[opening % len(self.windows)].tokens, seed)
+        self._llm.engine.quality.use(Precision())
+        own: np.ndarray = log_p - score(self._llm, text)
+        return own
+
+    def own_text_loss(self, c: Candidate, least: int, most: int, until: float = math.inf, once: Once = _make) -> Estimate:
+        """Loss of a rule on texts that it has written itself, against the same experts with nothing left out.
+
+        Args:
+            least, most: texts, each as long as a window.
+            until: of `time.monotonic`, when no further one is begun.
+            once: gives what an interrupted search has kept under a name, or makes it.
+        """
+        lost: list[np.ndarray] = []
+        step = max(len(self.windows) // least, 1)
+        while len(lost) < least or (len(lost) < most and time.monotonic() < until):
+            i = len(lost)
+            lost.append(once(f"own-{c.resident:g}-{c.tau:.6g}-{i}", lambda i=i: {"lost": self.own_text(c, i * step, i)})["lost"])  # type: ignore[misc]
+            self._stage(f"own text: τ {c.tau:.3g}", max(least, len(lost)))(len(lost) * len(self.windows[0].tokens))
+        return Estimate.mean(np.stack(lost)).map(math.expm1)
+
+
+class Growth:
+    """How the divergence grows with τ behind a share s of the experts, KL = scale τ^power (1 - s)^2, and with it the upper bound of the loss, KL + b sqrt(KL):
+    the error of a mean of n tokens' losses is at least sqrt(2 KL / n).
+
+    Args:
+        measured: (τ, KL) with nothing resident.
+        limit: logarithm of 1 + the bound of loss.
+        n_windows, n_tokens: of each so many are scored.
+        at_once: see `upper_loss`.
+    """
+
+    def __init__(self, measured: Sequence[tuple[float, float]], limit: float, n_windows: int, n_tokens: int, at_once: int):
+        points = np.log([(tau, kl) for tau, kl in measured if kl > 0]).reshape(-1, 2)
+        self._power, self._log_scale = math.nan, math.nan
+        if len(points) > 1:
+            self._power, self._log_scale = map(float, np.polyfit(points[:, 0], points[:, 1], 1))
+        self._limit, self._b = limit, _SPREAD * one_sided(n_windows, at_once) * math.sqrt(2 / (n_windows * n_tokens))
+
+    def tau(self, share: float) -> float:
+        """τ behind a share whose loss is expected to be well within the bound; NaN: nobody knows."""
+        most = ((math.sqrt(self._b**2 + 4 * self._limit) - self._b) / 2) ** 2
+        return math.exp((math.log(START * most) - 2 * math.log1p(-share) - self._log_scale) / self._power) if self._power > 0 else math.nan
+
+    def learn(self, c: Candidate) -> None:
+        """Corrects scale and b by what was measured of one τ behind a share."""
+        if c.kl > 0:
+            self._log_scale = math.log(c.kl) - 2 * math.log1p(-c.resident) - self._power * math.log(c.tau)
+            if math.isfinite(c.upper_loss):
+                self._b = max((math.log1p(c.upper_loss) - math.log1p(c.loss)) / math.sqrt(c.kl), 0.0)
+
+
+def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float = math.inf, once: Once = _make) -> list[list[MeasuredCandidate]]:
+    """The candidates behind each share of the experts, in turn: each has its first τ before any has its second.
+
+    Args:
+        until: of `time.monotonic`, when to end; the first of each share are measured all the same.
+        once: gives what an interrupted search has kept under a name, or makes it.
+    """
+    weights = evaluator.choices.weights if evaluator.choices is not None else np.zeros(0, np.float32)
+    most = float(weights.max(initial=0.0))
+    taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0}) if len(weights) else []
+    points = once("nothing", lambda: {"tau": np.array(taus), "kl": np.array([evaluator.divergence(reference, tau) for tau in taus])})
+    scored = n_scored(len(evaluator.windows[0].tokens), evaluator.n_prompt)
+    growth = Growth(list(zip(points["tau"].tolist(), points["kl"].tolist())), math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once)
+    by_share: dict[float, list[MeasuredCandidate]] = {share: [] for share in SHARES}
+    unfinished = list(SHARES)
+    while unfinished:
+        bold_enough = 0.0  # what held with fewer resident holds
+        for share, candidates in by_share.items():
+            if share in unfinished:
+                if candidates and time.monotonic() + evaluator.seconds > until:
+                    return list(by_share.values())
+                tau = max(growth.tau(share), candidates[-1].tau * STEP if candidates else bold_enough)
+                if not 0 < tau <= most * STEP:
+                    unfinished.remove(share)
+                    continue
+                measure = functools.partial(evaluator.measure, reference, Precision(tau=tau, resident=share))
+                c = _restored(once(f"{share:g}-{tau:.6g}", lambda measure=measure: _arrays(measure())))  # type: ignore[misc]
+                candidates.append(c)
+                growth.learn(c)
+                if c.upper_loss > max_loss:
+                    unfinished.remove(share)
+            bold_enough = max([bold_enough, *(c.tau for c in candidates if c.upper_loss <= max_loss)])
+    return list(by_share.values())
+
+
+def keep_on_own_text(
+    evaluator: RuleEvaluator, by_share: Sequence[Sequence[MeasuredCandidate]], max_loss: float, until: float = math.inf, once: Once = _make
+) -> list[MeasuredCandidate]:
+    """Those that do not certainly lose more than the bound on text that one of them writes.
+
+    If that one does, the largest τ of each share goes, and with it what would lose too much if loss on own text grew as the divergence does; the boldest
+    that is left writes again, if there is time.
+
+    Args:
+        until: of `time.monotonic`, when to end; the first writes at least OWN_TOKENS all the same.
+    """
+    remaining = [list(candidates) for candidates in by_share]
+    n_each = len(evaluator.windows[0].tokens) - OPENING
+    least, most = (max(-(-n // n_each), 2) for n in (OWN_TOKENS, MOST_OWN_TOKENS))
+    while boldest := [held[-1] for candidates in remaining if (held := [c for c in candidates if c.upper_loss <= max_loss])]:
+        c = next((c for c in boldest if c.resident == USUAL_SHARE), boldest[-1])
+        own = evaluator.own_text_loss(c, least, most, until, once)
+        if own.low is None or own.low <= max_loss:
+            break
+        limits = {c.resident: c.tau for c in boldest}
+        grown = math.log1p(own.value) / max(c.kl, 1e-12)
+        remaining = [[c for c in candidates if c.tau < limits.get(c.resident, math.inf) and c.kl * grown <= math.log1p(max_loss)] for candidates in remaining]
+        if time.monotonic() > until:
+            break
+    return list(itertools.chain(*remaining))
+
+
+def search_precision(
+    model: str | os.PathLike[str],
+    text: Sequence[str | os.PathLike[str]],
+    max_loss: float,
+    *,
+    tier: str | None = None,
+    experts: str | os.PathLike[str] | bool = "auto",
+    tokens: int = 16384,
+    minutes: float = math.inf,
+    output: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    warn: Callable[[str], None] | None = None,
+    **options: Any,
+) -> SearchResult:
+    """Measures what may be left out of a model, and its sidecar's tiers, and writes the profile's section "precision".
+
+    Args:
+        text: texts, none: the model writes some; their windows are of 512 tokens, or of the model's training context if that is shorter.
+        max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
+            what was measured.
+        tier: the only one of the sidecar that is tried. Default: all of them.
+        tokens: in all, as many from each text; each step computes all of them.
+        minutes: until when all is done, about: fewer windows and fewer steps, but 8 windows, one τ behind each share, and 8,192 tokens of own text.
+        output: the profile; by default where opening the model finds it.
+        warn: told in a sentence of what an interrupted search left and is damaged.
+        **options: of `moeoff.Llama`: memory, n_threads, ...
+
+    Raises:
+        OptionError: no such tier, too little text.
+        ModelError: the model or profile is no good.
+    """
+    started = time.monotonic()
+    model = os.fspath(model)
+    model_index = ModelIndex.read(model)
+    model_index.require_experts()
+    model_index.require_text()
+    sidecar = ExpertSource.make(model_index, experts, ORIGINAL).sidecar
+    if tier and not sidecar:
+        raise OptionError(f"{model}: has no sidecar with lower precision, which moeoff convert makes", hint={"experts": ...})
+    tiers = [name for name in sidecar.tiers if name != ORIGINAL] if sidecar else []
+    sizes = {name: relative_bytes(model_index, sidecar, name) for name in tiers} if sidecar else {}
+    if sidecar and tier:
+        tiers = [sidecar.tier(tier) or tier]
+    path = os.fspath(output) if output else profile_output(model_index)
+    require_new(path, [*model_index.files, sidecar.path if sidecar else None, *text], "`output`")
+    if os.path.exists(path):
+        room = (parse_size(memory) - rss()) // 2 if (memory := options.get("memory")) is not None else None
+        Profile.read(path, model_index, room=room)  # another model's would be refused in the end: say so before the work
+    ctx = min(CTX, model_index.n_ctx_train or CTX)
+    n_prompt = min(PROMPT, ctx // 2)
+    how = {"flash_attn": True, "experts": sidecar or False, "deterministic": True, "precision": Precision(tau=_NOTHING, resident=1.0)} | options
+    n_searches = 2 if tiers else 1
+    at_once = len(SHARES) * n_searches + len(tiers)
+    checkpoint = Checkpoint("loss", model_index, options, warn, tokens=tokens, max_loss=max_loss, sidecar=sidecar.identity if sidecar else 0, tiers=tiers)
+    windows: Sequence[Window] = ()
+    measured: list[MeasuredCandidate] = []
+
+    def until(share: float) -> float:
+        """The end of this share of the time that is left."""
+        now = time.monotonic()
+        return now + share * max(started + 60 * minutes - now, 0.0)
+
+    @contextlib.contextmanager
+    def opened(name: str, files: Sequence[str | os.PathLike[str]], choices: Choices | None) -> Iterator[tuple[RuleEvaluator, Callable[..., Any]]]:
+        with open_model(model, ctx, tier=name, **how) as llm, interruptible(llm) as call:
+            few = windows or _spread(read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1)))
+            if len(few) < MIN_WINDOWS:
+                short = f"the texts make {len(few)} windows of {ctx} tokens"
+                raise OptionError(f"{short}, and at least {MIN_WINDOWS} are needed for an interval: more text is needed", hint={"text": ..., "tokens": ...})
+            yield RuleEvaluator(llm, few, name, sizes.get(name, 1.0), at_once, progress=progress, n_prompt=n_prompt, choices=choices), call
+
+    def searched(evaluator: RuleEvaluator, call: Callable[..., Any], reference: Reference, share: float, once: Once) -> list[MeasuredCandidate]:
+        """τ behind each share of the experts, in this share of the time that is left."""
+        end = until(share)
+        by_share = call(search_tau, evaluator, reference, max_loss, until(SEARCHING * share), once)
+        candidates: list[MeasuredCandidate] = call(keep_on_own_text, evaluator, by_share, max_loss, end, once)
+        return candidates
+
+    enough = 21 * ctx // 20  # of what is written, for a window
+    least = min(MIN_WINDOWS * enough, 21 * tokens // 20)
+    with (
+        texts_or_written(model, text, 21 * tokens // 20, checkpoint, least=least, until=until(WRITING), progress=progress, **options) as files,
+        contextlib.ExitStack() as stack,
+    ):
+        with opened(ORIGINAL, files, None) as (evaluator, call):
+            name = f"windows-{_hash_of(evaluator.windows):x}"
+            if (read := checkpoint.load(name)) is not None:
+                evaluator.windows = evaluator.windows[: int(read["n"])]  # the same when it goes on
+            end = until(SEARCHING / (1 + len(tiers) + n_searches * len(SHARES) * PASSES)) if read is None else math.inf
+            reference = stack.enter_context(call(evaluator.reference, end, MIN_WINDOWS))
+            windows = evaluator.windows
+            checkpoint.save(name, {"n": np.array(len(windows))})
+            prefix, choices = f"{_hash_of(windows):x}", evaluator.choices
+
+            def once(tier: str) -> Once:
+                return lambda name, make: checkpoint.once(f"{tier}-{prefix}-{name}", make)
+
+            measured += searched(evaluator, call, reference, 1 / n_searches, once(ORIGINAL))
+        best: str | None = None
+        for name in sorted(tiers, key=lambda name: sizes[name]):
+            with opened(name, files, choices) as (evaluator, call):
+                measured.append(_restored(once(name)("all", lambda: _arrays(call(evaluator.measure, reference, Precision())))))  # noqa: B023  it is called here
+                if best is None and measured[-1].upper_loss <= max_loss:
+                    best = name
+                    measured += searched(evaluator, call, reference, 1.0, once(name))
+    identity = sidecar.identity if sidecar else 0
+    contract = LossContract(
+        identity, _hash_of(windows), len(windows), len(windows) * n_scored(ctx, n_prompt), ctx, tuple(c.without_intervals() for c in measured)
+    )
+    Profile.write(path, model_index, {SECTION: contract.to_section()})
+    checkpoint.remove()
+    return SearchResult(path, contract, max_loss, tuple(measured))
+
+
+def _spread(windows: list[Window]) -> list[Window]:
+    """In an order whose first ones lie all over the texts."""
+    return [windows[i] for i in sorted(range(len(windows)), key=lambda i: i * _GOLDEN % 1)]
+
+
+def _hash_of(windows: Sequence[Window]) -> int:
+    return hash64(np.array([window.tokens for window in windows], np.int32))
+
+
+def _arrays(c: MeasuredCandidate) -> dict[str, np.ndarray]:
+    distance = {f"{name}_{end}": getattr(estimate, end) for name, estimate in c.distance._asdict().items() for end in ("value", "low", "high")}
+    return {name: np.array(value) for name, value in ({f.name: getattr(c, f.name) for f in fields(c) if f.name != "distance"} | distance).items()}
+
+
+def _restored(arrays: dict[str, np.ndarray]) -> MeasuredCandidate:
+    values = {name: array.item() for name, array in arrays.items()}
+    distance = Distance(*(Estimate(*(values.pop(f"{name}_{end}") for end in ("value", "low", "high"))) for name in Distance._fields))
+    return MeasuredCandidate(**values, distance=distance)

@@ -1,0 +1,306 @@
+"""`moeoff calibrate`: one pass over text, everything that is fitted on it, and the profile it is written to."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import BudgetError, OptionError
+from ..experts.profile import Profile, profile_output
+from ..experts.sidecar import low_cost, sidecar_path
+from ..gguf.model_index import ModelIndex
+from ..policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor
+from ..policies.base import top_k
+from ..policies.promoe import COMPONENTS
+from ..policies.replay import simulate
+from ..policies.strategy import fits
+from ..routing.recording import Recording
+from ..routing.router import Router
+from ..routing.trace import Trace
+from ..system.files import open_file, require_new
+from ..system.memory import Budget, format_size, rss, trim
+from .checkpoint import Checkpoint
+from .perplexity import interruptible
+from .record import LENGTH, record, recordable, recording_bytes, recording_limit, sequences
+from .writer import texts_or_written
+
+__all__ = ["Calibrated", "calibrate", "cap_hidden", "fit"]
+
+DEFAULT_TOKENS = 16384
+DEFAULT_MINUTES = 60
+_LEAST = 8  # sequences: fewer teach nothing, however long they take
+_SHARE = 0.9  # of what is free, that the fits plan with
+_WRITING = 0.6  # of the time, for text that the model writes
+_FIXED = 24 << 20  # bytes that they take however few tokens there are
+_FITS = 192 << 20  # bytes that they take at least: scikit-learn is 88 MiB, its work on a few hundred tokens 82
+HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
+HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
+Section = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Results of a calibration.
+
+    Attributes:
+        path: the profile.
+        n_tokens: evaluated.
+        seconds: it took.
+        sections: written.
+        recall: mean over layers of the cross-layer gate at k, on the calibration text; None if its section was not written.
+        shallow: Fate's L: first layers whose experts are hard to predict; likewise.
+    """
+
+    path: str
+    n_tokens: int
+    seconds: float
+    sections: tuple[str, ...]
+    recall: float | None
+    shallow: int | None
+
+
+def calibrate(
+    model: str | os.PathLike[str],
+    *,
+    text: Sequence[str | os.PathLike[str]] = (),
+    output: str | os.PathLike[str] | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    memory: str | int | None = None,
+    n_threads: int | None = None,
+    hidden: int | None = None,
+    seed: int = 0,
+    minutes: float = DEFAULT_MINUTES,
+    only: Collection[str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    warn: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Calibrated:
+    """Measures a model on texts and writes its profile; sections of other commands stay in it.
+
+    May be interrupted at any point: called again with the same arguments it goes on from there, to the same profile.
+
+    Args:
+        text: files; none: the model writes some itself (`moeoff.measure.writer`).
+        output: the profile; MODEL.profile.npz by default, or one in the cache folder if nothing can be written there, where it is picked up.
+        tokens: in all, as many from each text.
+        memory: bound of the process. Of what the model leaves of it up to a quarter, 2 GiB at most, keeps inputs and probabilities for the fits, which
+            learn from as many tokens as the rest has room for.
+        minutes: when they are over no more text is written or read, but 8 sequences; fits on what was read by then follow.
+        only: sections that are fitted; by default all of them.
+        warn: told in a sentence of what was left by an interrupted calibration and is damaged.
+        hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
+        **options: of `moeoff.Llama`: where tensors go, how positions are scaled.
+
+    Raises:
+        ModelError: the model, or a profile of another model that is in the way.
+        OptionError: a text that is empty or cannot be read, or too few tokens, or a registered predictor whose fit has no section of its own.
+    """
+    started = time.monotonic()
+    fits()  # raises before the work if two of them are for one section
+    model_index = ModelIndex.read(model)
+    model_index.require_experts()
+    model_index.require_text()
+    path = os.fspath(output) if output is not None else profile_output(model_index)
+    require_new(path, [*model_index.files, sidecar_path(model_index.files[0]), *text], "`output`")
+    if tokens < 2 * LENGTH:
+        raise OptionError(f"{tokens} tokens are too few to calibrate on: at least {2 * LENGTH}")
+    bound = Budget.of(memory).most
+    if bound < (needed := rss() + _FITS):
+        raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(needed)} at least", hint={"memory": needed})
+    if os.path.exists(path):
+        Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
+    options = {"n_threads": n_threads} | options
+    texts = [_digest(file) for file in text]
+    checkpoint = Checkpoint("profile", model_index, options, warn, tokens=tokens, hidden=hidden, seed=seed, texts=texts)
+    least = min(tokens, _LEAST * LENGTH)
+    with texts_or_written(
+        os.fspath(model), text, tokens, checkpoint, least=least, until=started + _WRITING * 60 * minutes, memory=memory, seed=seed, progress=progress, **options
+    ) as files:
+        recording = _record(model_index, files, tokens, memory, started + 60 * minutes, checkpoint, progress, options)
+    import sklearn.linear_model  # before the room is measured
+    import sklearn.neural_network  # noqa: F401
+
+    trim()  # what the closed model leaves is room for the fits
+    how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=max(int(_SHARE * (bound - rss())), 0))
+    sections = fit(recording, how, progress, only, checkpoint, warn)
+    info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text] or ["written by the model"]}
+    left_out: dict[str, Section] = {name: {} for name in fits() if only is None or name in only}  # an earlier calibration's go, too
+    Profile.write(path, model_index, left_out | sections, info)
+    checkpoint.remove()
+    gate, boundary = sections.get("gate"), sections.get("shallow")
+    recall = float(np.maximum(gate["recall_raw"], gate["recall_norm"])[1:].mean()) if gate else None
+    shallow = int(boundary["shallow"][0]) if boundary else None
+    return Calibrated(path, recording.n_tokens, time.monotonic() - started, tuple(sections), recall, shallow)
+
+
+def _digest(path: str | os.PathLike[str]) -> str:
+    """Raises `OptionError` if it cannot be read, or holds anything but text."""
+    try:
+        with open_file(path) as file:
+            digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+            while part := file.read(1 << 20):
+                digest.update(part)
+                if "\0" in decoder.decode(part):
+                    raise UnicodeError
+            decoder.decode(b"", final=True)
+            return digest.hexdigest()
+    except OSError as error:
+        raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+    except UnicodeError:
+        raise OptionError(f"{os.fspath(path)}: is not UTF-8 text") from None
+
+
+def _record(
+    model_index: ModelIndex, text: Sequence[str], tokens: int, memory: str | int | None, until: float, checkpoint: Checkpoint,
+    progress: Callable[[str, int, int], None] | None, options: Mapping[str, Any],
+) -> Recording:  # fmt: skip
+    with recordable(model_index, memory=memory, **options) as (llm, router), interruptible(llm) as call:
+        pieces = sequences(llm, text, tokens)
+        n_tokens = sum(map(len, pieces))
+        if n_tokens < LENGTH:
+            raise OptionError(f"the texts hold {n_tokens} tokens, too few to calibrate on: give more")
+        if progress:
+            progress("reading text", 0, n_tokens)  # one sequence of a large model may take minutes
+        limit = int(checkpoint.once("reading", lambda: {"limit": np.array(recording_limit(llm.engine.plan))})["limit"])
+        llm.engine.sizer.reserve(recording_bytes(llm, router, n_tokens, limit))
+        stage = progress and functools.partial(progress, "reading text")
+        name = os.path.basename(model_index.files[0])
+        recording: Recording = call(record, llm, pieces, router, name, limit=limit, until=until, least=_LEAST, checkpoint=checkpoint, progress=stage)
+        return recording
+
+
+def fit(
+    recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None, only: Collection[str] | None = None,
+    checkpoint: Checkpoint | None = None, warn: Callable[[str], None] | None = None, compare: bool = True,
+) -> dict[str, Section]:  # fmt: skip
+    """Sections of a profile: arrays that each of `fits`, or of those `only`, learns from the recording, or has learned before an interruption. From its
+    first tokens, where there is room for no more.
+
+    What a policy or predictor learns and `compared` says so of is fitted on the first tokens and replayed on the others, all of which lie all over the
+    texts: it is left out, and `warn` told, if the policy misses no less with it than with its defaults, or the predictor predicts no more.
+
+    Args:
+        compare: False keeps everything, fitted on all tokens.
+    """
+    options = replace(options, replay=options.replay or simulate)
+    if options.room is not None:
+        recording = recording.part(0, max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH))
+    sections: dict[str, Section] = {}
+    # of those that share a section the first that was registered is asked, as for its fit
+    policies = {policy.profile_section: policy for policy in reversed(POLICIES.values()) if policy.compared}
+    predictors = {predictor.profile_section: predictor for predictor in reversed(PREDICTORS.values()) if predictor.compared}.values()
+    predicts = {name for predictor in predictors for name in _sections_of(predictor)}
+    cut, end = _held_out(recording) if compare else (0, 0)
+    names = [name for name in fits() if only is None or name in only]
+    for number, (name, learn) in enumerate(((name, fits()[name]) for name in names), 1):
+        policy = policies.get(name) if cut < end else None
+        source = recording.part(0, cut) if policy is not None or (cut < end and name in predicts) else recording
+        stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(names)})")
+        learned = functools.partial(lambda learn, source, stage: learn(source, options, stage) or {}, learn, source, stage)
+        arrays = checkpoint.once(f"fit-{name}", learned) if checkpoint else learned()
+        if arrays and policy is not None and not _helps(policy, arrays, recording.part(cut, end).trace(), options.replay or simulate):
+            if warn:
+                warn(f"{name}: on text that it was not fitted to it keeps no more than the defaults, and is left out")
+        elif arrays:
+            sections[name] = arrays
+    for predictor in predictors if cut < end else ():
+        for name in _useless(predictor, sections, recording.part(cut, end)):
+            del sections[name]
+            if warn:
+                warn(f"{name}: on text that it was not fitted to no more is predicted with it, and it is left out")
+    return sections
+
+
+def fit_bytes(recording: Recording) -> int:
+    """Bytes that a fit takes at most for each token: who used what, twice; and of one gate at a time numbers for each expert, and, for each token
+    whose inputs are kept, these and what they are projected to, several times."""
+    n, e = recording.router.n_gates, recording.router.n_experts
+    nbytes = 2 * n * (e + 1) + 24 * e
+    if recording.inputs is None:
+        return nbytes
+    width: int = recording.inputs.shape[2]
+    return nbytes + -(-len(recording.kept) * (16 * width + 24 * (min(width, COMPONENTS) + e)) // max(recording.n_tokens, 1))
+
+
+_HELD_SHARE = 0.1  # of the tokens with probabilities
+_LEAST_HELD, _MOST_HELD = 512, 1024  # tokens that a comparison replays; of one sequence it would say nothing, and what was learned stays
+_COMPARED = (0.25, 0.5)  # of the experts in memory
+
+
+def _held_out(recording: Recording) -> tuple[int, int]:
+    """[first, end) of the tokens that policies are compared on: whole sequences at the end of those with probabilities. Empty: there are too few."""
+    end = 0 if recording.probs is None else len(recording.probs)
+    starts = np.flatnonzero(recording.starts[:end])
+    if len(starts) < 2:
+        return end, end
+    cut = int(starts[max(np.searchsorted(starts, (1 - _HELD_SHARE) * end, side="right") - 1, 1)])
+    return (cut, min(end, cut + _MOST_HELD)) if end - cut >= _LEAST_HELD else (end, end)
+
+
+def _helps(policy: type[Policy], arrays: Section, trace: Trace, replay: Callable[..., Any]) -> bool:
+    """Whether a policy reads less with what it has learned than with its defaults, over sizes of the buffer together."""
+    logs = 0.0
+    for share in _COMPARED:
+        arena = max(int(share * trace.model.full_bytes), trace.model.arena_floor)
+        shape = CacheShape.of(trace.model, arena)
+        learned, usual = (replay(trace, made, arena).bytes_read for made in (policy.from_profile(arrays, shape), policy(shape)))
+        logs += math.log(max(learned, 1)) - math.log(max(usual, 1))
+    return logs < 0
+
+
+def _sections_of(predictor: type[Predictor]) -> list[str]:
+    """Those that a predictor reads; without the first it reads none of the others."""
+    return [*([predictor.profile_section] if predictor.profile_section else []), *predictor.more_sections]
+
+
+def _useless(predictor: type[Predictor], sections: Mapping[str, Section], held: Recording) -> list[str]:
+    """Of a predictor's sections that are there, those with which it foresees no more of what these tokens select."""
+    first, *more = _sections_of(predictor)
+    present = [name for name in (first, *more) if name in sections]
+    if first not in present:
+        return []  # nothing to judge the others by
+    arrays = dict(sections[first])  # which the others build on
+    most, useless = _n_foreseen(predictor(held.router, arrays), held), list[str]()
+    for name in present[1:]:
+        if (n := _n_foreseen(predictor(held.router, arrays | sections[name]), held)) > most:
+            most, arrays = n, arrays | sections[name]
+        else:
+            useless.append(name)
+    return useless if most > _n_foreseen(predictor(held.router), held) else present
+
+
+def _n_foreseen(predictor: Predictor, held: Recording) -> int:
+    """How many of the experts that routers selected, token by token, had been predicted, of each gate as many as it selects."""
+    expected, n_right = dict[int, np.ndarray](), 0
+    for token in range(held.n_tokens):
+        if held.starts[token]:
+            predictor.reset_sequence()
+            expected.clear()
+        predictions = predictor.begin(held.tokens[token : token + 1]) if predictor.wants_tokens else []
+        for event in held.events(token, token + 1):
+            expected |= {p.gate: p.scores.copy() for p in predictions}  # which the predictor may write over
+            if (scores := expected.pop(event.gate, None)) is not None:
+                n_right += int(np.isin(event.ids, top_k(scores, event.ids.shape[1])).sum())
+            predictions = predictor.observe(event)
+        expected |= {p.gate: p.scores.copy() for p in predictions}
+    return n_right
+
+
+def cap_hidden(model_index: ModelIndex, router: Router) -> int:
+    """Units of the learned predictor: the most whose multiplications are HIDDEN_SHARE of those of a token, all layers together."""
+    n_embd = max((w.shape[1] for w in router.weights if w is not None), default=0)
+    share = max(model_index.n_expert_used, 1) / max(model_index.n_expert, 1)
+    active = sum(np.prod(span.shape) for span in model_index.experts.values()) * share
+    active += sum(np.prod(span.shape) for name, span in model_index.dense.items() if not name.startswith("token_embd"))
+    per_unit = (router.n_gates - 1) * (n_embd + router.n_experts)
+    sizes = [factor * router.n_experts for factor in HIDDEN_FACTORS]
+    return max((n for n in sizes if n * per_unit <= HIDDEN_SHARE * active), default=sizes[0])

@@ -1,0 +1,206 @@
+"""One pass over text that records each gate's input and selection, for fits.
+
+Texts are evaluated in batches, one sequence after the other: a router selects the same experts for a token in a batch as
+in decode, and a batch is many times faster. Bounded: gate inputs are kept of as many tokens as fit in LIMIT, evenly spread, and
+probabilities of as many first ones; what was chosen is small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..budget.plan import MemoryPlan
+from ..engine.llama import Llama
+from ..errors import OptionError
+from ..gguf.model_index import EMBEDDING, ModelIndex
+from ..routing.event import GateEvent
+from ..routing.recording import Recording
+from ..routing.router import Router
+from ..routing.trace import TraceHeader
+from ..system.files import open_file
+from ..system.memory import available, rss
+from .checkpoint import Checkpoint
+
+__all__ = ["LENGTH", "batch_size", "record", "recordable", "recording_bytes", "recording_limit", "sequences"]
+
+Model = TypeVar("Model", bound=Llama)
+LENGTH = 256  # tokens of a sequence
+LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an eighth of what is available of each
+_GOLDEN = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill an interval evenly
+_OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
+
+
+def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int, length: int = LENGTH) -> list[list[int]]:
+    """Pieces of `length` tokens from all of each text, as many from each, about `n_tokens` in all; any first of them lie all over the texts.
+
+    Raises:
+        OptionError: a text is empty, or cannot be read.
+    """
+    per_text = max(round(n_tokens / length / len(texts)), 1)
+    out = []
+    for path in texts:
+        pieces = []
+        try:
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                for i in sorted(range(per_text), key=lambda piece: piece * _GOLDEN % 1):  # a fit may keep only the first tokens
+                    piece = os.pread(file.fileno(), min(12 * length, -(-size // per_text)), size * i // per_text)
+                    pieces.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:length])
+        except OSError as error:
+            raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+        pieces = [tokens for tokens in pieces if len(tokens) > 1]
+        if not pieces:
+            raise OptionError(f"{os.fspath(path)}: holds no text to calibrate on")
+        out.append(pieces)
+    # the texts in turn, for the same reason
+    return [pieces[i] for i in range(per_text) for pieces in out if i < len(pieces)]
+
+
+def batch_size(n_vocab: int, n_embd: int, length: int = LENGTH) -> int:
+    """Tokens of a batch: logits and one gate's event stay small."""
+    return int(max(min(length, _OUTPUT_BYTES // (4 * n_vocab), (1 << 20) // (4 * max(n_embd, 1))), 16))
+
+
+def _evaluate(model: Llama, tokens: list[int]) -> Iterator[int]:
+    """Computes a sequence; yields the number of tokens of each batch when its events are delivered."""
+    with model.engine.cancellation.in_progress():
+        model.clear_context()
+        for i in range(0, len(tokens), model.n_batch):
+            batch = tokens[i : i + model.n_batch]
+            # all logits are requested: llama.cpp's last layers leave out the tokens whose logits are not
+            model.decode_batch(batch, i)
+            model.engine.buffer.drain()
+            model.engine.buffer.check()
+            yield len(batch)
+
+
+@contextlib.contextmanager
+def recordable(model_index: ModelIndex, kind: type[Model] = Llama, **options: Any) -> Iterator[tuple[Model, Router]]:  # type: ignore[assignment]
+    """A model as `record` and `sequences` want it, and its routers.
+
+    Args:
+        kind: of `Llama`.
+        options: of it.
+    """
+    embedding = model_index.dense.get(EMBEDDING)
+    n_embd, n_vocab = embedding.shape[:2] if embedding else (4096, 1 << 17)
+    batch = batch_size(n_vocab, n_embd)
+    with contextlib.closing(kind(model_index.files[0], gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, **options)) as llm:
+        layers, before = {t.gate: t.layer for t in llm.engine.buffer.tensors}, rss()
+        router = Router.read(model_index, [layers[g] for g in sorted(layers)], llm.engine.buffer.priorities.shape[1])
+        llm.engine.sizer.make_room(rss() - before)
+        yield llm, router
+
+
+def recording_limit(plan: MemoryPlan | None = None) -> int:
+    """Bytes that a recording keeps of gate inputs, and of probabilities, at most: an eighth of available memory each, and of what a model's budget leaves."""
+    free = available() if plan is None or not plan.budget else min(plan.budget - plan.fixed - plan.arena_floor, available())
+    return min(LIMIT, max(free, 0) // 8)
+
+
+def recording_bytes(model: Llama, router: Router, n_tokens: int, limit: int) -> int:
+    """Bytes that `record` keeps of so many tokens, at most."""
+    gates = len(model.engine.buffer.priorities)
+    return n_tokens * gates * max(router.n_used) * 8 + sum(min(2 * n_tokens * gates * width, limit) for width in (model.n_embd(), router.n_experts))
+
+
+def record(
+    model: Llama, texts: Sequence[list[int]], router: Router, name: str, *, inputs: bool = True, limit: int | None = None, until: float = math.inf,
+    least: int = 0, checkpoint: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
+) -> Recording:  # fmt: skip
+    """Evaluates the sequences.
+
+    Args:
+        model: opened with `gate_input=True`; its batch size is used, its context must hold a sequence.
+        inputs: keep gate inputs and probabilities.
+        limit: bytes of each of these; None: `recording_limit()`.
+        until: of `time.monotonic`, when no further sequence is begun, but so many are evaluated at the least.
+        checkpoint: has sequences of an interrupted recording with the same arguments, which are not evaluated again, and gets those that are.
+        progress: called with tokens done and all.
+    """
+    buffer = model.engine.buffer
+    header = TraceHeader.of(buffer, name, max(router.n_used))
+    n, g, k, e = sum(map(len, texts)), header.n_gates, max(router.n_used), router.n_experts
+    ids, weights = np.full((n, g, k), -1, np.int32), np.zeros((n, g, k), np.float32)
+    rows: dict[str, np.ndarray] = {}  # inputs of every step-th token, and probabilities of the first ones
+    n_done, step = 0, 1
+    limit = recording_limit() if limit is None else limit
+
+    def allocate(what: str, width: int) -> np.ndarray:
+        if what not in rows:
+            rows[what] = np.zeros((min(n, max(limit // (2 * g * width), 1)), g, width), np.float16)
+        return rows[what]
+
+    def make_room(n_tokens: int) -> None:
+        """Leaves every second input out until those of the next tokens find a place."""
+        nonlocal step
+        place = rows.get("inputs")
+        while place is not None and -(-(n_done + n_tokens) // step) > len(place):
+            half = place[: -(-n_done // step) : 2]
+            place[: len(half)], step = half, 2 * step
+
+    def deliver(event: GateEvent) -> None:
+        n_rows, used = event.ids.shape
+        ids[n_done : n_done + n_rows, event.gate, :used], weights[n_done : n_done + n_rows, event.gate, :used] = event.ids, event.weights
+        if inputs and event.gate_input is not None:
+            place = allocate("inputs", event.gate_input.shape[1])
+            make_room(n_rows)
+            store(place, event.gate, -(-n_done // step), event.gate_input[-n_done % step :: step])
+            if router.weights[event.gate] is not None:
+                probs = router.probs(event.gate, event.gate_input)
+                store(allocate("probs", e), event.gate, n_done, np.pad(probs, ((0, 0), (0, e - probs.shape[1]))))
+
+    def store(place: np.ndarray, gate: int, first: int, values: np.ndarray) -> None:
+        room = place[first : first + len(values), gate]
+        room[:] = np.clip(values[: len(room)], -65504, 65504)
+
+    def parts(begin: int, end: int) -> dict[str, np.ndarray]:
+        """Views of what belongs to these tokens."""
+        out = {"ids": ids[begin:end], "weights": weights[begin:end]}
+        for what, place in rows.items():
+            out[what] = place[-(-begin // step) : -(-end // step)] if what == "inputs" else place[begin:end]
+        return out
+
+    model.set_gate_callback(deliver)
+    try:
+        for i, tokens in enumerate(texts):
+            if i >= least and time.monotonic() > until:
+                break
+            done = checkpoint.load(f"sequence-{i}") if checkpoint else None
+            begin, end = n_done, n_done + len(tokens)
+            if done is not None:
+                for what in ("inputs", "probs"):
+                    if what in done:
+                        allocate(what, done[what].shape[2])
+                make_room(len(tokens))
+                for what, place in parts(begin, end).items():
+                    place[:] = done[what]
+                n_done = end
+            else:
+                make_room(len(tokens))
+                for n_batch in _evaluate(model, tokens):
+                    n_done += n_batch
+                    if progress:
+                        progress(n_done, n)
+                if checkpoint:
+                    checkpoint.save(f"sequence-{i}", parts(begin, end))
+            if progress:
+                progress(n_done, n)
+    finally:
+        model.set_gate_callback(None)
+        model.clear_context()
+    if progress:
+        progress(n_done, n_done)
+    starts = np.zeros(n, bool)
+    starts[np.cumsum([0, *map(len, texts[:-1])])] = True
+    recorded = parts(0, n_done)
+    with_inputs = np.arange(0, n_done, step)[: len(recorded.get("inputs", ()))]
+    return Recording(header, router, np.concatenate(texts)[:n_done].astype(np.int32), starts[:n_done], recorded["ids"], recorded["weights"],
+                     recorded.get("inputs"), recorded.get("probs"), with_inputs)  # fmt: skip

@@ -1,0 +1,301 @@
+"""Results of a benchmark: a row for each test of a configuration, with llama-bench's names; written as md, csv or json."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from functools import lru_cache
+from typing import Any
+
+from .. import __version__
+from ..gguf.model_index import ModelIndex
+from ..policies import get_strategy
+from ..system.console import wrapped
+from ..system.machine import cpu_name, n_cores
+from ..system.memory import format_size
+from .job import MOEOFF, Job, Measurement, Sample, rates
+
+STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"  # its default, repacked kernels; those that moeoff has the bits of
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sizes in bytes, times in nanoseconds or as their name says, rates per second.
+
+    Attributes:
+        memory: the bound of the process; of stock in a cgroup that of the cgroup; 0: none.
+        strategy: or "stock llama.cpp", "stock, plain": with its default kernels, and without repacking.
+        avg_ts, stddev_ts: tokens per second over the repetitions.
+        mb_per_token: read from disk, in 10^6 bytes; of stock unknown, as other fields about experts: None.
+        vram, vram_mode: the bound of each GPU's memory, as it was given, and how it computes with experts; empty: no experts there.
+        hit_rate: of the slices that routers selected, those that were in memory; device_hit_rate: those that a GPU held.
+        stall_share: of the time, in which compute waited for bytes.
+        disk_mb_s: what the disk gave when it was asked for nothing else, measured right after the run.
+        ceiling_share: the longer one of computing alone and of reading alone at that rate, or what the run itself got if that was more, over the
+            time that was taken.
+        peak_rss: of the process.
+        mode: how it ran, in words.
+        error: why there are no samples, or fewer; empty: nothing went wrong.
+    """
+
+    build: str
+    cpu_info: str
+    model_filename: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    n_threads: int
+    n_batch: int | None
+    n_ubatch: int | None
+    type_k: str
+    type_v: str
+    flash_attn: bool
+    n_gpu_layers: int
+    vram: str
+    vram_mode: str
+    memory: int
+    strategy: str
+    io_threads: int | None
+    n_ctx: int | None
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    test: str
+    test_time: str
+    avg_ns: float | None
+    stddev_ns: float | None
+    avg_ts: float | None
+    stddev_ts: float | None
+    mb_per_token: float | None
+    hit_rate: float | None
+    device_hit_rate: float | None
+    stall_share: float | None
+    disk_mb_s: float | None
+    ceiling_share: float | None
+    cpu_ms_per_token: float | None
+    driver_ms_per_token: float | None
+    arena: int | None
+    peak_rss: int | None
+    mode: str
+    error: str = ""
+    samples_ns: list[float] = field(default_factory=list)
+    samples_ts: list[float] = field(default_factory=list)
+
+
+def rows(done: Measurement, memory: int, note: str = "") -> list[Row]:
+    """A row for each test of a job.
+
+    Args:
+        memory: the bound, 0 for none.
+        note: about the surroundings, for `mode`.
+    """
+    return [_row(done, index, memory, note) for index in range(len(done.job.tests))]
+
+
+def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
+    job, test, samples = done.job, done.job.tests[index], done.of(index)
+    ours, options, facts = job.engine == MOEOFF, job.options, model_facts(job.model)
+    speeds, times = [s.tps for s in samples], [1e9 * s.seconds for s in samples]
+    figures = rates(samples)
+    known: dict[str, Any] = {name: figures.get(name) for name in ("mb_per_token", "hit_rate", "stall_share", "cpu_ms_per_token", "driver_ms_per_token")}
+    disk = done.closed.get("disk_bytes_per_second")
+    return Row(
+        build=f"moeoff {__version__}",
+        cpu_info=cpu_name(),
+        model_filename=job.model,
+        **facts,
+        n_threads=options.get("n_threads") or n_cores(),
+        n_batch=options.get("n_batch"),
+        n_ubatch=done.opened.get("micro_batch") or options.get("n_ubatch"),
+        type_k=str(options.get("type_k") or "f16"),
+        type_v=str(options.get("type_v") or "f16"),
+        flash_attn=bool(options.get("flash_attn")),
+        n_gpu_layers=int(options.get("n_gpu_layers", 0)),
+        vram=str(options.get("vram") or "") if ours else "",
+        vram_mode=str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",
+        memory=done.opened.get("budget_bytes") or memory,
+        strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else _stock_name(job),
+        io_threads=done.opened.get("io_threads"),
+        n_ctx=done.opened.get("n_ctx") or options.get("n_ctx"),
+        n_prompt=test.n_prompt,
+        n_gen=test.n_gen,
+        n_depth=test.depth,
+        test=test.name,
+        test_time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        avg_ns=statistics.fmean(times) if times else None,
+        stddev_ns=_deviation(times),
+        avg_ts=statistics.fmean(speeds) if speeds else None,
+        stddev_ts=_deviation(speeds),
+        **known,
+        device_hit_rate=figures.get("device_hit_rate") if options.get("vram") else None,
+        disk_mb_s=disk / 1e6 if disk else None,
+        ceiling_share=ceiling_share(samples, disk) if "stall_share" in figures and disk else None,
+        arena=done.opened.get("arena_bytes"),
+        peak_rss=done.closed.get("peak_rss_bytes"),
+        mode=_mode(done, note),
+        error=done.error or _cut(samples, job.repetitions, test.n_tokens),
+        samples_ns=times,
+        samples_ts=speeds,
+    )
+
+
+def _stock_name(job: Job) -> str:
+    return STOCK_NAME if job.options.get("use_extra_bufts", True) else PLAIN_NAME
+
+
+def ceiling_share(samples: list[Sample], disk: float) -> float:
+    """max(computing, reading) / time: what is left to win by overlapping both is what is missing to 1, at most 1.
+
+    Args:
+        disk: bytes per second that it gave right after the run. A disk that gave the run more, in a burst, can give that.
+    """
+    seconds, nbytes = sum(s.seconds for s in samples), sum(s.counters["bytes_read"] for s in samples)
+    compute = seconds - sum(s.counters["stall_seconds"] for s in samples)
+    rate = max([disk, *(s.counters["bytes_read"] / s.seconds for s in samples if s.seconds)])
+    return max(compute, nbytes / rate) / seconds
+
+
+def _deviation(values: list[float]) -> float | None:
+    """llama-bench's: of a sample; of one value 0."""
+    return (statistics.stdev(values) if len(values) > 1 else 0.0) if values else None
+
+
+def _cut(samples: list[Sample], repetitions: int, n_tokens: int) -> str:
+    if len(samples) == repetitions and all(s.n_tokens == n_tokens for s in samples):
+        return ""
+    return f"cut off after {sum(s.n_tokens for s in samples)} tokens" if samples else "nothing was measured"
+
+
+def _mode(done: Measurement, note: str) -> str:
+    """How the run went about its work, in words."""
+    job, closed, opened = done.job, done.closed, done.opened
+    if job.engine != MOEOFF:
+        parts = ["memory map" if job.options.get("use_mmap", True) else "read into memory"]
+        parts.append("repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels")
+        return ", ".join([*parts, *([note] if note else [])])
+    if "direct_io" not in closed:  # it ended before; its cgroup's peak is known all the same
+        return note
+    parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {opened['io_threads']} I/O threads"]
+    parts.append(f"{closed['resident_share']:.0%} of the experts fit at a context of {opened['n_ctx']}")
+    tier = opened["tier"]
+    parts.append("own precision" if tier == "original" and not closed["precision_summary"] else closed["precision_summary"] or f"all experts in {tier}")
+    if closed["prefetch_on"] is not None:
+        gain = closed["prefetch_gain"]
+        parts.append(f"prefetching {'on' if closed['prefetch_on'] else 'off'}" + (f" ({gain:+.1%} when compared)" if gain is not None else ""))
+    parts.append(f"micro-batch {opened['micro_batch']} ({opened['micro_batch_reason']})")
+    parts += [note] if note else []
+    return ", ".join(parts)
+
+
+@lru_cache(maxsize=8)
+def model_facts(path: str) -> dict[str, Any]:
+    """model_type, model_size and model_n_params of a file."""
+    model_index = ModelIndex.read(path)
+    spans = [*model_index.experts.values(), *model_index.dense.values()]
+    n_params = sum(math.prod(max(n, 1) for n in span.shape) for span in spans)
+    used = f", top {model_index.n_expert_used}" if model_index.n_expert_used else ""
+    kind = f"{model_index.architecture} {model_index.n_layer} x {model_index.n_expert}{used}"
+    return {"model_type": kind, "model_size": sum(span.nbytes for span in spans), "model_n_params": n_params}
+
+
+_NAMES = [f.name for f in fields(Row) if f.name not in ("samples_ns", "samples_ts")]
+Configurations = Iterable[Sequence[Row]]  # the rows of one after the other, as they come
+
+
+def as_json(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
+    """One array."""
+    between = "[\n"
+    for row in itertools.chain.from_iterable(configurations):
+        yield between + json.dumps(asdict(row), indent=2)
+        between = ",\n"
+    yield "\n]\n" if between != "[\n" else "[]\n"
+
+
+def as_csv(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
+    """A line of names, and one for each row."""
+    for values in itertools.chain([_NAMES], ([getattr(row, name) for name in _NAMES] for row in itertools.chain.from_iterable(configurations))):
+        line = io.StringIO()
+        csv.writer(line, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerow("" if value is None else value for value in values)
+        yield line.getvalue()
+
+
+def _text(value: float | None, form: str = ".1%") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _speed(row: Row) -> str:
+    if row.avg_ts is None:
+        return "-"
+    digits = 2 if row.avg_ts < 1000 else 1
+    return f"{row.avg_ts:.{digits}f} ± {row.stddev_ts:.{digits}f}"
+
+
+# (title, width, value); a negative width aligns to the left, as in llama-bench
+_ALWAYS: list[tuple[str, int, Callable[[Row], str]]] = [
+    ("memory", 10, lambda r: format_size(r.memory) if r.memory else "no limit"),
+    ("strategy", -15, lambda r: r.strategy),
+]
+_IF_VARIED: list[tuple[str, int, Callable[[Row], str]]] = [
+    ("n_threads", 7, lambda r: str(r.n_threads)),
+    ("n_batch", 7, lambda r: str(r.n_batch or "")),
+    ("n_ubatch", 8, lambda r: str(r.n_ubatch or "")),
+    ("type_k", 6, lambda r: r.type_k),
+    ("type_v", 6, lambda r: r.type_v),
+    ("flash_attn", 10, lambda r: str(int(r.flash_attn))),
+    ("n_gpu_layers", 12, lambda r: str(r.n_gpu_layers)),
+    ("vram", 6, lambda r: r.vram),
+    ("vram_mode", 11, lambda r: r.vram_mode),
+    ("on GPU", 7, lambda r: _text(r.device_hit_rate)),
+    ("io_threads", 7, lambda r: str(r.io_threads or "")),
+]
+_RESULTS: list[tuple[str, int, Callable[[Row], str]]] = [
+    ("test", 8, lambda r: r.test),
+    ("t/s", 16, _speed),
+    ("MB/tok", 6, lambda r: _text(r.mb_per_token, ".1f")),
+    ("hits", 6, lambda r: _text(r.hit_rate)),
+]
+
+
+def as_markdown(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
+    """A table of 80 columns, a configuration's lines as soon as it is done, and below it which model it was and how each ran; the other forms have more.
+
+    Args:
+        varied: options with several values, or that were given: they have columns of their own.
+    """
+    columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied or (column[0] == "on GPU" and "vram" in varied)), *_RESULTS]
+    rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, width, _ in columns]
+    yield f"| {' | '.join(_cell(title, width) for title, width, _ in columns)} |\n|{'|'.join(rules)}|\n"
+    notes, model = list[str](), ""
+    for rows in configurations:
+        out = ""
+        for row in rows:
+            what = f"{row.model_type}, {format_size(row.model_size)}, {row.model_n_params / 1e9:.2f} B parameters, {row.n_threads} threads"
+            if what != model:
+                out += f"{what}:\n" if model else ""
+                model = what
+                notes.append(f"model: {what}")
+            out += f"| {' | '.join(_cell(value(row), width) for _, width, value in columns)} |\n"
+            if row.error and not any(row.error in note for note in notes[-len(rows) :]):
+                notes.append(f"{_title(row)}, {row.test}: {row.error}")
+        if rows and rows[0].mode:
+            notes.append(f"mode: {_title(rows[0])}: {rows[0].mode}")
+        yield out
+    yield "\n" + "".join(wrapped(note, "    ") + "\n" for note in notes)
+
+
+FORMATS = {"md": as_markdown, "csv": as_csv, "json": as_json}
+
+
+def _title(row: Row) -> str:
+    return f"{row.strategy}, {format_size(row.memory)}" if row.memory else row.strategy
+
+
+def _cell(text: str, width: int) -> str:
+    return text.ljust(-width) if width < 0 else text.rjust(width)

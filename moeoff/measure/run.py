@@ -1,0 +1,183 @@
+"""Runs a `Job` in a process of its own, inside a memory cgroup where that is asked for and possible; and every combination of options that way."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..budget.dry_load import context_for
+from ..gguf.model_index import ModelIndex
+from ..system.cgroup import memory_cgroup, unavailable
+from ..system.machine import n_cores
+from ..system.memory import cgroup_limit, format_size, parse_size
+from .job import MOEOFF, STOCK, BenchTest, Job, Measurement, Sample
+from .rows import Row, rows
+
+_KILLED = -9
+KILLED_TEXT = "killed by the system: out of memory"
+Listener = Callable[[dict[str, Any]], None]
+
+
+def measure(job: Job, listener: Listener | None = None, timeout: float | None = None) -> Measurement:
+    """Runs it to its end, and kills it if the caller is interrupted.
+
+    Args:
+        listener: told of every line, as it comes.
+        timeout: seconds; what is not finished then is an error of the measurement.
+
+    Raises:
+        OSError: a memory cgroup was asked for and cannot be made.
+    """
+    out = Measurement(job)
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(memory_cgroup(job.limit_bytes)) if job.limit_bytes else None
+        errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+        command = [sys.executable, "-m", "moeoff.measure.worker"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=os.environ | job.environment,
+                                   preexec_fn=group.enter if group else None)  # fmt: skip
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        started = time.monotonic()
+        if timeout is not None:
+            timer = threading.Timer(timeout, process.kill)
+            timer.daemon = True
+            stack.callback(timer.cancel)
+            timer.start()
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(pickle.dumps(replace(job, tells=listener is not None)))
+            process.stdin.close()
+        for line in process.stdout:
+            event = json.loads(line)
+            if listener is not None:
+                listener(event)
+            match event.pop("kind"):
+                case "sample":
+                    out.samples.append(Sample(**event))
+                case "error":
+                    out.error = event["text"]
+                case "progress":
+                    pass
+                case facts:  # opened or closed
+                    setattr(out, facts, event)
+        code = process.wait()
+        if group is not None:
+            out.closed["cgroup_peak_bytes"] = group.peak_bytes
+        if code != 0 and not out.error:
+            errors.seek(0)
+            out.error = (errors.read().strip().splitlines() or [f"exit code {code}"])[-1]
+            if timeout is not None and time.monotonic() - started >= timeout:
+                out.error = f"not finished after {timeout:.0f} s"
+            elif code == _KILLED:
+                out.error = KILLED_TEXT
+    return out
+
+
+def drop_from_page_cache(path: str) -> None:
+    """Forgets what other processes have read of a file: it is no memory of the next one's cgroup, and would be found there all the same."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)  # what is not on the disk yet stays
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+# of the options, those that llama_cpp.Llama has, too
+_SHARED = ("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_gpu_layers", "n_ctx")
+STOCK_SECONDS = 300.0  # of one test: where it thrashes, a token takes seconds; less would leave it fewer tokens than the others
+_STOCK_TIMEOUT = 900.0
+_OWN_LIMIT = 1.1  # times the wanted one: a cgroup that we are in already, and that is as tight
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every combination of options, one after the other.
+
+    Attributes:
+        model: path of the GGUF.
+        tests: of each configuration.
+        axes: options of `moeoff.Llama`, with all values of each; memory as people write it, or None.
+        options: the others, one value each.
+        compare_stock: stock llama.cpp, too, at each memory, with its repacked kernels and with plain ones; each in a cgroup with that limit where
+            one can be made.
+        flags: as those of a `Job`.
+    """
+
+    model: str
+    tests: tuple[BenchTest, ...]
+    axes: Mapping[str, Sequence[Any]]
+    options: Mapping[str, Any]
+    repetitions: int = 5
+    warm_up: bool = True
+    text: str | None = None
+    compare_stock: bool = False
+    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the context, unless one is given: those of `moeoff run`, so that the numbers are those of a run; more if a test needs them."""
+        return context_for(ModelIndex.read(self.model), max(test.depth + test.n_tokens for test in self.tests))
+
+    def jobs(self) -> list[tuple[Job, int, str]]:
+        """Each with its bound of memory (0: none) and a note about its surroundings."""
+        expert_bytes, n_ctx = ModelIndex.read(self.model).expert_bytes, self.n_ctx
+        combinations = [dict(zip(self.axes, values)) for values in itertools.product(*self.axes.values())]
+        out: list[tuple[Job, int, str]] = []
+        stock: dict[str, tuple[Job, int, str]] = {}
+        for chosen in combinations:
+            options = {name: value for name, value in (dict(self.options) | chosen).items() if value is not None}
+            options.setdefault("n_ctx", n_ctx)
+            memory = parse_size(options["memory"]) if "memory" in options else 0
+            if memory:
+                options["memory"] = memory
+            limit, note = _limit(memory) if self.compare_stock else (None, "")
+            job = Job(self.model, MOEOFF, options, self.tests, self.repetitions, self.warm_up, self.text, limit_bytes=limit, flags=self.flags)
+            out.append((job, memory, note))
+            if self.compare_stock:
+                theirs = {"n_threads": n_cores(), **{name: options[name] for name in _SHARED if name in options}}
+                theirs.setdefault("n_threads_batch", theirs["n_threads"])  # llama_cpp would take half of the cores
+                slow = bool(memory) and memory < expert_bytes
+                for extra in (True, False):  # repacked kernels, its default, need the weights twice while it loads: it may be killed for that
+                    options = theirs | {"use_extra_bufts": extra}
+                    stock.setdefault(
+                        f"{memory} {options}",
+                        (replace(job, engine=STOCK, options=options, warm_up=self.warm_up and not slow, seconds=STOCK_SECONDS), memory, note),
+                    )
+        return out + list(stock.values())
+
+    def run(self, listener: Callable[[Job], Listener | None] | None = None) -> Iterator[list[Row]]:
+        """The rows of one job after the other.
+
+        Args:
+            listener: asked, before each job, for someone to tell of it.
+        """
+        for job, memory, note in self.jobs():
+            if self.compare_stock:
+                for path in ModelIndex.read(job.model).files:
+                    drop_from_page_cache(path)
+            yield rows(measure(job, listener and listener(job), None if job.engine == MOEOFF else _STOCK_TIMEOUT), memory, note)
+
+
+def _limit(memory: int) -> tuple[int | None, str]:
+    """A cgroup for this bound, and what to say of it."""
+    if not memory:
+        return None, ""
+    own = cgroup_limit()
+    if own is not None and own <= _OWN_LIMIT * memory:
+        return None, f"in this container's {format_size(own)}"
+    why = unavailable()
+    if why is not None:
+        return None, f"no limit around it: {why}"
+    return memory, f"in a cgroup of {format_size(memory)}"

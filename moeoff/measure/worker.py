@@ -1,0 +1,218 @@
+"""The process that measures: a pickled `Job` on its standard input, what happens as lines of JSON on its standard output.
+
+usage: python -m moeoff.measure.worker < JOB
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import pkgutil
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..budget.dry_load import slice_kinds
+from ..engine.stats import COUNTERS
+from ..gguf.model_index import EXPERT_PATTERN, ModelIndex
+from ..system.disk import IO_THREADS, DiskRate, probe
+from ..system.memory import peak_rss
+from .job import MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
+
+if TYPE_CHECKING:
+    from ..engine.buffer import ExpertBuffer
+    from ..engine.llama import Llama
+
+Emit = Callable[..., None]
+_WARM_UP_TOKENS = 32  # of a test of single tokens
+_TELL = 0.5  # seconds between lines that say how far a test is
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the process that reads our lines
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no line of ours
+
+    lock = threading.Lock()
+
+    def emit(kind: str, **fields: Any) -> None:
+        with lock:
+            lines.write(json.dumps({"kind": kind, **fields}) + "\n")
+            lines.flush()
+
+    from ..errors import MoeoffError
+    from ..options import in_flags
+
+    job: Job | None = None
+    try:
+        job = pickle.load(sys.stdin.buffer)
+        assert job is not None
+        for path in job.registers:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+            importlib.import_module(os.path.splitext(os.path.basename(path))[0])
+        work(job, emit)
+    except (MoeoffError, OSError, MemoryError, ValueError, RuntimeError) as error:
+        emit("error", text=(in_flags(error, (job and job.flags) or None) if isinstance(error, MoeoffError) else str(error)) or type(error).__name__)
+        sys.exit(1)
+
+
+def work(job: Job, emit: Emit) -> None:
+    """Opens the model, runs the tests, and tells of it: "opened", "progress" if the job asks for it, "sample" for each repetition, "closed"."""
+    started = time.perf_counter()
+    engine = _Engine(job)
+    opened = engine.facts() | {"n_ctx": engine.llm.n_ctx()}
+    emit("opened", seconds=time.perf_counter() - started, **opened)
+    stream = TokenStream(engine.llm, read_text(job.text), engine.llm.adds_bos())
+    ended = threading.Event()
+    if job.tells:
+        threading.Thread(target=_tell, args=(engine, emit, ended), daemon=True).start()
+    for index, test in enumerate(job.tests):
+        if job.warm_up:
+            engine.run(index, BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)), stream, job.seconds)
+        for repetition in range(job.repetitions):
+            engine.repetition = repetition
+            sample = engine.run(index, test, stream, job.seconds, job.meter if job.engine == MOEOFF and not test.n_prompt else "")
+            emit("sample", **asdict(sample))
+            if sample.n_tokens < test.n_tokens:
+                break
+        engine.repetition = None
+    ended.set()
+    closed = engine.facts() | {"peak_rss_bytes": peak_rss()}
+    closed |= engine.resident_share() | ({} if job.answer is None else {"answer": engine.answered})
+    engine.llm.close()
+    if job.probe_seconds:
+        closed["disk_bytes_per_second"] = disk_rate(ModelIndex.read(job.model), opened.get("io_threads", IO_THREADS), job.probe_seconds).bytes_per_second
+    emit("closed", **closed)
+
+
+def _tell(engine: _Engine, emit: Emit, ended: threading.Event) -> None:
+    while not ended.wait(_TELL):
+        emit("progress", test=engine.test, repetition=engine.repetition, done=engine.done)
+
+
+class _Engine:
+    """moeoff's class and llama_cpp's as the same few calls.
+
+    Attributes:
+        test: the one that runs.
+        repetition: of it; None: it warms up.
+        answered: the tokens that the last test decoded one by one, if the job has an answer.
+    """
+
+    test = 0
+    repetition: int | None = None
+
+    def __init__(self, job: Job):
+        options = {"verbose": False} | dict(job.options)
+        self._single, self._answer, self.answered = 0, job.answer, list[int]()
+        self.llm: Any
+        self._moeoff: Llama | None = None
+        if job.engine == MOEOFF:
+            from ..engine.llama import Llama
+
+            self.llm = self._moeoff = Llama(job.model, **options)
+        else:
+            from ..llamacpp.llama import StockLlama
+            from ..llamacpp.native import TensorOverrides, cpu_buffer_type
+            from ..options import llama_keywords
+
+            if options.pop("cpu_moe", False):
+                options["overrides"] = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type())])
+            self.llm = StockLlama(job.model, **llama_keywords(options))
+        if self._moeoff is not None and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
+            load_everything(self._moeoff.engine.buffer)
+
+    def facts(self) -> dict[str, Any]:
+        """`moeoff.Stats`, and in words what is given up; of stock nothing."""
+        if self._moeoff is None:
+            return {}
+        stats = self._moeoff.stats()
+        return asdict(stats) | {"precision_summary": stats.precision_summary}
+
+    def resident_share(self) -> dict[str, float]:
+        """Of the experts, what memory holds now: after tests of single tokens more than before them, since buffers are lent."""
+        if self._moeoff is None:
+            return {}
+        return {"resident_share": self._moeoff.stats().arena_bytes / max(self._moeoff.engine.buffer.arena_full, 1)}
+
+    @property
+    def done(self) -> int:
+        """Tokens of this repetition so far. From any thread."""
+        return self._single + (self._moeoff.engine.prompt_tokens if self._moeoff is not None else 0)
+
+    def _seconds(self) -> float:
+        """Inside llama_decode so far."""
+        if self._moeoff is None:
+            return float(self.llm.decode_seconds)
+        stats = self._moeoff.stats()
+        return stats.prompt_seconds + stats.gen_seconds
+
+    def _answers(self, n: int) -> Iterator[int]:
+        """The job's answer, and what the model goes on with behind it."""
+        answer = self._answer or ()
+        if n:
+            self.answered = []
+        for i in range(n):
+            self.answered.append(answer[i] if i < len(answer) else int(self.llm.sample(temp=0.0)))
+            yield self.answered[-1]
+
+    def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, meter_name: str = "") -> Sample:
+        llm, model, self.test, self._single = self.llm, self._moeoff, index, 0
+        if not test.continues:
+            llm.reset()
+            if test.depth:
+                llm.eval(stream.take(test.depth, first=True))
+        prompt = stream.take(test.n_prompt, first=not test.depth)
+        single: Iterable[int] = stream.take(test.n_gen, first=not test.depth and not test.n_prompt) if self._answer is None else self._answers(test.n_gen)
+        if model is not None:
+            model.engine.buffer.drain()
+            model.reset_stats()
+        meter = pkgutil.resolve_name(meter_name)(model) if meter_name else None
+        before, cpu, faults, started, done = self._seconds(), time.process_time(), _page_faults(), time.perf_counter(), 0
+        if prompt:
+            llm.eval(prompt)
+            done = len(prompt)
+        for token in single:
+            if limit is not None and done and time.perf_counter() - started > limit:
+                break
+            if meter is not None:
+                meter.token(lambda: llm.eval([token]))  # noqa: B023  # called at once
+            else:
+                llm.eval([token])
+            done, self._single = done + 1, self._single + 1
+        seconds, cpu, faults = self._seconds() - before, time.process_time() - cpu, _page_faults() - faults
+        parts = meter.end(seconds) if meter is not None else {}
+        if model is not None:
+            model.engine.buffer.drain()
+        facts = self.facts()
+        return Sample(index, done, seconds, cpu, faults, {name: facts[name] for name in COUNTERS if name in facts}, parts)
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def load_everything(buffer: ExpertBuffer) -> None:
+    """Where all experts fit, what is measured is the time after all have been read, as with any other program that has loaded its weights."""
+    n_gates, n_experts = buffer.priorities.shape
+    queued = sum(buffer.preload(gate, range(n_experts)) for gate in range(n_gates))
+    while buffer.stats().resident_slices < queued:
+        buffer.check()
+        time.sleep(0.01)
+
+
+def disk_rate(model_index: ModelIndex, io_threads: int, seconds: float) -> DiskRate:
+    """At the size of the model's slices, with as many threads as the model was read by."""
+    file = next(iter(model_index.experts.values())).file
+    return probe(model_index.files[file], max(kind.nbytes for kind in slice_kinds(model_index)), seconds, io_threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Replays traces through the live policies, with the native buffer's rules of eviction.
+
+The same objects, the same order: a policy gets an event only after its gate has its slices. So the replay of a run whose
+policy kept up with it evicts exactly what the run evicted. Where the arena cannot hold one gate's selection (large
+prompts) the native order depends on the reads' timing, and the replay takes one possible order.
+
+The arena has the order of moeoff-store.cpp: a gate counts the slices of its experts as hits or misses, stamps the experts, and evicts for
+those that are absent the lowest (priority, last use, index) that it has not selected itself. It knows nothing of policies: it is given
+their table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import BudgetError
+from ..routing.event import GateEvent
+from ..routing.trace import Trace, TraceHeader
+from ..system.memory import format_size
+from . import CacheShape, Policy, get_policy
+from .hobbit import HIGH, PAPERS_COST, SKIP, MissCost
+
+
+class SimulatedArena:
+    """Experts of a model in an arena of `arena_bytes`: hits, misses and victims of one gate after the other.
+
+    Experts are numbered as natively, gate after gate, in a grid [n_gates, n_experts] as wide as the widest gate. They come and go whole.
+    """
+
+    def __init__(self, model: TraceHeader, arena_bytes: int):
+        floor = model.arena_floor
+        if arena_bytes < floor:
+            raise BudgetError(f"{format_size(arena_bytes)} for experts is too small: a replay needs at least {format_size(floor)}", hint={"memory": floor})
+        self.width, self.limit = model.n_experts, arena_bytes
+        self.slot = model.expert_slots  # by gate
+        self.one_class = len(set(self.slot)) == 1
+        n = model.n_gates * self.width
+        self.resident = np.zeros(n, bool)
+        self.last_use = np.zeros(n, np.int64)
+        self.clock = 0
+        self.free = dict.fromkeys(self.slot, 0)  # committed slots without an expert
+        self.spare = arena_bytes // 128  # arena::spare_bytes
+        self.committed = 0
+
+    def gate(self, gate: int, chosen: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One gate event; returns the experts of the gate that were absent (and are resident now), and the numbers of those that were evicted."""
+        self.clock += 1
+        want = gate * self.width + chosen
+        self.last_use[want] = self.clock
+        missing = want[~self.resident[want]]
+        victims: list[int] = []
+        if missing.size:
+            self._admit(gate, missing, want, table, victims)
+        return missing % self.width, np.array(victims, np.int64)
+
+    def resident_experts(self, gate: int) -> np.ndarray:
+        """[n_experts] bool."""
+        here: np.ndarray = self.resident[gate * self.width : (gate + 1) * self.width]
+        return here
+
+    def _admit(self, gate: int, missing: np.ndarray, want: np.ndarray, table: np.ndarray, out: list[int]) -> None:
+        stride = self.slot[gate]
+        if self.one_class:
+            room = (self.limit - self.committed) // stride
+            need = missing.size - room
+            self.committed += min(missing.size, room) * stride
+            if need <= 0:
+                self.resident[missing] = True
+                return
+            victims = self._victims(want, table, int(need))
+            self.resident[victims] = False
+            out.extend(victims.tolist())
+            fits = missing.size - (need - len(victims))
+            self.resident[missing[:fits]] = True
+            self._squeeze(stride, missing[fits:], want, out)
+            return
+        queue = self._in_order(want, table)
+        for i, index in enumerate(missing):
+            if not self._take_slot(stride, queue, out):
+                self._squeeze(stride, missing[i:], want, out)
+                return
+            self.resident[index] = True
+
+    def _in_order(self, want: np.ndarray, table: np.ndarray) -> Iterator[int]:
+        """All victims, told when the first is asked for."""
+        yield from self._victims(want, table, int(self.resident.sum())).tolist()
+
+    def _take_slot(self, stride: int, queue: Iterator[int], out: list[int]) -> bool:
+        """expert_table::take_slot: a slot, after evictions if need be; with nothing left to evict, of spare ones too."""
+        while not self._take(stride):
+            victim = next(queue, None)
+            if victim is None:
+                return self._take(stride, borrows=True)
+            self._evict(victim, out)
+        return True
+
+    def _take(self, stride: int, borrows: bool = False) -> bool:
+        """arena::take: a free slot of the class, or bytes of free slots of any class."""
+        if self.free[stride]:
+            self.free[stride] -= 1
+            return True
+        if self.committed + stride > self.limit and not borrows and sum(size * n for size, n in self.free.items()) <= self.spare:
+            return False
+        for size in self.free:
+            while self.committed + stride > self.limit and self.free[size]:
+                self.free[size] -= 1
+                self.committed -= size
+        if self.committed + stride > self.limit:
+            return False
+        self.committed += stride
+        return True
+
+    def _evict(self, index: int, out: list[int]) -> None:
+        self.resident[index] = False
+        self.free[self.slot[index // self.width]] += 1
+        out.append(index)
+
+    def _victims(self, want: np.ndarray, table: np.ndarray, n: int) -> np.ndarray:
+        """The `n` lowest residents outside `want`, in order if there is more than one size class."""
+        mask = self.resident.copy()
+        mask[want] = False
+        candidates: np.ndarray = np.flatnonzero(mask)
+        if candidates.size <= n and self.one_class:
+            return candidates
+        rank = table.ravel()[candidates]
+        if n < candidates.size:
+            kth = np.partition(rank, n - 1)[n - 1]
+            keep = rank <= kth
+            candidates, rank = candidates[keep], rank[keep]
+            if candidates.size == n and self.one_class:
+                return candidates
+        candidates = candidates[np.lexsort((candidates, self.last_use[candidates], rank))[:n]]
+        return candidates
+
+    def _squeeze(self, stride: int, late: np.ndarray, want: np.ndarray, out: list[int]) -> None:
+        """The choice of one gate does not fit: each late expert takes the place of one that is computed already, or needed last."""
+        for index in late:
+            place = want.tolist().index(index)
+            done = [i for i in want[:place].tolist() if self.resident[i]]
+            ahead = [i for i in want[place + 1 :].tolist() if self.resident[i]]
+            queue = iter([*done, *reversed(ahead)])
+            if self.one_class:
+                victim = next(queue, None)
+                if victim is not None:
+                    self.resident[victim] = False
+                    out.append(victim)
+                    self.resident[index] = True
+                continue
+            if self._take_slot(stride, queue, out):
+                self.resident[index] = True
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hits, misses and reads of one policy with one buffer. Counts are of slices, sizes in bytes.
+
+    Attributes:
+        gate_hits, gate_misses: [n_gates].
+        bytes_read: of slices, what disks would have given.
+        miss_penalty: HOBBIT §3.4, in misses of a whole expert in high precision; low ones cost B_l/B_h, skipped ones nothing.
+        event_hits: [n_events].
+        resident: [n_gates * n_experts] bool at the end.
+        skipped: experts of tokens that were left out.
+        decoded: experts that routers chose for tokens that were decoded; with tau only.
+    """
+
+    policy: str
+    arena_bytes: int
+    n_tokens: int
+    gate_hits: np.ndarray
+    gate_misses: np.ndarray
+    evictions: int
+    bytes_read: int
+    miss_penalty: float
+    resident: np.ndarray
+    event_hits: np.ndarray
+    skipped: int = 0
+    decoded: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        uses = self.gate_hits.sum() + self.gate_misses.sum()
+        return float(self.gate_hits.sum() / uses) if uses else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        n = max(self.n_tokens, 1)
+        per_layer = self.gate_hits / np.maximum(self.gate_hits + self.gate_misses, 1)
+        return {
+            "strategy": self.policy,
+            "arena_bytes": self.arena_bytes,
+            "tokens": self.n_tokens,
+            "hit_rate": self.hit_rate,
+            "evictions": self.evictions,
+            "bytes_per_token": self.bytes_read / n,
+            "miss_penalty_per_token": self.miss_penalty / n,
+            "skipped_per_token": self.skipped / n,
+            "skipped_share": self.skipped / max(self.decoded, 1),
+            "hit_rate_by_layer": per_layer.round(6).tolist(),
+        }
+
+
+def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
+    """Replays a trace; the same arguments give the same result.
+
+    Args:
+        policy: a name of `moeoff.policies`, or one ready to use.
+        arena_bytes: of the experts' arena, slot padding included, as `Llama(expert_memory=...)`.
+        lag: "event": a gate sees what the policy made of the gate before it. "token": of the token before.
+        tau: of `Precision`: what is absent and weighs less is left out; what follows in the trace stays as it was recorded.
+        cost: of misses, for the penalty.
+        progress: called with the number of events done, now and then.
+
+    Raises:
+        OptionError: no such policy or option.
+        BudgetError: the arena is below the floor.
+    """
+    model = trace.model
+    arena_bytes = min(arena_bytes, model.full_bytes)
+    if isinstance(policy, str):
+        policy = get_policy(policy)(CacheShape.of(model, arena_bytes), seed=seed, **options)
+    policy.prepare(trace.events)
+    replay = SimulatedArena(model, arena_bytes)
+    table = policy.priorities if lag == "event" else policy.priorities.copy()
+    last = model.n_gates - 1
+    n_matrices, nbytes = np.array(model.n_matrices), np.array(model.expert_bytes)
+    hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)
+    event_hits = np.zeros(len(trace.events), np.int64)
+    evictions, penalty, n_skipped, n_decoded = 0, 0.0, 0, 0
+    costs = _costs(trace, cost)
+    for n, event in enumerate(trace.events):
+        if trace.starts[n]:
+            policy.reset_sequence()
+            if lag != "event":
+                table[:] = policy.priorities
+        chosen = event.demand()
+        if tau and event.decode:
+            event = leave_out(event, replay.resident_experts(event.gate), tau)
+            assert event.versions is not None
+            n_skipped += int(np.count_nonzero(event.versions))
+            n_decoded += event.ids.size
+            chosen = chosen[np.isin(chosen, event.ids[event.versions == HIGH])]
+        missing, victims = replay.gate(event.gate, chosen, table)
+        hits[event.gate] += chosen.size - missing.size
+        if missing.size:
+            misses[event.gate] += missing.size
+            evictions += int(n_matrices[victims // replay.width].sum())
+            penalty += costs[n][missing].sum()
+        event_hits[n] = (chosen.size - missing.size) * n_matrices[event.gate]
+        policy.update(event)
+        if lag != "event" and event.gate == last:
+            table[:] = policy.priorities
+        if progress and n % 4096 == 0:
+            progress(n)
+    return Result(policy.name, arena_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
+                  replay.resident, event_hits, n_skipped, n_decoded)  # fmt: skip
+
+
+def leave_out(event: GateEvent, resident: np.ndarray, tau: float) -> GateEvent:
+    """A recorded event as `Precision.tau` would have had it, with these experts [n_experts] bool in memory: an expert that one token wants is there for all."""
+    served = resident.copy()
+    served[event.ids[event.weights >= tau]] = True
+    return replace(event, versions=np.where(served[event.ids], HIGH, SKIP).astype(np.uint8))
+
+
+def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
+    """[n_events, n_experts] float32: what a miss of each expert costs."""
+    if trace.miss_costs is None or trace.miss_costs[0] != cost:
+        n = trace.model.n_experts
+        trace.miss_costs = cost, np.stack([cost.of(event, n) for event in trace.events]) if trace.events else np.zeros((0, n), np.float32)
+    return trace.miss_costs[1]

@@ -1,5 +1,0 @@
-"""A model's other files: its experts again in other precisions (the sidecar), and measurements of it (the profile)."""
-
-from .file import Sidecar
-
-__all__ = ["Sidecar"]

@@ -1,0 +1,249 @@
+"""Memory: sizes as people write them, what this process may use, and what it uses.
+
+The system's free memory is psutil's, and the process's resident bytes where there is no /proc. Limits of cgroups and the peak (VmHWM), which psutil does not
+have, are read here. psutil is imported when it is first asked: `moeoff --help` asks nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import sys
+from dataclasses import dataclass
+
+from ..errors import OptionError
+
+MIB = 1 << 20
+DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
+_M_ARENA_MAX = -8  # of malloc.h
+_MOST = 1 << 60  # bytes
+_SLOT_PAGE = 4096  # the native page_size, whatever the machine's pages are
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def slot_bytes(slice_bytes: int) -> int:
+    """Bytes of a slot that a slice takes: whole pages, and one for a start inside a page (moeoff-arena)."""
+    return -(-slice_bytes // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE
+
+
+def parse_size(text: str | float, whole: int | None = None) -> int:
+    """Bytes of "6G", "6GiB", "700M", "6000000000", or "80%" (of `whole`, by default what is available). G and GiB both mean 2^30; GB means 10^9.
+
+    Raises:
+        OptionError: not a size, or zero.
+    """
+    if not isinstance(text, str):
+        size = _whole(text)
+    elif text.strip().endswith("%"):
+        try:
+            share = parse_percent(text)
+        except ValueError:
+            raise OptionError(f"not a size: {text!r}; write for example 6G, 700MiB or 80%") from None
+        if not 0 < share <= 1:
+            raise OptionError(f"a share of memory lies between 0% and 100%, not {text!r}")
+        size = int((available() if whole is None else whole) * share)
+    else:
+        match = _SIZE.match(text)
+        if not match:
+            raise OptionError(f"not a size: {text!r}; write for example 6G, 700MiB or 80%")
+        number, unit, suffix = match.groups()
+        if not unit and 0 < float(number) < MIB:
+            raise OptionError(f"{text.strip()} is a number of bytes: was {number}G meant?")
+        base = 1000 if unit and suffix.lower() == "b" else 1024
+        size = int(min(float(number), _MOST) * base ** _UNITS[unit.lower()])
+    if size <= 0:
+        raise OptionError(f"a memory size must be positive, not {text!r}")
+    if size > _MOST:
+        raise OptionError(f"a memory size of {text!r} is more than any machine has")
+    return size
+
+
+def _whole(number: float) -> int:
+    """A number of bytes, of a whole number of any type. Raises `OptionError`."""
+    try:
+        if number == (size := int(number)) and not isinstance(number, bool):
+            return size
+    except (TypeError, ValueError, OverflowError):  # nothing like a number, NaN, infinite
+        pass
+    raise OptionError(f"not a size: {number!r}; write for example 6G, 700MiB or 80%")
+
+
+def parse_percent(text: str) -> float:
+    """0.8 of "80%". Raises ValueError."""
+    return float(text.strip().removesuffix("%")) / 100
+
+
+def format_size(n: int) -> str:
+    """Bytes for people: "1.63 GiB", "700 MiB"."""
+    if n >= 1 << 30:
+        return f"{n / (1 << 30):.2f} GiB"
+    if n >= 10 * MIB:
+        return f"{n / MIB:.0f} MiB"
+    return f"{n / MIB:.2f} MiB"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent on a model, in bytes: made once for it, so that everything that is chosen by it is chosen by the same number.
+
+    Attributes:
+        process: bound of the whole process; None: the experts alone are bounded.
+        experts: bound of the experts alone.
+        is_default: nobody has said anything.
+    """
+
+    process: int | None = None
+    experts: int | None = None
+    is_default: bool = False
+
+    @classmethod
+    def of(cls, memory: str | float | None = None, experts: int | None = None) -> Budget:
+        """As the user says; where nothing is said, a share of what is available.
+
+        Raises:
+            OptionError: not a size, or the system does not say how much memory is free.
+        """
+        if memory is None and experts is None:
+            return cls(int(available() * DEFAULT_SHARE), is_default=True)
+        return cls(None if memory is None else parse_size(memory), experts)
+
+    @property
+    def most(self) -> int:
+        """What the process may take at all."""
+        return available() if self.process is None else self.process
+
+    def left(self, fixed: int) -> int:
+        """Bytes for experts, where the rest of the process takes so many."""
+        return self.experts or 0 if self.process is None else self.process - fixed
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+@dataclass(frozen=True)
+class _MemoryGroup:
+    """A memory cgroup: its folder, and the names that its version has for limit and statistics.
+
+    Attributes:
+        charged: of `memory.stat`, what no other file could bring back: anonymous and shared memory.
+    """
+
+    folder: str
+    limit_file: str
+    charged: tuple[str, ...]
+
+    @property
+    def limit(self) -> int | None:
+        nbytes = _read_int(f"{self.folder}/{self.limit_file}")
+        return nbytes if nbytes is not None and nbytes < _MOST else None  # version 1 writes a huge number for "none"
+
+    def held_by_others(self, own: int) -> int:
+        """Bytes of the group's other processes that the kernel cannot take back without swap, those of files in memory among them."""
+        try:
+            with open(f"{self.folder}/memory.stat") as file:
+                stat = {name: int(value) for name, value in (line.split() for line in file)}
+        except (OSError, ValueError):
+            return 0
+        return max(0, sum(stat.get(name, 0) for name in self.charged) - own)
+
+
+def _memory_groups() -> list[_MemoryGroup]:
+    """This process's memory cgroup and its parents, of versions 1 and 2 of the kernel's interface."""
+    groups = []
+    try:
+        with open("/proc/self/cgroup") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, charged = "/sys/fs/cgroup", "memory.max", ("anon", "shmem")
+        elif "memory" in controllers.split(","):
+            root, limit, charged = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")
+        else:
+            continue
+        while True:
+            groups.append(_MemoryGroup(root + path.rstrip("/"), limit, charged))
+            if path in ("/", ""):
+                break
+            path = os.path.dirname(path)
+    return groups
+
+
+def cgroup_limit() -> int | None:
+    """The lowest memory limit of the cgroups this process is in, or None."""
+    return min((group.limit for group in _memory_groups() if group.limit is not None), default=None)
+
+
+def available() -> int:
+    """Bytes this process could use in all: its own, and what the system and its cgroups still have.
+
+    The page cache counts as free in a cgroup: the kernel takes it back before it kills. What other processes of the cgroup hold does not.
+
+    Raises:
+        OptionError: the system does not say how much memory is free.
+    """
+    import psutil
+
+    try:
+        free = [int(psutil.virtual_memory().available) + rss()]
+    except (OSError, RuntimeError, ValueError, psutil.Error):  # what psutil raises where /proc is not mounted, or a call is refused
+        raise OptionError("this system does not say how much memory is free (is /proc mounted?)", hint={"memory": ...}) from None
+    own = _own("RssAnon") + _own("RssShmem")
+    for group in _memory_groups():
+        if (limit := group.limit) is not None:
+            free.append(max(0, limit - group.held_by_others(own)))
+    return min(free)
+
+
+def _own(key: str) -> int:
+    """An entry of this process's /proc/self/status, in bytes; 0 where there is none."""
+    try:
+        with open("/proc/self/status") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":")), 0)
+    except OSError:  # not Linux
+        return 0
+
+
+def rss() -> int:
+    """Resident bytes of this process. Asked after every token: /proc takes a third of the time that psutil does."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux
+        pass
+    import psutil
+
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (OSError, psutil.Error):
+        raise OptionError("this system does not say how much memory a process takes, which no bound can be kept without: is /proc mounted?") from None
+
+
+def peak_rss() -> int:
+    """The most that was ever resident, in bytes: VmHWM, and where there is no /proc the system's ru_maxrss."""
+    return _own("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def share_malloc_arenas() -> None:
+    """For a process of many threads: glibc gives each of them an arena of its own, and each keeps what was once freed in it. Elsewhere nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 2)
+
+
+def trim() -> None:
+    """Gives back what the C allocator holds of memory that is free, where it can (glibc): a closed model's tens of MB."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
