@@ -22,8 +22,8 @@ from ctypes import (
 )
 from typing import Any
 
-from .llama import lib
 from ..errors import ForkError
+from .llama import lib
 
 __all__ = [
     "ABI_VERSION",
