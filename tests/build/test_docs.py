@@ -87,9 +87,8 @@ def test_examples_run(name, given):
     assert len(done.stdout.split()) >= 3
 
 
+@pytest.mark.slow  # FastAPI is of the extra nightly
 def test_fastapi_example_streams():
-    pytest.importorskip("fastapi", reason="the server extra is not installed")
-    pytest.importorskip("httpx", reason="the test client needs httpx")
     sys.path.insert(0, str(ROOT / "docs" / "examples"))
     import fastapi_stream
     from fastapi.testclient import TestClient

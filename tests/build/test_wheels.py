@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 import clean_install
 import wheels
@@ -40,7 +41,6 @@ def test_paths_of_the_recipes_exist():
 
 
 def test_the_compose_file_is_yaml_with_one_limit():
-    yaml = pytest.importorskip("yaml", reason="no YAML parser")
     service = yaml.safe_load(COMPOSE.read_text())["services"]["moeoff"]
     assert service["mem_limit"] == service["memswap_limit"]
     assert not any("--memory" in word for word in service["command"]), "80 % of the limit is taken by itself"

@@ -1,6 +1,6 @@
 """Nine clients of other people's, each asked for the same seven things with its default settings; and what some of them cannot do, with the reason.
 
-The libraries are imported where they are used: without the extras test and nightly, tests of them are skipped. docs/guides/serving.md has the table
+The libraries are imported where they are used: those of the extra nightly belong to slow clients, which `make test` leaves out. docs/guides/serving.md has the table
 (scripts/build/docs.py cli), so this imports nothing that is not there without the extras.
 """
 
@@ -174,6 +174,7 @@ class Ollama(Client):
 class _LangChain(Client):
     """What both of LangChain's have in common."""
 
+    slow = True
     chat_model: Any
 
     def chat(self, text: str) -> str:

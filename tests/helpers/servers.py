@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterator
 
 import httpx
-import pytest
 
 from helpers.budgets import named
 from helpers.files import ROOT
@@ -50,7 +49,8 @@ class Served:
 
     @functools.cached_property
     def client(self):
-        openai = pytest.importorskip("openai", reason="needs the extra test")
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=300, http_client=single_use())
 
     def __enter__(self) -> Served:

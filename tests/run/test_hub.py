@@ -108,7 +108,6 @@ def moeoff_hf(spec: str, endpoint: str, home: Path, **env) -> subprocess.Complet
 
 
 def test_download(demo, tmp_path):
-    pytest.importorskip("huggingface_hub")
     Hub.files = {"README.md": b"x", "mmproj-F16.gguf": b"x", "demo-Q4_K_M.gguf": b"x", "demo-Q8_0.gguf": Path(demo).read_bytes()}
     Hub.fetched.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from gguf import GGUFReader
 
-from helpers.clients import CLIENTS, SCHEMA, WHAT, Client
+from helpers.clients import CLIENTS, SCHEMA, WHAT
 from helpers.servers import Served
 from helpers.waiting import wait_until
 
@@ -79,13 +79,7 @@ def client(request, tmp_path):
     """Of a server, by its name."""
     kind = request.param
 
-    def make(served: Served) -> Client:
-        try:
-            return kind(served.url, MODEL, tmp_path)
-        except ImportError as error:
-            pytest.skip(f"{error}: needs the extra nightly")
-
-    return make
+    return lambda served: kind(served.url, MODEL, tmp_path)
 
 
 def each(what: str) -> pytest.MarkDecorator:

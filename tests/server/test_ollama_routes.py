@@ -6,11 +6,11 @@ import json
 import re
 
 import httpx
+import ollama
 import pytest
 
 from helpers.servers import Served
 
-ollama = pytest.importorskip("ollama", reason="needs the extra test")
 QUESTION = "What is 2 + 3?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 GREEDY = {"temperature": 0, "num_predict": 24}

@@ -15,15 +15,12 @@ import httpx
 import openai
 import pytest
 
-pytest.importorskip("ray.serve", reason="needs the extra nightly")
-
-import moeoff.ray
-from helpers.ray_cluster import cluster
 from helpers.servers import single_use
 from helpers.waiting import wait_until
 from moeoff.errors import OptionError
 from moeoff.system.cgroup import unavailable
 
+pytestmark = pytest.mark.slow  # Ray is of the extra nightly, and imported where it is used: `make test` has none
 GIB = 1 << 30
 KEY = "a-key"
 
@@ -32,6 +29,9 @@ KEY = "a-key"
 def served(demo):
     """Two nodes, one replica on each."""
     from ray import serve
+
+    import moeoff.ray
+    from helpers.ray_cluster import cluster
 
     limit = 3 * GIB if unavailable() is None else None
     with cluster([{"holds": "demo", "disk": "a"}, {"holds": "demo", "disk": "b"}], 2 * GIB, limit) as nodes:
@@ -136,7 +136,7 @@ def test_metrics_of_the_servers_are_rays(served, client):
     wait_until(lambda: len(set(re.findall(r'^ray_moeoff_expert_misses_total\{.*?replica="(\w+)"', texts(), re.MULTILINE))) == 2)
 
 
-@pytest.mark.parametrize("victim", ["pid", pytest.param("server_pid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", ["pid", "server_pid"])
 def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
     """Streams that had begun there end with an error that clients understand; every other chat is answered, and another replica comes."""
     dead, other = served.replicas(2)
@@ -176,7 +176,6 @@ def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
     assert client.chat.completions.create(**chat("Still there?")).usage.completion_tokens == 48
 
 
-@pytest.mark.slow
 def test_a_replica_that_hangs_is_replaced(served, client):
     """Its server is stopped, and would outlive its actor: it is ended, and gives its memory back."""
     hung, other = served.replicas(2)
@@ -187,9 +186,10 @@ def test_a_replica_that_hangs_is_replaced(served, client):
         assert client.chat.completions.create(**chat(f"{number}: still there?")).usage.completion_tokens == 48
 
 
-@pytest.mark.slow
 def test_a_model_that_is_on_no_machine(served):
     from ray import serve
+
+    import moeoff.ray
 
     with pytest.raises(RuntimeError):
         serve.run(moeoff.ray.deployment("/nowhere/model.gguf", memory="200M", name="other"), name="other", route_prefix="/other")
@@ -203,12 +203,15 @@ def test_a_model_that_is_on_no_machine(served):
     [({"memory": "80%"}, "not a share"), ({"port": 8000}, "Ray Serve")],
 )
 def test_options_that_make_no_sense(demo, options, said):
+    import moeoff.ray
+
     with pytest.raises(OptionError, match=said):
         moeoff.ray.deployment(demo, **({"memory": "200M"} | options))
 
 
 def test_more_replicas_than_machines_are_refused(demo, monkeypatch):
     """In the place of a deployment that is DEPLOYING without an end."""
+    import moeoff.ray
 
     def node(alive: bool = True, gib: int = 4, cores: float = 2.0, **labels: str) -> dict:
         return {"Alive": alive, "Resources": {"memory": gib * GIB, "CPU": cores}, "Labels": labels}
@@ -238,7 +241,6 @@ def test_without_ray_it_says_what_to_install():
     assert done.returncode and done.stderr.splitlines()[-1].endswith("moeoff.ray needs Ray Serve: pip install 'moeoff[ray]'")
 
 
-@pytest.mark.slow
 def test_serve_run_says_that_there_are_too_many_replicas(served, demo, tmp_path):
     """Ray's program makes the application before it knows a machine. The last test: when an application fails it shuts Serve down, and exits with 0."""
     (tmp_path / "too_many.py").write_text(f"import moeoff.ray\napp = moeoff.ray.deployment({demo!r}, memory='200M', num_replicas=9, name='many')\n")

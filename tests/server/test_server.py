@@ -12,14 +12,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import openai
 import pexpect
 import pytest
 
 from helpers.files import ROOT
 from helpers.servers import single_use
 from helpers.waiting import wait_until
-
-openai = pytest.importorskip("openai", reason="needs the extra test")
 
 COMMAND = os.path.join(os.path.dirname(sys.executable), "moeoff")
 KEY = "not-a-secret"
