@@ -267,8 +267,8 @@ class Config:
                             help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto: the fastest, found while it computes.")  # fmt: skip
     tensor_split: list[float] | None = option("-ts", "--tensor-split", metavar="N0,N1,...", parse=_shares, llama=True, server="-ts", group="GPU",
                                               commands=_MEASURE, help="Share of the layers for each GPU, as 3,1.")  # fmt: skip
-    split_mode: str | None = option("-sm", "--split-mode", metavar="MODE", parse=_split_mode, number=_SPLIT_MODES.get, choices=tuple(_SPLIT_MODES), llama=True,
-                                    server="-sm", group="GPU", commands=_MEASURE,
+    split_mode: str | None = option("-sm", "--split-mode", metavar="MODE", parse=_split_mode, number=_SPLIT_MODES.get, unset=1, choices=tuple(_SPLIT_MODES),
+                                    llama=True, server="-sm", group="GPU", commands=_MEASURE,
                                     help="How layers go to several GPUs: layer, or none for -mg alone. Default: layer.")  # fmt: skip
     main_gpu: int | None = option("-mg", "--main-gpu", metavar="N", parse=integer(0), llama=True, server="-mg", group="GPU", commands=_MEASURE,
                                   help="The GPU for -sm none.")  # fmt: skip
@@ -329,7 +329,7 @@ class Config:
     def __post_init__(self) -> None:
         from .llamacpp.llama import KEYWORDS
 
-        unknown = sorted(set(self.llama_cpp) - KEYWORDS)
+        unknown = sorted(set(self.llama_cpp) - set(KEYWORDS))
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
         if self.llama_cpp.get("use_mmap") or self.llama_cpp.get("use_mlock"):
@@ -381,7 +381,10 @@ class Config:
 
     def check_model(self, model_index: ModelIndex) -> None:
         """Raises OptionError for values that have no effect with this model, or that llama.cpp would crash over."""
-        yarn_options = [name for name in ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx") if getattr(self, name) is not None]
+        from .llamacpp.llama import KEYWORDS
+
+        others = ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx")
+        yarn_options = [name for name in others if getattr(self, name) not in (None, KEYWORDS[name])]
         yarn = (self.rope_scaling_type or model_index.hparams.get("rope.scaling.type")) == "yarn"
         if yarn_options and not yarn and (self.yarn_ext_factor is None or self.yarn_ext_factor <= 0):
             raise OptionError(f"`{yarn_options[0]}` has no effect: the model's rope scaling is not YaRN; ask for it with `rope_scaling_type`")

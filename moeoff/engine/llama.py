@@ -174,6 +174,13 @@ class Llama(PatchedLlama):
             self.close()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, here or in another process, is opened with: the same options, and a text of its own."""
+        return {"model_path": self.engine.config, "on_stats": self._on_stats}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # as llama_cpp's
+
     @property
     def engine(self) -> Engine:
         """The model's runtime state: `engine.buffer`, `engine.plan`, `engine.quality`, ..."""

@@ -57,10 +57,8 @@ T = TypeVar("T")
 
 lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
 
-# keyword arguments of llama_cpp.Llama
-KEYWORDS = frozenset(
-    name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD
-)
+# keyword arguments of llama_cpp.Llama, and their defaults
+KEYWORDS = {name: p.default for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 _LOGGER = logging.getLogger("llama-cpp-python")
 _LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level

@@ -1,6 +1,9 @@
 """moeoff.Llama as apps use it: what llama_cpp.Llama does it does alike, and what it adds works beside that."""
 
+import copy
 import ctypes
+import multiprocessing
+import pickle
 import subprocess
 import sys
 import threading
@@ -147,6 +150,25 @@ def test_no_tensor_is_mapped(demo):
     """By default llama.cpp maps some that are larger than 4 GiB: no plan of memory would have them."""
     with moeoff.Llama(demo, expert_memory="3M", **OPTIONS) as llm:
         assert llm.model_params.lazy_mode == api.LLAMA_LAZY_MODE_OFF
+
+
+COPIES = {
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_is_opened_with_the_same_options(demo, name):
+    options = OPTIONS | {"expert_memory": "2M", "strategy": "lfu", "split_mode": 1, "logits_all": True, "type_k": "q8_0", "yarn_attn_factor": 1.0}
+    with moeoff.Llama(demo, **options) as llm, COPIES[name](llm) as other:
+        assert other.engine.config == llm.engine.config
+        assert without_identity(CALLS["completion"](other)) == without_identity(CALLS["completion"](llm))
+
+
+def test_a_spawned_process_opens_its_own(demo):
+    with moeoff.Llama(demo, expert_memory="2M", **OPTIONS) as llm, multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply_async(llm.tokenize, (b"Hello",)).get(120) == llm.tokenize(b"Hello")
 
 
 def test_prefix_cache(demo):

@@ -21,6 +21,7 @@ from moeoff.budget.plan import DeviceBound
 from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
 from moeoff.cli.options import help_of
+from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import llama as binding
 from moeoff.llamacpp.llama import KEYWORDS, api
 from moeoff.llamacpp.threads import PRIORITIES
@@ -120,6 +121,11 @@ def test_llama_cpps_numbers_for_nothing_are_as_good_as_nothing_said(demo):
     for name in said:
         with pytest.raises(moeoff.OptionError, match=f"{name}: "):
             Config.make(demo, **{name: "0"})
+
+
+def test_llama_cpps_defaults_are_not_refused(demo):
+    """But that a file is mapped, which experts are not."""
+    Config.make(demo, **KEYWORDS | {"use_mmap": False}).check_model(ModelIndex.read(demo))
 
 
 def test_what_is_switched_off_leaves_a_strategy_its_precision(demo):
