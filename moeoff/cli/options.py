@@ -299,7 +299,8 @@ def given_files(options: Mapping[str, Any], *without: str) -> list[str]:
 def sentence(error: BaseException) -> str:
     """One line for people, with the flags of the running command as they were typed."""
     if not isinstance(error, MoeoffError):
-        return one_line(str(error)) or type(error).__name__
+        known = isinstance(error, OSError) and error.strerror and (f"{error.filename}: " if error.filename else "") + error.strerror
+        return one_line(known or str(error)) or type(error).__name__
     context = click.get_current_context(silent=True)
     said = in_flags(error, None if context is None else flags_as_typed(context))
     return f"{said} (the shell leaves ~ as it is within quotes and behind =: write $HOME)" if error.message.startswith("~") else said

@@ -1,7 +1,11 @@
 """Ordinary mistakes of somebody's first hour: what was typed, the exit code, and the sentence. No traceback, no word of Python, one way out."""
 
 import os
+import pwd
 import shlex
+import subprocess
+import sys
+import tempfile
 
 import pytest
 from click.testing import CliRunner
@@ -189,11 +193,58 @@ def test_a_terminal_that_is_not_utf8(moeoff_command, typed):
     assert done.returncode == 0 and done.stdout.isascii() and "Traceback" not in done.stderr, done.stderr
 
 
-def test_no_home(moeoff_command, tmp_path):
-    """Without a folder that could be written to nothing is kept, and the answer comes all the same."""
-    (tmp_path / "file").touch()
-    done = moeoff_command("run", "-p", "x", "-n", "4", env=os.environ | {"HOME": str(tmp_path / "file"), "XDG_CACHE_HOME": ""})
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+ANYWHERE = (f"inspect {M} --probe off", "run -p x -n 2", "bench -p 8 -n 0 -r 1 --no-warmup")
+
+
+def unknown_user(monkeypatch, folder):
+    def no_entry(_uid):
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+
+
+def home_is_a_file(monkeypatch, folder):
+    (folder / "file").touch()
+    monkeypatch.setenv("HOME", str(folder / "file"))
+
+
+def no_temporary_folder(monkeypatch, folder):
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(folder / "none")])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+@pytest.mark.parametrize("machine, lacks", [(unknown_user, ()), (home_is_a_file, ()), (no_temporary_folder, ("bench",))])
+def test_no_folder_of_the_users(machine, lacks, monkeypatch, tmp_path):
+    """Nothing is saved for the next time, and the answer comes all the same; what cannot be done without one is one sentence."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    machine(monkeypatch, tmp_path)
+    for typed in ANYWHERE:
+        done = CliRunner().invoke(main, shlex.split(typed), prog_name="moeoff")
+        if typed.split()[0] in lacks:
+            assert done.exit_code == 1 and done.output.endswith(f"Error: No usable temporary directory found in ['{tmp_path}/none']\n"), done.output
+        else:
+            assert done.exit_code == 0 and "Traceback" not in done.output, (typed, done.output, done.exception)
+
+
+MACHINES = {  # as containers have them: what is mounted where, and the commands that cannot do their work there
+    "read-only": ("mount -o remount,ro,bind / && mount -t tmpfs -o ro none /tmp && mount -t tmpfs -o ro none /dev/shm", ("bench",)),
+    "small shared memory": ("mount -t tmpfs -o size=64k none /dev/shm; head -c 64K /dev/zero > /dev/shm/full", ()),
+    "full disk": ("mount -t tmpfs -o size=64k none /tmp; head -c 64K /dev/zero > /tmp/full; export XDG_CACHE_HOME=/tmp", ()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_small_machines(machine):
+    mounts, lacks = MACHINES[machine]
+    if subprocess.run(["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
+    for typed in (*ANYWHERE, f"doctor -m {M}", f"simulate {SMALL_TRACE}"):
+        done = subprocess.run(["unshare", "-m", "sh", "-c", f"{mounts}; {command} {typed}"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        expected = 1 if typed.split()[0] in lacks else 0
+        assert done.returncode == expected and "Traceback" not in done.stderr and "[Errno" not in done.stderr, (typed, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("columns", ["1", "40"])
