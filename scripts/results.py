@@ -5,8 +5,8 @@ A data file says what was run, where, when and at which commit, and holds the ta
     {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
-from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models` and `reliability`
-gather rows from several data files. The README's chart is drawn from the same data. Everything outside the blocks
+from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `{COLUMN | ...}` after
+that leaves out all other columns but the first. `models` and `reliability` gather rows from several data files. The README's chart is drawn from the same data. Everything outside the blocks
 is written by hand.
 """
 
@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 CHART = ROOT / "docs" / "img" / "speed.svg"
 STOCK = "stock llama.cpp"
-BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?:(?P<mark>[:+])(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- results (?P<name>[\w-]+)(?:(?P<mark>[:+])(?P<table>[\w-]+))?(?: {(?P<columns>[^}]+)})? -->\n).*?(?P<end><!-- end of results -->\n)", re.DOTALL
+)
 HEAD = ("command", "machine", "date", "commit")
 HELP = "Keep the tables as a data file for docs/results."
 
@@ -127,19 +129,26 @@ def markdown(table: dict) -> str:
     return _line(table["columns"]) + _rule(table["columns"]) + "".join(map(_line, table["rows"]))
 
 
-def block(name: str, table: str | None, mark: str | None = ":") -> str:
+def with_columns(table: dict, columns: str | None) -> dict:
+    """The table with its first column and those named, as "A | B"; None: all of them."""
+    if not columns:
+        return table
+    names = [name.strip() for name in columns.split("|")]
+    places = [0, *(table["columns"].index(name) for name in names)]
+    return table | {"columns": [table["columns"][i] for i in places], "rows": [[row[i] for i in places] for row in table["rows"]]}
+
+
+def block(name: str, table: str | None, mark: str | None = ":", columns: str | None = None) -> str:
     """The text of a block: one table of a data file, with what was run if its mark is "+", or all of it; "models", "reliability": one row of each."""
     if name in GATHERED:
         return GATHERED[name]()
     data = read(name)
-    if table:
-        one = next(t for t in data["tables"] if t["name"] == table)
-        if mark == ":":
-            return markdown(one)
-        data = data | {"tables": [one]}
+    tables = [with_columns(t, columns) for t in data["tables"] if table in (None, t["name"])]
+    if table and mark == ":":
+        return markdown(tables[0])
     said = f"Measured {data['date']}" + (f" at {data['commit']}" if "commit" in data else "") + f"; {data['machine']}"
     said += f":\n\n    {data['command']}\n" if "command" in data else ".\n"
-    return said + "".join(f"\n**{t['title']}**\n\n{markdown(t)}" for t in data["tables"])
+    return said + "".join(f"\n**{t['title']}**\n\n{markdown(t)}" for t in tables)
 
 
 SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and 10^9 bytes of its file
@@ -156,7 +165,7 @@ STOCK_IN_A_LIMIT = ("stock, memory map", "stock, memory map, plain kernels")  # 
 def _gib(limit: str) -> str:
     """ "6656 MiB" in GiB; other words stay."""
     n, _, unit = limit.partition(" ")
-    return f"{int(n) / 1024:.1f} GiB" if unit == "MiB" else limit
+    return f"{int(n) / 1024:g} GiB" if unit == "MiB" else limit
 
 
 def _said(data: dict, option: str) -> str:
@@ -181,7 +190,7 @@ def models_table() -> str:
         limit, speeds = next(iter(decode_speeds(name).items()))
         stock = next(speeds[contender] for contender in STOCK_IN_A_LIMIT if speeds.get(contender))
         rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(limit), speeds["auto"], _said(read(name), "--rounds"), stock])
-    return markdown({"columns": ["model's shape", "file", "memory", "moeoff, tok/s", "median of rounds", f"{STOCK}, tok/s, one round"], "rows": rows})
+    return markdown({"columns": ["model", "file", "memory", "moeoff, tok/s", "median of rounds", f"{STOCK}, tok/s, one round"], "rows": rows})
 
 
 SCENARIOS = {  # of docs/results/reliability.md: what is done
@@ -214,13 +223,14 @@ def reliability_table() -> str:
 GATHERED = {"models": models_table, "reliability": reliability_table}
 
 
-def chart(name: str) -> str:
-    """Decode speed in a memory limit and with all of the model in memory, moeoff's and stock llama.cpp's. Its greys and colours read on white and on black."""
+def chart(*names: str) -> str:
+    """Decode speed of one model by memory limit and with all of it in memory, moeoff's and stock llama.cpp's. Its greys and colours read on white and on black."""
     bars = {"moeoff": (("auto", "lru"), "#2f81f7"), STOCK: ((*STOCK_IN_A_LIMIT, "stock, repacked kernels"), "#bf8700")}
-    groups = decode_speeds(name)
-    cells = {bar: [next(s[c] for c in of if s.get(c)).split()[0] for s in groups.values()] for bar, (of, _) in bars.items()}
-    scale = 400 / max(float(cell) for column in cells.values() for cell in column)
-    height = 60 + 56 * len(groups)
+    groups = {limit: speeds for name in names for limit, speeds in decode_speeds(name).items()}
+    limits = sorted(groups, key=lambda limit: int(limit.split()[0]) if limit.endswith("MiB") else 1 << 30)
+    cells = {bar: [next((groups[limit][c].split()[0] for c in of if groups[limit].get(c)), None) for limit in limits] for bar, (of, _) in bars.items()}
+    scale = 400 / max(float(cell) for column in cells.values() for cell in column if cell)
+    height = 60 + 50 * len(limits)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" width="680" height="{height}" role="img" '
         'font-family="sans-serif" font-size="14" fill="#6e7781">',
@@ -229,25 +239,25 @@ def chart(name: str) -> str:
     for i, (bar, (_, colour)) in enumerate(bars.items()):
         out.append(f'<rect x="{200 + 110 * i}" y="12" width="14" height="14" fill="{colour}"/><text x="{220 + 110 * i}" y="24">{bar}</text>')
     out.append('<text x="190" y="24" text-anchor="end">memory limit</text><text x="670" y="24" text-anchor="end">tokens per second, decode</text>')
-    for i, group in enumerate(groups):
-        top = 44 + 56 * i
-        out.append(f'<text x="190" y="{top + 26}" text-anchor="end">{_gib(group)}</text>')
+    for i, limit in enumerate(limits):
+        top = 44 + 50 * i
+        out.append(f'<text x="190" y="{top + 24}" text-anchor="end">{_gib(limit)}</text>')
         for j, (bar, (_, colour)) in enumerate(bars.items()):
-            width, y = scale * float(cells[bar][i]), top + 21 * j
-            out.append(
-                f'<rect x="200" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 14}">{cells[bar][i]}</text>'
-            )
-    said = f"medians of {_said(read(name), '--rounds')} rounds; stock in a limit: one run"
-    return "\n".join([*out, f'<text x="190" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
+            y, cell = top + 19 * j, cells[bar][i]
+            width = scale * float(cell) if cell else 0
+            out.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="16" fill="{colour}"/>' if cell else "")
+            out.append(f'<text x="{206 + width:.1f}" y="{y + 13}">{cell or "not measured"}</text>')
+    said = f"medians of {_said(read(names[0]), '--rounds')} rounds; stock in a limit: one run"
+    return "\n".join([*filter(None, out), f'<text x="190" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
 
 
 def pages() -> dict[Path, str]:
     """Every generated file and the text it should have."""
-    made = {CHART: chart("real-qwen3")}
+    made = {CHART: chart("real-qwen3", "real-qwen3-budgets")}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):
-            made[page] = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"], m["mark"]) + "\n" + m[5], text)
+            made[page] = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"], m["mark"], m["columns"]) + "\n" + m["end"], text)
     return made
 
 

@@ -2,7 +2,7 @@
 
 usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/store.md
        micro.py switches [--threads 1,4,16]               sleeps, locks and CPU time of threads that wait for experts: store.md
-       micro.py kernels  MODEL ... --text FILE            a token on one thread with everything in memory, stock's kernels and ours: offload.md
+       micro.py kernels  MODEL ... --text FILE            a token on one thread with everything in memory, stock's kernels and ours: kernels.md
        micro.py driver   [--shapes 48x128x8x2048,...]     made-up gate events through each part of the driver: docs/internals/papers.md
 """
 

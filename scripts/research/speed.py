@@ -1,9 +1,9 @@
 """Speed of contenders in interleaved rounds: each run cold, in a process of its own, on the same tokens; medians, ranges, and ratios of the same round.
 
-usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]         in memory cgroups: offload.md, real-sizes.md (root)
+usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]         in memory cgroups: real-sizes.md (root)
                         [--strategies auto --max-loss 1% --no-in-memory]                a loss budget beside lossless
                         [--answer]                                                      the model's own answer in the place of the text
-       speed.py kernels -m MODEL --text FILE                                            everything in memory: offload.md
+       speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
