@@ -108,7 +108,9 @@ def prepare(folder: Path, names: set[str]) -> None:
     from moeoff.experts.convert import convert
     from moeoff.gguf.model_index import ModelIndex
     from moeoff.measure.profile_fit import calibrate
+    from moeoff.policies import hobbit
 
+    hobbit.MAX_EVENTS = 128  # of this process: what it learns need not be good
     model = str(folder / "m.gguf")
     write_small_model(model)
     model_index = ModelIndex.read(model)
