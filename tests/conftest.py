@@ -109,9 +109,8 @@ def grown(tmp_path_factory) -> str:
 
     from grow_model import Growth, grow_model
 
-    path = tmp_path_factory.mktemp("grown") / "grown.gguf"
-    grow_model(DEMO, path, Growth(4, 4, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q8_0))
-    return str(path)
+    growth = Growth(4, 4, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q8_0)
+    return str(made_once(tmp_path_factory, "grown", lambda folder: grow_model(DEMO, folder / "grown.gguf", growth)) / "grown.gguf")
 
 
 @pytest.fixture(scope="session")

@@ -39,12 +39,10 @@ def quick(grown, small) -> tuple[str, ...]:
     return "-m", grown, "-p", "16", "-n", "8", "-r", "2", "--memory", f"{small}M"
 
 
-@pytest.fixture(scope="module")
-def stock_beside(moeoff_command, quick) -> list[dict[str, Any]]:
-    done = moeoff_command("bench", *quick, "--compare-stock", "-o", "json")
+def measured(moeoff_command, *args: str) -> list[dict[str, Any]]:
+    done = moeoff_command("bench", *args, "-o", "json")
     assert done.returncode == 0, done.stderr
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
-    return rows
+    return json.loads(done.stdout)
 
 
 def test_table(moeoff_command, quick):
@@ -59,8 +57,8 @@ def test_table(moeoff_command, quick):
     assert len(re.findall(r"^mode: .* direct reads by \d+ I/O threads", table, re.MULTILINE)) == 2  # as many as the disk is fastest with
 
 
-def test_rows(stock_beside, small):
-    for row in stock_beside[:2]:
+def test_rows(moeoff_command, quick, small):
+    for row in measured(moeoff_command, *quick):
         assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
         assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
         assert row["peak_rss"] < row["memory"] == small << 20
@@ -195,8 +193,9 @@ def test_an_answer_of_its_own(demo):
     assert measure(replace(job, engine=STOCK, answer=other)).closed["answer"][:3] == [*other]
 
 
-def test_stock_beside_it(stock_beside, small):
-    found = stock_beside
+@pytest.mark.slow  # stock thrashes in the cgroup
+def test_stock_beside_it(moeoff_command, quick, small):
+    found = measured(moeoff_command, *quick, "--compare-stock")
     assert [row["strategy"] for row in found] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
     where = f"in a cgroup of {small} MiB" if unavailable() is None else "no limit around it"
     assert all(where in row["mode"] for row in found), found
