@@ -42,6 +42,7 @@ def by_importance(importance: Mapping[tuple[int, int], float], saved: Mapping[tu
 FLOOR = 1e-4  # under logarithms
 PRIOR_ONE = 8.0  # observations that the back-off weighs as much as
 PRIOR_TWO = 8.0  # observations that the back-off of a pair to one layer weighs as much as
+TABLE = 16 << 20  # bytes of a table that spares a wide lookup for each event: models with up to 64 experts
 PAIRS = 256 << 20  # bytes of counts; of a model with more, the last pairs of a layer back off to one layer
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
 POPULARITY: dict[str, Layout] = {"counts": ("i", ("gates", "experts"), 0, 1 << 53)}  # of the section of this name
@@ -194,6 +195,10 @@ class ActivationPath(Predictor):
             require_arrays(arrays, {"one": ("f", (n, e, e)), "popularity": ("f", (n, e), 0, 1)})
             self._one: np.ndarray = arrays["one"].astype(np.float32)
             self._log_popularity = np.log(arrays["popularity"] + FLOOR)
+        self._table: np.ndarray | None = None  # [gate, last, before, expert], the same numbers
+        if self._pairs is not None and 2 * n * e**3 <= TABLE:
+            every = np.arange(e)[None]
+            self._table = np.stack([self._log_joint(self._pairs, gate, every, every)[0].astype(np.float16) for gate in range(n)])
         self._gate = -1
         self._last: np.ndarray | None = None
 
@@ -239,13 +244,19 @@ class ActivationPath(Predictor):
             out = (self._counts[gate][last] / self._sums[gate][last]).mean(axis=1)
             return out
         if self._pairs is not None and before is not None:
-            ratio = np.exp(self._one[gate][last] + self._log_popularity[gate])  # P(x | last), with FLOOR
-            out = np.exp(np.log(self._pairs.joint(gate, last, before, ratio - FLOOR) + FLOOR).mean(axis=(1, 2)))
+            joint = self._log_joint(self._pairs, gate, last, before) if self._table is None else self._table[gate][last[:, :, None], before[:, None, :]]
+            out = np.exp(joint.mean(axis=(1, 2), dtype=np.float32))
             return out
         log = self._log_popularity[gate] + self._one[gate][last].sum(axis=1)
         log -= log.max(axis=1, keepdims=True)
         out = np.exp(log, out=log)
         return out
+
+    def _log_joint(self, pairs: PairCounts, gate: int, last: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """[n_tokens, k, k, E] float32, of each pair of an expert of `last` and one of `before` [n_tokens, k]."""
+        ratio = np.exp(self._one[gate][last] + self._log_popularity[gate])  # P(x | last), with FLOOR
+        joint: np.ndarray = pairs.joint(gate, last, before, ratio - FLOOR)
+        return np.log(joint + FLOOR, out=joint)
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:

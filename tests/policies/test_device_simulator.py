@@ -47,7 +47,7 @@ def learned(recording, demo, tmp_path_factory) -> tuple[Recording, Profile]:
     model_index = ModelIndex.read(demo)
     with mock.patch.object(hobbit, "MAX_EVENTS", 1200):  # of the trace that its weights are fitted on, 96 times or more
         sections = fit(
-            recording.take(train), FitOptions(hidden=64), only={"gate", "shallow", "path", "learned", "hobbit", "popularity", "tokens"}, compare=False
+            recording.take(train), FitOptions(hidden=64), only={"gate", "shallow", "path", "pairs", "learned", "hobbit", "popularity", "tokens"}, compare=False
         )
     Profile.write(path, model_index, sections)
     return recording.take(held), Profile.read(path, model_index)
@@ -57,7 +57,7 @@ def attached(demo, learned, strategy, *, share=0.5, read=1 / 8):
     """A device and what `Llama` would put together for it; read: sending a matrix of an expert, as a share of what a layer takes."""
     held, profile = learned
     speeds = Bandwidths(link=held.model.tensors[0].nbytes / (1000 * read * LAYER_US), device=1e9, layer_us=LAYER_US)
-    buffer = DeviceBuffer(held.model, speeds, int(held.model.full_bytes * share))
+    buffer = DeviceBuffer(held.model, speeds, int(sum(t.nbytes * t.n_experts for t in held.model.tensors) * share))
     driver = Driver(buffer)
     attach_strategy(driver, strategy, ModelIndex.read(demo), io_threads=1, profile=profile)
     return buffer, driver
@@ -183,9 +183,9 @@ def test_the_meter_counts_what_was_there_in_time(demo, learned):
     accuracies = [m.accuracy for m in found.values()]
     assert max(accuracies) - min(accuracies) < 1e-9 and 0.4 < accuracies[0] < 0.95
     assert all(m.good_pred == pytest.approx(m.accuracy * m.fetch_rate) for m in found.values())
-    assert found[1 / 64].fetch_rate > 0.97 and found[1 / 64].fetch_rate >= found[1 / 8].fetch_rate > found[3].fetch_rate + 0.05
+    assert found[1 / 64].fetch_rate > 0.97 > found[1 / 8].fetch_rate > found[3].fetch_rate + 0.05
     one, two = (meter(demo, learned, PRESETS["promoe"].with_stride(stride), share=0.25) for stride in (1, 2))
-    assert 0.02 < one.accuracy - two.accuracy < 0.15 and two.fetch_rate >= one.fetch_rate
+    assert 0.02 < one.accuracy - two.accuracy < 0.15 and two.fetch_rate > one.fetch_rate + 0.01
 
 
 def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
@@ -202,10 +202,11 @@ def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
     assert fitted < 0.98 * simulate(trace, "lru", arena, cost=cost).miss_penalty
     assert all(fitted < 1.01 * paid(**{name: float(name == only) for name in ("lru", "lfu", "lhu", "fld")}) for only in ("lru", "lfu", "fld"))
 
-    def accuracy(name, known):
-        return meter(demo, (held, known), replace(PRESETS[name], policy=get_policy("lru"))).accuracy
+    def accuracy(strategy, known):
+        return meter(demo, (held, known), replace(strategy, policy=get_policy("lru"))).accuracy
 
-    assert accuracy("edgemoe", profile) > accuracy("edgemoe", None) + 0.05
+    assert accuracy(PRESETS["edgemoe"], profile) > accuracy(PRESETS["edgemoe"], None) + 0.1
+    assert accuracy(PRESETS["promoe"].with_stride(1), profile) > accuracy(PRESETS["fate"], profile) + 0.03
 
 
 def test_presets_are_what_their_papers_say(demo, learned):

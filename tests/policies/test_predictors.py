@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from moeoff import Llama
 from moeoff.errors import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.record import batch_size, record, sequences
-from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, fate, get_predictor, promoe
+from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, edgemoe, fate, get_predictor, promoe
 from moeoff.policies.base import top_k
 from moeoff.policies.edgemoe import PRIOR, PRIOR_ONE, PRIOR_TWO, fit_first, fit_pairs
 from moeoff.policies.fate import best_above, shallow_boundary
@@ -274,7 +275,7 @@ def tiny(seed: int = 0, t: int = 60, n: int = 3, e: int = 6, k: int = 2) -> Reco
 
 
 def test_path_by_brute_force():
-    """Every pair of one expert of each of the last two layers, over the token's border, never over a text's."""
+    """Every pair of one expert of each of the last two layers, over the token's border, never over a text's; as a table or from the counts."""
     recording = tiny()
     arrays = get_predictor("activation-path").fit(recording) | fit_pairs(recording)
     ids, starts, (n, e) = recording.ids, recording.starts, (3, 6)
@@ -298,8 +299,10 @@ def test_path_by_brute_force():
 
     ratios = [[[np.log(after(g, a, x) / popular[g, x] * len(ids)) for x in range(e)] for a in range(e)] for g in range(n)]
     np.testing.assert_allclose(arrays["one"], ratios, atol=4e-3)
-    for name, given in (("activation-path", arrays), ("eap", {key: arrays[key] for key in ("one", "popularity")})):
-        predictor = get_predictor(name)(recording.router, given)
+    section = {key: arrays[key] for key in ("one", "popularity")}
+    for name, learned, table in (("activation-path", arrays, edgemoe.TABLE), ("activation-path", arrays, 0), ("eap", section, 0)):
+        with mock.patch.object(edgemoe, "TABLE", table):
+            predictor = get_predictor(name)(recording.router, learned)
         found = [predictor.observe(event)[0] for event in recording.events(1, 2)][1]
         if name == "eap":  # the layer before alone
             expected = np.exp([sum(np.log(after(2, a, x)) for a in ids[1, 1]) - np.log(popular[2, x]) for x in range(e)])
