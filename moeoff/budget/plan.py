@@ -79,16 +79,27 @@ class MemoryPlan:
             return 0.0
         return min(1.0, budget.left(usual.fixed) / self.arena_full) if self.arena_full else 1.0
 
-    def within(self, budget: int) -> MemoryPlan:
+    def within(self, budget: int, at: Callable[[int], MemoryPlan] | None = None) -> MemoryPlan:
         """Gives the experts what the rest leaves of a budget, at most what holds all of them. Of a planned model asked before anything is loaded:
         llama.cpp would first clear the whole KV cache, and be killed for it.
+
+        Args:
+            at: plans the same model at another context; None: its context stays as it is.
 
         Raises:
             BudgetError: less than their floor is left; its hint is what the model needs, and what would fit.
         """
         if budget < self.floor:
-            raise self._refusal(budget)
+            raise self._refusal(budget, 0 if at is None else self._context_within(budget, at))
         return replace(self, budget=budget, arena=min(budget - self.fixed, self.arena_full))
+
+    def _context_within(self, budget: int, at: Callable[[int], MemoryPlan]) -> int:
+        """Tokens of a shorter context that a budget has room for, by what half of it takes: a part of the state may be as large for any. 0: there is none."""
+        if self.n_ctx <= _CTX_STEP:
+            return 0
+        shrinks = max(self.fixed - at(self.n_ctx // 2).fixed, 1) / (self.n_ctx - self.n_ctx // 2)
+        n_ctx = int(self.n_ctx - (self.floor - budget) / shrinks) // _CTX_STEP * _CTX_STEP
+        return n_ctx if n_ctx >= _CTX_STEP and at(n_ctx).floor <= budget else 0
 
     def items(self) -> dict[str, int]:
         """Bytes of each thing that the process holds or plans for, by name."""
@@ -106,17 +117,15 @@ class MemoryPlan:
             "experts": self.arena,
         }
 
-    def _refusal(self, budget: int) -> BudgetError:
+    def _refusal(self, budget: int, n_ctx: int) -> BudgetError:
         needed = self.floor
-        # the state shrinks with the context, and the compute buffers do not grow
-        n_ctx = (self.n_ctx - (needed - budget) * self.n_ctx // max(self.state, 1)) // _CTX_STEP * _CTX_STEP
         kept = f"{format_size(self.kept)} for kept prompts, samplers and other files, " if self.kept else ""
         return BudgetError(
             f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
             f"{format_size(self.weights)} for weights outside the experts, {format_size(self.state)} for the KV cache at {self.n_ctx} tokens, "
             f"{format_size(self.computing)} for computing, {kept}{format_size(self.process + RESERVE)} for Python and a reserve, "
             f"and at least {format_size(self.arena_floor)} for experts",
-            hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx >= _CTX_STEP else {}),
+            hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx else {}),
         )
 
 

@@ -198,7 +198,7 @@ class Engine:
             self._loaded += sum(loaded_whole(adapter))
         self.planned = self._dry_load((512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512)
         self._plan_more()
-        self.planned.within(self.budget.most)
+        self.planned.within(self.budget.most, lambda n_ctx: replace(self._dry_load(n_ctx), kept=self.planned.kept, process=self.planned.process))
 
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""

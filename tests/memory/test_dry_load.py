@@ -10,6 +10,7 @@ import moeoff
 from helpers.arch_models import write_model
 from moeoff.budget.dry_load import dry_load, memory_sizes
 from moeoff.budget.plan import MemoryPlan
+from moeoff.engine.engine import Engine
 from moeoff.errors import BudgetError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config
@@ -92,6 +93,24 @@ def test_room_is_refused_to_the_byte(demo):
     with pytest.raises(BudgetError) as caught:
         plan.within(plan.floor - 1)
     assert caught.value.hint["memory"] == plan.floor
+
+
+@pytest.mark.parametrize("architecture, n_sequences", [("qwen3next", 64), ("gpt-oss", 1)])
+def test_the_way_out_of_a_refusal_is_open(architecture, n_sequences, writer, folder):
+    """Also where a part of the state is as large however short the context is."""
+    path = str(write_model(writer, folder, architecture, "4-bit"))
+    options = {"expert_memory": "1G", "warm": False, "profile": False, "experts": False, "n_ubatch": 8, "flash_attn": True}
+    long, short = (Engine(Config.make(path, n_ctx=n, **options), n_sequences=n_sequences).planned.floor for n in (1 << 15, 1 << 13))
+    del options["expert_memory"]
+    with pytest.raises(BudgetError) as caught:
+        Engine(Config.make(path, n_ctx=1 << 15, memory=(long + short) // 2, **options), n_sequences=n_sequences)
+    ways_out = caught.value.hint
+    Engine(Config.make(path, n_ctx=1 << 15, memory=ways_out["memory"], **options), n_sequences=n_sequences)
+    assert 1 << 13 <= ways_out["n_ctx"] < 1 << 15
+    Engine(Config.make(path, n_ctx=ways_out["n_ctx"], memory=(long + short) // 2, **options), n_sequences=n_sequences)
+    with pytest.raises(BudgetError) as caught:
+        Engine(Config.make(path, n_ctx=1 << 15, memory=8 * MIB, **options), n_sequences=n_sequences)
+    assert "n_ctx" not in caught.value.hint
 
 
 def test_smaller_types_fit_where_larger_do_not(demo, moeoff_command):

@@ -13,13 +13,17 @@ from moeoff.cli.options import sentence
 from moeoff.system.memory import MIB, format_size
 
 
-@given(*[st.integers(0, 1 << 40)] * 6, st.integers(0, 1 << 45), st.integers(1, 1 << 20))
-def test_plan_never_promises_more_than_the_budget(budget, process, weights, state, compute, floor, more, n_ctx):
-    whole = MemoryPlan(n_ctx, weights, state=state, compute=compute, process=process, arena_floor=floor, arena_full=floor + more)
+@given(*[st.integers(0, 1 << 40)] * 7, st.integers(0, 1 << 45), st.integers(1, 1 << 20))
+def test_plan_never_promises_more_than_the_budget(budget, process, weights, state, recurrent, compute, floor, more, n_ctx):
+    whole = MemoryPlan(n_ctx, weights, state=state + recurrent, compute=compute, process=process, arena_floor=floor, arena_full=floor + more)
+
+    def at(smaller):
+        return replace(whole, n_ctx=smaller, state=state * smaller // n_ctx + recurrent)
+
     try:
-        plan = whole.within(budget)
+        plan = whole.within(budget, at)
     except BudgetError as error:
-        assert budget < whole.floor and 0 <= whole.floor - (process + weights + state + compute + RESERVE + floor) < MIB
+        assert budget < whole.floor and 0 <= whole.floor - (process + weights + state + recurrent + compute + RESERVE + floor) < MIB
         assert format_size(budget) in str(error)
         assert error.hint["memory"] == whole.floor
         # the budget that the message names is enough, and so is the context
@@ -28,10 +32,10 @@ def test_plan_never_promises_more_than_the_budget(budget, process, weights, stat
         if context := re.search(r"-c (\d+)\)", sentence(error)):
             smaller = int(context[1])
             assert 0 < smaller < n_ctx
-            replace(whole, n_ctx=smaller, state=state * smaller // n_ctx).within(budget)
+            at(smaller).within(budget)
     else:
         assert floor <= plan.arena <= floor + more
-        assert process + weights + state + compute + RESERVE + plan.arena <= budget
+        assert process + weights + state + recurrent + compute + RESERVE + plan.arena <= budget
 
 
 @given(*[st.integers(1, 1 << 30)] * 2, *[st.integers(0, 1 << 30)] * 3, st.floats(0.01, 0.99))
