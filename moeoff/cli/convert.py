@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from typing import Any
 
 import click
@@ -27,6 +28,7 @@ from .options import command, takes_model
 def convert(**options: Any) -> None:
     """Repack a model's experts into a sidecar file, in one or more precisions. The model stays as it is."""
     from ..experts.convert import convert as library
+    from ..experts.sidecar import ORIGINAL, sidecar_path
 
     try:
         with progress_bar("bytes") as progress:
@@ -38,6 +40,10 @@ def convert(**options: Any) -> None:
         note(line)
     tiers = ", ".join(f"{name} {format_size(n)}" for name, n in done.tiers.items())
     say(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} " + ("of disk" if options["dry_run"] else f"in {done.seconds:.1f} s"))
+    if not options["dry_run"]:
+        lower = next((name for name in done.tiers if name != ORIGINAL), None)
+        where = ["--experts", done.path] if done.path != sidecar_path(options["model"]) else []
+        print("next:", shlex.join(["moeoff", "run", "-m", options["model"], *where, *(["--tier", lower] if lower else [])]))
 
 
 @command()

@@ -55,6 +55,12 @@ class Quality:
         self.low_source = self.source.low(self.precision.low_tier) if self.precision.low_tier else None
 
     @property
+    def unread_tiers(self) -> list[str]:
+        """Lower precisions of the sidecar, where nobody has said anything that would read them."""
+        asked = self._config.tier is not None or self._config.max_loss is not None or self.low_source is not None
+        return [] if asked or self.source.sidecar is None else [tier for tier in self.source.sidecar.tiers if tier != ORIGINAL]
+
+    @property
     def simulates(self) -> bool:
         """Decisions look at a simulated cache, which follows a text from its first token on."""
         return self._config.deterministic and self.precision.resident > 0 and not self.precision.lossless

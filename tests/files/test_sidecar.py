@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -326,19 +327,33 @@ def test_gguf_py_reads_it(model):
     assert first == [f"blk.0.ffn_{m}_exps.weight.0.original" for m in ("up", "gate", "down")]
 
 
-def test_command_line(model, moeoff_command):
-    done = moeoff_command("convert", model, "--tiers", "original,Q2_K")
+def test_command_line(model, invoke):
+    done = invoke("convert", str(model), "--tiers", "original,Q2_K")
     assert done.returncode == 0 and "original 9.56 MiB" in done.stdout
     assert "Q2_K cannot hold rows of 128: Q2_0 instead" in done.stderr
-    done = moeoff_command("convert", model)
+    done = invoke("convert", str(model))
     assert done.returncode == 1 and "exists: give --force" in done.stderr
     path = sidecar_path(model)
-    assert "intact" in moeoff_command("verify", path).stdout
+    assert "intact" in invoke("verify", str(path)).stdout
     s = next(iter(Sidecar(path).slices.values()))
     flip_bit(path, s.offset + 5)
-    done = moeoff_command("verify", path)
+    done = invoke("verify", str(path))
     assert done.returncode == 1 and "damaged in 1 of" in done.stderr and "blk.0.ffn_up_exps.weight.0.original" in done.stderr
-    assert moeoff_command("verify", path, "-m", os.devnull).returncode == 1
+    assert invoke("verify", str(path), "-m", os.devnull).returncode == 1
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_convert_says_to_type_next(demo, invoke, tmp_path, beside):
+    """It runs with what was made; and without it `run` says that it is there."""
+    model = str(shutil.copy(demo, tmp_path / "a model.gguf"))
+    elsewhere = [] if beside else ["-o", str(tmp_path / "experts.gguf")]
+    command = shlex.split(invoke("convert", model, "--tiers", "original,Q4_0", *elsewhere).stdout.splitlines()[-1].removeprefix("next: "))
+    assert command == ["moeoff", "run", "-m", model, *([] if beside else ["--experts", elsewhere[1]]), "--tier", "Q4_0"]
+    done = invoke(*command[1:], "-p", "x", "-n", "2")
+    assert done.returncode == 0 and "all experts in Q4_0" in done.stderr and "give --tier" not in done.stderr, done.stderr
+    done = invoke(*command[1:-2], "-p", "x", "-n", "2")
+    assert done.returncode == 0 and "lossless, though the sidecar has Q4_0: give --tier Q4_0, or --max-loss" in done.stderr, done.stderr
+    assert invoke("convert", model, "--tiers", "original", "--force").stdout.endswith(f"next: moeoff run -m {shlex.quote(model)}\n")
 
 
 def test_a_sidecar_of_another_format_is_refused(demo, tmp_path):
