@@ -44,7 +44,7 @@ def _type(type: int) -> _Type:
     from ..llamacpp import native  # here, because it loads llama.cpp
 
     number = int(type) if 0 <= type < _N_TYPES else -1
-    kind = None if number < 0 else _Type((native.type_name(number) or b"").decode().upper(), native.block_size(number), native.type_size(number))
+    kind = None if number < 0 else _Type((native.type_name(number) or b"").decode().upper(), native.blck_size(number), native.type_size(number))
     # numbers of removed types are holes in ggml's table: no name, or a name with an empty block
     if kind is None or not kind.name or kind.nbytes == 0 or kind.block == 0:
         raise ModelError(f"ggml type {int(type)} is unknown to this build (types 0 to {_N_TYPES - 1}, less the removed ones)")
@@ -98,7 +98,7 @@ def needs_imatrix(type: int) -> bool:
     from ..llamacpp import native
 
     _type(type)
-    return bool(native.requires_imatrix(int(type)))
+    return bool(native.quantize_requires_imatrix(int(type)))
 
 
 def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, search: bool = False) -> np.ndarray:

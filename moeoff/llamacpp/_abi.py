@@ -125,6 +125,26 @@ __all__ = [
     "row_kernel",
     "use_row_kernels",
     "row_kernel_agrees",
+    "cpu_buffer_type",
+    "type_name",
+    "blck_size",
+    "type_size",
+    "quantize_requires_imatrix",
+    "quantize_chunk",
+    "dev_count",
+    "dev_get",
+    "dev_type",
+    "dev_name",
+    "dev_description",
+    "dev_memory",
+    "dev_buffer_type",
+    "buft_name",
+    "reg_count",
+    "reg_get",
+    "reg_name",
+    "threadpool_free",
+    "attach_threadpool",
+    "detach_threadpool",
     "SERVER_FUNCTIONS",
 ]
 
@@ -509,6 +529,46 @@ row_kernel = function("moeoff_row_kernel", c_int, c_int32)
 use_row_kernels = function("moeoff_use_row_kernels", None, c_bool)
 # bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns);
 row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int, c_void_p, c_void_p)
+# ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
+cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
+# const char * ggml_type_name(enum ggml_type type);
+type_name = function("ggml_type_name", c_char_p, c_int)
+# int64_t ggml_blck_size(enum ggml_type type);
+blck_size = function("ggml_blck_size", c_int64, c_int)
+# size_t ggml_type_size(enum ggml_type type);
+type_size = function("ggml_type_size", c_size_t, c_int)
+# bool ggml_quantize_requires_imatrix(enum ggml_type type);
+quantize_requires_imatrix = function("ggml_quantize_requires_imatrix", c_bool, c_int)
+# size_t ggml_quantize_chunk(enum ggml_type type, const void * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row, const void * imatrix);
+quantize_chunk = function("ggml_quantize_chunk", c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)
+# size_t ggml_backend_dev_count(void);
+dev_count = function("ggml_backend_dev_count", c_size_t)
+# ggml_backend_dev_t ggml_backend_dev_get(size_t index);
+dev_get = function("ggml_backend_dev_get", c_void_p, c_size_t)
+# enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
+dev_type = function("ggml_backend_dev_type", c_int, c_void_p)
+# const char * ggml_backend_dev_name(ggml_backend_dev_t device);
+dev_name = function("ggml_backend_dev_name", c_char_p, c_void_p)
+# const char * ggml_backend_dev_description(ggml_backend_dev_t device);
+dev_description = function("ggml_backend_dev_description", c_char_p, c_void_p)
+# void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
+dev_memory = function("ggml_backend_dev_memory", None, c_void_p, POINTER(c_size_t), POINTER(c_size_t))
+# ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t device);
+dev_buffer_type = function("ggml_backend_dev_buffer_type", c_void_p, c_void_p)
+# const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft);
+buft_name = function("ggml_backend_buft_name", c_char_p, c_void_p)
+# size_t ggml_backend_reg_count(void);
+reg_count = function("ggml_backend_reg_count", c_size_t)
+# ggml_backend_reg_t ggml_backend_reg_get(size_t index);
+reg_get = function("ggml_backend_reg_get", c_void_p, c_size_t)
+# const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
+reg_name = function("ggml_backend_reg_name", c_char_p, c_void_p)
+# void ggml_threadpool_free(ggml_threadpool_t threadpool);
+threadpool_free = function("ggml_threadpool_free", None, c_void_p)
+# void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
+attach_threadpool = function("llama_attach_threadpool", None, c_void_p, c_void_p, c_void_p)
+# void llama_detach_threadpool(struct llama_context * ctx);
+detach_threadpool = function("llama_detach_threadpool", None, c_void_p)
 
 SERVER_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, then arguments
     # int moeoff_serve(int argc, char ** argv, const struct moeoff_server_hooks * hooks);

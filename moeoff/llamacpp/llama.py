@@ -42,7 +42,6 @@ __all__ = [
     "StockLlama",
     "api",
     "assertions_raise",
-    "c_function",
     "find_devices",
     "lib",
     "llama_cpp",
@@ -150,13 +149,6 @@ def find_devices() -> str:
     with _collected_errors() as errors:
         api.llama_supports_gpu_offload()
     return _reason(errors)
-
-
-def c_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of llama.cpp's that llama_cpp does not declare."""
-    function = lib[name]
-    function.restype, function.argtypes = result, arguments
-    return function
 
 
 # --- llama_cpp's own objects, made safe ---

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
-from ctypes import Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import Structure, c_char_p, c_uint64, c_void_p
 
 from ..errors import ForkError
 from ..system import machine
 from . import _abi
 from ._abi import *  # noqa: F403
-from ._abi import ABI_VERSION, N_MATRIX, STRUCTS, VERSION_HIGH, VERSION_LOW, VERSION_SKIP, abi_layout, abi_version, function
+from ._abi import ABI_VERSION, N_MATRIX, STRUCTS, VERSION_HIGH, VERSION_LOW, VERSION_SKIP, abi_layout, abi_version
 from .llama import api, lib
 
 MATRICES = ("gate_up", "up", "gate", "down")  # enum moeoff_matrix, in the order the graph computes them
@@ -31,17 +31,11 @@ __all__ = [
     "MATRICES",
     "SKIP",
     "TensorOverrides",
-    "block_size",
-    "cpu_buffer_type",
     "device_memory_of",
     "layout",
     "lib",
     "memory_of_batches",
     "memory_of_context",
-    "quantize_chunk",
-    "requires_imatrix",
-    "type_name",
-    "type_size",
 ]
 
 
@@ -77,18 +71,6 @@ if abi_version() != ABI_VERSION or abi_layout().decode() != layout(STRUCTS):
 
 # bool moeoff_should_abort(void * eb);  -- as a ggml_abort_callback
 should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value or 0)
-# ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);  -- of ggml-backend.h
-cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
-# const char * ggml_type_name(enum ggml_type type);  -- these of ggml.h; none checks that there is such a type
-type_name = function("ggml_type_name", c_char_p, c_int)
-# int64_t ggml_blck_size(enum ggml_type type);
-block_size = function("ggml_blck_size", c_int64, c_int)
-# size_t ggml_type_size(enum ggml_type type);  -- of a block
-type_size = function("ggml_type_size", c_size_t, c_int)
-# bool ggml_quantize_requires_imatrix(enum ggml_type type);
-requires_imatrix = function("ggml_quantize_requires_imatrix", c_bool, c_int)
-# size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row, const float * imatrix);
-quantize_chunk = function("ggml_quantize_chunk", c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)
 
 
 def memory_of_context(ctx: int) -> tuple[int, ...] | None:

@@ -13,26 +13,18 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from ctypes import c_int32, c_void_p
+from ctypes import c_int32
 
 from ..errors import OptionError
 from ..system.files import machine_wide_file
-from ._abi import threadpool_new
-from .llama import api, c_function, lib
+from ._abi import attach_threadpool, detach_threadpool, threadpool_free, threadpool_new
+from .llama import api, lib
 
 MAX_CORES = 512  # GGML_MAX_N_THREADS, the length of llama.cpp's masks
 USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _FLOCK = "hhqqi4x"  # struct flock
 _OMP_PAUSE_SOFT = 1
 PRIORITIES = {-1: 5, 0: 0, 1: -5, 2: -10, 3: -20}  # llama.cpp's --prio -> nice
-
-
-# void ggml_threadpool_free(struct ggml_threadpool * threadpool);
-_pool_free = c_function("ggml_threadpool_free", None, c_void_p)
-# void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
-_attach = c_function("llama_attach_threadpool", None, c_void_p, c_void_p, c_void_p)
-# void llama_detach_threadpool(struct llama_context * ctx);
-_detach = c_function("llama_detach_threadpool", None, c_void_p)
 
 
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -141,7 +133,7 @@ class CoreBinding:
         self._claimed = bool(self._runs) and self._claims.claim(self._runs)
         self._has_bound |= self._claimed
         self._attached = True
-        _attach(self._ctx, *(self._bound if self._claimed else self._free))
+        attach_threadpool(self._ctx, *(self._bound if self._claimed else self._free))
 
     def __exit__(self, *_exc: object) -> None:
         self._leave()
@@ -149,7 +141,7 @@ class CoreBinding:
     def _leave(self) -> None:
         """Each step may be the last one before an interrupt: the next call goes on there."""
         if self._attached:
-            _detach(self._ctx)
+            detach_threadpool(self._ctx)
             self._attached = False
         if self._claimed:
             with contextlib.suppress(OSError):  # the cores that it had are no longer this process's, or the thread has ended
@@ -180,7 +172,7 @@ class CoreBinding:
 
     def _drop_pools(self) -> None:
         while self._pools:
-            _pool_free(self._pools.pop())
+            threadpool_free(self._pools.pop())
 
     def close(self) -> None:
         """After the context has been freed. OpenMP's threads end if they were started from this thread: no later thread inherits their masks."""
@@ -214,7 +206,7 @@ def bound_pool(n_threads: int) -> Iterator[int | None]:
     finally:
         with contextlib.suppress(AttributeError):
             lib["omp_pause_resource_all"](_OMP_PAUSE_SOFT)
-        _pool_free(pool)
+        threadpool_free(pool)
         os.sched_setaffinity(0, cores)
 
 

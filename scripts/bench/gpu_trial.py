@@ -153,22 +153,22 @@ def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
     import ctypes
     from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
 
-    from moeoff.llamacpp.llama import c_function
+    from moeoff.llamacpp._abi import function
 
     class InitParams(ctypes.Structure):  # ggml_init_params
         _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
 
-    by_index, count = c_function("ggml_backend_dev_get", c_void_p, c_size_t), c_function("ggml_backend_dev_count", c_size_t)
+    by_index, count = function("ggml_backend_dev_get", c_void_p, c_size_t), function("ggml_backend_dev_count", c_size_t)
     device = by_index(count() - 1) if device is None else device  # the CPU is the last
-    buffer_type = c_function("ggml_backend_dev_buffer_type", c_void_p, c_void_p)(device)
-    host_type = c_function("ggml_backend_dev_host_buffer_type", c_void_p, c_void_p)(device)
-    allocate, free = c_function("ggml_backend_buft_alloc_buffer", c_void_p, c_void_p, c_size_t), c_function("ggml_backend_buffer_free", None, c_void_p)
-    base = c_function("ggml_backend_buffer_get_base", c_void_p, c_void_p)
-    write = c_function("ggml_backend_tensor_set", None, c_void_p, c_void_p, c_size_t, c_size_t)
-    read = c_function("ggml_backend_tensor_get", None, c_void_p, c_void_p, c_size_t, c_size_t)
-    context = c_function("ggml_init", c_void_p, InitParams)(InitParams(1 << 16, None, True))
-    tensor = c_function("ggml_new_tensor_1d", c_void_p, c_void_p, c_int, c_int64)(context, 24, size)  # GGML_TYPE_I8
-    buffer = c_function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)(context, buffer_type)
+    buffer_type = function("ggml_backend_dev_buffer_type", c_void_p, c_void_p)(device)
+    host_type = function("ggml_backend_dev_host_buffer_type", c_void_p, c_void_p)(device)
+    allocate, free = function("ggml_backend_buft_alloc_buffer", c_void_p, c_void_p, c_size_t), function("ggml_backend_buffer_free", None, c_void_p)
+    base = function("ggml_backend_buffer_get_base", c_void_p, c_void_p)
+    write = function("ggml_backend_tensor_set", None, c_void_p, c_void_p, c_size_t, c_size_t)
+    read = function("ggml_backend_tensor_get", None, c_void_p, c_void_p, c_size_t, c_size_t)
+    context = function("ggml_init", c_void_p, InitParams)(InitParams(1 << 16, None, True))
+    tensor = function("ggml_new_tensor_1d", c_void_p, c_void_p, c_int, c_int64)(context, 24, size)  # GGML_TYPE_I8
+    buffer = function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)(context, buffer_type)
     if not buffer:
         raise RuntimeError(f"the device has no {size >> 20} MiB for a tensor")
     ordinary = ctypes.create_string_buffer(b"\1" * size, size)
@@ -188,7 +188,7 @@ def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
             out[f"{kind} memory, {way} the device, {piece >> 20} MiB"] = rounds * size / (time.perf_counter() - started)
     for one in filter(None, (buffer, pinned)):
         free(one)
-    c_function("ggml_free", None, c_void_p)(context)
+    function("ggml_free", None, c_void_p)(context)
     return out
 
 

@@ -29,10 +29,34 @@ MIRROR = ROOT / "moeoff" / "llamacpp" / "_abi.py"
 
 SCALARS = {f"{sign}int{bits}_t": f"c_{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 SCALARS |= {"float": "c_float", "double": "c_double", "bool": "c_bool", "int": "c_int", "size_t": "c_size_t", "char": "c_char"}
+GGML = """
+ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
+const char * ggml_type_name(enum ggml_type type);
+int64_t ggml_blck_size(enum ggml_type type);
+size_t ggml_type_size(enum ggml_type type);
+bool ggml_quantize_requires_imatrix(enum ggml_type type);
+size_t ggml_quantize_chunk(enum ggml_type type, const void * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row, const void * imatrix);
+size_t ggml_backend_dev_count(void);
+ggml_backend_dev_t ggml_backend_dev_get(size_t index);
+enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
+const char * ggml_backend_dev_name(ggml_backend_dev_t device);
+const char * ggml_backend_dev_description(ggml_backend_dev_t device);
+void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
+ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t device);
+const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft);
+size_t ggml_backend_reg_count(void);
+ggml_backend_reg_t ggml_backend_reg_get(size_t index);
+const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
+void ggml_threadpool_free(ggml_threadpool_t threadpool);
+void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
+void llama_detach_threadpool(struct llama_context * ctx);
+"""  # of ggml's and llama.cpp's own functions, those that llama_cpp does not declare
 OPAQUE = ("void", "moeoff_expert_buffer", "llama_context", "llama_model", "llama_model_tensor_buft_override")  # pointers to them are addresses
 ADDRESSES = ("moeoff_four_rows", "moeoff_four_columns")  # of functions
+ADDRESSES += ("ggml_backend_buffer_type_t", "ggml_backend_dev_t", "ggml_backend_reg_t", "ggml_threadpool_t")
+ENUMS = ("ggml_type", "ggml_backend_dev_type")
 WIDTH = 160
-EXPORTED = r'^(?:MOEOFF_API|extern "C" LLAMA_API|MOEOFF_SERVER_API) ([^\n]*)'
+EXPORTED = r'^(?:MOEOFF_API|extern "C" LLAMA_API|MOEOFF_SERVER_API|EXTERN) ([^\n]*)'
 
 
 FUNCTION = """
@@ -106,7 +130,7 @@ class Header:
         self.functions = []
         for line in re.findall(EXPORTED, text, re.M):
             line = re.sub(r" +", " ", line.strip())
-            if not (match := re.fullmatch(r"([\w *]+?) ?\b(moeoff_\w+)\(([^()]*)\);", line)):
+            if not (match := re.fullmatch(r"([\w *]+?) ?\b(\w+)\(([^()]*)\);", line)):
                 raise Unreadable(f"a function has to be on one line: {line}")
             self.functions.append((match[2], line, match[1], arguments(match[3])))
 
@@ -144,6 +168,8 @@ class Header:
             return SCALARS[name]
         if name in ADDRESSES:
             return "c_void_p"
+        if name.removeprefix("enum ") in ENUMS:
+            return "c_int"
         if name in self.structs or any(name == callback for callback, _, _ in self.callbacks):
             return camel(name)
         target = name.removesuffix("*").strip()
@@ -185,7 +211,7 @@ def mirror(header: Header, functions: Sequence[Header] = (), server: Header | No
         body += [f"# {declaration}  -- pointers as addresses, which costs less for each call", f"{camel(name)} = CFUNCTYPE(None, {types})", ""]
     for each in (header, *functions):
         for name, declaration, result, listed in each.functions:
-            exported.append(name.removeprefix("moeoff_"))
+            exported.append(re.sub("^(moeoff|ggml_backend|ggml|llama)_", "", name))
             kinds = ["c_void_p" if argument.endswith("float *") else each.ctype(argument) for argument in listed]  # numpy's arrays, as addresses
             body += [f"# {declaration}", *call(f"{exported[-1]} = function", [f'"{name}"', each.ctype(result), *kinds])]
     if server:
@@ -222,6 +248,7 @@ def mirror(header: Header, functions: Sequence[Header] = (), server: Header | No
 def generated() -> dict[Path, str]:
     header, server = Header(HEADER.read_text()), Header(SERVER.read_text())
     functions = [Header(path.read_text(), only_functions=True) for path in FUNCTIONS]
+    functions.append(Header(re.sub("^(?=.)", "EXTERN ", GGML, flags=re.M), only_functions=True))
     tables = {FIELDS[path]: field_table(each, path.name) for path, each in ((HEADER, header), (SERVER, server))}
     return {**tables, MIRROR: mirror(header, functions, server)}
 

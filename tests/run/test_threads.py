@@ -37,7 +37,7 @@ def say(what):
     print(json.dumps(what), flush=True)
 
 computing, then = [], []
-detach = threads._detach
+detach = threads.detach_threadpool
 
 def ending(ctx):
     computing.append(cores())
@@ -45,7 +45,7 @@ def ending(ctx):
         then.pop()()
     detach(ctx)
 
-threads._detach = ending
+threads.detach_threadpool = ending
 os.sched_setaffinity(0, json.loads(sys.argv[2]))
 llm = moeoff.Llama(sys.argv[1], expert_memory="3M", n_ctx=64, n_threads=int(sys.argv[3]))
 llm.set_gate_callback(lambda event: None)
