@@ -10,10 +10,10 @@ import csv
 import difflib
 import functools
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..errors import OptionError
 from ..experts.profile import profile_path
@@ -91,31 +91,80 @@ class CommandLine:
         Raises:
             OptionError: what cannot be, is not known, or has no value.
         """
-        out = cls()
-        for name, values in _divided(args):
-            habit, n_values = _habits().get(name), _n_values(name)
+        out, words = cls(), list(args)
+        while words:
+            name, values = _next_option(words)
+            if (known := _names().get(name)) is None:
+                near = difflib.get_close_matches(name, [name for name, known in _names().items() if known.line], 1)
+                raise OptionError(f"{name}: neither moeoff serve nor llama-server has such an option" + (f"; is it {near[0]}?" if near else ""))
+            habit, line = known.habit, known.line
             if habit is not None and habit.verdict == REFUSED:
                 raise OptionError(f"{name} cannot be passed to llama-server: {habit.why}")
-            if n_values is None:
-                near = difflib.get_close_matches(name, _ours(), 1)
-                raise OptionError(f"{name}: neither moeoff serve nor llama-server has such an option" + (f"; is it {near[0]}?" if near else ""))
-            if len(values) < n_values:
+            if len(values) < known.n_values:
                 raise OptionError(f"{name} needs a value")
             if habit is not None:
                 out.left_out.extend([f"{name} has no effect: {habit.why}"] if habit.verdict == IDLE else [])
-            elif ours := _ours().get(name):
-                line, value = ours
-                if value is not None and not values:
-                    out.options[line.name] = value
-                elif line.multiple:
-                    out.options[line.name] = [*out.options.get(line.name, []), *values[0].split(",")]
-                else:
-                    out.options[line.name] = line.read(values[0])
-            else:
+            elif line is None:
                 out.passed_on.extend([name, *values])
                 out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in file_kinds() else ()))
+            elif not values:
+                out.options[line.name] = known.value
+            elif line.multiple:
+                out.options[line.name] = [*out.options.get(line.name, []), *values[0].split(",")]
+            else:
+                out.options[line.name] = line.read(values[0])
         out.left_out.extend(without_gpu(out.options))
         return out
+
+
+class _Name(NamedTuple):
+    """What a name of an option means: how many words behind it are its values, and the habit or the line of the table that it stands for.
+
+    Attributes:
+        value: of the line, that the name alone gives.
+        switch: on or off may follow.
+    """
+
+    n_values: int
+    habit: Habit | None = None
+    line: Option | None = None
+    value: bool = True
+    switch: bool = False
+
+
+@functools.cache
+def _names() -> dict[str, _Name]:
+    """Every name that an option has here or in llama-server. A habit goes before a line of the table, and that before llama-server's own."""
+    theirs = server_options()
+    out = {name: _Name(option.n_values) for name, option in theirs.items()}
+    for line in (line for kind in (Config, ServerOptions) for line in table_of(kind).values() if "serve" in line.commands):
+        out |= dict.fromkeys(line.flags, _Name(int(bool(line.metavar)), line=line))
+        for option in (theirs[name] for name in (*line.flags, line.server) if name in theirs):
+            out |= dict.fromkeys(option.names, _Name(int(bool(option.n_values)), line=line, switch=bool(line.metavar) and not option.n_values))
+            out |= dict.fromkeys(option.opposite, _Name(0, line=line, value=False))
+    return out | {alias: _Name(int(habit.takes_value), habit) for name, habit in habits_of("serve").items() for alias in aliases(name)}
+
+
+def _spelled(word: str) -> str:
+    """The name of an option, as llama-server's table has it."""
+    name = word.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else word
+
+
+def _next_option(words: list[str]) -> tuple[str, list[str]]:
+    """Takes the first option off a command line, and the words that are its values: as many as there are of those that it takes."""
+    word = words.pop(0)
+    name = _spelled(word)
+    known = _names().get(name)
+    equals = word.startswith("--") and "=" in word
+    if equals:
+        words.insert(0, word.partition("=")[2])
+    n = 0 if known is None else known.n_values or int(known.switch and bool(words) and words[0].lower() in _TRUE + _FALSE)
+    if equals and known is not None and not n:
+        raise OptionError(f"{name} takes no value, and {words[0]!r} is given")
+    values = words[:n]
+    del words[:n]
+    return name, values
 
 
 @functools.cache
@@ -153,19 +202,11 @@ def check_files(passed_on: Sequence[PassedFile], others: Sequence[str]) -> int:
     for file in passed_on:
         if file.kind == _WRITTEN:
             require_new(file.path, used, file.option)
-            if stat.S_ISFIFO(_mode(os.path.realpath(file.path))):  # one without a name, as a shell's >(...), has its reader
+            if Path(os.path.realpath(file.path)).is_fifo():  # one without a name, as a shell's >(...), has its reader
                 raise OptionError(f"{file.option} {file.path}: is a pipe, and llama-server would wait for its reader: name a file")
         elif file.kind == _FOLDER and any(os.path.realpath(file.path) == os.path.dirname(os.path.realpath(path)) for path in used):
             raise OptionError(f"{file.option} {file.path}: files lie there that are in use, and clients could write over them: name another folder")
     return sum(file.memory() for file in read)
-
-
-def _mode(path: str) -> int:
-    """Of what is there; 0: nothing."""
-    try:
-        return os.stat(path).st_mode
-    except OSError:
-        return 0
 
 
 def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -> list[str]:
@@ -176,68 +217,19 @@ def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -
     return [*model_files, *beside, *(os.fspath(value) for value in named if isinstance(value, (str, os.PathLike)))]
 
 
-@functools.cache
-def _ours() -> dict[str, tuple[Option, bool | None]]:
-    """Options of the table by every name that they have here or in llama-server, and the value that the name alone gives; None: it takes one."""
-    out: dict[str, tuple[Option, bool | None]] = {}
-    theirs = server_options()
-    for line in [*table_of(Config).values(), *table_of(ServerOptions).values()]:
-        if "serve" not in line.commands:
-            continue
-        out |= dict.fromkeys(line.flags, (line, None if line.metavar else True))
-        for option in filter(None, (theirs.get(name) for name in (*line.flags, line.server))):
-            out |= dict.fromkeys(option.names, (line, None if option.n_values else True)) | dict.fromkeys(option.opposite, (line, False))
-    return out
-
-
-@functools.cache
-def _bare() -> set[str]:
-    """Names of options that take a value here and are flags in llama-server: on or off may follow them."""
-    return {name for name, (line, value) in _ours().items() if line.metavar and value is True}
-
-
-@functools.cache
-def _habits() -> dict[str, Habit]:
-    """By every name that llama-server has for it."""
-    return {alias: habit for name, habit in habits_of("serve").items() for alias in aliases(name)}
-
-
-def _n_values(name: str) -> int | None:
-    """Values that an option takes; None: there is none of this name, or it is refused."""
-    if (habit := _habits().get(name)) is not None:
-        return None if habit.verdict == REFUSED else int(habit.takes_value)
-    if ours := _ours().get(name):
-        return int(ours[1] is None)
-    return option.n_values if (option := server_options().get(name)) else None
-
-
-def _divided(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """The options of a command line, each with the words that are its values: as many as there are of those that it takes. `--name=value` is two words."""
-    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") and "=" in word else [word])]
-    while words:
-        name = words.pop(0)
-        name = name.replace("_", "-") if name.startswith("--") else name
-        n = _n_values(name) or int(name in _bare() and bool(words) and words[0].lower() in _TRUE + _FALSE)
-        yield name, words[:n]
-        del words[:n]
-
-
 def of_environment(environment: Mapping[str, str]) -> Iterator[str]:
     """The arguments that llama-server's variables (LLAMA_ARG_*) stand for."""
     if not any(name.startswith(_ENVIRONMENT) for name in environment):
-        return
-    for option in dict.fromkeys(server_options().values()):
-        if not option.variable.startswith(_ENVIRONMENT):
-            continue
+        return  # without loading the server
+    for option in dict.fromkeys(option for option in server_options().values() if option.variable.startswith(_ENVIRONMENT)):
         value = environment.get(option.variable)
-        if option.opposite and option.variable.replace(_ENVIRONMENT, f"{_ENVIRONMENT}NO_") in environment:
+        switch = None if value is None or option.n_values else value.lower()
+        if option.opposite and (switch in _FALSE or option.variable.replace(_ENVIRONMENT, f"{_ENVIRONMENT}NO_") in environment):
             yield option.opposite[0]
         elif value is not None and option.n_values:
             yield from (option.names[-1], value)
-        elif value is not None and value.lower() in _TRUE:
+        elif switch in _TRUE:
             yield option.names[-1]
-        elif value is not None and value.lower() in _FALSE and option.opposite:
-            yield option.opposite[0]
 
 
 def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str], list[str]]:
@@ -246,29 +238,25 @@ def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[st
     Args:
         own: whether each takes a value.
     """
-    alone: list[str] = []
-    ours: list[str] = []
-    others: list[str] = []
-    words = list(args)
+    alone, ours, others, words = list[str](), list[str](), list[str](), list(args)
     passed_on = False  # what stands behind -- is all llama-server's
     while words:
-        word = words.pop(0)
-        name, equals, _ = word.partition("=")
-        if word == "--":
-            passed_on = True
+        name, equals, _ = words[0].partition("=")
+        known = _names().get(_spelled(words[0]))
+        if words[0] == "--":
+            passed_on = bool(words.pop(0))
         elif name in own:
-            n = int(own[name] and not equals)
-            ours += [word, *words[:n]]
+            n = 1 + int(own[name] and not equals)
+            ours += words[:n]
             del words[:n]
-        elif not word.startswith("-") and not passed_on:
-            alone.append(word)
-        elif _n_values(name.replace("_", "-") if name.startswith("--") else name) is None:  # refused, and not to be taken for something else before
-            return alone, ours, [*others, word, *words]
+        elif not name.startswith("-") and not passed_on:
+            alone.append(words.pop(0))
+        elif known is None or (known.habit is not None and known.habit.verdict == REFUSED):  # not to be taken for something else before it is refused
+            return alone, ours, others + words
         else:
-            _, values = next(_divided([word, *words]))
-            others.append(word)
-            others += words[: (n := len(values) - bool(equals))]
-            del words[:n]
+            before = list(words)
+            _next_option(words)
+            others += before[: len(before) - len(words)]
     return alone, ours, others
 
 

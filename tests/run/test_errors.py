@@ -255,15 +255,17 @@ print(accepted)
 """
 
 
-def test_mutated_headers_never_crash(demo, tmp_path):
+@pytest.mark.parametrize("seed, n", [(1, 40), pytest.param(2, 400, marks=pytest.mark.slow)])
+def test_mutated_headers_never_crash(demo, tmp_path, seed, n):
     """Any header is read or refused: no signal, no other exception."""
     with open(demo, "rb") as file:
         data = file.read()
     last = max(data.find(name) for name in (b"blk.11.ffn_down_exps.weight", b"output_norm.weight", b"token_embd.weight"))
     size = str(last + 100)  # where tensor infos end
-    done = subprocess.run([sys.executable, "-c", FUZZ, "1", "400", demo, str(tmp_path / "mutant.gguf"), size], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", FUZZ, str(seed), str(n), demo, str(tmp_path / "mutant.gguf"), size]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"mutant {done.stderr[-2000:]}"
-    assert 0 < int(done.stdout.split()[-1]) < 400
+    assert 0 < int(done.stdout.split()[-1]) < n
 
 
 def test_option_that_the_binding_does_not_know(demo):

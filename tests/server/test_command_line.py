@@ -19,9 +19,12 @@ import moeoff
 from companions import write_expert_adapter
 from moeoff import OptionError
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.llamacpp.habits import habits_of
 from moeoff.llamacpp.llama import supports_gpu
+from moeoff.option import table_of
 from moeoff.options import Config, ServerOptions
 from moeoff.server.arguments import _FOLDER, _WRITTEN, CommandLine, check_files, file_kinds, of_environment, own_arguments
+from moeoff.server.library import aliases
 from moeoff.system.files import TEXT
 
 
@@ -47,7 +50,7 @@ def test_what_has_no_effect_is_said_once_and_what_is_so_anyway_is_not():
 @pytest.mark.parametrize("args, said", [("--memroy 3", "is it --memory?"), ("--port", "--port needs a value"), ("--top-k", "--top-k needs a value"),
                                          ("--rpc x", "slice by slice"), ("--models-dir=/x", "no router"), ("--port x", "a whole number"),
                                          ("--ssl-cert-file c", "no TLS: let a proxy"), ("--ssl-key-file=k", "no TLS: let a proxy"),
-                                         ("--version", "ends the process"), ("--pooling middle", "one of none, mean")])  # fmt: skip
+                                         ("--version", "ends the process"), ("--pooling middle", "one of none, mean"), ("--jinja=1 --top-k 3", "--jinja takes no value")])  # fmt: skip
 def test_what_cannot_be_is_refused(args, said):
     with pytest.raises(OptionError, match=re.escape(said)):
         CommandLine.read(args.split())
@@ -102,36 +105,17 @@ def test_the_model_is_found_wherever_it_stands_and_before_a_variables(demo, moeo
 
 
 def test_no_habit_hides_an_option():
-    from moeoff.server.arguments import _habits, _ours
-
-    assert set(_habits()) & set(_ours()) <= {"-dev", "--device"}
+    lines = [line for kind in (Config, ServerOptions) for line in table_of(kind).values() if "serve" in line.commands]
+    ours = {alias for line in lines for name in (*line.flags, line.server) for alias in aliases(name)}
+    assert {alias for name in habits_of("serve") for alias in aliases(name)} & ours == set()
 
 
 def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
     """With what is its own, without `--`, and one of its variables; the default of a question is what it says."""
     monkeypatch.setenv("LLAMA_ARG_N_PARALLEL", "2")
     monkeypatch.setenv("LLAMA_ARG_MODEL", demo)
-    command = [
-        sys.executable,
-        "-m",
-        "moeoff.cli",
-        "serve",
-        "--port",
-        "0",
-        "-c",
-        "512",
-        "-fa",
-        "on",
-        "--mlock",
-        "--jinja",
-        "--temp",
-        "0",
-        "-n",
-        "5",
-        "--warm",
-        "off",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    args = "serve --port 0 -c 512 -fa on --mlock --jinja --temp 0 -n 5 --warm off".split()
+    with subprocess.Popen([sys.executable, "-m", "moeoff.cli", *args], stderr=subprocess.PIPE, text=True) as process:
         said = ""
         for line in process.stderr:
             said += line
