@@ -1,6 +1,6 @@
 """Each compute thread on a core of its own, for as long as llama.cpp computes a batch.
 
-Next to other busy processes the kernel puts two compute threads on one core and leaves them there (docs/internals/threads.md). Threads are bound
+Next to other busy processes the kernel puts two compute threads on one core and leaves them there (docs/internals/design.md). Threads are bound
 only if there are as many of them as cores that this process may use: with fewer the kernel knows better which cores are idle. The masks are
 those of llama.cpp's thread pools. The caller's thread has its cores back when the batch is done, so that nothing that an app starts inherits them.
 """

@@ -80,7 +80,7 @@ def test_answers_say_what_was_left_out(demo, tmp_path):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
-    """Each to a core of its own; in between the thread that serves is free again (docs/internals/threads.md)."""
+    """Each to a core of its own; in between the thread that serves is free again (docs/internals/design.md)."""
     mine = os.sched_getaffinity(0)
     cores = sorted(mine)[:2]
     os.sched_setaffinity(0, cores)  # what the server inherits
