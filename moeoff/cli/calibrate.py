@@ -170,6 +170,7 @@ def eval_(
     What is lossy is compared with the lossless model on the same windows: loss of perplexity, KL divergence, and how often
     both find the same token the likeliest.
     """
+    from ..experts.sidecar import ORIGINAL
     from ..gguf.model_index import ModelIndex
     from ..measure.perplexity import evaluate_model
     from ..measure.statistics import interval
@@ -189,8 +190,8 @@ def eval_(
         }  # fmt: skip
         click.echo(json.dumps(result))
         return
-    lossy = f"at most {100 * max_loss:g}% lost" if max_loss else options.get("tier") or ("lossless" if done.precision.lossless else "as its thresholds say")
     compared = done.quality.kl is not None
+    lossy = f"at most {100 * max_loss:g}% lost" if max_loss else stats.tier if stats.tier != ORIGINAL else "as its thresholds say" if compared else "lossless"
     rows = []
     for path, q in [*zip(text, done.texts), *([("all", done.quality)] if len(text) > 1 else [])]:
         distance = [interval(value, form) for value, form in zip(q.distance, ("{:+.2%}", "{:.5f}", "{:.2%}"))] if compared else []

@@ -140,7 +140,7 @@ class Stats:
     experts_per_token: int = _figure("Experts that all gates together choose for a token.", "experts")
     tier: str = _figure("The sidecar's tier that all experts are read in; original: their own precision.", default=ORIGINAL)
     tau: float = _figure("Weight below which an expert that is not in memory is left out of a decoded token; 0: none is.", default=0.0, metric="tau")
-    served_low: int = _figure("Of expert_uses, those computed in low precision: in another tier than original all.", "experts", counter=True)
+    served_low: int = _figure("Of expert_uses, those that a low version served; the others were in `tier`.", "experts", counter=True)
     skipped: int = _figure("Of expert_uses, those not computed at all: with tau, of the decoded ones.", "experts", counter=True)
     simulated_misses: int = _figure("Experts that the cache which a deterministic run simulates would have had to read.", "experts", counter=True)
     max_loss: float | None = _figure("The bound of --max-loss, as a share of perplexity; None: no promise.", "share", None, metric="max_loss")
@@ -183,13 +183,12 @@ class Stats:
         """The precision that may be given up, and how much was, in words; empty if none was and nothing is left out."""
         uses = max(self.expert_uses, 1)
         parts = [f"all experts in {self.tier}"] if self.tier != ORIGINAL else []
+        if self.served_low:
+            parts.append(f"{self.served_low / uses:.1%} of experts in low precision")
         if self.tau:  # nothing else skips then
-            parts += [f"{self.served_low / uses:.1%} of experts in low precision"] if self.tier == ORIGINAL and self.served_low else []
             parts.append(f"{self.skipped / max(self.decoded_uses, 1):.1%} of experts left out below a weight of {self.tau:.3g}")
-        elif self.tier == ORIGINAL and (self.served_low or self.skipped):
-            parts.append(f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped")
         elif self.skipped:
-            parts.append(f"{self.skipped / uses:.1%} skipped")
+            parts.append(f"{self.skipped / uses:.1%} of experts skipped")
         if not parts:
             return ""
         bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%}, bound {self.max_loss:.2%})"
@@ -219,8 +218,6 @@ class Stats:
         """
         counted = {name: getattr(counters, counter) for name, counter in _NATIVE.items()}
         counted = {name: n / 1e9 if name.endswith("_seconds") else n for name, n in counted.items()} | asdict(timing)
-        if facts.get("tier", ORIGINAL) != ORIGINAL:
-            counted["served_low"] = counters.expert_uses
         return cls(**counted, **_rates(counted), **facts)
 
     def since(self, earlier: Stats, cpu_seconds: float = 0.0) -> Stats:

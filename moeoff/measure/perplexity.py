@@ -22,7 +22,7 @@ import numpy as np
 
 from ..engine.llama import Llama
 from ..engine.stats import Stats
-from ..errors import OptionError
+from ..errors import ModelError, OptionError
 from ..experts.sidecar import ORIGINAL
 from ..gguf.model_index import ModelIndex
 from ..llamacpp.llama import quiet_log
@@ -225,6 +225,8 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
                 scored = (max(start, first), min(stop, last))
                 if scored[0] < scored[1]:
                     logits = llm.batch_logits(scored[1] - scored[0])
+                    if np.isnan(logits).any():
+                        raise ModelError(f"{llm.model_path}: what it computes is not a number (NaN): its weights are damaged, or too large for their type")
                     for row in range(scored[0], scored[1], step):
                         end = min(row + step, scored[1])
                         sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
@@ -293,24 +295,31 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
         raise OptionError("mode simulated is for deterministic runs: others decide by what is in memory, token by token")
     ModelIndex.read(model).require_text()
     lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic} | ({} if precision is LOSSLESS else {"precision": precision})
+    # of the same tokens, by a cache that gives nothing up and needs no sidecar
+    lossless = {name: value for name, value in options.items() if name != "stride"} | {"strategy": "lru", "experts": False, "verify_reads": False}
 
     def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:
         return progress and functools.partial(lambda total, done: progress(stage, done, total), len(windows) * ctx)
 
-    with contextlib.ExitStack() as stack:
-        reference = None
-        if max_loss is not None or not precision.lossless or (tier is not None and tier.lower() != ORIGINAL):
-            with open_model(model, ctx, **lower, **options):
-                pass  # what is wrong with the options comes before minutes of computing
-            with open_model(model, ctx, **(options | {"experts": False, "verify_reads": False})) as llm, interruptible(llm) as call:
-                windows = read_windows(llm, text, ctx, chunks)
-                reference = stack.enter_context(call(Reference.record, llm, windows, mode, tokens("lossless", windows)))
-        with open_model(model, ctx, **lower, **options) as llm, interruptible(llm) as call:
+    def measured(llm: Llama, reference: Reference | None) -> tuple[list[Window], Scores, float, Stats, Precision]:
+        with interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, chunks)
             started = time.perf_counter()
             scores = call(evaluate, llm, windows, reference, mode=mode, progress=tokens("evaluating", windows))
-            seconds = time.perf_counter() - started
-            stats, precision = llm.stats(), llm.engine.quality.precision
+            return windows, scores, time.perf_counter() - started, llm.stats(), llm.engine.quality.precision
+
+    # what is wrong with the options comes before minutes of computing, and what is given up is known with the strategy's own
+    with open_model(model, ctx, **lower, **options) as llm:
+        quality = llm.engine.quality
+        lossy = max_loss is not None or not quality.precision.lossless or quality.source.tier != ORIGINAL
+        done = None if lossy else measured(llm, None)
+    if done is None:
+        with open_model(model, ctx, **lossless) as llm, interruptible(llm) as call:
+            windows = read_windows(llm, text, ctx, chunks)
+            reference = call(Reference.record, llm, windows, mode, tokens("lossless", windows))
+        with reference, open_model(model, ctx, **lower, **options) as llm:
+            done = measured(llm, reference)
+    windows, scores, seconds, stats, precision = done
     starts = np.searchsorted([window.text for window in windows], range(len(text) + 1)).tolist()
     by_text = [scores.quality(slice(*ends)) for ends in zip(starts, starts[1:])]
     return Evaluation(scores.quality(), tuple(by_text), precision, stats, len(windows) * ctx, seconds, scores.bytes_read)

@@ -173,8 +173,7 @@ class RuleEvaluator:
         self.seconds = time.monotonic() - began
         stats = self._llm.stats()
         uses = max(self.choices.uses, 1)
-        low = stats.served_low if precision.uses_low else 0
-        read = self._size * stats.simulated_misses + self._low_size * low
+        read = self._size * stats.simulated_misses + self._low_size * stats.served_low
         if resident and resident not in self._lossless_misses:
             self._lossless_misses[resident] = self.choices.misses(resident)
         lossless = self._lossless_misses.get(resident, 0)
@@ -182,7 +181,7 @@ class RuleEvaluator:
         return MeasuredCandidate(
             tier=self._tier, tau=precision.tau, resident=resident, loss=distance.loss.value, upper_loss=upper_loss(distance.loss, len(self.windows), self.at_once),
             kl=distance.kl.value, cost=read / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,
-            distance=distance, low=low / uses,
+            distance=distance, low=stats.served_low / uses,
         )  # fmt: skip
 
     def own_text(self, c: Candidate, opening: int, seed: int) -> np.ndarray:

@@ -200,10 +200,12 @@ def _page_faults() -> int:
 
 
 def load_everything(buffer: ExpertBuffer) -> None:
-    """Where all experts fit, what is measured is the time after all have been read, as with any other program that has loaded its weights."""
+    """Where all experts fit, what is measured is the time after all have been read, as with any other program that has loaded its weights. A read that
+    fails is tried again by the token that needs it, which says what is wrong."""
     n_gates, n_experts = buffer.priorities.shape
+    failed = buffer.stats().read_errors
     queued = sum(buffer.preload(gate, range(n_experts)) for gate in range(n_gates))
-    while buffer.stats().resident_slices < queued:
+    while (stats := buffer.stats()).resident_slices + stats.read_errors - failed < queued:
         buffer.check()
         time.sleep(0.01)
 

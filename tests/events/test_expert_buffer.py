@@ -22,6 +22,7 @@ from moeoff import BudgetError, ModelError, OptionError, ReadError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
 from moeoff.llamacpp import native
+from moeoff.measure.worker import load_everything
 from moeoff.policies import Strategy
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
@@ -296,6 +297,17 @@ def test_a_prefetch_that_fails_ends_no_answer(demo, reference, tmp_path, monkeyp
         mend()
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), reference)
         assert buffer.stats().prefetch_dropped >= queued
+
+
+def test_a_bench_waits_for_no_read_that_has_failed(demo, reference, tmp_path, monkeypatch):
+    """It reads all experts ahead; those that could not be read are asked for again by the token that needs them."""
+    with cut_off(demo, tmp_path, monkeypatch, expert_memory="1G") as (llm, mend):
+        load_everything(llm.engine.buffer)
+        assert llm.engine.buffer.stats().read_errors > 0
+        with pytest.raises(ReadError, match="failed"):
+            llm.eval(PROMPT)
+        mend()
+        assert_bit_equal(greedy_logits(llm, PROMPT, 16), reference)
 
 
 def test_a_callback_that_raises_beside_a_read_that_fails(demo, reference, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from helpers.logits import Stock
 from helpers.terminal import start_with_bars
 from moeoff import OptionError
 from moeoff.experts.convert import convert
-from moeoff.measure.perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.perplexity import Reference, Window, evaluate, evaluate_model, n_scored, open_model, read_windows
 from moeoff.measure.statistics import Estimate, Scores, divergence, log_probs, student
 
 CTX = 64
@@ -117,6 +119,32 @@ def test_command(demo, text, sidecar, moeoff_command):
     ):
         done = moeoff_command(*common, *arguments)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("strategy, tiers", [("fate-lossy", "Q2_K,Q4_0"), ("hobbit-jetson", "Q2_K"), ("edgemoe-lossy", None)])
+def test_what_a_preset_gives_up_is_measured(strategy, tiers, demo, text, tmp_path):
+    """It brings its precision, or its tier, by its name: the options alone are lossless. Low versions are not those of the tier."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"default": "Q8_0", "layers": {str(layer): {"3": "Q2_0", "5": "Q2_0"} for layer in range(12)}}))
+    options = {"experts": convert(demo, output=tmp_path / "x.experts.gguf", **({"tiers": tiers} if tiers else {"bits": plan})).path, "expert_memory": 1 << 21}
+    done = evaluate_model(demo, [text], ctx=CTX, chunks=3, mode="decode", strategy=strategy, n_threads=1, **options)
+    assert done.quality.kl.value > 1e-4 and done.quality.loss is not None
+    assert done.stats.tier == ("original" if tiers else "bits") and (done.stats.served_low > 0) == bool(tiers)
+    if tiers == "Q2_K,Q4_0":
+        done = evaluate_model(demo, [text], ctx=CTX, chunks=1, mode="decode", strategy=strategy, tier="Q4_0", n_threads=1, **options)
+        assert done.stats.tier == "Q4_0" and 0 < done.stats.served_low < done.stats.expert_uses
+        assert "all experts in Q4_0, " in done.stats.precision_summary and "in low precision" in done.stats.precision_summary
+
+
+def test_weights_that_are_no_numbers(demo, text, tmp_path, moeoff_command):
+    """A router of NaN: a sentence, and no perplexity."""
+    model = shutil.copy(demo, tmp_path / "nan.gguf")
+    router = ModelIndex.read(demo).dense["blk.4.ffn_gate_inp.weight"]
+    with open(model, "r+b") as file:
+        file.seek(router.offset)
+        file.write(np.full(router.nbytes // 4, np.nan, np.float32).tobytes())
+    done = moeoff_command("eval", "-m", str(model), "--text", text, "--ctx", str(CTX), "--chunks", "1", "--experts", "none")
+    assert done.returncode == 1 and "nan.gguf: what it computes is not a number" in done.stderr and not done.stdout and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
