@@ -26,6 +26,7 @@ LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)#\s]+)(?P<anchor>#[^)\
 CLI = ROOT / "docs" / "reference" / "cli.md"
 OPTIONS = ROOT / "docs" / "reference" / "options.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
+HABITS = re.compile(r"(?<=<!-- habits -->\n).*(?=<!-- end habits -->)", re.DOTALL)
 TABLE = re.compile(r"(?<=<!-- options -->\n).*(?=<!-- end options -->)", re.DOTALL)
 SERVING = ROOT / "docs" / "guides" / "serving.md"
 EXCEPTIONS = re.compile(r"(?<=<!-- exceptions -->\n).*(?=<!-- exceptions end -->)", re.DOTALL)
@@ -36,21 +37,41 @@ def cli_page() -> str:
     """docs/reference/cli.md as it has to be."""
     from moeoff.cli.main import main
 
-    parts = ["# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help`.\n"]
+    parts = [
+        "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help`. What several commands take alike stands once, at the first of them.\n"
+    ]
+    shown: set[str] = set()
     # as the program makes them: a context made by hand would leave out the commands' settings, -h among them
     width = {"max_content_width": 100, "terminal_width": 100, "resilient_parsing": True}
     top = main.make_context("moeoff", [], **width)
     parts.append(f"```\n{main.get_help(top)}\n```\n")
-    for name in main.list_commands(top):
+    for name in sorted(main.list_commands(top), key=lambda name: (name != "run", name)):
         command = main.get_command(top, name)
         context = command.make_context(name, [], parent=top, **width)
-        parts.append(f"## moeoff {name}\n\n```\n{command.get_help(context)}\n```\n")
+        text, alike = without_shown(command.get_help(context), shown)
+        parts.append(f"## moeoff {name}\n\n```\n{text}\n```\n" + (f"\nAs above: {', '.join(alike)}.\n" if alike else ""))
     return "\n".join(parts)
+
+
+def without_shown(text: str, shown: set[str]) -> tuple[str, list[str]]:
+    """A command's help without the options that an earlier one has shown in the same words, and the names of those."""
+    kept, alike = [], []
+    for entry in re.split(r"\n(?=  -|\S|\n)", text):
+        words = " ".join(entry.split())
+        if not entry.startswith("  -"):
+            kept.append(entry)
+        elif words in shown:
+            alike.append(f"`{re.match(r'[^ ,]+', words)[0]}`")
+        else:
+            shown.add(words)
+            kept.append(entry)
+    sections = [part for part in "\n".join(kept).split("\n\n") if "\n" in part or part[0] == " " or not part.endswith(":")]
+    return "\n\n".join(sections).strip(), alike
 
 
 def options_page() -> str:
     """docs/reference/options.md as it has to be: its text with the table of options as it is."""
-    from moeoff.cli.options import help_of
+    from moeoff.llamacpp import habits
     from moeoff.option import table_of
     from moeoff.options import Config, Sampling, ServerOptions
     from moeoff.precision import Precision
@@ -59,16 +80,19 @@ def options_page() -> str:
     for kind, name in ((Config, "moeoff.Llama"), (Precision, "moeoff.Llama"), (Sampling, ""), (ServerOptions, "moeoff.Server")):
         for line in table_of(kind).values():
             if line.flags and not line.hidden:
-                text = help_of(line, line.default if line.usual is None else line.usual).replace("|", "\\|")
                 flags = ", ".join(f"`{flag}`" for flag in line.flags) + (f" `{line.metavar}`".replace("|", "\\|") if line.metavar else "")
                 python = f"`{line.name}`" if name else ""
                 server = f"`{line.server}`" if line.server else ""
-                groups.setdefault(line.group or "First", []).append(f"| {flags} | {python} | {', '.join(line.commands)} | {server} | {text} |")
-    parts = [
-        f"\n## {group}\n\n| option | in Python | taken by | llama-server's | |\n|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
-        for group, rows in groups.items()
-    ]
-    return TABLE.sub(lambda _: "".join(parts) + "\n", OPTIONS.read_text())
+                groups.setdefault(line.group or "First", []).append(f"| {flags} | {python} | {server} |")
+    parts = [f"\n## {group}\n\n| option | in Python | llama-server's |\n|---|---|---|\n" + "\n".join(rows) + "\n" for group, rows in groups.items()]
+    what = {habits.ANYWAY: "so it is anyway", habits.IDLE: "no effect", habits.REFUSED: "refused"}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for program in ("run", "serve"):
+        for name, habit in habits.habits_of(program).items():
+            rows.setdefault((program, what[habit.verdict], habit.why), []).append(f"`{name}`")
+    lines = [f"| {program} | {', '.join(names)} | {verdict} | {why} |".replace("|off", "\\|off") for (program, verdict, why), names in rows.items()]
+    page = HABITS.sub(lambda _: "\n| command | option | | because |\n|---|---|---|---|\n" + "\n".join(lines) + "\n\n", OPTIONS.read_text())
+    return TABLE.sub(lambda _: "".join(parts) + "\n", page)
 
 
 def stats_page() -> str:
