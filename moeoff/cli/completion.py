@@ -65,28 +65,28 @@ class Completion:
 
     def to_dict(self) -> dict[str, Any]:
         """What `moeoff run --json` prints."""
-        usage = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-        stats = asdict(self.stats)
+        n_prompt, n_completion, stats = self.prompt_tokens, self.completion_tokens, asdict(self.stats)
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
         return {"model": stats["model"], "text": self.text, "finish_reason": self.finish_reason, "usage": usage, "stats": stats}
 
     def summary(self) -> str:
         """One line for people. Its memory is the most that the process has taken since it began."""
         s = self.stats
-        given_up = s.precision_summary
-        if s.max_loss is not None and not given_up:
-            given_up = f"lossless: nothing that was measured is worth it within {s.max_loss:.2%}"
-        return (
-            f"prompt {s.prompt_tokens} tokens{f' (+{self.reused_tokens} reused)' if self.reused_tokens else ''}, {s.prompt_tps:.1f} tok/s | "
-            f"generated {self.completion_tokens}, {s.gen_tps:.1f} tok/s | "
-            f"{s.hit_summary}, {s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1):.2f} MB/token read"
-            f"{'' if s.direct_io else ' (through the page cache)'}, stalled {min(s.stall_seconds / max(self.seconds, 1e-9), 1):.0%} | "
-            f"{f'{given_up} | ' if given_up else ''}"
-            f"context {self.n_ctx} | memory {format_size(s.peak_rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
-        )
+        precision = s.precision_summary
+        if s.max_loss is not None and not precision:
+            precision = f"lossless: nothing that was measured is worth it within {s.max_loss:.2%}"
+        reused = f" (+{self.reused_tokens} reused)" if self.reused_tokens else ""
+        mb = s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1)
+        stalled = min(s.stall_seconds / max(self.seconds, 1e-9), 1)
+        parts = [
+            f"prompt {s.prompt_tokens} tokens{reused}, {s.prompt_tps:.1f} tok/s",
+            f"generated {self.completion_tokens}, {s.gen_tps:.1f} tok/s",
+            f"{s.hit_summary}, {mb:.2f} MB/token read{'' if s.direct_io else ' (through the page cache)'}, stalled {stalled:.0%}",
+            precision,
+            f"context {self.n_ctx}",
+            f"memory {format_size(s.peak_rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""),
+        ]
+        return " | ".join(filter(None, parts))
 
 
 class Completer:

@@ -6,7 +6,9 @@ Every check is a function that returns findings; none of them changes anything, 
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ PROBE_SECONDS = 1.0
 BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its slices are
 SLOW_DISK = 300e6  # bytes per second: below, a cache has to be nearly complete to be of use
 FEW_FILES = 256
+LITTLE_MEMORY = 512 << 20
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs", "fuse.gcsfuse", "ceph", "lustre")
 TYPE_NUMBERS = 64  # more than ggml has types
 # what makes kernels fast on x86, by the names of /proc/cpuinfo and of llama.cpp
@@ -47,6 +50,11 @@ class Finding:
     state: str
     text: str
     way_out: str = ""
+
+
+def judged(name: str, fine: bool, text: str, way_out: str, warning: str = "") -> Finding:
+    """A finding that is fine, or a warning with a way out, and a text of its own."""
+    return Finding(name, OK, text) if fine else Finding(name, WARNING, warning or text, way_out)
 
 
 def check_fork() -> Iterator[Finding]:
@@ -81,17 +89,12 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("cpu features", OK, features + level + (f"; a build on this machine would have {', '.join(unused)}, too" if unused else ""))
     yield from _row_kernels()
     quota = _cpu_quota()
-    if quota is not None and quota < n_cores():
-        yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
-    else:
-        yield Finding("cores", OK, str(n_cores()))
+    yield judged("cores", quota >= n_cores(), str(n_cores()), f"give -t {max(1, int(min(quota, n_cores())))}", f"{n_cores()}, but a quota of {quota:.1f}")
     from ..llamacpp.devices import backends, devices, why_none
 
     gpus = devices()
-    if not gpus and not backends():
-        yield Finding("gpu", OK, "none in this build")
-    elif not gpus:
-        yield Finding("gpu", WARNING, f"{why_none()}: the CPU computes everything", "install a driver, or a newer one")
+    if not gpus:
+        yield judged("gpu", not backends(), "none in this build", "install a driver, or a newer one", f"{why_none()}: the CPU computes everything")
     for device in gpus:
         free, total = device.memory
         used = DeviceBound(auto=True).of(free)
@@ -114,49 +117,36 @@ def _row_kernels() -> Iterator[Finding]:
         yield Finding("row kernels", OK, f"{', '.join(used)}: four rows at a time" if used else "llama.cpp's own: this build has none of ours")
 
 
-def _cpu_quota() -> float | None:
-    """Cores that the cgroup allows, or None."""
+def _cpu_quota() -> float:
+    """Cores that the cgroup allows; infinite: as many as there are."""
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             quota, period = file.read().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # "max"
+        return math.inf
 
 
 def check_openmp() -> Iterator[Finding]:
-    spin = os.environ.get("GOMP_SPINCOUNT")  # native sets it unless the user has
-    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in ("infinite", "infinity"):
-        yield Finding("openmp", WARNING, "threads spin while they wait and take the cores from the I/O threads", "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT")
-    else:
-        from ..llamacpp.threads import why_not
+    from ..llamacpp.threads import why_not
 
-        unbound = why_not()
-        yield Finding("openmp", OK, f"GOMP_SPINCOUNT={spin}, threads {'bound to cores while they compute' if unbound is None else f'not bound: {unbound}'}")
+    spin, unbound = os.environ.get("GOMP_SPINCOUNT"), why_not()  # native sets it unless the user has
+    spins = os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in ("infinite", "infinity")
+    text = f"GOMP_SPINCOUNT={spin}, threads {'bound to cores while they compute' if unbound is None else f'not bound: {unbound}'}"
+    warning = "threads spin while they wait and take the cores from the I/O threads"
+    yield judged("openmp", not spins, text, "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT", warning)
 
 
 def check_memory() -> Iterator[Finding]:
-    limit = cgroup_limit()
+    limit, free = cgroup_limit(), available()
     yield Finding("cgroup", OK, "no memory limit" if limit is None else f"memory limited to {format_size(limit)}")
-    free = available()
-    if free < 512 << 20:
-        yield Finding("memory", WARNING, f"{format_size(free)} available", "small models only: close other programs, or raise the limit")
-    else:
-        yield Finding("memory", OK, f"{format_size(free)} available")
+    yield judged("memory", free >= LITTLE_MEMORY, f"{format_size(free)} available", "small models only: close other programs, or raise the limit")
 
 
 def check_files() -> Iterator[Finding]:
-    try:
-        import resource
-    except ModuleNotFoundError:  # not on this system
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        yield Finding(
-            "open files", WARNING, f"at most {soft}", f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: a split model and a server need some hundreds"
-        )
-    else:
-        yield Finding("open files", OK, f"at most {soft}")
+    way_out = f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: a split model and a server need some hundreds"
+    yield judged("open files", soft == resource.RLIM_INFINITY or soft >= FEW_FILES, f"at most {soft}", way_out)
 
 
 def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
@@ -168,10 +158,9 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
     where = f"{kind} at {path}"
     if kind in IN_MEMORY:
         yield Finding("file system", WARNING, f"{where} keeps files in memory: offloading to it saves nothing", "put the model on a disk")
-    elif kind in REMOTE:
-        yield Finding("file system", WARNING, f"{where} is reached over a network or a host: reads are slow to begin", "put the model on a local disk")
     else:
-        yield Finding("file system", OK, where)
+        warning = f"{where} is reached over a network or a host: reads are slow to begin"
+        yield judged("file system", kind not in REMOTE, where, "put the model on a local disk", warning)
     if os.path.isfile(path):
         yield from _disk_of(path, block_bytes)
         return
@@ -192,21 +181,11 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
 
 
 def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
-    if direct_io(path):
-        yield Finding("direct reads", OK, "work here")
-    else:
-        yield Finding(
-            "direct reads",
-            WARNING,
-            "not possible here: reads go through the page cache, which counts against a container's limit",
-            "put the model on a local disk",
-        )
+    warning = "not possible here: reads go through the page cache, which counts against a container's limit"
+    yield judged("direct reads", direct_io(path), "work here", "put the model on a local disk", warning)
     rate = probe(path, block_bytes, PROBE_SECONDS)
-    text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(rate.block_bytes)}"
-    if rate.bytes_per_second < SLOW_DISK:
-        yield Finding("disk rate", WARNING, text, "slow for offloading: use an SSD, or a budget that holds most experts")
-    else:
-        yield Finding("disk rate", OK, text + ("" if rate.direct_io else ", perhaps of the page cache"))
+    text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(rate.block_bytes)}{'' if rate.direct_io else ', perhaps of the page cache'}"
+    yield judged("disk rate", rate.bytes_per_second >= SLOW_DISK, text, "slow for offloading: use an SSD, or a budget that holds most experts")
 
 
 def check_model(path: str) -> Iterator[Finding]:
@@ -222,10 +201,8 @@ def check_model(path: str) -> Iterator[Finding]:
         return
     size = dry_load(model_index, usual_ctx(model_index))
     text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, {format_size(size.fixed + size.arena_full)} with all experts in memory"
-    if size.floor > available():
-        yield Finding("model", PROBLEM, text, "more memory, a smaller -c, or a model with fewer weights outside the experts")
-    else:
-        yield Finding("model", OK, text)
+    way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
+    yield Finding("model", PROBLEM, text, way_out) if size.floor > available() else Finding("model", OK, text)
     block = max(kind.nbytes for kind in slice_kinds(model_index))
     yield from check_disk(path, block)
     threads = choose_io_threads(path, block, size.arena_full)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..options import Config, llama_keywords
 from ..system.console import table_console, wrapped
 from ..system.memory import MIB, format_size
 from .options import command, own, remark_on_context, takes, takes_model
@@ -27,7 +28,6 @@ _SMALL = 2e-4  # seconds of products in a layer; chosen, not measured: the demo 
 def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
     """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
     from ..budget.inspection import examine
-    from ..options import Config, llama_keywords
 
     config = Config.make(model, **options)  # refuses what would have no effect
     report = examine(model, ctx_size=config.n_ctx, memory=config.memory, probe_disk=probe == "on", keywords=llama_keywords(options))
@@ -73,22 +73,25 @@ def _print(r: Report) -> None:
     console.print(slices)
     console.print()
 
-    floor = table(f"needed at a context of {r.ctx_size}", "")
+    needed = table(f"needed at a context of {r.ctx_size}", "")
     embedding = min(r.embedding_bytes, r.host_weight_bytes)
-    floor.add_row("Python and libraries", format_size(r.process_bytes))
-    if embedding:
-        floor.add_row("token embedding", format_size(embedding))
     on_disk = f" ({format_size(r.embedding_disk_bytes)} more on disk)" if r.embedding_disk_bytes else ""
-    floor.add_row("weights outside the experts" + on_disk, format_size(r.host_weight_bytes - embedding))
-    floor.add_row("KV cache and other state", format_size(r.kv_bytes))
-    floor.add_row("compute buffers", format_size(r.compute_bytes))
-    floor.add_row("work area", format_size(r.work_bytes))
-    floor.add_row("outputs", format_size(r.output_bytes))
-    floor.add_row("reserve", format_size(r.reserve_bytes))
-    floor.add_row("slots of two experts", format_size(r.arena_floor_bytes))
-    floor.add_row("smallest --memory", format_size(r.floor_bytes), style="bold")
-    floor.add_row("available here", format_size(r.available_bytes))
-    console.print(floor)
+    rows = {
+        "Python and libraries": r.process_bytes,
+        **({"token embedding": embedding} if embedding else {}),
+        "weights outside the experts" + on_disk: r.host_weight_bytes - embedding,
+        "KV cache and other state": r.kv_bytes,
+        "compute buffers": r.compute_bytes,
+        "work area": r.work_bytes,
+        "outputs": r.output_bytes,
+        "reserve": r.reserve_bytes,
+        "slots of two experts": r.arena_floor_bytes,
+        "smallest --memory": r.floor_bytes,
+        "available here": r.available_bytes,
+    }
+    for name, nbytes in rows.items():
+        needed.add_row(name, format_size(nbytes), style="bold" if name == "smallest --memory" else "")
+    console.print(needed)
     console.print()
 
     bought = table("--memory", "experts in memory", *([f"tokens/s, {_about(r)}"] if r.disk else []))
@@ -105,10 +108,8 @@ def _print(r: Report) -> None:
         console.print()
         for device in r.devices:
             share = min(device.free / r.expert_bytes, 1.0) if r.expert_bytes else 1.0
-            line(
-                device.name,
-                f"{device.description}: {format_size(device.free)} free of {format_size(device.total)}, room for at most {share:.0%} of the experts (-ngl, --vram)",
-            )
+            free = f"{format_size(device.free)} free of {format_size(device.total)}"
+            line(device.name, f"{device.description}: {free}, room for at most {share:.0%} of the experts (-ngl, --vram)")
     if r.disk:
         how = "" if r.disk.direct_io else " through the page cache, which may flatter it"
         computing = f"computing a token takes {1e3 * r.compute_seconds:.1f} ms on this CPU, " if r.compute_seconds else ""
