@@ -40,7 +40,7 @@ from ..experts.sidecar import ORIGINAL, ExpertSource, hash64, relative_bytes
 from ..gguf.model_index import ModelIndex
 from ..precision import Precision
 from ..system.files import require_new
-from ..system.memory import parse_size, rss
+from ..system.memory import Budget, rss
 from .checkpoint import Checkpoint
 from .choices import Choices
 from .own_text import OPENING, score, write_freely
@@ -78,14 +78,9 @@ def _make(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.
 
 @dataclass(frozen=True)
 class MeasuredCandidate(Candidate):
-    """A candidate of a contract with the intervals of its measurement.
-
-    Attributes:
-        low: share of what the gates chose that was served in low precision; nothing that is searched is.
-    """
+    """A candidate of a contract with the intervals of its measurement."""
 
     distance: Distance = field(kw_only=True)
-    low: float = field(kw_only=True)
 
     def without_intervals(self) -> Candidate:
         return Candidate(**{f.name: getattr(self, f.name) for f in fields(Candidate)})
@@ -109,7 +104,6 @@ class RuleEvaluator:
         tier: that all its experts are in.
         size: of the experts, in bytes for each byte of the model's own.
         at_once: sequences that a search makes, see `upper_loss`.
-        low_size: of the tier that serves low, the same; 0: the rules serve nothing low.
         progress: told what is being done, how much of it is done and how much there is.
         n_prompt: tokens of each window that are its prompt, as `evaluate` has it.
         choices: of the lossless model on the same windows; None: `reference` makes them.
@@ -121,9 +115,9 @@ class RuleEvaluator:
 
     scores: Scores
 
-    def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1, low_size: float = 0.0,
+    def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1,
                  progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None):  # fmt: skip
-        self._llm, self.windows, self._tier, self._size, self.at_once, self._low_size = llm, windows, tier, size, at_once, low_size
+        self._llm, self.windows, self._tier, self._size, self.at_once = llm, windows, tier, size, at_once
         self._tell = progress or (lambda what, done, total: None)
         self.n_prompt, self.choices, self.seconds = n_prompt, choices, 0.0
         self._lossless_misses: dict[float, int] = {}  # by what is resident
@@ -172,16 +166,14 @@ class RuleEvaluator:
         self.scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=self._stage(name, len(self.windows)), n_prompt=self.n_prompt)
         self.seconds = time.monotonic() - began
         stats = self._llm.stats()
-        uses = max(self.choices.uses, 1)
-        read = self._size * stats.simulated_misses + self._low_size * stats.served_low
         if resident and resident not in self._lossless_misses:
             self._lossless_misses[resident] = self.choices.misses(resident)
         lossless = self._lossless_misses.get(resident, 0)
         distance = self.scores.quality().distance
         return MeasuredCandidate(
             tier=self._tier, tau=precision.tau, resident=resident, loss=distance.loss.value, upper_loss=upper_loss(distance.loss, len(self.windows), self.at_once),
-            kl=distance.kl.value, cost=read / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,
-            distance=distance, low=stats.served_low / uses,
+            kl=distance.kl.value, cost=self._size * stats.simulated_misses / lossless if lossless else self._size, skipped=stats.skipped / max(self.choices.uses, 1), size=self._size,
+            distance=distance,
         )  # fmt: skip
 
     def own_text(self, c: Candidate, opening: int, seed: int) -> np.ndarray:
@@ -349,7 +341,7 @@ def search_precision(
     path = os.fspath(output) if output else profile_output(model_index)
     require_new(path, [*model_index.files, sidecar.path if sidecar else None, *text], "`output`")
     if os.path.exists(path):
-        room = (parse_size(memory) - rss()) // 2 if (memory := options.get("memory")) is not None else None
+        room = (Budget.of(options.get("memory")).most - rss()) // 2
         Profile.read(path, model_index, room=room)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, model_index.n_ctx_train or CTX)
     n_prompt = min(PROMPT, ctx // 2)

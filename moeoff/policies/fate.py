@@ -1,6 +1,6 @@
 """Fate: the next layer's router on this layer's input, and a cache that favors shallow layers.
 
-    §4.2  cross-layer gate, the experts above the 75th percentile  RoutersAhead, CrossLayerGate, its fit, best_above; `share` of the preset is 0.25
+    §4.2  cross-layer gate, the experts above the 75th percentile  RoutersAhead, CrossLayerGate, its fit; `share` of the preset is 0.25
     §4.3  n = T / t_expert in decode                               moeoff.engine.prefetcher measures both while it runs
           prompts in descending popularity                         GateEvent.demand; executed by the native store (moeoff-gate-events)
     §4.4  boundary L, cache_deep, ARC in each layer                shallow_boundary, quotas, ShallowFavoringARC
@@ -22,7 +22,7 @@ from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.router import Rows
 from ..system.arrays import require_arrays
-from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Prediction, Predictor, Progress, recall, top_k
+from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Prediction, Predictor, Progress, recall
 from .classic import ARC
 from .strategy import Strategy, register
 
@@ -101,46 +101,25 @@ class CrossLayerGate(RoutersAhead):
         """From a `Recording` with gate inputs; None if it has none.
 
         Returns:
-            [n_gates] each: next_norm, true where the next layer's norm predicts better; recall_raw, recall_norm at k without and
-            with it; recall_widened at the 75th percentile of the better; cosine of the gate input with the one before.
+            [n_gates] each: next_norm, true where the next layer's norm predicts better; recall_raw, recall_norm at k without and with it.
         """
         if recording.inputs is None:
             return None
         router, inputs = recording.router, recording.inputs
         n, used = router.n_gates, recording.used()[recording.kept]
-        arrays = {name: np.zeros(n, np.float32) for name in ("recall_raw", "recall_norm", "recall_widened", "cosine")}
+        arrays = {name: np.zeros(n, np.float32) for name in ("recall_raw", "recall_norm")}
         arrays["next_norm"] = np.ones(n, bool)
         for target in range(1, n):
             x, y = inputs[:, target - 1].astype(np.float32), used[:, target]
-            best = -1.0
             for name, norm in (("recall_raw", False), ("recall_norm", True)):
-                if (ahead := router.ahead(target - 1, target, norm)) is None:
-                    continue
-                weight, bias = ahead
-                logits = x @ weight.T + (0 if bias is None else bias)
-                scores = router.selection(target, router.gated(logits))
-                arrays[name][target] = reached = recall(scores, y, router.n_used[target])
-                if reached > best:
-                    best, arrays["next_norm"][target] = reached, norm
-                    arrays["recall_widened"][target] = np.take_along_axis(y, best_above(scores), axis=1).sum() / max(y.sum(), 1)
-            arrays["cosine"][target] = _cosine(x, inputs[:, target].astype(np.float32))
+                if (ahead := router.ahead(target - 1, target, norm)) is not None:
+                    weight, bias = ahead
+                    logits = x @ weight.T + (0 if bias is None else bias)
+                    arrays[name][target] = recall(router.selection(target, router.gated(logits)), y, router.n_used[target])
+                    arrays["next_norm"][target] = arrays["recall_norm"][target] > arrays["recall_raw"][target]
             if progress:
                 progress(target, n - 1)
         return arrays
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Mean over rows."""
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    return float(((a * b).sum(axis=1) / np.maximum(lengths, 1e-12)).mean())
-
-
-def best_above(scores: np.ndarray, percentile: float = 75) -> np.ndarray:
-    """[n_tokens, m] the experts at or above this percentile of each row [n_tokens, n_experts], best first (§4.2: 75, the upper quarter)."""
-    m = max(round(scores.shape[1] * (1 - percentile / 100)), 1)
-    best = top_k(scores, m)
-    order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1)
-    return np.take_along_axis(best, order, axis=1)
 
 
 # --- §4.4: shallow-favoring expert cache ---

@@ -16,7 +16,7 @@ from moeoff.gguf.quantize import dequantize
 from moeoff.measure.bit_allocation import _expert
 from moeoff.measure.statistics import Estimate
 from moeoff.policies import FitOptions, Predictor, get_predictor
-from moeoff.policies.base import top_k
+from moeoff.policies.base import recall, top_k
 from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.hobbit import LOW_COST, NAMES, T1, T2, MissCost, recorded_unimportance, thresholds
 from moeoff.policies.replay import simulate
@@ -90,9 +90,12 @@ def percent(*values: float) -> str:
 @figure("Fate", "Table 1", "accuracy of the next layer's gate in decode, at k and above the 75th percentile", "78.8 %, 97.2 %")
 def fate_1(d: Data) -> tuple[str, str]:
     """On text that nothing was chosen by."""
-    arrays = CrossLayerGate.fit(d.held)
-    at_k, wide = np.maximum(arrays["recall_raw"], arrays["recall_norm"])[1:], arrays["recall_widened"][1:]
-    e = d.held.router.n_experts
+    arrays, router, used = CrossLayerGate.fit(d.held), d.held.router, d.held.used()[d.held.kept]
+    at_k, wide, e = np.maximum(arrays["recall_raw"], arrays["recall_norm"])[1:], [], router.n_experts
+    for target in range(1, router.n_gates):
+        weight, bias = router.ahead(target - 1, target, bool(arrays["next_norm"][target]))
+        logits = d.held.inputs[:, target - 1].astype(np.float32) @ weight.T + (0 if bias is None else bias)
+        wide.append(recall(router.selection(target, router.gated(logits)), used[:, target], round(e / 4)))
     both = [verdict(claim, of_values(values), floor) for claim, values, floor in ((0.7879, at_k, d.k / e), (0.9715, wide, 0.25))]
     return f"{percent(*at_k)}, {percent(*wide)} by layer; chance {percent(d.k / e)}, 25.0 %", weakest(both)
 

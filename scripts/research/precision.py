@@ -124,18 +124,20 @@ def frontier(model: str, text: Sequence[str], windows: int, threads: int, reside
             sidecar = Sidecar(convert(model, output=os.path.join(folder, "lower.experts.gguf"), tiers=lower).path)
             options, size = {"experts": sidecar, "tier": ORIGINAL}, relative_bytes(ModelIndex.read(model), sidecar, lower)
         llm = stack.enter_context(open_model(model, ctx, precision=opens, deterministic=True, flash_attn=True, profile=False, n_threads=threads, **options))
-        found = RuleEvaluator(llm, read_windows(llm, text, ctx, windows), low_size=size)
+        found = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
         reference = stack.enter_context(found.reference())
         for room in resident:
             columns = ["rule", "bytes, of lossless", "left out", "low", *QUALITY, UPPER, BESIDE]
             table = results.table(f"frontier-{room:g}", f"{room:.0%} of each layer's experts in a simulated cache", columns)
             curve: list[tuple[float, np.ndarray]] = []  # of τ: bytes, and the nll of each token
+            lossless = found.choices.misses(room)
             for name, rule in rules.items():
-                c = found.measure(reference, replace(rule, resident=room))
+                c, low = found.measure(reference, replace(rule, resident=room)), llm.stats().served_low
+                cost = c.cost + size * low / lossless
                 if rule.tau:
-                    curve.append((c.cost, found.scores.nll))
-                beside = beside_curve(curve, c.cost, found.scores.nll) if not rule.tau else None
-                numbers = f"{c.cost:.3f}", f"{c.skipped:.1%}", f"{c.low:.1%}"
+                    curve.append((cost, found.scores.nll))
+                beside = beside_curve(curve, cost, found.scores.nll) if not rule.tau else None
+                numbers = f"{cost:.3f}", f"{c.skipped:.1%}", f"{low / found.choices.uses:.1%}"
                 table.row(name, *numbers, *quality(c.distance), percent(c.upper_loss), interval_text(beside) if beside else "")
 
 
