@@ -26,7 +26,7 @@ LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)#\s]+)(?P<anchor>#[^)\
 CLI = ROOT / "docs" / "reference" / "cli.md"
 OPTIONS = ROOT / "docs" / "reference" / "options.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
-HABITS = re.compile(r"(?<=<!-- habits -->\n).*(?=<!-- end habits -->)", re.DOTALL)
+HABITS = re.compile(r"(?<=<!-- habits -->\n).*(?=<!-- habits end -->)", re.DOTALL)
 TABLE = re.compile(r"(?<=<!-- options -->\n).*(?=<!-- end options -->)", re.DOTALL)
 SERVING = ROOT / "docs" / "guides" / "serving.md"
 EXCEPTIONS = re.compile(r"(?<=<!-- exceptions -->\n).*(?=<!-- exceptions end -->)", re.DOTALL)
