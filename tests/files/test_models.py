@@ -127,7 +127,7 @@ def plain(tmp_path_factory):
     return path, *evaluate(path)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize("noise", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_grown_model_computes_the_same(plain, tmp_path, noise):
     source, logits, routing = plain
     grow_model(source, tmp_path / "grown.gguf", growth(2, 2, noise))
@@ -343,7 +343,7 @@ def test_every_shape_follows_a_published_trace():
     assert set(ANSWER) == set(PUBLISHED_TRACES) and not set(ANSWER) & set(NEAREST) and set(SHAPES) == {*ANSWER, *NEAREST}
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b"])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", pytest.param("gemma-4-26b-a4b", marks=pytest.mark.slow)])
 def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
     """Narrow copies, one with an output of its own and one whose output is the embedding: other experts after another prompt, and no few tokens again and again."""
     path, counts = tmp_path / "model.gguf", []

@@ -1,5 +1,6 @@
 """The command as people type it: text on stdout, the rest on stderr, one sentence for everything that goes wrong."""
 
+import io
 import json
 import os
 import re
@@ -18,11 +19,13 @@ import pytest
 from helpers.waiting import wait_until
 from moeoff import Llama
 from moeoff.cli.bench import _listener
-from moeoff.cli.completion import Completion
+from moeoff.cli.completion import Completer, Completion
 from moeoff.cli.main import SHELLS
+from moeoff.cli.run import _prompt
 from moeoff.engine.stats import Stats
 from moeoff.llamacpp import native
 from moeoff.measure.job import BenchTest, Job
+from moeoff.options import Sampling
 from moeoff.server.server import metrics_text
 from moeoff.system import console
 from moeoff.system.console import progress_bar
@@ -40,8 +43,7 @@ def test_answers_without_a_model_or_a_prompt(moeoff_command):
 
 def test_seed_and_strategy_do_not_change_the_text(invoke):
     texts = {
-        invoke("run", "-n", "40", "--seed", "7", "-p", "How many apples?", *extra).stdout
-        for extra in ([], ["--expert-memory", "400K"], ["--expert-memory", "4M"], ["--strategy", "lru"])
+        invoke("run", "-n", "40", "--seed", "7", "-p", "How many apples?", *extra).stdout for extra in ([], ["--expert-memory", "400K", "--strategy", "lru"])
     }
     assert len(texts) == 1
     assert invoke("run", "-n", "40", "--seed", "8", "-p", "How many apples?").stdout not in texts
@@ -218,15 +220,16 @@ def test_one_line_about_a_long_context(moeoff_command):
     assert "n_ctx_train" in moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024", "--verbose").stderr
 
 
-def test_prompt_from_wherever(invoke, tmp_path):
+def test_prompt_from_wherever(tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text("How many apples?\n")
 
-    def answer(*args: str, text: str = "") -> str:
-        return invoke("run", "--temp", "0", "-n", "12", *args, text=text).stdout
+    def read(prompt: str | None = None, file: str | None = None, piped: str = "") -> str | None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+        return _prompt(prompt, file)
 
-    assert answer("-f", str(file)) == answer(text="How many apples?\n") == answer("-p", "How many apples?") != ""
-    assert answer("-p", "How many?", text="apples\n") == answer("-p", "How many?\n\napples")
+    assert read(file=str(file)) == read(piped="How many apples?\n") == read("How many apples?") == "How many apples?"
+    assert read("How many?", piped="apples\n") == "How many?\n\napples" and read() is None
 
 
 def test_json(invoke, demo):
@@ -242,14 +245,19 @@ def test_json(invoke, demo):
     assert set(answer["stats"]) == {field.name for field in fields(Stats)} and answer["stats"]["prompt_tokens"] == usage["prompt_tokens"]
 
 
-def test_sampling_options_reach_the_sampler(invoke):
-    options = ["run", "-n", "24", "-p", "How many apples are there?", "--seed", "3"]
-    greedy = invoke(*options, "--temp", "0").stdout
-    for only_the_likeliest in (["--top-k", "1"], ["--top-p", "0"], ["--min-p", "1"]):
-        assert invoke(*options, "--temp", "1", *only_the_likeliest).stdout == greedy
-    assert invoke(*options, "--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0").stdout != greedy
-    assert invoke(*options, "--temp", "0", "--repeat-penalty", "1.8").stdout != greedy
-    assert invoke(*options, "--temp", "0", "--system", "You count pears.").stdout != greedy
+def test_sampling_options_reach_the_sampler(demo):
+    def answer(**options) -> str:
+        llm.set_seed(3)
+        llm.reset()
+        with Completer(llm, Sampling.make(n_predict=24, **options)) as completer:
+            return completer.complete(prompt, lambda _text: None).text
+
+    with Llama(demo, expert_memory="4M", n_ctx=256) as llm:
+        prompt = llm.tokenize(b"How many apples are there?")
+        greedy = answer(temp=0)
+        assert all(answer(temp=1, **likeliest) == greedy for likeliest in ({"top_k": 1}, {"top_p": 0}, {"min_p": 1}))
+        assert answer(temp=2, top_k=0, top_p=1, min_p=0) != greedy
+        assert all(answer(temp=0, **penalty) != greedy for penalty in ({"repeat_penalty": 1.8}, {"presence_penalty": 2}, {"frequency_penalty": 2}))
 
 
 def test_stop_texts(invoke):

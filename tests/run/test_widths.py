@@ -32,6 +32,8 @@ def test_eighty_columns(invoke, command):
     assert done.returncode == 0, done.stderr
     long = [line for line in done.stdout.splitlines() if len(line) > COLUMNS and M not in line]  # a path is not broken
     assert not long and "…" not in done.stdout, long
+    beyond = re.search(r"--memory 500G is more than the \S+ GiB that are available here", done.stderr)
+    assert bool(beyond) == ("500G" in command) and available() < 500 << 30
 
 
 def test_a_wide_table_is_folded_and_not_cut(capsys, monkeypatch):
@@ -48,11 +50,6 @@ def test_a_wide_table_is_folded_and_not_cut(capsys, monkeypatch):
 def test_large_sizes_keep_the_columns():
     titles, rule = next(as_markdown([])).splitlines()
     assert len(titles) == len(rule) <= COLUMNS and len(format_size(500 << 30)) <= titles.index("|", 1) - 3
-
-
-def test_a_budget_beyond_what_is_there(invoke):
-    done = invoke("bench", M, "-p", "8", "-n", "0", "-r", "1", "--no-warmup", "--memory", "500G")
-    assert re.search(r"--memory 500G is more than the \S+ GiB that are available here", done.stderr) and available() < 500 << 30
 
 
 def test_the_worker_names_the_flag_as_it_was_typed(invoke):
