@@ -48,35 +48,30 @@ class _PlannedLlama(PatchedLlama):
         super()._before_load()
         self.model_params.load_mtp = self._nextn
 
+    def sizes_with(self, **params: Any) -> MemoryPlan:
+        """Sizes of another context of the model, with these of llama_context_params."""
+        changed = type(self.context_params).from_buffer_copy(self.context_params)
+        for name, value in params.items():
+            setattr(changed, name, value)
+        with assertions_raise():
+            ctx = api.llama_init_from_model(self.model_handle, changed)
+        if not ctx:
+            raise ValueError(f"no context can be made with {', '.join(params)}")
+        try:
+            return context_sizes(ctx)
+        finally:
+            api.llama_free(ctx)
+
     def state_of_sequence(self) -> int:
         """Bytes that each sequence has of its own in the context, however short it is: what two have more than one."""
-        sizes = []
-        for n in (1, 2):
-            params = type(self.context_params).from_buffer_copy(self.context_params)
-            params.n_seq_max = params.n_outputs_max = n
-            with assertions_raise():
-                ctx = api.llama_init_from_model(self.model_handle, params)
-            if not ctx:
-                raise ValueError(f"no context for {n} answers can be made")
-            try:
-                sizes.append(context_sizes(ctx).state)
-            finally:
-                api.llama_free(ctx)
-        return max(sizes[1] - sizes[0], 0)
+        one, two = (self.sizes_with(n_seq_max=n, n_outputs_max=n).state for n in (1, 2))
+        return max(two - one, 0)
 
     def nextn_sizes(self) -> MemoryPlan:
         """Sizes of the second context, which makes drafts with the next-token layers; it has no weights."""
-        params = type(self.context_params).from_buffer_copy(self.context_params)
-        params.ctx_type, params.ctx_other, params.n_outputs_max = _MTP, self.context_handle, self._n_sequences
-        params.type_k = params.type_v = _F16  # llama-server's default for drafts, whatever the model's own cache is
-        with assertions_raise():
-            ctx = api.llama_init_from_model(self.model_handle, params)
-        if not ctx:
-            raise ValueError("no context can be made of its next-token layers")
-        try:
-            return replace(context_sizes(ctx), weights=0)
-        finally:
-            api.llama_free(ctx)
+        # F16 is llama-server's default for drafts, whatever the model's own cache is
+        types = {"type_k": _F16, "type_v": _F16}
+        return replace(self.sizes_with(ctx_type=_MTP, ctx_other=self.context_handle, n_outputs_max=self._n_sequences, **types), weights=0)
 
 
 def memory_sizes(llm: PatchedLlama) -> MemoryPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -290,8 +291,4 @@ def slots_that_fit(room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n
             f"{format_size(least)}",
             hint={"vram": needed},
         )
-    low, high = 1, n_experts  # total(low) fits
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if total(middle) <= room.for_experts else (low, middle - 1)
-    return low
+    return bisect.bisect_right(range(1, n_experts + 1), room.for_experts, key=total)

@@ -284,7 +284,7 @@ class ArenaSizer:
             free -= self._borrowed.untouched  # as if none of it had been touched
             moves = grows and free > _WORTH and stats.arena_bytes < self.plan.arena_full
             if moves:  # nor slots that nothing has been read into, as of a warm start that a prompt has ended
-                free -= stats.arena_committed - self._buffer.resident_bytes()
+                free -= stats.arena_committed - sum(int(self._buffer.expert_bytes(low=low, resident=True).sum()) for low in (False, True))
                 moves = free > _WORTH
         if moves:
             self._change(self.plan, self._grown - free)

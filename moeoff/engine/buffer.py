@@ -343,14 +343,13 @@ class ExpertBuffer:
         self._check(native.residency(self.handle, native.LOW if low else native.HIGH, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
         return out
 
-    def resident_bytes(self) -> int:
-        """Bytes of slots behind slices that are there; the rest of the arenas may never have been written to."""
-        held = 0
-        for low in (False, True):
-            rows = zip(self.tensors, self.slots(low=low))  # no slots: no low versions
-            residency = self.residency(low=low)
-            held += sum(int(nbytes[residency[t.gate, : len(nbytes)] & 1 << t.matrix > 0].sum()) for t, nbytes in rows)
-        return held
+    def expert_bytes(self, *, low: bool = False, resident: bool = False) -> np.ndarray:
+        """[n_gates, n_experts] int64: bytes that each expert takes in the arena, with all its slices or with those that are resident; 0: no such versions."""
+        matrices = self.residency(low=low) if resident else np.full(self.priorities.shape, native.ALL_MATRICES, np.uint8)
+        out = np.zeros(matrices.shape, np.int64)
+        for info, nbytes in zip(self.tensors, self.slots(low=low)):
+            out[info.gate, : len(nbytes)] += nbytes * (matrices[info.gate, : len(nbytes)] >> info.matrix & 1)
+        return out
 
     # --- precision ---
 

@@ -271,7 +271,7 @@ def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) 
 
 
 def attach_strategy(driver: Driver, strategy: Strategy, model_index: ModelIndex, trace: str | os.PathLike[str] | None = None, *, io_threads: int = 4,
-                    profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, on_devices: bool = False, **options: Any) -> None:  # fmt: skip
+                    profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, on_devices: bool = False) -> None:  # fmt: skip
     """Gives the driver of a started buffer what a strategy needs: nothing, where all experts are resident anyway.
 
     A policy that weighs uses by the precision they need gets its options from `precision`.
@@ -279,18 +279,16 @@ def attach_strategy(driver: Driver, strategy: Strategy, model_index: ModelIndex,
     Args:
         profile: what calibration measured of the model.
         on_devices: the policy also says which experts devices hold, and what is predicted is written there ahead.
-        options: of the policy.
 
     Raises:
-        OptionError: the trace file is something else, or an option that the policy does not know, or a predictor that needs a
-            profile and has none.
+        OptionError: the trace file is something else, or a predictor that needs a profile has none.
     """
     buffer = driver.buffer
     stats = buffer.stats()
     arena = stats.arena_bytes - stats.low_arena_bytes
     everything = arena >= buffer.arena_full  # no slice is ever evicted, nor absent for long
-    policy_class = None if everything and not on_devices and not options else strategy.policy
-    if policy_class is not None and policy_class.static and not options and strategy.predictor is None:
+    policy_class = None if everything and not on_devices else strategy.policy
+    if policy_class is not None and policy_class.static and strategy.predictor is None:
         policy_class = None  # the buffer's own eviction order
     predictor_class = strategy.predictor
     if everything and not precision.mispredicted_low and not on_devices:  # what it does not ask for is served low
@@ -318,8 +316,7 @@ def attach_strategy(driver: Driver, strategy: Strategy, model_index: ModelIndex,
             fills_devices=on_devices,
         )
     if policy_class is not None:
-        if not precision.lossless:
-            options = policy_class.precision_options(precision.t1) | options
+        options = {} if precision.lossless else policy_class.precision_options(precision.t1)
         section = policy_class.profile_section
         with contextlib.nullcontext() if profile is None or section is None else profile.taking(section):
             arrays = None if profile is None or section is None else profile.section(section)

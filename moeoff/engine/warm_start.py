@@ -62,7 +62,7 @@ def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
         counts: [n_gates, n_experts] uses.
         arena: bytes.
     """
-    sizes = _expert_slots(buffer)
+    sizes = buffer.expert_bytes()
     order = np.argsort(-counts, axis=None, kind="stable")
     order = order[(sizes.ravel()[order] > 0) & (counts.ravel()[order] > 0)]
     n = int(np.searchsorted(np.cumsum(sizes.ravel()[order]), arena, "right"))
@@ -111,7 +111,7 @@ def exchange(buffer: ExpertBuffer, weights: np.ndarray, ended: Callable[[], bool
     stats = buffer.stats()
     room = stats.arena_bytes - stats.low_arena_bytes
     room -= room // _ROUNDING
-    slots = _expert_slots(buffer)
+    slots = buffer.expert_bytes()
     resident = buffer.residency() > 0
     steps = np.floor(weights * _HALVES)
     order = np.lexsort((-buffer.priorities.ravel(), ~resident.ravel(), -steps.ravel()))
@@ -137,16 +137,9 @@ def read_ahead(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) 
         ended: True once a batch wants to begin: the layers that follow are left out.
     """
     stats = buffer.stats()
-    slots = np.zeros((len(buffer.tensors), buffer.priorities.shape[1]), np.int64)
-    gates, bits = np.empty(len(slots), np.int64), np.empty((len(slots), 1), np.uint8)
-    for row, info, nbytes in zip(range(len(slots)), buffer.tensors, buffer.slots()):
-        gates[row], bits[row] = info.gate, 1 << info.matrix
-        slots[row, : len(nbytes)] = nbytes
     room = stats.arena_bytes - stats.low_arena_bytes - (stats.arena_committed - stats.low_arena_committed)
     room -= stats.arena_bytes // _ROUNDING
-    slots[buffer.residency()[gates] & bits > 0] = 0
-    absent = np.zeros(buffer.priorities.shape, np.int64)
-    np.add.at(absent, gates, slots)
+    absent = buffer.expert_bytes() - buffer.expert_bytes(resident=True)
     order = np.argsort(np.where(absent > 0, -buffer.priorities, np.inf), axis=1, kind="stable")
     ranked = np.take_along_axis(absent, order, axis=1)
     fits = (np.cumsum(ranked.T.ravel()) <= room).reshape(ranked.T.shape).T & (ranked > 0)  # the first of each gate, the second of each gate, ...
@@ -158,7 +151,7 @@ def read_ahead(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) 
 
 def _preload(buffer: ExpertBuffer, residency: np.ndarray, room: int, low: bool) -> int:
     queued = 0
-    for gate, row in enumerate(_expert_slots(buffer, low)):
+    for gate, row in enumerate(buffer.expert_bytes(low=low)):
         experts = np.flatnonzero((residency[gate] != 0) & (row > 0))
         nbytes = np.cumsum(row[experts])
         n = int(np.searchsorted(nbytes, room, "right"))
@@ -166,11 +159,3 @@ def _preload(buffer: ExpertBuffer, residency: np.ndarray, room: int, low: bool) 
             room -= int(nbytes[n - 1])
             queued += buffer.preload(gate, experts[:n].tolist(), low=low)
     return queued
-
-
-def _expert_slots(buffer: ExpertBuffer, low: bool = False) -> np.ndarray:
-    """[n_gates, n_experts] int64: bytes that each expert takes in the arena."""
-    sizes = np.zeros(buffer.priorities.shape, np.int64)
-    for info, nbytes in zip(buffer.tensors, buffer.slots(low=low)):
-        sizes[info.gate, : len(nbytes)] += nbytes
-    return sizes

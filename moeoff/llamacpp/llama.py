@@ -322,8 +322,19 @@ class PatchedLlama(_AnyLlama):
     def load(self, model_path: str, **options: Any) -> None:
         """llama_cpp.Llama's constructor. Raises LoadError with llama.cpp's reason, or what `_progress` raised."""
         self._model_class, self._context_class = functools.partial(_Model, self.turns), functools.partial(_Context, self.turns)
-        progress = _Progress(self._progress)
-        self._progress_callback = progress.callback
+        raised: list[BaseException] = []
+        progress = self._progress  # a callback that refers to this object would outlive its last user
+
+        # bool (*llama_progress_callback)(float progress, void * user_data);
+        def report(fraction: float, _user: Any) -> bool:
+            try:
+                if progress is not None:
+                    progress(fraction)
+            except BaseException as error:  # must not cross the C frame below
+                raised.append(error)
+            return not raised
+
+        self._progress_callback = api.llama_progress_callback(report)
         wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
         self._n_outputs_max = self._n_sequences if self._one_output and not wants_all else 0
         with _collected_errors() as errors:
@@ -335,11 +346,11 @@ class PatchedLlama(_AnyLlama):
                     raise
                 raise LoadError(f"its adapter {options['lora_path']}: {_reason(errors) or error}") from error
             except ValueError as error:
-                if progress.error is not None:
-                    raise progress.error from None
+                if raised:
+                    raise raised[0] from None
                 raise LoadError(_reason(errors) or str(error)) from error
-        if progress.error is not None:
-            raise progress.error
+        if raised:
+            raise raised[0]
         sys.stderr.writelines(f"{one_line(text.rstrip())}\n" for text in errors if text.strip())  # they did not matter
         if (n_ctx := self.n_ctx()) > len(self.input_ids):  # llama.cpp rounds a context up, and llama_cpp's lists stay as long as was asked for
             self.input_ids = np.zeros(n_ctx, np.intc)
@@ -648,24 +659,3 @@ class StockLlama(_AnyLlama):
         self.model_params.use_extra_bufts = self._extra
         if self._overrides is not None:  # kept here, since llama.cpp does not copy them
             self.model_params.tensor_buft_overrides = self._overrides.address
-
-
-class _Progress:
-    """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; what it raises ends the load.
-
-    Attributes:
-        error: what it has raised.
-    """
-
-    def __init__(self, progress: Callable[[float], None] | None):
-        self.error: BaseException | None = None
-
-        def report(fraction: float, _user: Any) -> bool:
-            try:
-                if progress is not None:
-                    progress(fraction)
-            except BaseException as error:  # must not cross the C frame below
-                self.error = error
-            return self.error is None
-
-        self.callback = api.llama_progress_callback(report)
