@@ -76,14 +76,14 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
     """
     if isinstance(memory, str) and memory.strip().endswith("%"):
         raise OptionError("`memory`: a size as 6G, not a share: replicas are placed by it before it is known where")
-    if taken := {"host", "port"} & options.keys():
-        raise OptionError(f"{min(taken)}: replicas are reached through Ray Serve, whose own options say where it listens")
-    budget, given = parse_size(memory), dict(ray_options or {})
-    actor = {"num_cpus": 1, "memory": budget + _ACTOR} | ({"label_selector": dict(labels)} if labels else {}) | given.pop("ray_actor_options", {})
+    if reserved := {"host", "port"} & options.keys():
+        raise OptionError(f"{min(reserved)}: replicas are reached through Ray Serve, whose own options say where it listens")
+    budget, chosen = parse_size(memory), dict(ray_options or {})
+    actor = {"num_cpus": 1, "memory": budget + _ACTOR} | ({"label_selector": dict(labels)} if labels else {}) | chosen.pop("ray_actor_options", {})
     if num_replicas is not None:
-        given["num_replicas"] = num_replicas
-    if "autoscaling_config" in given:
-        given["autoscaling_config"] = {"target_ongoing_requests": parallel} | given["autoscaling_config"]
+        chosen["num_replicas"] = num_replicas
+    if "autoscaling_config" in chosen:
+        chosen["autoscaling_config"] = {"target_ongoing_requests": parallel} | chosen["autoscaling_config"]
     ours: dict[str, Any] = {
         "max_replicas_per_node": 1,
         "max_ongoing_requests": 2 * parallel,  # it has the next one at hand, and what is more goes to another replica
@@ -92,17 +92,17 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
         "graceful_shutdown_timeout_s": 120,
         "request_router_config": {"request_router_class": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"},
     }
-    wanted = _Wanted(given.get("num_replicas", 1), (ours | given)["max_replicas_per_node"], actor) if "autoscaling_config" not in given else None
-    if wanted is not None and ray.is_initialized():
-        wanted.check()
-    replicas = serve.deployment(name=name, ray_actor_options=actor, **(ours | given))(_Replica)
+    demand = _Demand(chosen.get("num_replicas", 1), (ours | chosen)["max_replicas_per_node"], actor) if "autoscaling_config" not in chosen else None
+    if demand is not None and ray.is_initialized():
+        demand.check()
+    replicas = serve.deployment(name=name, ray_actor_options=actor, **(ours | chosen))(_Replica)
     ingress = serve.deployment(name=f"{name}-ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(_Ingress)
     server = {"memory": budget, "parallel": parallel, "alias": os.path.basename(model).removesuffix(".gguf")} | options
-    return ingress.bind(replicas.bind(os.fspath(model), server), wanted)
+    return ingress.bind(replicas.bind(os.fspath(model), server), demand)
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Demand:
     """Replicas, and what each asks of its machine. Ray would wait for machines without an end, and say so in its own log alone."""
 
     n_replicas: Any
@@ -197,9 +197,9 @@ class _Ingress:
     It is the first to know the machines where Ray is started after the application was made.
     """
 
-    def __init__(self, replicas: DeploymentHandle[Any], wanted: _Wanted | None = None):
-        if wanted is not None:
-            wanted.check()
+    def __init__(self, replicas: DeploymentHandle[Any], demand: _Demand | None = None):
+        if demand is not None:
+            demand.check()
         self._replicas = replicas.options(method_name="answer", stream=True)
 
     async def __call__(self, request: Request) -> Response:
@@ -238,9 +238,9 @@ async def _events(answer: AsyncIterator[bytes], end: bytes) -> AsyncIterator[byt
     """Whole events: half of one could not be followed by an error."""
     rest = b""
     async for piece in answer:
-        whole, found, half = (rest + piece).rpartition(end)
-        if found:
-            yield whole + found
+        whole, last_end, half = (rest + piece).rpartition(end)
+        if last_end:
+            yield whole + last_end
         rest = half
     if rest:
         yield rest

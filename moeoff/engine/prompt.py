@@ -34,7 +34,7 @@ def prompt_tokens(llm: Llama, text: str, *, add_bos: bool) -> list[int]:
     """
     pieces = range(0, len(text), _PIECE)
     if len(pieces) > 1:
-        n = sum(len(_tokens(llm, text[at : at + _PIECE], False)) for at in pieces)
+        n = sum(len(_tokens(llm, text[i : i + _PIECE], False)) for i in pieces)
         if n - _SLACK * len(pieces) >= llm.n_ctx():
             raise ContextError(n, llm.n_ctx())
     return _tokens(llm, text, add_bos)
@@ -49,32 +49,32 @@ _PLAIN = "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.
 _CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 
 
-def chat_template(model_path: str, given: str | None = None) -> str | None:
-    """The template that a conversation is written with; of the model's header where none is given. None: it has none.
+def chat_template(model_path: str, template: str | None = None) -> str | None:
+    """The template that a conversation is written with, the model's own unless there is another. None: it has none.
 
     Args:
-        given: Jinja, or chatml.
+        template: Jinja, or chatml.
 
     Raises:
         ModelError, OptionError: it cannot be read.
     """
     from ..gguf.file import LONGEST_TEMPLATE, ModelFile
 
-    source, way_out = (f"{model_path}: its chat template", _RAW) if given is None else ("`chat_template`:", "")
-    if given is not None and "{" not in given:
-        if given.lower() != "chatml":
-            raise OptionError(f"`chat_template`: a Jinja template or chatml, not {given!r}; one in a file is given with `chat_template_file`")
+    source, way_out = (f"{model_path}: its chat template", _RAW) if template is None else ("`chat_template`:", "")
+    if template is not None and "{" not in template:
+        if template.lower() != "chatml":
+            raise OptionError(f"`chat_template`: a Jinja template or chatml, not {template!r}; one in a file is given with `chat_template_file`")
         return _CHATML
-    if given is None:
+    if template is None:
         with ModelFile(model_path, longest=LONGEST_TEMPLATE) as file:
-            given = str(file.value("tokenizer.chat_template")) if "tokenizer.chat_template" in file.metadata else None
-    if not given:
+            template = str(file.value("tokenizer.chat_template")) if "tokenizer.chat_template" in file.metadata else None
+    if not template:
         return None
     try:
-        templates.check(given)
+        templates.check(template)
     except templates.TemplateError as error:
         raise ModelError(f"{source} cannot be read: {str(error).rstrip('.')}{way_out}") from None
-    return given
+    return template
 
 
 class Template:
@@ -143,10 +143,12 @@ def file_state(path: str | os.PathLike[str]) -> list[object]:
 
 
 class PromptCache:
-    """Args:
-    path: of the file; it need not be there yet.
-    read_only: it is used and never written.
-    answers: what the model has answered is kept, too.
+    """A file that holds a computed prompt (`--prompt-cache`): llama.cpp writes and reads the context itself, which takes no memory for a copy.
+
+    Args:
+        path: it need not be there yet.
+        read_only: it is used and never written.
+        answers: what the model has answered is in it, too.
 
     Raises:
         OptionError: a file that is only to be read is not there.
@@ -203,7 +205,7 @@ class PromptCache:
                 os.pwrite(written.fileno(), struct.pack("<Q", _sealed_hash(written.fileno(), place)), place + _SEAL.size - 8)
 
 
-# a file of llama.cpp's, whose last tokens are none: a mark, the identity of what computed it, and the hash of the file with zeros in its place. llama.cpp's
+# a file of llama.cpp's, whose last tokens are none: a mark, the identity of what computed it, and the hash of all other bytes. llama.cpp's
 # programs go on from the tokens before, as from any file whose last tokens differ from a prompt's
 _HEAD = struct.Struct("<4sII")  # magic, version, number of tokens
 _MAGIC = b"nsgg"
@@ -229,12 +231,10 @@ def _seal_place(fd: int, n_ctx: int) -> int | None:
 
 
 def _sealed_hash(fd: int, place: int) -> int:
-    """Of an open file, with zeros in the place of its hash."""
-    hasher, at, end = Hasher(), 0, place + _SEAL.size
-    while data := os.pread(fd, MIB, at):
-        blank = bytearray(data)
-        for i in range(max(end - 8 - at, 0), min(end - at, len(blank))):
-            blank[i] = 0
-        hasher.update(blank)
-        at += len(data)
+    """Of an open file without the hash itself."""
+    hasher, end = Hasher(), place + _SEAL.size
+    for first, last in ((0, end - 8), (end, os.fstat(fd).st_size)):
+        while data := os.pread(fd, min(MIB, last - first), first):
+            hasher.update(data)
+            first += len(data)
     return hasher.value()

@@ -372,18 +372,19 @@ class ServerHooks(Structure):
         ("ending", POINTER(c_int32)),
         ("drafting", POINTER(c_int32)),
         ("loaded", CFUNCTYPE(c_int, c_void_p, c_void_p)),
-        ("ready", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p, c_char_p)),
+        ("ready", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)),
+        ("listening", CFUNCTYPE(None, c_char_p)),
         ("before", CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), POINTER(c_uint8), c_int32)),
         ("after", CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)),
-        ("lend", CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)),
+        ("borrow", CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)),
         ("metrics", CFUNCTYPE(None, c_void_p, c_size_t)),
-        ("keep", CFUNCTYPE(c_int, c_int64)),
+        ("resize_prompt_cache", CFUNCTYPE(c_int, c_int64)),
         ("answered", CFUNCTYPE(None, c_char_p, c_char_p, c_int32, c_char_p)),
-        ("wants", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_uint64)),
-        ("takes", CFUNCTYPE(None, POINTER(Prompt))),
-        ("finds", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_int32, POINTER(Prompt))),
-        ("reads", CFUNCTYPE(c_int, POINTER(Prompt))),
-        ("fills", CFUNCTYPE(None, c_int32)),
+        ("accept_prompt", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_uint64)),
+        ("store_prompt", CFUNCTYPE(None, POINTER(Prompt))),
+        ("find_prompt", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_int32, POINTER(Prompt))),
+        ("read_prompt", CFUNCTYPE(c_int, POINTER(Prompt))),
+        ("fill_cells", CFUNCTYPE(None, c_int32)),
         ("page", c_char_p),
     ]
 
@@ -583,8 +584,8 @@ SERVER_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, then arguments
     "moeoff_serve_has_page": (c_bool,),
     # int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
     "moeoff_projector_memory": (c_int32, c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t),
-    # void moeoff_serve_forget(struct moeoff_prompt * prompt);
-    "moeoff_serve_forget": (None, POINTER(Prompt)),
+    # void moeoff_prompt_free(struct moeoff_prompt * prompt);
+    "moeoff_prompt_free": (None, POINTER(Prompt)),
     # const char * moeoff_server_layout(void);
     "moeoff_server_layout": (c_char_p,),
     # void moeoff_serve_stop(void);

@@ -24,8 +24,8 @@ from ..option import Option, table_of
 from ..options import Config, ServerOptions, without_gpu
 from ..system.files import TEXT, open_file, require_new
 from ..system.memory import MIB, format_size
-from .kept_prompts import KeptPrompts
 from .library import aliases, server_options
+from .sizes import PromptMemory
 
 _TEXT, _ADAPTER, _VECTOR, _NGRAMS, _WRITTEN, _FOLDER = range(6)  # kinds of files
 FILES = {  # by one of an option's names
@@ -260,13 +260,13 @@ def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[st
     return alone, ours, others
 
 
-def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, kept: KeptPrompts) -> list[str]:
+def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, prompts: PromptMemory) -> list[str]:
     """argv.
 
     Args:
         n_ctx: tokens of the context that all slots share.
         keywords: of llama_cpp.Llama, as `Config.keywords` gives them.
-        kept: what is remembered of prompts.
+        prompts: what is remembered of them.
 
     Raises:
         OptionError: a keyword that llama-server has under another name, or adapters that cannot be passed on.
@@ -275,11 +275,11 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
     if unknown := {name for name, value in config.llama_cpp.items() if value is not None} - {"use_mmap", "use_mlock"}:
         raise OptionError(f"{min(unknown)}: give llama-server's own option for it in args")
     out = ["llama-server", "-m", config.model_path, "-c", str(n_ctx), "--kv-unified" if options.kv_unified else "--no-kv-unified"]
-    cache_ram = max(kept.cache_ram // MIB, 1 if options.kv_disk else 0)  # without a cache nothing falls out of it
-    out += ["--cache-ram", str(cache_ram), "--ctx-checkpoints", str(kept.n_checkpoints), "--slot-prompt-similarity", str(_SIMILARITY)]
+    cache_ram = max(prompts.cache_ram // MIB, 1 if options.kv_disk else 0)  # without a cache nothing falls out of it
+    out += ["--cache-ram", str(cache_ram), "--ctx-checkpoints", str(prompts.n_checkpoints), "--slot-prompt-similarity", str(_SIMILARITY)]
     if not options.cache_ram:  # what is in a slot stays there until the slot is needed: a cache of this size may be too small for it
         out.append("--no-cache-idle-slots")
-    out += ["--threads-http", str(_HTTP_THREADS + 2 * kept.n_slots), "--metrics", "--no-slots", "-lv", "4" if config.verbose else "1"]
+    out += ["--threads-http", str(_HTTP_THREADS + 2 * prompts.n_slots), "--metrics", "--no-slots", "-lv", "4" if config.verbose else "1"]
     for name, line in table_of(Config).items():
         value = getattr(config, name) if line.number else keywords.get(name, getattr(config, name))  # its number is llama_cpp's
         out += line.server_arguments(value) if value != line.default else []

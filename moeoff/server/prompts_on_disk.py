@@ -1,8 +1,9 @@
 """Prompts on disk: those that fall out of a server's memory, and come back where reading is quicker than computing.
 
-A prompt is its tokens, and behind them the state of the model, and of the one that makes drafts, as llama.cpp writes it. What is kept lies in one folder for all
+A prompt is its tokens, and behind them the state of the model, and of the one that makes drafts, as llama.cpp writes it. They lie in one folder for all
 servers of a user: a file for each prompt, whole or not at all, with a digest of every byte. Its name begins with the identity of what computed it, and
-no other file is looked at. When the bound is reached, those go first that were used the longest ago, whoever's they are.
+no other file is read. When the bound is reached, those go first that were used the longest ago. Files of other models count, and go, when nobody has
+used them for a day: until then they are another server's, which has a bound of its own.
 
 Knows neither llama.cpp nor the server: bytes come as buffers, rates from a function.
 """
@@ -42,6 +43,7 @@ _LEAST = 64  # tokens: fewer are computed before a file is open
 _MOST = 512  # files: their tokens are compared with each prompt's
 _GAIN = 0.8  # of the time to compute, what reading may take
 _PROBE = 0.1  # seconds
+_STALE = 86_400  # seconds without use, after which another server's files are nobody's
 
 
 def folder() -> Path:
@@ -57,20 +59,20 @@ def identity(engine: Engine, options: ServerOptions, files: Sequence[str]) -> by
     """
     args = list(options.args)
     while "--log-file" in args:
-        at = args.index("--log-file")
-        del args[at : at + 2]
+        i = args.index("--log-file")
+        del args[i : i + 2]
     parallel = options.kv_unified or options.parallel
     n_ctx = any("rope_factors" in name for name in engine.model_index.dense) and engine.planned.n_ctx
     return state_identity(engine, parallel, n_ctx, options.draft, options.spec_type, args, [file_state(path) for path in files])
 
 
 @dataclass(frozen=True)
-class Given:
-    """A prompt that has been handed over. parts: both states. forget: gives their memory back."""
+class EvictedPrompt:
+    """A prompt that has fallen out of memory. parts: both states. free: gives their memory back."""
 
     tokens: Tokens
     parts: tuple[memoryview, memoryview]
-    forget: Callable[[], None]
+    free: Callable[[], None]
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +80,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredPrompt:
     """A file, as its header says. rate: tokens per second when it was computed; 0: not known."""
 
     path: Path
@@ -96,83 +98,83 @@ class _Closed(Exception):
 
 
 class PromptsOnDisk:
-    """What one server has there.
+    """Prompts of one server.
 
     Args:
-        place: the folder, which is made when there is something to keep.
-        bound: bytes of all files.
-        whose: identity of what computes.
+        folder: made when there is something to write.
+        bound: bytes of its files, and of those that nobody uses.
+        identity: of what computes.
         prompt_rate: tokens per second of the prompts that were computed; 0: not known yet.
-        done: called with each prompt's bytes when its memory has been given back, on the thread that writes.
+        on_freed: called with each prompt's bytes when its memory has been given back, on the thread that writes.
 
     Attributes:
-        n_kept, n_read: prompts, since the start.
+        n_written, n_read: prompts, since the start.
         read_seconds: that reading took.
     """
 
-    def __init__(self, place: Path, bound: int, whose: bytes, prompt_rate: Callable[[], float], done: Callable[[int], object] = lambda _nbytes: None):
-        self._folder, self._bound, self._identity = place, bound, whose
-        self._prompt_rate, self._done = prompt_rate, done
+    def __init__(self, folder: Path, bound: int, identity: bytes, prompt_rate: Callable[[], float], on_freed: Callable[[int], object] = lambda _nbytes: None):
+        self._folder, self._bound, self._identity = folder, bound, identity
+        self._prompt_rate, self._on_freed = prompt_rate, on_freed
         self._read_rate = 0.0  # bytes per second; 0: not known yet
-        self.n_kept = self.n_read = 0
+        self.n_written = self.n_read = 0
         self.read_seconds = 0.0
-        self._lock = threading.Lock()  # of what is kept, which the writing thread changes
+        self._lock = threading.Lock()  # of the table, which the writing thread changes
         self._writer: threading.Thread | None = None
         self._closing = False
         self._has_complained = False
-        self._kept: dict[Path, Kept] = {}
+        self._stored: dict[Path, StoredPrompt] = {}
         for path, _, _ in self._files():
-            if path.name.startswith(whose.hex()) and path.suffix == _SUFFIX and (kept := self._open(path)) is not None:
-                self._kept[path] = kept
+            if self._is_own(path) and (prompt := self._open(path)) is not None:
+                self._stored[path] = prompt
 
     # --- out ---
 
-    def wants(self, tokens: Tokens, nbytes: int) -> bool:
-        """Whether this prompt would be kept: one at a time, and only what would come back."""
+    def accepts(self, tokens: Tokens, nbytes: int) -> bool:
+        """Whether this prompt would be written: one at a time, and only what would come back."""
         writes = self._writer is not None and self._writer.is_alive()
         if self._closing or writes or len(tokens) < _LEAST or self._file_size(len(tokens), nbytes) > self._bound:
             return False
         with self._lock:
-            if any(_common(kept.tokens, tokens) == len(tokens) for kept in self._kept.values()):
+            if any(_common(prompt.tokens, tokens) == len(tokens) for prompt in self._stored.values()):
                 return False
         rate = self._prompt_rate()
         return rate > 0 and self._pays(nbytes, len(tokens) / rate)
 
-    def take(self, given: Given) -> None:
+    def store(self, prompt: EvictedPrompt) -> None:
         """Writes it, on a thread of its own."""
-        self._writer = threading.Thread(target=self._write, args=(given,), name="moeoff-prompts", daemon=True)
+        self._writer = threading.Thread(target=self._write, args=(prompt,), name="moeoff-prompts", daemon=True)
         self._writer.start()
 
-    def _write(self, given: Given) -> None:
-        nbytes = given.nbytes
+    def _write(self, prompt: EvictedPrompt) -> None:
+        nbytes = prompt.nbytes
         try:
-            self._write_file(given)
+            self._write_file(prompt)
         except WriteError as error:
             self._complain(error.message)
         except _Closed:
             pass
         finally:
-            given.forget()
-            self._done(nbytes)
+            prompt.free()
+            self._on_freed(nbytes)
 
-    def _write_file(self, given: Given) -> None:
-        kept = Kept(self._path(given.tokens), given.tokens, (given.parts[0].nbytes, given.parts[1].nbytes), self._prompt_rate())
+    def _write_file(self, prompt: EvictedPrompt) -> None:
+        stored = StoredPrompt(self._path(prompt.tokens), prompt.tokens, (prompt.parts[0].nbytes, prompt.parts[1].nbytes), self._prompt_rate())
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._make_room(self._file_size(len(kept.tokens), kept.nbytes)):
+            if not self._make_room(self._file_size(len(stored.tokens), stored.nbytes)):
                 self._complain(f"{self._folder}: the disk is nearly full: prompts are not kept there")
                 return
         except OSError as error:
             raise WriteError(f"{self._folder}: prompts cannot be kept: {error.strerror}") from None
-        with atomic_file(kept.path) as file:
+        with atomic_file(stored.path) as file:
             fd, digest, unsynced = file.fileno(), hashlib.blake2b(digest_size=_DIGEST), 0
             os.fchmod(fd, 0o600)
-            header = _HEADER.pack(_MAGIC, self._identity, len(kept.tokens), *kept.sizes, kept.rate)
-            for part in (memoryview(header), kept.tokens.data.cast("B"), *given.parts):
-                for at in range(0, part.nbytes, _PIECE):
+            header = _HEADER.pack(_MAGIC, self._identity, len(stored.tokens), *stored.sizes, stored.rate)
+            for part in (memoryview(header), stored.tokens.data.cast("B"), *prompt.parts):
+                for offset in range(0, part.nbytes, _PIECE):
                     if self._closing:
                         raise _Closed
-                    piece = part[at : at + _PIECE]
+                    piece = part[offset : offset + _PIECE]
                     digest.update(piece)
                     file.write(piece)
                     unsynced += piece.nbytes
@@ -184,18 +186,19 @@ class PromptsOnDisk:
             file.flush()
             _let_go(fd, sync=True)
         with self._lock:
-            for shorter in [other for other in self._kept.values() if _common(other.tokens, kept.tokens) == len(other.tokens)]:
-                if shorter.path != kept.path:
-                    self._forget(shorter.path)
-            self._kept[kept.path] = kept
-            self.n_kept += 1
+            for shorter in [other for other in self._stored.values() if _common(other.tokens, stored.tokens) == len(other.tokens)]:
+                if shorter.path != stored.path:
+                    self._remove(shorter.path)
+            self._stored[stored.path] = stored
+            self.n_written += 1
 
     def _path(self, tokens: Tokens) -> Path:
         return self._folder / f"{self._identity.hex()}-{hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}{_SUFFIX}"
 
     def _make_room(self, nbytes: int) -> bool:
         """Removes what was used the longest ago; whether there is room then, and as much again is left to others."""
-        files = sorted(self._files(), key=lambda file: file[2])
+        stale = time.time() - _STALE
+        files = sorted((file for file in self._files() if self._is_own(file[0]) or file[2] < stale), key=lambda file: file[2])
         disk = os.statvfs(self._folder)
         free = disk.f_bavail * disk.f_frsize
         total = sum(size for _, size, _ in files)
@@ -204,66 +207,66 @@ class PromptsOnDisk:
         while files and (total + nbytes > self._bound or free < 2 * nbytes or len(files) >= _MOST):
             path, size, _ = files.pop(0)
             with self._lock:
-                self._forget(path)
+                self._remove(path)
             total, free = total - size, free + size
         return True
 
     # --- back ---
 
-    def find(self, tokens: Tokens, n_have: int) -> Kept | None:
+    def find(self, tokens: Tokens, n_have: int) -> StoredPrompt | None:
         """What begins with more of these tokens than the first n_have, and would come back sooner than the others are computed."""
         with self._lock:
-            common = [(_common(kept.tokens, tokens), kept) for kept in self._kept.values()]
-        best: Kept | None = None
+            common = [(_common(prompt.tokens, tokens), prompt) for prompt in self._stored.values()]
+        best: StoredPrompt | None = None
         most, measured = 0.0, self._prompt_rate()
-        for n, kept in common:
-            rate = measured or kept.rate
+        for n, prompt in common:
+            rate = measured or prompt.rate
             if n - n_have < _LEAST or rate <= 0:
                 continue
             if not self._read_rate:
-                self._measure(kept)
+                self._measure(prompt)
             computing = (n - n_have) / rate
-            saves = computing - kept.nbytes / self._read_rate if self._read_rate else 0.0
-            if saves > most and self._pays(kept.nbytes, computing):
-                best, most = kept, saves
+            saves = computing - prompt.nbytes / self._read_rate if self._read_rate else 0.0
+            if saves > most and self._pays(prompt.nbytes, computing):
+                best, most = prompt, saves
         return best
 
-    def read(self, kept: Kept, into: Sequence[memoryview]) -> bool:
+    def read(self, prompt: StoredPrompt, into: Sequence[memoryview]) -> bool:
         """Its bytes; False: it cannot be read, or is damaged, and then it goes."""
         began = time.perf_counter()
         try:
-            with open_file(kept.path) as file:
+            with open_file(prompt.path) as file:
                 digest = hashlib.blake2b(digest_size=_DIGEST)
-                head = _read_all(file, memoryview(bytearray(_HEADER.size + kept.tokens.nbytes)))
+                head = _read_all(file, memoryview(bytearray(_HEADER.size + prompt.tokens.nbytes)))
                 digest.update(head)
                 size = os.fstat(file.fileno()).st_size
-                whole = size == self._file_size(len(kept.tokens), kept.nbytes) and head[_HEADER.size :] == kept.tokens.data.cast("B")
+                whole = size == self._file_size(len(prompt.tokens), prompt.nbytes) and head[_HEADER.size :] == prompt.tokens.data.cast("B")
                 for part in into:
-                    for at in range(0, part.nbytes, _PIECE):
-                        digest.update(_read_all(file, part[at : at + _PIECE]))
+                    for offset in range(0, part.nbytes, _PIECE):
+                        digest.update(_read_all(file, part[offset : offset + _PIECE]))
                 whole = whole and _read_all(file, memoryview(bytearray(_DIGEST))) == digest.digest()
                 _let_go(file.fileno())
         except OSError as error:
-            return self._drop(kept.path, error.strerror or str(error))
+            return self._drop(prompt.path, error.strerror or str(error))
         if not whole:
-            return self._drop(kept.path, "damaged")
+            return self._drop(prompt.path, "damaged")
         seconds = time.perf_counter() - began
         self.n_read, self.read_seconds = self.n_read + 1, self.read_seconds + seconds
-        self._read_rate = (self._read_rate + kept.nbytes / seconds) / 2 if self._read_rate else kept.nbytes / seconds
+        self._read_rate = (self._read_rate + prompt.nbytes / seconds) / 2 if self._read_rate else prompt.nbytes / seconds
         with contextlib.suppress(OSError):
-            os.utime(kept.path)
+            os.utime(prompt.path)
         return True
 
     def _pays(self, nbytes: int, computing: float) -> bool:
         """Whether so many bytes are read sooner than in these seconds, as far as that is known."""
         return not self._read_rate or nbytes / self._read_rate < _GAIN * computing
 
-    def _measure(self, kept: Kept) -> None:
+    def _measure(self, prompt: StoredPrompt) -> None:
         """The disk's rate, before anything was read from it."""
         try:
-            self._read_rate = probe(kept.path, 1 << 20, _PROBE, 1).bytes_per_second
+            self._read_rate = probe(prompt.path, 1 << 20, _PROBE, 1).bytes_per_second
         except ModelError as error:
-            self._drop(kept.path, error.message)
+            self._drop(prompt.path, error.message)
 
     # --- files ---
 
@@ -272,42 +275,46 @@ class PromptsOnDisk:
         """Of all files in the folder."""
         return sum(size for _, size, _ in self._files())
 
-    def _files(self) -> list[tuple[Path, int, int]]:
-        """Path, size and time of what is in the folder, parts of files that were given up, too."""
+    def _is_own(self, path: Path) -> bool:
+        """A file that this server, or another of the same identity, has written."""
+        return path.name.startswith(self._identity.hex()) and path.suffix == _SUFFIX
+
+    def _files(self) -> list[tuple[Path, int, float]]:
+        """Path, size and time in seconds of what is in the folder, also of files that are being written, or were given up."""
         out = []
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     if entry.is_file(follow_symlinks=False):
-                        out.append((Path(entry.path), entry.stat().st_size, entry.stat().st_mtime_ns))
+                        out.append((Path(entry.path), entry.stat().st_size, entry.stat().st_mtime))
         return out
 
     def _file_size(self, n_tokens: int, nbytes: int) -> int:
         return _HEADER.size + 4 * n_tokens + nbytes + _DIGEST
 
-    def _open(self, path: Path) -> Kept | None:
+    def _open(self, path: Path) -> StoredPrompt | None:
         """None: it is no such file, and goes."""
         try:
             with open_file(path) as file:
-                magic, whose, n, size, draft_size, rate = _HEADER.unpack(_read_all(file, memoryview(bytearray(_HEADER.size))))
-                if magic != _MAGIC or whose != self._identity or n < _LEAST or os.fstat(file.fileno()).st_size != self._file_size(n, size + draft_size):
+                magic, identity, n, size, draft_size, rate = _HEADER.unpack(_read_all(file, memoryview(bytearray(_HEADER.size))))
+                if magic != _MAGIC or identity != self._identity or n < _LEAST or os.fstat(file.fileno()).st_size != self._file_size(n, size + draft_size):
                     raise OSError(0, "damaged")
                 tokens = np.frombuffer(_read_all(file, memoryview(bytearray(4 * n))), np.int32)
         except OSError as error:
             self._drop(path, error.strerror or str(error))
             return None
-        return Kept(path, tokens, (size, draft_size), rate)
+        return StoredPrompt(path, tokens, (size, draft_size), rate)
 
     def _drop(self, path: Path, why: str) -> bool:
         if path.exists():  # else another server has removed it
             self._complain(f"{path}: a prompt that was kept cannot be used, and is removed: {why}")
         with self._lock:
-            self._forget(path)
+            self._remove(path)
         return False
 
-    def _forget(self, path: Path) -> None:
+    def _remove(self, path: Path) -> None:
         """With the lock held."""
-        self._kept.pop(path, None)
+        self._stored.pop(path, None)
         with contextlib.suppress(OSError):
             path.unlink()
 

@@ -28,30 +28,33 @@ from ..llamacpp.threads import CoreBinding
 from ..llamacpp.turns import computes_here
 from ..options import Config, ServerOptions
 from ..routing.batch import is_decode, spans_of
+from ..system.console import note
 from ..system.memory import Budget, format_size, rss, share_malloc_arenas, trim
 from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
-from .context_size import PARALLEL, ContextSize, choose
 from .extra_models import DraftJudge, ExtraModels
-from .kept_prompts import KeptPrompts
 from .library import c_arguments, check_arguments, check_templates, hooks, library, states, write_text
-from .log import FirstError, FirstErrorOf
-from .prompts_on_disk import Given, Kept, PromptsOnDisk, folder, identity
+from .log import ErrorPipe, first_error
+from .prompts_on_disk import EvictedPrompt, PromptsOnDisk, StoredPrompt, folder, identity
+from .sizes import PARALLEL, ContextSize, PromptMemory, choose
 
 _POLL = 0.05  # seconds
 _IDLE = 0.25  # seconds without a batch, after which none is taken to be on its way
-_STEP = 1 << 20  # bytes, in which prompts that are kept take memory from the experts
+_STEP = 1 << 20  # bytes, in which the prompt cache takes memory from the experts
 _KV_DISK = 4 << 30  # bytes, unless said
 _MEASURED = 256  # tokens of prompts, before whose speed is known
 _LOOKS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")  # which programs and pages ask for again and again
 _LONGEST_PATH = 200  # characters
 _PAGE = Path(__file__).with_name("page.html")
-_LONG = 256 << 10  # bytes that a request has taken
+_LONG = 256 << 10  # bytes that a request has borrowed
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _POOLING = "pooling_type"  # of a model that was made for embeddings
 _SAMPLER_BYTES = 12  # for each token of the vocabulary
 _CACHE_REUSE = ("--cache-reuse", "LLAMA_ARG_CACHE_REUSE")  # moves what is cached, as a context shift does
 _TEMPLATE_BYTES = 5 << 20  # of the program that runs chat templates, with an ordinary conversation
 _MANY = 1 << 18  # tokens of a vocabulary that is not known
+# what llama-server calls, and what it is told where one of them fails
+_HOOKS = {"loaded": 1, "ready": 1, "listening": None, "before": None, "after": 1, "borrow": 1, "metrics": None, "resize_prompt_cache": 1, "answered": None,
+          "accept_prompt": 0, "store_prompt": None, "find_prompt": 0, "read_prompt": 1, "fill_cells": None}  # fmt: skip
 _serving = threading.Lock()  # llama-server keeps state in globals
 
 
@@ -62,10 +65,10 @@ class _ServedEngine(Engine):
         kept: bytes of samplers and chat templates.
 
     Attributes:
-        kept_prompts: what is remembered of them.
+        prompt_memory: what is remembered of them.
     """
 
-    kept_prompts: KeptPrompts
+    prompt_memory: PromptMemory
 
     def __init__(self, config: Config, model_index: ModelIndex, budget: Budget, options: ServerOptions, *, kept: int, loaded: int, nextn: bool):
         self._options = options
@@ -76,8 +79,8 @@ class _ServedEngine(Engine):
     def _plan_more(self) -> None:
         room = self.budget.most - self.planned.fixed
         own = sequence_state(self.model_index, self.planned.n_ctx, self.keywords) if room > 0 else 0
-        self.kept_prompts = KeptPrompts.of(self.planned, room, own, self._n_sequences, self._options)
-        self._kept += self.kept_prompts.checkpoints
+        self.prompt_memory = PromptMemory.of(self.planned, room, own, self._n_sequences, self._options)
+        self._kept += self.prompt_memory.checkpoints
         self.planned = replace(self.planned, kept=self._kept + self._loaded)
 
 
@@ -101,22 +104,18 @@ class Server:
     def __init__(self, model: str | os.PathLike[str] | Config, *, on_request: Callable[[str], None] | None = None, **options: Any):
         self._on_request = on_request
         ours = {f.name for f in fields(ServerOptions)}
-        given = CommandLine.read(options.get("args", ()))
-        options |= given.options | {"args": tuple(given.passed_on)}
-        self._remarks = given.left_out
+        line = CommandLine.read(options.get("args", ()))
+        options |= line.options | {"args": tuple(line.passed_on)}
+        self._remarks = line.left_out
         self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
         config = Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours})
-        self.engine = self._open(config, given.files)
-        self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.kept_prompts)
-        args = self._options.args
-        logs = [path for name, path in zip(args, args[1:]) if name == "--log-file"]
-        self._log = FirstErrorOf(logs[-1]) if logs else FirstError()
-        if not logs and "--log-disable" not in args:
-            self._argv += ["--log-file", self._log.path]
+        self.engine = self._open(config, line.files)
+        self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.prompt_memory)
         check_arguments(self._argv)
         self.url = ""
         self._error: BaseException | None = None
-        self._ready, self._ended = threading.Event(), threading.Event()
+        self._log_error = ""
+        self._serves, self._ended = threading.Event(), threading.Event()
         self._stopping = False
         self._loading = contextlib.ExitStack()
         self._started, self._decodes = 0.0, True
@@ -127,12 +126,12 @@ class Server:
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
         self._n_batches, self._computes = 0, False
-        self._taken = self._cached = self._given = 0  # bytes, for prompts outside the context: in all; of the cache; of those that are written to disk
+        self._reserved = self._cached = self._evicted = 0  # bytes of prompts outside the context: in all; in the cache; of those that are written to disk
         self._disk: PromptsOnDisk | None = None
-        self._found: Kept | None = None
+        self._stored: StoredPrompt | None = None
         if self._options.kv_disk:
             try:
-                self._disk = PromptsOnDisk(folder(), self._options.kv_disk, self._identity, self._prompt_rate, lambda nbytes: self._hold(given=-nbytes))
+                self._disk = PromptsOnDisk(folder(), self._options.kv_disk, self._identity, self._prompt_rate, lambda nbytes: self._reserve(more=-nbytes))
             except OSError as error:
                 self._remarks.append(f"prompts are not kept on disk: {error}")
         self._closing = threading.Event()
@@ -159,20 +158,20 @@ class Server:
         self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
         kept = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
         engine = _ServedEngine(config, model_index, budget, self._options, kept=kept, loaded=extras.resident + loaded, nextn=extras.nextn)
-        self._options = replace(self._options, kv_disk=self._disk_bound(engine.kept_prompts))
+        self._options = replace(self._options, kv_disk=self._disk_bound(engine.prompt_memory))
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:
             raise OptionError("`deterministic`: a simulated cache follows one text from its first token on, and a server goes on where others have begun")
         return engine
 
-    def _disk_bound(self, kept: KeptPrompts) -> int:
+    def _disk_bound(self, prompts: PromptMemory) -> int:
         """Bytes for prompts on disk, where they can be gone on from."""
         options = self._options
         bound = _KV_DISK if options.kv_disk is None else options.kv_disk
         if options.embedding or options.rerank or not bound:
             return 0
         why = ""
-        if kept.checkpoint:
+        if prompts.checkpoint:
             why = "this model has states that cannot be cut to what two prompts have in common"
         elif options.mmproj:
             why = "prompts may hold pictures"
@@ -200,11 +199,13 @@ class Server:
     # --- life ---
 
     def start(self) -> Server:
-        """Loads the model and listens. Returns when the first request can be answered.
+        """Loads the model and listens, once. Returns when the first request can be answered.
 
         Raises:
             MoeoffError: the model does not fit or cannot be loaded, the address is taken, or a server runs in this process already.
         """
+        if self._thread.ident is not None:
+            raise MoeoffError("this server was started before: it serves once; make another")
         lib = library()
         _check_address(self._options.host, self._options.port)
         if not _serving.acquire(blocking=False):
@@ -213,7 +214,7 @@ class Server:
         share_malloc_arenas()
         self._thread.start()
         try:
-            while not self._ready.is_set() and not self._ended.is_set():
+            while not self._serves.is_set() and not self._ended.is_set():
                 time.sleep(_POLL)
         except BaseException:
             self.stop()
@@ -245,7 +246,7 @@ class Server:
         ended = self._ended.is_set()
         if ended and not self._stopping:
             self._thread.join()
-            why = self._log.sentence() or "llama-server has ended by itself (`verbose` says more)"
+            why = self._log_error or "llama-server has ended by itself (`verbose` says more)"
             raise self._error or MoeoffError(f"{self.engine.config.model_path}: {why}")
         return ended
 
@@ -293,7 +294,10 @@ class Server:
     # --- the serving thread ---
 
     def _serve(self) -> None:
-        engine = self.engine
+        engine, args = self.engine, self._options.args
+        logs = [path for name, path in zip(args, args[1:]) if name == "--log-file"]
+        pipe = ErrorPipe() if not logs and "--log-disable" not in args else None
+        argv = [*self._argv, *(["--log-file", pipe.path] if pipe else [])]
         try:
             overrides = self._loading.enter_context(engine.loading())  # of this thread, which loads
             calls = hooks(
@@ -301,27 +305,16 @@ class Server:
                 overrides=overrides.address,
                 ending=ctypes.pointer(self._ending),
                 drafting=ctypes.pointer(self._drafting),
-                loaded=self._guarded(self._on_loaded, 1),
-                ready=self._guarded(self._on_ready, 1),
-                before=self._before,
-                after=self._after,
-                lend=self._lend,
-                metrics=self._guarded(self._metrics, None),
-                keep=self._keep,
-                **({} if self._on_request is None else {"answered": self._answered}),
-                wants=self._wants,
-                takes=self._takes,
-                finds=self._finds,
-                reads=self._reads,
-                fills=self._guarded(self._fills, None),
                 page=_PAGE.read_bytes(),
+                **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._on_request},
             )
-            self._lib.moeoff_serve(len(self._argv), c_arguments(self._argv), ctypes.byref(calls))
+            self._lib.moeoff_serve(len(argv), c_arguments(argv), ctypes.byref(calls))
         except BaseException as error:
             self._error = self._error or error
         finally:
             with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
                 stack.callback(self._ended.set)
+                stack.callback(lambda: setattr(self, "_log_error", pipe.close() if pipe else first_error(logs[-1]) if logs else ""))
                 stack.callback(_serving.release)
                 stack.callback(engine.close)
                 stack.callback(engine.close_driver)
@@ -356,15 +349,15 @@ class Server:
 
         return call
 
-    def _on_loaded(self, model: int, ctx: int) -> int:
-        """What comes before `_on_ready` computes in the smallest arena."""
+    def _loaded(self, model: int, ctx: int) -> int:
+        """What comes before `_ready` computes in the smallest arena."""
         self._loading.close()
         engine = self.engine
         engine.attach(ctx)
         engine.buffer.start(engine.buffer.arena_floor, engine.buffer.low_arena_floor)
         return 0
 
-    def _on_ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None, url: bytes) -> int:
+    def _ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None) -> int:
         """Everything that the server allocates is allocated: the arena gets what is left."""
         if self._options.drafts and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
@@ -382,12 +375,12 @@ class Server:
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
         if engine.keywords.get("numa") is None and not self._options.drafts and not self._options.mmproj:
             self._core_binding = CoreBinding(ctx)
-        if self._stopping:
-            return 1
+        return int(self._stopping)
+
+    def _listening(self, url: bytes) -> None:
         self.url = url.decode()
         self._idle.start()
-        self._ready.set()
-        return 0
+        self._serves.set()
 
     def _before(self, tokens: Any, positions: Any, slots: Any, is_prompt: Any, n: int) -> None:
         try:
@@ -400,7 +393,7 @@ class Server:
             if self._judge is not None:
                 self._judge.begin(spans, self._decodes, self._started)
                 self._drafting.value = self._judge.on
-            if self._ready.is_set():
+            if self._serves.is_set():
                 with self._between:
                     self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes)
             if self._core_binding is not None:
@@ -413,7 +406,7 @@ class Server:
         self._computes = False
         if self._core_binding is not None:
             self._core_binding.__exit__()
-        if self._ready.is_set():
+        if self._serves.is_set():
             try:
                 with self._between:
                     self.engine.end(n, time.perf_counter() - self._started, self._decodes)
@@ -422,11 +415,11 @@ class Server:
         if error is None and result == _ABORTED:
             error = MoeoffError("the server is shutting down" if self._stopping else "the computation was ended")
         if error is not None:
-            write_text(message, size, str(error) if isinstance(error, MoeoffError) else f"{type(error).__name__}: {error}")
+            write_text(message, size, _for_clients(error))
         return error is not None
 
-    def _lend(self, nbytes: int, message: int, size: int) -> int:
-        """A long request, and its pictures and sounds, take memory that the experts have."""
+    def _borrow(self, nbytes: int, message: int, size: int) -> int:
+        """A long request, and its pictures and sounds, borrow memory from the experts."""
         try:
             with self._between:
                 self.engine.sizer.reserve(nbytes)
@@ -438,26 +431,30 @@ class Server:
             )
             return 1
         except Exception as error:
-            write_text(message, size, f"{type(error).__name__}: {error}")
+            write_text(message, size, _for_clients(error))
             return 1
         return 0
 
-    def _keep(self, nbytes: int) -> int:
-        """Prompts outside the context are the experts' memory."""
-        return self._hold(cached=nbytes)
+    def _resize_prompt_cache(self, nbytes: int) -> int:
+        return self._reserve(cached=nbytes)
 
-    def _hold(self, cached: int | None = None, given: int = 0) -> int:
-        """cached: bytes of the prompt cache, if they are others now. given: how many more are written to disk."""
+    def _reserve(self, cached: int | None = None, more: int = 0) -> int:
+        """Prompts outside the context are the experts' memory. Nonzero: there is not so much.
+
+        Args:
+            cached: bytes of the prompt cache, if they are others now.
+            more: bytes of prompts that are written to disk.
+        """
         try:
             with self._between:
-                cached, given, before = self._cached if cached is None else cached, self._given + given, self._taken
-                wanted = -(-(cached + given) // _STEP) * _STEP
-                if wanted != before:
-                    self.engine.sizer.reserve(wanted - before)
-                self._cached, self._given, self._taken = cached, given, wanted
+                cached, evicted, before = self._cached if cached is None else cached, self._evicted + more, self._reserved
+                reserved = -(-(cached + evicted) // _STEP) * _STEP
+                if reserved != before:
+                    self.engine.sizer.reserve(reserved - before)
+                self._cached, self._evicted, self._reserved = cached, evicted, reserved
         except BudgetError:
             return 1
-        if wanted < before:
+        if reserved < before:
             trim()  # what was there is free, and the C allocator would keep it from the experts
         return 0
 
@@ -468,35 +465,35 @@ class Server:
         stats = self.stats()
         return stats.prompt_tokens / stats.prompt_seconds if stats.prompt_tokens >= _MEASURED and stats.prompt_seconds > 0 else 0.0
 
-    def _wants(self, tokens: Any, n: int, nbytes: int) -> int:
-        return self._disk is not None and self._disk.wants(np.ctypeslib.as_array(tokens, (n,)), nbytes)
+    def _accept_prompt(self, tokens: Any, n: int, nbytes: int) -> int:
+        return self._disk is not None and self._disk.accepts(np.ctypeslib.as_array(tokens, (n,)), nbytes)
 
-    def _takes(self, prompt: Any) -> None:
+    def _store_prompt(self, pointer: Any) -> None:
         assert self._disk is not None  # it was asked before
-        it, forget = prompt.contents, self._lib.moeoff_serve_forget
-        given = Given(np.ctypeslib.as_array(it.tokens, (it.n_tokens,)).copy(), states(it), lambda: forget(prompt))
+        it, free = pointer.contents, self._lib.moeoff_prompt_free
+        prompt = EvictedPrompt(np.ctypeslib.as_array(it.tokens, (it.n_tokens,)).copy(), states(it), lambda: free(pointer))
         with self._between:
-            self._cached, self._given = self._cached - given.nbytes, self._given + given.nbytes
-        self._disk.take(given)
+            self._cached, self._evicted = self._cached - prompt.nbytes, self._evicted + prompt.nbytes
+        self._disk.store(prompt)
 
-    def _finds(self, tokens: Any, n: int, n_have: int, found: Any) -> int:
-        self._found = None if self._disk is None else self._disk.find(np.ctypeslib.as_array(tokens, (n,)), n_have)
-        if self._found is None:
+    def _find_prompt(self, tokens: Any, n: int, n_have: int, pointer: Any) -> int:
+        self._stored = None if self._disk is None else self._disk.find(np.ctypeslib.as_array(tokens, (n,)), n_have)
+        if self._stored is None:
             return 0
-        found.contents.n_tokens = len(self._found.tokens)
-        found.contents.state_size, found.contents.draft_size = self._found.sizes
+        pointer.contents.n_tokens = len(self._stored.tokens)
+        pointer.contents.state_size, pointer.contents.draft_size = self._stored.sizes
         return 1
 
-    def _reads(self, found: Any) -> int:
-        kept, it = self._found, found.contents
-        if self._disk is None or kept is None or not self._disk.read(kept, states(it)):
+    def _read_prompt(self, pointer: Any) -> int:
+        stored, it = self._stored, pointer.contents
+        if self._disk is None or stored is None or not self._disk.read(stored, states(it)):
             return 1
-        np.ctypeslib.as_array(it.tokens, (it.n_tokens,))[:] = kept.tokens
+        np.ctypeslib.as_array(it.tokens, (it.n_tokens,))[:] = stored.tokens
         return 0
 
-    def _fills(self, n_tokens: int) -> None:
+    def _fill_cells(self, n_tokens: int) -> None:
         """A prompt comes back into the context."""
-        if self._ready.is_set():
+        if self._serves.is_set():
             with self._between:
                 self.engine.sizer.fill(n_tokens)
 
@@ -506,11 +503,17 @@ class Server:
             self._on_request(line)
 
     def _metrics(self, text: int, size: int) -> None:
-        layers = None
-        if self._ready.is_set():
-            with self._between:
-                layers = self.engine.count_layers()
+        with self._between:
+            layers = self.engine.count_layers()
         write_text(text, size, metrics_text(self.stats(), layers, self._disk))
+
+
+def _for_clients(error: Exception) -> str:
+    """What went wrong, in no words of Python's: those are the server's own."""
+    if isinstance(error, MoeoffError):
+        return str(error)
+    note(f"an error in the server: {type(error).__name__}: {error}")
+    return "an error in the server, which says more where it was started"
 
 
 def _check_address(hosts: str, port: int) -> None:
@@ -541,7 +544,7 @@ def metrics_text(stats: Stats, layers: LayerHits | None = None, disk: PromptsOnD
     if disk is not None:
         metrics += [
             Metric("prompts_disk_bytes", "Prompts on disk, of all servers of this user.", {"": disk.nbytes}),
-            Metric("prompts_disk_kept_total", "Prompts that fell out of memory and went to disk.", {"": disk.n_kept}),
+            Metric("prompts_disk_kept_total", "Prompts that fell out of memory and went to disk.", {"": disk.n_written}),
             Metric("prompts_disk_read_total", "Prompts that came back from there.", {"": disk.n_read}),
             Metric("prompts_disk_read_seconds_total", "Time that reading them took.", {"": disk.read_seconds}),
         ]

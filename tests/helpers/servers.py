@@ -22,7 +22,7 @@ SCRIPT = """
 import json, signal, sys, threading
 from moeoff.server.server import Server
 
-server = Server(sys.argv[1], port=0, **json.loads(sys.argv[2]))
+server = Server(sys.argv[1], **{"port": 0} | json.loads(sys.argv[2]))
 done = threading.Event()
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: done.set())
@@ -92,7 +92,12 @@ def refused(*command: str) -> str:
 
 def needed(model: str, **options) -> int:
     """MiB that are enough for a server, as it says itself."""
-    return named(refused(sys.executable, "-c", SCRIPT, model, json.dumps({"memory": "10M", **options})))
+    return _needed(model, json.dumps({"memory": "10M", **options}))
+
+
+@functools.cache
+def _needed(model: str, options: str) -> int:
+    return named(refused(sys.executable, "-c", SCRIPT, model, options))
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from moeoff.llamacpp.threads import PRIORITIES
 from moeoff.options import TABLE, Config, Sampling, ServerOptions, with_gpu, without_gpu
 from moeoff.precision import Precision
 from moeoff.server.arguments import arguments
-from moeoff.server.kept_prompts import KeptPrompts
+from moeoff.server.sizes import PromptMemory
 
 SMALL = {"expert_memory": "1G", "profile": False, "n_threads": 2, "n_ctx": 256}
 
@@ -106,7 +106,7 @@ def test_what_was_given_reaches_llama_server(demo):
         demo, type_k="q8_0", flash_attn="on", rope_scaling_type="yarn", yarn_orig_ctx="64", n_keep="3", context_shift=True, numa="isolate", n_ubatch="32"
     )
     options = ServerOptions.make(port="8081", cors=["https://a", "https://b"], cache_ram="64M", embedding=True)
-    argv = " ".join(arguments(config, 512, config.keywords, options, KeptPrompts(64 << 20)))
+    argv = " ".join(arguments(config, 512, config.keywords, options, PromptMemory(64 << 20)))
     for part in ("-c 512 ", "-ctk q8_0 ", "-fa on ", "--rope-scaling yarn ", "--yarn-orig-ctx 64 ", "--context-shift --keep 3 ", "--numa isolate ", "-ub 32 ", "-b 32 ",
                  "--port 8081 ", "--cors-origins https://a,https://b", "--cache-ram 64 ", "--embedding ", "--swa-full "):  # fmt: skip
         assert part in argv + " ", part

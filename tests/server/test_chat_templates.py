@@ -105,7 +105,7 @@ LATER = {"crash": CIRCLE, "memory": "{{ 'x' * 99999999999 }}", "length": "{{ 'he
 FAILS_LATER = "".join(f"{{% if messages[-1].content == '{name}' %}}{what}{{% endif %}}" for name, what in LATER.items()) + PLAIN
 
 
-@pytest.mark.parametrize("first", ["", BOUND], ids=["free", "bound"])
+@pytest.mark.parametrize("first", ["", pytest.param(BOUND, marks=pytest.mark.slow)], ids=["free", "bound"])
 def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, first):
     budget = 300 << 20
     with Served(with_template(demo, tmp_path / "model.gguf", FAILS_LATER), first, memory=budget, n_ctx=512) as served:

@@ -129,12 +129,13 @@ def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
     assert answers[0]["content"] == answers[1]["content"] and answers[0]["tokens_predicted"] == 5
 
 
-@pytest.mark.parametrize("args, said", [("--lora /nowhere.gguf", "/nowhere.gguf: cannot be read: No such file"), ("--path /nowhere", "static assets path not found: /nowhere"),
-                                         ("--grammar (((", "failed to parse grammar")])  # fmt: skip
-@pytest.mark.parametrize("log", [[], ["--log-file"]])
+@pytest.mark.parametrize("args, said, log", [("--lora /nowhere.gguf", "/nowhere.gguf: cannot be read: No such file", False),
+                                              ("--path /nowhere", "static assets path not found: /nowhere", False),
+                                              ("--path /nowhere", "static assets path not found: /nowhere", True),
+                                              ("--grammar (((", "failed to parse grammar", False)])  # fmt: skip
 def test_what_llama_server_ends_for_is_the_error(demo, tmp_path, args, said, log):
     """Also where its log goes to a file of the user's."""
-    log = [*log, str(tmp_path / "log")] if log else []
+    log = ["--log-file", str(tmp_path / "log")] if log else []
     code = "import sys, moeoff\ntry: moeoff.Server(sys.argv[1], port=0, expert_memory='4M', n_ctx=512, args=sys.argv[2:]).start()\nexcept moeoff.MoeoffError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code, demo, *args.split(), *log], capture_output=True, text=True, timeout=300)
     assert said in done.stdout and "ended by itself" not in done.stdout

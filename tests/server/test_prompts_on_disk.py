@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ from helpers.servers import Served, needed
 from helpers.waiting import wait_until
 from moeoff.errors import ModelError
 from moeoff.server import prompts_on_disk
-from moeoff.server.prompts_on_disk import Given, PromptsOnDisk
+from moeoff.server.prompts_on_disk import EvictedPrompt, PromptsOnDisk
 
-WHOSE = b"0123456789abcdef"
+IDENTITY = b"0123456789abcdef"
 N, STATE, DRAFT = 300, 20_000, 1_000
 FILE = 52 + 4 * N + STATE + DRAFT + 16  # bytes
 
@@ -24,15 +25,15 @@ FILE = 52 + 4 * N + STATE + DRAFT + 16  # bytes
 class Disk(PromptsOnDisk):
     """In a folder of a test's, of a server that computes 1000 tokens a second."""
 
-    def __init__(self, place: Path, bound: int = 1 << 20, whose: bytes = WHOSE, rate: float = 1000.0):
-        super().__init__(place, bound, whose, lambda: rate)
+    def __init__(self, place: Path, bound: int = 1 << 20, identity: bytes = IDENTITY, rate: float = 1000.0):
+        super().__init__(place, bound, identity, lambda: rate)
 
     def keep(self, seed: int) -> bool:
         """Whether it was wanted; it is written then."""
         tokens = words(seed)
-        if not self.wants(tokens, STATE + DRAFT):
+        if not self.accepts(tokens, STATE + DRAFT):
             return False
-        self.take(Given(tokens, (memoryview(state(seed)), memoryview(state(-seed)[:DRAFT])), lambda: None))
+        self.store(EvictedPrompt(tokens, (memoryview(state(seed)), memoryview(state(-seed)[:DRAFT])), lambda: None))
         self._writer.join()
         return True
 
@@ -63,28 +64,28 @@ def test_it_comes_back_to_this_server_and_to_the_next(tmp_path):
     place = tmp_path / "prompts"
     disk = Disk(place)
     assert files(place) == [] and disk.keep(1) and disk.comes_back(1) and not disk.comes_back(2)
-    assert disk.n_kept == disk.n_read == 1 and disk.read_seconds > 0 and disk.nbytes == FILE
+    assert disk.n_written == disk.n_read == 1 and disk.read_seconds > 0 and disk.nbytes == FILE
     assert place.stat().st_mode & 0o777 == 0o700 and [path.stat().st_mode & 0o777 for path in files(place)] == [0o600]
     assert Disk(place, rate=0).comes_back(1)  # this one has computed nothing yet: the file says how fast that was
 
 
 def test_others_do_not_find_it(tmp_path):
-    assert Disk(tmp_path).keep(1) and not Disk(tmp_path, whose=b"f" * 16).comes_back(1)
+    assert Disk(tmp_path).keep(1) and not Disk(tmp_path, identity=b"f" * 16).comes_back(1)
 
 
 def test_what_is_not_kept(tmp_path):
     disk = Disk(tmp_path)
     assert disk.keep(1) and not disk.keep(1)
-    assert not disk.wants(words(1)[:-20], STATE), "the longer one serves for it"
-    assert not disk.wants(words(2, 63), STATE), "too short to be worth a file"
-    assert not disk.wants(words(2), 1 << 20), "beyond the bound"
-    assert not Disk(tmp_path, rate=0).wants(words(2), STATE), "nobody knows how long it takes to compute"
+    assert not disk.accepts(words(1)[:-20], STATE), "the longer one serves for it"
+    assert not disk.accepts(words(2, 63), STATE), "too short to be worth a file"
+    assert not disk.accepts(words(2), 1 << 20), "beyond the bound"
+    assert not Disk(tmp_path, rate=0).accepts(words(2), STATE), "nobody knows how long it takes to compute"
 
 
 def test_a_longer_one_takes_the_place_of_its_beginning(tmp_path):
     disk = Disk(tmp_path)
     for n in (N - 100, N):
-        disk.take(Given(words(1)[:n].copy(), (memoryview(state(1)), memoryview(state(-1)[:DRAFT])), lambda: None))
+        disk.store(EvictedPrompt(words(1)[:n].copy(), (memoryview(state(1)), memoryview(state(-1)[:DRAFT])), lambda: None))
         disk._writer.join()
     assert len(files(tmp_path)) == 1 and disk.comes_back(1)
 
@@ -122,15 +123,18 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
     assert [seed for seed in range(1, 6) if disk.comes_back(seed)] == [1, 4, 5]
 
 
-def test_files_of_others_count_and_go(tmp_path):
-    """Of another model, and of a server that was killed while it wrote."""
-    assert Disk(tmp_path, whose=b"f" * 16).keep(1)
+@pytest.mark.parametrize("hours, remain", [(25, False), (1, True)])
+def test_files_of_others_go_when_nobody_uses_them(tmp_path, hours, remain):
+    """Of another model, and of a server that was killed while it wrote: what is younger is another server's, whose bound is its own."""
+    assert Disk(tmp_path, identity=b"f" * 16).keep(1)
     (tmp_path / ".a.kv.1.part").write_bytes(bytes(FILE))
-    for path in files(tmp_path):
-        os.utime(path, ns=(10**9, 10**9))
+    others = files(tmp_path)
+    for path in others:
+        os.utime(path, (time.time() - 3600 * hours,) * 2)
     disk = Disk(tmp_path, bound=2 * FILE)
     assert disk.keep(2) and disk.keep(3)
-    assert len(files(tmp_path)) == 2 and disk.comes_back(2) and disk.comes_back(3)
+    assert [path.exists() for path in others] == [remain] * 2
+    assert len(files(tmp_path)) == (4 if remain else 2) and disk.comes_back(2) and disk.comes_back(3)
 
 
 # where each field begins
@@ -148,8 +152,9 @@ def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
 
 @pytest.mark.parametrize("size", [0, 51, 60, 52 + 4 * N, FILE - 1, FILE + 1])
 @pytest.mark.parametrize("known", [False, True])
-def test_so_is_one_of_another_length(tmp_path, size, known):
+def test_so_is_one_of_another_length(tmp_path, monkeypatch, size, known):
     """Whether it was so at the start, or has become so since."""
+    monkeypatch.setattr(prompts_on_disk, "probe", lambda *_args: type("", (), {"bytes_per_second": 1e9}))  # of 51 bytes it would tell anything
     disk = Disk(tmp_path)
     assert disk.keep(1)
     os.truncate(files(tmp_path)[0], size)
@@ -177,7 +182,7 @@ def test_a_folder_that_nothing_can_be_written_to_is_said_once(tmp_path, capfd):
     place = tmp_path / "prompts"
     place.write_text("")
     disk = Disk(place)
-    assert disk.keep(1) and disk.keep(2) and disk.n_kept == 0
+    assert disk.keep(1) and disk.keep(2) and disk.n_written == 0
     assert capfd.readouterr().err.count("prompts cannot be kept") == 1
 
 
@@ -189,15 +194,15 @@ def test_a_disk_that_is_nearly_full(tmp_path, monkeypatch, capfd):
     blocks = 2 * FILE // room.f_frsize
     full = type("", (), {"f_bavail": blocks, "f_frsize": room.f_frsize})
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
-    assert disk.keep(2) and disk.n_kept == 2 and len(files(tmp_path)) == 1, "the first made room"
+    assert disk.keep(2) and disk.n_written == 2 and len(files(tmp_path)) == 1, "the first made room"
     full.f_bavail = 1
-    assert disk.keep(3) and disk.n_kept == 2 and len(files(tmp_path)) == 1
+    assert disk.keep(3) and disk.n_written == 2 and len(files(tmp_path)) == 1
     assert "nearly full" in capfd.readouterr().err
 
 
 def test_what_is_written_when_the_server_ends_is_given_up(tmp_path):
     disk, forgotten = Disk(tmp_path), []
-    given = Given(words(1), (memoryview(state(1)), memoryview(b"")), lambda: forgotten.append(1))
+    given = EvictedPrompt(words(1), (memoryview(state(1)), memoryview(b"")), lambda: forgotten.append(1))
     disk._closing = True
     disk._write(given)
     assert files(tmp_path) == [] and forgotten == [1]
@@ -241,7 +246,7 @@ def fill(served: Served, prompts: list[list[int]]) -> None:
 
 def test_a_prompt_outlives_its_server(grown, cache):
     """The next one computes what is new, and says the same; with another type of cache it is another prompt."""
-    long, asked = words(1, 1500).tolist(), words(1, 1500).tolist() + words(3, 8).tolist()
+    long, asked = words(1, 700).tolist(), words(1, 700).tolist() + words(3, 8).tolist()
     with Served(grown, memory=(needed(grown, **OPTIONS) + 60) << 20, **OPTIONS) as it:
         ask(it, long)
         expected, timings = ask(it, asked)
@@ -251,14 +256,14 @@ def test_a_prompt_outlives_its_server(grown, cache):
         assert metrics(it)["moeoff_prompts_disk_bytes"] == sum(path.stat().st_size for path in files(cache)) > 1 << 20
     with Served(grown, memory=(needed(grown, **OPTIONS) + 90) << 20, kv_disk="1G", **OPTIONS) as it:
         text, timings = ask(it, asked)
-        assert text == expected and timings["cache_n"] >= 1500 and timings["prompt_n"] <= 64
+        assert text == expected and timings["cache_n"] >= 700 and timings["prompt_n"] <= 64
         assert metrics(it)["moeoff_prompts_disk_read_total"] == 1
     with Served(grown, expert_memory=16 << 20, kv_disk="1G", type_k="q8_0", **OPTIONS) as it:
-        assert ask(it, asked)[1]["prompt_n"] == 1508
+        assert ask(it, asked)[1]["prompt_n"] == 708
 
 
 def test_a_file_that_was_damaged_costs_a_computation(grown, cache):
-    prompts = [words(seed, 900).tolist() for seed in (1, 2)]
+    prompts = [words(seed, 500).tolist() for seed in (1, 2)]
     with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as it:
         expected = ask(it, prompts[0])[0]
         fill(it, [prompts[0], prompts[1]])
@@ -267,7 +272,7 @@ def test_a_file_that_was_damaged_costs_a_computation(grown, cache):
         data[-100_000] ^= 255
         path.write_bytes(data)
         text, timings = ask(it, prompts[0])
-        assert text == expected and timings["prompt_n"] == 900 and path not in files(cache)
+        assert text == expected and timings["prompt_n"] == 500 and path not in files(cache)
         wait_until(lambda: metrics(it)["moeoff_prompts_disk_kept_total"] == 2)
         text, timings = ask(it, prompts[1])  # and the other one was written in the meantime
         assert timings["prompt_n"] <= 64
@@ -289,7 +294,7 @@ def test_a_full_disk_stops_no_answer(grown, cache):
     first = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))\n"
     with Served(grown, first=first, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as it:
         for seed in (1, 2, 1, 2):
-            assert ask(it, words(seed, 900).tolist())[1]["prompt_n"] == 900
+            assert ask(it, words(seed, 500).tolist())[1]["prompt_n"] == 500
         assert metrics(it)["moeoff_prompts_disk_kept_total"] == 0
     assert files(cache) == []
 
@@ -305,7 +310,7 @@ def test_a_server_that_is_killed_leaves_whole_files(grown, cache):
             os.kill(it.process.pid, signal.SIGKILL)
     kept = [path for path in files(cache) if path.suffix == ".kv"]
     disk = PromptsOnDisk(cache, 1 << 30, bytes.fromhex(kept[0].name.partition("-")[0]), lambda: 1.0)
-    found = list(disk._kept.values())
+    found = list(disk._stored.values())
     assert len(found) == len(kept) > 0
     for one in found:
         assert disk.read(one, [memoryview(bytearray(size)) for size in one.sizes])

@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import pytest
 
-from helpers.servers import Served, needed
+from helpers.servers import Served, free_port, needed
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError, Server
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
@@ -144,16 +144,16 @@ def test_a_budget_moves_whole_or_not_at_all(demo):
             engine, nth = server.engine, 0
             ask = lambda: httpx.post(f"{server.url}/completion", json={"prompt": "One", "n_predict": 8, "temperature": 0}, timeout=300).json()["content"]
             text = ask()
-            base = engine.plan.kept - server._taken
+            base = engine.plan.kept - server._reserved
             while True:
                 nth += 1
-                server._taken, engine.sizer.plan = 0, engine.sizer.plan.__class__(**{**vars(engine.sizer.plan), "kept": base})  # as at the start
+                server._reserved, engine.sizer.plan = 0, engine.sizer.plan.__class__(**{**vars(engine.sizer.plan), "kept": base})  # as at the start
                 engine.sizer.resize()
                 with contextlib.suppress(Interrupt), at_event(nth) as counted:
                     server.set_memory(engine.plan.fixed + ((12 if nth % 2 else 24) << 20))
                 found = engine.buffer.stats()
-                if found.arena_bytes != sum(engine.sizer.arenas) or engine.plan.kept != base + server._taken or server._between.locked():
-                    print(f"{counted.where}: plan {engine.plan.arena}, arenas {found.arena_bytes}, kept {engine.plan.kept - base}, taken {server._taken}")
+                if found.arena_bytes != sum(engine.sizer.arenas) or engine.plan.kept != base + server._reserved or server._between.locked():
+                    print(f"{counted.where}: plan {engine.plan.arena}, arenas {found.arena_bytes}, kept {engine.plan.kept - base}, taken {server._reserved}")
                 if counted.where is None:
                     break
             print(nth > 50, ask() == text)
@@ -207,21 +207,60 @@ def test_a_model_that_is_written_to(demo, tmp_path):
         assert it.complete("The heron", 4).choices[0].text == expected
 
 
-def test_two_in_one_process_are_refused(demo):
+def test_one_at_a_time_and_each_once(demo):
+    """What is refused blocks no later one, and none leaves a descriptor or a thread behind: started, refused, or never started."""
     code = textwrap.dedent("""
-        import sys
+        import gc, os, sys, threading
+        from moeoff.errors import MoeoffError
         from moeoff.server.server import Server
-        with Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512):
+
+        def make():
+            return Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512, kv_disk=0)
+
+        def refused(server):
             try:
-                Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512).start()
-            except Exception as error:
-                print(type(error).__name__, error)
-        with Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512) as again:
+                server.start()
+            except MoeoffError as error:
+                print(error)
+
+        def left():
+            gc.collect()
+            return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+        with make() as first, first as same:
+            print(same is first)
+            refused(make())
+        before = left()
+        refused(first)
+        with make() as again:
             print(again.url)
+        print(left() == before, left(), before)
     """)
     done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300)
-    first, second = done.stdout.splitlines()
-    assert first.startswith("MoeoffError a server runs in this process already") and second.startswith("http"), done.stderr
+    same, second, once, url, clean = done.stdout.splitlines()
+    assert same == "True" and second.startswith("a server runs in this process already") and once.startswith("this server was started before"), done.stderr
+    assert url.startswith("http") and clean.startswith("True"), clean
+
+
+def test_a_request_that_comes_too_early_waits_outside(demo):
+    """Until everything is allocated a server says 503, also to a request that is so long that it borrows memory."""
+    slow = textwrap.dedent("""
+        import time
+        from moeoff.server import server
+        ready = server.Server._ready
+        def slow(self, *args):
+            time.sleep(1)
+            return ready(self, *args)
+        server.Server._ready = slow
+    """)
+    port, answers = free_port(), []
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(Served, demo, slow, port=port, expert_memory=4 << 20, n_ctx=512)
+        while not starting.done() or not answers or answers[-1].status_code == 503:
+            with contextlib.suppress(httpx.TransportError):
+                answers.append(httpx.post(f"http://127.0.0.1:{port}/tokenize", json={"content": "," * 200_000}, timeout=300))
+        with starting.result():
+            assert {answer.status_code for answer in answers[:-1]} == {503} and answers[-1].status_code == 200
 
 
 @pytest.mark.parametrize("options, said", [({"memory": "1M"}, "too small"), ({"args": ["--sleep-idle-seconds", "3"]}, "cannot be passed"),
@@ -238,10 +277,12 @@ def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, said):
         Server(demo, port=0, **options)
 
 
-def test_a_server_that_is_open_to_everyone_warns(demo):
+def test_a_server_that_is_open_to_everyone_warns(demo, tmp_path):
     open_to_all = {"host": "0.0.0.0", "expert_memory": "4M", "n_ctx": 512}
+    (tmp_path / "keys").write_text("one\ntwo\n")
     assert any("warning: everyone who reaches 0.0.0.0" in remark for remark in Server(demo, **open_to_all).remarks)
-    assert not any("warning" in remark for remark in Server(demo, api_key="x", **open_to_all).remarks)
+    for key in ({"api_key": "x"}, {"api_key_file": str(tmp_path / "keys")}):
+        assert not any("warning" in remark for remark in Server(demo, **key, **open_to_all).remarks)
 
 
 def test_a_signal_that_another_thread_gets_ends_the_wait(demo):
@@ -332,23 +373,12 @@ def words(seed: int, n: int) -> list[int]:
 LONGER = ["--override-kv", "qwen2moe.context_length=int:4096"]
 
 
-def test_a_conversation_that_makes_room_for_another_is_kept(demo):
-    """Where answers share the context and it is full: the idle one's cells are taken, and what was in them comes back."""
-    with Served(demo, memory="150M", n_ctx=1024, parallel=2, cache_ram="24M", args=LONGER) as it:
-        first = words(1, 600)
-        complete(it.url, first, id_slot=0)
-        assert complete(it.url, words(2, 800), id_slot=1)["timings"]["prompt_n"] == 800
-        complete(it.url, words(4, 10), id_slot=1)  # it has room again
-        timings = complete(it.url, [*first, *words(3, 8)])["timings"]
-        assert timings["cache_n"] >= 600 and timings["prompt_n"] <= 9
-
-
-def test_a_conversation_that_comes_back_to_a_full_context_gets_its_room(demo):
-    """The other one's, which is kept in turn."""
+def test_conversations_that_share_a_full_context_make_room_for_each_other(demo):
+    """The idle one's cells are taken, and what was in them is kept, and gets its room when it comes back: the other one's, which is kept in turn."""
     with Served(demo, memory="150M", n_ctx=1024, parallel=2, cache_ram="24M", args=LONGER) as it:
         first, second = words(1, 600), words(2, 800)
         complete(it.url, first, id_slot=0)
-        complete(it.url, second, id_slot=1)
+        assert complete(it.url, second, id_slot=1)["timings"]["prompt_n"] == 800
         for prompt in (first, second, first):
             timings = complete(it.url, [*prompt, *words(3, 8)])["timings"]
             assert timings["cache_n"] >= len(prompt) and timings["prompt_n"] <= 9

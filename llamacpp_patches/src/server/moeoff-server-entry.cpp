@@ -56,6 +56,7 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     moeoff::server_attach(nullptr);
     moeoff::end_idle_templates();
     common_log_flush(common_log_main());
+    common_log_set_file(common_log_main(), nullptr); // so that whoever reads it at the other end of a pipe sees that it has ended
     return result;
 }
 

@@ -39,7 +39,7 @@ void server_attach(const moeoff_server_hooks * hooks) {
     served_model  = nullptr;
     can_draft     = false;
     no_drafts     = "";
-    charge_templates(hooks == nullptr ? nullptr : server_request_memory::take_for_templates);
+    charge_templates(hooks == nullptr ? nullptr : server_request_memory::require_for_templates);
 }
 
 bool server_has_host() {
@@ -50,25 +50,35 @@ const moeoff_server_hooks * server_host() {
     return server_hooks;
 }
 
-void server_fills(size_t n_tokens) {
+void server_fill_cells(size_t n_tokens) {
     if (server_hooks != nullptr) {
-        server_hooks->fills((int32_t) n_tokens);
+        server_hooks->fill_cells((int32_t) n_tokens);
     }
 }
 
-bool server_keeps_prompts(size_t nbytes) {
-    return server_hooks == nullptr || server_hooks->keep((int64_t) nbytes) == 0;
+bool server_resize_prompt_cache(size_t nbytes) {
+    return server_hooks == nullptr || server_hooks->resize_prompt_cache((int64_t) nbytes) == 0;
 }
 
+// of server_usage's counters: what an answer calls it, and the store
+static const struct {
+    const char * name;
+    uint64_t moeoff_stats::*counter;
+} COUNTERS[server_usage::N_COUNTERS] = {
+    { "hits",        &moeoff_stats::demand_hits   },
+    { "device_hits", &moeoff_stats::device_hits   },
+    { "misses",      &moeoff_stats::demand_misses },
+    { "bytes_read",  &moeoff_stats::bytes_read    },
+    { "expert_uses", &moeoff_stats::expert_uses   },
+    { "served_low",  &moeoff_stats::served_low    },
+    { "skipped",     &moeoff_stats::skipped       },
+    { nullptr,       &moeoff_stats::stall_ns      }, // told in seconds
+};
+
 void server_usage::add(const server_usage & share) {
-    hits += share.hits;
-    device_hits += share.device_hits;
-    misses += share.misses;
-    bytes_read += share.bytes_read;
-    stall_ns += share.stall_ns;
-    uses += share.uses;
-    served_low += share.served_low;
-    skipped += share.skipped;
+    for (int i = 0; i < N_COUNTERS; i++) {
+        counters[i] += share.counters[i];
+    }
     arena_bytes = share.arena_bytes;
 }
 
@@ -76,18 +86,16 @@ void server_usage::to_json(common_json & timings) const {
     if (server_hooks == nullptr) {
         return;
     }
-    timings["moeoff"] = {
-        {"hits", std::llround(hits)},
-        {"device_hits", std::llround(device_hits)},
-        {"misses", std::llround(misses)},
-        {"hit_rate", hits + misses > 0 ? hits / (hits + misses) : 0.0},
-        {"bytes_read", std::llround(bytes_read)},
-        {"stall_seconds", stall_ns / 1e9},
-        {"expert_uses", std::llround(uses)},
-        {"served_low", std::llround(served_low)},
-        {"skipped", std::llround(skipped)},
+    const double n_slices = counters[HITS] + counters[MISSES];
+    common_json  usage    = {
+        {"hit_rate", n_slices > 0 ? counters[HITS] / n_slices : 0.0},
+        {"stall_seconds", counters[STALL_NS] / 1e9},
         {"arena_bytes", arena_bytes},
     };
+    for (int i = 0; i < STALL_NS; i++) {
+        usage[COUNTERS[i].name] = std::llround(counters[i]);
+    }
+    timings["moeoff"] = usage;
 }
 
 static bool usage_in_timings(const common_json & answer) {
@@ -151,6 +159,7 @@ void server_decode::before() {
     if (server_hooks == nullptr) {
         return;
     }
+    runs = true;
     {
         std::lock_guard<std::mutex> lock(tasks_mutex);
         tasks_in_progress = std::move(tasks);
@@ -162,10 +171,17 @@ void server_decode::before() {
     server_hooks->before(tokens.data(), positions.data(), slots.data(), is_prompt.data(), (int32_t) tokens.size());
 }
 
+server_decode::~server_decode() {
+    if (runs) {
+        after(-3); // as of a graph that could not be computed
+    }
+}
+
 int server_decode::after(int result) {
     if (server_hooks == nullptr) {
         return result;
     }
+    runs = false;
     {
         std::lock_guard<std::mutex> lock(tasks_mutex);
         tasks_in_progress.clear();
@@ -177,14 +193,9 @@ int server_decode::after(int result) {
     moeoff_stats now;
     moeoff_get_stats(server_hooks->buffer, &now);
     const double n = tokens.empty() ? 1 : (double) tokens.size();
-    share.hits       = (now.demand_hits - seen->demand_hits) / n;
-    share.misses     = (now.demand_misses - seen->demand_misses) / n;
-    share.bytes_read = (now.bytes_read - seen->bytes_read) / n;
-    share.stall_ns   = (now.stall_ns - seen->stall_ns) / n;
-    share.uses       = (now.expert_uses - seen->expert_uses) / n;
-    share.served_low = (now.served_low - seen->served_low) / n;
-    share.skipped    = (now.skipped - seen->skipped) / n;
-    share.device_hits = (now.device_hits - seen->device_hits) / n;
+    for (int i = 0; i < server_usage::N_COUNTERS; i++) {
+        share.counters[i] = (now.*COUNTERS[i].counter - (*seen).*COUNTERS[i].counter) / n;
+    }
     share.arena_bytes = now.arena_bytes;
     seen = now;
     char text[1024] = "";
@@ -212,21 +223,21 @@ server_guard::~server_guard() {
 server_loan::~server_loan() {
     if (nbytes > 0) {
         char text[1024];
-        server_hooks->lend(-nbytes, text, sizeof(text));
+        server_hooks->borrow(-nbytes, text, sizeof(text));
     }
 }
 
-std::string server_loan::take(int64_t wanted) {
+std::string server_loan::borrow(int64_t more) {
     char text[1024] = "";
-    if (server_hooks == nullptr || wanted <= 0 || server_hooks->lend(wanted, text, sizeof(text)) == 0) {
-        nbytes += server_hooks == nullptr ? 0 : wanted;
+    if (server_hooks == nullptr || more <= 0 || server_hooks->borrow(more, text, sizeof(text)) == 0) {
+        nbytes += server_hooks == nullptr ? 0 : more;
         return "";
     }
     return text;
 }
 
-void server_loan::need(int64_t wanted) {
-    const std::string why_not = take(wanted);
+void server_loan::require(int64_t more) {
+    const std::string why_not = borrow(more);
     if (!why_not.empty()) {
         throw std::invalid_argument(why_not);
     }
@@ -243,7 +254,7 @@ server_request_memory::server_request_memory(const std::string & body) : outer(r
         nbytes += c == '[' || c == '{' ? 256 : c == ':' ? 288 : c == ',' ? 96 : 0;
     }
     if (nbytes > IN_RESERVE) {
-        loan.need(nbytes);
+        loan.require(nbytes);
     }
     request = this;
     begin_template_request();
@@ -253,12 +264,12 @@ server_request_memory::~server_request_memory() {
     request = outer;
 }
 
-bool server_request_memory::take_for_templates(int64_t nbytes) {
+bool server_request_memory::require_for_templates(int64_t nbytes) {
     if (request == nullptr) {
         return false;
     }
     if (nbytes > std::max(request->for_templates, IN_RESERVE)) {
-        request->loan.need(nbytes - request->for_templates);
+        request->loan.require(nbytes - request->for_templates);
         request->for_templates = nbytes;
     }
     return true;
@@ -275,11 +286,11 @@ static int64_t unpacked_bytes(const std::vector<uint8_t> & file) {
 }
 
 server_media_memory::server_media_memory(const std::vector<std::vector<uint8_t>> & files) {
-    int64_t wanted = 0;
+    int64_t nbytes = 0;
     for (const auto & file : files) {
-        wanted += unpacked_bytes(file);
+        nbytes += unpacked_bytes(file);
     }
-    loan.need(wanted);
+    loan.require(nbytes);
 }
 
 server_media_decode::server_media_decode(llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task) {
@@ -290,7 +301,7 @@ server_media_decode::server_media_decode(llama_context * ctx, const mtmd_input_c
     }
     decode.add_task(task);
     // from the projector's buffer they are copied three times: for the batch of pictures, in it, and into llama.cpp's own batch
-    error = loan.take(3 * sizeof(float) * (int64_t) n_tokens * llama_model_n_embd_inp(llama_get_model(ctx)));
+    error = loan.borrow(3 * sizeof(float) * (int64_t) n_tokens * llama_model_n_embd_inp(llama_get_model(ctx)));
 }
 
 void server_media_decode::before() {
@@ -326,8 +337,14 @@ void server_drafts_failed(const char * why) {
     no_drafts = why;
 }
 
-bool server_ready(llama_context * ctx, const std::string & url) {
-    return server_hooks == nullptr || server_hooks->ready(ctx, draft_context, can_draft ? nullptr : no_drafts.c_str(), url.c_str()) == 0;
+bool server_ready(llama_context * ctx) {
+    return server_hooks == nullptr || server_hooks->ready(ctx, draft_context, can_draft ? nullptr : no_drafts.c_str()) == 0;
+}
+
+void server_listens(const std::string & url) {
+    if (server_hooks != nullptr) {
+        server_hooks->listening(url.c_str());
+    }
 }
 
 bool server_drafting() {

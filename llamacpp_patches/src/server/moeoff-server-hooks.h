@@ -24,7 +24,9 @@ namespace moeoff {
 
 // What one answer took of the expert buffer: shares of the decodes that it had a part in.
 struct server_usage {
-    double hits = 0, device_hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0;
+    enum counter { HITS, DEVICE_HITS, MISSES, BYTES_READ, EXPERT_USES, SERVED_LOW, SKIPPED, STALL_NS, N_COUNTERS };
+
+    double   counters[N_COUNTERS] = {};
     uint64_t arena_bytes = 0; // that experts could take when it ended
 
     void add(const server_usage & share);
@@ -42,6 +44,9 @@ class server_decode {
     server_usage share; // that each of its tokens has in what it took
 
     server_decode() = default;
+    ~server_decode(); // where it was left by an exception, it ends as a failed one
+    server_decode(const server_decode &)             = delete;
+    server_decode & operator=(const server_decode &) = delete;
 
     // What llama-server is about to decode: of its batch, n tokens from off, for the answers of its slots.
     template <typename Token, typename Slot> server_decode(const std::vector<Token> & batch, int32_t off, int32_t n, const std::vector<Slot> & all) {
@@ -75,6 +80,7 @@ class server_decode {
     std::vector<int32_t> tokens, positions, slots;
     std::vector<uint8_t> is_prompt;
     std::set<int>        tasks;
+    bool                 runs = false;
 };
 
 // While one lives, what ggml asserts on this thread is an exception.
@@ -83,7 +89,7 @@ struct server_guard {
     ~server_guard();
 };
 
-// Memory for a while, from the experts. What is asked for later comes on top.
+// Memory that is borrowed from the experts while it lives. What is borrowed later comes on top.
 class server_loan {
   public:
     server_loan() = default;
@@ -91,8 +97,8 @@ class server_loan {
     server_loan(const server_loan &)             = delete;
     server_loan & operator=(const server_loan &) = delete;
 
-    std::string take(int64_t wanted); // why there is not so much, or nothing
-    void        need(int64_t wanted); // throws that
+    std::string borrow(int64_t more);  // why there is not so much, or nothing
+    void        require(int64_t more); // throws that
 
   private:
     int64_t nbytes = 0;
@@ -104,7 +110,7 @@ class server_request_memory {
     explicit server_request_memory(const std::string & body); // throws: there is not so much
     ~server_request_memory();
 
-    static bool take_for_templates(int64_t nbytes); // in all; of this thread's request, if it has one; throws as above
+    static bool require_for_templates(int64_t nbytes); // in all; of this thread's request, if it has one; throws as above
 
   private:
     server_loan             loan;
@@ -144,7 +150,8 @@ bool        server_has_host();
 bool        server_loaded(llama_model * model, llama_context * ctx);
 void        server_drafts_loaded(bool can_draft, llama_context * ctx); // null: drafts need no context of their own
 void        server_drafts_failed(const char * why);
-bool        server_ready(llama_context * ctx, const std::string & url);
+bool        server_ready(llama_context * ctx);
+void        server_listens(const std::string & url);
 bool        server_drafting();
 bool        server_ends_on_purpose(); // a stop, or a batch that nobody waits for: no error, and nothing to log. Any thread
 std::string server_metrics();
@@ -152,21 +159,21 @@ std::string server_metrics();
 // Nobody waits for these tasks any more: if that is true of all that are computed, the computation ends within a layer. Any thread.
 void server_abandon(const std::unordered_set<int> & ids);
 
-// Prompts outside the context are about to take so many bytes in all, or no more any longer; false: there is not so much.
-bool server_keeps_prompts(size_t nbytes);
+// The prompt cache is about to take so many bytes in all, or no more any longer; false: there is not so much.
+bool server_resize_prompt_cache(size_t nbytes);
 
 // States of so many tokens are about to be written into the main context.
-void server_fills(size_t n_tokens);
+void server_fill_cells(size_t n_tokens);
 
-// A prompt falls out of the cache: the host may take it, and leaves an empty one.
-void server_prompt_drops(server_prompt_cache_state & state);
+// A prompt is evicted from the cache: the host may store it, and leaves an empty one.
+void server_prompt_evicted(server_prompt_cache_state & state);
 
-// For one that is larger than the cache: null, or where to write what the host will take when it is written.
-server_prompt_cache_state * server_prompt_beside(const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size);
+// For one that is larger than the cache: null, or where to write what the host will store when it is written.
+server_prompt_cache_state * server_prompt_to_host(const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size);
 void                        server_prompt_saved(const server_prompt_cache_state * written); // also one of the cache's own
 
 // The host has one that begins with more than n_have of these tokens: it is the first of the cache now.
-bool server_prompt_comes_back(server_prompt_cache & cache, const server_tokens & tokens, size_t n_have);
+bool server_prompt_from_host(server_prompt_cache & cache, const server_tokens & tokens, size_t n_have);
 
 // A request, on the thread that answers it: it has come, has got a result of a task, has been answered. The last one says so to the host.
 void server_request_begins(const std::string & method, const std::string & path);

@@ -1,4 +1,9 @@
-#include "moeoff-server-ollama.h"
+// Ollama's API: each request becomes one of llama-server's own routes, and its answer becomes Ollama's.
+//
+// There is one model, whatever name a request gives; it is loaded, and stays so: keep_alive, num_ctx and the like change nothing.
+// Knows about the model what llama-server's routes and the loaded metadata tell.
+
+#include "moeoff-server-pages.h"
 
 #include "moeoff-server-hooks.h"
 
@@ -22,6 +27,10 @@ static const char * const OLLAMA_VERSION = "0.12.0";
 // answers
 //
 
+static std::string text_of(const json & object, const char * key) { // empty: there is none
+    return json_value(object, key, std::string());
+}
+
 static std::string time_text(int64_t ns) { // since 1970, as RFC 3339 writes it
     const time_t seconds = ns / 1000000000;
     struct tm    parts;
@@ -33,22 +42,15 @@ static std::string time_text(int64_t ns) { // since 1970, as RFC 3339 writes it
 }
 
 // {"error": text}, of a text or of an error of llama-server's.
-static std::string error_text(const json & error) {
-    const json  of   = error.is_object() ? json_value(error, "error", error) : error;
-    std::string text = of.is_string() ? of.get<std::string>() : json_value(of, "message", safe_json_to_str(of));
-    return safe_json_to_str(json{{"error", text}});
+static json error_of(const json & error) {
+    const json of = error.is_object() ? json_value(error, "error", error) : error;
+    return {{"error", of.is_string() ? of.get<std::string>() : json_value(of, "message", safe_json_to_str(of))}};
 }
 
-static server_http_res_ptr answer_with(const json & data) {
-    auto res  = std::make_unique<server_http_res>();
-    res->data = safe_json_to_str(data);
-    return res;
-}
-
-static server_http_res_ptr refuse(const json & error, int status) {
+static server_http_res_ptr answer_with(const json & data, int status = 200) {
     auto res    = std::make_unique<server_http_res>();
     res->status = status;
-    res->data   = error_text(error);
+    res->data   = safe_json_to_str(data);
     return res;
 }
 
@@ -66,50 +68,51 @@ class ollama_res : public server_http_res {
     json line(const json & message) const;
 
   private:
-    json read(const json & event); // what is said in it
+    struct tool_call {
+        int         index; // below 0: it came whole
+        std::string id, name, arguments;
+    };
+
+    json read(const json & event); // the message that it brings
     void add_call(const json & part, json & message);
     void end_call(json & message);
     json last_line(const json & message) const;
     bool next_lines(std::string & out);
 
-    const server_http_req req;
-    const std::string     model;
-    const bool            chat; // and not /api/generate
-    const int64_t         t_start = ggml_time_us();
-    server_http_res_ptr   inner;
-    std::string           received; // of a stream: a line that is not complete yet
-    std::string           done_reason;
-    json                  timings = json::object();
-    json                  usage   = nullptr; // of the expert buffer
-    json                  call    = nullptr; // one that has begun: a stream brings its arguments in parts of a text
+    const server_http_req    req;
+    const std::string        model;
+    const bool               chat; // and not /api/generate
+    const int64_t            t_start = ggml_time_us();
+    server_http_res_ptr      inner;
+    std::string              received; // of a stream: a line that is not complete yet
+    std::string              done_reason;
+    json                     timings = json::object();
+    json                     usage   = nullptr; // of the expert buffer
+    std::optional<tool_call> call;              // one that has begun: a stream brings its arguments in parts of a text
 };
 
 json ollama_res::read(const json & event) {
     timings = json_value(event, "timings", timings);
     usage   = json_value(event, "moeoff", usage);
-    json message = json::object();
-    if (!event.contains("choices")) {
-        const std::string text = json_value(event, "content", std::string());
+
+    json       message = json::object();
+    const auto add     = [&](const char * key, const std::string & text) {
         if (!text.empty()) {
-            message["content"] = text;
+            message[key] = text_of(message, key) + text;
         }
-        if (json_value(event, "stop", false)) {
-            done_reason = json_value(event, "stop_type", std::string()) == "limit" ? "length" : "stop";
-        }
-        return message;
+    };
+    add("content", text_of(event, "content"));
+    if (json_value(event, "stop", false)) {
+        done_reason = text_of(event, "stop_type") == "limit" ? "length" : "stop";
     }
-    for (const json & choice : event.at("choices")) {
+    for (const json & choice : json_value(event, "choices", json::array())) {
         const json & said = choice.at(choice.contains("delta") ? "delta" : "message");
-        for (const auto & [from, to] : { std::pair("content", "content"), std::pair("reasoning_content", "thinking") }) {
-            const std::string text = json_value(said, from, std::string());
-            if (!text.empty()) {
-                message[to] = json_value(message, to, std::string()) + text;
-            }
-        }
+        add("content", text_of(said, "content"));
+        add("thinking", text_of(said, "reasoning_content"));
         for (const json & part : json_value(said, "tool_calls", json::array())) {
             add_call(part, message);
         }
-        const std::string reason = json_value(choice, "finish_reason", std::string());
+        const std::string reason = text_of(choice, "finish_reason");
         if (!reason.empty()) {
             end_call(message);
             done_reason = reason == "length" ? "length" : "stop";
@@ -118,48 +121,46 @@ json ollama_res::read(const json & event) {
     return message;
 }
 
-// A part without an index is a whole call.
 void ollama_res::add_call(const json & part, json & message) {
     const int index = json_value(part, "index", -1);
-    if (call.is_null() || index < 0 || index != json_value(call, "index", -1)) {
+    if (!call || index < 0 || index != call->index) {
         end_call(message);
-        call = json{{"index", index}, {"id", json_value(part, "id", std::string())}, {"name", ""}, {"arguments", ""}};
+        call = {index, text_of(part, "id"), "", ""};
     }
     const json function = json_value(part, "function", json::object());
-    for (const char * key : {"name", "arguments"}) {
-        call[key] = call.at(key).get<std::string>() + json_value(function, key, std::string());
-    }
+    call->name += text_of(function, "name");
+    call->arguments += text_of(function, "arguments");
 }
 
 void ollama_res::end_call(json & message) {
-    if (call.is_null()) {
+    if (!call) {
         return;
     }
-    const std::string text      = call.at("arguments");
-    json              arguments = json::parse_no_throw(text);
+    json arguments = json::parse_no_throw(call->arguments);
     if (!arguments.is_object()) { // clients count on one
-        arguments = text.empty() ? json::object() : json{{"value", text}};
+        arguments = call->arguments.empty() ? json::object() : json{{"value", call->arguments}};
     }
     json      calls = json_value(message, "tool_calls", json::array());
-    const int index = json_value(call, "index", -1);
-    calls.push_back({
-        {"id",       call.at("id")},
-        {"function", json{{"index", index < 0 ? (int) calls.size() : index}, {"name", call.at("name")}, {"arguments", arguments}}},
-    });
+    const int index = call->index < 0 ? (int) calls.size() : call->index;
+    calls.push_back({{"id", call->id}, {"function", json{{"index", index}, {"name", call->name}, {"arguments", arguments}}}});
     message["tool_calls"] = calls;
-    call = nullptr;
+    call.reset();
 }
 
 json ollama_res::line(const json & message) const {
-    const auto now = std::chrono::system_clock::now().time_since_epoch();
-    json       out = {{"model", model}, {"created_at", time_text(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count())}};
-    if (chat) {
-        out["message"] = json{{"role", "assistant"}, {"content", ""}};
+    const auto now  = std::chrono::system_clock::now().time_since_epoch();
+    json       out  = {{"model", model}, {"created_at", time_text(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count())}};
+    json       said = chat ? json{{"role", "assistant"}} : out;
+    said[chat ? "content" : "response"] = text_of(message, "content");
+    for (const char * key : {"thinking", "tool_calls"}) {
+        if (message.contains(key)) {
+            said[key] = message.at(key);
+        }
     }
-    json & said = chat ? out["message"] : out;
-    said[chat ? "content" : "response"] = "";
-    for (const auto & item : message.items()) {
-        said[!chat && item.key() == "content" ? "response" : item.key()] = item.value();
+    if (chat) {
+        out["message"] = said;
+    } else {
+        out = said;
     }
     out["done"] = false;
     return out;
@@ -183,7 +184,7 @@ json ollama_res::last_line(const json & message) const {
     return out;
 }
 
-void ollama_res::start(const server_http_context::handler_t & route) {
+void ollama_res::start(const handler_t & route) {
     inner = route(req);
     if (inner->is_stream()) {
         content_type = "application/x-ndjson";
@@ -191,12 +192,13 @@ void ollama_res::start(const server_http_context::handler_t & route) {
     } else if (!inner->data.empty()) { // it is where the client has gone
         const json whole = json::parse(inner->data);
         status           = inner->status;
-        data             = status == 200 ? safe_json_to_str(last_line(read(whole))) : error_text(whole);
+        data             = safe_json_to_str(status == 200 ? last_line(read(whole)) : error_of(whole));
     }
 }
 
 // What the route sends are server-sent events; a call may bring several, or a part of one.
 bool ollama_res::next_lines(std::string & out) {
+    const auto add = [&](const json & line) { out += safe_json_to_str(line) + "\n"; };
     try {
         std::string chunk;
         const bool  more = inner->next(chunk);
@@ -210,21 +212,18 @@ bool ollama_res::next_lines(std::string & out) {
             const json event = json::parse(received.substr(begin + 6, end - begin - 6));
             if (event.contains("error")) {
                 failed = true;
-                out += error_text(event) + "\n";
-                continue;
-            }
-            const json said = read(event);
-            if (!said.empty()) {
-                out += safe_json_to_str(line(said)) + "\n";
+                add(error_of(event));
+            } else if (const json message = read(event); !message.empty()) {
+                add(line(message));
             }
         }
         received.erase(0, begin);
         if (!more && !failed && !done_reason.empty()) {
-            out += safe_json_to_str(last_line(json::object())) + "\n";
+            add(last_line(json::object()));
         }
         return more;
     } catch (const std::exception & e) { // nobody is above to whom it could go
-        out += error_text(json(std::string(e.what()))) + "\n";
+        add(error_of(json(std::string(e.what()))));
         return false;
     }
 }
@@ -236,7 +235,7 @@ bool ollama_res::next_lines(std::string & out) {
 //
 
 static json metadata(const llama_model * model) {
-    std::map<std::string, json> found; // the model has them in no order
+    std::map<std::string, json> values; // the model has them in no order
     for (int32_t i = 0; i < llama_model_meta_count(model); i++) {
         const auto text = [&](auto function) {
             std::string out(function(model, i, nullptr, 0) + 1, '\0');
@@ -247,16 +246,16 @@ static json metadata(const llama_model * model) {
         const std::string key = text(llama_model_meta_key_by_index), value = text(llama_model_meta_val_str_by_index);
         const json        parsed  = json::parse_no_throw(value);
         const bool        is_name = key.rfind("general.", 0) == 0 && key != "general.file_type" && key != "general.quantization_version";
-        const bool        is_text = is_name || !(parsed.is_number() || parsed.is_boolean());
         if (key != "tokenizer.chat_template") {
-            found[key] = is_text ? json(value) : parsed;
+            values[key] = !is_name && (parsed.is_number() || parsed.is_boolean()) ? parsed : json(value);
         }
     }
+    values["general.parameter_count"] = llama_model_n_params(model);
+
     json out = json::object();
-    for (const auto & [key, value] : found) {
+    for (const auto & [key, value] : values) {
         out[key] = value;
     }
-    out["general.parameter_count"] = llama_model_n_params(model);
     return out;
 }
 
@@ -285,11 +284,10 @@ static std::string quantization(std::string name) {
     return size == "Small" || size == "Medium" || size == "Large" ? name + "_" + size[0] : name;
 }
 
-static json model_entry(const json & models, const json & props) {
+static json model_entry(const json & models, const json & props, const json & info) {
     const json &      first = models.at("data").at(0);
     const json &      meta  = first.at("meta");
-    const json        info  = metadata(server_model());
-    const std::string arch  = json_value(info, "general.architecture", std::string());
+    const std::string arch  = text_of(info, "general.architecture");
     const double      n     = meta.at("n_params").get<double>();
 
     struct stat file = {};
@@ -312,21 +310,22 @@ static json model_entry(const json & models, const json & props) {
 }
 
 static json capabilities(const json & props, bool has_embeddings) {
-    const std::string   text  = props.at("chat_template");
-    const llama_vocab * vocab = llama_model_get_vocab(server_model());
-    const std::pair<const char *, bool> all[] = {
-        {"completion", true},
-        {"tools",      json_value(props.at("chat_template_caps"), "supports_tools", false)},
-        {"thinking",   text.find("enable_thinking") != std::string::npos || text.find("<think>") != std::string::npos ||
-                       json_value(props.at("chat_template_caps"), "supports_reasoning_effort", false)},
-        {"insert",     llama_vocab_fim_pre(vocab) != LLAMA_TOKEN_NULL && llama_vocab_fim_suf(vocab) != LLAMA_TOKEN_NULL &&
-                       llama_vocab_fim_mid(vocab) != LLAMA_TOKEN_NULL},
-        {"vision",     json_value(props.at("modalities"), "vision", false)},
-        {"audio",      json_value(props.at("modalities"), "audio", false)},
-        {"embedding",  has_embeddings},
-    };
-    json out = json::array();
-    for (const auto & [name, has] : all) {
+    const std::string   source = props.at("chat_template");
+    const json &        caps   = props.at("chat_template_caps");
+    const json &        media  = props.at("modalities");
+    const llama_vocab * vocab  = llama_model_get_vocab(server_model());
+    const bool thinks  = source.find("enable_thinking") != std::string::npos || source.find("<think>") != std::string::npos;
+    const bool inserts = llama_vocab_fim_pre(vocab) != LLAMA_TOKEN_NULL && llama_vocab_fim_suf(vocab) != LLAMA_TOKEN_NULL &&
+                         llama_vocab_fim_mid(vocab) != LLAMA_TOKEN_NULL;
+    json out = json::array({"completion"});
+    for (const auto & [name, has] : {
+             std::pair("tools", json_value(caps, "supports_tools", false)),
+             std::pair("thinking", thinks || json_value(caps, "supports_reasoning_effort", false)),
+             std::pair("insert", inserts),
+             std::pair("vision", json_value(media, "vision", false)),
+             std::pair("audio", json_value(media, "audio", false)),
+             std::pair("embedding", has_embeddings),
+         }) {
         if (has) {
             out.push_back(name);
         }
@@ -334,33 +333,9 @@ static json capabilities(const json & props, bool has_embeddings) {
     return out;
 }
 
-static json model_show(const json & models, const json & props, bool has_embeddings) {
-    const json        entry = model_entry(models, props);
-    const json        info  = metadata(server_model());
-    const std::string name  = entry.at("name");
-    const int         n_ctx = props.at("default_generation_settings").at("n_ctx").get<int>();
-    return json{
-        {"modelfile",    "FROM " + name + "\n"},
-        {"parameters",   string_format("%-30s %d", "num_ctx", n_ctx)}, // clients look here for the context that there is
-        {"template",     props.at("chat_template")},
-        {"license",      json_value(info, "general.license", std::string())},
-        {"details",      entry.at("details")},
-        {"model_info",   info},
-        {"capabilities", capabilities(props, has_embeddings)},
-        {"modified_at",  entry.at("modified_at")},
-    };
-}
-
-// What a handler here throws is the request's fault.
-static handler_t guarded(handler_t handler) {
-    return [handler = std::move(handler)](const server_http_req & req) -> server_http_res_ptr {
-        try {
-            return handler(req);
-        } catch (const std::exception & e) {
-            return refuse(json(std::string(e.what())), 400);
-        }
-    };
-}
+//
+// requests
+//
 
 static json body_of(const server_http_req & req) {
     json body = json::parse(req.body);
@@ -378,10 +353,6 @@ static server_http_req request(const server_http_req & of, const std::string & b
 static json facts(const handler_t & route, const server_http_req & of) {
     return json::parse(route(request(of, ""))->data);
 }
-
-//
-// requests
-//
 
 // What chats and plain prompts have in common. A num_predict below 1 is no limit.
 static json common_request(const json & body, const handler_t & props, const server_http_req & req) {
@@ -427,8 +398,7 @@ static json chat_message(const json & from, std::vector<std::string> & call_ids,
         parts.push_back({{"type", "text"}, {"text", to.at("content")}});
         to["content"] = parts;
     }
-    const std::string thinking = json_value(from, "thinking", std::string());
-    if (!thinking.empty()) {
+    if (const std::string thinking = text_of(from, "thinking"); !thinking.empty()) {
         to["reasoning_content"] = thinking;
     }
     json calls = json::array();
@@ -485,7 +455,7 @@ struct ollama_routes {
     handler_t chat, completion, infill, embeddings, props, models;
 
     std::string model_name(const json & body, const server_http_req & req) const {
-        const std::string name = json_value(body, "model", std::string());
+        const std::string name = text_of(body, "model");
         return name.empty() ? facts(models, req).at("data").at(0).at("id").get<std::string>() : name;
     }
 
@@ -504,8 +474,8 @@ struct ollama_routes {
     }
 
     server_http_res_ptr post_chat(const server_http_req & req) const {
-        const json          body     = body_of(req);
-        const json          messages = json_value(body, "messages", json::array());
+        const json body     = body_of(req);
+        const json messages = json_value(body, "messages", json::array());
         if (messages.empty()) {
             return loaded(body, req, /* is_chat */ true);
         }
@@ -516,13 +486,11 @@ struct ollama_routes {
 
     // With the template it is a chat of one message. Without, or between a prompt and a suffix, it is a completion.
     server_http_res_ptr post_generate(const server_http_req & req) const {
-        const json          body   = body_of(req);
-        const std::string   prompt = json_value(body, "prompt", std::string());
-        const std::string   suffix = json_value(body, "suffix", std::string());
-        const std::string   system = json_value(body, "system", std::string());
-        const json          images = json_value(body, "images", json::array());
-        const bool          raw    = json_value(body, "raw", false);
-        if (!json_value(body, "template", std::string()).empty()) {
+        const json        body   = body_of(req);
+        const std::string prompt = text_of(body, "prompt"), suffix = text_of(body, "suffix"), system = text_of(body, "system");
+        const json        images = json_value(body, "images", json::array());
+        const bool        raw    = json_value(body, "raw", false);
+        if (!text_of(body, "template").empty()) {
             throw std::invalid_argument("template: it is the model's; raw takes a prompt that has been through another one");
         }
         if (!images.empty() && (raw || !suffix.empty())) {
@@ -566,7 +534,7 @@ struct ollama_routes {
             }
             answer = json::parse(res->data);
             if (res->status != 200) {
-                return refuse(answer, res->status);
+                return answer_with(error_of(answer), res->status);
             }
             for (const json & item : answer.at("data")) {
                 vectors.push_back(item.at("embedding"));
@@ -584,40 +552,52 @@ struct ollama_routes {
         });
     }
 
+    json entry(const server_http_req & req, const json & known) const {
+        return model_entry(facts(models, req), known, metadata(server_model()));
+    }
+
     server_http_res_ptr get_tags(const server_http_req & req) const {
-        return answer_with(json{{"models", json::array({model_entry(facts(models, req), facts(props, req))})}});
+        return answer_with(json{{"models", json::array({entry(req, facts(props, req))})}});
     }
 
     server_http_res_ptr get_ps(const server_http_req & req) const {
         const json known = facts(props, req);
-        json       entry = model_entry(facts(models, req), known);
-        entry.erase("modified_at");
-        entry["expires_at"]     = "2200-01-01T00:00:00Z"; // not before the server ends
-        entry["size_vram"]      = 0;
-        entry["context_length"] = known.at("default_generation_settings").at("n_ctx");
-        return answer_with(json{{"models", json::array({entry})}});
+        json       model = entry(req, known);
+        model.erase("modified_at");
+        model["expires_at"]     = "2200-01-01T00:00:00Z"; // not before the server ends
+        model["size_vram"]      = 0;
+        model["context_length"] = known.at("default_generation_settings").at("n_ctx");
+        return answer_with(json{{"models", json::array({model})}});
     }
 
     server_http_res_ptr post_show(const server_http_req & req) const {
         body_of(req);
+        const json known          = facts(props, req), model = entry(req, known), info = metadata(server_model());
         const bool has_embeddings = embeddings(request(req, "{}"))->status != 501; // a request that asks nothing tells
-        return answer_with(model_show(facts(models, req), facts(props, req), has_embeddings));
+        const int  n_ctx          = known.at("default_generation_settings").at("n_ctx").get<int>();
+        return answer_with(json{
+            {"modelfile",    "FROM " + text_of(model, "name") + "\n"},
+            {"parameters",   string_format("%-30s %d", "num_ctx", n_ctx)}, // clients look here for the context that there is
+            {"template",     known.at("chat_template")},
+            {"license",      text_of(info, "general.license")},
+            {"details",      model.at("details")},
+            {"model_info",   info},
+            {"capabilities", capabilities(known, has_embeddings)},
+            {"modified_at",  model.at("modified_at")},
+        });
+    }
+
+    // OpenAI's route for one model, which llama-server has not.
+    server_http_res_ptr get_model(const server_http_req & req) const {
+        const json known = facts(models, req);
+        for (const json & model : known.at("data")) {
+            if (text_of(model, "id") == req.get_param("model")) {
+                return answer_with(model);
+            }
+        }
+        return answer_with(json::object(), 404); // llama-server puts its own words for it
     }
 };
-
-// OpenAI's route for one model, which llama-server has not.
-server_http_res_ptr get_model(const handler_t & models, const server_http_req & req) {
-    const std::string wanted = req.get_param("model");
-    const json        known  = facts(models, req);
-    for (const json & entry : known.at("data")) {
-        if (json_value(entry, "id", std::string()) == wanted) {
-            return answer_with(entry);
-        }
-    }
-    auto res    = std::make_unique<server_http_res>();
-    res->status = 404; // llama-server puts its own words for it
-    return res;
-}
 
 } // namespace
 
@@ -630,22 +610,34 @@ void server_add_ollama_routes(const server_http_context & http, const server_rou
         wrapper(routes.post_chat_completions), wrapper(routes.post_completions), wrapper(routes.post_infill),
         wrapper(routes.post_embeddings_oai),   wrapper(routes.get_props),        wrapper(routes.get_models),
     });
-    http.get ("/v1/models/:model", [to](const server_http_req & req) { return get_model(to->models, req); });
-    http.post("/api/chat",       guarded([to](const server_http_req & req) { return to->post_chat(req); }));
-    http.post("/api/generate",   guarded([to](const server_http_req & req) { return to->post_generate(req); }));
-    http.post("/api/embed",      guarded([to](const server_http_req & req) { return to->post_embed(req, "input", false); }));
-    http.post("/api/embeddings", guarded([to](const server_http_req & req) { return to->post_embed(req, "prompt", true); }));
-    http.post("/api/show",       guarded([to](const server_http_req & req) { return to->post_show(req); }));
-    http.get ("/api/tags",       guarded([to](const server_http_req & req) { return to->get_tags(req); }));
-    http.get ("/api/ps",         guarded([to](const server_http_req & req) { return to->get_ps(req); }));
+    using route_t = server_http_res_ptr (ollama_routes::*)(const server_http_req &) const;
+    // what a handler here throws is the request's fault
+    const auto guarded = [](handler_t handler) -> handler_t {
+        return [handler = std::move(handler)](const server_http_req & req) -> server_http_res_ptr {
+            try {
+                return handler(req);
+            } catch (const std::exception & e) {
+                return answer_with(error_of(json(std::string(e.what()))), 400);
+            }
+        };
+    };
+    const auto handler = [&](route_t route) { return guarded([to, route](const server_http_req & req) { return ((*to).*route)(req); }); };
+    http.get ("/v1/models/:model", handler(&ollama_routes::get_model));
+    http.post("/api/chat",         handler(&ollama_routes::post_chat));
+    http.post("/api/generate",     handler(&ollama_routes::post_generate));
+    http.post("/api/show",         handler(&ollama_routes::post_show));
+    http.get ("/api/tags",         handler(&ollama_routes::get_tags));
+    http.get ("/api/ps",           handler(&ollama_routes::get_ps));
+    http.post("/api/embed",        guarded([to](const server_http_req & req) { return to->post_embed(req, "input", false); }));
+    http.post("/api/embeddings",   guarded([to](const server_http_req & req) { return to->post_embed(req, "prompt", true); }));
+    http.get ("/api/version",      [](const server_http_req &) { return answer_with(json{{"version", OLLAMA_VERSION}}); });
     const handler_t one_model = [](const server_http_req &) {
-        return refuse(json(std::string("this server has one model, which is given when it starts")), 501);
+        return answer_with(error_of(json(std::string("this server has one model, which is given when it starts"))), 501);
     };
     for (const char * path : { "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete" }) {
         http.post(path, one_model);
     }
     http.del("/api/delete", one_model);
-    http.get ("/api/version",    guarded([](const server_http_req &) { return answer_with(json{{"version", OLLAMA_VERSION}}); }));
 }
 
 } // namespace moeoff

@@ -89,27 +89,30 @@ static void check_options(int argc, char ** argv, common_params & params) {
         }
     }
     for (int i = 1; i < argc; i++) {
-        const std::string given = argv[i];
-        std::string       name  = given;
+        const std::string argument = argv[i];
+        std::string       name     = argument;
         if (name.compare(0, 2, "--") == 0) {
             std::replace(name.begin(), name.end(), '_', '-');
         }
-        const auto found = options.find(name);
-        if (found == options.end()) {
-            throw std::invalid_argument(given + ": llama-server has no such option");
+        const auto        entry    = options.find(name);
+        if (entry == options.end()) {
+            throw std::invalid_argument(argument + ": llama-server has no such option");
         }
-        const auto [option, positive] = found->second;
+        const auto [option, positive] = entry->second;
         std::vector<std::string> values;
         for (int n = n_values(*option); n > 0; n--) {
             if (++i >= argc) {
-                throw std::invalid_argument(given + " needs a value");
+                throw std::invalid_argument(argument + " needs a value");
             }
             values.push_back(argv[i]);
+        }
+        if (name == "--log-file" || name == "--log-disable") {
+            continue; // these change the log at once, which may be that of a server that runs
         }
         try {
             set_option(*option, params, positive, values);
         } catch (const std::exception & e) {
-            std::string all = given;
+            std::string all = argument;
             for (const std::string & value : values) {
                 all += " " + value;
             }

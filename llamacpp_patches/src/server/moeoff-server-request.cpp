@@ -19,7 +19,7 @@ namespace {
 
 struct answer {
     bool         ended = false; // and not only begun
-    uint64_t     n_kept = 0, n_read = 0, n_written = 0;
+    uint64_t     n_cached = 0, n_read = 0, n_written = 0;
     int64_t      t_first = 0, t_last = 0; // of its tokens, in us
     server_usage usage;
 };
@@ -57,7 +57,7 @@ void server_request_gets(const server_task_result & result) {
         log.answers[whole->index] = { true, stats.n_prompt_cached, stats.n_prompt_processed, stats.n_gen, stats.t_prompt_last, stats.t_gen_last, stats.moeoff };
     } else if (const auto * part = dynamic_cast<const server_task_result_cmpl_partial *>(&result)) {
         answer & one = log.answers[part->index];
-        one.n_kept   = (uint64_t) std::max(part->n_prompt_tokens_cache, 0);
+        one.n_cached   = (uint64_t) std::max(part->n_prompt_tokens_cache, 0);
         one.n_read   = (uint64_t) std::max(part->n_prompt_tokens - part->n_prompt_tokens_cache, 0);
         if (part->n_decoded > 0 && !part->is_progress) {
             one.n_written = (uint64_t) part->n_decoded;
@@ -89,7 +89,7 @@ static std::string what_it_took(const request_log & log) {
     all.ended = true;
     for (const auto & [index, one] : log.answers) {
         all.ended = all.ended && one.ended;
-        all.n_kept += one.n_kept;
+        all.n_cached += one.n_cached;
         all.n_read += one.n_read;
         all.n_written += one.n_written;
         all.usage.add(one.usage);
@@ -100,10 +100,10 @@ static std::string what_it_took(const request_log & log) {
         }
     }
     std::string text;
-    if (all.n_kept + all.n_read + log.n_read > 0) {
+    if (all.n_cached + all.n_read + log.n_read > 0) {
         append(text, "%llu tokens read", (unsigned long long) (all.n_read + log.n_read));
-        if (all.n_kept > 0) {
-            text += " and " + std::to_string(all.n_kept) + " remembered";
+        if (all.n_cached > 0) {
+            text += " and " + std::to_string(all.n_cached) + " remembered";
         }
     }
     if (all.n_written > 0) {
@@ -113,8 +113,9 @@ static std::string what_it_took(const request_log & log) {
     if (all.n_written > n_begun && all.t_last > all.t_first) { // the first comes of the prompt
         append(text, "%.1f tok/s", (double) (all.n_written - n_begun) * 1e6 / (double) (all.t_last - all.t_first));
     }
-    if (all.usage.hits + all.usage.misses > 0) {
-        append(text, "%.0f %% hits", 100 * all.usage.hits / (all.usage.hits + all.usage.misses));
+    const double n_hits = all.usage.counters[server_usage::HITS], n_slices = n_hits + all.usage.counters[server_usage::MISSES];
+    if (n_slices > 0) {
+        append(text, "%.0f %% hits", 100 * n_hits / n_slices);
     }
     if (log.failed || !all.ended) {
         append(text, "%s", log.failed ? "ended by an error" : "not to its end");

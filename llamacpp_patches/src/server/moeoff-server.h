@@ -44,9 +44,12 @@ struct moeoff_server_hooks {
     // The model is loaded and nothing has been computed; nonzero refuses it.
     int (*loaded)(struct llama_model * model, struct llama_context * ctx);
 
-    // All that the server allocates is allocated, and it listens at the url; nonzero ends it. ctx_draft may be null. no_drafts: why drafts
-    // cannot be made, empty if nobody asked for them; null: they can.
-    int (*ready)(struct llama_context * ctx, struct llama_context * ctx_draft, const char * no_drafts, const char * url);
+    // All that the server allocates is allocated; nonzero ends it. ctx_draft may be null. no_drafts: why drafts cannot be made, empty if nobody
+    // asked for them; null: they can.
+    int (*ready)(struct llama_context * ctx, struct llama_context * ctx_draft, const char * no_drafts);
+
+    // From now on requests at the url are answered, and no longer refused with 503.
+    void (*listening)(const char * url);
 
     // Around each decode of the main context: what the batch holds, [n] each; whether its tokens are read (a prompt) and not decoded. Pictures
     // and sounds are decodes of their own; their tokens are -1.
@@ -55,34 +58,34 @@ struct moeoff_server_hooks {
     // result: llama_decode's. Nonzero, with a text in message, fails every answer in the batch.
     int (*after)(int32_t result, int32_t n, char * message, size_t size);
 
-    // For a while so many bytes are wanted for a long request, or its pictures and sounds; or (negative) no longer. Nonzero, with a text in
+    // A long request, or its pictures and sounds, borrow so many bytes from the experts; or (negative) give them back. Nonzero, with a text in
     // message, refuses the request. Any thread.
-    int (*lend)(int64_t nbytes, char * message, size_t size);
+    int (*borrow)(int64_t nbytes, char * message, size_t size);
 
     // Lines for /metrics; any thread.
     void (*metrics)(char * text, size_t size);
 
-    // Prompts that have lost their slot are about to take so many bytes in all, or take no more than that any longer. Nonzero: there is not so much,
-    // and the next one is not kept.
-    int (*keep)(int64_t nbytes);
+    // The prompt cache, which has the prompts that have lost their slot, is about to take so many bytes in all, or takes no more any longer.
+    // Nonzero: there is not so much, and the next prompt is not cached.
+    int (*resize_prompt_cache)(int64_t nbytes);
 
     // A request has been answered. took: what its answers were, and what they took; empty where nothing was computed. Null: nobody asks. Any thread.
     void (*answered)(const char * method, const char * path, int32_t status, const char * took);
 
-    // Whether a prompt of so many tokens that is about to fall out of memory would be taken. If so, it is given, and stays until moeoff_serve_forget().
-    // Neither is asked of prompts with pictures, nor of those with states to go back to.
-    int (*wants)(const int32_t * tokens, int32_t n_tokens, uint64_t nbytes);
-    void (*takes)(struct moeoff_prompt * prompt);
+    // Whether a prompt of so many tokens that is evicted from the prompt cache would be stored. If so, it is handed over, and lives until
+    // moeoff_prompt_free(). Neither is asked of prompts with pictures, nor of those with states to go back to.
+    int (*accept_prompt)(const int32_t * tokens, int32_t n_tokens, uint64_t nbytes);
+    void (*store_prompt)(struct moeoff_prompt * prompt);
 
     // A prompt is about to be computed, of which the first n_have tokens are in memory. Nonzero: there is one that begins with more of it, and that comes
-    // back sooner than those are computed; its sizes are in found.
-    int (*finds)(const int32_t * tokens, int32_t n_tokens, int32_t n_have, struct moeoff_prompt * found);
+    // back sooner than those are computed; its sizes are in prompt.
+    int (*find_prompt)(const int32_t * tokens, int32_t n_tokens, int32_t n_have, struct moeoff_prompt * prompt);
 
-    // Writes it to where found points now. Nonzero: it cannot be read.
-    int (*reads)(const struct moeoff_prompt * found);
+    // Reads it to where prompt points now. Nonzero: it cannot be read.
+    int (*read_prompt)(const struct moeoff_prompt * prompt);
 
     // States of so many tokens are about to be written into the context, not by a decode: they take cells of its KV cache as a batch of them would.
-    void (*fills)(int32_t n_tokens);
+    void (*fill_cells)(int32_t n_tokens);
 
     const char * page; // what GET /moeoff answers, without a key: HTML that holds nothing of anybody's
 };
@@ -108,7 +111,7 @@ MOEOFF_SERVER_API bool moeoff_serve_has_page(void);
 MOEOFF_SERVER_API int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
 
 // Any thread.
-MOEOFF_SERVER_API void moeoff_serve_forget(struct moeoff_prompt * prompt);
+MOEOFF_SERVER_API void moeoff_prompt_free(struct moeoff_prompt * prompt);
 
 // moeoff_abi_layout() of the structs above.
 MOEOFF_SERVER_API const char * moeoff_server_layout(void);

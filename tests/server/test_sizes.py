@@ -1,4 +1,4 @@
-"""How many tokens a server's conversations get where nobody said, by plans of known sizes."""
+"""How many tokens a server's conversations get where nobody said, and what is remembered of them outside the context, by plans of known sizes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from helpers.servers import Served, needed
 from moeoff.budget.dry_load import dry_load
 from moeoff.budget.plan import RESERVE, MemoryPlan
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.options import Config
-from moeoff.server.context_size import choose
+from moeoff.options import Config, ServerOptions
+from moeoff.server.sizes import PromptMemory, choose
 from moeoff.system.memory import MIB
 
 TOKEN, OWN, OTHERS = 64 << 10, 2 * MIB, 300 * MIB  # bytes of a token, of each answer's own state, and of all but state and experts
@@ -35,9 +35,9 @@ def plan(n_ctx: int, n: int) -> MemoryPlan:
     (-10, None, (256, 1)),  # refused then, with the numbers
 ])  # fmt: skip
 def test_half_of_what_is_left(left, n_parallel, expected):
-    found = choose(plan, 4096, n_parallel, OTHERS + left * MIB)
-    assert (found.n_ctx, found.n_parallel) == expected
-    assert (found.remark is None) == (expected[0] == 16384)
+    chosen = choose(plan, 4096, n_parallel, OTHERS + left * MIB)
+    assert (chosen.n_ctx, chosen.n_parallel) == expected
+    assert (chosen.remark is None) == (expected[0] == 16384)
 
 
 @pytest.mark.parametrize("left", [1024, 700, 400, 200, 100, 60, 20])
@@ -51,10 +51,33 @@ def test_what_is_chosen_was_planned_once_and_fits(left, n_parallel):
         return replace(plan(n_ctx, n), compute=n_ctx * (TOKEN // 8))
 
     budget = OTHERS + left * MIB
-    found = choose(planned, 4096, n_parallel, budget)
-    assert (found.n_ctx, found.n_parallel) in asked and len(asked) == len(set(asked))
-    last = planned(found.n_ctx, found.n_parallel)
-    assert found.n_ctx == 256 or last.state <= (budget - (last.fixed - last.state)) / 2
+    chosen = choose(planned, 4096, n_parallel, budget)
+    assert (chosen.n_ctx, chosen.n_parallel) in asked and len(asked) == len(set(asked))
+    last = planned(chosen.n_ctx, chosen.n_parallel)
+    assert chosen.n_ctx == 256 or last.state <= (budget - (last.fixed - last.state)) / 2
+
+
+PROMPTS = MemoryPlan(n_ctx=4096, state=256 * MIB, arena_full=1600 * MIB)
+
+
+def remembered(room: int, sequence: int = 0, plan: MemoryPlan = PROMPTS, **options) -> PromptMemory:
+    return PromptMemory.of(plan, room * MIB, sequence * MIB, 4, ServerOptions.make(**options))
+
+
+@pytest.mark.parametrize("room, expected", [(-5, 0), (0, 0), (4, 0), (80, 10), (800, 100), (1600, 200), (1750, 218), (1850, 250), (3000, 256)])
+def test_an_eighth_of_the_experts_or_what_they_cannot_use_up_to_a_whole_context(room, expected):
+    assert remembered(room).cache_ram == expected * MIB
+
+
+def test_what_was_asked_for():
+    assert remembered(80, cache_ram="64M").cache_ram == 64 * MIB and remembered(8000, cache_ram=0).cache_ram == 0
+    assert remembered(80, 4, ctx_checkpoints=3).checkpoints == 3 * 4 * 4 * MIB and remembered(8000, 4, ctx_checkpoints=0).checkpoints == 0
+
+
+def test_states_to_go_back_to_come_first():
+    it = remembered(1600, 2)
+    assert it.n_checkpoints == 8 and it.checkpoints == 64 * MIB and it.cache_ram == (200 - 64) * MIB
+    assert remembered(160, 2).n_checkpoints == 2 and remembered(32, 2).n_checkpoints == 0
 
 
 def test_a_server_starts_with_less_context_in_the_place_of_a_refusal(grown):
@@ -87,14 +110,8 @@ def test_a_context_that_is_divided_stays_within_the_budget(demo):
     more = ["--override-kv", "qwen2moe.context_length=int:4096"]
     memory = needed(demo, n_ctx=2048, parallel=4, kv_unified=False, args=more) + 8
     with Served(demo, memory=f"{memory}M", n_ctx=2048, parallel=4, kv_unified=False, args=more) as it:
+        assert httpx.get(f"{it.url}/props", timeout=300).json()["default_generation_settings"]["n_ctx"] == 512
         answers = it.complete([f"Count to a hundred, {i}:" for i in range(4)], 480).choices
         assert all(answer.text for answer in answers)
         with open(f"/proc/{it.process.pid}/status") as file:
             assert next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM")) <= memory << 20
-
-
-def test_a_context_that_is_divided(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=1024, parallel=2, args=["--no-kv-unified", "--override-kv", "qwen2moe.context_length=int:4096"]) as it:
-        assert httpx.get(f"{it.url}/props", timeout=300).json()["default_generation_settings"]["n_ctx"] == 512
-        one, two = it.complete(["The heron stood", "Count to a hundred:"], 16).choices
-        assert one.text and two.text
