@@ -34,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.archs)
 
 
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Of the processes that run tests side by side each has a core, and so a model one thread: two threads that share a core with others wait for each other."""
+    if CORES and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        os.sched_setaffinity(0, CORES if item.get_closest_marker("cores") else {CORES[int(worker.removeprefix("gw")) % len(CORES)]})
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
     """Of what a failed test has printed the end: a verbose model's thousands of lines hide every other failure."""

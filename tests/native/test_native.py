@@ -24,6 +24,7 @@ NAMES = {name: file for file in FILES for name in re.findall(r"^TEST\((\w+)\)", 
 FLAGS = "-std=c++17 -O0 -g -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
 ANALYSIS = "-std=c++17 -fsyntax-only -Wall -Wextra -Wthread-safety -Wthread-safety-beta -Werror".split()
 
+pytestmark = pytest.mark.cores  # to compile on
 with_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 with_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ on this machine")
 

@@ -30,7 +30,7 @@ from moeoff.precision import Precision
 from moeoff.server.arguments import arguments
 from moeoff.server.sizes import PromptMemory
 
-SMALL = {"expert_memory": "1G", "profile": False, "n_threads": 2, "n_ctx": 256}
+SMALL = {"expert_memory": "1G", "profile": False, "n_ctx": 256}
 
 REFUSED = [
     ({"type_k": "q3_k"}, "type_k: one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, not 'q3_k'"),

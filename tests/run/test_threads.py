@@ -16,6 +16,7 @@ from moeoff.llamacpp import threads
 from moeoff.llamacpp.threads import CoreClaims, one_each, runs, why_not
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
+pytestmark = pytest.mark.cores
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core")
 
 # Decodes on two cores, and answers each line of its standard input: "decode" with the cores of the caller's thread and of all

@@ -78,6 +78,7 @@ def test_answers_say_what_was_left_out(demo, tmp_path):
     assert counted == pytest.approx(sum(block["skipped"] for block in said), abs=2)
 
 
+@pytest.mark.cores
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
     """Each to a core of its own; in between the thread that serves is free again (docs/internals/design.md)."""
