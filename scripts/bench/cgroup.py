@@ -1,4 +1,4 @@
-"""Cgroups around a process: moeoff.system.cgroup's, which bounds its memory, and one that slows its disk. Needs root."""
+"""A cgroup around a process that slows its disk. Needs root."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from moeoff.system.cgroup import Cgroup, controller, make_folder, memory_cgroup, set_value, unavailable
-
-__all__ = ["Cgroup", "disk_cgroup", "memory_cgroup", "unavailable"]
+from moeoff.system.cgroup import Cgroup, controller, make_folder, set_value
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ STEP_SECONDS = 520  # of nine minutes, the rest is for beginning and ending
 LEAST_SECONDS = 30  # in which some step may end
 MODELS = {
     "grown": ["grow_model.py", str(DEMO), "--width", "16", "--ff", "16"],
-    "qwen3": ["shape_model.py", "qwen3-30b-a3b", "--routing", "answer"],
+    "qwen3": ["shape_model.py", "qwen3-30b-a3b"],
 }
 SHARES = (25, 50, 10, 100)  # of the experts' bytes, in per cent, on the device; the first ones say most
 HOST = {"ample": 1.02, "short": 0.25}  # of the experts' bytes in host memory, ample with what whole pages take more

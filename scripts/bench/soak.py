@@ -40,7 +40,7 @@ import numpy as np
 from rich.console import Console
 
 import moeoff
-from cgroup import memory_cgroup, unavailable
+from moeoff.system.cgroup import memory_cgroup, unavailable
 from moeoff.system.memory import format_size, parse_size
 from results import HELP, ResultsFile, commit
 

@@ -34,8 +34,6 @@ from moeoff.gguf.model_index import parse_block_name
 from moeoff.gguf.quantize import type_from_name
 from moeoff.system.console import progress_bar
 
-__all__ = ["Growth", "grow_model"]
-
 _F32 = 0
 _BLOCK_ROWS = 256  # old rows grown at once; part of what the seed means, since every block has its own generator
 

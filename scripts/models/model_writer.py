@@ -16,8 +16,6 @@ from moeoff.gguf.quantize import quantize
 from moeoff.gguf.writer import Value, header_bytes
 from moeoff.system.files import atomic_file
 
-__all__ = ["ModelWriter", "quantize_chunks"]
-
 
 class ModelWriter(contextlib.AbstractContextManager):
     """Writes a GGUF file whose tensors arrive as a stream, in the order of `tensors`, each in pieces of any size.

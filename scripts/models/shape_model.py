@@ -51,24 +51,6 @@ from moeoff.gguf.quantize import dequantize, fits, needs_imatrix, quantize, row_
 from moeoff.system.console import progress_bar
 from moeoff.system.files import demo_model
 
-__all__ = [
-    "ANSWER",
-    "Mla",
-    "NEAREST",
-    "Pools",
-    "SHAPES",
-    "Scales",
-    "Shape",
-    "Weights",
-    "Wide",
-    "Yarn",
-    "metadata",
-    "scales_of",
-    "shape_model",
-    "tensors",
-    "tokenizer",
-]
-
 # --- shapes ---
 
 _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}

@@ -7,13 +7,14 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
-A run is a `moeoff.measure.job.Job`, and `rounds.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
+A run is a `moeoff.measure.job.Job`, and they take turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
 cache before it; a model on tmpfs stays where it is. --disk slows the disk (root). A profile of `moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -30,19 +31,22 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
-from cgroup import disk_cgroup, memory_cgroup
-from moeoff.measure.job import STOCK, Job, Measurement, Sample, rates
+from cgroup import disk_cgroup
+from moeoff.experts.sidecar import sidecar_path
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.job import STOCK, BenchTest, Job, Measurement, Sample, rates
 from moeoff.measure.rows import rows
 from moeoff.measure.run import drop_from_page_cache, measure
+from moeoff.system.cgroup import memory_cgroup
 from moeoff.system.machine import n_cores
 from results import HELP, ResultsFile, machine
-from rounds import Comparison, Spread, compare, prompt_then_tokens, summarize
 from time_parts import Ceiling, other_parts, read_parts, token_parts
 
 BASELINES, METER = (str(Path(__file__).with_name(name)) for name in ("baselines.py", "time_parts.py"))
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
+PEAK = "peak_rss_bytes"
 THRASHES = 300.0  # of stock llama.cpp in a memory limit, where it may never end
 COLUMNS = {
     "hits": ("hit_rate", "{:.0%}"),
@@ -55,6 +59,84 @@ COLUMNS = {
     "CPU ms/token": ("cpu_ms_per_token", "{:.1f}"),
     "driver ms": ("driver_ms_per_token", "{:.2f}"),
 }
+
+
+# rounds
+
+
+def prompt_then_tokens(n_prompt: int, n_gen: int) -> tuple[BenchTest, BenchTest]:
+    """A prompt and the answer behind it, each with rates of its own."""
+    return BenchTest(n_prompt, 0), BenchTest(0, n_gen, n_prompt, continues=True)
+
+
+class Spread(NamedTuple):
+    """A figure over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One job's test, over the rounds in which it ended.
+
+    Attributes:
+        figures: those of `rates`, and of its process peak_rss_bytes.
+        ratio: speed over that of the first job in the same round; None if no round has both.
+        error: why a round did not end; empty: all did.
+    """
+
+    name: str
+    test: BenchTest
+    figures: dict[str, Spread]
+    ratio: Spread | None
+    error: str
+    measurements: list[Measurement]
+
+
+Turn = Callable[[int], Measurement]  # of a round, from 0
+
+
+def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
+    """Measures round by round, so that what becomes slower does so for all, every other round backwards: none always runs right behind the same other one.
+    What fails is left out of its round; the others go on."""
+    taken: dict[str, list[Measurement]] = {name: [] for name in turns}
+    for index in range(rounds):
+        for name in list(turns)[:: -1 if index % 2 else 1]:
+            taken[name].append(turns[name](index))
+            tell(name, index, taken[name][-1])
+    return summarize(taken)
+
+
+def summarize(taken: Mapping[str, list[Measurement]]) -> list[Comparison]:
+    """A row for each test of each contender, of measurements that were taken in turn, one of each for each round."""
+    first = next(iter(taken.values()), [])
+    out = []
+    for name, measurements in taken.items():
+        for i, test in enumerate(measurements[0].job.tests):
+            of_rounds = [rates(m.of(i)) | {PEAK: m.closed[PEAK]} for m in measurements if not m.error]
+            figures = {key: Spread.over([row[key] for row in of_rounds if key in row]) for key in dict.fromkeys(itertools.chain(*of_rounds))}
+            pairs = [(rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0)) for a, b in zip(first, measurements) if not a.error and not b.error]
+            ratios = [theirs / base for base, theirs in pairs if base and theirs]
+            error = next((m.error for m in measurements if m.error), "")
+            out.append(Comparison(name, test, figures, Spread.over(ratios) if ratios else None, error, measurements))
+    return out
+
+
+def cold(job: Job, timeout: float) -> Turn:
+    """A process of its own, whose files are dropped from the page cache before. timeout: seconds; what is not finished then has failed."""
+
+    def turn(_index: int) -> Measurement:
+        for path in {*ModelIndex.read(job.model).files, *filter(os.path.exists, [sidecar_path(job.model), str(job.options.get("experts", ""))])}:
+            drop_from_page_cache(path)
+        return measure(job, timeout=timeout)
+
+    return turn
 
 
 # the driver
@@ -92,7 +174,7 @@ def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Seque
             cells += [form.format(decode.figures[key].median) if key in decode.figures else "" for key, form in COLUMNS.values()]
             ceilings = [share for m in decode.measurements if not m.error and (share := ceiling(m, whole)) is not None]
             cells.append(f"{statistics.median(ceilings):.0%}" if ceilings else "")
-            peak = decode.figures.get("peak_rss_bytes")
+            peak = decode.figures.get(PEAK)
             cells.append(spread(Spread(*(size / 2**20 for size in peak)), "{:.0f}") if peak else "")
             lines.append([group, decode.name, *cells])
     told = [i for i in range(len(head)) if any(line[i] not in ("", "0.0%") for line in lines)]
@@ -143,7 +225,7 @@ class Bench:
         return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
 
     def compare(self, jobs: Mapping[str, Job], timeout: float = TIMEOUT) -> list[Comparison]:
-        return compare(jobs, self.rounds, timeout=timeout, progress=tell)
+        return take_turns({name: cold(job, timeout) for name, job in jobs.items()}, self.rounds)
 
     def answering(self, limit: int) -> Bench:
         """With the model's own greedy answer to the prompt, which a run in a memory cgroup finds that is not counted: all contenders then decode the same
@@ -310,19 +392,6 @@ def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, li
 # contenders that are no plain jobs
 
 
-Turn = Callable[[int], Measurement]  # of a round, from 0
-
-
-def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
-    """As `compare`, of anything that gives a measurement."""
-    found: dict[str, list[Measurement]] = {name: [] for name in turns}
-    for index in range(rounds):
-        for name in list(turns)[:: -1 if index % 2 else 1]:
-            found[name].append(turns[name](index))
-            tell(name, index, found[name][-1])
-    return summarize(found)
-
-
 @workload("This checkout over an earlier one", 256, options=[LIMITS, click.option("--strategy", default="auto", show_default=True),
           click.option("--checkout", required=True, type=click.Path(exists=True, file_okay=False), help="The earlier one, set up with `make env`."),
           click.option("--busy", default=0, show_default=True, help="Busy processes beside each run.")])  # fmt: skip
@@ -357,7 +426,7 @@ def from_rows(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
         return Measurement(job, error=said[-1])
     sizes = [row["n_prompt"] + row["n_gen"] for row in found]
     samples = [Sample(i, n, row["avg_ns"] / 1e9, n * row.get("cpu_ms_per_token", 0) / 1e3) for i, (n, row) in enumerate(zip(sizes, found))]
-    return Measurement(job, closed={"peak_rss_bytes": found[-1].get("peak_rss")}, samples=samples)
+    return Measurement(job, closed={PEAK: found[-1].get("peak_rss")}, samples=samples)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The build with CUDA as far as it can be tested without a GPU, and the trial on a GPU, its steps faked."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -82,6 +83,11 @@ def test_what_the_archive_leaves_out():
     kept = "site/psutil/_psutil_linux.abi3.so", "numpy-cp310/numpy/linalg/linalg.py", "tree/tests/helpers/device_runs.py", "gpu_trial.sh"
     left_out = "numpy-cp310/numpy/tests/test_x.py", "numpy-cp310/numpy/_core/lib/libnpymath.a", "site/yaml/x.pyi", "site/bin/tqdm"
     assert all(gpu_trial.is_packed(Path(path)) for path in kept) and not any(gpu_trial.is_packed(Path(path)) for path in left_out)
+
+
+def test_the_trials_models_are_written_as_their_scripts_are_called():
+    for script, *arguments in gpu_trial.MODELS.values():
+        importlib.import_module(Path(script).stem).main.make_context(script, [*arguments, "--overwrite", "-o", "model.gguf"])
 
 
 def run_trial(folder, *arguments: str, limit: float = 600) -> subprocess.CompletedProcess[str]:

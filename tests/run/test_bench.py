@@ -25,7 +25,7 @@ from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_
 from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup, unavailable
-from rounds import compare, prompt_then_tokens
+from speed import cold, prompt_then_tokens, take_turns
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,11 @@ def test_jobs_in_rounds(grown, small, tmp_path):
         "too small": Job(grown, options=options | {"memory": "1M"}, **common),
     }
     order = []
-    found = compare(jobs, 2, progress=lambda name, index, done: order.append((index, name)))
+
+    def noted(name: str):
+        return lambda index: order.append((index, name)) or cold(jobs[name], 300.0)(index)
+
+    found = take_turns({name: noted(name) for name in jobs}, 2)
     assert order == [(0, "lru"), (0, "mine"), (0, "too small"), (1, "too small"), (1, "mine"), (1, "lru")]
     assert [(row.name, row.test.name) for row in found] == [(name, test) for name in jobs for test in ("pp16", "tg8 @ d16")]
     for row in found[:4]:

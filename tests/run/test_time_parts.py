@@ -6,7 +6,7 @@ from helpers.files import PROSE, ROOT
 from moeoff import MoeoffError
 from moeoff.measure.job import Job, Sample
 from moeoff.measure.run import measure
-from rounds import prompt_then_tokens
+from speed import prompt_then_tokens
 from time_parts import READS, Ceiling, other_parts, read_parts, threads, token_parts
 
 N = 40
