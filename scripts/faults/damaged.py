@@ -73,7 +73,8 @@ from mutants import (
 )
 
 sys.path.insert(0, str(ROOT / "scripts" / "models"))
-from companions import write_expert_adapter, write_projector
+from companions import write_control_vector, write_expert_adapter, write_projector
+from model_writer import write_arrays
 
 MEMORY = 300 << 20
 OPENED = {"n_threads": 1, "n_ctx": 64}
@@ -102,8 +103,6 @@ class Kind(NamedTuple):
 
 def prepare(folder: Path, names: set[str]) -> None:
     """A whole file of each kind; profiles take seconds, and are made if they are among the names."""
-    import gguf
-
     from moeoff.engine.prompt import PromptCache
     from moeoff.experts.convert import convert
     from moeoff.gguf.model_index import ModelIndex
@@ -122,25 +121,14 @@ def prepare(folder: Path, names: set[str]) -> None:
     (folder / "plan.json").write_text(json.dumps({"default": "Q4_0", "layers": {"0": {"0": "Q8_0", "1": "original"}, "1": "F16"}}))
     (folder / "schema.json").write_text(json.dumps(SCHEMA))
     (folder / "grammar.gbnf").write_text(GRAMMAR)
-    writer = gguf.GGUFWriter(folder / "imatrix.gguf", "imatrix")
-    writer.add_string("general.type", "imatrix")
+    sums = {}
     for name, span in list(model_index.experts.items())[:4]:
-        writer.add_tensor(f"{name}.in_sum2", np.ones((span.shape[2], span.shape[0]), np.float32))
-        writer.add_tensor(f"{name}.counts", np.ones((span.shape[2], 1), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        sums |= {f"{name}.in_sum2": np.ones((span.shape[2], span.shape[0])), f"{name}.counts": np.ones((span.shape[2], 1))}
+    write_arrays(folder / "imatrix.gguf", {"general.architecture": "imatrix", "general.type": "imatrix"}, sums)
     write_expert_adapter(model, folder / "adapter.gguf")
     n_embd = int(model_index.hparams["embedding_length"])
     write_projector(folder / "projector.gguf", n_embd)
-    writer = gguf.GGUFWriter(folder / "vector.gguf", "controlvector")
-    writer.add_string("controlvector.model_hint", model_index.architecture)
-    writer.add_tensor("direction.1", np.ones(n_embd, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_control_vector(folder / "vector.gguf", model_index.architecture, np.ones(n_embd))
     with open_model(model, **OPENED, warm=True, trace=str(folder / "run.trace")) as llm:
         answer(llm)
         PromptCache(folder / "prompt.bin").save(llm)

@@ -70,6 +70,13 @@ class ModelWriter(contextlib.AbstractContextManager):
             self._file.write(bytes(-self._file.tell() % self._alignment))
 
 
+def write_arrays(path: str | os.PathLike[str], metadata: Mapping[str, Value], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a GGUF file of float32 tensors; one that is there is replaced."""
+    with ModelWriter(path, metadata, [Tensor(name, array.shape, 0) for name, array in arrays.items()], overwrite=True) as writer:
+        for array in arrays.values():
+            writer.write(np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8))
+
+
 def quantize_chunks(chunks: Iterable[Callable[[], np.ndarray]], type: int, imatrix: np.ndarray | None = None, threads: int = 2) -> Iterator[np.ndarray]:
     """Quantize runs of rows, each made by a call, on `threads` threads; yield the results of `quantize` in the order
     given.

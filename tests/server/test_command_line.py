@@ -10,13 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gguf
 import httpx
 import numpy as np
 import pytest
 
 import moeoff
-from companions import write_expert_adapter
+from companions import write_control_vector, write_expert_adapter
 from moeoff import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp.habits import habits_of
@@ -206,13 +205,7 @@ def test_texts_and_tables_are_weighed_before_they_are_read(demo, tmp_path):
 def test_adapters_and_control_vectors_of_a_server_count(demo, tmp_path):
     """Their weights and what their headers take, before anything is loaded."""
     adapter, vector = write_expert_adapter(demo, tmp_path / "a.gguf"), tmp_path / "vector.gguf"
-    writer = gguf.GGUFWriter(str(vector), "controlvector")
-    writer.add_string("controlvector.model_hint", "qwen2moe")
-    writer.add_tensor("direction.1", np.zeros(ModelIndex.read(demo).hparams["embedding_length"], np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_control_vector(vector, "qwen2moe", np.zeros(ModelIndex.read(demo).hparams["embedding_length"]))
 
     def planned(*args: str) -> int:
         return moeoff.Server(demo, port=0, memory="1G", n_ctx=256, args=args).engine.planned.kept
