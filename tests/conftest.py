@@ -34,14 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.archs)
 
 
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+# Of the processes that run tests side by side each has a core, and so a model one thread: threads that share a core with other models' wait for each other.
+WORKER, CORES = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+if WORKER and CORES:
+    OWN = {CORES[int(WORKER.removeprefix("gw")) % len(CORES)]}
+    os.sched_setaffinity(0, OWN)
+    import moeoff.llamacpp.llama  # noqa: F401  loads OpenMP, which asks once how many cores there are: threads beyond them do not spin for long
+
+    os.sched_setaffinity(0, CORES)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Of the processes that run tests side by side each has a core, and so a model one thread: two threads that share a core with others wait for each other."""
-    if CORES and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
-        os.sched_setaffinity(0, CORES if item.get_closest_marker("cores") else {CORES[int(worker.removeprefix("gw")) % len(CORES)]})
+    if WORKER and CORES:
+        os.sched_setaffinity(0, CORES if item.get_closest_marker("cores") else OWN)
 
 
 @pytest.hookimpl(wrapper=True)
