@@ -43,7 +43,7 @@ import tempfile
 import venv
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -193,14 +193,14 @@ def verify_sdist(fork: Fork, sdist: Path) -> None:
         raise ForkError(f"{sdist.name}: expected sha256 {fork.sha256}, found {found}; the file was removed.")
 
 
-def unpack(sdist: Path, tree: Path) -> None:
-    """Unpacks a verified sdist without its top folder, and without the stray .git entries that it ships."""
+def unpack(sdist: Path, tree: Path, only: Collection[str] = ()) -> None:
+    """Unpacks a verified sdist, or these files of it, without its top folder, and without the stray .git entries that it ships."""
     tree.mkdir(parents=True)
     with tarfile.open(sdist) as tar:
         tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)  # absent before 3.10.12
         for member in tar:
             member.name = member.name.partition("/")[2]
-            if member.name and ".git" not in member.name.split("/"):
+            if member.name and ".git" not in member.name.split("/") and (not only or member.name in only):
                 tar.extract(member, tree)
 
 
@@ -278,19 +278,20 @@ def check(fork: Fork, sdist: Path) -> list[str]:
     failures += [f"{n}: two patches have this number" for n in sorted(set(numbers)) if numbers.count(n) > 1]
     with tempfile.TemporaryDirectory(prefix="moeoff-check-") as folder:
         tree = Path(folder) / "tree"
-        unpack(sdist, tree)
+        touched, version = {name for patch in fork.patches for name in touched_files(patch)}, "llama_cpp/__init__.py"
+        unpack(sdist, tree, {version, *touched, *(place for _, place in fork.sources)})
         failures += source_conflicts(fork, tree)
         to_send = [patch for patch in fork.patches if "\nReason: upstreamable\n" in patch.read_text()]
         not_alone = [patch.name for patch in to_send if git(tree, "apply", "--check", str(patch.resolve())).returncode]
         failures += apply_patches(fork, tree)
         failing = {line.partition(":")[0] for line in failures}
         failures += [f"{name}: needs another patch, so that it cannot be sent upstream" for name in not_alone if name not in failing]
-        files = sorted({tree / name for patch in fork.patches for name in touched_files(patch)})
+        files = sorted(tree / name for name in touched)
         once = [f.read_bytes() for f in files if f.exists()]
         failures += [f"second run: {line}" for line in apply_patches(fork, tree) if line not in failures]
         if once != [f.read_bytes() for f in files if f.exists()]:
             failures.append("applying the patches a second time changed the tree")
-        init = (tree / "llama_cpp/__init__.py").read_text()
+        init = (tree / version).read_text()
         if f'__version__ = "{fork.local_version}"' not in init:
             failures.append(f"llama_cpp/__init__.py: expected version {fork.local_version} (pin.json) after patching")
     return failures
