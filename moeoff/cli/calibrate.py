@@ -140,7 +140,7 @@ def _write_plan(
     model_index = ModelIndex.read(model)
     ctx = min(CTX, model_index.n_ctx_train or CTX)
     with progress_bar() as progress, Planner(
-        model, text, types=types.split(",") if types else None, importance="measured" if measure else "estimated", ctx=ctx,
+        model, text, types=types.split(",") if types else None, measure=measure, ctx=ctx,
         progress=progress, warn=note, **options,
     ) as planner:  # fmt: skip
         plan = planner.plan(bound)

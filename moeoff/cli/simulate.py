@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,9 +11,6 @@ from ..options import TABLE
 from ..system.console import progress_bar, wrapped
 from ..system.memory import format_size, parse_size
 from .options import Listed, command, takes
-
-if TYPE_CHECKING:
-    pass
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 

@@ -38,7 +38,6 @@ from .writer import texts_or_written
 __all__ = ["BitsPlan", "Planner", "Trial", "default_types", "estimate_importance", "measure_importance"]
 
 _LADDER = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K"), ("Q8_0", "Q5_0", "Q4_0", "Q2_0")  # rows of whole blocks of 256, and others
-IMPORTANCES = ("measured", "estimated")
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,9 @@ class Planner:
         model: GGUF with routed experts; of a split one the first part.
         text: calibration texts; none: the model writes some.
         types: to choose from; by default `default_types`. The model's own is always among them.
-        importance: "measured" quantizes one expert at a time: exact, and as many evaluations as there are experts.
-            "estimated" needs one.
+        measure: importance by quantizing one expert at a time: exact, and as many evaluations as there are experts. An estimate needs one.
         ctx: tokens of a window, see `read_windows`.
         tokens: in all, as many from each text.
-        folder: for the sidecar, as large as all types together. Default: of temporary files.
         progress: told what is being done, how much of it is done and how much there is.
         warn: as of `calibrate`.
         **options: of `moeoff.Llama`: memory, n_threads, ...
@@ -134,10 +131,8 @@ class Planner:
     """
 
     def __init__(self, model: str | os.PathLike[str], text: Sequence[str | os.PathLike[str]], *, types: Sequence[str] | None = None,
-                 importance: str = "estimated", ctx: int = 512, tokens: int = 16384, folder: str | os.PathLike[str] | None = None,
+                 measure: bool = False, ctx: int = 512, tokens: int = 16384,
                  progress: Callable[[str, int, int], None] | None = None, warn: Callable[[str], None] | None = None, **options: Any):  # fmt: skip
-        if importance not in IMPORTANCES:
-            raise OptionError(f"importance is {' or '.join(IMPORTANCES)}, not {importance!r}")
         self._model, self.model_index = os.fspath(model), ModelIndex.read(model)
         self.model_index.require_experts()
         self.model_index.require_text()
@@ -148,7 +143,7 @@ class Planner:
                 raise OptionError(f"{name} needs an importance matrix and cannot be planned with")
         if not self.types:
             raise OptionError(f"{model}: its experts have the fewest bits already; name types to try")
-        self._kind, self._text, self._ctx, self._tokens, self._folder = importance, text, ctx, tokens, folder
+        self._measure, self._text, self._ctx, self._tokens = measure, text, ctx, tokens
         self._warn = warn
         self._tell = progress or (lambda what, done, total: None)
         self._options = {"flash_attn": True} | options
@@ -158,12 +153,12 @@ class Planner:
 
     def __enter__(self) -> Planner:
         try:
-            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-", dir=self._folder))
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-"))
             tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
             self._checkpoint = Checkpoint("bits", self.model_index, self._options, self._warn, tokens=self._tokens)
             how = {name: value for name, value in self._options.items() if name != "flash_attn"}
             with texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **how) as files:
-                windows, reference = self._lossless(files, max(self._tokens // (self._ctx * len(files)), 1))
+                windows, reference = self._lossless(files)
             made = convert(self._model, output=out, tiers=tiers, progress=lambda done, total: self._tell("converting", done, total))
             self.trial = Trial(self._model, Sidecar(made.path), windows, reference, **self._options)
         except BaseException:
@@ -176,13 +171,9 @@ class Planner:
         if exc_type is None:
             self._checkpoint.remove()
 
-    def trial_on(self, sidecar: Sidecar, text: Sequence[str | os.PathLike[str]], chunks: int | None) -> Trial:
-        """The same trials on these texts; it lasts as long as the planner."""
-        return Trial(self._model, sidecar, *self._lossless(text, chunks), **self._options)
-
-    def _lossless(self, text: Sequence[str | os.PathLike[str]], chunks: int | None) -> tuple[list[Window], Reference]:
+    def _lossless(self, text: Sequence[str]) -> tuple[list[Window], Reference]:
         with open_model(self._model, self._ctx, experts=False, **self._options) as llm:
-            windows = read_windows(llm, text, self._ctx, chunks)
+            windows = read_windows(llm, text, self._ctx, max(self._tokens // (self._ctx * len(text)), 1))
             n = len(windows) * self._ctx
             return windows, self._stack.enter_context(Reference.record(llm, windows, progress=lambda done: self._tell("lossless", done, n)))
 
@@ -200,7 +191,7 @@ class Planner:
     def importance(self, lower: str) -> dict[tuple[int, int], float]:
         """By (layer, expert), with `lower` for the lower type."""
         if lower not in self._importance:
-            if self._kind == "measured":
+            if self._measure:
                 importance = measure_importance(self.trial, lower, lambda done, total: self._tell("experts", done, total))
             else:
                 self._tell("estimating", 0, 1)

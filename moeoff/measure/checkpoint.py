@@ -45,9 +45,6 @@ class Checkpoint:
             folder.mkdir(parents=True, exist_ok=True)
             self._folder = folder
 
-    def has(self, name: str) -> bool:
-        return self._folder is not None and (self._folder / f"{name}.npz").exists()
-
     def load(self, name: str) -> Arrays | None:
         """A part's arrays; None if it is absent or damaged."""
         if self._folder is None:

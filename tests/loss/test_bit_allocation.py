@@ -113,11 +113,9 @@ def test_estimate_against_measurement(planner, plan):
     assert (measured[estimated == 0] < 1e-6).all() and (measured[estimated > 0] > 0).all()
 
 
-def test_wrong_use(demo, grown, text):
+def test_a_type_that_needs_more_than_weights(grown, text):
     with pytest.raises(OptionError, match="needs an importance matrix"):
         Planner(grown, [text], types=["IQ1_S"])
-    with pytest.raises(OptionError, match="importance is"):
-        Planner(demo, [text], importance="x")
 
 
 def test_command(demo, text, tmp_path, moeoff_command):

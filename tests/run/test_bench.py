@@ -22,7 +22,7 @@ from moeoff.cli.main import main
 from moeoff.errors import OptionError
 from moeoff.measure import run as module
 from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
-from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
+from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, Row, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup, unavailable
 from speed import cold, prompt_then_tokens, take_turns
@@ -45,24 +45,21 @@ def measured(moeoff_command, *args: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def test_table(moeoff_command, quick):
-    done = moeoff_command("bench", *quick, "--strategy", "lru,auto")
-    assert done.returncode == 0, done.stderr
-    table, lines = done.stdout, done.stdout.splitlines()
+def test_rows_and_their_table(moeoff_command, quick, small):
+    found = measured(moeoff_command, *quick, "--strategy", "lru,auto")
+    for row in found:
+        assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
+        assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
+        assert row["peak_rss"] < row["memory"] == small << 20
+        assert row["n_prompt"] in (0, 16) and row["model_n_params"] > 1e6
+    table = "".join(FORMATS["md"]([[Row(**row) for row in part] for part in (found[:2], found[2:])]))
+    lines = table.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [*("memory", "strategy", "test", "t/s", "MB/tok", "hits")]
     assert [line.split("|")[3].strip() for line in lines[2:6]] == ["pp16", "tg8"] * 2
     assert [line.split("|")[2].strip() for line in lines[2:6]] == ["lru"] * 2 + ["auto"] * 2
     assert "\nmodel: qwen2moe 12 x 32" in table and max(map(len, lines[:6])) <= 80
     assert len({len(line) for line in lines[:6]}) == 1  # columns stand below each other
     assert len(re.findall(r"^mode: .* direct reads by \d+ I/O threads", table, re.MULTILINE)) == 2  # as many as the disk is fastest with
-
-
-def test_rows(moeoff_command, quick, small):
-    for row in measured(moeoff_command, *quick):
-        assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
-        assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
-        assert row["peak_rss"] < row["memory"] == small << 20
-        assert row["n_prompt"] in (0, 16) and row["model_n_params"] > 1e6
 
 
 def test_forms_for_programs(demo):
