@@ -104,10 +104,11 @@ def check_cpu() -> Iterator[Finding]:
 
 def _row_kernels() -> Iterator[Finding]:
     from ..gguf.quantize import type_name
-    from ..llamacpp.native import row_kernel
+    from ..llamacpp.native import attention_kernels, row_kernel
 
     state = {number: row_kernel(number) for number in range(TYPE_NUMBERS)}
     used, refused = ([type_name(number) for number, answer in state.items() if answer == use] for use in (1, -1))
+    refused += ["attention"] * (attention_kernels() < 0)
     if not machine.wants_row_kernels():
         yield Finding("row kernels", WARNING, f"off, as {machine.ROW_KERNELS} says: slower, the text is the same", f"unset {machine.ROW_KERNELS}")
     elif refused:

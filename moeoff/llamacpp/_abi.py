@@ -125,6 +125,8 @@ __all__ = [
     "row_kernel",
     "use_row_kernels",
     "row_kernel_agrees",
+    "attention_kernels",
+    "use_attention_kernels",
     "cpu_buffer_type",
     "type_name",
     "blck_size",
@@ -530,6 +532,10 @@ row_kernel = function("moeoff_row_kernel", c_int, c_int32)
 use_row_kernels = function("moeoff_use_row_kernels", None, c_bool)
 # bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns);
 row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int, c_void_p, c_void_p)
+# int moeoff_attention_kernels(void);
+attention_kernels = function("moeoff_attention_kernels", c_int)
+# void moeoff_use_attention_kernels(bool use);
+use_attention_kernels = function("moeoff_use_attention_kernels", None, c_bool)
 # ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
 # const char * ggml_type_name(enum ggml_type type);

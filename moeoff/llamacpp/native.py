@@ -99,3 +99,4 @@ def device_memory_of(ctx: int, device: int) -> int:
 
 
 _abi.use_row_kernels(machine.wants_row_kernels())
+_abi.use_attention_kernels(machine.wants_row_kernels())

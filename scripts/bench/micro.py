@@ -1,8 +1,9 @@
-"""What single parts cost a thread, without a disk: the native store, its waiting, the row kernels, and the driver in Python.
+"""What single parts cost a thread, without a disk: the native store, its waiting, the row kernels, attention, and the driver in Python.
 
 usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/store.md
        micro.py switches [--threads 1,4,16]               sleeps, locks and CPU time of threads that wait for experts: store.md
        micro.py kernels  MODEL ... --text FILE            a token on one thread with everything in memory, stock's kernels and ours: kernels.md
+       micro.py attention [--shapes 32/4x128,...]         a layer's attention by our kernels, ggml's, and ggml's without flash attention
        micro.py driver   [--shapes 48x128x8x2048,...]     made-up gate events through each part of the driver: docs/internals/papers.md
 """
 
@@ -25,7 +26,7 @@ import click
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from results import HELP, ResultsFile
 
@@ -157,6 +158,51 @@ def kernels(models: Sequence[str], text: str, prompt: int, tokens: int, json_fil
             each, of_prompt, same = time_engines(model, Path(text).read_text(encoding="utf-8"), prompt, tokens)
             gains = [f"{each[i] / each[2]:.2f} x" for i in (0, 1)]
             table.row(Path(model).stem, *(f"{ms:.2f}" for ms in each), *gains, " / ".join(f"{ms:.1f}" for ms in of_prompt), "yes" if same else "NO")
+
+
+# --- attention, one op at a time, each over K and V of its own ---
+
+HEADS = "32/4x128,16/16x128,64/8x64"  # query heads / KV heads x numbers of a head
+WAYS = ("ours", "ggml's", "ggml's without flash attention")
+
+
+def time_attention(heads: str, depth: int, n_tokens: int, n_threads: int, rounds: int) -> list[float]:
+    """Of WAYS: the least ms of an op, of one thread CPU time. Layers take turns, so that K and V come from memory as they do in a model."""
+    from helpers.attention import Attention, Shape
+
+    numbers, size = heads.split("x")
+    n_heads, n_kv_heads = map(int, numbers.split("/"))
+    shape = Shape(int(size), int(size), n_kv_heads, n_heads // n_kv_heads, n_tokens, n_tokens + depth)
+    n_layers = min(8, 1 + (64 << 20) // (4 * shape.n_kv * n_kv_heads * shape.dk))
+    with contextlib.ExitStack() as stack:
+        layers = [stack.enter_context(Attention(shape, np.random.default_rng(0), with_products=True)) for _ in range(n_layers)]
+        ways = (lambda op: op.compute(n_threads, True), lambda op: op.compute(n_threads, False), lambda op: op.compute_products(n_threads))
+        least, clock = [float("inf")] * len(ways), time.thread_time if n_threads == 1 else time.perf_counter
+        for _ in range(rounds):
+            for i, way in enumerate(ways):
+                for layer in layers:
+                    began = clock()
+                    way(layer)
+                    least[i] = min(least[i], 1e3 * (clock() - began))
+        return least
+
+
+@main.command()
+@click.option("--shapes", default=HEADS, show_default=True, help="Query heads / KV heads x numbers of a head.")
+@click.option("--depths", default="512,4096,16384", show_default=True, help="Positions that the tokens are behind.")
+@click.option("--tokens", default=1, show_default=True, help="1: decoding; 64 and more: a prompt.")
+@click.option("--threads", default=1, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@JSON
+def attention(shapes: str, depths: str, tokens: int, threads: int, rounds: int, json_file: str | None) -> None:
+    """K and V of halves, and a causal mask. The first two give the same bits."""
+    with ResultsFile(json_file) as results:
+        title = f"{tokens} token{'s' if tokens > 1 else ''} on {threads} thread{'s' if threads > 1 else ''}: ms of a layer's attention"
+        table = results.table("attention", title, ["heads", "behind", *WAYS, "gains"])
+        for heads in shapes.split(","):
+            for depth in map(int, depths.split(",")):
+                ms = time_attention(heads, depth, tokens, threads, rounds)
+                table.row(heads, f"{depth:,}", *(f"{each:.3f}" for each in ms), " ".join(f"{each / ms[0]:.1f} x" for each in ms[1:]))
 
 
 # --- the driver: what stands in for the library and the disk counts nothing ---

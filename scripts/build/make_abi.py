@@ -22,7 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "llamacpp_patches" / "src"
 HEADER = SOURCES / "core" / "moeoff.h"
-FUNCTIONS = (SOURCES / "llama" / "moeoff-llama.h", SOURCES / "ggml-cpu" / "moeoff-row-kernels.h")  # whose functions alone are for a binding
+FUNCTIONS = (  # whose functions alone are for a binding
+    SOURCES / "llama" / "moeoff-llama.h",
+    SOURCES / "ggml-cpu" / "moeoff-row-kernels.h",
+    SOURCES / "ggml-cpu" / "moeoff-attention.h",
+)
 SERVER = SOURCES / "server" / "moeoff-server.h"  # of a library of its own
 FIELDS = {HEADER: HEADER.with_name("moeoff-abi.inc"), SERVER: SERVER.with_name("moeoff-server-abi.inc")}
 MIRROR = ROOT / "moeoff" / "llamacpp" / "_abi.py"

@@ -6,7 +6,7 @@ Objects are plain addresses; `Context` and `Backend` own what they make. Nothing
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_bool, c_char, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 
 import numpy as np
 
@@ -80,6 +80,14 @@ _view_3d = _function("ggml_view_3d", c_void_p, c_void_p, c_void_p, c_int64, c_in
 _mul_mat_id = _function("ggml_mul_mat_id", c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
 # struct ggml_tensor * ggml_mul_mat(ctx, struct ggml_tensor * a, struct ggml_tensor * b);
 _mul_mat = _function("ggml_mul_mat", c_void_p, c_void_p, c_void_p, c_void_p)
+# struct ggml_tensor * ggml_permute(ctx, struct ggml_tensor * a, int axis0, int axis1, int axis2, int axis3);
+_permute = _function("ggml_permute", c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int)
+# struct ggml_tensor * ggml_soft_max_ext(ctx, struct ggml_tensor * a, struct ggml_tensor * mask, float scale, float max_bias);
+_soft_max_ext = _function("ggml_soft_max_ext", c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_float)
+# struct ggml_tensor * ggml_flash_attn_ext(ctx, q, k, v, mask, float scale, float max_bias, float logit_softcap);
+_flash_attn_ext = _function("ggml_flash_attn_ext", c_void_p, *[c_void_p] * 5, *[c_float] * 3)
+# void ggml_flash_attn_ext_add_sinks(struct ggml_tensor * a, struct ggml_tensor * sinks);
+_add_sinks = _function("ggml_flash_attn_ext_add_sinks", None, c_void_p, c_void_p)
 # struct ggml_tensor * ggml_get_rows(ctx, struct ggml_tensor * a, struct ggml_tensor * b);
 _get_rows = _function("ggml_get_rows", c_void_p, c_void_p, c_void_p, c_void_p)
 # struct ggml_tensor * ggml_custom_4d(ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
@@ -216,6 +224,17 @@ class Context:
 
     def mul_mat(self, weights: int, columns: int) -> int:
         return _mul_mat(self._handle, weights, columns)
+
+    def soft_max(self, scores: int, mask: int | None, scale: float) -> int:
+        return _soft_max_ext(self._handle, scores, mask, scale, 0)
+
+    def flash_attn(self, q: int, k: int, v: int, mask: int | None, sinks: int | None = None, *, scale: float, max_bias: float = 0, softcap: float = 0) -> int:
+        out = _flash_attn_ext(self._handle, q, k, v, mask, scale, max_bias, softcap)
+        _add_sinks(out, sinks)
+        return out
+
+    def permute(self, tensor: int, *axes: int) -> int:
+        return _permute(self._handle, tensor, *axes)
 
     def get_rows(self, rows: int, ids: int) -> int:
         return _get_rows(self._handle, rows, ids)

@@ -72,13 +72,15 @@ def test_row_kernels(monkeypatch):
     from moeoff.gguf.quantize import type_from_name
     from moeoff.llamacpp import native
 
-    for states, state, text in (
-        ({}, doctor.OK, "this build has none"),
-        ({"Q4_K": 1, "MXFP4": 1}, doctor.OK, "Q4_K, MXFP4: four rows"),
-        ({"Q4_K": 1, "MXFP4": -1}, doctor.WARNING, "MXFP4: ours do not give"),
+    for states, attention, state, text in (
+        ({}, 0, doctor.OK, "this build has none"),
+        ({"Q4_K": 1, "MXFP4": 1}, 1, doctor.OK, "Q4_K, MXFP4: four rows"),
+        ({"Q4_K": 1, "MXFP4": -1}, 1, doctor.WARNING, "MXFP4: ours do not give"),
+        ({"Q4_K": 1}, -1, doctor.WARNING, "attention: ours do not give"),
     ):
         numbers = {type_from_name(name): value for name, value in states.items()}
         monkeypatch.setattr(native, "row_kernel", lambda number, numbers=numbers: numbers.get(number, 0))
+        monkeypatch.setattr(native, "attention_kernels", lambda answer=attention: answer)
         found = {finding.name: finding for finding in doctor.check_cpu()}["row kernels"]
         assert found.state == state and text in found.text
 

@@ -1,3 +1,4 @@
+#include "moeoff-attention.h"
 #include "moeoff-buffer-type.h"
 #include "moeoff-row-kernels.h"
 
@@ -224,18 +225,28 @@ class dense_traits : public ggml::cpu::tensor_traits {
     }
 };
 
+class attention_traits : public ggml::cpu::tensor_traits {
+    bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
+        size = attention_work_size(n_threads, op);
+        return true;
+    }
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override { return attention(params, op); }
+};
+
 class extra_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
         return ((is_product(op) && op->src[1]->type == GGML_TYPE_F32) || (is_lookup(op) && op->src[1]->type == GGML_TYPE_I32)) &&
                (!op->src[1]->buffer || ggml_backend_buft_is_host(op->src[1]->buffer->buft));
     }
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
-        static traits       reserved;
-        static dense_traits dense;
-        if (op->op == GGML_OP_MUL_MAT) {
-            return is_dense_product(op) ? &dense : nullptr;
+        static traits           reserved;
+        static dense_traits     dense;
+        static attention_traits attention;
+        switch (op->op) {
+            case GGML_OP_MUL_MAT: return is_dense_product(op) ? &dense : nullptr;
+            case GGML_OP_FLASH_ATTN_EXT: return is_attention(op) ? &attention : nullptr;
+            default: return is_product(op) || is_lookup(op) ? &reserved : nullptr;
         }
-        return is_product(op) || is_lookup(op) ? &reserved : nullptr;
     }
 };
 

@@ -1,0 +1,289 @@
+#pragma once
+
+// Attention of query rows that share a KV head, with the bits of ggml's FLASH_ATTN_EXT: each row of K and of V is loaded and converted once for
+// all of them. Numbers are rounded, and added up, where ggml's one_chunk and tiled functions (ops.cpp) do it.
+
+#include "moeoff-simd.h"
+
+#include "ggml-cpu.h"
+
+#include <algorithm>
+
+namespace moeoff {
+
+constexpr int tile     = 16;  // positions that are computed together
+constexpr int max_head = 576; // numbers of a row of K or V
+constexpr int max_rows = 8;   // query rows that are computed together
+
+static inline void fetch(const char * p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(p + i, 0, 2);
+    }
+}
+
+// --- one_chunk: one position after the other ---
+
+// products of R query rows, dk apart, with a row of K; each has four sums, which are added as ggml_vec_dot_f16 adds them
+template <int R> static inline void dots(int dk, const float * k, const float * q, vec * out) {
+    vec a[R][4];
+    MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+        MOEOFF_UNROLL for (int j = 0; j < 4; j++) { a[r][j] = zero(); }
+    }
+    for (int d = 0; d < dk; d += 4 * lanes) {
+        MOEOFF_UNROLL for (int j = 0; j < 4; j++) {
+            const vec x = load(k + d + j * lanes);
+            MOEOFF_UNROLL for (int r = 0; r < R; r++) { a[r][j] = fma(x, load(q + r * dk + d + j * lanes), a[r][j]); }
+        }
+    }
+    MOEOFF_UNROLL for (int r = 0; r < R; r++) { out[r] = add(add(a[r][0], a[r][2]), add(a[r][1], a[r][3])); }
+}
+
+// out[t * R + r] = position t's row of K, of halves, times query row r. What lies `ahead` bytes on is fetched. Writes up to lanes - 1 numbers more.
+template <int R> static inline void scores(int dk, int n, const char * const * k, ptrdiff_t ahead, const float * q, float * out) {
+    constexpr int    at_once = std::min(R, lanes / 4); // as many as registers hold the sums of
+    constexpr int    n_positions = lanes / R;
+    alignas(64) float row[max_head];
+    for (int first = 0; first < n; first += n_positions) {
+        vec products[lanes];
+        for (int i = 0; i < n_positions; i++) {
+            const char * halves = k[std::min(first + i, n - 1)];
+            fetch(halves + ahead, 2 * dk);
+            for (int d = 0; d < dk; d += lanes) {
+                store(row + d, load_halves(halves + 2 * d));
+            }
+            for (int r = 0; r < R; r += at_once) {
+                dots<at_once>(dk, row, q + r * dk, products + i * R + r);
+            }
+        }
+        store(out + first * R, sums(products));
+    }
+}
+
+// the positions of a tile where a row's score is its largest so far: what was added up before is multiplied by scale there
+struct maxima {
+    int     n = 0;
+    uint8_t position[tile];
+    float   scale[tile * max_rows];
+};
+
+struct score_rule {
+    float scale, softcap;
+};
+
+// Scores become weights; M and S, the rows' largest scores and sums of weights, go on. mask: of each position; slope: of each row.
+template <int R>
+static inline maxima softmax(const score_rule & rule, int n, float * s, const float * mask, const float * slope, float * M, float * S) {
+    const int n_padded = (n * R + lanes - 1) / lanes * lanes;
+    float     added[tile * R + lanes], so_far[lanes];
+    for (int t = 0; t < n; t++) {
+        for (int r = 0; r < R; r++) {
+            added[t * R + r] = slope[r] * mask[t];
+        }
+    }
+    for (int i = n * R; i < n_padded; i++) {
+        s[i]     = -INFINITY;
+        added[i] = 0;
+    }
+    for (int i = 0; i < lanes; i++) {
+        so_far[i] = M[i % R];
+    }
+    if (rule.softcap != 0) {
+        for (int i = 0; i < n * R; i++) {
+            s[i] = rule.softcap * tanhf(s[i] * rule.scale);
+        }
+    }
+    const vec scale = all(rule.softcap != 0 ? 1.0f : rule.scale), before = load(so_far);
+    bool      any   = false;
+    for (int i = 0; i < n_padded; i += lanes) {
+        const vec x = add(mul(load(s + i), scale), load(added + i));
+        store(s + i, x);
+        any |= any_larger(x, before);
+    }
+    maxima found;
+    if (!any) {
+        for (int i = 0; i < n_padded; i += lanes) {
+            store(s + i, exp_below(sub(load(s + i), before)));
+        }
+        for (int t = 0; t < n; t++) {
+            for (int r = 0; r < R; r++) {
+                S[r] += s[t * R + r];
+            }
+        }
+        return found;
+    }
+    uint8_t is_largest[tile]; // a bit for each row
+    for (int t = 0; t < n; t++) {
+        is_largest[t] = 0;
+        for (int r = 0; r < R; r++) {
+            const float x = s[t * R + r], old = M[r];
+            is_largest[t] |= (uint8_t) ((x > old) << r);
+            M[r]          = x > old ? x : old;
+            s[t * R + r]  = -fabsf(x - old); // ggml has expf of this either way: of the scale, or of the weight
+        }
+    }
+    for (int i = 0; i < n_padded; i += lanes) {
+        store(s + i, exp_below(load(s + i)));
+    }
+    for (int t = 0; t < n; t++) {
+        for (int r = 0; r < R; r++) {
+            float & weight = s[t * R + r];
+            float   factor = 1.0f;
+            if (is_largest[t] >> r & 1) {
+                std::swap(weight, factor);
+            }
+            found.scale[found.n * R + r] = factor;
+            S[r] = fmaf(S[r], factor, weight);
+        }
+        if (is_largest[t]) {
+            found.position[found.n++] = (uint8_t) t;
+        }
+    }
+    return found;
+}
+
+// acc[r * dv + d] += weights of row r times V, for C vectors of columns from v's on. Halves: V has halves, and acc is rounded to them each time.
+template <int R, int C, bool Halves>
+static inline void some_values(int dv, int column, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
+    vec a[R][C];
+    acc += column;
+    MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+        MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = load(acc + r * dv + c * lanes); }
+    }
+    for (int t = 0, i = 0; t < n;) {
+        if (i < largest.n && largest.position[i] == t) {
+            MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+                const vec scale = all(largest.scale[i * R + r]);
+                MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = Halves ? as_halves(mul(a[r][c], scale)) : mul(a[r][c], scale); }
+            }
+            i++;
+        }
+        for (const int end = i < largest.n ? largest.position[i] : n; t < end; t++) {
+            vec x[C];
+            if (Halves) {
+                const char * p = v[t] + 2 * column;
+                MOEOFF_UNROLL for (int c = 0; c < C; c++) { x[c] = load_halves(p + 2 * c * lanes); }
+                if (2 * column % 64 == 0 || 2 * C * lanes >= 64) { // once for each line
+                    fetch(p + ahead, 2 * C * lanes);
+                }
+            } else {
+                MOEOFF_UNROLL for (int c = 0; c < C; c++) { x[c] = load((const float *) v[t] + column + c * lanes); }
+            }
+            MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+                const vec weight = all(weights[t * R + r]);
+                MOEOFF_UNROLL for (int c = 0; c < C; c++) {
+                    a[r][c] = fma(x[c], weight, a[r][c]);
+                    if (Halves) {
+                        a[r][c] = as_halves(a[r][c]);
+                    }
+                }
+            }
+        }
+    }
+    MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+        MOEOFF_UNROLL for (int c = 0; c < C; c++) { store(acc + r * dv + c * lanes, a[r][c]); }
+    }
+}
+
+template <int R, bool Halves>
+static inline void values(int dv, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
+    constexpr int C = std::min(8, lanes / R); // as many as registers hold
+    int           d = 0;
+    for (; d + C * lanes <= dv; d += C * lanes) {
+        some_values<R, C, Halves>(dv, d, n, v, ahead, weights, largest, acc);
+    }
+    for (; d < dv; d += 4 * lanes) { // C is 8
+        some_values<R, std::min(C, 4), Halves>(dv, d, n, v, ahead, weights, largest, acc);
+    }
+}
+
+// --- tiled: 64 positions at a time ---
+
+constexpr int block_positions = 64, panel_width = 2 * lanes, panel_rows = lanes == 16 ? 8 : 6; // positions; columns and rows whose sums registers hold
+
+// out[d * panel_width + i] = number d of row i, of halves; rows that are missing are 0
+static inline void transpose(const char * const * rows, int n_rows, int n, float * out) {
+    for (int half = 0; half < 2; half++) {
+        for (int d = 0; d < n; d += lanes) {
+            vec r[lanes], t[lanes];
+            MOEOFF_UNROLL for (int i = 0; i < lanes; i++) {
+                r[i] = half * lanes + i < n_rows ? load_halves(rows[half * lanes + i] + 2 * d) : zero();
+            }
+#ifdef MOEOFF_SIMD_512
+            const auto low  = [](vec a, vec b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
+            const auto high = [](vec a, vec b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
+            MOEOFF_UNROLL for (int i = 0; i < 16; i += 2) {
+                t[i]     = _mm512_unpacklo_ps(r[i], r[i + 1]);
+                t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+            }
+            MOEOFF_UNROLL for (int i = 0; i < 16; i += 4) {
+                r[i]     = low(t[i], t[i + 2]);
+                r[i + 1] = high(t[i], t[i + 2]);
+                r[i + 2] = low(t[i + 1], t[i + 3]);
+                r[i + 3] = high(t[i + 1], t[i + 3]);
+            }
+            MOEOFF_UNROLL for (int i = 0; i < 4; i++) {
+                t[i]      = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88);
+                t[i + 4]  = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
+                t[i + 8]  = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
+                t[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+            }
+            MOEOFF_UNROLL for (int i = 0; i < 8; i++) {
+                r[i]     = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+                r[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+            }
+#else
+            MOEOFF_UNROLL for (int i = 0; i < 8; i += 2) {
+                t[i]     = _mm256_unpacklo_ps(r[i], r[i + 1]);
+                t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+            }
+            MOEOFF_UNROLL for (int i = 0; i < 8; i += 4) {
+                r[i]     = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+                r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+                r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+                r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+            }
+            MOEOFF_UNROLL for (int i = 0; i < 4; i++) {
+                t[i]     = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+                t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+            }
+            MOEOFF_UNROLL for (int i = 0; i < 8; i++) { r[i] = t[i]; }
+#endif
+            MOEOFF_UNROLL for (int i = 0; i < lanes; i++) { store(out + (d + i) * panel_width + half * lanes, r[i]); }
+        }
+    }
+}
+
+// c[R][panel_width] (rows c_stride apart) = c, or 0, + a[R][n] (rows a_stride apart) * b[n][panel_width]: for each number one chain of fma
+template <int R, bool FromZero>
+static inline void panel(int n, const float * a, int a_stride, const float * b, float * c, int c_stride) {
+    vec x[R][2];
+    MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+        x[r][0] = FromZero ? zero() : load(c + r * c_stride);
+        x[r][1] = FromZero ? zero() : load(c + r * c_stride + lanes);
+    }
+    const float * every_third[] = { a, a + 3 * a_stride, a + 6 * a_stride }; // so few pointers fit into registers
+    for (int k = 0; k < n; k++) {
+        const vec b0 = load(b + k * panel_width), b1 = load(b + k * panel_width + lanes);
+        MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+            const vec y = all(every_third[r / 3][r % 3 * a_stride + k]);
+            x[r][0]     = fma(b0, y, x[r][0]);
+            x[r][1]     = fma(b1, y, x[r][1]);
+        }
+    }
+    MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+        store(c + r * c_stride, x[r][0]);
+        store(c + r * c_stride + lanes, x[r][1]);
+    }
+}
+
+// as many rows as there are: at most panel_rows
+template <bool FromZero, int R = panel_rows>
+static inline void panel_of(int n_rows, int n, const float * a, int a_stride, const float * b, float * c, int c_stride) {
+    if (n_rows == R) {
+        panel<R, FromZero>(n, a, a_stride, b, c, c_stride);
+    } else if constexpr (R > 1) {
+        panel_of<FromZero, R - 1>(n_rows, n, a, a_stride, b, c, c_stride);
+    }
+}
+
+} // namespace moeoff

@@ -1,0 +1,93 @@
+"""Attention by our kernels against ggml's FLASH_ATTN_EXT: the same bits, whatever the shape, the mask, the types of K and V and the number of threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.attention import MASKS, Attention, Shape, kernels
+from helpers.files import DEMO
+from helpers.logits import Stock, assert_bit_equal, greedy_logits
+from moeoff.llamacpp import native
+from moeoff.llamacpp.llama import api
+
+HEADS = [(64, 64), (128, 128), (256, 256), (192, 128), (576, 512)]  # MLA's last; with AVX2 others, too, which four vectors of eight divide
+N_CASES = int(os.environ.get("MOEOFF_ATTENTION_CASES", 100))  # of each kind; a proof takes 10,000
+KINDS = {"a token": (1, 1, 2), "few tokens": (2, 9, 2), "a prompt": (64, 100, 1)}  # the fewest and the most tokens, the most KV heads
+
+
+def has_kernels() -> bool:
+    system = api.llama_print_system_info().decode()
+    return "AVX2 = 1" in system and "FMA = 1" in system and "F16C = 1" in system
+
+
+def random_shape(kind: str, rng: np.random.Generator) -> Shape:
+    fewest, most, n_kv_heads = KINDS[kind]
+    dk, dv = HEADS[rng.integers(len(HEADS))] if most < 64 or rng.random() < 0.2 else HEADS[rng.integers(2)]
+    n_tokens = int(rng.integers(fewest, most + 1))
+    types = rng.choice(["F16", "Q8_0", "Q4_0", "BF16"], 2) if most < 64 and rng.random() < 0.4 else ["F16", "F16"]
+    mask = str(rng.choice(MASKS))
+    return Shape(
+        dk,
+        dv,
+        n_kv_heads=int(rng.integers(1, n_kv_heads + 1)),
+        n_group=int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16] if most < 64 else [1, 2, 4])),
+        n_tokens=n_tokens,
+        n_kv=n_tokens + int(rng.integers(600) if rng.random() < 0.3 else rng.integers(500, 700)),
+        n_streams=2 if rng.random() < 0.15 else 1,
+        k=str(types[0]),
+        v=str(types[1]),
+        mask=mask,
+        max_bias=8 if mask != "none" and rng.random() < 0.2 else 0,
+        softcap=30 if rng.random() < 0.15 else 0,
+        sinks=bool(rng.random() < 0.2),
+        style=str(rng.choice(["normal", "large", "heavy", "tiny", "zeros"])),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_ggml(kind):
+    for seed in range(N_CASES):
+        rng = np.random.default_rng(seed)
+        shape, n_threads = random_shape(kind, rng), int(rng.integers(1, 6))
+        with Attention(shape, rng) as attention:
+            expected, found = (attention.bits(n_threads, ours) for ours in (False, True))
+        same = expected == found
+        assert same.all(), f"seed {seed}, {shape} on {n_threads} threads: {(~same).sum()} of {same.size} differ"
+        assert np.isfinite(expected.view(np.float32)).all()
+
+
+def test_kernels_are_those_of_this_processor():
+    """A kernel that does not pass the comparison before its first use would only be slow."""
+    assert native.attention_kernels() == int(has_kernels())
+    with kernels(False):
+        assert native.attention_kernels() == 0
+
+
+@pytest.mark.skipif(not has_kernels(), reason="no kernels for this processor")
+def test_our_kernels_are_what_is_compared():
+    """One that differs in a bit would be noticed: a weighted mean of 4,096 values in f16, which ours must get as wrong as ggml."""
+    shape = Shape(128, 128, 1, 8, 1, 4096, mask="none")
+    with Attention(shape, np.random.default_rng(0)) as attention:
+        one, two = (attention.bits(n_threads, True) for n_threads in (1, 2))
+        assert not np.array_equal(one, two)  # the threads share the positions, as ggml's do
+        assert [np.array_equal(attention.bits(n, False), bits) for n, bits in ((1, one), (2, two))] == [True, True]
+
+
+@pytest.mark.parametrize("cache", ["F16", pytest.param("Q8_0", marks=pytest.mark.slow)])
+def test_a_deep_text_has_stocks_logits(cache):
+    """A prompt and decoded tokens behind 600 others, where ggml's threads share a token's positions; by our kernels and by ggml's."""
+    from moeoff.gguf.quantize import type_from_name
+
+    tokens, kv = list(np.random.default_rng(0).integers(40, 250, 600)), type_from_name(cache)
+    for n_threads in (1, 2):
+        options = {"n_ctx": 2048, "n_batch": 512, "logits_all": True, "verbose": False, "n_threads": n_threads, "n_threads_batch": n_threads}
+        options |= {"flash_attn": True, "type_k": kv, "type_v": kv}
+        with kernels(False), contextlib.closing(Stock(str(DEMO), **options)) as stock:
+            expected = greedy_logits(stock, tokens, 6)
+        with moeoff.Llama(str(DEMO), expert_memory=1 << 30, **options) as llm:
+            assert_bit_equal(greedy_logits(llm, tokens, 6), expected)
