@@ -90,6 +90,11 @@ def _auto_file_none(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
 
 
+def _numbered(numbers: dict[str, int]) -> dict[str, Any]:
+    """How an option is declared whose names llama_cpp has numbers for."""
+    return {"parse": one_of(tuple(numbers), numbers), "number": numbers.get, "choices": tuple(numbers)}
+
+
 def _tokens(value: str | int) -> int:
     number = integer(-MOST)(value)
     if number < 1:
@@ -244,10 +249,10 @@ class Config:
     n_ubatch: int | None = option("-ub", "--ubatch-size", metavar="N", parse=_tokens, llama=True, server="-ub", group="Context and batches",
                                   commands=f"{_RUN_EVAL} inspect bench",
                                   help="Tokens computed at once, at most -b. Default: 512, or what memory and the disk make faster.")  # fmt: skip
-    type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", parse=one_of(tuple(_CACHE_TYPES), _CACHE_TYPES), number=_CACHE_TYPES.get, choices=tuple(_CACHE_TYPES), llama=True,
+    type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", **_numbered(_CACHE_TYPES), llama=True,
                                 server="-ctk", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help=f"Type of the KV cache's keys: {_TYPES}. Default: f16.")  # fmt: skip
-    type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", parse=one_of(tuple(_CACHE_TYPES), _CACHE_TYPES), number=_CACHE_TYPES.get, choices=tuple(_CACHE_TYPES), llama=True,
+    type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", **_numbered(_CACHE_TYPES), llama=True,
                                 server="-ctv", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
     swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, group="Context and batches",
@@ -267,7 +272,7 @@ class Config:
                             help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto: the fastest, found while it computes.")  # fmt: skip
     tensor_split: list[float] | None = option("-ts", "--tensor-split", metavar="N0,N1,...", parse=_shares, llama=True, server="-ts", group="GPU",
                                               commands=_MEASURE, help="Share of the layers for each GPU, as 3,1.")  # fmt: skip
-    split_mode: str | None = option("-sm", "--split-mode", metavar="MODE", parse=_split_mode, number=_SPLIT_MODES.get, unset=1, choices=tuple(_SPLIT_MODES),
+    split_mode: str | None = option("-sm", "--split-mode", metavar="MODE", unset=1, **_numbered(_SPLIT_MODES) | {"parse": _split_mode},
                                     llama=True, server="-sm", group="GPU", commands=_MEASURE,
                                     help="How layers go to several GPUs: layer, or none for -mg alone. Default: layer.")  # fmt: skip
     main_gpu: int | None = option("-mg", "--main-gpu", metavar="N", parse=integer(0), llama=True, server="-mg", group="GPU", commands=_MEASURE,
@@ -276,8 +281,8 @@ class Config:
                                          help="Memory for tensors outside the experts whose names match, as CPU or CUDA0.")  # fmt: skip
     rpc_servers: None = option("--rpc", metavar="HOSTS", parse=_refuse_rpc, hidden=True, commands=_MEASURE, help="Refused.")
 
-    rope_scaling_type: str | None = option("--rope-scaling", metavar="METHOD", parse=one_of(tuple(_ROPE_SCALINGS), _ROPE_SCALINGS), number=_ROPE_SCALINGS.get,
-                                           unset=-1, choices=tuple(_ROPE_SCALINGS), server="--rope-scaling", **_ROPE,
+    rope_scaling_type: str | None = option("--rope-scaling", metavar="METHOD", **_numbered(_ROPE_SCALINGS), unset=-1,
+                                           server="--rope-scaling", **_ROPE,
                                            help="Scaling of positions: none, linear or yarn. Default: the model's.")  # fmt: skip
     rope_scale: float | None = option("--rope-scale", metavar="N", parse=number(above=0), group="Positions", commands=_MEASURE,
                                       help="Context scaling factor: expands the context N times.")  # fmt: skip
@@ -296,8 +301,8 @@ class Config:
     yarn_beta_fast: float | None = option("--yarn-beta-fast", metavar="N", parse=number(), server="--yarn-beta-fast", **_ROPE,
                                           help="YaRN: low correction dimension. Default: the model's.")  # fmt: skip
 
-    numa: str | None = option("--numa", metavar="STRATEGY", parse=one_of(tuple(_NUMA_STRATEGIES), _NUMA_STRATEGIES), number=_NUMA_STRATEGIES.get,
-                              unset=0, choices=tuple(_NUMA_STRATEGIES), llama=True, server="--numa", group="Machine", commands=_MEASURE,
+    numa: str | None = option("--numa", metavar="STRATEGY", **_numbered(_NUMA_STRATEGIES), unset=0, llama=True, server="--numa",
+                              group="Machine", commands=_MEASURE,
                               help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp.")  # fmt: skip
     priority: int = option("--prio", metavar="N", parse=integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
                            help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip

@@ -16,7 +16,7 @@ from ..options import TABLE, in_flags
 from ..system.console import ProgressLine, note, progress_bar
 from ..system.files import atomic_file, demo_model, require_new
 from ..system.memory import format_size, parse_size
-from .options import Listed, command, files_beside, flags_as_typed, given_files, help_of, own, remark_on_context, remark_on_memory, takes, takes_model
+from .options import Listed, command, files_beside, flags_as_typed, help_of, option_files, own, remark_on_context, remark_on_memory, takes, takes_model
 
 if TYPE_CHECKING:
     from ..measure.job import BenchTest, Job
@@ -195,7 +195,7 @@ def report(output: str, model: str | None, text: str | None, n_prompt: int, n_de
     """Run a model and write a page about it: where memory and time went, by layer and by token, and what more memory would give."""
     from ..report import write_report
 
-    require_new(output, [*files_beside(model), text, *given_files(options)], "--output")
+    require_new(output, [*files_beside(model), text, *option_files(options)], "--output")
     with progress_bar("tokens") as progress:
         page = write_report(model or demo_model(), text=text, n_prompt=n_prompt, n_decode=n_decode, progress=progress, **options)
     with atomic_file(output) as file:

@@ -287,7 +287,7 @@ def files_beside(model: str | None) -> list[str]:
     return [*(split.parts if split else [path]), sidecar_path(path), profile_path(path)]
 
 
-def given_files(options: Mapping[str, Any], *without: str) -> list[str]:
+def option_files(options: Mapping[str, Any], *without: str) -> list[str]:
     """Files that options of the table name."""
     return [
         os.fspath(value)

@@ -21,7 +21,7 @@ from ..options import TABLE, Sampling, with_gpu
 from ..system.console import note
 from ..system.files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..system.memory import DEFAULT_SHARE, format_size
-from .options import TYPED, Command, command, files_beside, given_files, own, remark_on_context, sentence, takes, takes_model
+from .options import TYPED, Command, command, files_beside, option_files, own, remark_on_context, sentence, takes, takes_model
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -32,6 +32,15 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 
 HF_REPO_FLAGS = ("-hf", "--hf-repo")
 HF_REPO = own(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+
+
+def _downloaded(model: str | None, hf_repo: str | None) -> str | None:
+    """The model, fetched if a repository is named."""
+    if hf_repo:
+        from ..gguf.hub import download
+
+        return download(hf_repo)
+    return model
 
 
 class _Run(Command):
@@ -90,14 +99,14 @@ def run(
         raise OptionError("--prompt-cache-all and --prompt-cache-ro say how a --prompt-cache FILE is used: give one")
     sampling = Sampling.make(**{name: options.pop(name) for name in table_of(Sampling) if name in options})
     if hf_repo:
-        from ..gguf.hub import download, parse
+        from ..gguf.hub import parse
 
-        parse(hf_repo)
+        parse(hf_repo)  # before anything else is looked at
     prompt = _prompt(prompt, file)
     outputs = {"--stats-json": stats_json, "--prompt-cache": prompt_cache, "--trace": options.get("trace")}
     for flag, path in outputs.items():
         others = [other for name, other in outputs.items() if name != flag]
-        require_new(path, [*files_beside(model), file, *given_files(options, "trace"), *others], flag)
+        require_new(path, [*files_beside(model), file, *option_files(options, "trace"), *others], flag)
     chat = prompt is None and not raw and not as_json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
     if single_turn and chat:
         raise OptionError("-st: give the question with -p")
@@ -107,8 +116,7 @@ def run(
         prompt = DEMO_PROMPT
     if chat and prompt_cache:
         raise OptionError("--prompt-cache keeps one prompt, and a chat has many: give a prompt with -p or -f")
-    if hf_repo:
-        model = download(hf_repo)
+    model = _downloaded(model, hf_repo)
 
     from ..engine.llama import Llama, open_model
     from ..engine.prompt import PromptCache
@@ -241,14 +249,10 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
     """
     if model and hf_repo:
         raise OptionError("give -m or -hf, not both")
-    if hf_repo:
-        from ..gguf.hub import download
-
-        model = download(hf_repo)
+    path = _downloaded(model, hf_repo) or demo_model()
 
     from ..server.server import Server
 
-    path = model or demo_model()
     with_gpu(options, adapters=any(word.startswith("--lora") for word in args))
     options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
     with _ended_by_signals(), Server(path, args=args, on_request=None if quiet else note, **options) as server:

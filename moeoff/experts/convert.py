@@ -396,8 +396,8 @@ class _PartialFile:
             return {}
         record = struct.Struct(f"<I{1 + n_tiers}Q")
         claimed: dict[int, tuple[int, ...]] = {}
-        for at in range(32, len(data) - record.size + 1, record.size):
-            index, *values = record.unpack_from(data, at)
+        for offset in range(32, len(data) - record.size + 1, record.size):
+            index, *values = record.unpack_from(data, offset)
             claimed[index] = tuple(values)
 
         def holds(item: tuple[int, tuple[int, ...]]) -> bool:

@@ -131,9 +131,9 @@ def require_arrays(arrays: Mapping[str, np.ndarray], layouts: Mapping[str, Layou
         if array.dtype.kind not in kind.replace("i", "iu"):
             raise WrongArrays(f"{name!r} holds {array.dtype}, expected {_KINDS[kind[0]]}")
         expected = [n if isinstance(n, int) else lengths.get(n, n) for n in shape]
-        if array.ndim != len(shape) or any(isinstance(n, int) and n != found for n, found in zip(expected, array.shape)):
+        if array.ndim != len(shape) or any(isinstance(n, int) and n != length for n, length in zip(expected, array.shape)):
             raise WrongArrays(f"{name!r} has the shape {array.shape}, expected ({', '.join(map(str, expected))})")
-        lengths |= {n: found for n, found in zip(shape, array.shape) if isinstance(n, str)}
+        lengths |= {word: length for word, length in zip(shape, array.shape) if isinstance(word, str)}
         if array.size and kind != "b":
             least, most = bounds or (-np.inf, np.inf)
             lowest, highest = float(array.min()), float(array.max())  # NaN, if there is one

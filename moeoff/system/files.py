@@ -14,7 +14,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from ..errors import MoeoffError, OptionError, WriteError
 from .memory import format_size
@@ -125,28 +125,30 @@ def require_new(output: str | os.PathLike[str] | None, inputs: Iterable[str | os
     """
     if output is None:
         return
+
+    def refuse(why: str) -> NoReturn:
+        raise OptionError(f"{what} {os.fspath(output)}: {why}")
+
     folder = os.path.dirname(os.path.realpath(output))
     if os.path.isdir(output):
-        raise OptionError(f"{what} {os.fspath(output)}: is a folder: give the name of a file in it")
+        refuse("is a folder: give the name of a file in it")
     if os.path.exists(output) and not os.path.isfile(output):  # as /dev/null, which nothing is lost in
         return
     if not os.path.isdir(folder):
-        raise OptionError(f"{what} {os.fspath(output)}: there is no such folder, {folder}")
+        refuse(f"there is no such folder, {folder}")
     if folder == os.path.dirname(os.path.realpath(demo_model())):
-        raise OptionError(f"{what} {os.fspath(output)}: lies in moeoff's own package: copy the model elsewhere, or name another file")
+        refuse("lies in moeoff's own package: copy the model elsewhere, or name another file")
     if not os.access(folder, os.W_OK):
-        raise OptionError(f"{what} {os.fspath(output)}: nothing can be written in {folder}, which is read-only: name a file elsewhere")
-    if hasattr(os, "statvfs") and (room := os.statvfs(folder)).f_blocks and not room.f_bavail:
-        raise OptionError(f"{what} {os.fspath(output)}: the disk of {folder} is full")
-    for path in inputs:
-        if path is None:
-            continue
+        refuse(f"nothing can be written in {folder}, which is read-only: name a file elsewhere")
+    if (room := os.statvfs(folder)).f_blocks and not room.f_bavail:
+        refuse(f"the disk of {folder} is full")
+    for path in (path for path in inputs if path is not None):
         try:
             same = os.path.samefile(output, path)
         except OSError:  # one of them is not there
             same = os.path.realpath(output) == os.path.realpath(path)
         if same:
-            raise OptionError(f"{what} {os.fspath(output)}: would replace {os.fspath(path)}, which is in use: give another name")
+            refuse(f"would replace {os.fspath(path)}, which is in use: give another name")
 
 
 @contextlib.contextmanager
