@@ -1,7 +1,7 @@
 """Checks of a model's headers before llama.cpp sees the file: it ends the process over what it does not expect.
 
 Most of what llama.cpp asserts while it loads comes back as an error (`moeoff.llamacpp.llama.assertions_raise`). Here is the rest, and what
-deserves a sentence of its own: counts that it divides by, and types that fail while it computes.
+deserves a sentence of its own: counts that it divides by, types that fail while it computes, and tables that name experts.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import math
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from ..errors import ModelError
-from .model_index import ModelIndex, count, parse_tensor_name
+from .model_index import ModelBytes, ModelIndex, count, parse_tensor_name
 from .quantize import I32, is_computed, type_name
 
 __all__ = ["preflight"]
@@ -26,6 +28,7 @@ _ELEMENTWISE = re.compile(
     r"norm|\.bias$|ssm_(a|d|conv1d)\b|ssm_conv1d_|shortconv\.conv|ple_conv1d|exp_probs_b|attn_sinks|rope_(freqs|factors_)"
     r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|(?<!_exps)\.scale$"
 )
+_EXPERTS_OF_TOKENS = ".ffn_gate_tid2eid.weight"  # where a token alone decides
 _ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
 _F32 = 0
 
@@ -39,6 +42,7 @@ def preflight(index: ModelIndex) -> None:
     if index.vocabulary_fault:
         raise ModelError(f"{index.files[0]}: {index.vocabulary_fault}")
     _check_tensors(index)
+    _check_tables(index)
 
 
 def _counts(index: ModelIndex) -> Iterator[tuple[str, bool, str]]:
@@ -83,3 +87,12 @@ def _check_tensors(index: ModelIndex) -> None:
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert the model again")
         if name in index.experts and not parse_tensor_name(name).chunk and span.shape[2] != index.n_expert:
             raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {index.n_expert} of expert_count")
+
+
+def _check_tables(index: ModelIndex) -> None:
+    with ModelBytes(index.files) as files:
+        for name, span in index.dense.items():
+            if name.endswith(_EXPERTS_OF_TOKENS) and span.type == I32:
+                ids = np.frombuffer(files.read(span.file, span.offset, span.nbytes, name), np.int32)
+                if (wrong := ids[(ids < 0) | (ids >= index.n_expert)]).size:
+                    raise ModelError(f"{index.files[span.file]}: {name} names expert {wrong[0]}, expected 0 to {index.n_expert - 1}: the file is damaged")

@@ -114,8 +114,7 @@ __all__ = [
     "layer_device",
     "device_memory",
     "replan",
-    "guard_begin",
-    "guard_end",
+    "guard",
     "overrides_new",
     "overrides_free",
     "threadpool_new",
@@ -497,10 +496,8 @@ layer_device = function("moeoff_layer_device", c_void_p, c_void_p, c_int32)
 device_memory = function("moeoff_device_memory", None, c_void_p, c_void_p, POINTER(c_uint64))
 # int moeoff_replan(struct llama_context * ctx);
 replan = function("moeoff_replan", c_int, c_void_p)
-# void moeoff_guard_begin(void);
-guard_begin = function("moeoff_guard_begin", None)
-# void moeoff_guard_end(void);
-guard_end = function("moeoff_guard_end", None)
+# void moeoff_guard(int32_t more);
+guard = function("moeoff_guard", None, c_int32)
 # void * moeoff_overrides_new(const char * const * patterns, void * const * buffer_types, int32_t n);
 overrides_new = function("moeoff_overrides_new", c_void_p, POINTER(c_char_p), POINTER(c_void_p), c_int32)
 # void moeoff_overrides_free(void * overrides);

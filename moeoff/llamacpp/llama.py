@@ -129,11 +129,11 @@ def _reason(errors: Sequence[str]) -> str:
 @contextlib.contextmanager
 def assertions_raise() -> Iterator[None]:
     """Inside, a failed assertion of ggml's on this thread fails the call into llama.cpp instead of ending the process (moeoff-llama.h)."""
-    lib.moeoff_guard_begin()
+    lib.moeoff_guard(1)
     try:
         yield
     finally:
-        lib.moeoff_guard_end()
+        lib.moeoff_guard(-1)
 
 
 def supports_gpu() -> bool:

@@ -98,5 +98,6 @@ def device_memory_of(ctx: int, device: int) -> int:
     return sum(out)
 
 
+_abi.guard(0)
 _abi.use_row_kernels(machine.wants_row_kernels())
 _abi.use_attention_kernels(machine.wants_row_kernels())

@@ -5,6 +5,7 @@ Read from the GGUF, dequantized. Knows every gating function that llama.cpp has;
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from ..errors import ModelError
 from ..gguf.model_index import EMBEDDING, ModelBytes, ModelIndex
 from ..gguf.quantize import I32, dequantize, fits, quantize, type_from_name
+from ..system.console import note
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "Rows", "gating_of", "matmul"]
 
@@ -29,6 +31,7 @@ _GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without 
 # what may stand before the router, weight and bias, first found; and of routers that norm the stream themselves
 _NORMS = tuple((f"{name}.weight", f"{name}.bias") for name in ("ffn_norm", "post_attention_norm", "attn_output_norm"))
 _OWN_NORMS = {"gemma4": (("ffn_gate_inp.scale", ""),)}
+_Norm = tuple[np.ndarray, "np.ndarray | None"] | None  # weight and bias
 _RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the quotient is noise
 
 
@@ -66,7 +69,7 @@ class Router:
         gating: int = SOFTMAX,
         bias: Sequence[np.ndarray | None] | None = None,
         selection_bias: Sequence[np.ndarray | None] | None = None,
-        norms: Sequence[tuple[np.ndarray, np.ndarray | None] | None] | None = None,
+        norms: Sequence[_Norm] | None = None,
         tables: Sequence[np.ndarray | None] | None = None,
         n_groups: int = 0,
         n_groups_used: int = 0,
@@ -204,7 +207,7 @@ class Router:
         return self.select(gate, logits if self._by_logits else self.gated(logits))
 
     def ahead(self, source: int, target: int, norm: bool) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Weight [n_experts, n_embd] and bias of `target`'s router for the gate input of `source`; None if it has none.
+        """Weight [n_experts, n_embd] and bias of `target`'s router for the gate input of `source`; None if it has none, or none of finite numbers.
 
         norm: as if the residual stream were the same at both and only the norms' weights differed. A gate's input is
         r * w + b of a normed residual r, so the target's would be (x - b) / w * w' + b': folded into the router.
@@ -212,10 +215,15 @@ class Router:
         weight, bias = self.weights[target], self.bias[target]
         if weight is None or self.tables[target] is not None:
             return None
-        norms = self.norms[source], self.norms[target]
-        if not norm or norms[0] is None or norms[1] is None:
+        if norm:
+            weight, bias = self._folded(weight, bias, self.norms[source], self.norms[target])
+        return (weight, bias) if all(numbers is None or np.isfinite(numbers).all() for numbers in (weight, bias)) else None
+
+    @staticmethod
+    def _folded(weight: np.ndarray, bias: np.ndarray | None, source: _Norm, target: _Norm) -> tuple[np.ndarray, np.ndarray | None]:
+        if source is None or target is None:
             return weight, bias
-        (w, b), (w2, b2) = norms[0], norms[1]
+        (w, b), (w2, b2) = source, target
         if w.shape != w2.shape or w.shape[0] != weight.shape[1]:
             return weight, bias
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -261,7 +269,15 @@ class _Tensors(ModelBytes):
             return None
         data = self.read(span.file, span.offset, span.nbytes, name)
         shape = [n for n in span.shape[::-1] if n != 1] or [1]
-        return np.frombuffer(data, np.int32).reshape(shape) if span.type == I32 else dequantize(data, span.type, shape)
+        if span.type == I32:
+            return np.frombuffer(data, np.int32).reshape(shape)
+        numbers = dequantize(data, span.type, shape)
+        if not np.isfinite(numbers).all():
+            _say(f"{self._model_index.files[span.file]}: {name} holds numbers that are not finite: the file is damaged, and what the model says is of no use")
+        return numbers
+
+
+_say = functools.cache(note)  # once: a lazy router's weights are read again
 
 
 def matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:

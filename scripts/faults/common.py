@@ -120,7 +120,6 @@ def findings_by_seed(
 
 def import_all() -> None:
     """What takes time is imported once, before the children."""
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # else a failed assertion starts a debugger, which takes seconds
     import moeoff.cli.main
 
     moeoff.Llama  # noqa: B018

@@ -215,6 +215,21 @@ static uint64_t resident_bytes(const uint8_t * begin, uint64_t bytes) {
     return page_size * (uint64_t) std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return (page & 1) != 0; });
 }
 
+TEST(where_the_systems_pages_are_larger_a_slot_takes_whole_ones_and_gives_all_of_it_back) {
+    arena::system_page = 16 * page_size;
+    arena          a;
+    const int      cls = a.add_class(arena::slot_bytes(20 * page_size), 4);
+    const uint64_t slot_bytes = 2 * arena::system_page;
+    REQUIRE(a.slot_bytes_of(cls) == slot_bytes && a.reserve(4 * slot_bytes));
+    for (int32_t slot = 0; slot < 4; slot++) {
+        memset(a.data(cls, a.take(cls)), 1, slot_bytes);
+    }
+    a.give(cls, 1);
+    a.set_limit(3 * slot_bytes);
+    REQUIRE(a.trim() && a.committed_bytes() == 3 * slot_bytes);
+    REQUIRE(resident_bytes(a.data(cls, 1), slot_bytes) == 0 && resident_bytes(a.data(cls, 0), 4 * slot_bytes) == 3 * slot_bytes);
+}
+
 // slots of 100 pages, which lie across the borders of huge pages
 TEST(a_large_arena_has_huge_pages_and_counts_them_whole) {
     arena a;

@@ -400,6 +400,38 @@ TEST(every_fault_while_the_driver_runs) {
     }, true) > 20);
 }
 
+TEST(an_event_that_finds_no_memory_is_dropped_and_no_error) {
+    struct state {
+        std::atomic<bool> may_go {false};
+        std::atomic<int>  n {0};
+    } got;
+    event_driver driver;
+    driver.start([](const moeoff_gate_event *, void * to) {
+        state & s = *(state *) to;
+        while (!s.may_go) {
+        }
+        s.n++;
+    }, &got, 1 << 16);
+    const int32_t id = 0;
+    const float   weight = 1.0f;
+    moeoff_gate_event e = {};
+    e.n_tokens = e.n_used = 1;
+    e.ids      = &id;
+    e.weights  = &weight;
+    long n_dropped[2] = { 0, 0 }; // its arrays have no memory, its place in the queue has none
+    for (int i = 0; i < 40; i++) {
+        const fault f(ALLOC, 1 + i % 2);
+        driver.post(e, { sizeof(id), sizeof(weight), sizeof(weight), 0, 0 });
+        n_dropped[i % 2] += n_fired;
+    }
+    REQUIRE(n_dropped[0] == 20 && n_dropped[1] > 0);
+    got.may_go = true;
+    driver.drain();
+    moeoff_stats stats = {};
+    driver.add_stats(stats);
+    REQUIRE(stats.events_dropped == (uint64_t) (n_dropped[0] + n_dropped[1]) && (uint64_t) got.n == 40 - stats.events_dropped);
+}
+
 TEST(every_fault_while_resizing) {
     REQUIRE(sweep([](user & u, bool & failed) {
         std::string error;

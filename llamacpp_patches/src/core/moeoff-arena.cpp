@@ -17,14 +17,7 @@
 
 namespace moeoff {
 
-// The system's pages may be larger than ours.
-static uintptr_t system_page() {
-    static const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
-    return page;
-}
-
-static uintptr_t system_page_floor(const uint8_t * p) { return (uintptr_t) p / system_page() * system_page(); }
-static uintptr_t system_page_ceil (const uint8_t * p) { return system_page_floor(p + system_page() - 1); }
+uint64_t arena::system_page = (uint64_t) sysconf(_SC_PAGESIZE);
 
 static uint64_t next_huge_page(uint64_t n) { return (n + arena::huge_page - 1) / arena::huge_page * arena::huge_page; }
 
@@ -36,21 +29,17 @@ static void advise(uint8_t * base, uint64_t begin, uint64_t end, int advice) {
 }
 #endif
 
-// Gives the memory of a range back at once. The system's pages that reach beyond the range stay.
+// Gives the memory of a range back at once
 void arena::give_back(size_class & c, uint64_t from, uint64_t to) const {
-    const uintptr_t begin = system_page_ceil(c.base + from), end = system_page_floor(c.base + to);
-    if (begin >= end) {
-        return;
-    }
 #ifdef __APPLE__ // MADV_DONTNEED keeps what is in them there; new pages in their place do not
-    mmap((void *) begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    mmap(c.base + from, to - from, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 #else
     if (is_huge) { // the system would make what is left of a huge page whole again
         advise(c.base, from / huge_page * huge_page, std::min(next_huge_page(to), c.open), MADV_NOHUGEPAGE);
     }
-    if (madvise((void *) begin, end - begin, MADV_DONTNEED) != 0) { // of a process that has locked all of its memory, these pages too
-        munlock((void *) begin, end - begin);
-        madvise((void *) begin, end - begin, MADV_DONTNEED);
+    if (madvise(c.base + from, to - from, MADV_DONTNEED) != 0) { // of a process that has locked all of its memory, these pages too
+        munlock(c.base + from, to - from);
+        madvise(c.base + from, to - from, MADV_DONTNEED);
     }
 #endif
 }
@@ -58,8 +47,7 @@ void arena::give_back(size_class & c, uint64_t from, uint64_t to) const {
 // From here on the class may be read and written up to there: the system promises memory for it, or does not.
 bool arena::open_until(size_class & c, uint64_t to) {
     if (to > c.open) {
-        const uintptr_t begin = system_page_floor(c.base + c.open), end = system_page_ceil(c.base + to);
-        if (mprotect((void *) begin, end - begin, PROT_READ | PROT_WRITE) != 0) {
+        if (mprotect(c.base + c.open, to - c.open, PROT_READ | PROT_WRITE) != 0) {
             return false;
         }
         c.open = to;
@@ -77,7 +65,12 @@ uint64_t arena::slot_bytes(uint64_t slice_bytes) {
     return page_ceil(slice_bytes) + page_size;
 }
 
-int arena::add_class(uint64_t stride, uint32_t n) {
+uint64_t arena::whole_pages(uint64_t bytes) {
+    return (bytes + system_page - 1) / system_page * system_page;
+}
+
+int arena::add_class(uint64_t slot_bytes, uint32_t n) {
+    const uint64_t stride = whole_pages(slot_bytes);
     for (size_t i = 0; i < classes.size(); i++) {
         if (classes[i].stride == stride) {
             classes[i].n += n;

@@ -25,7 +25,10 @@ class arena {
     static constexpr uint64_t huge_page = 2 << 20; // of x86-64, and of ARM with ordinary pages of 4 KiB
     static uint64_t slot_bytes(uint64_t slice_bytes); // what a slice takes of a slot: it may begin anywhere inside its first page
 
-    // slots of so many bytes, in whole pages, room for n of them; returns the class. Before reserve()
+    static uint64_t whole_pages(uint64_t bytes);      // of the system, which may be larger than ours: what a slot takes, so that its memory can go alone
+    static uint64_t system_page;                      // tests set it
+
+    // room for n slots of so many bytes; returns the class. Before reserve()
     int  add_class(uint64_t slot_bytes, uint32_t n);
     // false: no address space, or no memory for two slots of each class
     bool reserve(uint64_t limit_bytes);

@@ -127,7 +127,12 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
     if (stopping) {
         return;
     }
-    queue.push_back(std::move(r));
+    try {
+        queue.push_back(std::move(r));
+    } catch (const std::bad_alloc &) {
+        dropped++;
+        return;
+    }
     used += nbytes;
     work.notify_one();
 }

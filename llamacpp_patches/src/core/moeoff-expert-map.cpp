@@ -104,14 +104,14 @@ uint64_t expert_map::slot_bytes(const gate & g, int32_t expert, version v) const
         const moeoff_source * s = source_of(g, matrix, expert, v);
         sum += s && s->type >= 0 ? arena::slot_bytes(s->nbytes) : 0;
     }
-    return sum;
+    return arena::whole_pages(sum);
 }
 
 uint64_t expert_map::arena_full(version v) const {
     uint64_t sum = 0;
-    for (const auto & list : sources[v]) {
-        for (const auto & s : list) {
-            sum += s.type < 0 ? 0 : arena::slot_bytes(s.nbytes);
+    for (const auto & g : gates) {
+        for (int32_t e = 0; e < g->n_expert; e++) {
+            sum += slot_bytes(*g, e, v);
         }
     }
     return sum;

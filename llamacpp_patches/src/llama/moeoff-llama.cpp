@@ -17,6 +17,8 @@
 #include "ggml-cpu.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -26,6 +28,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #ifdef __linux__
@@ -484,36 +487,33 @@ int moeoff_batch_memory(llama_context * ctx, uint32_t n_tokens, bool gives_back,
     }
 }
 
-static thread_local int       guard_depth = 0; // of this thread
-static std::mutex             guard_mutex;
-static int                    n_guarded      = 0; // pairs open on all threads
-static ggml_abort_callback_t  unguarded      = nullptr;
+// --- what ggml asserts ---
 
-static void throw_assertion(const char * message) {
+static thread_local int      guard_depth = 0;       // of this thread
+static ggml_abort_callback_t others      = nullptr; // of a program around this one
+
+// ggml's own backtrace is a child's, and the children of several threads that meet an assertion at once wait for each other
+static void on_assertion(const char * message) {
     if (guard_depth > 0) {
         throw std::runtime_error(message);
     }
-    if (unguarded) {
-        unguarded(message);
+    static std::atomic_flag is_ending = ATOMIC_FLAG_INIT;
+    while (is_ending.test_and_set()) { // the first thread ends all
+        std::this_thread::sleep_for(std::chrono::seconds(1));
+    }
+    if (others) {
+        others(message);
     } else {
-        fprintf(stderr, "%s\n", message);
+        fprintf(stderr, "llama.cpp ends this process, as something that it relies on does not hold: %s\n", message);
     }
 }
 
-void moeoff_guard_begin(void) {
-    std::lock_guard<std::mutex> lock(guard_mutex);
-    if (n_guarded++ == 0) {
-        unguarded = ggml_set_abort_callback(throw_assertion);
-    }
-    guard_depth++;
-}
-
-void moeoff_guard_end(void) {
-    std::lock_guard<std::mutex> lock(guard_mutex);
-    guard_depth--;
-    if (--n_guarded == 0) {
-        ggml_set_abort_callback(unguarded);
-    }
+void moeoff_guard(int32_t more) {
+    static std::mutex           mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto before = ggml_set_abort_callback(on_assertion);
+    others            = before == on_assertion ? others : before;
+    guard_depth      += more;
 }
 
 // --- what a binding would otherwise mirror structs of ggml's for ---

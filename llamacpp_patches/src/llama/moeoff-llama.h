@@ -54,11 +54,10 @@ extern "C" LLAMA_API void moeoff_device_memory(const struct llama_context * ctx,
 // -1: no memory for the buffers.
 extern "C" LLAMA_API int moeoff_replan(struct llama_context * ctx);
 
-// Between the two, what ggml asserts on the calling thread is an exception, which llama.cpp's functions that load a model or
-// create a context catch, log, and answer with NULL: a bad file then does not end the process. On other threads, and on this
-// one outside, an assertion still ends it. Not while a graph is computed: nothing catches there. Pairs may be nested.
-extern "C" LLAMA_API void moeoff_guard_begin(void);
-extern "C" LLAMA_API void moeoff_guard_end(void);
+// From the first call on, what ggml asserts ends the process with one sentence, whichever threads meet it. more: 1 until a -1 of the same thread makes it
+// an exception there, which llama.cpp's functions that load a model or create a context catch, log, and answer with NULL: a bad file then does not end
+// the process. Not while a graph is computed: nothing catches there. Pairs may be nested.
+extern "C" LLAMA_API void moeoff_guard(int32_t more);
 
 // Where tensors go: an array of llama_model_tensor_buft_override, which llama.cpp does not copy. The first regular expression that is found in a
 // tensor's name decides, for the ggml_backend_buffer_type_t at its place. NULL: no memory. To be freed after the model.

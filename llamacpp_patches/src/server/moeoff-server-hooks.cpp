@@ -213,11 +213,11 @@ void server_decode::charge(server_usage & usage) const {
 }
 
 server_guard::server_guard() {
-    moeoff_guard_begin();
+    moeoff_guard(1);
 }
 
 server_guard::~server_guard() {
-    moeoff_guard_end();
+    moeoff_guard(-1);
 }
 
 server_loan::~server_loan() {
