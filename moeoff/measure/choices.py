@@ -1,7 +1,7 @@
 """What gates chose for every token of some windows of text, and what a simulated cache misses of it where nothing is left out.
 
 The choices of a lossless pass are the same behind every cache, so that one pass tells the misses behind all of them, on the very tokens that rules are
-measured on. The cache is that of core/moeoff-simulated-cache.h, in numpy: all gates of all windows step together.
+measured on. The cache is that of core/moeoff-version-selector.h, in numpy: all gates of all windows step together.
 """
 
 from __future__ import annotations

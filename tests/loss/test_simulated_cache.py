@@ -33,7 +33,7 @@ def logits(model, n=24, prompt=PROMPT, **options):
 
 
 class Cache:
-    """The simulated cache of moeoff-simulated-cache.h once more."""
+    """The simulated cache of moeoff-version-selector.h once more."""
 
     def __init__(self, n_experts: int, share: float):
         self.count, self.inside, self.room, self.unit = np.zeros(n_experts, np.float32), np.zeros(n_experts, bool), int(share * n_experts + 0.5), np.float32(1)

@@ -49,7 +49,7 @@ struct two_pools {
         for (const bool wanted_too : { false, true }) {
             for (uint32_t i = 0; i < all.experts.size(); i++) {
                 expert_state & x = all.experts[i];
-                if (x.version != v || x.resident() == 0 || x.pins > 0 || x.loading != 0 || (level == PREFETCH && x.expected) || all.wanted(x) != wanted_too) {
+                if (x.version != v || x.resident() == 0 || x.pins > 0 || x.loading != 0 || (level == PREFETCH && x.expected) || all.is_chosen(x) != wanted_too) {
                     continue;
                 }
                 if (wanted_too) { // of which the least has to be read again
@@ -75,7 +75,7 @@ struct two_pools {
         return best;
     }
 
-    static int n_lost(const expert_state & x) { return n_in(x.resident() & x.wanted); }
+    static int n_lost(const expert_state & x) { return n_in(x.resident() & x.chosen); }
 
     void publish(int gate) {
         for (int e = 0; e < n_expert; e++) {
@@ -134,8 +134,8 @@ static outcome compare_with_the_rule(int n_expert) {
                 break;
             case 3: // used now
                 x.last_use = ++clock;
-                x.want_seq = p.all.n_events;
-                x.wanted   = rng() % 2 ? (matrix_set) (rng() & matrices) : 0;
+                x.chosen_seq = p.all.n_events;
+                x.chosen   = rng() % 2 ? (matrix_set) (rng() & matrices) : 0;
                 p.pools[x.version].reconsider(x);
                 break;
             case 4:
@@ -160,7 +160,7 @@ static outcome compare_with_the_rule(int n_expert) {
                     p.publish(1);
                 } else if (rng() % 20 == 0) {
                     p.all.low_spare = rng() % 2;
-                    p.all.n_events += catalog::want_window; // room::next_event() tells of those whose time has come
+                    p.all.n_events += catalog::chosen_window; // room::next_event() tells of those whose time has come
                     p.reconsider_all();
                 }
                 break;
@@ -169,14 +169,14 @@ static outcome compare_with_the_rule(int n_expert) {
                 const request_level level = (request_level) (rng() % N_REQUEST_LEVEL);
                 expert_state * expected = p.expected_victim(v, level);
                 expert_state * victim   = p.pools[v].victim(level);
-                if (victim && expected && p.all.wanted(*victim)) {
-                    REQUIRE(p.all.wanted(*expected) && p.n_lost(*victim) == p.n_lost(*expected) && !victim->pins && !victim->loading); // of these any
+                if (victim && expected && p.all.is_chosen(*victim)) {
+                    REQUIRE(p.all.is_chosen(*expected) && p.n_lost(*victim) == p.n_lost(*expected) && !victim->pins && !victim->loading); // of these any
                 } else {
                     REQUIRE(victim == expected);
                 }
                 if (victim) {
                     out.n_victims[level]++;
-                    out.n_wanted += p.all.wanted(*victim);
+                    out.n_wanted += p.all.is_chosen(*victim);
                     p.leave(*victim);
                     victim->expected = false;
                 } else {

@@ -2,7 +2,7 @@
 
 #include "check.h"
 
-#include "moeoff-simulated-cache.h"
+#include "moeoff-version-selector.h"
 
 using namespace moeoff;
 

@@ -1,20 +1,69 @@
 #pragma once
 
 // The third place of experts, beside disk and host memory: slots in devices' memory, of each gate on the device of its layer. Decides
-// which of the chosen experts a device serves and which are uploaded; the store carries that out. Knows neither ggml nor threads.
+// which of the chosen experts a device serves and which are uploaded; the store carries that out. Knows nothing of ggml.
 //
 // One user, a llama_context, has the devices: what its graphs read is not overwritten while they run, because a gate's slots change
 // only between the gate's event, before which its device has finished all that was queued, and its ops, which read what the event says.
 
-#include "moeoff-device-slots.h"
 #include "moeoff-expert-table.h"
 
+#include <condition_variable>
+#include <deque>
+#include <functional>
 #include <memory>
+#include <thread>
 #include <vector>
 
 namespace moeoff {
 
 struct selection;
+
+// an expert to be written into a slot
+struct upload {
+    int32_t  expert;
+    int32_t  slot;
+    int32_t  displaced = -1; // whose slot it was
+    uint32_t downloads = 0;  // of its matrices, those that go back to host memory first: bit 1 << moeoff_matrix
+};
+
+// The experts of one gate that are in a device's memory: which slot each is in, and which of them gives its slot to another. A slot
+// holds all matrices of one expert; it is free, being written (its expert is not found yet), or serves its expert.
+//
+// What ranks lowest gives way: by priority, then by heat, a count of uses that halves every 180 steps. Of equal priority only what has
+// been used more than once more often displaces another: to and fro between experts that are used as often would keep the bus busy for
+// nothing.
+class device_slots {
+  public:
+    device_slots(int32_t n_experts, int32_t n_slots);
+
+    int32_t n_slots() const { return (int32_t) expert_in.size(); }
+    int32_t n_served() const; // experts that are there
+    // the slot that serves the expert, or -1
+    int32_t find(int32_t expert) const { return slot_of[expert]; }
+    void    next_step() { now++; }
+    void    use(int32_t expert); // in this step
+    // a ranks below b; keys [n_experts]: eviction_rank::key_of the priorities
+    bool    is_below(int32_t a, int32_t b, const uint32_t * keys) const { return keys[a] != keys[b] ? keys[a] < keys[b] : heat_of(a) < heat_of(b); }
+    // A slot to write the expert into: a free one, else that of the lowest of those that is_needed [n_experts] is 0 for, forced or if
+    // that gives way. -1: none. displaced: whose slot it was, or -1; it is not found any more
+    int32_t take(int32_t expert, const uint32_t * keys, const uint8_t * is_needed, bool forced, int32_t & displaced);
+    // the upload has ended; only a complete one is found from now on
+    void    finish(const upload & u, bool is_complete);
+
+  private:
+    float heat_of(int32_t expert) const;
+    bool  displaces(int32_t expert, int32_t other, const uint32_t * keys) const;
+
+    static constexpr int32_t free_slot = -1;
+
+    uint64_t              now = 0;
+    std::vector<int32_t>  slot_of;   // by expert, -1: none serves it
+    std::vector<float>    heat;      // by expert, in the step of its last use
+    std::vector<uint64_t> last_use;  // by expert
+    std::vector<int32_t>  expert_in; // by slot, also while it is being written
+    std::vector<int32_t>  free_list;
+};
 
 // The memory of devices' slots, behind one interface: the store writes experts there and reads them back without knowing what a device is.
 class slot_memory {
@@ -63,7 +112,6 @@ class device_tier {
     void finish(const gate & g, const upload & u, bool is_complete, expert_table & table) REQUIRES(store_mutex);
 
   private:
-
     void begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) REQUIRES(store_mutex);
 
     moeoff_device_mode mode      GUARDED_BY(store_mutex) = MOEOFF_DEVICE_OFF;
@@ -75,6 +123,37 @@ class device_tier {
     std::vector<int32_t> left       GUARDED_BY(store_mutex); // of the last event's experts, those for the waves to come
     std::vector<int32_t> candidates GUARDED_BY(store_mutex); // scratch
     std::vector<uint8_t> expected   GUARDED_BY(store_mutex); // likewise
+};
+
+// The thread that writes experts into slots while a graph goes on: what an upload is, the store says. Its mutex is never held together with the store's
+class uploader {
+  public:
+    ~uploader() { stop(); }
+
+    // once, before the first add(). write may not throw
+    void start(std::function<void(gate & g, const upload & u)> write);
+    void announce() { pending.fetch_add(1, std::memory_order_acq_rel); } // one that is decided: a drain() waits for it. Then, and under no lock:
+    void add(gate & g, const upload & u) EXCLUDES(mutex); // after a stop: done at once, by the caller
+    void drain() EXCLUDES(mutex); // returns when nothing is left to do
+    void stop() EXCLUDES(mutex);  // the same, and ends the thread
+    // uploads that were announced and have not ended
+    int32_t n_pending() const { return pending.load(std::memory_order_acquire); }
+
+  private:
+    struct job {
+        gate * g;
+        upload u;
+    };
+    void run() EXCLUDES(mutex);
+    void finish_one() REQUIRES(mutex);
+
+    std::function<void(gate & g, const upload & u)> write;
+    std::atomic<int32_t>    pending {0};
+    std::condition_variable changed;
+    checked_mutex           mutex;
+    std::deque<job>         jobs    GUARDED_BY(mutex);
+    bool                    stopped GUARDED_BY(mutex) = true;
+    std::thread             thread;
 };
 
 } // namespace moeoff

@@ -56,7 +56,7 @@ struct expert_state {
     // with the mutex
     matrix_set             queued     GUARDED_BY(store_mutex) = 0;
     matrix_set             loading    GUARDED_BY(store_mutex) = 0;
-    matrix_set             wanted     GUARDED_BY(store_mutex) = 0;     // by the gate event want_seq, and not used yet by their ops
+    matrix_set             chosen     GUARDED_BY(store_mutex) = 0;     // by the gate event chosen_seq, and not used yet by their ops
     matrix_set             prefetched GUARDED_BY(store_mutex) = 0;     // read because it was expected, not chosen yet
     bool                   expected   GUARDED_BY(store_mutex) = false; // by a prefetch; evicted last until its router selects
     bool                   noted      GUARDED_BY(store_mutex) = false; // in its gate's list of what may be expected
@@ -64,8 +64,8 @@ struct expert_state {
     uint16_t               held       GUARDED_BY(store_mutex) = 0;     // of the pins, those of uploads to a device
     int32_t                slot       GUARDED_BY(store_mutex) = -1;    // taken when something of it is queued, else by the worker
     int32_t                resident_i GUARDED_BY(store_mutex) = -1;    // place in its pool's list of residents
-    uint64_t               want_seq   GUARDED_BY(store_mutex) = 0;     // gate event that chose it last
-    uint64_t               want_noted GUARDED_BY(store_mutex) = 0;     // gate event under which room::wants has it last
+    uint64_t               chosen_seq   GUARDED_BY(store_mutex) = 0;     // gate event that chose it last
+    uint64_t               chosen_noted GUARDED_BY(store_mutex) = 0;     // gate event under which room::chosen_under has it last
     uint64_t               last_use   GUARDED_BY(store_mutex) = 0;
     std::array<uint8_t, MOEOFF_N_MATRIX> level    GUARDED_BY(store_mutex) {}; // of the pending request for each slice
     std::array<int64_t, MOEOFF_N_MATRIX> t_queued GUARDED_BY(store_mutex) {};

@@ -179,7 +179,7 @@ void expert_table::mark_chosen(expert_state & x, matrix_set matrices, moeoff_gat
     x.prefetched          &= (matrix_set) ~matrices;
     clear_expected(x);
     x.last_use = clock;
-    space.want(x, matrices);
+    space.choose(x, matrices);
 }
 
 void expert_table::request(expert_state & x, int32_t matrix, request_level level, bool * may_evict) {
@@ -245,7 +245,7 @@ void expert_table::pin(const tensor & t, const int32_t * experts, const uint8_t 
         expert_state & x = state_of(g, experts[i], version_of[i]);
         x.pins++;
         space.reconsider(x);
-        if (!(x.wanted & one) && x.has & one) {
+        if (!(x.chosen & one) && x.has & one) {
             if (!is_event) {
                 clock++;
                 is_event = true;
@@ -264,7 +264,7 @@ void expert_table::pin(const tensor & t, const int32_t * experts, const uint8_t 
 
 void expert_table::unpin(const tensor & t, int32_t expert, uint8_t v, bool keep) {
     expert_state & x = state_of(map.gate_of(t), expert, v);
-    x.wanted &= (matrix_set) ~set_of(t.info.matrix);
+    x.chosen &= (matrix_set) ~set_of(t.info.matrix);
     if (--x.pins > x.held || x.size_class < 0) {
         return;
     }
@@ -292,7 +292,7 @@ void expert_table::let_go(expert_state & x, bool keep) {
     if (x.pins > 0) {
         return;
     }
-    if (!keep && x.wanted == 0 && x.loading == 0 && x.resident_i >= 0) {
+    if (!keep && x.chosen == 0 && x.loading == 0 && x.resident_i >= 0) {
         evict(x);
     } else {
         space.reconsider(x);
@@ -312,7 +312,7 @@ void expert_table::prefetch(expert_state & x, int32_t matrix, bool is_expected, 
 
 int32_t expert_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
     int32_t n    = 0;
-    size_t  kept = 0; // still expected
+    size_t  n_noted = 0; // still expected
     for (const uint32_t i : g.noted) {
         expert_state & x = all.experts[i];
         if (x.expected && !(is_chosen && is_chosen[x.expert] & (1 << x.version))) {
@@ -328,10 +328,10 @@ int32_t expert_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
         }
         x.noted = x.expected;
         if (x.noted) {
-            g.noted[kept++] = i;
+            g.noted[n_noted++] = i;
         }
     }
-    g.noted.resize(kept);
+    g.noted.resize(n_noted);
     return n;
 }
 
@@ -384,11 +384,11 @@ void expert_table::count_on_device(const gate & g, int32_t expert, moeoff_gate_e
 // --- reading ---
 
 bool expert_table::next_read(read_request & r) {
-    bool got_no_slot = false, found = false;
+    bool got_no_slot = false, has_read = false;
     bool is_short_of[n_pools] = { false, false }; // an op waits for a slot of this pool, and may have any that nothing is being read into
     for (const request_level level : { DEMAND, GATE, PREFETCH }) {
         bool may_evict[n_pools] = { true, true };
-        for (uint32_t i = queue.first(level); i != request_queue::none && !found; i = queue.next(i)) {
+        for (uint32_t i = queue.first(level); i != request_queue::none && !has_read; i = queue.next(i)) {
             r = numbered(i);
             expert_state & x = *r.of;
             if (level < DEMAND && is_short_of[x.version]) {
@@ -400,18 +400,18 @@ bool expert_table::next_read(read_request & r) {
                 is_short_of[x.version] = is_short_of[x.version] || level == DEMAND;
                 continue;
             }
-            found = true;
+            has_read = true;
         }
-        if (found) {
+        if (has_read) {
             break;
         }
     }
     wants_slots.store(got_no_slot, std::memory_order_relaxed);
-    if (found) {
+    if (has_read) {
         begin_read(r);
         wake_workers(); // the next, if there is more
     }
-    return found;
+    return has_read;
 }
 
 bool expert_table::next_behind(const read_request & r, read_request & behind) {
@@ -576,7 +576,7 @@ void expert_table::evict_unwanted() {
     for (auto & p : pools) {
         for (size_t i = p.residents().size(); i-- > 0;) {
             expert_state & x = all.experts[p.residents()[i]];
-            if (x.pins == 0 && x.loading == 0 && !all.wanted(x)) {
+            if (x.pins == 0 && x.loading == 0 && !all.is_chosen(x)) {
                 evict(x);
             }
         }
@@ -604,7 +604,7 @@ void expert_table::check_invariants() const {
     }
     std::vector<int32_t> n_expected((size_t) map.n_gates(), 0);
     size_t   n_noted = 0;
-    uint64_t taken[n_pools] = { 0, 0 };
+    uint64_t committed[n_pools] = { 0, 0 };
     size_t   n_resident[n_pools] = { 0, 0 };
     for (uint32_t i = 0; i < all.experts.size(); i++) {
         const expert_state & x = all.experts[i];
@@ -625,7 +625,7 @@ void expert_table::check_invariants() const {
         assert(!x.expected || is_prefetch(x));
         assert(!x.cancel.load() || x.loading != 0);
         n_resident[x.version] += x.resident_i >= 0;
-        taken[x.version]      += x.slot >= 0 ? pools[x.version].slots.slot_bytes_of(x.size_class) : 0;
+        committed[x.version]      += x.slot >= 0 ? pools[x.version].slots.slot_bytes_of(x.size_class) : 0;
     }
     for (int32_t i = 0; i < map.n_gates(); i++) {
         assert(map.gate_at(i).n_expected == n_expected[(size_t) i]);
@@ -635,7 +635,7 @@ void expert_table::check_invariants() const {
     for (const version v : { HIGH, LOW }) {
         pools[v].check_invariants();
         assert(pools[v].residents().size() == n_resident[v]);
-        assert(pools[v].slots.committed_bytes() == taken[v] + pools[v].slots.free_bytes() + pools[v].slots.ahead_bytes());
+        assert(pools[v].slots.committed_bytes() == committed[v] + pools[v].slots.free_bytes() + pools[v].slots.ahead_bytes());
     }
     assert(!stopped || queue.empty());
     for (const auto & f : failures) {

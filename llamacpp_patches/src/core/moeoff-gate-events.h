@@ -2,9 +2,7 @@
 
 // What happens when a router has selected experts: versions are decided and kept for the ops of the graph, what was expected and not selected is cancelled, what was selected is requested.
 
-#include "moeoff-device-slots.h"
-#include "moeoff-expert-table.h"
-#include "moeoff-simulated-cache.h"
+#include "moeoff-device-tier.h"
 #include "moeoff-version-selector.h"
 
 #include <atomic>

@@ -97,10 +97,10 @@ void io_threads::log_read(const read_request & r, int64_t t_start, int64_t t_don
 }
 
 int32_t io_threads::take_reads(moeoff_read * out, int32_t n) {
-    const size_t taken = std::min(read_log.size(), (size_t) std::max(n, 0));
-    std::copy_n(read_log.begin(), taken, out);
-    read_log.erase(read_log.begin(), read_log.begin() + (ptrdiff_t) taken);
-    return (int32_t) taken;
+    const size_t n_out = std::min(read_log.size(), (size_t) std::max(n, 0));
+    std::copy_n(read_log.begin(), n_out, out);
+    read_log.erase(read_log.begin(), read_log.begin() + (ptrdiff_t) n_out);
+    return (int32_t) n_out;
 }
 
 } // namespace moeoff

@@ -7,6 +7,75 @@
 
 namespace moeoff {
 
+// --- order ---
+
+uint32_t eviction_rank::key_of(float priority) {
+    uint32_t bits;
+    memcpy(&bits, &priority, sizeof(bits));
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return spare + 1;
+    }
+    if (bits == 0x80000000u) {
+        bits = 0; // -0 is 0
+    }
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+void eviction_order::resize(size_t n_gates, size_t n_experts) {
+    width = n_experts;
+    leaves.assign(std::max<size_t>(n_gates * n_experts, 2), {}); // a root needs two
+    winners.assign(leaves.size(), 0);
+    for (size_t node = leaves.size() - 1; node >= 1; node--) {
+        winners[node] = lower_child(node);
+    }
+}
+
+void eviction_order::set(size_t leaf, const eviction_rank & rank) {
+    if (leaves[leaf] == rank) {
+        return;
+    }
+    leaves[leaf] = rank;
+    for (size_t node = (leaves.size() + leaf) / 2; node >= 1; node /= 2) {
+        const uint32_t lower = lower_child(node);
+        if (lower == winners[node] && lower != leaf) {
+            return; // the way up is as it was
+        }
+        winners[node] = lower;
+    }
+}
+
+void eviction_order::set_keys(size_t gate, const uint32_t * keys) {
+    bool changed = false;
+    for (size_t e = 0; e < width; e++) {
+        eviction_rank & leaf = leaves[gate * width + e];
+        if (leaf.has_priority() && leaf.key != keys[e]) {
+            leaf.key = keys[e];
+            changed  = true;
+        }
+    }
+    if (!changed) {
+        return;
+    }
+    size_t from = leaves.size() + gate * width;
+    size_t to   = from + width - 1;
+    while (to > 1) { // leaves may lie in two levels of the tree: from is at the root before to is
+        from = std::max<size_t>(from / 2, 1);
+        to   = to / 2;
+        for (size_t node = from; node <= to; node++) {
+            winners[node] = lower_child(node);
+        }
+    }
+}
+
+bool eviction_order::is_consistent() const {
+    for (size_t node = 1; node < leaves.size(); node++) {
+        if (!(leaves[winners[node]] == leaves[lower_child(node)])) {
+            return false;
+        }
+    }
+    return true;
+}
+
 // --- pool ---
 
 bool pool::reserve(size_t n_experts, uint64_t limit_bytes) {
@@ -53,7 +122,7 @@ void pool::leave(expert_state & x) {
 }
 
 eviction_rank pool::rank_of(const expert_state & x) const {
-    if (x.resident_i < 0 || x.pins > 0 || x.loading != 0 || all.wanted(x)) {
+    if (x.resident_i < 0 || x.pins > 0 || x.loading != 0 || all.is_chosen(x)) {
         return {};
     }
     const bool is_spare = all.on_device[all.leaf_of(x)] || all.is_superfluous(x);
@@ -104,7 +173,7 @@ expert_state * pool::victim(request_level level) {
     expert_state * best = nullptr;
     for (const uint32_t i : resident) {
         expert_state & x = all.experts[i];
-        if (x.pins == 0 && x.loading == 0 && (!best || n_in(x.resident() & x.wanted) < n_in(best->resident() & best->wanted))) {
+        if (x.pins == 0 && x.loading == 0 && (!best || n_in(x.resident() & x.chosen) < n_in(best->resident() & best->chosen))) {
             best = &x;
         }
     }
@@ -126,7 +195,7 @@ bool room::start(uint64_t high_limit, uint64_t low_limit) {
     published.assign(n, 0.0f);
     all.on_device.assign(n, 0);
     keys_of_row.resize((size_t) all.n_experts);
-    for (auto & list : wants) {
+    for (auto & list : chosen_under) {
         list.reserve(all.experts.size());
     }
     for (uint32_t i = 0; i < all.experts.size(); i++) {
@@ -173,20 +242,20 @@ void room::publish() {
 void room::next_event() {
     all.n_events++;
     all.n_chosen = 0;
-    auto & ended = wants[all.n_events % catalog::want_window];
+    auto & ended = chosen_under[all.n_events % catalog::chosen_window];
     for (const uint32_t i : ended) {
         reconsider(all.experts[i]);
     }
     ended.clear();
 }
 
-void room::want(expert_state & x, matrix_set matrices) {
-    x.wanted  |= matrices;
-    x.want_seq = all.n_events;
-    if (x.want_noted != all.n_events) {
-        x.want_noted = all.n_events;
+void room::choose(expert_state & x, matrix_set matrices) {
+    x.chosen  |= matrices;
+    x.chosen_seq = all.n_events;
+    if (x.chosen_noted != all.n_events) {
+        x.chosen_noted = all.n_events;
         all.n_chosen++;
-        wants[all.n_events % catalog::want_window].push_back(all.index_of(x));
+        chosen_under[all.n_events % catalog::chosen_window].push_back(all.index_of(x));
     }
     reconsider(x);
 }

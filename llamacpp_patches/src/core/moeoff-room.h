@@ -7,12 +7,56 @@
 // files and queues. After the start nothing allocates.
 
 #include "moeoff-arena.h"
-#include "moeoff-eviction-order.h"
 #include "moeoff-expert-map.h"
 
 #include <vector>
 
 namespace moeoff {
+
+// what goes first is lowest
+struct eviction_rank {
+    uint32_t key      = UINT32_MAX; // key_of(priority), or one of the three below
+    uint32_t index    = 0;          // of the slice
+    uint64_t last_use = 0;
+
+    static constexpr uint32_t spare    = 0;              // before every priority
+    static constexpr uint32_t expected = UINT32_MAX - 1; // after every priority
+    static constexpr uint32_t none     = UINT32_MAX;     // nothing to evict
+    static uint32_t key_of(float priority); // in the order of the priorities; what is not a number is the lowest of them
+
+    bool has_priority() const { return key != spare && key < expected; }
+    bool operator==(const eviction_rank & o) const { return key == o.key && index == o.index && last_use == o.last_use; }
+    bool operator<(const eviction_rank & o) const {
+        return key != o.key ? key < o.key : last_use != o.last_use ? last_use < o.last_use : index < o.index;
+    }
+};
+
+// The order in which the residents of one pool are evicted: a tournament over the experts of all gates. A leaf is one expert of one gate. Each inner
+// node names the lower of its two children, so the root is the next victim. A change of one expert costs a way to the root, new priorities of a gate
+// cost its leaves once. Leaves lie gate after gate. Knows nothing of what makes one evictable.
+class eviction_order {
+  public:
+    void resize(size_t n_gates, size_t n_experts); // all leaves none
+
+    const eviction_rank & first() const { return leaves[winners[1]]; }
+    const eviction_rank & at(size_t leaf) const { return leaves[leaf]; }
+    void set(size_t leaf, const eviction_rank & rank);
+    // the leaves of a gate that have priorities get these, [n_experts]
+    void set_keys(size_t gate, const uint32_t * keys);
+    bool empty() const { return leaves.empty(); }
+    bool is_consistent() const; // for debug builds: every node names the lower child
+
+  private:
+    uint32_t winner(size_t node) const { return node >= leaves.size() ? (uint32_t) (node - leaves.size()) : winners[node]; }
+    uint32_t lower_child(size_t node) const {
+        const uint32_t a = winner(2 * node), b = winner(2 * node + 1);
+        return leaves[b] < leaves[a] ? b : a;
+    }
+
+    std::vector<eviction_rank> leaves;
+    std::vector<uint32_t>      winners; // of inner nodes 1 ... n - 1: the leaf; node i has children 2i and 2i + 1, leaf j is node n + j
+    size_t                     width = 0;
+};
 
 // what a room and both its pools look at; vectors and counts without a guard do not change after the start
 struct catalog {
@@ -27,12 +71,12 @@ struct catalog {
     // [n_gates, n_experts], 1: a device holds the expert in high precision, and neither version is of use in memory
     std::vector<uint8_t> on_device GUARDED_BY(store_mutex);
 
-    static constexpr uint64_t want_window = 8; // gate events after which a choice that no op has used is forgotten
+    static constexpr uint64_t chosen_window = 8; // gate events after which a choice that no op has used is forgotten
 
     bool     has_low() const { return experts.size() > n_high; }
     uint32_t index_of(const expert_state & x) const { return (uint32_t) (&x - experts.data()); }
     uint32_t leaf_of(const expert_state & x) const { return index_of(x) - (x.version == LOW ? n_high : 0); }
-    bool     wanted(const expert_state & x) const REQUIRES(store_mutex) { return x.wanted != 0 && x.want_seq + want_window > n_events; }
+    bool     is_chosen(const expert_state & x) const REQUIRES(store_mutex) { return x.chosen != 0 && x.chosen_seq + chosen_window > n_events; }
     // a prompt's tokens choose much of a layer at once
     bool     chooses_many() const REQUIRES(store_mutex) { return 3 * n_chosen > n_experts; }
     // a low version whose high one serves
@@ -95,7 +139,7 @@ class room {
 
     // --- what else is of weight ---
     void next_event() REQUIRES(store_mutex);
-    void want(expert_state & x, matrix_set matrices) REQUIRES(store_mutex); // of the last event: until their ops have used them, or the window ends
+    void choose(expert_state & x, matrix_set matrices) REQUIRES(store_mutex); // of the last event: until their ops have used them, or the window ends
     void set_low_spare(bool spare) REQUIRES(store_mutex);
     bool on_device(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return all.on_device[leaf_of(g, expert)]; }
     void set_on_device(const gate & g, int32_t expert, bool is_there) REQUIRES(store_mutex);
@@ -119,7 +163,7 @@ class room {
     std::vector<float>    published   GUARDED_BY(publishing);
     std::vector<uint32_t> keys_of_row GUARDED_BY(publishing); // scratch
     // what became wanted under each of the last gate events, by its number modulo the window: it is evictable again when the window ends
-    std::vector<uint32_t> wants[catalog::want_window] GUARDED_BY(store_mutex);
+    std::vector<uint32_t> chosen_under[catalog::chosen_window] GUARDED_BY(store_mutex);
 };
 
 } // namespace moeoff

@@ -207,7 +207,7 @@ void store::announce(const gate & g, std::vector<upload> & all) {
     }
     for (upload & u : all) {
         if (u.displaced >= 0 && get_flags() & MOEOFF_FLAG_KEEP) {
-            u.kept = table.begin_download(table.state_of(g, u.displaced, HIGH));
+            u.downloads = table.begin_download(table.state_of(g, u.displaced, HIGH));
         }
     }
 }
@@ -215,7 +215,7 @@ void store::announce(const gate & g, std::vector<upload> & all) {
 // What gave its slot away goes back to host memory, before others' bytes come
 void store::bring_down(const gate & g, const upload & u) {
     for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
-        if (!(u.kept & (1u << m))) {
+        if (!(u.downloads & (1u << m))) {
             continue;
         }
         const read_request    r      = { &table.state_of(g, u.displaced, HIGH), m };

@@ -18,26 +18,93 @@
 // threads look at without the mutex is atomic (ended, cancel, generation) or published by it (data), see moeoff-expert-state.h.
 //
 // A store is set up by one thread, started once, and stopped once; after the stop graphs fail. In a copy of the process that it was made
-// in it does nothing: graphs fail there too, and nobody waits for threads that are not there (moeoff-forks.h).
+// in it does nothing: graphs fail there too, and nobody waits for threads that are not there. Its mutexes are as somebody may have held them just then.
 
-#include "moeoff-device-tier.h"
 #include "moeoff-embedding.h"
 #include "moeoff-event-driver.h"
-#include "moeoff-expert-map.h"
 #include "moeoff-files.h"
-#include "moeoff-forks.h"
 #include "moeoff-gate-events.h"
-#include "moeoff-graph-failures.h"
 #include "moeoff-io-thread.h"
-#include "moeoff-expert-table.h"
-#include "moeoff-uploader.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
+#include <new>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include <pthread.h>
+
 namespace moeoff {
+
+// how many forks lie between the first call and this process
+inline uint32_t n_forks() {
+    static std::atomic<uint32_t> n {0};
+    static const int watching = pthread_atfork(nullptr, nullptr, [] { n.fetch_add(1, std::memory_order_relaxed); });
+    (void) watching;
+    return n.load(std::memory_order_relaxed);
+}
+
+// the graph that the calling thread computes; no two threads have the same, whether they live at once or not
+inline uint64_t graph_of_this_thread() {
+    static std::atomic<uint64_t> n_threads {0};
+    static thread_local const uint64_t mine = ++n_threads;
+    return mine;
+}
+
+// What went wrong in graphs that are computed. A graph is known by the thread that computes it as its first: ggml runs gate nodes there and
+// asks there whether to abort, and its caller takes the message there. So a context never sees the failure of another.
+class graph_failures {
+  public:
+    graph_failures() { all.reserve(max_entries); }
+
+    // the first message of a graph is kept; an empty one ends it and is nobody's error
+    void add(uint64_t graph, std::string_view message) noexcept REQUIRES(store_mutex) {
+        if (find(graph) != all.end()) {
+            return;
+        }
+        if (all.size() == max_entries) {
+            all.erase(all.begin()); // of a thread that ended and did not ask
+        }
+        all.push_back({ graph, {} });
+        try {
+            all.back().message = message;
+        } catch (const std::bad_alloc &) {
+            all.back().message = "out of memory"; // short enough to be stored in the string itself
+        }
+        n = all.size();
+    }
+    bool any() const { return n.load(std::memory_order_acquire) > 0; }
+    bool has(uint64_t graph) const REQUIRES(store_mutex) {
+        return std::any_of(all.begin(), all.end(), [graph](const entry & e) { return e.graph == graph; });
+    }
+    // "" if the graph has none
+    std::string take(uint64_t graph) REQUIRES(store_mutex) {
+        std::string message;
+        const auto  failure = find(graph);
+        if (failure != all.end()) {
+            message.swap(failure->message);
+            all.erase(failure);
+            n = all.size();
+        }
+        return message;
+    }
+
+  private:
+    struct entry {
+        uint64_t    graph;
+        std::string message;
+    };
+    static constexpr size_t max_entries = 64;
+
+    std::vector<entry>::iterator find(uint64_t graph) REQUIRES(store_mutex) {
+        return std::find_if(all.begin(), all.end(), [graph](const entry & e) { return e.graph == graph; });
+    }
+
+    std::vector<entry>  all GUARDED_BY(store_mutex);
+    std::atomic<size_t> n {0};
+};
 
 struct op_item;
 

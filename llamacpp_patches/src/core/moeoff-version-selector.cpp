@@ -34,15 +34,15 @@ void version_selector::by_weight(const choice & c, const std::vector<int32_t> & 
         version_of[e] = SKIP;
     }
     weights.resize(c.event.n_used);
-    wanted.resize(c.event.n_used);
+    versions.resize(c.event.n_used);
     for (int32_t t = 0; t < c.event.n_tokens; t++) {
         for (int32_t k = 0; k < c.event.n_used; k++) {
             weights[k] = c.weight(t, k);
         }
-        of_token(weights.data(), c.event.n_used, wanted.data());
+        of_token(weights.data(), c.event.n_used, versions.data());
         for (int32_t k = 0; k < c.event.n_used; k++) {
             uint8_t & v = version_of[c.id(t, k)];
-            v = std::min(v, wanted[k]);
+            v = std::min(v, versions[k]);
         }
     }
 }

@@ -8,9 +8,15 @@
 #include <cstring>
 #include <new>
 
-bool moeoff_on_disk(const ggml_tensor * tensor) { return moeoff::is_reserved(tensor); }
-
-bool moeoff_is_loading(void) { return moeoff::is_loading(); }
+bool moeoff_stays_on_disk(const ggml_tensor * tensor) {
+    if (moeoff::is_reserved(tensor)) {
+        return true;
+    }
+    if (moeoff::is_loading() && tensor->buffer && tensor->data && ggml_backend_buffer_is_host(tensor->buffer)) { // without data it is mapped
+        moeoff::adopt_dense(tensor->buffer);
+    }
+    return false;
+}
 
 void moeoff_adopt_dense(ggml_backend_buffer_t buffer) { moeoff::adopt_dense(buffer); }
 
@@ -19,13 +25,7 @@ void * moeoff_gate_of(const ggml_tensor * tensor) {
     return t ? &t->owner->experts().gate_of(*t) : nullptr;
 }
 
-bool moeoff_gate_wants_input(const void * gate) {
-    return ((const moeoff::gate *) gate)->owner->get_flags() & MOEOFF_FLAG_GATE_INPUT;
-}
-
-bool moeoff_gate_wants_logits(const void * gate) {
-    return ((const moeoff::gate *) gate)->owner->get_flags() & MOEOFF_FLAG_GATE_LOGITS;
-}
+uint32_t moeoff_gate_flags(const void * gate) { return ((const moeoff::gate *) gate)->owner->get_flags(); }
 
 int moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens) {
     const auto & g = *(const moeoff::gate *) gate;
@@ -65,9 +65,11 @@ static moeoff::device_ids device_ids_of(const ggml_tensor * dst, const moeoff::g
     return out;
 }
 
-static void post_event(ggml_tensor * dst, moeoff::gate & gate, const ggml_tensor * input, const ggml_tensor * logits) {
+static void post_event(ggml_tensor * dst, moeoff::gate & gate) {
     const ggml_tensor * ids     = dst->src[0];
     const ggml_tensor * weights = dst->src[1];
+    const ggml_tensor * input   = dst->src[2];
+    const ggml_tensor * logits  = dst->src[3];
     const bool               has_device = dst->ne[2] == 2;
     const moeoff::device_ids out        = has_device ? device_ids_of(dst, gate, ids) : moeoff::device_ids {};
     moeoff_gate_event    event   = {};
@@ -99,14 +101,7 @@ static void post_event(ggml_tensor * dst, moeoff::gate & gate, const ggml_tensor
 
 void moeoff_gate_node(ggml_tensor * dst, int ith, int, void * gate) {
     if (ith == 0) { // ggml runs a custom op on every thread
-        post_event(dst, *(moeoff::gate *) gate, dst->src[2], nullptr);
-    }
-}
-
-void moeoff_gate_node_with_logits(ggml_tensor * dst, int ith, int, void * gate) {
-    if (ith == 0) {
-        const bool has_input = dst->src[3] != nullptr;
-        post_event(dst, *(moeoff::gate *) gate, has_input ? dst->src[2] : nullptr, dst->src[2 + has_input]);
+        post_event(dst, *(moeoff::gate *) gate);
     }
 }
 

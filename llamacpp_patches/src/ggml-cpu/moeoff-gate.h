@@ -12,16 +12,13 @@ struct ggml_tensor;
 extern "C" {
 #endif
 
-// whether nothing lies at the tensor's address: it is read from the file when it is used
-MOEOFF_API bool   moeoff_on_disk(const struct ggml_tensor * tensor);
-// whether this thread loads a model beside an expert buffer
-MOEOFF_API bool   moeoff_is_loading(void);
-// a buffer with dense weights of such a model, before they are in it: their products are computed by row kernels
+// Before the loader reads a tensor; true: it must not. The buffer of one that is read into memory beside reserved tensors is adopted
+MOEOFF_API bool   moeoff_stays_on_disk(const struct ggml_tensor * tensor);
+// a buffer with dense weights, before they are in it: it gets huge pages, where the system leaves that to programs, and row kernels compute its products
 MOEOFF_API void   moeoff_adopt_dense(ggml_backend_buffer_t buffer);
 // the gate that a tensor of reserved experts belongs to (stable while the model lives), or NULL for any other tensor
 MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
-MOEOFF_API bool   moeoff_gate_wants_input(const void * gate);
-MOEOFF_API bool   moeoff_gate_wants_logits(const void * gate);
+MOEOFF_API uint32_t moeoff_gate_flags(const void * gate); // moeoff_flag
 // how a graph of the user (what all graphs of one llama_context have in common) computes a batch with the gate's experts: a moeoff_device_mode
 MOEOFF_API int    moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens);
 // MOEOFF_DEVICE_CENTRIC, MOEOFF_DEVICE_WAVES: the device computes with all
@@ -32,11 +29,9 @@ MOEOFF_API int    moeoff_gate_n_waves(const void * gate, int64_t n_used, int64_t
 MOEOFF_API void   moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched);
 // the slots of a device that hold some of a tensor's experts, or NULL
 MOEOFF_API struct ggml_tensor * moeoff_device_slots_of(const struct ggml_tensor * tensor);
-// ggml_custom_op_t; sources: ids, weights, optionally the gate input, and for the second the logits at last; userdata: the gate. The
-// result is nothing, or if a device computes with some of the experts [n_used, n_tokens, 2]: the device's ids and those of the CPU
-// (moeoff::device_ids)
+// ggml_custom_op_t; sources: ids, weights, gate input or NULL, logits or NULL; userdata: the gate. The result is nothing, or if a device computes with some
+// of the experts [n_used, n_tokens, 2]: the device's ids and those of the CPU (moeoff::device_ids)
 MOEOFF_API void   moeoff_gate_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
-MOEOFF_API void   moeoff_gate_node_with_logits(struct ggml_tensor * dst, int ith, int nth, void * gate);
 // the same for each wave behind the first, whose ids the gate node has given; sources: ids, and anything of the wave before, for which the device
 // is waited. The result is the device's ids, dense
 MOEOFF_API void   moeoff_wave_node(struct ggml_tensor * dst, int ith, int nth, void * gate);

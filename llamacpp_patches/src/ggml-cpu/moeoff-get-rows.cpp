@@ -16,7 +16,7 @@ namespace moeoff {
 constexpr size_t cache_line = 64;
 
 // a token of the batch
-struct wanted_row {
+struct token_row {
     int32_t row;
     int32_t token;
 };
@@ -43,17 +43,17 @@ static void convert_row(const ggml_compute_params * params, const ggml_tensor * 
 
 // tokens [t0, t1): in the order of their rows, so that each is read once and neighbours are read together
 static void get_share(const ggml_compute_params * params, ggml_tensor * op, store & owner, uint64_t graph, embedding & rows, int32_t t0, int32_t t1, uint8_t * data) {
-    static thread_local std::vector<wanted_row> wanted; // keep their capacity
+    static thread_local std::vector<token_row> rows_of_tokens; // keep their capacity
     static thread_local std::vector<int32_t>    distinct;
-    wanted.clear();
+    rows_of_tokens.clear();
     distinct.clear();
     for (int32_t t = t0; t < t1; t++) {
         const int32_t row = *(const int32_t *) ((const char *) op->src[1]->data + (size_t) t * op->src[1]->nb[0]);
         GGML_ASSERT(row >= 0 && row < op->src[0]->ne[1]);
-        wanted.push_back({ row, t });
+        rows_of_tokens.push_back({ row, t });
     }
-    std::sort(wanted.begin(), wanted.end(), [](const auto & a, const auto & b) { return a.row < b.row; });
-    for (const auto & w : wanted) {
+    std::sort(rows_of_tokens.begin(), rows_of_tokens.end(), [](const auto & a, const auto & b) { return a.row < b.row; });
+    for (const auto & w : rows_of_tokens) {
         if (distinct.empty() || distinct.back() != w.row) {
             distinct.push_back(w.row);
         }
@@ -63,7 +63,7 @@ static void get_share(const ggml_compute_params * params, ggml_tensor * op, stor
     }
     std::string error;
     int32_t     last = -1;
-    for (const auto & w : wanted) {
+    for (const auto & w : rows_of_tokens) {
         if (error.empty() && w.row != last && !rows.read(w.row, data, error)) {
             owner.fail(graph, error.c_str());
         }

@@ -237,7 +237,7 @@ class comparison {
         for (int r = 0; r < 4; r++) {
             make_row(rows + r * stride, n, of);
         }
-        float expected[4][4], found[4][4];
+        float expected[4][4], ours[4][4];
         for (int c = 0; c < n_columns; c++) {
             float numbers[max_weights];
             make_numbers(numbers, n, size);
@@ -246,20 +246,20 @@ class comparison {
                 traits.vec_dot(n, &expected[c][r], 0, rows + r * stride, 0, columns[c], 0, 1);
             }
             if (kernel) {
-                kernel(n, found[c], rows, stride, columns[c]);
+                kernel(n, ours[c], rows, stride, columns[c]);
             }
         }
-        if (kernel && !are_equal(expected[0], found[0], 4 * n_columns)) {
+        if (kernel && !are_equal(expected[0], ours[0], 4 * n_columns)) {
             return false;
         }
         if (!four_columns) {
             return true;
         }
-        float * const      s[]       = { found[0], found[1], found[2], found[3] };
+        float * const      s[]       = { ours[0], ours[1], ours[2], ours[3] };
         const void * const column[4] = { columns[0], columns[1], columns[2], columns[3] };
-        memset(found, 0, sizeof(found));
+        memset(ours, 0, sizeof(ours));
         four_columns(n, s, rows, stride, column);
-        return are_equal(expected[0], found[0], 16);
+        return are_equal(expected[0], ours[0], 16);
     }
 };
 
@@ -271,18 +271,18 @@ struct checked_kernel {
 // compares all of them, once, in some milliseconds
 static const checked_kernel & checked(ggml_type type) {
     static const std::array<checked_kernel, GGML_TYPE_COUNT> all = [] {
-        std::array<checked_kernel, GGML_TYPE_COUNT> found;
+        std::array<checked_kernel, GGML_TYPE_COUNT> kernels;
         for (const kernel_of_type & k : built) {
-            if (!found[k.type].is_used) {
-                found[k.type] = { &k, comparison(k.type, k.n_unit, k.kernel, k.four_columns).passes() };
+            if (!kernels[k.type].is_used) {
+                kernels[k.type] = { &k, comparison(k.type, k.n_unit, k.kernel, k.four_columns).passes() };
             }
         }
-        for (const checked_kernel & k : found) {
+        for (const checked_kernel & k : kernels) {
             if (k.entry && !k.is_used) {
                 GGML_LOG_ERROR("moeoff: this build's kernel for four rows of %s does not give the bits of ggml's own, which is used instead\n", ggml_type_name(k.entry->type));
             }
         }
-        return found;
+        return kernels;
     }();
     return all[type];
 }
@@ -309,11 +309,11 @@ row_products::row_products(ggml_type type) : vec_dot(ggml_get_type_traits_cpu(ty
 // negative: not worth a kernel that does, too. Written out, because it is asked for every few rows, and a compiler may take a byte at a time.
 static bool has_least_byte(const void * column, int64_t n) {
     const __m256i least = _mm256_set1_epi8(-128);
-    __m256i       found = _mm256_setzero_si256();
+    __m256i       is_least = _mm256_setzero_si256();
     for (int64_t i = 0; i < n / QK8_0; i++) {
-        found = _mm256_or_si256(found, _mm256_cmpeq_epi8(load32(((const block_q8_0 *) column)[i].qs), least));
+        is_least = _mm256_or_si256(is_least, _mm256_cmpeq_epi8(load32(((const block_q8_0 *) column)[i].qs), least));
     }
-    return !_mm256_testz_si256(found, found);
+    return !_mm256_testz_si256(is_least, is_least);
 }
 #else
 static bool has_least_byte(const void *, int64_t) { return false; } // it is multiplied as any other

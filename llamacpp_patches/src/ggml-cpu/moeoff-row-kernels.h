@@ -67,8 +67,8 @@ class row_products {
 // which neither the processor nor a kernel has asked for the beginning.
 inline int64_t n_streams(ggml_type type, int64_t n_cols, int64_t n_rows) {
     constexpr int64_t bytes = 1 << 18, least_rows = 64;
-    const int64_t     most  = (n_rows + least_rows - 1) / least_rows, wanted = ((int64_t) ggml_row_size(type, n_cols) * n_rows + bytes - 1) / bytes;
-    return wanted < most ? wanted : most;
+    const int64_t     most  = (n_rows + least_rows - 1) / least_rows, streams = ((int64_t) ggml_row_size(type, n_cols) * n_rows + bytes - 1) / bytes;
+    return streams < most ? streams : most;
 }
 
 // MUL_MAT of one column, or a few, with dense weights of a model that an expert buffer serves

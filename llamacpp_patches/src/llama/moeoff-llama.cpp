@@ -10,7 +10,6 @@
 #include "llama-model.h"
 
 #include "../ggml/src/ggml-backend-impl.h"
-#include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -43,16 +42,6 @@ static const char * const gate_name  = "moeoff_gate";
 static const char * const fetch_name = "moeoff_fetch";
 static const char * const wave_name  = "moeoff_wave";
 
-bool moeoff_stays_on_disk(const ggml_tensor * tensor) {
-    if (moeoff_on_disk(tensor)) {
-        return true;
-    }
-    if (moeoff_is_loading() && tensor->buffer && tensor->data && ggml_backend_buffer_is_host(tensor->buffer)) { // without data it is mapped
-        moeoff_adopt_dense(tensor->buffer);
-    }
-    return false;
-}
-
 // the gate that a block's experts belong to, or nullptr, and how many there are
 static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_t & n_expert) {
     for (const ggml_tensor * t : experts) {
@@ -71,21 +60,14 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
     if (!gate) {
         return;
     }
-    ggml_tensor * args[4] = { ids, weights };
-    int n_args = 2;
-    if (gate_input && moeoff_gate_wants_input(gate)) {
-        args[n_args++] = gate_input;
-    }
-    const bool with_logits = logits && logits->ne[0] == n_expert && moeoff_gate_wants_logits(gate); // grovemoe's chunks have the logits of others
-    if (with_logits) {
-        args[n_args++] = logits;
-    }
+    const uint32_t flags       = moeoff_gate_flags(gate);
+    const bool     with_logits = flags & MOEOFF_FLAG_GATE_LOGITS && logits && logits->ne[0] == n_expert; // grovemoe's chunks have the logits of others
+    ggml_tensor *  args[4]     = { ids, weights, flags & MOEOFF_FLAG_GATE_INPUT ? gate_input : nullptr, with_logits ? logits : nullptr };
     const bool has_device = moeoff_gate_device_mode(gate, user, ids->ne[0], ids->ne[1]) != MOEOFF_DEVICE_OFF;
     if (has_device) {
         moeoff_gate_set_sched(gate, sched);
     }
-    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, has_device ? ids->ne[0] : 1, has_device ? ids->ne[1] : 1, has_device ? 2 : 1, 1, args, n_args,
-                                        with_logits ? moeoff_gate_node_with_logits : moeoff_gate_node, 1, gate);
+    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, has_device ? ids->ne[0] : 1, has_device ? ids->ne[1] : 1, has_device ? 2 : 1, 1, args, 4, moeoff_gate_node, 1, gate);
     ggml_set_name(node, gate_name);
     ggml_build_forward_expand(gf, node);
 }

@@ -2,6 +2,8 @@
 
 // The places where libllama meets the expert buffer. With ordinary tensors they do nothing.
 
+#include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
+
 #include "ggml-backend.h"
 #include "ggml.h"
 #include "llama.h"
@@ -23,10 +25,6 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
 
 // What a graph of the model may have more than llama.cpp has counted: nodes of the waves
 uint32_t moeoff_n_more_nodes(const llama_model & model);
-
-// Before the loader reads a tensor; true: it must not. The buffer of one that is read into memory beside reserved tensors gets huge pages,
-// where the system leaves that to programs.
-bool moeoff_stays_on_disk(const ggml_tensor * tensor);
 
 // Bytes in host memory: [0] weights, reserved tensors not counted, [1] KV and recurrent state, [2] compute buffers,
 // [3] the CPU backend's work area for the largest batch, [4] logits of as many tokens as a batch may give at most. Needs the experts' sources; not while ctx decodes. -1: out of memory.

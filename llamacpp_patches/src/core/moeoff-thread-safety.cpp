@@ -1,6 +1,4 @@
-#include "moeoff-event-count.h"
-
-#include <climits>
+#include "moeoff-thread-safety.h"
 
 #ifdef __linux__
 #    include <linux/futex.h>
