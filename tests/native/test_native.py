@@ -20,6 +20,7 @@ import micro
 CORE = ROOT / "llamacpp_patches" / "src" / "core"
 FILES = sorted((ROOT / "tests" / "native").glob("test_*.cpp"))
 OWN_NEW = [ROOT / "tests" / "native" / "test_faults.cpp"]  # stands before libc and operator new itself: a program of its own
+ALONE = [*OWN_NEW, *(ROOT / "tests" / "native" / f"test_{name}.cpp" for name in ("api", "main"))]  # what no namespace can hold
 NAMES = {name: file for file in FILES for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)}
 FLAGS = "-std=c++17 -O0 -g -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
 ANALYSIS = "-std=c++17 -fsyntax-only -Wall -Wextra -Wthread-safety -Wthread-safety-beta -Werror".split()
@@ -33,21 +34,26 @@ with_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="no clan
 def programs(tmp_path_factory) -> list[Path]:
     """The unit tests, and those that have a program of their own."""
     folder = tmp_path_factory.mktemp("native")
-    whole = folder / "core.cpp"  # at once: most of the time goes to headers
-    whole.write_text("".join(f'#include "{file}"\n' for file in sorted(CORE.glob("*.cpp"))))
+    together = [file for file in FILES if file not in ALONE]
+    includes = dict.fromkeys(line for file in together for line in re.findall("^#include .*", file.read_text(), re.M))
+    # most of the time goes to headers
+    sources = {
+        "core": [f'#include "{file}"' for file in sorted(CORE.glob("*.cpp"))],
+        "units": [*includes, *(f'namespace {file.stem} {{\n#include "{file}"\n}}' for file in together)],
+        **{file.stem: [f'#include "{file}"'] for file in ALONE},
+    }
 
-    def compile(source: Path) -> Path:
-        compiled = folder / f"{source.stem}.o"
-        subprocess.run(["g++", *FLAGS, f"-I{CORE}", "-c", source, "-o", compiled], check=True)
-        return compiled
+    def compile(name: str) -> Path:
+        source = folder / f"{name}.cpp"
+        source.write_text("\n".join(sources[name]) + "\n")
+        subprocess.run(["g++", *FLAGS, f"-I{CORE}", f"-I{FILES[0].parent}", "-c", source, "-o", source.with_suffix(".o")], check=True)
+        return source.with_suffix(".o")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        core, *compiled = pool.map(compile, [whole, *FILES])
-    tests = dict(zip(FILES, compiled))
-    own = [tests.pop(file) for file in OWN_NEW]
-    main = next(made for file, made in tests.items() if file.stem == "test_main")
-    for name, objects in (("unit_tests", list(tests.values())), ("faults", [main, *own])):
-        subprocess.run(["g++", *FLAGS, core, *objects, "-ldl", "-o", folder / name], check=True)
+        made = dict(zip(sources, pool.map(compile, sources)))
+    faults = [made.pop(file.stem) for file in OWN_NEW]
+    for name, objects in (("unit_tests", made.values()), ("faults", [made["core"], made["test_main"], *faults])):
+        subprocess.run(["g++", *FLAGS, *objects, "-ldl", "-o", folder / name], check=True)
     return [folder / "unit_tests", folder / "faults"]
 
 
