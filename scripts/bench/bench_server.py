@@ -1,7 +1,6 @@
-"""The server under one client and several: tokens per second of all together, the first token of a second turn, and stock llama-server beside it.
+"""The server under one client and several: tokens per second of all together, and stock llama-server beside it.
 
-usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 5] [--stock]
-                       [--drafts ngram-simple] [--disk MB/S] [--json FILE]
+usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 5] [--stock] [--json FILE]
        bench_server.py -m MODEL --text FILE [--memory 1045M] --strangers 5 [--rounds 3] [--json FILE]
 
 Each server is a process of its own. Clients ask for tokens of different prompts at the same time; what counts is the time in which all of them
@@ -9,7 +8,6 @@ are answered, from the last one's first token to the first one's last. *alone* i
 had some seconds to load in the background, and has given one answer of as many tokens to another prompt before.
 `--stock` runs llama-server of the same build beside it, with plain kernels (`--no-repack`), without its memory map and without a memory limit: for
 budgets that hold everything; once with a context that all answers share, which is its default and ours, once with one divided among them.
-`--drafts` adds a second server of ours that may make drafts; `--disk` slows the disk of all (root).
 
 `--strangers` measures something else: two turns of a long conversation, then so many people who ask something short under the same system prompt, one after
 the other, then the third turn. How much of it is computed, and when its first token comes, is compared with what is new in it; once with the defaults, and once
@@ -30,7 +28,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -39,12 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx
 from rich.console import Console
 
-from cgroup import disk_cgroup
 from moeoff.gguf.model_index import ModelIndex
 from results import HELP, ResultsFile
 
 ROOT = Path(__file__).resolve().parents[2]
-N_PROMPT, N_HISTORY = 64, 2000  # tokens, about
+N_PROMPT = 64  # tokens, about
 N_LONG, N_ANSWER = 500, 32  # tokens of a long conversation's first message, about, and of each answer
 LOADING = 5.0  # seconds, for what is loaded in the background
 ALONE = """
@@ -61,9 +57,9 @@ print((len(times) - 2) / (times[-2] - times[0]))
 
 
 @contextlib.contextmanager
-def served(command: list[str], pattern: str, **options: Any) -> Iterator[str]:
-    """The URL of a server that says it on its standard error. options: of the process."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", **options) as process:
+def served(command: list[str], pattern: str) -> Iterator[str]:
+    """The URL of a server that says it on its standard error."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         said = []
         try:
             for line in process.stderr:
@@ -79,15 +75,15 @@ def served(command: list[str], pattern: str, **options: Any) -> Iterator[str]:
             process.wait(30)
 
 
-def ask(url: str, prompt: str, n: int, **options: object) -> tuple[float, list[float]]:
-    """When it was asked, and when each token came."""
-    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False} | options
-    asked, times = time.perf_counter(), []
+def ask(url: str, prompt: str, n: int) -> list[float]:
+    """When each token came."""
+    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False}
+    times = []
     with httpx.stream("POST", f"{url}/completion", json=body, timeout=600) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: ") and not json.loads(line[6:]).get("stop"):
                 times.append(time.perf_counter())
-    return asked, times
+    return times
 
 
 def itself(url: str, prompt: str, n: int) -> float:
@@ -101,7 +97,7 @@ def together(url: str, prompts: list[str], n: int) -> float:
     all_times: list[list[float]] = [[] for _ in prompts]
 
     def one(i: int) -> None:
-        all_times[i] = ask(url, prompts[i], n)[1]
+        all_times[i] = ask(url, prompts[i], n)
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
@@ -110,15 +106,6 @@ def together(url: str, prompts: list[str], n: int) -> float:
         thread.join()
     first, last = max(times[0] for times in all_times), min(times[-1] for times in all_times)
     return sum(first < t <= last for times in all_times for t in times) / (last - first)
-
-
-def second_turn(url: str, text: str) -> tuple[float, float]:
-    """Seconds to the first token: of a long prompt, and of the same with a few more words."""
-    out = []
-    for prompt in (text, text + " And what came of it?"):
-        asked, times = ask(url, prompt, 4, cache_prompt=True)
-        out.append(times[0] - asked)
-    return out[0], out[1]
 
 
 @dataclass(frozen=True)
@@ -197,14 +184,22 @@ def strangers(model: str, words: str, memory: str, n_strangers: int, rounds: int
 @click.option("--rounds", default=5, show_default=True)
 @click.option("-t", "--threads", default=0, help="Compute threads. Default: every core.")
 @click.option("--strategy", default="auto", show_default=True)
-@click.option("--turns/--no-turns", default=True, help="Measure the first token of a second turn, too.")
 @click.option("--stock", is_flag=True)
-@click.option("--drafts", metavar="TYPE", help="Of llama-server's --spec-type.")
-@click.option("--disk", type=int, metavar="MB/S", help="No faster than this.")
 @click.option("--strangers", "n_strangers", type=int, help="Measure the third turn of a conversation after so many questions of others, and nothing else.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds: int, threads: int, strategy: str, turns: bool, stock: bool,
-         drafts: str | None, disk: int | None, n_strangers: int | None, json_file: str | None) -> None:  # fmt: skip
+def main(
+    model: str,
+    text: str,
+    memory: str,
+    clients: str,
+    n_decode: int,
+    rounds: int,
+    threads: int,
+    strategy: str,
+    stock: bool,
+    n_strangers: int | None,
+    json_file: str | None,
+) -> None:
     if n_strangers is not None:
         return strangers(model, Path(text).read_text(), memory, n_strangers, rounds, json_file)
     console = Console(stderr=True)
@@ -212,51 +207,41 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
     threads = threads or len(os.sched_getaffinity(0))
     words = Path(text).read_text()
     step = len(words) // max(counts)
-    if step < 4 * N_PROMPT or turns and len(words) < 4 * N_HISTORY:
-        raise click.UsageError(f"{text} is too short for prompts of {max(counts)} clients" + (" and a long one for two turns" if turns else ""))
+    if step < 4 * N_PROMPT:
+        raise click.UsageError(f"{text} is too short for prompts of {max(counts)} clients")
     pieces = [words[i * step :][: 4 * N_PROMPT] for i in range(max(counts))]
-    n_ctx = (2 * N_HISTORY if turns else 0) + max(counts) * (2 * N_PROMPT + n_decode)
+    n_ctx = max(counts) * (2 * N_PROMPT + n_decode)
     architecture = ModelIndex.read(model).architecture
     longer = ["--override-kv", f"{architecture}.context_length=int:{n_ctx}"]  # the reference model was trained on 256 tokens
     common = ["-m", model, "-c", str(n_ctx), "-t", str(threads), "-np", str(max(counts)), "--port"]
     ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", memory, "--strategy", strategy]
     said = r"on (http://\S+)/v1"
     contenders = {"moeoff serve": ([*ours, "--", *longer], said)}
-    if drafts:
-        contenders[f"with {drafts}"] = ([*ours, "--spec-type", drafts, "--", *longer], said)
     if stock:
         binary = subprocess.run([sys.executable, str(ROOT / "scripts/build/fork.py"), "llama-server"], stdout=subprocess.PIPE, text=True, check=True)
         program = [binary.stdout.split()[-1], *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0", *longer]
         contenders["llama-server"] = ([*program, "--kv-unified"], r"listening on (http://\S+)")
         contenders["llama-server, context divided"] = (program, r"listening on (http://\S+)")
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in [*contenders, "alone"]}
-    with disk_cgroup(model, disk * 10**6) if disk else contextlib.nullcontext() as group:
-        inside = {"preexec_fn": group.enter} if group else {}
-        for index in range(rounds):
-            console.print(f"round {index + 1}: alone", style="dim")
-            options = json.dumps({"memory": memory, "n_ctx": n_ctx, "strategy": strategy, "n_threads": threads})
-            done = subprocess.run(
-                [sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options, str(LOADING)], capture_output=True, text=True, **inside
-            )
-            if done.returncode:
-                raise click.ClickException(done.stderr[-500:])
-            speeds["alone"].setdefault("1", []).append(float(done.stdout))
-            for name, (command, pattern) in contenders.items() if index % 2 == 0 else reversed(list(contenders.items())):
-                console.print(f"round {index + 1}: {name}", style="dim")
-                with served(command, pattern, **inside) as url:
-                    time.sleep(LOADING)
-                    ask(url, pieces[0][::-1], n_decode)
-                    speeds[name].setdefault("itself", []).append(itself(url, pieces[0], n_decode))
-                    for n in counts if index % 2 == 0 else reversed(counts):
-                        speeds[name].setdefault(str(n), []).append(together(url, pieces[:n], n_decode))
-                    if turns:
-                        first, second = second_turn(url, words[-4 * N_HISTORY :])
-                        speeds[name].setdefault("first turn", []).append(first)
-                        speeds[name].setdefault("second turn", []).append(second)
+    for index in range(rounds):
+        console.print(f"round {index + 1}: alone", style="dim")
+        options = json.dumps({"memory": memory, "n_ctx": n_ctx, "strategy": strategy, "n_threads": threads})
+        done = subprocess.run([sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options, str(LOADING)], capture_output=True, text=True)
+        if done.returncode:
+            raise click.ClickException(done.stderr[-500:])
+        speeds["alone"].setdefault("1", []).append(float(done.stdout))
+        for name, (command, pattern) in contenders.items() if index % 2 == 0 else reversed(list(contenders.items())):
+            console.print(f"round {index + 1}: {name}", style="dim")
+            with served(command, pattern) as url:
+                time.sleep(LOADING)
+                ask(url, pieces[0][::-1], n_decode)
+                speeds[name].setdefault("itself", []).append(itself(url, pieces[0], n_decode))
+                for n in counts if index % 2 == 0 else reversed(counts):
+                    speeds[name].setdefault(str(n), []).append(together(url, pieces[:n], n_decode))
     with ResultsFile(json_file) as results:
         table = results.table(
             "clients",
-            f"Tokens per second of all clients, {memory}" + (f", a disk of {disk} MB/s" if disk else ""),
+            f"Tokens per second of all clients, {memory}",
             ["", "1 client, not streamed", *(f"{n} client{'s' * (n > 1)}" for n in counts), "last over first"],
         )
         for name, found in speeds.items():
@@ -264,11 +249,6 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
             cells += [_spread(found[str(n)]) if str(n) in found and name != "alone" else "" for n in counts]
             ends = [found.get(str(n)) for n in (counts[0], counts[-1])]
             table.row(name, *cells, _spread([b / a for a, b in zip(*ends, strict=True)], 2) if all(ends) and len(ends) > 1 else "")
-        if turns:
-            table = results.table("turns", "Seconds to the first token", ["", "first turn", "second turn", "shorter by"])
-            for name in contenders:
-                first, second = speeds[name]["first turn"], speeds[name]["second turn"]
-                table.row(name, _spread(first, 2), _spread(second, 2), _spread([a / b for a, b in zip(first, second, strict=True)], 1))
 
 
 def _spread(values: list[float], digits: int = 1) -> str:

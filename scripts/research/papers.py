@@ -33,9 +33,9 @@ from moeoff.measure.bit_allocation import Planner
 from moeoff.measure.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.measure.precision_search import RuleEvaluator
 from moeoff.measure.statistics import Estimate
-from moeoff.policies import CacheShape, Predictor, Strategy, get_strategy
+from moeoff.policies import Predictor, Strategy, get_strategy
 from moeoff.policies.base import StrategyPart
-from moeoff.policies.fate import proportional_boundary, quotas, shallow_boundary
+from moeoff.policies.fate import proportional_boundary
 from moeoff.policies.hobbit import recorded_unimportance, thresholds
 from moeoff.precision import Precision
 from paper_figures import FIGURES, Data
@@ -466,7 +466,6 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
         for paper, said in counted.items():
             table.row(paper, *(str(said.count(name)) for name in verdicts.RULES), str(sum(v not in verdicts.RULES for v in said)))
         contenders(results, runs)
-        shallow(results, d, runs)
         announce("losses")
         table = results.table("losses", "Perplexity over the model's own, on text that nothing was fitted to", ["served", "loss (95 %)"])
         for line in losses(model, texts[:1], 4 if quick else 24, *thresholds(recorded_unimportance(d.train))):
@@ -501,34 +500,6 @@ def contenders(results: ResultsFile, runs: Runs) -> None:
     for name, m in MACHINES.items():
         speeds = m.bandwidths(WEIGHTS * 3 * BITS[m.bits] / 8, runs._d.k, runs.missed())
         table.row(name, m.says, f"{speeds.link:.2f}", f"{speeds.layer_us:.0f}", " and ".join(f"{share:.0%}" for share in m.shares))
-    table = results.table("runs", "Each run, in all rounds", ["machine", "contender", "share", "", "tok/s", "found on the device", "sent, MB/token", "waiting"])
-    for (name, on, share, prompt, predictor), found in sorted(runs._known.items(), key=lambda item: str(item[0][1:2] + item[0])):
-        n, ns = sum(r.n_tokens for r in found), sum(r.ns for r in found)
-        uses = sum(r.device + r.host for r in found)
-        table.row(on, name + (", always predicted right" if predictor else ""), f"{share:.0%}", "prompts" if prompt else "decode", f"{1e9 * n / ns:.1f}",
-                  f"{sum(r.device for r in found) / uses:.1%}", f"{sum(r.up_bytes for r in found) / n / 1e6:.1f}", f"{sum(r.stall_ns for r in found) / ns:.0%}")  # fmt: skip
-
-
-def shallow(results: ResultsFile, d: Data, runs: Runs) -> None:
-    """What Fate's L does: the first layers that keep all of their experts (§4.4)."""
-    n, gate = d.held.model.n_gates, d.sections["gate"]
-    own, proportional = shallow_boundary(np.maximum(gate["recall_raw"], gate["recall_norm"])), proportional_boundary(n)
-    title = f"Fate's L: {proportional} of {n} layers are as many as the paper's 3 of 24; calibration finds {own}"
-    table = results.table("shallow", title, ["L", "share", "rooms of the layers", "found on the device", "tok/s"])
-    for share in MACHINES["Fate"].shares:
-        for shallow in sorted({0, 1, proportional, 3, own}):
-            name = "Fate, lossless"
-            with_l = dict(d.sections) | {"shallow": {"shallow": np.array([shallow])}}
-            found = Runs(replace(d, sections=with_l), runs._widths, len(runs.parts)).of(name, "Fate", share)
-            rooms = quotas(CacheShape(n, d.held.router.n_experts, d.k, share * n * d.held.router.n_experts), shallow)
-            hits = sum(r.device for r in found) / sum(r.device + r.host for r in found)
-            table.row(
-                str(shallow),
-                f"{share:.0%}",
-                ", ".join(map(str, rooms)),
-                f"{hits:.1%}",
-                f"{1e9 * sum(r.n_tokens for r in found) / sum(r.ns for r in found):.1f}",
-            )
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ import httpx
 import numpy as np
 import pytest
 
-import cgroup
 import moeoff
 from helpers.processes import in_process_of_its_own
 from moeoff.engine import arena_sizer
 from moeoff.engine.arena_sizer import CELLS, LEAST, BorrowedBuffers, BorrowedCache
 from moeoff.llamacpp.llama import api
+from moeoff.system import cgroup
 from moeoff.system.memory import MIB, rss
 
 NO_CGROUP = cgroup.unavailable()

@@ -10,10 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import cgroup
 from helpers.files import DEMO, ROOT
 from moeoff import OptionError
-from moeoff.system import memory
+from moeoff.system import cgroup, memory
 from moeoff.system.memory import MIB, Budget, available, cgroup_limit, parse_size, peak_rss, rss
 
 NO_CGROUP = cgroup.unavailable()

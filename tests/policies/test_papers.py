@@ -20,7 +20,7 @@ from moeoff.measure.statistics import Estimate
 from moeoff.policies import PREDICTORS
 from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data
-from rounds import prompt_then_tokens
+from speed import prompt_then_tokens
 from verdicts import DIRECTION, LEVEL, OPPOSITE, REPRODUCED, RULES, ratio, verdict
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import cgroup
 import moeoff
 import results
+from cgroup import disk_cgroup
 from grow_model import Growth, grow_model
 from helpers.files import DEMO, PROSE
 from moeoff.budget import compute_probe
@@ -24,6 +24,7 @@ from moeoff.budget.plan import expected_bytes
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.job import BenchTest
 from moeoff.measure.run import Grid
+from moeoff.system import cgroup
 from moeoff.system.memory import MIB, slot_bytes
 
 
@@ -177,7 +178,7 @@ for share in (0.25, 0.5):
         tps[share] = 192 / (time.perf_counter() - t0), llm.engine.buffer.stats().arena_bytes / llm.engine.buffer.arena_full
 print(json.dumps([probe(model, 1 << 20, 2.0).bytes_per_second, tps]))
 """
-    with cgroup.disk_cgroup(demo, rate) as group:
+    with disk_cgroup(demo, rate) as group:
         done = group.run([sys.executable, "-c", code, demo, str(PROSE)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     probed, found = json.loads(done.stdout)
