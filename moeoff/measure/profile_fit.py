@@ -228,7 +228,7 @@ def fit_bytes(recording: Recording) -> int:
     if recording.inputs is None:
         return nbytes
     width: int = recording.inputs.shape[2]
-    return nbytes + -(-len(recording.kept) * (16 * width + 24 * (min(width, COMPONENTS) + e)) // max(recording.n_tokens, 1))
+    return nbytes + -(-len(recording.input_tokens) * (16 * width + 24 * (min(width, COMPONENTS) + e)) // max(recording.n_tokens, 1))
 
 
 _HELD_SHARE = 0.1  # of the tokens with probabilities

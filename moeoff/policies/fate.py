@@ -106,7 +106,7 @@ class CrossLayerGate(RoutersAhead):
         if recording.inputs is None:
             return None
         router, inputs = recording.router, recording.inputs
-        n, used = router.n_gates, recording.used()[recording.kept]
+        n, used = router.n_gates, recording.used()[recording.input_tokens]
         arrays = {name: np.zeros(n, np.float32) for name in ("recall_raw", "recall_norm")}
         arrays["next_norm"] = np.ones(n, bool)
         for target in range(1, n):
@@ -181,7 +181,7 @@ class ShallowFavoringARC(Policy):
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """L, shallow [1], of a `Recording` with gate inputs; None if it has none."""
-        judged = recording.kept[:JUDGED]
+        judged = recording.input_tokens[:JUDGED]
         gate = CrossLayerGate.fit(recording.part(0, int(judged[-1]) + 1), options, progress) if len(judged) else None
         return None if gate is None else {"shallow": np.array([shallow_boundary(np.maximum(gate["recall_raw"], gate["recall_norm"]))])}
 

@@ -112,11 +112,11 @@ class Learned(Predictor):
         parts = min(d, COMPONENTS)
         if options.room is not None and 2 * len(strides) * n * hidden * (d + e) + 24 * hidden * (parts + e) + 4 * d * parts > options.room:
             return None
-        used = recording.used()[recording.kept]
+        used = recording.used()[recording.input_tokens]
         rest, held = recording.split()
         chosen = np.zeros(len(rest), bool)
         _, chosen[rest] = recording.take(rest).split()
-        train, choose, held = (mask[recording.kept] for mask in (rest & ~chosen, chosen if (rest & ~chosen).any() else rest, held))
+        train, choose, held = (mask[recording.input_tokens] for mask in (rest & ~chosen, chosen if (rest & ~chosen).any() else rest, held))
         arrays: dict[str, np.ndarray] = {}
         for s in strides:
             arrays |= {

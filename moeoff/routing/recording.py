@@ -24,9 +24,9 @@ class Recording:
         starts: [n_tokens] bool, the first token of a sequence.
         ids: [n_tokens, n_gates, n_used] int32; -1 where a gate uses fewer.
         weights: likewise, float32.
-        inputs: [n_kept, n_gates, n_embd] float16, or None where a gate gave none.
+        inputs: [n_rows, n_gates, n_embd] float16, or None where a gate gave none.
         probs: [n_probs, n_gates, n_experts] float16, or None. The first n_probs tokens.
-        kept: [n_kept] the tokens whose inputs are there, ascending; by default the first n_kept.
+        input_tokens: [n_rows] the tokens whose inputs are there, ascending; by default the first n_rows.
     """
 
     model: TraceHeader
@@ -37,11 +37,11 @@ class Recording:
     weights: np.ndarray
     inputs: np.ndarray | None = field(repr=False)
     probs: np.ndarray | None = field(repr=False)
-    kept: np.ndarray = field(default=None, repr=False)  # type: ignore[arg-type]
+    input_tokens: np.ndarray = field(default=None, repr=False)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
-        if self.kept is None:
-            self.kept = np.arange(0 if self.inputs is None else len(self.inputs))
+        if self.input_tokens is None:
+            self.input_tokens = np.arange(0 if self.inputs is None else len(self.inputs))
 
     @property
     def n_tokens(self) -> int:
@@ -62,7 +62,7 @@ class Recording:
     def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[GateEvent]:
         """Gate events as decode gives them: of each token in turn, one of each gate."""
         out = []
-        row_of = dict(zip(self.kept.tolist(), range(len(self.kept)))) if inputs and self.inputs is not None else {}
+        row_of = dict(zip(self.input_tokens.tolist(), range(len(self.input_tokens)))) if inputs and self.inputs is not None else {}
         for t in range(start, min(self.n_tokens, stop if stop is not None else self.n_tokens)):
             row = row_of.get(t)
             for g in range(self.model.n_gates):
@@ -84,17 +84,17 @@ class Recording:
         """The recording of these tokens [n_tokens] bool alone; whole sequences."""
         parts = {name: getattr(self, name)[tokens] for name in ("tokens", "starts", "ids", "weights")}
         parts["probs"] = None if self.probs is None else self.probs[tokens[: len(self.probs)]]
-        taken = tokens[self.kept]
-        parts["inputs"] = None if self.inputs is None else self.inputs[taken]
-        return Recording(self.model, self.router, **parts, kept=(np.cumsum(tokens) - 1)[self.kept[taken]])
+        with_inputs = tokens[self.input_tokens]
+        parts["inputs"] = None if self.inputs is None else self.inputs[with_inputs]
+        return Recording(self.model, self.router, **parts, input_tokens=(np.cumsum(tokens) - 1)[self.input_tokens[with_inputs]])
 
     def part(self, start: int, stop: int) -> Recording:
         """The recording of tokens [start, stop); nothing is copied but which have inputs."""
         parts = {name: getattr(self, name)[start:stop] for name in ("tokens", "starts", "ids", "weights")}
-        of_kept = slice(*np.searchsorted(self.kept, (start, stop)).tolist())
-        parts["inputs"] = None if self.inputs is None else self.inputs[of_kept]
+        rows = slice(*np.searchsorted(self.input_tokens, (start, stop)).tolist())
+        parts["inputs"] = None if self.inputs is None else self.inputs[rows]
         parts["probs"] = None if self.probs is None else self.probs[start:stop]
-        return Recording(self.model, self.router, **parts, kept=self.kept[of_kept] - start)
+        return Recording(self.model, self.router, **parts, input_tokens=self.input_tokens[rows] - start)
 
     def split(self, share: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
         """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to validate on (ProMoE §4.3: 9:1)."""

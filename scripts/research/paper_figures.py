@@ -90,7 +90,7 @@ def percent(*values: float) -> str:
 @figure("Fate", "Table 1", "accuracy of the next layer's gate in decode, at k and above the 75th percentile", "78.8 %, 97.2 %")
 def fate_1(d: Data) -> tuple[str, str]:
     """On text that nothing was chosen by."""
-    arrays, router, used = CrossLayerGate.fit(d.held), d.held.router, d.held.used()[d.held.kept]
+    arrays, router, used = CrossLayerGate.fit(d.held), d.held.router, d.held.used()[d.held.input_tokens]
     at_k, wide, e = np.maximum(arrays["recall_raw"], arrays["recall_norm"])[1:], [], router.n_experts
     for target in range(1, router.n_gates):
         weight, bias = router.ahead(target - 1, target, bool(arrays["next_norm"][target]))
@@ -211,15 +211,15 @@ def hobbit_5a(d: Data) -> tuple[str, str]:
     """Pearson's r of an expert's gate weight and the length of what it adds, of each layer with its own deviation."""
     found = []
     rng = np.random.default_rng(0)
-    kept = rng.choice(len(d.held.kept), min(SAMPLE, len(d.held.kept)), replace=False)
+    kept = rng.choice(len(d.held.input_tokens), min(SAMPLE, len(d.held.input_tokens)), replace=False)
     for g, layer in enumerate(t.layer for t in _one_each(d.held)):
         x = d.held.inputs[kept, g].astype(np.float32)
         weights, lengths = [], []
         spans = {parse_tensor_name(name).matrix_name: span for name, span in d.model_index.experts.items() if parse_tensor_name(name).layer == layer}
         for expert in range(d.held.router.n_experts):
-            row, place = np.nonzero(d.held.ids[d.held.kept[kept], g] == expert)
+            row, place = np.nonzero(d.held.ids[d.held.input_tokens[kept], g] == expert)
             if len(row):
-                weight = d.held.weights[d.held.kept[kept[row]], g, place]
+                weight = d.held.weights[d.held.input_tokens[kept[row]], g, place]
                 weights.append(weight)
                 lengths.append(weight * np.linalg.norm(_expert({name: _slice(d.model_index, span, expert) for name, span in spans.items()}, x[row]), axis=1))
         found.append(float(np.corrcoef(np.concatenate(weights), np.concatenate(lengths))[0, 1]))
@@ -240,7 +240,7 @@ def hobbit_5b(d: Data) -> tuple[str, str]:
 def ahead(d: Data, by: int) -> tuple[list[float], list[float], list[float]]:
     """By layer: how often the later gate finds its first expert on the input of `by` layers before, how often what it finds first is among those selected,
     and the cosine of both inputs."""
-    r, first, used, x = d.held.router, _first(d.held)[d.held.kept], d.held.used()[d.held.kept], d.held.inputs
+    r, first, used, x = d.held.router, _first(d.held)[d.held.input_tokens], d.held.used()[d.held.input_tokens], d.held.inputs
     exact, among, cosine = [], [], []
     for g in range(1, d.held.model.n_gates - by):  # the first reads embeddings
         a, b = x[:, g].astype(np.float32), x[:, g + by].astype(np.float32)
@@ -355,7 +355,7 @@ def by_text(recording: Recording) -> list[Trace]:
 
 def _accuracy(d: Data, predictor: Predictor) -> np.ndarray:
     """[n_gates] share of the selected experts among as many of the highest scores; 0 where nothing is predicted."""
-    n, kept = d.held.model.n_gates, set(d.held.kept.tolist())
+    n, kept = d.held.model.n_gates, set(d.held.input_tokens.tolist())
     right, total = np.zeros(n), 0
     waiting: dict[int, np.ndarray] = {}
     for t in sorted(kept):

@@ -264,7 +264,7 @@ def test_ends_with_what_was_read_in_time(demo, tmp_path, monkeypatch):
         assert calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=minutes).n_tokens <= 256 * n_sequences
     whole, part = fitted
     assert part.n_tokens < whole.n_tokens and part.starts.sum() == 8
-    for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "kept"):
+    for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "input_tokens"):
         assert np.array_equal(getattr(part, name), getattr(whole, name)[: len(getattr(part, name))]), name
 
 
@@ -292,7 +292,7 @@ def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
     assert fit(recording, FitOptions(), only=("popularity",))["popularity"]["n_tokens"][0] == 40_000
     assert fit(recording, FitOptions(room=1 << 20), only=("popularity",))["popularity"]["n_tokens"][0] == 256
     part, whole = recording.part(0, 100), recording.take(np.arange(40_000) < 100)
-    assert all(np.array_equal(getattr(part, name), getattr(whole, name)) for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "kept"))
+    assert all(np.array_equal(getattr(part, name), getattr(whole, name)) for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "input_tokens"))
     assert get_predictor("learned").fit(recording, FitOptions(hidden=1 << 16, room=room)) is None
 
 

@@ -84,13 +84,13 @@ def test_a_wide_models_inputs_are_sampled(recording, demo, monkeypatch):
     monkeypatch.setattr(module, "LIMIT", recording.inputs.nbytes // 7)
     with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
         some = record(model, sequences(model, TEXTS, 3072), recording.router, "demo")
-    assert (some.ids == recording.ids).all() and some.kept[-1] > 0.99 * some.n_tokens
-    assert (np.diff(some.kept) == some.kept[1]).all() and 7 <= some.kept[1] <= 8
-    assert some.inputs.nbytes <= recording.inputs.nbytes // 7 and (some.inputs == recording.inputs[some.kept]).all()
+    assert (some.ids == recording.ids).all() and some.input_tokens[-1] > 0.99 * some.n_tokens
+    assert (np.diff(some.input_tokens) == some.input_tokens[1]).all() and 7 <= some.input_tokens[1] <= 8
+    assert some.inputs.nbytes <= recording.inputs.nbytes // 7 and (some.inputs == recording.inputs[some.input_tokens]).all()
     tokens = some.starts.cumsum() % 2 == 0
     part, x = some.take(tokens), recording.inputs[tokens]
-    assert len(part.kept) and (part.inputs == x[part.kept]).all()
-    first, n_gates = int(part.kept[0]), some.model.n_gates
+    assert len(part.input_tokens) and (part.inputs == x[part.input_tokens]).all()
+    first, n_gates = int(part.input_tokens[0]), some.model.n_gates
     there = [event.gate_input is not None for event in part.events(0, first + 1)]
     assert there == [False] * first * n_gates + [True] * n_gates
     fitted, whole = (PREDICTORS["gate"].fit(r, FitOptions(0, 16)) for r in (some, recording))
@@ -218,13 +218,13 @@ def test_selections():
 def test_parts_of_a_recording():
     """A part has its own tokens, and those of its inputs and probabilities that are there; all parts together are the whole."""
     whole = random_recording(60)
-    few = replace(whole, inputs=whole.inputs[10:50:2], kept=np.arange(10, 50, 2), probs=whole.probs[:35])
+    few = replace(whole, inputs=whole.inputs[10:50:2], input_tokens=np.arange(10, 50, 2), probs=whole.probs[:35])
     parts = [few.part(0, 20), few.part(20, 40), few.part(40, 60)]
     assert [p.n_tokens for p in parts] == [20] * 3 and [len(p.probs) for p in parts] == [20, 15, 0]
-    assert [p.kept.tolist() for p in parts] == [[10, 12, 14, 16, 18], list(range(0, 20, 2)), [0, 2, 4, 6, 8]]
+    assert [p.input_tokens.tolist() for p in parts] == [[10, 12, 14, 16, 18], list(range(0, 20, 2)), [0, 2, 4, 6, 8]]
     for name in ("tokens", "starts", "ids", "weights", "inputs", "probs"):
         np.testing.assert_array_equal(np.concatenate([getattr(p, name) for p in parts]), getattr(few, name))
-    bare = replace(few, inputs=None, probs=None, kept=None).part(20, 40)
+    bare = replace(few, inputs=None, probs=None, input_tokens=None).part(20, 40)
     assert bare.inputs is None and bare.probs is None and len(bare.events()) == 80
     events = [e for p in parts for e in p.events()]
     for got, wanted in zip(events, few.events(), strict=True):
@@ -244,10 +244,10 @@ def test_the_next_gate_is_fitted_layer_by_layer():
         right = np.mean([x in ids for row, ids in zip(best, recording.ids[:, target]) for x in row])
         assert arrays["recall_raw"][target] == pytest.approx(right) and 0.3 < right < 1
     assert arrays["recall_raw"][0] == arrays["recall_norm"][0] == 0
-    bare = replace(recording, inputs=None, kept=None)
+    bare = replace(recording, inputs=None, input_tokens=None)
     assert get_predictor("gate").fit(bare) is None
     assert fate.ShallowFavoringARC.fit(bare) is None
-    assert fate.ShallowFavoringARC.fit(replace(bare, kept=np.arange(5))) is None
+    assert fate.ShallowFavoringARC.fit(replace(bare, input_tokens=np.arange(5))) is None
 
 
 @pytest.mark.parametrize("width", [8, promoe.COMPONENTS + 44])
