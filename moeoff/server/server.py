@@ -212,7 +212,11 @@ class Server:
             raise MoeoffError("a server runs in this process already: llama-server keeps its state in globals; stop that one, or start another process")
         self._lib = lib
         share_malloc_arenas()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            _serving.release()
+            raise MoeoffError("the system gives this process no more threads") from None
         try:
             while not self._serves.is_set() and not self._ended.is_set():
                 time.sleep(_POLL)
@@ -296,9 +300,10 @@ class Server:
     def _serve(self) -> None:
         engine, args = self.engine, self._options.args
         logs = [path for name, path in zip(args, args[1:]) if name == "--log-file"]
-        pipe = ErrorPipe() if not logs and "--log-disable" not in args else None
-        argv = [*self._argv, *(["--log-file", pipe.path] if pipe else [])]
+        pipe = None
         try:
+            pipe = ErrorPipe() if not logs and "--log-disable" not in args else None
+            argv = [*self._argv, *(["--log-file", pipe.path] if pipe else [])]
             overrides = self._loading.enter_context(engine.loading())  # of this thread, which loads
             calls = hooks(
                 buffer=engine.buffer.handle,

@@ -228,6 +228,10 @@ def test_one_at_a_time_and_each_once(demo):
             gc.collect()
             return len(os.listdir("/proc/self/fd")), threading.active_count()
 
+        starved = make()
+        starved._thread.start = lambda: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        refused(starved)
+        del starved
         with make() as first, first as same:
             print(same is first)
             refused(make())
@@ -238,8 +242,13 @@ def test_one_at_a_time_and_each_once(demo):
         print(left() == before, left(), before)
     """)
     done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300)
-    same, second, once, url, clean = done.stdout.splitlines()
-    assert same == "True" and second.startswith("a server runs in this process already") and once.startswith("this server was started before"), done.stderr
+    starved, same, second, once, url, clean = done.stdout.splitlines()
+    assert (
+        starved.endswith("no more threads")
+        and same == "True"
+        and second.startswith("a server runs in this process already")
+        and once.startswith("this server was started before")
+    ), done.stderr
     assert url.startswith("http") and clean.startswith("True"), clean
 
 
