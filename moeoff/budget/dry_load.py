@@ -40,7 +40,7 @@ class _PlannedLlama(PatchedLlama):
     _no_alloc = True
     _one_output = True
 
-    def __init__(self, overrides: Overrides, n_sequences: int = 1, nextn: bool = False, unified: bool = True):
+    def __init__(self, overrides: Overrides = (), n_sequences: int = 1, nextn: bool = False, unified: bool = True):
         self._n_sequences, self._nextn, self._unified = n_sequences, nextn, unified
         self._overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
 
@@ -131,7 +131,7 @@ def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
     """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts."""
 
     def sizes_at(n: int) -> MemoryPlan:
-        with _planned(model_index, n, keywords, overrides, n_sequences, nextn, unified) as llm:
+        with _planned(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified)) as llm:
             sizes = memory_sizes(llm)
             if not (nextn and model_index.n_nextn):
                 return sizes
@@ -148,28 +148,19 @@ def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
 def sequence_state(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) -> int:
     """Bytes that each of several sequences has of its own in a context: recurrent state, or a sliding window that is kept alone. 0: they share all of it."""
     model_index = model_index.without_nextn()
-    with _planned(model_index, min(n_ctx, _LONGEST), keywords) as llm:
+    with _planned(model_index, min(n_ctx, _LONGEST), keywords, _PlannedLlama()) as llm:
         return llm.state_of_sequence()
 
 
 def embedding_width(model_index: ModelIndex) -> int:
     """Numbers that the model takes in the place of a token's embedding."""
-    with _planned(model_index, 32, {}) as llm:
+    with _planned(model_index, 32, {}, _PlannedLlama()) as llm:
         return int(api.llama_model_n_embd_inp(llm.model_handle))
 
 
 @contextlib.contextmanager
-def _planned(
-    model_index: ModelIndex,
-    n_ctx: int,
-    keywords: Mapping[str, Any],
-    overrides: Overrides = (),
-    n_sequences: int = 1,
-    nextn: bool = False,
-    unified: bool = True,
-) -> Iterator[_PlannedLlama]:
+def _planned(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], llm: _PlannedLlama) -> Iterator[_PlannedLlama]:
     set_log(False)
-    llm = _PlannedLlama(overrides, n_sequences, nextn, unified)
     try:
         llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
         yield llm

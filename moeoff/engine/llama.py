@@ -166,7 +166,6 @@ class Llama(PatchedLlama):
             engine.attach(self.context_handle)
             engine.loaded(self.context_handle, functools.partial(memory_sizes, self), adapters=bool(engine.config.llama_cpp.get("lora_path")))
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
-            self.wrap_decode(self._decode)
             if engine.config.context_shift:
                 self._context_shift = ContextShift(self, engine.config.n_keep)
                 self.unbounded_context()

@@ -186,18 +186,16 @@ class _Model(_internals.LlamaModel):
 
 class _Context(_internals.LlamaContext):
     ctx, memory = _Handle(), _Handle()
-    around: Callable[[Callable[[], None], Any], None] | None = None
 
-    def __init__(self, turns: Turns, **options: Any):
-        self.turns = turns
+    def __init__(self, turns: Turns, llama: weakref.ref[PatchedLlama], **options: Any):
+        self.turns, self._llama = turns, llama
         super().__init__(**options)
 
     def decode(self, batch: Any) -> None:
         computes_here()
-        if self.around is None:
-            super().decode(batch)
-        else:
-            self.around(functools.partial(super().decode, batch), batch.batch)
+        if (llama := self._llama()) is not None:
+            llama._check_outputs(batch.batch)
+            llama._decode(functools.partial(super().decode, batch), batch.batch)
 
     def close(self) -> None:
         if self.turns.here:
@@ -321,9 +319,10 @@ class PatchedLlama(_AnyLlama):
 
     def load(self, model_path: str, **options: Any) -> None:
         """llama_cpp.Llama's constructor. Raises LoadError with llama.cpp's reason, or what `_progress` raised."""
-        self._model_class, self._context_class = functools.partial(_Model, self.turns), functools.partial(_Context, self.turns)
+        weak = weakref.ref(self)  # an object that refers to itself would outlive its last user
+        self._model_class, self._context_class = functools.partial(_Model, self.turns), functools.partial(_Context, self.turns, weak)
         raised: list[BaseException] = []
-        progress = self._progress  # a callback that refers to this object would outlive its last user
+        progress = self._progress
 
         # bool (*llama_progress_callback)(float progress, void * user_data);
         def report(fraction: float, _user: Any) -> bool:
@@ -383,21 +382,9 @@ class PatchedLlama(_AnyLlama):
         handle: int = self._model.model
         return handle
 
-    def wrap_decode(self, wrapper: Callable[[Callable[[], None], Any], None]) -> None:
-        """From now on every decode is `wrapper(decode, llama_batch)`, which calls decode() once; it raises RuntimeError if llama.cpp fails.
-
-        Args:
-            wrapper: a method of this object.
-        """
-        weak, around = weakref.ref(self), weakref.WeakMethod(wrapper)  # an object that refers to itself would outlive its last user
-
-        def checked(decode: Callable[[], None], batch: Any) -> None:
-            llm, wrap = weak(), around()
-            if llm is not None and wrap is not None:
-                llm._check_outputs(batch)
-                wrap(decode, batch)
-
-        self._ctx.around = checked
+    def _decode(self, decode: Callable[[], None], _batch: Any) -> None:
+        """Every decode, of a struct llama_batch: decode() computes it, and raises RuntimeError if llama.cpp fails. A subclass does more around it."""
+        decode()
 
     def _check_outputs(self, batch: Any) -> None:
         """Raises OptionError for a batch over which llama.cpp would end the process."""

@@ -316,7 +316,7 @@ AFTER = {
     "batch_logits": (1,), "decode_batch": ([1], 0), "decode_sequences": ([1], [0], [0], [True]), "forget_sequence": (0,), "is_end_token": (1,),
     "load_context": ("file",), "save_context": ("file",), "shift_context": (0, 1), "token_text": (1,),
 }  # fmt: skip
-HARMLESS = {"close", "cancel", "set_cache", "set_seed", "on_close", "wrap_decode", "same_sampler", "unbounded_context", "batches_as", "changing", "settle",
+HARMLESS = {"close", "cancel", "set_cache", "set_seed", "on_close", "same_sampler", "unbounded_context", "batches_as", "changing", "settle",
             "changed_logits", "load", "tokenizer", "from_pretrained", "logits_to_logprobs", "longest_token_prefix"}  # fmt: skip
 
 
