@@ -119,7 +119,7 @@ def summarize(taken: Mapping[str, list[Measurement]]) -> list[Comparison]:
     out = []
     for name, measurements in taken.items():
         for i, test in enumerate(measurements[0].job.tests):
-            of_rounds = [rates(m.of(i)) | {PEAK: m.closed[PEAK]} for m in measurements if not m.error]
+            of_rounds = [rates(m.of(i)) | {key: m.closed[key] for key in [PEAK] if m.closed.get(key)} for m in measurements if not m.error]
             figures = {key: Spread.over([row[key] for row in of_rounds if key in row]) for key in dict.fromkeys(itertools.chain(*of_rounds))}
             pairs = [(rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0)) for a, b in zip(first, measurements) if not a.error and not b.error]
             ratios = [theirs / base for base, theirs in pairs if base and theirs]
