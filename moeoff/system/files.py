@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.resources
 import os
 import secrets
 import stat
@@ -222,7 +221,7 @@ def cache_folder() -> Path:
 
 def demo_model() -> str:
     """Path of the model that ships inside the package."""
-    return str(importlib.resources.files("moeoff") / "data" / DEMO_MODEL)
+    return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", DEMO_MODEL)
 
 
 def machine_wide_file(name: str) -> str | None:

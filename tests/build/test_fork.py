@@ -344,14 +344,13 @@ def test_wheel_with_a_second_copy_is_refused(extra: str, tmp_path: Path) -> None
     fork = Fork.load()
     wheel = tmp_path / f"llama_cpp_python-{fork.local_version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as out:
-        for name in ("libllama", "libggml", "libggml-base", "libggml-cpu"):
-            out.writestr(f"llama_cpp/lib/{name}.so", b"")
+        for name in ("libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so", "moeoff-templates"):
+            out.writestr(f"llama_cpp/lib/{name}", b"")
     tool.check_wheel(fork, wheel, server=False)
-    with pytest.raises(ForkError, match="libllama-server-impl.*moeoff-templates"):
+    with pytest.raises(ForkError, match="libllama-server-impl"):
         tool.check_wheel(fork, wheel)
     with zipfile.ZipFile(wheel, "a") as out:
-        for name in ("moeoff-templates", "libllama-server-impl.so"):
-            out.writestr(f"llama_cpp/lib/{name}", b"")
+        out.writestr("llama_cpp/lib/libllama-server-impl.so", b"")
     tool.check_wheel(fork, wheel)
     with zipfile.ZipFile(wheel, "a") as out:
         out.writestr(extra, b"")

@@ -20,6 +20,7 @@ from moeoff import Llama
 from moeoff.errors import ModelError, OptionError, WriteError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
+from moeoff.llamacpp.llama import _log as llama_log
 from route_trace import read_route_trace
 from routing import PUBLISHED as PUBLISHED_TRACES
 from routing import answer, answer_of, heaviest, measure_answer, shape_answers, wanted
@@ -76,7 +77,7 @@ def evaluate(path: Path, tokens: list[int] = TOKENS) -> tuple[np.ndarray, np.nda
         llama.llama_batch_free(batch)
         llama.llama_free(context)
         llama.llama_model_free(model)
-        llama.llama_log_set(llama.llama_log_callback(0), None)
+        llama.llama_log_set(llama_log, None)  # as moeoff.llamacpp has it
     assert len(chosen) == 12
     return logits, np.stack(chosen)
 

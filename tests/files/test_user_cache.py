@@ -85,7 +85,7 @@ def test_a_checkpoint_of_other_options_has_no_parts(demo, cache):
     model_index, options = ModelIndex.read(demo), {"n_threads": 2, "rope_freq_base": 0.0}
 
     def parts(options: dict, **depends) -> bool:
-        return Checkpoint("loss", model_index, options, **depends).has("part")
+        return Checkpoint("loss", model_index, options, **depends).load("part") is not None
 
     Checkpoint("loss", model_index, options, tier="q4_0").save("part", ARRAYS)
     assert parts(options, tier="q4_0")

@@ -426,7 +426,7 @@ from dataclasses import replace
 from pathlib import Path
 import moeoff
 from helpers.files import CALIBRATION_TEXTS
-from moeoff.budget import memory_plan
+from moeoff.budget import plan as memory_plan
 from moeoff.system.memory import MIB, rss
 
 # with 0.6 of the experts and with the fewest, in a process of this size or up to a MiB more: floors are whole MiB

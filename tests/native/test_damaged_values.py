@@ -90,4 +90,4 @@ def test_an_adapter_of_other_shapes_than_the_model(a: tuple[int, ...], b: tuple[
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(moeoff.ModelError, match=r"tensor (of )?'blk\.3\.ffn_up_exps\.weight' (has incorrect shape|is not transposed)"):
-        moeoff.Llama(str(DEMO), n_ctx=64, memory="200M", lora_path=path)
+        moeoff.Llama(str(DEMO), n_ctx=64, expert_memory="4M", lora_path=path)

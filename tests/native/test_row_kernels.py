@@ -168,6 +168,7 @@ def test_bits_of_vec_dot_on_arm(instructions, tree):
     assert {name.upper() for name in found} == {"Q4_K", "Q6_K", "Q4_0", "IQ4_NL", "MXFP4"} and not any("refused" in line for line in found.values())
 
 
+@pytest.mark.perf
 @pytest.mark.parametrize("name", ["MXFP4", "Q4_0", "IQ4_NL"])
 def test_a_column_is_looked_at_in_little_time(name, kernels_on):
     """Prompts multiply 16 rows with each column: what is done for a column as a whole, once for them, takes less than converting it."""

@@ -190,7 +190,7 @@ def test_a_bound_says_what_it_leaves_out():
     assert " | 0.0% of experts left out below a weight of 0.1 (measured loss 0.00%, bound 1.00%) | " in summary(**bound, estimated_loss=0.0)
     told = summary(**bound, estimated_loss=0.004, skipped=24, expert_uses=1000, prompt_tokens=23, gen_tokens=2, experts_per_token=40)
     assert " | 30.0% of experts left out below a weight of 0.1 (measured loss 0.40%, bound 1.00%) | " in told
-    told = summary(**bound, tier="Q4_0", skipped=24, served_low=900, gen_tokens=2, experts_per_token=40, estimated_loss=0)
+    told = summary(**bound, tier="Q4_0", skipped=24, gen_tokens=2, experts_per_token=40, estimated_loss=0)
     assert "all experts in Q4_0, 30.0% of experts left out" in told
 
 
