@@ -120,9 +120,10 @@ class _Engine:
             self.llm = self._moeoff = Llama(job.model, **options)
         else:
             from ..llamacpp.llama import StockLlama
-            from ..llamacpp.native import TensorOverrides, cpu_buffer_type
+            from ..llamacpp.native import TensorOverrides, cpu_buffer_type, use_attention_kernels
             from ..options import llama_keywords
 
+            use_attention_kernels(False)  # they would serve every model of the process
             if options.pop("cpu_moe", False):
                 options["overrides"] = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type())])
             self.llm = StockLlama(job.model, **llama_keywords(options))

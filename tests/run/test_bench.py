@@ -20,7 +20,9 @@ from moeoff import Llama
 from moeoff.cli.bench import numbers
 from moeoff.cli.main import main
 from moeoff.errors import OptionError
+from moeoff.llamacpp import native
 from moeoff.measure import run as module
+from moeoff.measure import worker
 from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
 from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, Row, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
@@ -242,6 +244,16 @@ def test_stock_without_the_right_to_make_a_cgroup(monkeypatch, demo):
     assert all(job.limit_bytes is None and "Permission denied" in note for job, _, note in jobs)
     monkeypatch.setattr(module, "cgroup_limit", lambda: 125 << 20)  # as inside a container of about this size
     assert all("in this container's 125 MiB" in note for _, _, note in grid.jobs())
+
+
+def test_stock_computes_attention_itself(demo):
+    """Our kernels serve every model of a process, stock llama.cpp's, too, unless they are turned off."""
+    try:
+        engine = worker._Engine(Job(demo, STOCK, {"n_ctx": 64}))
+        assert native.attention_kernels() == 0
+        engine.llm.close()
+    finally:
+        native.use_attention_kernels(True)
 
 
 def test_empty_text(tmp_path):
