@@ -202,7 +202,7 @@ class _Builder:
             Keys.General.ARCHITECTURE: "moeoff-experts",
             Keys.General.ALIGNMENT: ALIGNMENT,
             "moeoff.format_version": FORMAT_VERSION,
-            "moeoff.experts.tiers": [tier.name for tier in self._tiers],
+            "moeoff.sidecar.tiers": [tier.name for tier in self._tiers],
             "moeoff.quantized": "ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else "") + searched,
             "moeoff.source.name": os.path.basename(self.model_index.files[0]),
             "moeoff.source.size": np.uint64(self.model_index.expert_bytes),

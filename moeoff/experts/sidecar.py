@@ -156,7 +156,7 @@ class Sidecar:
                 raise ModelError(f"{self.path}: sidecar format {version}, this moeoff reads {FORMAT_VERSION}: convert the model again")
             if seal(header := file.header()) != header:
                 raise ModelError(f"{self.path}: the sidecar's header is damaged: convert the model again")
-            self.tiers: list[str] = self._get(file, "moeoff.experts.tiers", list)
+            self.tiers: list[str] = self._get(file, "moeoff.sidecar.tiers", list)
             self.source_name: str = self._get(file, "moeoff.source.name", str)
             self.quantized: str = self._get(file, "moeoff.quantized", str)
             self.identity: int = self._get(file, _SEAL.decode(), int)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ import moeoff
 from helpers import ggml_api
 from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
 from helpers.eval_callback import WithCallback
-from helpers.files import flip_bit
+from helpers.files import ROOT, flip_bit
 from helpers.kernels import Op, Plain
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.models import split_model
@@ -66,6 +68,13 @@ def sidecar_logits(path, **options) -> np.ndarray:
 def model(demo, tmp_path) -> str:
     """A copy of the demo model, alone in its folder."""
     return shutil.copy(demo, tmp_path / "model.gguf")
+
+
+def test_names_of_the_format(model):
+    """Those that docs/reference/sidecar.md lists, which files of this format version have: another name is another version."""
+    listed = set(re.findall(r"^\| `(moeoff\.[\w.]+)`", (ROOT / "docs/reference/sidecar.md").read_text(), re.MULTILINE))
+    names = {name for name in gguf.GGUFReader(convert(model).path).fields if name.startswith("moeoff.")}
+    assert names == listed and (FORMAT_VERSION, "moeoff.sidecar.tiers" in names) == (2, True)
 
 
 @pytest.fixture(scope="module")
