@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 from gguf import GGUFReader
-from llama_cpp import _logger, llama_cpp
+from llama_cpp import llama_cpp
 
 import moeoff
 from helpers.arch_models import write_model
@@ -38,6 +38,7 @@ from moeoff.gguf.merge import merge, merged_path
 from moeoff.gguf.model_index import EMBEDDING, MATRICES, OUTPUT, ModelIndex, SplitName, TensorRole, is_expert, model_stem, parse_block_name, parse_tensor_name
 from moeoff.gguf.quantize import is_computed, row_bytes, type_from_name, type_name
 from moeoff.llamacpp import native
+from moeoff.llamacpp.llama import _log as llama_log
 from moeoff.llamacpp.llama import lib
 from mutants import mutate
 
@@ -94,7 +95,7 @@ def read_header(path: str | os.PathLike) -> Header | None:
     try:
         handle = _init_from_file(os.fsencode(path), _InitParams(no_alloc=True, ctx=None))
     finally:
-        llama_cpp.llama_log_set(_logger.llama_log_callback, None)
+        llama_cpp.llama_log_set(llama_log, None)  # as moeoff.llamacpp has it
     if not handle:
         return None
     try:
