@@ -207,40 +207,40 @@ class Config:
 
     model_path: str
     memory: int | None = option("--memory", metavar="SIZE", parse=parse_size, commands=f"{_MEASURE} inspect bench",
-                                help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")  # fmt: skip
+                                help="Memory limit of the whole process, e.g. 6G, 700MiB or 80%. Default: 80% of what is available.")  # fmt: skip
     max_loss: float | None = option("--max-loss", metavar="PERCENT", parse=parse_loss, commands=f"{_RUN_EVAL} bench",
-                                    help="Give up what calibrate --max-loss measured to cost at most this, as 1%. Default: lossless.")  # fmt: skip
+                                    help="Perplexity that may be lost for speed, e.g. 1%, by what calibrate --max-loss measured. Default: lossless.")  # fmt: skip
     n_ctx: int | None = option("-c", "--ctx-size", metavar="N", parse=_context, commands=f"{_OPEN} inspect bench", llama=True,
-                               help="Context in tokens; 0: as many as the model was trained with. Default: as many, but at most 4096.")  # fmt: skip
+                               help="Context in tokens; 0: as many as the model was trained with. Default: the same, but at most 4096 (serve: for each answer).")  # fmt: skip
     n_threads: int | None = option("-t", "--threads", metavar="N", parse=integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server="-t",
                                    help="Compute threads. Default: every core this process may use.")  # fmt: skip
     n_gpu_layers: int = option("-ngl", "--gpu-layers", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,
-                               server="-ngl", help="Layers whose dense part goes to the GPU; -1 or all: all, as run and serve have it where there is one.")  # fmt: skip
+                               server="-ngl", help="Layers whose dense part goes to the GPU; -1 or all: all of them, the default of run and serve if there is a GPU.")  # fmt: skip
 
     expert_memory: int | None = option("--expert-memory", metavar="SIZE", parse=parse_size, group="Experts", commands=_RUN_EVAL,
-                                       help="Bound of the experts alone, instead of --memory.")  # fmt: skip
+                                       help="Memory limit of the expert cache alone, instead of --memory.")  # fmt: skip
     strategy: Strategy = option("--strategy", metavar="NAME", parse=_strategy, group="Experts", commands=f"{_RUN_EVAL} bench",
-                                help="What stays in memory and what is prefetched: auto, lru, fate, ... Default: auto.")  # fmt: skip
+                                help="Cache policy and predictor: auto, lru, fate, ... Default: auto.")  # fmt: skip
     stride: int | None = option("--stride", metavar="N", parse=integer(-MOST), group="Experts", commands=_RUN_EVAL,
-                                help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2.")  # fmt: skip
+                                help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's.")  # fmt: skip
     profile: Path | Literal[False] = option("--profile", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto", group="Experts",
-                                  commands=f"{_OPEN} bench", help="Profile of moeoff calibrate; auto: MODEL.profile.npz, if it is there.")  # fmt: skip
+                                  commands=f"{_OPEN} bench", help="Profile made by moeoff calibrate; auto: MODEL.profile.npz, if it exists.")  # fmt: skip
     experts: Sidecar | Path | bool = option("--experts", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto", group="Experts",
                                             commands=f"{_RUN_EVAL} bench",
-                                            help="Sidecar of moeoff convert; auto: MODEL.experts.gguf, if it is there.")  # fmt: skip
+                                            help="Sidecar made by moeoff convert; auto: MODEL.experts.gguf, if it exists.")  # fmt: skip
     tier: str | None = option("--tier", metavar="NAME", group="Experts", commands=f"{_RUN_EVAL} bench",
-                              help="Precision of the sidecar to run with, as Q2_K. Default: the model's own.")  # fmt: skip
+                              help="Precision of the sidecar to run with, e.g. Q2_K. Default: the model's own.")  # fmt: skip
     verify_reads: bool = option("--verify-reads", default=False, group="Experts", commands=_OPEN,
-                                help="Compare every expert that is read with its hash in the sidecar.")  # fmt: skip
+                                help="Compare every expert read with its hash in the sidecar.")  # fmt: skip
     warm: bool = option("--warm", metavar="on|off", parse=parse_switch, default=False, usual=True, choices=("on", "off"), group="Experts", commands=_OPEN,
-                        help="Load in the background all experts if all fit, else those that were in memory when the model was last closed; "
-                             "while a prompt is waited for, others into room that is left.")  # fmt: skip
+                        help="Preload in the background: all experts if they fit, else those cached at the last exit. While the model waits for a prompt, "
+                             "fill the cache.")  # fmt: skip
     io_threads: int | None = option("--io-threads", metavar="N", parse=integer(1, 64), group="Experts", commands=f"{_OPEN} bench",
-                                    help="Threads that read experts. Default: what reads the model's disk the fastest, measured once.")  # fmt: skip
+                                    help="Threads that read experts. Default: the number that reads the model's disk fastest, measured once.")  # fmt: skip
     deterministic: bool = option("--deterministic", default=False, group="Experts", commands=_RUN_EVAL,
-                                 help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")  # fmt: skip
+                                 help="With --max-loss: decide by a simulated cache instead of the real one, so that a run can be repeated.")  # fmt: skip
     trace: Path | None = option("--trace", metavar="FILE", parse=os.fspath, is_file=True, group="Experts", commands="run",
-                                help="Record which experts the router selected, for simulate; appends to FILE.")  # fmt: skip
+                                help="Append which experts the router selected to FILE, for moeoff simulate.")  # fmt: skip
 
     flash_attn: bool | None = option("-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, usual=True, choices=("on", "off", "auto"), llama=True, server="-fa",
                                      group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", help="Flash attention: smaller compute buffers.")  # fmt: skip
@@ -248,7 +248,7 @@ class Config:
                                  commands=f"{_RUN_EVAL} inspect bench", help="Tokens of a prompt given to llama.cpp at once. Default: as -ub.")  # fmt: skip
     n_ubatch: int | None = option("-ub", "--ubatch-size", metavar="N", parse=_tokens, llama=True, server="-ub", group="Context and batches",
                                   commands=f"{_RUN_EVAL} inspect bench",
-                                  help="Tokens computed at once, at most -b. Default: 512, or what memory and the disk make faster.")  # fmt: skip
+                                  help="Tokens of a prompt computed at once, at most -b. Default: 512, or fewer or more if prompts are expected to be faster.")  # fmt: skip
     type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", **_numbered(_CACHE_TYPES), llama=True,
                                 server="-ctk", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help=f"Type of the KV cache's keys: {_TYPES}. Default: f16.")  # fmt: skip
@@ -265,20 +265,20 @@ class Config:
                                          group="Context and batches", commands=_RUN_EVAL, help="Compute threads of prompts. Default: as -t.")  # fmt: skip
 
     vram: DeviceBound | None = option("--vram", metavar="SIZE", parse=_device_bound, group="GPU", commands=f"{_RUN_EVAL} bench",
-                                      help="Bound of what is allocated on each GPU, as 8G, 80% of what is free there, or auto: all but a reserve, "
-                                           "as run and serve have it. What -ngl leaves of it holds experts.")  # fmt: skip
+                                      help="Memory limit on each GPU: e.g. 8G, 80% of what is free, or auto (all but a reserve; the default of run and serve). "
+                                           "Experts get what -ngl leaves.")  # fmt: skip
     vram_mode: str = option("--vram-mode", metavar="MODE", parse=one_of(VRAM_MODES), choices=VRAM_MODES, default="auto", group="GPU",
                             commands=f"{_RUN_EVAL} bench",
-                            help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto: the fastest, found while it computes.")  # fmt: skip
+                            help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto (the fastest, found while it runs).")  # fmt: skip
     tensor_split: list[float] | None = option("-ts", "--tensor-split", metavar="N0,N1,...", parse=_shares, llama=True, server="-ts", group="GPU",
-                                              commands=_MEASURE, help="Share of the layers for each GPU, as 3,1.")  # fmt: skip
+                                              commands=_MEASURE, help="Share of the layers for each GPU, e.g. 3,1.")  # fmt: skip
     split_mode: str | None = option("-sm", "--split-mode", metavar="MODE", unset=1, **_numbered(_SPLIT_MODES) | {"parse": _split_mode},
                                     llama=True, server="-sm", group="GPU", commands=_MEASURE,
                                     help="How layers go to several GPUs: layer, or none for -mg alone. Default: layer.")  # fmt: skip
     main_gpu: int | None = option("-mg", "--main-gpu", metavar="N", parse=integer(0), llama=True, server="-mg", group="GPU", commands=_MEASURE,
                                   help="The GPU for -sm none.")  # fmt: skip
     override_tensor: str | None = option("-ot", "--override-tensor", metavar="PATTERN=BUFFER,...", group="GPU", commands=_MEASURE,
-                                         help="Memory for tensors outside the experts whose names match, as CPU or CUDA0.")  # fmt: skip
+                                         help="Memory for tensors outside the experts whose names match, e.g. CPU or CUDA0.")  # fmt: skip
     rpc_servers: None = option("--rpc", metavar="HOSTS", parse=_refuse_rpc, hidden=True, commands=_MEASURE, help="Refused.")
 
     rope_scaling_type: str | None = option("--rope-scaling", metavar="METHOD", **_numbered(_ROPE_SCALINGS), unset=-1,
@@ -544,31 +544,31 @@ class ServerOptions:
     port: int = option("--port", metavar="N", parse=integer(0, 65535), default=8080, server="--port", commands="serve",
                        help="Port to listen on; 0 takes a free one.")  # fmt: skip
     parallel: int | None = option("-np", "--parallel", metavar="N|auto", parse=_parallel, server="-np", commands="serve",
-                                  help="Answers at a time; they share the context. Default: 4, or as many as the budget has a context for.")  # fmt: skip
+                                  help="Answers at a time; they share the context. Default: 4, or fewer if the budget is small.")  # fmt: skip
     kv_unified: bool = option("--kv-unified", metavar="on|off", parse=parse_switch, default=True, choices=("on", "off"),
-                              group="Server", commands="serve", help="Answers share the context, or have a part of it each.")  # fmt: skip
+                              group="Server", commands="serve", help="Answers share the context; off: each has its part.")  # fmt: skip
     api_key: str | None = option("--api-key", metavar="KEY", parse=_key, envvar="MOEOFF_API_KEY", server="--api-key", commands="serve",
                                  help="Refuse requests without this bearer token; several, separated by commas.")  # fmt: skip
     api_key_file: str | None = option("--api-key-file", metavar="FILE", parse=_key_file, is_file=True, server="--api-key-file", group="Server", commands="serve",
-                                      help="File with such tokens, one on each line.")  # fmt: skip
+                                      help="File with such tokens, one a line.")  # fmt: skip
     alias: str | None = option("-a", "--alias", metavar="NAME", server="--alias", commands="serve",
                                help="What /v1/models calls the model. Default: its file name.")  # fmt: skip
     cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), server="--cors-origins", group="Server", commands="serve",
-                                   help="Allow requests from web pages of this origin, as https://example.org or *; may be repeated.")  # fmt: skip
+                                   help="Allow requests from web pages of this origin, e.g. https://example.org or *; may be repeated.")  # fmt: skip
     cache_ram: int | None = option("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, group="Server", commands="serve",
-                                   help="Memory for prompts that are kept outside the context; counts in --memory. Default: at most an eighth of what experts "
+                                   help="Prompt cache: memory for prompts outside the context, part of --memory. Default: at most an eighth of what experts "
                                         "would have, and what they cannot use.")  # fmt: skip
     kv_disk: int | None = option("--kv-disk", metavar="SIZE", parse=_disk_size, group="Server", commands="serve",
-                                 help="Disk, in the user's cache folder, for prompts that fall out of memory: they come back where reading is quicker than "
+                                 help="Disk space in the user's cache folder for prompts that leave memory; they are restored if reading is faster than "
                                       "computing. 0: none. Default: 4G.")  # fmt: skip
     ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=integer(0, 1024), group="Server", commands="serve",
-                                         help="Copies of each answer's recurrent state to go back to; count in --memory. Default: up to 8, as they fit.")  # fmt: skip
+                                         help="Checkpoints of each answer's recurrent state, part of --memory. Default: up to 8, as they fit.")  # fmt: skip
     mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", group="Server", commands="serve",
                                 help="Projector for images and sound.")  # fmt: skip
     draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, server="-md", group="Server", commands="serve",
                                help="Draft model for speculative decoding.")  # fmt: skip
     spec_type: str | None = option("--spec-type", metavar="NAME", server="--spec-type", group="Server", commands="serve",
-                                   help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another kind of llama-server's.")  # fmt: skip
+                                   help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another of llama-server's.")  # fmt: skip
     embedding: bool = option("--embedding", default=False, server="--embedding", group="Server", commands="serve", help="Serve embeddings.")
     pooling: str | None = option("--pooling", metavar="TYPE", parse=one_of(_POOLINGS), choices=_POOLINGS, server="--pooling", group="Server", commands="serve",
                                  help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip

@@ -16,7 +16,7 @@ __all__ = ["LOSSLESS", "Precision"]
 
 LOW_SHARE = 0.05  # of the experts' memory, for low versions: measured by the research scripts
 _OPENS = "run serve report eval"
-_GROUP = "Lossy by thresholds, without a bound (default: none)"
+_GROUP = "Lossy rules without a bound"
 _THRESHOLD: dict[str, Any] = {"parse": number(), "group": _GROUP, "commands": f"{_OPENS} simulate"}
 _RULE: dict[str, Any] = {"group": _GROUP, "commands": _OPENS}
 
@@ -47,20 +47,20 @@ class Precision:
         OptionError: out of range, or low precision without a tier.
     """
 
-    t1: float = option("--t1", metavar="S", default=1.0, help="Read absent experts whose unimportance is above S in low precision (HOBBIT's T1).",
+    t1: float = option("--t1", metavar="S", default=1.0, help="Read uncached experts whose unimportance is above S in low precision (HOBBIT's T1).",
                        **_THRESHOLD)  # fmt: skip
-    t2: float = option("--t2", metavar="S", default=1.0, help="Skip absent experts whose unimportance is above S (HOBBIT's T2).", **_THRESHOLD)
+    t2: float = option("--t2", metavar="S", default=1.0, help="Skip uncached experts whose unimportance is above S (HOBBIT's T2).", **_THRESHOLD)
     prefill_low_fraction: float = option("--prefill-low-fraction", metavar="P", default=0.0, **_THRESHOLD,
-                                         help="Of a prompt's experts, read this share, the least popular, in low precision (Fate's p).")  # fmt: skip
-    low_tier: str | None = option("--low-tier", metavar="NAME", help="Tier of the sidecar that these read, as Q2_K.", **_RULE)
+                                         help="Read this share of a prompt's experts, the least used, in low precision (Fate's p).")  # fmt: skip
+    low_tier: str | None = option("--low-tier", metavar="NAME", help="The low precision: a tier of the sidecar, e.g. Q2_K.", **_RULE)
     low_share: float = LOW_SHARE
     resident: float = 0.0
     mispredicted_low: bool = option("--mispredicted-low", default=False, **_RULE,
-                                    help="Where a preset predicts, read in low precision only what it did not ask for (Fate §5.3).")  # fmt: skip
-    tau: float = option("--tau", metavar="W", default=0.0, help="Leave out absent experts whose weight is below W (what --max-loss measures and sets).",
+                                    help="Read only mispredicted experts in low precision (Fate §5.3).")  # fmt: skip
+    tau: float = option("--tau", metavar="W", default=0.0, help="Skip uncached experts whose gate weight is below W (--max-loss sets it by measurement).",
                         **_THRESHOLD)  # fmt: skip
     weigh_prompts: bool = option("--weigh-prompts", default=False, **_RULE,
-                                 help="--t1 and --t2 in prompts, too: each expert by the token to which it matters most (HOBBIT §3.2).")  # fmt: skip
+                                 help="Apply --t1 and --t2 to prompts, too: each expert by the token that needs it most (HOBBIT §3.2).")  # fmt: skip
 
     @classmethod
     def pop(cls, options: dict[str, Any]) -> Precision | None:

@@ -57,7 +57,7 @@ def words(text: str) -> list[str]:
     return out
 
 
-def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: str = "N,...", kind: Any = None) -> Callable[[Any], Any]:
+def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: str = "N,...", kind: Any = None, group: str = "") -> Callable[[Any], Any]:
     """An option that may be repeated, each time with several values."""
 
     def callback(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Any]:
@@ -71,7 +71,7 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
                 raise click.BadParameter(f"{value!r} is not {metavar}", context, parameter) from None
         return list(dict.fromkeys(out))
 
-    return own(*names, multiple=True, metavar=metavar, type=kind, callback=callback, help=help)
+    return own(*names, group=group, multiple=True, metavar=metavar, type=kind, callback=callback, help=help)
 
 
 # options of the table that take several values here, each of which is a configuration
@@ -83,7 +83,7 @@ def _axes(function: Callable[..., None]) -> Callable[..., None]:
     for line in (TABLE[name] for name in reversed(AXES)):
         usual = line.default if line.usual is None else line.usual
         function = _several(*line.flags, line.name, read=partial(_read_axis, line), metavar=f"{line.metavar},...", help=help_of(line, usual),
-                            kind=Listed(line))(function)  # fmt: skip
+                            kind=Listed(line), group=line.group)(function)  # fmt: skip
     return function
 
 
@@ -109,7 +109,7 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 @own(
     "--compare-stock",
     is_flag=True,
-    help="Stock llama.cpp, too, with its default kernels and with plain ones; all in a memory cgroup of the bound where one can be made.",
+    help="Measure stock llama.cpp, too, with its default kernels and with --no-repack; all in a memory cgroup if one can be made.",
 )
 @own("--no-warmup", is_flag=True, help="Count the first run of each test, too.")
 @own("-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Form of the results on stdout.")
@@ -188,8 +188,8 @@ def _listener(job: Job) -> Listener:
 @takes_model()
 @own("-o", "--output", type=click.Path(dir_okay=False), default="moeoff-report.html", show_default=True, metavar="FILE", help="Page to write.")
 @own("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
-@own("-p", "--n-prompt", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of the prompt.")
-@own("-n", "--n-gen", "n_decode", type=click.IntRange(min=8), default=96, show_default=True, help="Tokens after it, one by one.")
+@own("-p", "--n-prompt", type=click.IntRange(min=1), metavar="N", default=128, show_default=True, help="Tokens of the prompt.")
+@own("-n", "--n-gen", "n_decode", type=click.IntRange(min=8), metavar="N", default=96, show_default=True, help="Tokens after it, one by one.")
 @takes("report")
 def report(output: str, model: str | None, text: str | None, n_prompt: int, n_decode: int, **options: Any) -> None:
     """Run a model and write a page about it: where memory and time went, by layer and by token, and what more memory would give."""

@@ -26,24 +26,26 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 # options that not every kind of calibration has
 _OPTIONS_OF = {("--max-loss",): ("tier", "experts"), ("--bits-plan",): ("tolerance", "types", "measure"), ("",): ("seed",), ("", "--max-loss"): ("minutes",)}
 
+_PLAN = "A type for each expert"  # heading of the options of --bits-plan
+
 
 @command()
 @takes_model("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
 @own("--text", multiple=True, type=click.Path(dir_okay=False), metavar="FILE",
      help="Text like what the model will see; may be repeated. Default: the model writes some.")  # fmt: skip
 @own("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
-@own("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
-@own("--minutes", type=click.FloatRange(min=0, min_open=True),
-     help="When they are over it ends with what was read by then. Default: 60, with --max-loss 15. Not with --bits-plan.")  # fmt: skip
+@own("--tokens", type=click.IntRange(512), metavar="N", default=16384, show_default=True, help="Tokens to evaluate, the same number from each text.")
+@own("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
+     help="Deadline: what was measured by then counts. Default: 60; 15 with --max-loss. Not with --bits-plan.")  # fmt: skip
 @takes("calibrate")
-@own("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
-@own("--max-loss", metavar="PERCENT", help="Instead: measure what may be left out, and what a sidecar's tiers cost, for run --max-loss, as 1%.")
-@own("--tier", metavar="NAME", help="With --max-loss: the sidecar's low precision. Default: all of them are tried.")
+@own("--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of the predictors' training.")
+@own("--max-loss", metavar="PERCENT", help="Instead: measure which experts may be skipped, and what a sidecar's tiers lose, for run --max-loss, e.g. 1%.")
+@own("--tier", metavar="NAME", help="With --max-loss: the sidecar's tier to try. Default: all.")
 @own("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the sidecar. Default: MODEL.experts.gguf.")
-@own("--bits-plan", is_flag=True, help="Instead: choose a type for each expert and write a plan for convert --bits, by default MODEL.bits.json.")
-@own("--tolerance", metavar="PERCENT", default="5%", show_default=True, help="With --bits-plan: perplexity that may be lost.")
-@own("--types", metavar="NAMES", help="With --bits-plan: types to choose from, as Q4_K,Q2_K. Default: a ladder below the model's own.")
-@own("--measure", is_flag=True, help="With --bits-plan: quantize experts one at a time instead of estimating their importance.")
+@own("--bits-plan", is_flag=True, group=_PLAN, help="Instead: choose a type for each expert, and write MODEL.bits.json for convert --bits.")
+@own("--tolerance", group=_PLAN, metavar="PERCENT", default="5%", show_default=True, help="Perplexity that may be lost.")
+@own("--types", group=_PLAN, metavar="NAMES", help="Types to choose from, e.g. Q4_K,Q2_K. Default: a ladder below the model's own.")
+@own("--measure", group=_PLAN, is_flag=True, help="Quantize experts one at a time instead of estimating their importance.")
 def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any) -> None:
     """Measure a model on text, once, and keep in its profile what predictors and caches learn from that.
 

@@ -37,7 +37,7 @@ HELP = f"""\
 /stats             what this chat took so far
 /system TEXT       set the system prompt; without TEXT show it, /system - removes it
 /save FILE         write the conversation: JSON if FILE ends with .json, else text
-/memory SIZE       change the memory budget, as 6G or 80%; without SIZE show it
+/memory SIZE       change the memory budget, e.g. 6G or 80%; without SIZE show it
 /exit              leave, as Ctrl-D does
 
 Several lines: Ctrl-J or a backslash before Enter begins a new line; {QUOTES} begins a text of many lines and ends it.

@@ -18,13 +18,15 @@ from .options import command, takes_model
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.experts.gguf, where run and serve find it."
 )
-@click.option("--tiers", metavar="NAMES", help="Precisions, as original,Q2_K. original: the model's own bytes; auto: a lower one for each type. Default: auto.")
+@click.option(
+    "--tiers", metavar="NAMES", help="Precisions, e.g. original,Q2_K. original: the model's own bytes; auto: a lower one for each type. Default: auto."
+)
 @click.option("--imatrix", type=click.Path(dir_okay=False), metavar="FILE", help="Importance matrix of llama-imatrix for what is quantized.")
 @click.option("--bits", type=click.Path(dir_okay=False), metavar="PLAN.json", help="One more tier, 'bits', in which each expert has the type of this plan.")
 @click.option("-j", "--threads", type=click.IntRange(min=1), metavar="N", help="Threads. Default: every core this process may use.")
 @click.option("--dry-run", is_flag=True, help="Print sizes, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace an existing sidecar.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted conversion; if interrupted again, keep what is written.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted conversion, or leave one that can be continued.")
 def convert(**options: Any) -> None:
     """Repack a model's experts into a sidecar file, in one or more precisions. The model stays as it is."""
     from ..experts.convert import convert as library

@@ -29,17 +29,21 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 TYPED = "moeoff.typed"  # of a context: the words behind the command's name, for the flags that an error names
+HELP_ALL = "moeoff.help_all"  # of a context: its help shows every option
 _LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 
 
 class Command(click.Command):
-    """A command whose options stand under headings, those without one first."""
+    """A command whose options stand under headings, those without one first: they are what `-h` shows, and `--help-all` shows all."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.allow_extra_args = True  # `parse_args` has words for them
-        group = "Machine" if any(getattr(param, "group", "") for param in self.params) else ""
-        self.params.append(GroupedOption(["--debug"], group=group, is_flag=True, help="Show the traceback of an error."))
+        groups = list(dict.fromkeys(group for param in self.params if (group := getattr(param, "group", ""))))
+        self.params.append(GroupedOption(["--debug"], group="Machine" if groups else "", is_flag=True, help="Show the traceback of an error."))
+        if groups:
+            self.params.append(click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+                                            help=f"Show more options: {', '.join(groups)}."))  # fmt: skip
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta.setdefault(TYPED, list(args))
@@ -77,8 +81,17 @@ class Command(click.Command):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
                 sections.setdefault(getattr(param, "group", ""), []).append(record)
         for heading, records in sections.items():
+            if heading and not ctx.meta.get(HELP_ALL):
+                continue
             with formatter.section(heading or "Options"):
                 formatter.write_dl(records)
+
+
+def _show_all(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 class GroupedOption(click.Option):

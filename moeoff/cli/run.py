@@ -243,7 +243,7 @@ class _Serve(Command):
 @own("-q", "--quiet", group="Server", is_flag=True, help="No line for each request.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, ...], **options: Any) -> None:
-    """Serve a model over HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
+    """Serve a model over HTTP: OpenAI's, Anthropic's, Ollama's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
 
     ARGS are llama-server's own options, as are LLAMA_ARG_* in the environment.
     """

@@ -17,8 +17,10 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 @command()
 @click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
-@click.option("--strategy", multiple=True, metavar="NAME[,NAME]", type=Listed(TABLE["strategy"]), help="What to compare with lru and belady; may be repeated.")
-@click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, as 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
+@click.option(
+    "--strategy", multiple=True, metavar="NAME[,NAME]", type=Listed(TABLE["strategy"]), help="Strategies to compare with lru and belady; may be repeated."
+)
+@click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
 @takes("simulate", t1=0.6, t2=0.9)
 @click.option(
     "--low-cost",

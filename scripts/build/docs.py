@@ -36,9 +36,10 @@ CLIENTS = re.compile(r"(?<=<!-- clients -->\n).*(?=<!-- clients end -->)", re.DO
 def cli_page() -> str:
     """docs/reference/cli.md as it has to be."""
     from moeoff.cli.main import main
+    from moeoff.cli.options import HELP_ALL
 
     parts = [
-        "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help`. What several commands take alike stands once, at the first of them.\n"
+        "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help-all`. What several commands take alike stands once, at the first of them.\n"
     ]
     shown: set[str] = set()
     # as the program makes them: a context made by hand would leave out the commands' settings, -h among them
@@ -48,6 +49,7 @@ def cli_page() -> str:
     for name in sorted(main.list_commands(top), key=lambda name: (name != "run", name)):
         command = main.get_command(top, name)
         context = command.make_context(name, [], parent=top, **width)
+        context.meta[HELP_ALL] = True
         text, alike = without_shown(command.get_help(context), shown)
         parts.append(f"## moeoff {name}\n\n```\n{text}\n```\n" + (f"\nAs above: {', '.join(alike)}.\n" if alike else ""))
     return "\n".join(parts)

@@ -22,7 +22,7 @@ NAMES = ("--t1", "--t2", "--prefill-low-fraction", "--mispredicted-low", "--stri
 
 @pytest.mark.parametrize("command", ["run", "serve", "eval", "report"])
 def test_the_same_everywhere(command):
-    said = CliRunner().invoke(main, [command, "--help"]).output
+    said = CliRunner().invoke(main, [command, "--help-all"]).output
     assert all(name in said for name in NAMES), command
 
 

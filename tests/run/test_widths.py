@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import click
 import pytest
 from click.shell_completion import ShellComplete
 
@@ -15,12 +16,14 @@ from moeoff.system.memory import available, format_size
 
 COLUMNS = 80
 M = str(DEMO)
+WITH_MORE = [name for name, command in main.commands.items() if any("--help-all" in param.opts for param in command.params)]
 
 
 @pytest.mark.parametrize(
     "command",
     [
         *(f"{name} --help" for name in main.commands),
+        *(f"{name} --help-all" for name in WITH_MORE),
         f"inspect {M} --probe off --memory 6G",
         f"inspect {M} -c 100000 --probe off --memory 500G",
         f"simulate {SMALL_TRACE} --strategy lfu,score",
@@ -34,6 +37,17 @@ def test_eighty_columns(invoke, command):
     assert not long and "…" not in done.stdout, long
     beyond = re.search(r"--memory 500G is more than the \S+ GiB that are available here", done.stderr)
     assert bool(beyond) == ("500G" in command) and available() < 500 << 30
+
+
+@pytest.mark.parametrize("name", WITH_MORE)
+def test_help_shows_a_page_and_help_all_every_option(invoke, name):
+    first, everything = invoke(name, "-h").stdout, invoke(name, "--help-all").stdout
+    assert len(first.splitlines()) <= 48
+    assert {"run", "serve", "bench", "report", "eval", "calibrate"} <= set(WITH_MORE)
+    for param in main.commands[name].params:
+        if isinstance(param, click.Option) and not param.hidden:
+            line = re.compile(rf"^  (\S+, )*{re.escape(max(param.opts, key=len))}\b", re.MULTILINE)
+            assert line.search(everything) and bool(line.search(first)) == (not getattr(param, "group", "")), param.name
 
 
 def test_a_wide_table_is_folded_and_not_cut(capsys, monkeypatch):
