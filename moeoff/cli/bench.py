@@ -134,7 +134,7 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
     def configurations() -> Iterator[list[Row]]:
         nonlocal measured
         for rows in (rows for grid in grids for rows in grid.run(_listener)):
-            measured = measured or any(row.avg_ts is not None for row in rows)
+            measured = measured or any(row["avg_ts"] is not None for row in rows)
             yield rows
 
     for text in FORMATS[output](configurations(), varied):

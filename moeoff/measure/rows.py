@@ -9,7 +9,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from functools import lru_cache
 from typing import Any
@@ -25,15 +24,21 @@ from .job import MOEOFF, Job, Measurement, Sample, rates
 STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"  # its default, repacked kernels; those that moeoff has the bits of
 
 
-@dataclass(frozen=True)
-class Row:
-    """Sizes in bytes, times in nanoseconds or as their name says, rates per second.
+Row = dict[str, Any]  # by name, in the order of the columns of csv; `rows` says what each is
 
-    Attributes:
+
+def rows(done: Measurement, memory: int, note: str = "") -> list[Row]:
+    """A row for each test of a job. Sizes in bytes, times in nanoseconds or as their name says, rates per second; None: nobody knows.
+
+    Args:
+        memory: the bound, 0 for none.
+        note: about the surroundings, for `mode`.
+
+    Returns:
         memory: the bound of the process; of stock in a cgroup that of the cgroup; 0: none.
         strategy: or "stock llama.cpp", "stock, plain": with its default kernels, and without repacking.
         avg_ts, stddev_ts: tokens per second over the repetitions.
-        mb_per_token: read from disk, in 10^6 bytes; of stock unknown, as other fields about experts: None.
+        mb_per_token: read from disk, in 10^6 bytes; of stock unknown, as other fields about experts.
         vram, vram_mode: the bound of each GPU's memory, as it was given, and how it computes with experts; empty: no experts there.
         hit_rate: of the slices that routers selected, those that were in memory; device_hit_rate: those that a GPU held.
         stall_share: of the time, in which compute waited for bytes.
@@ -44,106 +49,56 @@ class Row:
         mode: how it ran, in words.
         error: why there are no samples, or fewer; empty: nothing went wrong.
     """
-
-    build: str
-    cpu_info: str
-    model_filename: str
-    model_type: str
-    model_size: int
-    model_n_params: int
-    n_threads: int
-    n_batch: int | None
-    n_ubatch: int | None
-    type_k: str
-    type_v: str
-    flash_attn: bool
-    n_gpu_layers: int
-    vram: str
-    vram_mode: str
-    memory: int
-    strategy: str
-    io_threads: int | None
-    n_ctx: int | None
-    n_prompt: int
-    n_gen: int
-    n_depth: int
-    test: str
-    test_time: str
-    avg_ns: float | None
-    stddev_ns: float | None
-    avg_ts: float | None
-    stddev_ts: float | None
-    mb_per_token: float | None
-    hit_rate: float | None
-    device_hit_rate: float | None
-    stall_share: float | None
-    disk_mb_s: float | None
-    ceiling_share: float | None
-    cpu_ms_per_token: float | None
-    driver_ms_per_token: float | None
-    arena: int | None
-    peak_rss: int | None
-    mode: str
-    error: str = ""
-    samples_ns: list[float] = field(default_factory=list)
-    samples_ts: list[float] = field(default_factory=list)
-
-
-def rows(done: Measurement, memory: int, note: str = "") -> list[Row]:
-    """A row for each test of a job.
-
-    Args:
-        memory: the bound, 0 for none.
-        note: about the surroundings, for `mode`.
-    """
     return [_row(done, index, memory, note) for index in range(len(done.job.tests))]
 
 
 def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
     job, test, samples = done.job, done.job.tests[index], done.of(index)
-    ours, options, facts = job.engine == MOEOFF, job.options, model_facts(job.model)
+    ours, options, opened = job.engine == MOEOFF, job.options, done.opened
     speeds, times = [s.tps for s in samples], [1e9 * s.seconds for s in samples]
-    figures = rates(samples)
-    known: dict[str, Any] = {name: figures.get(name) for name in ("mb_per_token", "hit_rate", "stall_share", "cpu_ms_per_token", "driver_ms_per_token")}
-    disk = done.closed.get("disk_bytes_per_second")
-    return Row(
-        build=f"moeoff {__version__}",
-        cpu_info=cpu_name(),
-        model_filename=job.model,
-        **facts,
-        n_threads=options.get("n_threads") or n_cores(),
-        n_batch=options.get("n_batch"),
-        n_ubatch=done.opened.get("micro_batch") or options.get("n_ubatch"),
-        type_k=str(options.get("type_k") or "f16"),
-        type_v=str(options.get("type_v") or "f16"),
-        flash_attn=bool(options.get("flash_attn")),
-        n_gpu_layers=int(options.get("n_gpu_layers", 0)),
-        vram=str(options.get("vram") or "") if ours else "",
-        vram_mode=str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",
-        memory=done.opened.get("budget_bytes") or memory,
-        strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else _stock_name(job),
-        io_threads=done.opened.get("io_threads"),
-        n_ctx=done.opened.get("n_ctx") or options.get("n_ctx"),
-        n_prompt=test.n_prompt,
-        n_gen=test.n_gen,
-        n_depth=test.depth,
-        test=test.name,
-        test_time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        avg_ns=statistics.fmean(times) if times else None,
-        stddev_ns=_deviation(times),
-        avg_ts=statistics.fmean(speeds) if speeds else None,
-        stddev_ts=_deviation(speeds),
-        **known,
-        device_hit_rate=figures.get("device_hit_rate") if options.get("vram") else None,
-        disk_mb_s=disk / 1e6 if disk else None,
-        ceiling_share=ceiling_share(samples, disk) if "stall_share" in figures and disk else None,
-        arena=done.opened.get("arena_bytes"),
-        peak_rss=done.closed.get("peak_rss_bytes"),
-        mode=_mode(done, note),
-        error=done.error or _cut(samples, job.repetitions, test.n_tokens),
-        samples_ns=times,
-        samples_ts=speeds,
-    )
+    figures, disk = rates(samples), done.closed.get("disk_bytes_per_second")
+    return {
+        "build": f"moeoff {__version__}",
+        "cpu_info": cpu_name(),
+        "model_filename": job.model,
+        **model_facts(job.model),
+        "n_threads": options.get("n_threads") or n_cores(),
+        "n_batch": options.get("n_batch"),
+        "n_ubatch": opened.get("micro_batch") or options.get("n_ubatch"),
+        "type_k": str(options.get("type_k") or "f16"),
+        "type_v": str(options.get("type_v") or "f16"),
+        "flash_attn": bool(options.get("flash_attn")),
+        "n_gpu_layers": int(options.get("n_gpu_layers", 0)),
+        "vram": str(options.get("vram") or "") if ours else "",
+        "vram_mode": str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",
+        "memory": opened.get("budget_bytes") or memory,
+        "strategy": opened.get("strategy", str(options.get("strategy", "auto"))) if ours else _stock_name(job),
+        "io_threads": opened.get("io_threads"),
+        "n_ctx": opened.get("n_ctx") or options.get("n_ctx"),
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": test.depth,
+        "test": test.name,
+        "test_time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "avg_ns": statistics.fmean(times) if times else None,
+        "stddev_ns": _deviation(times),
+        "avg_ts": statistics.fmean(speeds) if speeds else None,
+        "stddev_ts": _deviation(speeds),
+        "mb_per_token": figures.get("mb_per_token"),
+        "hit_rate": figures.get("hit_rate"),
+        "device_hit_rate": figures.get("device_hit_rate") if options.get("vram") else None,
+        "stall_share": figures.get("stall_share"),
+        "disk_mb_s": disk / 1e6 if disk else None,
+        "ceiling_share": ceiling_share(samples, disk) if "stall_share" in figures and disk else None,
+        "cpu_ms_per_token": figures.get("cpu_ms_per_token"),
+        "driver_ms_per_token": figures.get("driver_ms_per_token"),
+        "arena": opened.get("arena_bytes"),
+        "peak_rss": done.closed.get("peak_rss_bytes"),
+        "mode": _mode(done, note),
+        "error": done.error or _cut(samples, job.repetitions, test.n_tokens),
+        "samples_ns": times,
+        "samples_ts": speeds,
+    }
 
 
 def _stock_name(job: Job) -> str:
@@ -205,7 +160,6 @@ def model_facts(path: str) -> dict[str, Any]:
     return {"model_type": kind, "model_size": sum(span.nbytes for span in spans), "model_n_params": n_params}
 
 
-_NAMES = [f.name for f in fields(Row) if f.name not in ("samples_ns", "samples_ts")]
 Configurations = Iterable[Sequence[Row]]  # the rows of one after the other, as they come
 
 
@@ -213,53 +167,51 @@ def as_json(configurations: Configurations, varied: Collection[str] = ()) -> Ite
     """One array."""
     between = "[\n"
     for row in itertools.chain.from_iterable(configurations):
-        yield between + json.dumps(asdict(row), indent=2)
+        yield between + json.dumps(row, indent=2)
         between = ",\n"
     yield "\n]\n" if between != "[\n" else "[]\n"
 
 
 def as_csv(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
     """A line of names, and one for each row."""
-    for values in itertools.chain([_NAMES], ([getattr(row, name) for name in _NAMES] for row in itertools.chain.from_iterable(configurations))):
-        line = io.StringIO()
-        csv.writer(line, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerow("" if value is None else value for value in values)
-        yield line.getvalue()
-
-
-def _text(value: float | None, form: str = ".1%") -> str:
-    return "" if value is None else format(value, form)
+    for i, row in enumerate(itertools.chain.from_iterable(configurations)):
+        cells = {name: "" if value is None else value for name, value in row.items() if not name.startswith("samples_")}
+        lines = io.StringIO()
+        csv.writer(lines, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerows([cells, cells.values()][i > 0 :])
+        yield lines.getvalue()
 
 
 def _speed(row: Row) -> str:
-    if row.avg_ts is None:
+    if row["avg_ts"] is None:
         return "-"
-    digits = 2 if row.avg_ts < 1000 else 1
-    return f"{row.avg_ts:.{digits}f} ± {row.stddev_ts:.{digits}f}"
+    digits = 2 if row["avg_ts"] < 1000 else 1
+    return f"{row['avg_ts']:.{digits}f} ± {row['stddev_ts']:.{digits}f}"
 
 
-# (title, width, value); a negative width aligns to the left, as in llama-bench
-_ALWAYS: list[tuple[str, int, Callable[[Row], str]]] = [
-    ("memory", 10, lambda r: format_size(r.memory) if r.memory else "no limit"),
-    ("strategy", -15, lambda r: r.strategy),
+# name of the column's values, title, width, value; a negative width aligns to the left, as in llama-bench
+_Column = tuple[str, str, int, Callable[[Any], str]]
+_ALWAYS: list[_Column] = [
+    ("memory", "memory", 10, lambda size: format_size(size) if size else "no limit"),
+    ("strategy", "strategy", -15, str),
 ]
-_IF_VARIED: list[tuple[str, int, Callable[[Row], str]]] = [
-    ("n_threads", 7, lambda r: str(r.n_threads)),
-    ("n_batch", 7, lambda r: str(r.n_batch or "")),
-    ("n_ubatch", 8, lambda r: str(r.n_ubatch or "")),
-    ("type_k", 6, lambda r: r.type_k),
-    ("type_v", 6, lambda r: r.type_v),
-    ("flash_attn", 10, lambda r: str(int(r.flash_attn))),
-    ("n_gpu_layers", 12, lambda r: str(r.n_gpu_layers)),
-    ("vram", 6, lambda r: r.vram),
-    ("vram_mode", 11, lambda r: r.vram_mode),
-    ("on GPU", 7, lambda r: _text(r.device_hit_rate)),
-    ("io_threads", 7, lambda r: str(r.io_threads or "")),
+_IF_VARIED: list[_Column] = [
+    ("n_threads", "n_threads", 7, str),
+    ("n_batch", "n_batch", 7, str),
+    ("n_ubatch", "n_ubatch", 8, str),
+    ("type_k", "type_k", 6, str),
+    ("type_v", "type_v", 6, str),
+    ("flash_attn", "flash_attn", 10, lambda on: str(int(on))),
+    ("n_gpu_layers", "n_gpu_layers", 12, str),
+    ("vram", "vram", 6, str),
+    ("vram_mode", "vram_mode", 11, str),
+    ("device_hit_rate", "on GPU", 7, "{:.1%}".format),
+    ("io_threads", "io_threads", 7, str),
 ]
-_RESULTS: list[tuple[str, int, Callable[[Row], str]]] = [
-    ("test", 8, lambda r: r.test),
-    ("t/s", 16, _speed),
-    ("MB/tok", 6, lambda r: _text(r.mb_per_token, ".1f")),
-    ("hits", 6, lambda r: _text(r.hit_rate)),
+_RESULTS: list[_Column] = [
+    ("test", "test", 8, str),
+    ("", "t/s", 16, _speed),
+    ("mb_per_token", "MB/tok", 6, "{:.1f}".format),
+    ("hit_rate", "hits", 6, "{:.1%}".format),
 ]
 
 
@@ -269,23 +221,25 @@ def as_markdown(configurations: Configurations, varied: Collection[str] = ()) ->
     Args:
         varied: options with several values, or that were given: they have columns of their own.
     """
-    columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied or (column[0] == "on GPU" and "vram" in varied)), *_RESULTS]
-    rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, width, _ in columns]
-    yield f"| {' | '.join(_cell(title, width) for title, width, _ in columns)} |\n|{'|'.join(rules)}|\n"
+    varied = {*varied, *(["device_hit_rate"] if "vram" in varied else [])}
+    columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied), *_RESULTS]
+    rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, _, width, _ in columns]
+    yield f"| {' | '.join(_cell(title, width) for _, title, width, _ in columns)} |\n|{'|'.join(rules)}|\n"
     notes, model = list[str](), ""
     for rows in configurations:
         out = ""
         for row in rows:
-            what = f"{row.model_type}, {format_size(row.model_size)}, {row.model_n_params / 1e9:.2f} B parameters, {row.n_threads} threads"
+            what = f"{row['model_type']}, {format_size(row['model_size'])}, {row['model_n_params'] / 1e9:.2f} B parameters, {row['n_threads']} threads"
             if what != model:
                 out += f"{what}:\n" if model else ""
                 model = what
                 notes.append(f"model: {what}")
-            out += f"| {' | '.join(_cell(value(row), width) for _, width, value in columns)} |\n"
-            if row.error and not any(row.error in note for note in notes[-len(rows) :]):
-                notes.append(f"{_title(row)}, {row.test}: {row.error}")
-        if rows and rows[0].mode:
-            notes.append(f"mode: {_title(rows[0])}: {rows[0].mode}")
+            cells = [(row if not name else row[name], width, value) for name, _, width, value in columns]
+            out += f"| {' | '.join(_cell('' if it is None else value(it), width) for it, width, value in cells)} |\n"
+            if row["error"] and not any(row["error"] in note for note in notes[-len(rows) :]):
+                notes.append(f"{_title(row)}, {row['test']}: {row['error']}")
+        if rows and rows[0]["mode"]:
+            notes.append(f"mode: {_title(rows[0])}: {rows[0]['mode']}")
         yield out
     yield "\n" + "".join(wrapped(note, "    ") + "\n" for note in notes)
 
@@ -294,7 +248,7 @@ FORMATS = {"md": as_markdown, "csv": as_csv, "json": as_json}
 
 
 def _title(row: Row) -> str:
-    return f"{row.strategy}, {format_size(row.memory)}" if row.memory else row.strategy
+    return f"{row['strategy']}, {format_size(row['memory'])}" if row["memory"] else str(row["strategy"])
 
 
 def _cell(text: str, width: int) -> str:

@@ -36,7 +36,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,7 @@ def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: in
     if done.error:
         raise RuntimeError(done.error)
     facts = {fact: done.closed[fact] for fact in done.closed if fact.startswith("device_")}
-    return {"share": share, "host": host, "rows": [asdict(one) for one in rows(done, 0)], **facts}
+    return {"share": share, "host": host, "rows": rows(done, 0), **facts}
 
 
 def _with_scripts() -> dict[str, str]:

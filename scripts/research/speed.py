@@ -168,7 +168,9 @@ def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Seque
             if not decode.figures:
                 lines.append([group, decode.name, decode.error, *[""] * (len(head) - 3)])
                 continue
-            overlaps = [share for m in prompt.measurements if not m.error and m.closed.get("disk_bytes_per_second") and (share := rows(m, 0)[0].ceiling_share)]
+            overlaps = [
+                share for m in prompt.measurements if not m.error and m.closed.get("disk_bytes_per_second") and (share := rows(m, 0)[0]["ceiling_share"])
+            ]
             cells = [spread(prompt.figures["tps"]), spread(prompt.ratio) if i else "", f"{statistics.median(overlaps):.0%}" if overlaps else ""]
             cells += [spread(decode.figures["tps"]), spread(decode.ratio) if i else ""]
             cells += [form.format(decode.figures[key].median) if key in decode.figures else "" for key, form in COLUMNS.values()]
@@ -194,7 +196,7 @@ def ceiling(done: Measurement, in_memory: float | None) -> float | None:
     disk = done.closed.get("disk_bytes_per_second")
     if not disk:
         return None
-    return rows(done, 0)[1].ceiling_share if in_memory is None else Ceiling.of(done.of(1), in_memory, disk).reached
+    return rows(done, 0)[1]["ceiling_share"] if in_memory is None else Ceiling.of(done.of(1), in_memory, disk).reached
 
 
 @dataclass

@@ -24,7 +24,7 @@ from moeoff.llamacpp import native
 from moeoff.measure import run as module
 from moeoff.measure import worker
 from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
-from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, Row, ceiling_share, rows
+from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup, unavailable
 from speed import cold, prompt_then_tokens, take_turns
@@ -54,7 +54,7 @@ def test_rows_and_their_table(moeoff_command, quick, small):
         assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
         assert row["peak_rss"] < row["memory"] == small << 20
         assert row["n_prompt"] in (0, 16) and row["model_n_params"] > 1e6
-    table = "".join(FORMATS["md"]([[Row(**row) for row in part] for part in (found[:2], found[2:])]))
+    table = "".join(FORMATS["md"]([found[:2], found[2:]]))
     lines = table.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [*("memory", "strategy", "test", "t/s", "MB/tok", "hits")]
     assert [line.split("|")[3].strip() for line in lines[2:6]] == ["pp16", "tg8"] * 2
@@ -75,7 +75,7 @@ def test_forms_for_programs(demo):
     read = [*csv.DictReader(io.StringIO(text("csv"))), *json.loads(text("json"))]
     assert len(read) == 4
     for row in read:
-        assert row["test"] == "pp16" and float(row["avg_ts"]) == pytest.approx(written[0].avg_ts) and float(row["stddev_ts"]) == 0
+        assert row["test"] == "pp16" and float(row["avg_ts"]) == pytest.approx(written[0]["avg_ts"]) and float(row["stddev_ts"]) == 0
         assert int(row["memory"]) == 200 << 20
 
 
@@ -125,16 +125,16 @@ def test_a_process_that_fails_says_why(demo):
     done = measure(Job(demo, options={"memory": 1 << 20}, tests=(BenchTest(1, 0),)))
     assert "too small" in done.error and not done.samples
     (row,) = rows(done, 1 << 20)
-    assert row.avg_ts is None and row.error == done.error
+    assert row["avg_ts"] is None and row["error"] == done.error
     done.closed["cgroup_peak_bytes"] = 1 << 20  # known of any process that had a limit
-    assert rows(done, 1 << 20)[0].error == done.error
+    assert rows(done, 1 << 20)[0]["error"] == done.error
     assert "not finished after" in measure(Job(demo, options={"n_ctx": 512}, tests=(BenchTest(0, 512),), repetitions=1000), timeout=2.0).error
 
 
 def test_time_limit_cuts_a_test_short(demo):
     done = measure(Job(demo, options={"n_ctx": 4096}, tests=(BenchTest(0, 4000),), repetitions=3, warm_up=False, seconds=0.2, probe_seconds=0))
     assert len(done.samples) == 1 and 0 < done.samples[0].n_tokens < 4000
-    assert rows(done, 0)[0].error.startswith("cut off after")
+    assert rows(done, 0)[0]["error"].startswith("cut off after")
 
 
 def test_ceiling_is_the_longer_of_both():
