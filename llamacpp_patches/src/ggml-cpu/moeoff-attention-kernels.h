@@ -5,6 +5,8 @@
 
 #include "moeoff-simd.h"
 
+#define GGML_COMMON_DECL_CPP
+#include "ggml-common.h"
 #include "ggml-cpu.h"
 
 #include <algorithm>
@@ -59,6 +61,62 @@ template <int R> static inline void scores(int dk, int n, const char * const * k
     }
 }
 
+// 32 numbers of a block, less its scale: those that vec_dot multiplies, and that are converted to floats
+static inline __m256i bytes_of(const block_q8_0 & x) { return _mm256_loadu_si256((const __m256i *) x.qs); }
+static inline __m256i bytes_of(const block_q4_0 & x) {
+    const __m128i bits = _mm_loadu_si128((const __m128i *) x.qs);
+    return _mm256_sub_epi8(_mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bits, 4), bits), _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+}
+
+// A query row as vec_dot takes it, and before it the blocks' scales as floats, if it has blocks of q8_0.
+struct converted_row {
+    float *      scales;
+    block_q8_0 * blocks;
+
+    converted_row(char * q, int n) : scales((float *) q), blocks((block_q8_0 *) (q + n / QK8_0 * sizeof(float))) {}
+};
+
+// as `scores`, of rows of blocks; query rows are q_bytes apart
+template <int R, class B>
+static inline void scores_of_blocks(int dk, int n, const char * const * k, ptrdiff_t ahead, char * q, size_t q_bytes, float * out) {
+    constexpr int n_positions = 8 / R;
+    for (int first = 0; first < n; first += n_positions) {
+        __m256 products[8];
+        for (int i = 0; i < n_positions; i++) {
+            const B * x = (const B *) k[std::min(first + i, n - 1)];
+            fetch((const char *) x + ahead, dk / QK8_0 * (int) sizeof(B));
+            __m256 a[R];
+            MOEOFF_UNROLL for (int r = 0; r < R; r++) { a[r] = _mm256_setzero_ps(); }
+            for (int b = 0; b < dk / QK8_0; b++) {
+                const __m256i bytes = bytes_of(x[b]), size = _mm256_sign_epi8(bytes, bytes);
+                const __m256  scale = _mm256_set1_ps(_cvtsh_ss(x[b].d));
+                MOEOFF_UNROLL for (int r = 0; r < R; r++) {
+                    const converted_row y(q + r * q_bytes, dk);
+                    const __m256i       with_sign = _mm256_sign_epi8(bytes_of(y.blocks[b]), bytes);
+                    const __m256i       sums      = _mm256_madd_epi16(_mm256_maddubs_epi16(size, with_sign), _mm256_set1_epi16(1));
+                    a[r] = _mm256_fmadd_ps(_mm256_mul_ps(scale, _mm256_set1_ps(y.scales[b])), _mm256_cvtepi32_ps(sums), a[r]);
+                }
+            }
+            MOEOFF_UNROLL for (int r = 0; r < R; r++) { products[i * R + r] = a[r]; }
+        }
+        _mm256_storeu_ps(out + first * R, sums_of_eight<true>(products));
+    }
+}
+
+// a row of V as floats, with the bits of ggml's to_float
+template <class B> static inline void unpack(const void * row, float * out, int64_t n) {
+    for (int b = 0; b < n / QK8_0; b++) {
+        const B &    x     = ((const B *) row)[b];
+        const __m256 scale = _mm256_set1_ps(_cvtsh_ss(x.d));
+        alignas(32) int8_t bytes[QK8_0];
+        _mm256_store_si256((__m256i *) bytes, bytes_of(x));
+        for (int i = 0; i < QK8_0; i += 8) {
+            const __m256i numbers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (bytes + i)));
+            _mm256_storeu_ps(out + b * QK8_0 + i, _mm256_mul_ps(_mm256_cvtepi32_ps(numbers), scale));
+        }
+    }
+}
+
 // the positions of a tile where a row's score is its largest so far: what was added up before is multiplied by scale there
 struct maxima {
     int     n = 0;
@@ -99,7 +157,7 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
         store(s + i, x);
         any |= any_larger(x, before);
     }
-    maxima found;
+    maxima largest;
     if (!any) {
         for (int i = 0; i < n_padded; i += lanes) {
             store(s + i, exp_below(sub(load(s + i), before)));
@@ -109,7 +167,7 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
                 S[r] += s[t * R + r];
             }
         }
-        return found;
+        return largest;
     }
     uint8_t is_largest[tile]; // a bit for each row
     for (int t = 0; t < n; t++) {
@@ -131,14 +189,14 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
             if (is_largest[t] >> r & 1) {
                 std::swap(weight, factor);
             }
-            found.scale[found.n * R + r] = factor;
+            largest.scale[largest.n * R + r] = factor;
             S[r] = fmaf(S[r], factor, weight);
         }
         if (is_largest[t]) {
-            found.position[found.n++] = (uint8_t) t;
+            largest.position[largest.n++] = (uint8_t) t;
         }
     }
-    return found;
+    return largest;
 }
 
 // acc[r * dv + d] += weights of row r times V, for C vectors of columns from v's on. Halves: V has halves, and acc is rounded to them each time.

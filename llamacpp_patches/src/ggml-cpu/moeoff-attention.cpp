@@ -131,21 +131,29 @@ struct visible {
 // Query rows and what is known of each so far, on one thread.
 class query_rows {
   public:
+    static constexpr int most = 64, parts_per_thread = 1, step = tile;
+
     // of n rows
     static size_t bytes(const shape & s, int n) { return n * (sizeof(void *) + (s.dk + s.dv + 3) * sizeof(float)) + tile * s.dv * sizeof(float); }
 
     query_rows(const attention_op & op, char * memory, int n)
         : op(op), mask((const ggml_fp16_t **) memory), q((char *) (mask + n)), acc((float *) (q + n * q_bytes())), M(acc + (size_t) n * op.dv), S(M + n), slope(S + n),
-          values_of_tile(slope + n), of_halves(op.v->type == GGML_TYPE_F16), dot(op.k->type == GGML_TYPE_F16 ? nullptr : ggml_get_type_traits_cpu(op.k->type)->vec_dot) {}
+          values_of_tile(slope + n),
+          to_float(op.v->type == GGML_TYPE_Q8_0 ? unpack<block_q8_0> : op.v->type == GGML_TYPE_Q4_0 ? unpack<block_q4_0> : ggml_get_type_traits(op.v->type)->to_float) {}
 
     void set(int i, int token, int head, int stream) {
-        const float * numbers = op.query(token, head, stream);
-        if (dot) {
-            const ggml_type converted = ggml_get_type_traits_cpu(op.k->type)->vec_dot_type;
-            ggml_get_type_traits_cpu(converted)->from_float(numbers, q + i * q_bytes(), op.dk);
-        } else {
+        const float *   numbers   = op.query(token, head, stream);
+        const ggml_type converted = ggml_get_type_traits_cpu(op.k->type)->vec_dot_type;
+        char *          row       = q + i * q_bytes();
+        if (op.k->type == GGML_TYPE_F16) {
             for (int d = 0; d < op.dk; d += lanes) {
-                store((float *) (q + i * q_bytes()) + d, as_halves(load(numbers + d)));
+                store((float *) row + d, as_halves(load(numbers + d)));
+            }
+        } else {
+            const converted_row y(row, op.dk);
+            ggml_get_type_traits_cpu(converted)->from_float(numbers, y.blocks, op.dk);
+            for (int b = 0; b < op.dk / QK8_0 && converted == GGML_TYPE_Q8_0; b++) {
+                y.scales[b] = GGML_CPU_FP16_TO_FP32(y.blocks[b].d);
             }
         }
         M[i]     = -INFINITY;
@@ -156,17 +164,17 @@ class query_rows {
     }
 
     // goes on by a tile, for rows that share a KV head
-    void attend(int kv_head, int stream, int first, int n, int64_t begin, int n_positions) {
-        bool are_there = false; // this tile's values
+    void attend(int kv_head, int stream, int n, int64_t begin, int n_positions, int first = 0) {
+        bool is_unpacked = of_halves(); // this tile of V
         for (int r = first; r < first + n;) {
             const int n_equal = with_equal_mask(r, std::min(first + n - r, max_rows), begin, n_positions);
             const int n_now   = n_equal == 8 ? 8 : n_equal >= 4 ? 4 : n_equal >= 2 ? 2 : 1;
             seen.look(mask[r], begin, n_positions);
-            if (seen.n > 0 && !of_halves && !are_there) {
+            if (seen.n > 0 && !is_unpacked) {
                 for (int t = 0; t < n_positions; t++) {
-                    ggml_get_type_traits(op.v->type)->to_float(op.row(op.v, begin + t, kv_head, stream), values_of_tile + t * op.dv, op.dv);
+                    to_float(op.row(op.v, begin + t, kv_head, stream), values_of_tile + t * op.dv, op.dv);
                 }
-                are_there = true;
+                is_unpacked = true;
             }
             if (seen.n > 0) {
                 switch (n_now) {
@@ -191,6 +199,12 @@ class query_rows {
         }
     }
 
+    void write(int i, const float * sink, float * out) {
+        add_sink(i, sink);
+        memcpy(out, of(i), op.dv * sizeof(float));
+        ggml_vec_scale_f32(op.dv, out, inverse(S[i]));
+    }
+
     float * of(int i) { return acc + (size_t) i * op.dv; } // its weighted sum of V
     float   largest(int i) const { return M[i]; }
     float   sum(int i) const { return S[i]; }
@@ -198,13 +212,13 @@ class query_rows {
   private:
     const attention_op & op;
     const ggml_fp16_t ** mask;
-    char *               q; // of floats that are halves, or as vec_dot has them
+    char *               q; // of floats that are halves, or converted_row
     float *              acc, * M, * S, * slope, * values_of_tile;
-    const bool           of_halves; // V
-    const ggml_vec_dot_t dot;       // of a K that is not of halves
+    ggml_to_float_t      to_float; // of V
     visible              seen;
 
     size_t q_bytes() const { return op.dk * sizeof(float); }
+    bool   of_halves() const { return op.v->type == GGML_TYPE_F16; }
 
     int with_equal_mask(int row, int n, int64_t begin, int n_positions) const {
         for (int i = 1; i < n; i++) {
@@ -219,18 +233,22 @@ class query_rows {
         const char * k[tile], * v[tile];
         for (int i = 0; i < seen.n; i++) {
             k[i] = op.row(op.k, begin + seen.position[i], kv_head, stream);
-            v[i] = of_halves ? op.row(op.v, begin + seen.position[i], kv_head, stream) : (const char *) (values_of_tile + seen.position[i] * op.dv);
+            v[i] = of_halves() ? op.row(op.v, begin + seen.position[i], kv_head, stream) : (const char *) (values_of_tile + seen.position[i] * op.dv);
         }
         alignas(64) float weights[tile * R + lanes];
-        if (dot) {
-            for (int i = 0; i < seen.n * R; i++) {
-                dot(op.dk, weights + i, 0, k[i / R], 0, q + (r + i % R) * q_bytes(), 0, 1);
-            }
-        } else {
-            scores<R>(op.dk, seen.n, k, tile * op.k->nb[1], (const float *) (q + r * q_bytes()), weights);
+        char *          rows  = q + r * q_bytes();
+        const ptrdiff_t ahead = tile * op.k->nb[1];
+        switch (op.k->type) {
+            case GGML_TYPE_F16: scores<R>(op.dk, seen.n, k, ahead, (const float *) rows, weights); break;
+            case GGML_TYPE_Q8_0: scores_of_blocks<R, block_q8_0>(op.dk, seen.n, k, ahead, rows, q_bytes(), weights); break;
+            case GGML_TYPE_Q4_0: scores_of_blocks<R, block_q4_0>(op.dk, seen.n, k, ahead, rows, q_bytes(), weights); break;
+            default:
+                for (int i = 0; i < seen.n * R; i++) {
+                    ggml_get_type_traits_cpu(op.k->type)->vec_dot(op.dk, weights + i, 0, k[i / R], 0, converted_row(rows + i % R * q_bytes(), op.dk).blocks, 0, 1);
+                }
         }
         const maxima largest = softmax<R>(op.rule, seen.n, weights, seen.mask, slope + r, M + r, S + r);
-        if (of_halves) {
+        if (of_halves()) {
             values<R, true>(op.dv, seen.n, v, tile * op.v->nb[1], weights, largest, of(r));
         } else {
             values<R, false>(op.dv, seen.n, v, 0, weights, largest, of(r));
@@ -253,7 +271,7 @@ static void attend_shared(const ggml_compute_params * params, const attention_op
     }
     for (int64_t begin = ith * stretch; begin < end; begin += tile) {
         for (int kv_head = 0; kv_head < op.n_kv_heads; kv_head++) { // innermost: memory is read in its order
-            rows.attend(kv_head, 0, kv_head * op.n_group, op.n_group, begin, (int) std::min<int64_t>(tile, end - begin));
+            rows.attend(kv_head, 0, op.n_group, begin, (int) std::min<int64_t>(tile, end - begin), kv_head * op.n_group);
         }
     }
     for (int head = 0; head < op.n_heads; head++) {
@@ -288,61 +306,14 @@ static void attend_shared(const ggml_compute_params * params, const attention_op
     }
 }
 
-// Parts of the rows of a KV head, which the threads take in turn: as large as leaves each thread some.
-struct parts {
-    int n_rows, per_kv_head, n;
-
-    parts(const shape & s, int most, int n_wanted) : n_rows(std::min(s.n_rows(), most)) {
-        const int n_kv_heads = s.n_kv_heads * s.n_streams;
-        while (n_rows > 1 && (s.n_rows() + n_rows - 1) / n_rows * n_kv_heads < n_wanted) {
-            n_rows = n_rows > 2 * max_rows ? GGML_PAD(n_rows / 2, max_rows) : (n_rows + 1) / 2;
-        }
-        per_kv_head = (s.n_rows() + n_rows - 1) / n_rows;
-        n           = per_kv_head * n_kv_heads;
-    }
-};
-
-template <class F> static void for_parts(const ggml_compute_params * params, const attention_op & op, const parts & p, F && f) {
-    if (params->ith == 0) {
-        ggml_threadpool_chunk_set(params->threadpool, params->nth);
-    }
-    ggml_barrier(params->threadpool);
-    for (int i = params->ith; i < p.n; i = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        const int kv_head = i % op.n_kv_heads, of_head = i / op.n_kv_heads % p.per_kv_head, stream = i / op.n_kv_heads / p.per_kv_head;
-        const int first = of_head * p.n_rows;
-        f(kv_head, stream, first, std::min(p.n_rows, op.n_rows() - first));
-    }
-}
-
-constexpr int most_rows = 64, most_prompt_rows = 256; // that a thread takes at once
-
-static void attend_rows(const ggml_compute_params * params, const attention_op & op) {
-    const parts p(op, most_rows, params->nth);
-    query_rows  rows(op, memory_of(params, query_rows::bytes(op, p.n_rows)), p.n_rows);
-    for_parts(params, op, p, [&](int kv_head, int stream, int first, int n) {
-        const auto token = [&](int i) { return (first + i) / op.n_group; };
-        const auto head  = [&](int i) { return kv_head * op.n_group + (first + i) % op.n_group; };
-        for (int i = 0; i < n; i++) {
-            rows.set(i, token(i), head(i), stream);
-        }
-        for (int64_t begin = 0; begin < op.n_kv; begin += tile) {
-            rows.attend(kv_head, stream, 0, n, begin, (int) std::min<int64_t>(tile, op.n_kv - begin));
-        }
-        for (int i = 0; i < n; i++) {
-            rows.add_sink(i, op.sink(head(i)));
-            float * out = op.output(token(i), head(i), stream);
-            memcpy(out, rows.of(i), op.dv * sizeof(float));
-            ggml_vec_scale_f32(op.dv, out, inverse(rows.sum(i)));
-        }
-    });
-}
-
 // --- prompts: 64 positions at a time ---
 
 // Query rows of a prompt, on one thread. Every score is one chain of fma over the head's numbers, and every output one over the positions, so that rows
 // of all heads and tokens may share what of K and V is packed.
 class prompt_rows {
   public:
+    static constexpr int most = 256, parts_per_thread = 2, step = block_positions;
+
     static size_t bytes(const shape & s, int n) {
         return n * (sizeof(void *) + (s.dk + s.dv + block_positions + 3) * sizeof(float) + 1) + block_positions * (s.dk + s.dv) * sizeof(float);
     }
@@ -361,7 +332,7 @@ class prompt_rows {
         std::fill_n(acc + (size_t) i * op.dv, op.dv, 0.0f);
     }
 
-    // goes on by a block, for n rows
+    // goes on by a block, for the first n rows
     void attend(int kv_head, int stream, int n, int64_t begin, int n_positions) {
         if (!look(n, begin, n_positions)) {
             return;
@@ -495,30 +466,54 @@ class prompt_rows {
     }
 };
 
-static void attend_prompt(const ggml_compute_params * params, const attention_op & op) {
-    const parts p(op, most_prompt_rows, 2 * params->nth);
-    prompt_rows rows(op, memory_of(params, prompt_rows::bytes(op, p.n_rows)), p.n_rows);
-    for_parts(params, op, p, [&](int kv_head, int stream, int first, int n) {
+// --- what the threads take ---
+
+// Parts of the rows of a KV head, which the threads take in turn: as large as leaves each thread some.
+struct parts {
+    int n_rows, per_kv_head, n;
+
+    parts(const shape & s, int most, int least) : n_rows(std::min(s.n_rows(), most)) {
+        const int n_kv_heads = s.n_kv_heads * s.n_streams;
+        while (n_rows > 1 && (s.n_rows() + n_rows - 1) / n_rows * n_kv_heads < least) {
+            n_rows = n_rows > 2 * max_rows ? GGML_PAD(n_rows / 2, max_rows) : (n_rows + 1) / 2;
+        }
+        per_kv_head = (s.n_rows() + n_rows - 1) / n_rows;
+        n           = per_kv_head * n_kv_heads;
+    }
+};
+
+template <class Rows> static parts parts_of(const shape & s, int n_threads) { return parts(s, Rows::most, Rows::parts_per_thread * n_threads); }
+
+template <class Rows> static void attend_parts(const ggml_compute_params * params, const attention_op & op) {
+    const parts p = parts_of<Rows>(op, params->nth);
+    Rows        rows(op, memory_of(params, Rows::bytes(op, p.n_rows)), p.n_rows);
+    if (params->ith == 0) {
+        ggml_threadpool_chunk_set(params->threadpool, params->nth);
+    }
+    ggml_barrier(params->threadpool);
+    for (int part = params->ith; part < p.n; part = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        const int  kv_head = part % op.n_kv_heads, of_head = part / op.n_kv_heads % p.per_kv_head, stream = part / op.n_kv_heads / p.per_kv_head;
+        const int  first = of_head * p.n_rows, n = std::min(p.n_rows, op.n_rows() - first);
         const auto token = [&](int i) { return (first + i) / op.n_group; };
         const auto head  = [&](int i) { return kv_head * op.n_group + (first + i) % op.n_group; };
         for (int i = 0; i < n; i++) {
             rows.set(i, token(i), head(i), stream);
         }
-        for (int64_t begin = 0; begin < op.n_kv; begin += block_positions) {
-            rows.attend(kv_head, stream, n, begin, (int) std::min<int64_t>(block_positions, op.n_kv - begin));
+        for (int64_t begin = 0; begin < op.n_kv; begin += Rows::step) {
+            rows.attend(kv_head, stream, n, begin, (int) std::min<int64_t>(Rows::step, op.n_kv - begin));
         }
         for (int i = 0; i < n; i++) {
             rows.write(i, op.sink(head(i)), op.output(token(i), head(i), stream));
         }
-    });
+    }
 }
 
 size_t attention_work_size(int n_threads, const ggml_tensor * op) {
     const shape  s(op);
     const size_t reference = (s.dk + 2 * s.dv) * sizeof(float) + CACHE_LINE_SIZE; // of ggml, which computes where it is asked for its reference
     const size_t bytes     = s.is_shared() ? query_rows::bytes(s, s.n_heads)
-                           : s.is_prompt() ? prompt_rows::bytes(s, parts(s, most_prompt_rows, 2 * n_threads).n_rows)
-                                           : query_rows::bytes(s, parts(s, most_rows, n_threads).n_rows);
+                           : s.is_prompt() ? prompt_rows::bytes(s, parts_of<prompt_rows>(s, n_threads).n_rows)
+                                           : query_rows::bytes(s, parts_of<query_rows>(s, n_threads).n_rows);
     const size_t partials = s.is_shared() ? (size_t) s.n_heads * (s.dv + 2) * sizeof(float) : 0;
     return n_threads * (GGML_PAD(std::max(bytes, reference), CACHE_LINE_SIZE) + partials);
 }
@@ -531,9 +526,9 @@ bool attention(const ggml_compute_params * params, ggml_tensor * op) {
     if (a.is_shared()) {
         attend_shared(params, a);
     } else if (a.is_prompt()) {
-        attend_prompt(params, a);
+        attend_parts<prompt_rows>(params, a);
     } else {
-        attend_rows(params, a);
+        attend_parts<query_rows>(params, a);
     }
     return true;
 }
@@ -557,7 +552,7 @@ class attention_check {
             }
         }
         return is_equal(GGML_TYPE_F16, 1, 600, 0, 0, false) && is_equal(GGML_TYPE_F16, 1, 600, 8, 20, true) && // shared
-               is_equal(GGML_TYPE_F16, 3, 50, 0, 20, true) && is_equal(GGML_TYPE_Q8_0, 2, 50, 8, 0, true) &&   // rows
+               is_equal(GGML_TYPE_F16, 3, 50, 0, 20, true) && is_equal(GGML_TYPE_Q8_0, 2, 50, 8, 0, true) && is_equal(GGML_TYPE_Q4_0, 5, 50, 0, 0, false) && // rows
                is_equal(GGML_TYPE_F16, 64, 150, 0, 0, true) && is_equal(GGML_TYPE_F16, 65, 100, 8, 20, true);  // prompt
     }
 

@@ -46,6 +46,17 @@ static const exp_table exp_powers;
 constexpr double exp_c0 = 0x1.c6af84b912394p-5 / 32 / 32 / 32, exp_c1 = 0x1.ebfce50fac4f3p-3 / 32 / 32, exp_c2 = 0x1.62e42ff0c52d6p-1 / 32;
 constexpr double exp_inverse = 0x1.71547652b82fep+0 * 32, exp_shift = 0x1.8p+52; // 32 / ln 2; what rounds to an integer
 
+// Lane i is the sum of v[i]'s lanes: those four apart are added, then neighbours, as GGML_F32x8_REDUCE does, or every other, as vec_dot of blocks
+// does, then the two sums.
+template <bool EveryOther> static inline __m256 sums_of_eight(const __m256 * v) {
+    __m256 w[4];
+    MOEOFF_UNROLL for (int i = 0; i < 4; i++) {
+        w[i] = _mm256_add_ps(_mm256_permute2f128_ps(v[i], v[4 + i], 0x20), _mm256_permute2f128_ps(v[i], v[4 + i], 0x31));
+        w[i] = EveryOther ? _mm256_permute_ps(w[i], 0xd8) : w[i];
+    }
+    return _mm256_hadd_ps(_mm256_hadd_ps(w[0], w[1]), _mm256_hadd_ps(w[2], w[3]));
+}
+
 #ifdef MOEOFF_SIMD_512
 
 using vec = __m512;
@@ -115,14 +126,7 @@ static inline vec  larger(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec  as_halves(vec a) { return _mm256_cvtph_ps(_mm256_cvtps_ph(a, 0)); }
 static inline bool any_larger(vec a, vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
-// Lane i is the sum of v[i]'s lanes, added as ggml does: those four apart, then neighbours, then the two sums.
-static inline vec sums(const vec * v) {
-    vec w[4];
-    MOEOFF_UNROLL for (int i = 0; i < 4; i++) {
-        w[i] = add(_mm256_permute2f128_ps(v[i], v[4 + i], 0x20), _mm256_permute2f128_ps(v[i], v[4 + i], 0x31));
-    }
-    return _mm256_hadd_ps(_mm256_hadd_ps(w[0], w[1]), _mm256_hadd_ps(w[2], w[3]));
-}
+static inline vec sums(const vec * v) { return sums_of_eight<false>(v); }
 
 static inline __m128 exp_of_four(__m128 floats) {
     const __m256d x     = _mm256_cvtps_pd(floats), inverse = _mm256_set1_pd(exp_inverse), shift = _mm256_set1_pd(exp_shift);
