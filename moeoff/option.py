@@ -9,12 +9,15 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import OptionError
 from .system.memory import MIB
 
-__all__ = ["Option", "integer", "number", "one_of", "option", "parse_switch", "read", "table_of"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Option", "Options", "integer", "number", "one_of", "option", "parse_switch", "read", "table_of"]
 
 MOST = 2**31 - 1
 
@@ -157,10 +160,11 @@ class Option:
         return [self.server] if not self.metavar else [self.server, self.spell(value)]
 
 
-def option(*flags: str, commands: str = "", default: Any = None, **line: Any) -> Any:
-    """A field that is an option; `Option` says what the arguments are. Without a metavar it is a flag: given or not."""
+def option(*flags: str, commands: str = "", default: Any = None, server: str | bool = "", **line: Any) -> Any:
+    """A field that is an option; `Option` says what the arguments are. Without a metavar it is a flag: given or not. server=True: by the first flag's name."""
     if not line.get("metavar"):
         line["parse"] = parse_switch
+    line["server"] = flags[0] if server is True else server
     return field(default=default, metadata={"option": Option(flags=flags, commands=tuple(commands.split()), default=default, **line)})
 
 
@@ -175,3 +179,12 @@ def read(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     table = table_of(kind)
     names = {f.name for f in fields(kind)}
     return {name: table[name].read(value) if name in table else value for name, value in values.items() if name in names and value is not None}
+
+
+class Options:
+    """Base of a dataclass whose fields are options."""
+
+    @classmethod
+    def make(cls, **options: Any) -> Self:
+        """Of values as people write them. Raises OptionError for one that makes no sense."""
+        return cls(**read(cls, options))

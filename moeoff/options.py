@@ -8,6 +8,8 @@ Light on purpose: `moeoff --help` imports this, and neither numpy nor llama.cpp;
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .budget.plan import DeviceBound
 from .errors import MoeoffError, OptionError
-from .option import MOST, Option, integer, number, one_of, option, parse_switch, read, table_of
+from .option import MOST, Option, Options, integer, number, one_of, option, parse_switch, read, table_of
 from .precision import LOSSLESS, Precision
 from .system.files import read_text
 from .system.machine import n_cores
@@ -68,17 +70,11 @@ def parse_loss(text: str | float) -> float:
     Raises:
         OptionError: not a share above 0 and below 1.
     """
-    loss = _float_or_percent(text)
-    if not 0 < loss < 1:
-        raise OptionError(f"not a loss: {text!r}; write for example 1%: the increase of perplexity that is allowed")
-    return loss
-
-
-def _float_or_percent(text: str | float) -> float:
-    try:
-        return parse_percent(text) if isinstance(text, str) and text.strip().endswith("%") else float(text)
-    except ValueError:
-        return -1.0
+    with contextlib.suppress(ValueError):
+        loss = parse_percent(text) if isinstance(text, str) and text.strip().endswith("%") else float(text)
+        if 0 < loss < 1:
+            return loss
+    raise OptionError(f"not a loss: {text!r}; write for example 1%: the increase of perplexity that is allowed")
 
 
 def _auto_file_none(value: Any) -> Any:
@@ -116,7 +112,7 @@ def _parallel(value: str | int) -> int | None:
     return None if value in ("auto", "-1", -1) else integer(1, 256)(value)
 
 
-def _context(value: str | int) -> int:
+def _n_ctx(value: str | int) -> int:
     number = integer(0)(value)
     if 0 < number < 8:
         raise OptionError(f"at least 8 tokens, or 0 for as many as the model was trained with, not {number}")
@@ -183,7 +179,13 @@ _OPEN = "run serve report"
 _RUN_EVAL = "run serve report eval"
 _MEASURE = "run serve report eval calibrate"
 _TYPES = "f16, bf16, f32, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"
-_ROPE: dict[str, Any] = {"group": "Positions", "commands": _MEASURE, "llama": True}
+# the lines of one heading; those of a context have llama.cpp's own names in all its programs
+_expert = functools.partial(option, group="Experts", commands=_RUN_EVAL)
+_context = functools.partial(option, group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", llama=True, server=True)
+_gpu = functools.partial(option, group="GPU", commands=_MEASURE)
+_positions = functools.partial(option, group="Positions", commands=_MEASURE, llama=True, server=True)
+_sampling = functools.partial(option, group="Sampling", commands="run")
+_server = functools.partial(option, group="Server", commands="serve", server=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,99 +212,87 @@ class Config:
                                 help="Memory limit of the whole process, e.g. 6G, 700MiB or 80%. Default: 80% of what is available.")  # fmt: skip
     max_loss: float | None = option("--max-loss", metavar="PERCENT", parse=parse_loss, commands=f"{_RUN_EVAL} bench",
                                     help="Perplexity that may be lost for speed, e.g. 1%, by what calibrate --max-loss measured. Default: lossless.")  # fmt: skip
-    n_ctx: int | None = option("-c", "--ctx-size", metavar="N", parse=_context, commands=f"{_OPEN} inspect bench", llama=True,
-                               help="Context in tokens; 0: as many as the model was trained with. Default: the same, but at most 4096 (serve: for each answer).")  # fmt: skip
-    n_threads: int | None = option("-t", "--threads", metavar="N", parse=integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server="-t",
+    n_ctx: int | None = option("-c", "--ctx-size", metavar="N", parse=_n_ctx, commands=f"{_OPEN} inspect bench", llama=True,
+                               help="Context in tokens; 0: as many as the model was trained with. Default: the same, but at most 4096 (serve: for each "
+                                    "answer).")  # fmt: skip
+    n_threads: int | None = option("-t", "--threads", metavar="N", parse=integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server=True,
                                    help="Compute threads. Default: every core this process may use.")  # fmt: skip
     n_gpu_layers: int = option("-ngl", "--gpu-layers", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,
-                               server="-ngl", help="Layers whose dense part goes to the GPU; -1 or all: all of them, the default of run and serve if there is a GPU.")  # fmt: skip
+                               server=True, help="Layers whose dense part goes to the GPU; -1 or all: all of them, the default of run and serve if "
+                                                 "there is a GPU.")  # fmt: skip
 
-    expert_memory: int | None = option("--expert-memory", metavar="SIZE", parse=parse_size, group="Experts", commands=_RUN_EVAL,
-                                       help="Memory limit of the expert cache alone, instead of --memory.")  # fmt: skip
-    strategy: Strategy = option("--strategy", metavar="NAME", parse=_strategy, group="Experts", commands=f"{_RUN_EVAL} bench",
-                                help="Cache policy and predictor: auto, lru, fate, ... Default: auto.")  # fmt: skip
-    stride: int | None = option("--stride", metavar="N", parse=integer(-MOST), group="Experts", commands=_RUN_EVAL,
-                                help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's.")  # fmt: skip
-    profile: Path | Literal[False] = option("--profile", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto", group="Experts",
-                                  commands=f"{_OPEN} bench", help="Profile made by moeoff calibrate; auto: MODEL.profile.npz, if it exists.")  # fmt: skip
-    experts: Sidecar | Path | bool = option("--experts", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto", group="Experts",
-                                            commands=f"{_RUN_EVAL} bench",
-                                            help="Sidecar made by moeoff convert; auto: MODEL.experts.gguf, if it exists.")  # fmt: skip
-    tier: str | None = option("--tier", metavar="NAME", group="Experts", commands=f"{_RUN_EVAL} bench",
-                              help="Precision of the sidecar to run with, e.g. Q2_K. Default: the model's own.")  # fmt: skip
-    verify_reads: bool = option("--verify-reads", default=False, group="Experts", commands=_OPEN,
-                                help="Compare every expert read with its hash in the sidecar.")  # fmt: skip
-    warm: bool = option("--warm", metavar="on|off", parse=parse_switch, default=False, usual=True, choices=("on", "off"), group="Experts", commands=_OPEN,
-                        help="Preload in the background: all experts if they fit, else those cached at the last exit. While the model waits for a prompt, "
-                             "fill the cache.")  # fmt: skip
-    io_threads: int | None = option("--io-threads", metavar="N", parse=integer(1, 64), group="Experts", commands=f"{_OPEN} bench",
-                                    help="Threads that read experts. Default: the number that reads the model's disk fastest, measured once.")  # fmt: skip
-    deterministic: bool = option("--deterministic", default=False, group="Experts", commands=_RUN_EVAL,
-                                 help="With --max-loss: decide by a simulated cache instead of the real one, so that a run can be repeated.")  # fmt: skip
-    trace: Path | None = option("--trace", metavar="FILE", parse=os.fspath, is_file=True, group="Experts", commands="run",
-                                help="Append which experts the router selected to FILE, for moeoff simulate.")  # fmt: skip
+    expert_memory: int | None = _expert("--expert-memory", metavar="SIZE", parse=parse_size,
+                                        help="Memory limit of the expert cache alone, instead of --memory.")  # fmt: skip
+    strategy: Strategy = _expert("--strategy", metavar="NAME", parse=_strategy, commands=f"{_RUN_EVAL} bench",
+                                 help="Cache policy and predictor: auto, lru, fate, ... Default: auto.")  # fmt: skip
+    stride: int | None = _expert("--stride", metavar="N", parse=integer(-MOST),
+                                 help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's.")  # fmt: skip
+    profile: Path | Literal[False] = _expert("--profile", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto",
+                                             commands=f"{_OPEN} bench", help="Profile made by moeoff calibrate; auto: MODEL.profile.npz, if it exists.")  # fmt: skip
+    experts: Sidecar | Path | bool = _expert("--experts", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto",
+                                             commands=f"{_RUN_EVAL} bench", help="Sidecar made by moeoff convert; auto: MODEL.experts.gguf, if it exists.")  # fmt: skip
+    tier: str | None = _expert("--tier", metavar="NAME", commands=f"{_RUN_EVAL} bench",
+                               help="Precision of the sidecar to run with, e.g. Q2_K. Default: the model's own.")  # fmt: skip
+    verify_reads: bool = _expert("--verify-reads", default=False, commands=_OPEN, help="Compare every expert read with its hash in the sidecar.")
+    warm: bool = _expert("--warm", metavar="on|off", parse=parse_switch, default=False, usual=True, choices=("on", "off"), commands=_OPEN,
+                         help="Preload in the background: all experts if they fit, else those cached at the last exit. While the model waits for a "
+                              "prompt, fill the cache.")  # fmt: skip
+    io_threads: int | None = _expert("--io-threads", metavar="N", parse=integer(1, 64), commands=f"{_OPEN} bench",
+                                     help="Threads that read experts. Default: the number that reads the model's disk fastest, measured once.")  # fmt: skip
+    deterministic: bool = _expert("--deterministic", default=False,
+                                  help="With --max-loss: decide by a simulated cache instead of the real one, so that a run can be repeated.")  # fmt: skip
+    trace: Path | None = _expert("--trace", metavar="FILE", parse=os.fspath, is_file=True, commands="run",
+                                 help="Append which experts the router selected to FILE, for moeoff simulate.")  # fmt: skip
 
-    flash_attn: bool | None = option("-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, usual=True, choices=("on", "off", "auto"), llama=True, server="-fa",
-                                     group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", help="Flash attention: smaller compute buffers.")  # fmt: skip
-    n_batch: int | None = option("-b", "--batch-size", metavar="N", parse=_tokens, llama=True, server="-b", group="Context and batches",
-                                 commands=f"{_RUN_EVAL} inspect bench", help="Tokens of a prompt given to llama.cpp at once. Default: as -ub.")  # fmt: skip
-    n_ubatch: int | None = option("-ub", "--ubatch-size", metavar="N", parse=_tokens, llama=True, server="-ub", group="Context and batches",
-                                  commands=f"{_RUN_EVAL} inspect bench",
-                                  help="Tokens of a prompt computed at once, at most -b. Default: 512, or fewer or more if prompts are expected to be faster.")  # fmt: skip
-    type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", **_numbered(_CACHE_TYPES), llama=True,
-                                server="-ctk", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
-                                help=f"Type of the KV cache's keys: {_TYPES}. Default: f16.")  # fmt: skip
-    type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", **_numbered(_CACHE_TYPES), llama=True,
-                                server="-ctv", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
-                                help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
-    swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, group="Context and batches",
-                                   commands=f"{_RUN_EVAL} inspect", help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
-    context_shift: bool = option("--context-shift", default=False, server="--context-shift", group="Context and batches", commands=_OPEN,
-                                 help="When the context is full, forget the older half of it and go on.")  # fmt: skip
-    n_keep: int = option("--keep", metavar="N", parse=integer(-MOST), default=0, server="--keep", group="Context and batches", commands=_OPEN,
-                         help="Tokens of the prompt that a context shift keeps; -1: all.")  # fmt: skip
-    n_threads_batch: int | None = option("-tb", "--threads-batch", metavar="N", parse=integer(1), unset=0, llama=True, server="-tb",
-                                         group="Context and batches", commands=_RUN_EVAL, help="Compute threads of prompts. Default: as -t.")  # fmt: skip
+    flash_attn: bool | None = _context("-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, usual=True, choices=("on", "off", "auto"),
+                                       help="Flash attention: smaller compute buffers.")  # fmt: skip
+    n_batch: int | None = _context("-b", "--batch-size", metavar="N", parse=_tokens, help="Tokens of a prompt given to llama.cpp at once. Default: as -ub.")
+    n_ubatch: int | None = _context("-ub", "--ubatch-size", metavar="N", parse=_tokens,
+                                    help="Tokens of a prompt computed at once, at most -b. Default: 512, or fewer or more if prompts are expected to "
+                                         "be faster.")  # fmt: skip
+    type_k: str | None = _context("-ctk", "--cache-type-k", metavar="TYPE", **_numbered(_CACHE_TYPES),
+                                  help=f"Type of the KV cache's keys: {_TYPES}. Default: f16.")  # fmt: skip
+    type_v: str | None = _context("-ctv", "--cache-type-v", metavar="TYPE", **_numbered(_CACHE_TYPES),
+                                  help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
+    swa_full: bool | None = _context("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), commands=f"{_RUN_EVAL} inspect", server="",
+                                     help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
+    context_shift: bool = _context("--context-shift", default=False, commands=_OPEN, llama=False,
+                                   help="When the context is full, forget the older half of it and go on.")  # fmt: skip
+    n_keep: int = _context("--keep", metavar="N", parse=integer(-MOST), default=0, commands=_OPEN, llama=False,
+                           help="Tokens of the prompt that a context shift keeps; -1: all.")  # fmt: skip
+    n_threads_batch: int | None = _context("-tb", "--threads-batch", metavar="N", parse=integer(1), unset=0, commands=_RUN_EVAL,
+                                           help="Compute threads of prompts. Default: as -t.")  # fmt: skip
 
-    vram: DeviceBound | None = option("--vram", metavar="SIZE", parse=_device_bound, group="GPU", commands=f"{_RUN_EVAL} bench",
-                                      help="Memory limit on each GPU: e.g. 8G, 80% of what is free, or auto (all but a reserve; the default of run and serve). "
-                                           "Experts get what -ngl leaves.")  # fmt: skip
-    vram_mode: str = option("--vram-mode", metavar="MODE", parse=one_of(VRAM_MODES), choices=VRAM_MODES, default="auto", group="GPU",
-                            commands=f"{_RUN_EVAL} bench",
-                            help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto (the fastest, found while it runs).")  # fmt: skip
-    tensor_split: list[float] | None = option("-ts", "--tensor-split", metavar="N0,N1,...", parse=_shares, llama=True, server="-ts", group="GPU",
-                                              commands=_MEASURE, help="Share of the layers for each GPU, e.g. 3,1.")  # fmt: skip
-    split_mode: str | None = option("-sm", "--split-mode", metavar="MODE", unset=1, **_numbered(_SPLIT_MODES) | {"parse": _split_mode},
-                                    llama=True, server="-sm", group="GPU", commands=_MEASURE,
-                                    help="How layers go to several GPUs: layer, or none for -mg alone. Default: layer.")  # fmt: skip
-    main_gpu: int | None = option("-mg", "--main-gpu", metavar="N", parse=integer(0), llama=True, server="-mg", group="GPU", commands=_MEASURE,
-                                  help="The GPU for -sm none.")  # fmt: skip
-    override_tensor: str | None = option("-ot", "--override-tensor", metavar="PATTERN=BUFFER,...", group="GPU", commands=_MEASURE,
-                                         help="Memory for tensors outside the experts whose names match, e.g. CPU or CUDA0.")  # fmt: skip
-    rpc_servers: None = option("--rpc", metavar="HOSTS", parse=_refuse_rpc, hidden=True, commands=_MEASURE, help="Refused.")
+    vram: DeviceBound | None = _gpu("--vram", metavar="SIZE", parse=_device_bound, commands=f"{_RUN_EVAL} bench",
+                                    help="Memory limit on each GPU: e.g. 8G, 80% of what is free, or auto (all but a reserve; the default of run and "
+                                         "serve). Experts get what -ngl leaves.")  # fmt: skip
+    vram_mode: str = _gpu("--vram-mode", metavar="MODE", parse=one_of(VRAM_MODES), choices=VRAM_MODES, default="auto", commands=f"{_RUN_EVAL} bench",
+                          help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto (the fastest, found while it runs).")  # fmt: skip
+    tensor_split: list[float] | None = _gpu("-ts", "--tensor-split", metavar="N0,N1,...", parse=_shares, llama=True, server=True,
+                                            help="Share of the layers for each GPU, e.g. 3,1.")  # fmt: skip
+    split_mode: str | None = _gpu("-sm", "--split-mode", metavar="MODE", unset=1, **_numbered(_SPLIT_MODES) | {"parse": _split_mode}, llama=True, server=True,
+                                  help="How layers go to several GPUs: layer, or none for -mg alone. Default: layer.")  # fmt: skip
+    main_gpu: int | None = _gpu("-mg", "--main-gpu", metavar="N", parse=integer(0), llama=True, server=True, help="The GPU for -sm none.")
+    override_tensor: str | None = _gpu("-ot", "--override-tensor", metavar="PATTERN=BUFFER,...",
+                                       help="Memory for tensors outside the experts whose names match, e.g. CPU or CUDA0.")  # fmt: skip
+    rpc_servers: None = _gpu("--rpc", metavar="HOSTS", parse=_refuse_rpc, hidden=True, help="Refused.")
 
-    rope_scaling_type: str | None = option("--rope-scaling", metavar="METHOD", **_numbered(_ROPE_SCALINGS), unset=-1,
-                                           server="--rope-scaling", **_ROPE,
-                                           help="Scaling of positions: none, linear or yarn. Default: the model's.")  # fmt: skip
-    rope_scale: float | None = option("--rope-scale", metavar="N", parse=number(above=0), group="Positions", commands=_MEASURE,
-                                      help="Context scaling factor: expands the context N times.")  # fmt: skip
-    rope_freq_base: float | None = option("--rope-freq-base", metavar="N", parse=number(above=0), unset=0, server="--rope-freq-base", **_ROPE,
-                                          help="Base frequency. Default: the model's.")  # fmt: skip
-    rope_freq_scale: float | None = option("--rope-freq-scale", metavar="N", parse=number(above=0), unset=0, server="--rope-freq-scale", **_ROPE,
-                                           help="Frequency scale: expands the context 1/N times.")  # fmt: skip
-    yarn_orig_ctx: int | None = option("--yarn-orig-ctx", metavar="N", parse=integer(1), unset=0, server="--yarn-orig-ctx", **_ROPE,
-                                       help="YaRN: context that the model was trained with first. Default: the model's.")  # fmt: skip
-    yarn_ext_factor: float | None = option("--yarn-ext-factor", metavar="N", parse=number(), server="--yarn-ext-factor", **_ROPE,
-                                           help="YaRN: share of extrapolation; 0: interpolation alone. Default: the model's.")  # fmt: skip
-    yarn_attn_factor: float | None = option("--yarn-attn-factor", metavar="N", parse=number(), server="--yarn-attn-factor", **_ROPE,
-                                            help="YaRN: scale of attention. Default: the model's.")  # fmt: skip
-    yarn_beta_slow: float | None = option("--yarn-beta-slow", metavar="N", parse=number(), server="--yarn-beta-slow", **_ROPE,
-                                          help="YaRN: high correction dimension. Default: the model's.")  # fmt: skip
-    yarn_beta_fast: float | None = option("--yarn-beta-fast", metavar="N", parse=number(), server="--yarn-beta-fast", **_ROPE,
-                                          help="YaRN: low correction dimension. Default: the model's.")  # fmt: skip
+    rope_scaling_type: str | None = _positions("--rope-scaling", metavar="METHOD", **_numbered(_ROPE_SCALINGS), unset=-1,
+                                               help="Scaling of positions: none, linear or yarn. Default: the model's.")  # fmt: skip
+    rope_scale: float | None = _positions("--rope-scale", metavar="N", parse=number(above=0), llama=False, server="",
+                                          help="Context scaling factor: expands the context N times.")  # fmt: skip
+    rope_freq_base: float | None = _positions("--rope-freq-base", metavar="N", parse=number(above=0), unset=0, help="Base frequency. Default: the model's.")
+    rope_freq_scale: float | None = _positions("--rope-freq-scale", metavar="N", parse=number(above=0), unset=0,
+                                               help="Frequency scale: expands the context 1/N times.")  # fmt: skip
+    yarn_orig_ctx: int | None = _positions("--yarn-orig-ctx", metavar="N", parse=integer(1), unset=0,
+                                           help="YaRN: context that the model was trained with first. Default: the model's.")  # fmt: skip
+    yarn_ext_factor: float | None = _positions("--yarn-ext-factor", metavar="N", parse=number(),
+                                               help="YaRN: share of extrapolation; 0: interpolation alone. Default: the model's.")  # fmt: skip
+    yarn_attn_factor: float | None = _positions("--yarn-attn-factor", metavar="N", parse=number(), help="YaRN: scale of attention. Default: the model's.")
+    yarn_beta_slow: float | None = _positions("--yarn-beta-slow", metavar="N", parse=number(), help="YaRN: high correction dimension. Default: the model's.")
+    yarn_beta_fast: float | None = _positions("--yarn-beta-fast", metavar="N", parse=number(), help="YaRN: low correction dimension. Default: the model's.")
 
-    numa: str | None = option("--numa", metavar="STRATEGY", **_numbered(_NUMA_STRATEGIES), unset=0, llama=True, server="--numa",
-                              group="Machine", commands=_MEASURE,
+    numa: str | None = option("--numa", metavar="STRATEGY", **_numbered(_NUMA_STRATEGIES), unset=0, llama=True, server=True, group="Machine", commands=_MEASURE,
                               help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp.")  # fmt: skip
     priority: int = option("--prio", metavar="N", parse=integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
                            help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip
@@ -490,39 +480,25 @@ def llama_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Options):
     """How an answer is drawn, by llama.cpp's names and with its defaults."""
 
-    n_predict: int = option("-n", "--predict", "--n-predict", metavar="N", parse=integer(-MOST), default=-1, commands="run",
-                            help="Tokens to generate at most; -1: as many as fit.")  # fmt: skip
-    temp: float = option("--temp", "--temperature", metavar="T", parse=number(0), default=0.8, commands="run",
-                         help="Temperature; 0 takes the likeliest token.")  # fmt: skip
-    top_k: int = option("--top-k", metavar="K", parse=integer(-MOST), default=40, group="Sampling", commands="run",
-                        help="Draw from the likeliest K tokens; 0: from all.")  # fmt: skip
-    top_p: float = option("--top-p", metavar="P", parse=number(0, 1), default=0.95, group="Sampling", commands="run",
-                          help="Draw from the likeliest tokens that make up this probability.")  # fmt: skip
-    min_p: float = option("--min-p", metavar="P", parse=number(0, 1), default=0.05, group="Sampling", commands="run",
-                          help="Leave out tokens below this share of the likeliest one's probability.")  # fmt: skip
-    repeat_penalty: float = option("--repeat-penalty", metavar="N", parse=number(above=0), default=1.0, group="Sampling", commands="run",
-                                   help="Penalty on tokens that occurred lately; 1: none.")  # fmt: skip
-    presence_penalty: float = option("--presence-penalty", metavar="N", parse=number(-2, 2), default=0.0, group="Sampling", commands="run",
-                                     help="Penalty on tokens that occurred; 0: none.")  # fmt: skip
-    frequency_penalty: float = option("--frequency-penalty", metavar="N", parse=number(-2, 2), default=0.0, group="Sampling", commands="run",
-                                      help="Penalty on tokens by how often they occurred; 0: none.")  # fmt: skip
-    seed: int = option("-s", "--seed", metavar="N", parse=integer(-MOST, 2**32 - 1), default=-1, group="Sampling", commands="run",
-                       help="Seed of the sampler; -1 draws one.")  # fmt: skip
-    stop: tuple[str, ...] = option("-r", "--reverse-prompt", "--stop", metavar="TEXT", multiple=True, default=(), group="Sampling", commands="run",
-                                   help="Text that ends the answer and is not part of it. May be given several times.")  # fmt: skip
-    ignore_eos: bool = option("--ignore-eos", default=False, group="Sampling", commands="run", help="Generate -n tokens even if the model wants to stop.")
-
-    @classmethod
-    def make(cls, **options: Any) -> Sampling:
-        """Of values as people write them.
-
-        Raises:
-            OptionError: a value that makes no sense.
-        """
-        return cls(**read(cls, options))
+    n_predict: int = _sampling("-n", "--predict", "--n-predict", metavar="N", parse=integer(-MOST), default=-1, group="",
+                               help="Tokens to generate at most; -1: as many as fit.")  # fmt: skip
+    temp: float = _sampling("--temp", "--temperature", metavar="T", parse=number(0), default=0.8, group="", help="Temperature; 0 takes the likeliest token.")
+    top_k: int = _sampling("--top-k", metavar="K", parse=integer(-MOST), default=40, help="Draw from the likeliest K tokens; 0: from all.")
+    top_p: float = _sampling("--top-p", metavar="P", parse=number(0, 1), default=0.95, help="Draw from the likeliest tokens that make up this probability.")
+    min_p: float = _sampling("--min-p", metavar="P", parse=number(0, 1), default=0.05,
+                             help="Leave out tokens below this share of the likeliest one's probability.")  # fmt: skip
+    repeat_penalty: float = _sampling("--repeat-penalty", metavar="N", parse=number(above=0), default=1.0,
+                                      help="Penalty on tokens that occurred lately; 1: none.")  # fmt: skip
+    presence_penalty: float = _sampling("--presence-penalty", metavar="N", parse=number(-2, 2), default=0.0, help="Penalty on tokens that occurred; 0: none.")
+    frequency_penalty: float = _sampling("--frequency-penalty", metavar="N", parse=number(-2, 2), default=0.0,
+                                         help="Penalty on tokens by how often they occurred; 0: none.")  # fmt: skip
+    seed: int = _sampling("-s", "--seed", metavar="N", parse=integer(-MOST, 2**32 - 1), default=-1, help="Seed of the sampler; -1 draws one.")
+    stop: tuple[str, ...] = _sampling("-r", "--reverse-prompt", "--stop", metavar="TEXT", multiple=True, default=(),
+                                      help="Text that ends the answer and is not part of it. May be given several times.")  # fmt: skip
+    ignore_eos: bool = _sampling("--ignore-eos", default=False, help="Generate -n tokens even if the model wants to stop.")
 
     def __post_init__(self) -> None:
         if self.n_predict == 0 or self.n_predict < -1:
@@ -532,58 +508,43 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(Options):
     """What a server has beside its model.
 
     Attributes:
         args: of llama-server, passed on.
     """
 
-    host: str = option("--host", metavar="ADDRESS", default="127.0.0.1", server="--host", commands="serve",
-                       help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")  # fmt: skip
-    port: int = option("--port", metavar="N", parse=integer(0, 65535), default=8080, server="--port", commands="serve",
-                       help="Port to listen on; 0 takes a free one.")  # fmt: skip
-    parallel: int | None = option("-np", "--parallel", metavar="N|auto", parse=_parallel, server="-np", commands="serve",
-                                  help="Answers at a time; they share the context. Default: 4, or fewer if the budget is small.")  # fmt: skip
-    kv_unified: bool = option("--kv-unified", metavar="on|off", parse=parse_switch, default=True, choices=("on", "off"),
-                              group="Server", commands="serve", help="Answers share the context; off: each has its part.")  # fmt: skip
-    api_key: str | None = option("--api-key", metavar="KEY", parse=_key, envvar="MOEOFF_API_KEY", server="--api-key", commands="serve",
-                                 help="Refuse requests without this bearer token; several, separated by commas.")  # fmt: skip
-    api_key_file: str | None = option("--api-key-file", metavar="FILE", parse=_key_file, is_file=True, server="--api-key-file", group="Server", commands="serve",
-                                      help="File with such tokens, one a line.")  # fmt: skip
-    alias: str | None = option("-a", "--alias", metavar="NAME", server="--alias", commands="serve",
-                               help="What /v1/models calls the model. Default: its file name.")  # fmt: skip
-    cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), server="--cors-origins", group="Server", commands="serve",
-                                   help="Allow requests from web pages of this origin, e.g. https://example.org or *; may be repeated.")  # fmt: skip
-    cache_ram: int | None = option("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, group="Server", commands="serve",
-                                   help="Prompt cache: memory for prompts outside the context, part of --memory. Default: at most an eighth of what experts "
-                                        "would have, and what they cannot use.")  # fmt: skip
-    kv_disk: int | None = option("--kv-disk", metavar="SIZE", parse=_disk_size, group="Server", commands="serve",
-                                 help="Disk space in the user's cache folder for prompts that leave memory; they are restored if reading is faster than "
-                                      "computing. 0: none. Default: 4G.")  # fmt: skip
-    ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=integer(0, 1024), group="Server", commands="serve",
-                                         help="Checkpoints of each answer's recurrent state, part of --memory. Default: up to 8, as they fit.")  # fmt: skip
-    mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", group="Server", commands="serve",
-                                help="Projector for images and sound.")  # fmt: skip
-    draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, server="-md", group="Server", commands="serve",
-                               help="Draft model for speculative decoding.")  # fmt: skip
-    spec_type: str | None = option("--spec-type", metavar="NAME", server="--spec-type", group="Server", commands="serve",
-                                   help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another of llama-server's.")  # fmt: skip
-    embedding: bool = option("--embedding", default=False, server="--embedding", group="Server", commands="serve", help="Serve embeddings.")
-    pooling: str | None = option("--pooling", metavar="TYPE", parse=one_of(_POOLINGS), choices=_POOLINGS, server="--pooling", group="Server", commands="serve",
-                                 help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip
-    rerank: bool = option("--rerank", default=False, server="--rerank", group="Server", commands="serve",
-                          help="Serve /rerank, with a model that was made for it.")  # fmt: skip
+    host: str = _server("--host", metavar="ADDRESS", default="127.0.0.1", group="",
+                        help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")  # fmt: skip
+    port: int = _server("--port", metavar="N", parse=integer(0, 65535), default=8080, group="", help="Port to listen on; 0 takes a free one.")
+    parallel: int | None = _server("-np", "--parallel", metavar="N|auto", parse=_parallel, group="",
+                                   help="Answers at a time; they share the context. Default: 4, or fewer if the budget is small.")  # fmt: skip
+    kv_unified: bool = _server("--kv-unified", metavar="on|off", parse=parse_switch, default=True, choices=("on", "off"), server="",
+                               help="Answers share the context; off: each has its part.")  # fmt: skip
+    api_key: str | None = _server("--api-key", metavar="KEY", parse=_key, envvar="MOEOFF_API_KEY", group="",
+                                  help="Refuse requests without this bearer token; several, separated by commas.")  # fmt: skip
+    api_key_file: str | None = _server("--api-key-file", metavar="FILE", parse=_key_file, is_file=True, help="File with such tokens, one a line.")
+    alias: str | None = _server("-a", "--alias", metavar="NAME", server="--alias", group="", help="What /v1/models calls the model. Default: its file name.")
+    cors: tuple[str, ...] = _server("--cors", metavar="ORIGIN", multiple=True, default=(), server="--cors-origins",
+                                    help="Allow requests from web pages of this origin, e.g. https://example.org or *; may be repeated.")  # fmt: skip
+    cache_ram: int | None = _server("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, server="",
+                                    help="Prompt cache: memory for prompts outside the context, part of --memory. Default: at most an eighth of what "
+                                         "experts would have, and what they cannot use.")  # fmt: skip
+    kv_disk: int | None = _server("--kv-disk", metavar="SIZE", parse=_disk_size, server="",
+                                  help="Disk space in the user's cache folder for prompts that leave memory; they are restored if reading is faster "
+                                       "than computing. 0: none. Default: 4G.")  # fmt: skip
+    ctx_checkpoints: int | None = _server("-ctxcp", "--ctx-checkpoints", metavar="N", parse=integer(0, 1024), server="",
+                                          help="Checkpoints of each answer's recurrent state, part of --memory. Default: up to 8, as they fit.")  # fmt: skip
+    mmproj: str | None = _server("--mmproj", metavar="FILE", is_file=True, help="Projector for images and sound.")
+    draft: str | None = _server("-md", "--model-draft", metavar="FILE", is_file=True, help="Draft model for speculative decoding.")
+    spec_type: str | None = _server("--spec-type", metavar="NAME",
+                                    help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another of llama-server's.")  # fmt: skip
+    embedding: bool = _server("--embedding", default=False, help="Serve embeddings.")
+    pooling: str | None = _server("--pooling", metavar="TYPE", parse=one_of(_POOLINGS), choices=_POOLINGS,
+                                  help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip
+    rerank: bool = _server("--rerank", default=False, help="Serve /rerank, with a model that was made for it.")
     args: tuple[str, ...] = ()
-
-    @classmethod
-    def make(cls, **options: Any) -> ServerOptions:
-        """Of values as people write them.
-
-        Raises:
-            OptionError: a value that makes no sense.
-        """
-        return cls(**read(cls, options))
 
     @property
     def open_to(self) -> str | None:
