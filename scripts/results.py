@@ -6,8 +6,8 @@ A data file says what was run, where, when and at which commit, and holds the ta
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
 from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `{COLUMN | ...}` after
-that leaves out all other columns but the first. `models` and `reliability` gather rows from several data files. The README's chart is drawn from the same data. Everything outside the blocks
-is written by hand.
+that leaves out all other columns but the first. `models` and `reliability` gather rows from several data files. Two charts are drawn from the same data: the README's, and the one of
+cache policies. Everything outside the blocks is written by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
-CHART = ROOT / "docs" / "img" / "speed.svg"
+IMAGES = ROOT / "docs" / "img"
 STOCK = "stock llama.cpp"
 BLOCK = re.compile(
     r"(<!-- results (?P<name>[\w-]+)(?:(?P<mark>[:+])(?P<table>[\w-]+))?(?: {(?P<columns>[^}]+)})? -->\n).*?(?P<end><!-- end of results -->\n)", re.DOTALL
@@ -223,8 +223,11 @@ def reliability_table() -> str:
 GATHERED = {"models": models_table, "reliability": reliability_table}
 
 
+FONT = 'font-family="sans-serif" font-size="14" fill="#6e7781"'  # its grey reads on white and on black
+
+
 def chart(*names: str) -> str:
-    """Decode speed of one model by memory limit and with all of it in memory, moeoff's and stock llama.cpp's. Its greys and colours read on white and on black."""
+    """Decode speed of one model by memory limit and with all of it in memory, moeoff's and stock llama.cpp's."""
     bars = {"moeoff": (("auto", "lru"), "#2f81f7"), STOCK: ((*STOCK_IN_A_LIMIT, "stock, repacked kernels"), "#bf8700")}
     groups = {limit: speeds for name in names for limit, speeds in decode_speeds(name).items()}
     limits = sorted(groups, key=lambda limit: int(limit.split()[0]) if limit.endswith("MiB") else 1 << 30)
@@ -232,8 +235,7 @@ def chart(*names: str) -> str:
     scale = 400 / max(float(cell) for column in cells.values() for cell in column if cell)
     height = 60 + 50 * len(limits)
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" width="680" height="{height}" role="img" '
-        'font-family="sans-serif" font-size="14" fill="#6e7781">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" width="680" height="{height}" role="img" {FONT}>',
         f"<title>Tokens per second while decoding, by memory limit: moeoff and {STOCK}</title>",
     ]
     for i, (bar, (_, colour)) in enumerate(bars.items()):
@@ -251,9 +253,35 @@ def chart(*names: str) -> str:
     return "\n".join([*filter(None, out), f'<text x="190" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
 
 
+def policies_chart(name: str, table: str, colours: dict[str, str]) -> str:
+    """Hit rates of cache policies over the share of the experts in memory; cells begin with the hit rate."""
+    data = next(t for t in read(name)["tables"] if t["name"] == table)
+    rates = {row[0]: [float(cell.split()[0]) for cell in row[1:]] for row in data["rows"]}
+    x = [60 + 5 * float(share.split()[0]) for share in data["columns"][1:]]
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 380" width="680" height="380" role="img" {FONT}>',
+        f"<title>Hit rate by the share of the experts in memory: {', '.join(colours)}</title>",
+    ]
+    for rate in range(0, 101, 20):
+        y = 340 - 3 * rate
+        out.append(f'<path d="M60 {y}H530" stroke="#6e7781" stroke-opacity="0.3"/><text x="50" y="{y + 5}" text-anchor="end">{rate} %</text>')
+    out += [f'<text x="{at:g}" y="362" text-anchor="middle">{share}</text>' for at, share in zip(x, data["columns"][1:])]
+    for i, (policy, colour) in enumerate(colours.items()):
+        points = " ".join(f"{at:g},{340 - 3 * rate:g}" for at, rate in zip(x, rates[policy]))
+        out.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        out.append(f'<rect x="556" y="{60 + 26 * i}" width="14" height="14" fill="{colour}"/><text x="578" y="{72 + 26 * i}">{policy}</text>')
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+POLICIES = {"belady": "#6e7781", "score": "#2f81f7", "lfu": "#1a7f37", "lru": "#bf8700", "edgemoe": "#8250df", "arc": "#cf222e"}
+
+
 def pages() -> dict[Path, str]:
     """Every generated file and the text it should have."""
-    made = {CHART: chart("real-qwen3", "real-qwen3-budgets")}
+    made = {
+        IMAGES / "speed.svg": chart("real-qwen3", "real-qwen3-budgets"),
+        IMAGES / "policies.svg": policies_chart("cache-policies", "mixed", POLICIES),
+    }
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):

@@ -10,6 +10,28 @@ import moeoff
 from helpers.files import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+READERS = [ROOT / "README.md", *(ROOT / "docs" / "guides").glob("*.md")]  # pages of those who use moeoff
+# ours alone: the field has others (docs/glossary.md)
+PRIVATE = re.compile(
+    r"\b(arenas?|lent|lend(er|ing|s)?|contracts?|strangers?|twins?|habits?|remarks?|mended|lanes?|shape's|what no|such that are|those that there are"
+    r"|as \d+[GM]|as Q\d\w*)\b"
+)
+
+
+def hand_written(page):
+    """A page without what is measured or typed: the blocks of `make results`, code, and where links lead."""
+    import results
+
+    text = re.sub(r"```.*?```|<!--.*?-->", "", results.BLOCK.sub("", page.read_text()), flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"^    .*$", "", text, flags=re.MULTILINE))
+
+
+def sentences(page):
+    """The number of words of each, with the sentence; of lists and paragraphs, not of tables."""
+    prose = re.sub(r"^(\||#|!\[).*$", "", hand_written(page), flags=re.MULTILINE)
+    for block in re.split(r"\n\s*\n|\n(?=- |\d+\. )", prose):
+        words = re.sub(r"e\.g\. ", "e.g.", " ".join(block.split()).lstrip("- "))
+        yield from ((n, sentence) for sentence in re.split(r"(?<=[.!?:])[*)\]]* ", words) if (n := len(sentence.split())) > 1)
 
 
 def test_pages_about_options_are_up_to_date():
@@ -61,13 +83,52 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
     assert not (tmp_path / "broken.json").exists()
 
 
+def anchors(page):
+    """Of a page's headings, as a code host makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "]", heading).lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_of_the_readme_and_docs():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists() or target.startswith("http"), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+            if not target.startswith("http"):
+                path = page.parent / target if target else page
+                assert path.exists() and (not anchor or anchor in anchors(path)), f"{page.name}: {target}#{anchor}"
 
 
-def test_paths_in_the_pages_exist():
+def test_sentences_are_short_and_in_the_words_of_the_field():
+    long = [f"{page.name}: {n}: {sentence}" for page in READERS for n, sentence in sentences(page) if n > 35]
+    assert not long
+    lengths = [n for page in READERS for n, _ in sentences(page)]
+    assert sum(lengths) / len(lengths) < 18
+    pages = [page for page in PAGES if page.name != "glossary.md"]  # which says what code calls them
+    private = [f"{page.name}: {match[0]}" for page in pages for match in PRIVATE.finditer(re.sub(r"`[^`]*`", "", hand_written(page)))]
+    assert not private
+
+
+def test_numbers_have_a_source():
+    """Cells that are typed on a page of results stand in data that the page links; a speed in README or guides stands above a link to the results."""
+    import results
+
+    wrong = []
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        text = page.read_text()
+        names = {*re.findall(r"\(data/([\w-]+)\.json\)", text), *(match["name"] for match in results.BLOCK.finditer(text))} - set(results.GATHERED)
+        data = "".join((results.DATA / f"{name}.json").read_text() for name in names) + str(results.SHAPES)
+        known = set(map(float, re.findall(r"\d+(?:\.\d+)?", data.replace(",", ""))))
+        rows = re.findall(r"^\|.*$", hand_written(page), re.MULTILINE)
+        cells = re.findall(r"(?<![\w.§-])(?:\d+\.\d+|\d{1,3}(?:,\d{3})+)\b", re.sub(r"§\S+|`[^`]*`", "", "\n".join(rows)))
+        wrong += [f"{page.name}: {cell}" for cell in cells if float(cell.replace(",", "")) not in known]
+    for page in READERS:
+        for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
+            prose = re.sub(r"```.*?```|<!--.*?-->|\n    [^\n]*", "", section, flags=re.DOTALL)
+            if re.search(r"\d (tok/s|[MG]B/s|MB a token)|\d times as fast|\d s for", prose) and "results/" not in section:
+                wrong.append(f"{page.name}: {section.splitlines()[0]}")
+    assert not wrong
+
+
+def test_paths_and_commands_in_the_pages_exist():
     """Measured blocks tell what was typed at their commit, where scripts may have had other names."""
     import results
 
@@ -77,6 +138,9 @@ def test_paths_in_the_pages_exist():
         for path in re.findall(r"(?<![\w./-])((?:moeoff|scripts|tests|docs|llamacpp_patches)/[\w./-]*\w/?)(?![\w*<])", text):
             if not (ROOT / path).exists():
                 wrong.append(f"{page.name}: {path}")
+        for script, command in re.findall(r"python (scripts/\S+\.py) ([a-z][\w-]+)", text):
+            if not re.search(rf"(def |[\"|]|\.py ){command}\b", (ROOT / script).read_text()):
+                wrong.append(f"{page.name}: {script} {command}")
     assert not wrong
 
 
