@@ -1,7 +1,7 @@
 // Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, I/O threads whose
 // reads fail or dawdle, two threads that stop and start the driver, all at once, over arenas from two slots to everything. In most
 // rounds every slice has two versions and the thresholds change all the time: each op must get the versions that its own gate event
-// decided. In most rounds one of the contexts has a device, whose slots must hold what its events say for as long as its ops take.
+// decided. In most rounds one of the contexts has a device, in each mode once, whose slots must hold what its events say for as long as its ops take.
 // Some rounds stop the store while the contexts go on computing. Every byte that a computing thread sees is checked,
 // and the invariants of the table of experts all the time.
 // Built with ThreadSanitizer or AddressSanitizer by scripts/build/native_stress.sh.
@@ -67,7 +67,7 @@ struct context {
     std::vector<op_item> items { n_expert * (SKIP + 1) };
     std::vector<std::array<std::atomic<int>, max_parts>> n_computed { items.size() }; // of each part of each item
     alignas(op_run) char run_of_op[sizeof(op_run)];
-    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0}, on_device {0};
+    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0}, on_device {0}, n_later_waves {0};
     fake_device * device = nullptr;
     std::vector<int32_t> slots, host; // of the last event; empty: the device has no part in it
 
@@ -182,8 +182,19 @@ struct context {
                         decided[ids[i]] = of_row[i] = e.versions[i];
                     }
                 }
-                if (rng() % 100 == 0) {
-                    continue; // an aborted graph: its slices were requested and are never used
+                const int n_waves = has_device ? s.device_waves(g, n_used, n_tokens) : 1;
+                for (int wave = 1; wave < n_waves; wave++) {
+                    s.next_wave(g, ids.data(), n_used * sizeof(int32_t), n_tokens, n_used, slots.data());
+                    for (size_t i = 0; i < ids.size(); i++) {
+                        host[i] = slots[i] < s.n_device_slots(g) ? -1 : ids[i];
+                    }
+                    check_device(g, ids);
+                    std::string of_upload;
+                    s.take_error(of_upload);
+                    n_later_waves++;
+                }
+                if (n_waves > 1 || rng() % 100 == 0) {
+                    continue; // all is computed in waves, or the graph is aborted: its slices were requested and are never used
                 }
                 for (const int32_t t : g.tensors) {
                     if (t < 0) {
@@ -231,7 +242,7 @@ struct context {
 };
 
 static std::atomic<uint64_t> delivered {0};
-static uint64_t served_by_device = 0; // slices, in all rounds
+static uint64_t served_by_device = 0, later_waves = 0; // slices, and waves behind the first, in all rounds
 
 static void on_gate(const moeoff_gate_event * e, void *) {
     if (!e) {
@@ -259,7 +270,7 @@ static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned s
     }
 }
 
-static void round_of(const std::string & path, double seconds, unsigned seed) {
+static void round_of(const std::string & path, double seconds, unsigned seed, moeoff_device_mode mode) {
     std::mt19937 rng(seed);
     moeoff_params params = {};
     params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
@@ -323,13 +334,12 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     }));
     REQUIRE(s.start(error));
     s.set_gate_callback(on_gate, nullptr, 1 << 14);
-    const int mode = (int) (rng() % 4);
     fake_device * device = nullptr;
-    if (mode == MOEOFF_DEVICE_COOPERATIVE || mode == MOEOFF_DEVICE_CENTRIC) {
+    if (mode != MOEOFF_DEVICE_OFF) {
         auto memory = std::make_unique<fake_device>();
         device = memory.get();
         // not for the layer with experts that have no bytes
-        s.set_device((moeoff_device_mode) mode, 1 + (int32_t) (rng() % 3), 3, { 4, n_expert, 0, 9, 3 }, std::move(memory));
+        s.set_device(mode, 1 + (int32_t) (rng() % 3), 3, { 4, n_expert, 0, 9, 3 }, std::move(memory));
     }
 
     std::vector<std::unique_ptr<context>> contexts;
@@ -451,13 +461,14 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
         low      += c->low;
         skipped  += c->skipped;
         on_device += c->on_device;
+        later_waves += c->n_later_waves;
     }
     REQUIRE(computed > 0 && (on_device > 0) <= (device != nullptr));
     served_by_device += on_device;
     const bool eager = params.flags & MOEOFF_FLAG_EAGER;
     REQUIRE((low > 0) == (two_versions && eager) && (skipped > 0) == eager);
     REQUIRE((low_reads > 0) >= (low > 0) && (stats.low_bytes_read > 0) >= (low > 0) && stats.low_bytes_read <= stats.bytes_read);
-    printf("device mode %d: %llu slices there, %llu experts uploaded; ", device ? mode : 0, (unsigned long long) on_device, (unsigned long long) stats.device_uploads);
+    printf("device mode %d: %llu slices there, %llu experts uploaded; ", mode, (unsigned long long) on_device, (unsigned long long) stats.device_uploads);
     printf("flags %u, %d workers: %llu slices computed, %llu low, %llu skipped, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
            "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_io_threads,
            (unsigned long long) computed, (unsigned long long) low, (unsigned long long) skipped, (unsigned long long) failed, (unsigned long long) stats.demand_hits, (unsigned long long) stats.demand_misses,
@@ -472,9 +483,9 @@ int main(int argc, char ** argv) {
     const slice_file file(8 << 20);
     const int n_rounds = 6;
     for (int i = 0; i < n_rounds; i++) {
-        round_of(file.path, seconds / n_rounds, seed + 1000u * (unsigned) i);
+        round_of(file.path, seconds / n_rounds, seed + 1000u * (unsigned) i, (moeoff_device_mode) ((seed + (unsigned) i) % 4)); // each mode in every run
     }
-    REQUIRE(delivered > 0 && served_by_device > 0);
+    REQUIRE(delivered > 0 && served_by_device > 0 && later_waves > 0);
     puts("clean");
     return 0;
 }
