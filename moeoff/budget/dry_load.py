@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +109,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     preflight(model_index)
     keywords = {"flash_attn": True} if keywords is None else keywords
     planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified)
-    kinds = slice_kinds(model_index)
+    slots = [(slot_bytes(*(span.nbytes // max(span.shape[2], 1) for span in spans)), spans[0].shape[2]) for spans in model_index.gates]
     embedding = model_index.dense.get(EMBEDDING)
     on_disk = 0 if any(re.search(pattern, EMBEDDING) for pattern, _ in overrides) else model_index.embedding_bytes
     return replace(
@@ -121,8 +121,8 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         on_disk=on_disk,
         process=planned_process(rss()),
         kept=kept,
-        arena_floor=2 * max(_expert_slots(model_index), default=0),
-        arena_full=sum(slot_bytes(kind.nbytes) * kind.count for kind in kinds),
+        arena_floor=2 * max((nbytes for nbytes, _ in slots), default=0),
+        arena_full=sum(nbytes * n for nbytes, n in slots),
     )
 
 
@@ -204,15 +204,6 @@ def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:
         role, n_expert = parse_tensor_name(span.name), max(span.shape[2], 1)
         counts[role.matrix_name + (" (chexps)" if role.chunk else ""), span.type, span.nbytes // n_expert] += n_expert
     return [SliceKind(matrix, type_name(kind), nbytes, n) for (matrix, kind, nbytes), n in counts.most_common()]
-
-
-def _expert_slots(model_index: ModelIndex) -> Iterable[int]:
-    """Bytes that an expert takes in the arena, with all its matrices, for each router."""
-    slots: Counter[tuple[int, bool]] = Counter()
-    for span in model_index.experts.values():
-        role, n_expert = parse_tensor_name(span.name), max(span.shape[2], 1)
-        slots[role.layer, role.chunk] += slot_bytes(span.nbytes // n_expert)
-    return slots.values()
 
 
 def token_bytes(model_index: ModelIndex) -> int:

@@ -28,7 +28,7 @@ from gguf import Keys
 from ..errors import Cancelled, ModelError, OptionError, WriteError
 from ..gguf.file import Tensor
 from ..gguf.imatrix import Imatrix
-from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan, parse_tensor_name
+from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan
 from ..gguf.quantize import dequantize, is_written, needs_imatrix, quantize, row_bytes, type_name
 from ..gguf.writer import Value, header_bytes
 from ..system.files import publish, read_file, require_new
@@ -112,7 +112,7 @@ def convert(
         with _termination_interrupts():
             builder.write(out, threads, force, resume, progress)
     tier_bytes = {tier.name: sum(builder.tensors[job.targets[i]].n_bytes for job in builder.jobs) for i, tier in enumerate(made)}
-    n_experts = len({(role.layer, role.chunk, job.expert) for job in builder.jobs for role in [parse_tensor_name(job.span.name)]})
+    n_experts = sum(max(span.shape[2] for span in spans) for spans in model_index.gates)
     lines = [f"{type} cannot hold rows of {n_cols}: {other} instead, in {count} slices" for (type, other, n_cols), count in builder.fallbacks.items()]
     return Converted(out, tier_bytes, builder.n_bytes, n_experts, time.monotonic() - started, tuple(lines))
 
@@ -163,11 +163,7 @@ class _Builder:
         self.jobs: list[_Job] = []
         self.fallbacks: dict[tuple[str, str, int], int] = {}  # (type asked for, type that fits, row length): slices
         self._stand_ins: set[int] = set()  # tensors whose type is not the one asked for: where ggml's Q2_0 would be a surprise
-        gates: dict[tuple[int, bool], list[TensorSpan]] = {}
-        for span in sorted(model_index.experts.values(), key=lambda span: parse_tensor_name(span.name)):
-            role = parse_tensor_name(span.name)
-            gates.setdefault((role.layer, role.chunk), []).append(span)
-        for spans in gates.values():  # by tier, then by expert, with an expert's matrices side by side
+        for spans in model_index.gates:  # by tier, then by expert, with an expert's matrices side by side
             slices = [(span, expert) for expert in range(max(span.shape[2] for span in spans)) for span in spans if expert < span.shape[2]]
             targets = [[self._add(tier, span, expert) for span, expert in slices] for tier in tiers]
             for (span, expert), *of_tiers in zip(slices, *targets):

@@ -189,6 +189,15 @@ class ModelIndex:
         return self.lookup_embedding.nbytes if self.lookup_embedding else 0
 
     @property
+    def gates(self) -> list[list[TensorSpan]]:
+        """Spans of the experts' tensors of each gate, in the order of layers, each in that of the graph."""
+        gates: dict[tuple[int, bool], list[TensorSpan]] = {}
+        for span in sorted(self.experts.values(), key=lambda span: parse_tensor_name(span.name)):
+            role = parse_tensor_name(span.name)
+            gates.setdefault((role.layer, role.chunk), []).append(span)
+        return list(gates.values())
+
+    @property
     def expert_bytes(self) -> int:
         return sum(span.nbytes for span in self.experts.values())
 

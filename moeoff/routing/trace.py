@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, BinaryIO, cast
@@ -55,11 +55,6 @@ class TensorInfo:
     n_experts: int
     nbytes: int
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that the slice takes of its slot in the arena."""
-        return slot_bytes(self.nbytes)
-
 
 @dataclass(frozen=True)
 class TraceHeader:
@@ -80,23 +75,24 @@ class TraceHeader:
     @cached_property
     def n_matrices(self) -> list[int]:
         """[n_gates]: of an expert."""
-        return self._by_gate(lambda tensor: 1)
+        return [len(tensors) for tensors in self._gates]
 
     @cached_property
     def expert_bytes(self) -> list[int]:
         """[n_gates]: of one expert, all matrices together."""
-        return self._by_gate(lambda tensor: tensor.nbytes)
+        return [sum(t.nbytes for t in tensors) for tensors in self._gates]
 
     @cached_property
     def expert_slots(self) -> list[int]:
         """[n_gates]: bytes that an expert takes in the arena."""
-        return self._by_gate(lambda tensor: tensor.slot_bytes)
+        return [slot_bytes(*(t.nbytes for t in tensors)) for tensors in self._gates]
 
-    def _by_gate(self, number: Callable[[TensorInfo], int]) -> list[int]:
-        out = [0] * self.n_gates
+    @cached_property
+    def _gates(self) -> list[list[TensorInfo]]:
+        gates: list[list[TensorInfo]] = [[] for _ in range(self.n_gates)]
         for tensor in self.tensors:
-            out[tensor.gate] += number(tensor)
-        return out
+            gates[tensor.gate].append(tensor)
+        return gates
 
     @property
     def arena_floor(self) -> int:
@@ -106,7 +102,7 @@ class TraceHeader:
     @property
     def full_bytes(self) -> int:
         """The arena that holds every expert."""
-        return sum(t.slot_bytes * t.n_experts for t in self.tensors)
+        return sum(nbytes * max((t.n_experts for t in tensors), default=0) for nbytes, tensors in zip(self.expert_slots, self._gates))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -7,6 +7,7 @@ have, are read here. psutil is imported when it is first asked: `moeoff --help` 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 import resource
@@ -21,13 +22,14 @@ DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
 _M_ARENA_MAX = -8  # of malloc.h
 _MOST = 1 << 60  # bytes
-_SLOT_PAGE = 4096  # the native page_size, whatever the machine's pages are
+_SLOT_PAGE, _SYSTEM_PAGE = 4096, mmap.PAGESIZE  # the native page_size, and the machine's, which may be larger
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def slot_bytes(slice_bytes: int) -> int:
-    """Bytes of a slot that a slice takes: whole pages, and one for a start inside a page (moeoff-arena)."""
-    return -(-slice_bytes // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE
+def slot_bytes(*slices: int) -> int:
+    """Bytes of the arena's slot for an expert of these slices: each has whole pages, and one for a start inside a page; the slot has the system's (moeoff-arena)."""
+    nbytes = sum(-(-n // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE for n in slices)
+    return -(-nbytes // _SYSTEM_PAGE) * _SYSTEM_PAGE
 
 
 def parse_size(text: str | float, whole: int | None = None) -> int:

@@ -39,6 +39,13 @@ def test_share_of_available(monkeypatch):
     assert Budget.of() == Budget(2400, is_default=True) and Budget.of("50%") == Budget(1500)
 
 
+@pytest.mark.parametrize("page, expected", [(4 << 10, 32 << 10), (64 << 10, 64 << 10)])
+def test_an_experts_slot_is_whole_pages_of_the_system(monkeypatch, page, expected):
+    """As `arena::add_class` makes it, whose test is test_arena.cpp's."""
+    monkeypatch.setattr(memory, "_SYSTEM_PAGE", page)
+    assert memory.slot_bytes(5000, 5000, 1) == expected
+
+
 def test_a_budget_leaves_experts_what_the_rest_does_not_take():
     process, experts = Budget.of("1G"), Budget.of(None, 5 << 20)
     assert (process.left(1 << 20), process.most) == ((1 << 30) - (1 << 20), 1 << 30)

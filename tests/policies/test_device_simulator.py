@@ -103,7 +103,7 @@ def test_lru_layer_by_brute_force(recording):
     """As many experts in each layer, the last used of it: once the arena is full, what each layer has is what its own LRU would have."""
     model, quota = recording.model, 10
     events = recording.events(0, 200, inputs=False)
-    arena = quota * model.n_gates * 3 * model.tensors[0].slot_bytes
+    arena = quota * model.n_gates * model.expert_slots[0]
     result = simulate(Trace(model, events, np.zeros(len(events), bool)), "lru-layer", arena)
     caches = [OrderedDict() for _ in range(model.n_gates)]
     for event in events:
