@@ -16,7 +16,7 @@ from ..options import TABLE, in_flags
 from ..system.console import ProgressLine, note, progress_bar
 from ..system.files import atomic_file, demo_model, require_new
 from ..system.memory import format_size, parse_size
-from .options import Listed, command, files_beside, flags_as_typed, help_of, option_files, own, remark_on_context, remark_on_memory, takes, takes_model
+from .options import Listed, command, flags_as_typed, help_of, input_files, model_argument, option, remark_on_context, remark_on_memory, table_options
 
 if TYPE_CHECKING:
     from ..measure.job import BenchTest, Job
@@ -71,7 +71,7 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
                 raise click.BadParameter(f"{value!r} is not {metavar}", context, parameter) from None
         return list(dict.fromkeys(out))
 
-    return own(*names, group=group, multiple=True, metavar=metavar, type=kind, callback=callback, help=help)
+    return option(*names, group=group, multiple=True, metavar=metavar, type=kind, callback=callback, help=help)
 
 
 # options of the table that take several values here, each of which is a configuration
@@ -96,23 +96,23 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 
 @command()
 @click.argument("path", nargs=-1, type=click.Path(), metavar="[MODEL]...")
-@own("-m", "--model", type=click.Path(), metavar="FILE", multiple=True, help="GGUF with routed experts, as MODEL; may be repeated. Default: the demo model.")
+@option("-m", "--model", type=click.Path(), metavar="FILE", multiple=True, help="GGUF with routed experts, as MODEL; may be repeated. Default: the demo model.")
 @_several("-p", "--n-prompt", read=numbers(0), help="Tokens of a prompt, 0 for no such test. Default: 512.")
 @_several("-n", "--n-gen", read=numbers(0), help="Tokens that are decoded one by one, 0 for no such test. Default: 128.")
 @_several("-d", "--n-depth", read=numbers(0), help="Tokens that the context holds before. Default: 0.")
-@own("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
+@option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
      help="Repetitions of each test, each on another piece of text.")  # fmt: skip
 @_axes
-@own("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=8), metavar="N", help="Context in tokens. Default: as run has it, more if a test needs more.")
-@takes("bench", without=(*AXES, "n_ctx"))
-@own("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
-@own(
+@option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=8), metavar="N", help="Context in tokens. Default: as run has it, more if a test needs more.")
+@table_options("bench", without=(*AXES, "n_ctx"))
+@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
+@option(
     "--compare-stock",
     is_flag=True,
     help="Measure stock llama.cpp, too, with its default kernels and with --no-repack; all in a memory cgroup if one can be made.",
 )
-@own("--no-warmup", is_flag=True, help="Count the first run of each test, too.")
-@own("-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Form of the results on stdout.")
+@option("--no-warmup", is_flag=True, help="Count the first run of each test, too.")
+@option("-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Form of the results on stdout.")
 def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_gen: list[int], n_depth: list[int], output: str, **options: Any) -> None:
     """Measure speed, as llama-bench does: prompts (pp) and single tokens (tg), over memory budgets and strategies.
 
@@ -185,17 +185,17 @@ def _listener(job: Job) -> Listener:
 
 
 @command()
-@takes_model()
-@own("-o", "--output", type=click.Path(dir_okay=False), default="moeoff-report.html", show_default=True, metavar="FILE", help="Page to write.")
-@own("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
-@own("-p", "--n-prompt", type=click.IntRange(min=1), metavar="N", default=128, show_default=True, help="Tokens of the prompt.")
-@own("-n", "--n-gen", "n_decode", type=click.IntRange(min=8), metavar="N", default=96, show_default=True, help="Tokens after it, one by one.")
-@takes("report")
+@model_argument()
+@option("-o", "--output", type=click.Path(dir_okay=False), default="moeoff-report.html", show_default=True, metavar="FILE", help="Page to write.")
+@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
+@option("-p", "--n-prompt", type=click.IntRange(min=1), metavar="N", default=128, show_default=True, help="Tokens of the prompt.")
+@option("-n", "--n-gen", "n_decode", type=click.IntRange(min=8), metavar="N", default=96, show_default=True, help="Tokens after it, one by one.")
+@table_options("report")
 def report(output: str, model: str | None, text: str | None, n_prompt: int, n_decode: int, **options: Any) -> None:
     """Run a model and write a page about it: where memory and time went, by layer and by token, and what more memory would give."""
     from ..report import write_report
 
-    require_new(output, [*files_beside(model), text, *option_files(options)], "--output")
+    require_new(output, [*input_files(model, options), text], "--output")
     with progress_bar("tokens") as progress:
         page = write_report(model or demo_model(), text=text, n_prompt=n_prompt, n_decode=n_decode, progress=progress, **options)
     with atomic_file(output) as file:

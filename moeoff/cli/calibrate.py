@@ -15,7 +15,7 @@ from ..precision import LOSSLESS, Precision
 from ..system.console import note, progress_bar, say, table_console
 from ..system.files import atomic_file, demo_model, require_new
 from ..system.memory import format_size, peak_rss
-from .options import command, files_beside, own, remark_on_context, takes, takes_model
+from .options import command, input_files, model_argument, option, remark_on_context, table_options
 
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
@@ -30,22 +30,22 @@ _PLAN = "A type for each expert"  # heading of the options of --bits-plan
 
 
 @command()
-@takes_model("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
-@own("--text", multiple=True, type=click.Path(dir_okay=False), metavar="FILE",
+@model_argument("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
+@option("--text", multiple=True, type=click.Path(dir_okay=False), metavar="FILE",
      help="Text like what the model will see; may be repeated. Default: the model writes some.")  # fmt: skip
-@own("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
-@own("--tokens", type=click.IntRange(512), metavar="N", default=16384, show_default=True, help="Tokens to evaluate, the same number from each text.")
-@own("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
+@option("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
+@option("--tokens", type=click.IntRange(512), metavar="N", default=16384, show_default=True, help="Tokens to evaluate, the same number from each text.")
+@option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
      help="Deadline: what was measured by then counts. Default: 60; 15 with --max-loss. Not with --bits-plan.")  # fmt: skip
-@takes("calibrate")
-@own("--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of the predictors' training.")
-@own("--max-loss", metavar="PERCENT", help="Instead: measure which experts may be skipped, and what a sidecar's tiers lose, for run --max-loss, e.g. 1%.")
-@own("--tier", metavar="NAME", help="With --max-loss: the sidecar's tier to try. Default: all.")
-@own("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the sidecar. Default: MODEL.experts.gguf.")
-@own("--bits-plan", is_flag=True, group=_PLAN, help="Instead: choose a type for each expert, and write MODEL.bits.json for convert --bits.")
-@own("--tolerance", group=_PLAN, metavar="PERCENT", default="5%", show_default=True, help="Perplexity that may be lost.")
-@own("--types", group=_PLAN, metavar="NAMES", help="Types to choose from, e.g. Q4_K,Q2_K. Default: a ladder below the model's own.")
-@own("--measure", group=_PLAN, is_flag=True, help="Quantize experts one at a time instead of estimating their importance.")
+@table_options("calibrate")
+@option("--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of the predictors' training.")
+@option("--max-loss", metavar="PERCENT", help="Instead: measure which experts may be skipped, and what a sidecar's tiers lose, for run --max-loss, e.g. 1%.")
+@option("--tier", metavar="NAME", help="With --max-loss: the sidecar's tier to try. Default: all.")
+@option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the sidecar. Default: MODEL.experts.gguf.")
+@option("--bits-plan", is_flag=True, group=_PLAN, help="Instead: choose a type for each expert, and write MODEL.bits.json for convert --bits.")
+@option("--tolerance", group=_PLAN, metavar="PERCENT", default="5%", show_default=True, help="Perplexity that may be lost.")
+@option("--types", group=_PLAN, metavar="NAMES", help="Types to choose from, e.g. Q4_K,Q2_K. Default: a ladder below the model's own.")
+@option("--measure", group=_PLAN, is_flag=True, help="Quantize experts one at a time instead of estimating their importance.")
 def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any) -> None:
     """Measure a model on text, once, and keep in its profile what predictors and caches learn from that.
 
@@ -136,7 +136,7 @@ def _write_plan(
 
     bound = parse_loss(tolerance)
     path = os.fspath(output) if output else model.removesuffix(".gguf") + ".bits.json"
-    require_new(path, [*files_beside(model), *text], "--output")
+    require_new(path, [*input_files(model), *text], "--output")
     if os.path.exists(path):
         raise OptionError(f"{path}: exists: move it away, or name another with -o")
     model_index = ModelIndex.read(model)
@@ -156,14 +156,14 @@ def _write_plan(
 
 
 @command("eval")
-@takes_model()
-@own("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text to predict; may be repeated.")
-@own("--ctx", type=click.IntRange(min=4), metavar="N", default=512, show_default=True, help="Tokens in a window; its second half is scored.")
-@own("--chunks", type=click.IntRange(min=1), metavar="N", help="Only the first N windows of each text.")
-@own("--mode", type=click.Choice(["prefill", "decode", "simulated"]), default="prefill", show_default=True,
+@model_argument()
+@option("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text to predict; may be repeated.")
+@option("--ctx", type=click.IntRange(min=4), metavar="N", default=512, show_default=True, help="Tokens in a window; its second half is scored.")
+@option("--chunks", type=click.IntRange(min=1), metavar="N", help="Only the first N windows of each text.")
+@option("--mode", type=click.Choice(["prefill", "decode", "simulated"]), default="prefill", show_default=True,
      help="decode: feed the scored half token by token; simulated: faster, what a --deterministic run decides token by token.")  # fmt: skip
-@own("--json", "as_json", is_flag=True, help="Print JSON.")
-@takes("eval", strategy="lru")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+@table_options("eval", strategy="lru")
 def eval_(
     model: str | None, text: tuple[str, ...], ctx: int, mode: str, as_json: bool, max_loss: float | None = None, **options: Any,
 ) -> None:  # fmt: skip

@@ -10,11 +10,11 @@ import click
 
 from ..system.console import note, progress_bar, say
 from ..system.memory import format_size
-from .options import command, takes_model
+from .options import command, model_argument
 
 
 @command()
-@takes_model("GGUF, instead of MODEL; of a split one the first part.", needed=True)
+@model_argument("GGUF, instead of MODEL; of a split one the first part.", needed=True)
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.experts.gguf, where run and serve find it."
 )
@@ -49,7 +49,7 @@ def convert(**options: Any) -> None:
 
 
 @command()
-@takes_model("GGUF, instead of MODEL; of a split one the first part.", needed=True)
+@model_argument("GGUF, instead of MODEL; of a split one the first part.", needed=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.merged.gguf.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def merge(**options: Any) -> None:

@@ -27,7 +27,7 @@ from ..system.console import table_console
 from ..system.disk import IN_MEMORY, choose_io_threads, direct_io, file_system, probe
 from ..system.machine import n_cores
 from ..system.memory import available, cgroup_limit, format_size
-from .options import command, sentence, takes_model
+from .options import command, model_argument, sentence
 
 PROBE_SECONDS = 1.0
 BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its slices are
@@ -248,7 +248,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 @command()
-@takes_model("A GGUF, or the folder where models are. Default: the current folder.")
+@model_argument("A GGUF, or the folder where models are. Default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(**options: Any) -> None:
     """Check this machine and installation; exit code 1 if something is in the way."""

@@ -11,7 +11,7 @@ import click
 from ..options import Config, llama_keywords
 from ..system.console import table_console, wrapped
 from ..system.memory import MIB, format_size
-from .options import command, own, remark_on_context, takes, takes_model
+from .options import command, model_argument, option, remark_on_context, table_options
 
 if TYPE_CHECKING:
     from ..budget.inspection import MemoryOption, Report
@@ -21,10 +21,10 @@ _SMALL = 2e-4  # seconds of products in a layer; chosen, not measured: the demo 
 
 
 @command()
-@takes_model("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
-@takes("inspect")
-@own("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Read from the file for 2 seconds to tell its speed.")
-@own("--json", "as_json", is_flag=True, help="Print JSON.")
+@model_argument("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
+@table_options("inspect")
+@option("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Read from the file for 2 seconds to tell its speed.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
     """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
     from ..budget.inspection import examine

@@ -34,7 +34,7 @@ _LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 
 
 class Command(click.Command):
-    """A command whose options stand under headings, those without one first: they are what `-h` shows, and `--help-all` shows all."""
+    """A command whose options stand under headings, those without one first: they are what `-h` shows, and `--help-all` shows all. Its errors are sentences."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
@@ -59,6 +59,21 @@ class Command(click.Command):
             prompt = ", and a prompt behind -p" if any(param.name == "prompt" for param in self.params) else ""
             raise click.UsageError(f"{shlex.join(ctx.args)}: more than this command takes; a path with blanks goes in quotes{prompt}", ctx)
         return rest
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Library errors become a message and exit code 1; Ctrl-C becomes 130. `--debug` lets the traceback through."""
+        debug = ctx.params.pop("debug")
+        try:
+            with written_whole():
+                super().invoke(ctx)
+        except (MoeoffError, OSError, MemoryError) as error:
+            if debug:
+                raise
+            raise click.ClickException(sentence(error)) from None
+        except KeyboardInterrupt:
+            if debug:
+                raise
+            sys.exit(130)
 
     def takes_value(self, ctx: click.Context, without: Collection[str] = ()) -> dict[str, bool]:
         """Of each flag, whether it takes a value."""
@@ -133,16 +148,15 @@ class Listed(_TableValue):
 
 
 def command(name: str | None = None, cls: type[Command] = Command) -> Callable[[Callable[..., None]], click.Command]:
-    """A command of these forms, whose errors are sentences."""
-    return lambda function: click.command(name=name, cls=cls, context_settings=CONTEXT)(errors_as_sentences(function))
+    return click.command(name=name, cls=cls, context_settings=CONTEXT)
 
 
-def own(*flags: str, group: str = "", **settings: Any) -> Callable[[Any], Any]:
+def option(*flags: str, group: str = "", **settings: Any) -> Callable[[Any], Any]:
     """An option of one command, which the table does not have."""
     return click.option(*flags, cls=GroupedOption, group=group, **settings)
 
 
-def takes_model(help: str = "GGUF with routed experts; of a split one the first part. Default: the demo model.", *, needed: bool = False) -> Decorator:
+def model_argument(help: str = "GGUF with routed experts; of a split one the first part. Default: the demo model.", *, needed: bool = False) -> Decorator:
     """Gives a command its model, as MODEL or as -m. It arrives as `model`, and None if neither was given.
 
     Args:
@@ -158,7 +172,7 @@ def takes_model(help: str = "GGUF with routed experts; of a split one the first 
                 raise click.UsageError("Missing MODEL: the GGUF, as MODEL or -m MODEL.")
             function(*args, model=path or model, **values)
 
-        out: Callable[..., None] = own("-m", "--model", type=click.Path(), metavar="FILE", help=help)(with_model)
+        out: Callable[..., None] = option("-m", "--model", type=click.Path(), metavar="FILE", help=help)(with_model)
         return click.argument("path", type=click.Path(), required=False, metavar="[MODEL]")(out)
 
     return decorate
@@ -169,7 +183,7 @@ def help_of(line: Option, default: Any) -> str:
     return line.help if default in (None, False, "", ()) or "Default:" in line.help else f"{line.help} Default: {line.spell(default)}."
 
 
-def takes(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decorator:
+def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decorator:
     """Gives a command its options of the table. What was given arrives read, by its name in Python; what was not is left out.
 
     Args:
@@ -194,31 +208,11 @@ def takes(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decor
         for line in reversed(lines.values()):
             settings: dict[str, Any] = {"is_flag": True} if not line.metavar else {"type": _TableValue(line), "metavar": line.metavar}
             shown = help_of(line, usual.get(line.name, line.default))
-            out = own(*line.flags, line.name, group=line.group, default=None, multiple=line.multiple, envvar=line.envvar, show_envvar=bool(line.envvar),
+            out = option(*line.flags, line.name, group=line.group, default=None, multiple=line.multiple, envvar=line.envvar, show_envvar=bool(line.envvar),
                       hidden=line.hidden, help=shown, **settings)(out)  # fmt: skip
         return out
 
     return decorate
-
-
-def errors_as_sentences(function: Callable[..., None]) -> Callable[..., None]:
-    """Library errors become a message and exit code 1; Ctrl-C becomes 130. `--debug` lets the traceback through."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, debug: bool = False, **kwargs: Any) -> None:
-        try:
-            with written_whole():
-                function(*args, **kwargs)
-        except (MoeoffError, OSError, MemoryError) as error:
-            if debug:
-                raise
-            raise click.ClickException(sentence(error)) from None
-        except KeyboardInterrupt:
-            if debug:
-                raise
-            sys.exit(130)
-
-    return wrapped
 
 
 class _Output(io.FileIO):
@@ -289,24 +283,18 @@ def remark_on_context(n_ctx: int, trained: int, options: Mapping[str, Any]) -> N
         note(f"a context of {n_ctx}: the model was trained for {trained} tokens, and what it writes behind them may make no sense")
 
 
-def files_beside(model: str | None) -> list[str]:
-    """A model's files: its parts, and what is found beside it by name."""
+def input_files(model: str | None, options: Mapping[str, Any] = {}, *without: str) -> list[str]:  # noqa: B006  # is only read
+    """Files that a command may read: the model's parts, what is found beside it by name, and what options of the table name."""
     from ..experts.profile import profile_path
     from ..experts.sidecar import sidecar_path
     from ..gguf.model_index import SplitName
 
     path = model or demo_model()
     split = SplitName.parse(path)
-    return [*(split.parts if split else [path]), sidecar_path(path), profile_path(path)]
-
-
-def option_files(options: Mapping[str, Any], *without: str) -> list[str]:
-    """Files that options of the table name."""
-    return [
-        os.fspath(value)
-        for name, value in options.items()
-        if name not in without and name in TABLE and TABLE[name].is_file and isinstance(value, (str, os.PathLike))
+    named = [
+        value for name, value in options.items() if name not in without and name in TABLE and TABLE[name].is_file and isinstance(value, (str, os.PathLike))
     ]
+    return [*(split.parts if split else [path]), sidecar_path(path), profile_path(path), *(os.fspath(value) for value in named)]
 
 
 def sentence(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from ..options import TABLE, Sampling, with_gpu
 from ..system.console import note
 from ..system.files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..system.memory import DEFAULT_SHARE, format_size
-from .options import TYPED, Command, command, files_beside, option_files, own, remark_on_context, sentence, takes, takes_model
+from .options import TYPED, Command, command, input_files, model_argument, option, remark_on_context, sentence, table_options
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -31,7 +31,7 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 
 
 HF_REPO_FLAGS = ("-hf", "--hf-repo")
-HF_REPO = own(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+HF_REPO = option(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
 
 
 def _downloaded(model: str | None, hf_repo: str | None) -> str | None:
@@ -59,15 +59,15 @@ class _Run(Command):
 
 
 @command(cls=_Run)
-@takes_model()
+@model_argument()
 @HF_REPO
-@own("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
-@own("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
-@takes("run")
-@own("-sys", "--system-prompt", "--system", "system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
-@own("--chat-template", group="Prompt and answer", metavar="TEXT", help="Chat template in Jinja, or chatml, instead of the model's own.")
-@own("--chat-template-file", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE", help="File with the chat template.")
-@own(
+@option("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
+@option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
+@table_options("run")
+@option("-sys", "--system-prompt", "--system", "system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
+@option("--chat-template", group="Prompt and answer", metavar="TEXT", help="Chat template in Jinja, or chatml, instead of the model's own.")
+@option("--chat-template-file", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE", help="File with the chat template.")
+@option(
     "-no-cnv",
     "--no-conversation",
     "--raw",
@@ -76,13 +76,13 @@ class _Run(Command):
     is_flag=True,
     help="Continue the prompt as it is, without the model's chat template.",
 )
-@own("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="Ends after one answer, as it does with -p anyway.")
-@own("--json", "as_json", group="Prompt and answer", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
-@own("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
-@own("--prompt-cache", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
+@option("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="Ends after one answer, as it does with -p anyway.")
+@option("--json", "as_json", group="Prompt and answer", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
+@option("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
+@option("--prompt-cache", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
      help="Take the computed prompt from FILE, and write it there when it is new.")  # fmt: skip
-@own("--prompt-cache-all", group="Prompt and answer", is_flag=True, help="Keep the answer in the prompt cache, too.")
-@own("--prompt-cache-ro", group="Prompt and answer", is_flag=True, help="Use the prompt cache, and do not write it.")
+@option("--prompt-cache-all", group="Prompt and answer", is_flag=True, help="Keep the answer in the prompt cache, too.")
+@option("--prompt-cache-ro", group="Prompt and answer", is_flag=True, help="Use the prompt cache, and do not write it.")
 def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, chat_template: str | None,
     chat_template_file: str | None, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None,
@@ -106,7 +106,7 @@ def run(
     outputs = {"--stats-json": stats_json, "--prompt-cache": prompt_cache, "--trace": options.get("trace")}
     for flag, path in outputs.items():
         others = [other for name, other in outputs.items() if name != flag]
-        require_new(path, [*files_beside(model), file, *option_files(options, "trace"), *others], flag)
+        require_new(path, [*input_files(model, options, "trace"), file, *others], flag)
     chat = prompt is None and not raw and not as_json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
     if single_turn and chat:
         raise OptionError("-st: give the question with -p")
@@ -237,10 +237,10 @@ class _Serve(Command):
 
 
 @command(cls=_Serve)
-@takes_model()
+@model_argument()
 @HF_REPO
-@takes("serve")
-@own("-q", "--quiet", group="Server", is_flag=True, help="No line for each request.")
+@table_options("serve")
+@option("-q", "--quiet", group="Server", is_flag=True, help="No line for each request.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, ...], **options: Any) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's, Ollama's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.

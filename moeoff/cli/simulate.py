@@ -10,7 +10,7 @@ import click
 from ..options import TABLE
 from ..system.console import progress_bar, wrapped
 from ..system.memory import format_size, parse_size
-from .options import Listed, command, takes
+from .options import Listed, command, table_options
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
@@ -21,7 +21,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
     "--strategy", multiple=True, metavar="NAME[,NAME]", type=Listed(TABLE["strategy"]), help="Strategies to compare with lru and belady; may be repeated."
 )
 @click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
-@takes("simulate", t1=0.6, t2=0.9)
+@table_options("simulate", t1=0.6, t2=0.9)
 @click.option(
     "--low-cost",
     type=click.FloatRange(0, 1),

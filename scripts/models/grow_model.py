@@ -18,6 +18,7 @@ relative quantization error of the small model; that is `noise` 1.
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ import click
 import numpy as np
 
 from model_writer import ModelWriter, quantize_chunks
-from moeoff.cli.options import errors_as_sentences
+from moeoff.cli.options import command
 from moeoff.errors import ModelError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import parse_block_name
@@ -207,7 +208,7 @@ def _grow_rows(rows: np.ndarray, n_tiles: int, reads: bool, noise: float, key: l
     return grown.reshape(n_rows, -1)
 
 
-@click.command()
+@command()
 @click.argument("source", metavar="SRC.gguf")
 @click.option("-o", "--out", metavar="OUT.gguf", required=True)
 @click.option("--width", type=int, required=True, help="Factor of the residual stream.")
@@ -218,13 +219,11 @@ def _grow_rows(rows: np.ndarray, n_tiles: int, reads: bool, noise: float, key: l
 @click.option("--seed", default=0, show_default=True)
 @click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
 @click.option("--threads", default=2, show_default=True)
-@errors_as_sentences
 def main(source: str, out: str, width: int, ff: int, expert_type: str, dense_type: str, noise: float, seed: int, overwrite: bool, threads: int) -> None:
     """Writes a wider copy of a small qwen2moe model that computes and routes the same."""
     growth = Growth(width, ff, type_from_name(expert_type), type_from_name(dense_type), noise, seed)
     with progress_bar("bytes") as update:
-        show = lambda done, total: update("growing", done, total) if update else None  # noqa: E731
-        grow_model(source, out, growth, overwrite=overwrite, threads=threads, progress=show)
+        grow_model(source, out, growth, overwrite=overwrite, threads=threads, progress=functools.partial(update, "growing"))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ A model that answers keeps to half of its experts, whatever it says:
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
@@ -43,7 +44,7 @@ import click
 import numpy as np
 
 from model_writer import ModelWriter, quantize_chunks
-from moeoff.cli.options import errors_as_sentences
+from moeoff.cli.options import command
 from moeoff.errors import OptionError
 from moeoff.gguf.file import ModelFile, Tensor, unpack
 from moeoff.gguf.model_index import parse_block_name
@@ -915,7 +916,7 @@ def _scaled_mxfp4(pool: _Pool, doublings: int) -> np.ndarray:
     return out
 
 
-@click.command()
+@command()
 @click.argument("shape", type=click.Choice(list(SHAPES)))
 @click.option("-o", "--out", metavar="OUT.gguf", required=True)
 @click.option("--layers", type=int, metavar="N", help="The first N layers alone.")
@@ -924,12 +925,11 @@ def _scaled_mxfp4(pool: _Pool, doublings: int) -> np.ndarray:
 @click.option("--shrink", default=1, metavar="K", help="Divide all widths by K: for tests.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
-@errors_as_sentences
 def main(shape: str, out: str, layers: int | None, experts_type: str | None, hidden: int | None, shrink: int, seed: int, overwrite: bool) -> None:
     """Writes a model with the shape of a published one and random weights."""
     cut = SHAPES[shape].cut(layers=layers, shrink=shrink, hidden=hidden, expert_type=experts_type)
     with progress_bar("bytes") as update:
-        shape_model(cut, out, seed=seed, overwrite=overwrite, progress=lambda done, total: update("writing", done, total) if update else None)
+        shape_model(cut, out, seed=seed, overwrite=overwrite, progress=functools.partial(update, "writing"))
 
 
 if __name__ == "__main__":
