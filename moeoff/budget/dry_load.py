@@ -88,14 +88,14 @@ def context_sizes(ctx: int) -> MemoryPlan:
 
 
 def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: Overrides = (), *,
-             n_sequences: int = 1, kept: int = 0, nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
+             n_sequences: int = 1, extras: int = 0, nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
     """Plans the memory of a model at a context of n_ctx tokens, in this process as it is.
 
     Args:
         keywords: of llama_cpp.Llama; by default those of the command line.
         overrides: where tensors go that are no routed experts.
         n_sequences: that share the context.
-        kept: bytes of prompts outside the context, samplers, and other files that will be loaded.
+        extras: bytes of prompts outside the context, samplers, and other files that will be loaded.
         nextn: drafts are made with the model's next-token layers, in a context of their own.
         unified: the sequences share all of the context, and have not a part of it each.
 
@@ -120,7 +120,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         embedding=embedding.nbytes - on_disk if embedding else 0,
         on_disk=on_disk,
         process=planned_process(rss()),
-        kept=kept,
+        extras=extras,
         arena_floor=2 * max((nbytes for nbytes, _ in slots), default=0),
         arena_full=sum(nbytes * n for nbytes, n in slots),
     )

@@ -32,7 +32,7 @@ class MemoryPlan:
             an expert buffer.
         outputs: logits that llama.cpp and llama_cpp keep.
         process: without the rest: interpreter, libraries, the app.
-        kept: of a server, prompts outside the context, samplers, and other files that it loads.
+        extras: of a server, prompts outside the context, samplers, and other files that it loads.
         arena_floor, arena_full: the smallest arena for experts, and the one that holds all of them.
         budget: of the process; 0: only the arena is bounded.
         arena: for experts, high and low versions together.
@@ -47,7 +47,7 @@ class MemoryPlan:
     work: int = 0
     outputs: int = 0
     process: int = 0
-    kept: int = 0
+    extras: int = 0
     arena_floor: int = 0
     arena_full: int = 0
     budget: int = 0
@@ -65,7 +65,7 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """Everything but the experts."""
-        return self.process + self.llama_cpp + self.kept + RESERVE
+        return self.process + self.llama_cpp + self.extras + RESERVE
 
     @property
     def floor(self) -> int:
@@ -113,18 +113,18 @@ class MemoryPlan:
             "compute_buffers": self.compute,
             "work_area": self.work,
             "outputs": self.outputs,
-            **({"kept_prompts": self.kept} if self.kept else {}),
+            **({"extras": self.extras} if self.extras else {}),
             "reserve": RESERVE,
             "experts": self.arena,
         }
 
     def _refusal(self, budget: int, n_ctx: int) -> BudgetError:
         needed = self.floor
-        kept = f"{format_size(self.kept)} for kept prompts, samplers and other files, " if self.kept else ""
+        extras = f"{format_size(self.extras)} for prompts outside the context, samplers and other files, " if self.extras else ""
         return BudgetError(
             f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
             f"{format_size(self.weights)} for weights outside the experts, {format_size(self.state)} for the KV cache at {self.n_ctx} tokens, "
-            f"{format_size(self.computing)} for computing, {kept}{format_size(self.process + RESERVE)} for Python and a reserve, "
+            f"{format_size(self.computing)} for computing, {extras}{format_size(self.process + RESERVE)} for Python and a reserve, "
             f"and at least {format_size(self.arena_floor)} for experts",
             hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx else {}),
         )

@@ -198,9 +198,9 @@ class ArenaSizer:
             self.resize()
             raise
 
-    def _divide(self, budget: int, process: int = 0, kept: int = 0) -> None:
+    def _divide(self, budget: int, process: int = 0, extras: int = 0) -> None:
         """Divides a budget where the process takes so many bytes more."""
-        self._change(replace(self.plan, process=self.plan.process + process, kept=self.plan.kept + kept).within(budget), 0)
+        self._change(replace(self.plan, process=self.plan.process + process, extras=self.plan.extras + extras).within(budget), 0)
 
     def make_room(self, nbytes: int) -> None:
         """Before anything is computed: the process has allocated so many bytes since the plan was made.
@@ -230,7 +230,7 @@ class ArenaSizer:
             return
         before = self.plan, self._grown
         try:
-            self._divide(self.plan.budget, kept=nbytes)
+            self._divide(self.plan.budget, extras=nbytes)
             self.fit_budget(grows=nbytes < 0)  # what is reserved is not resident yet, and not free
         except BaseException:
             self._change(*before)

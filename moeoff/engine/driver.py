@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import OptionError
 from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex
-from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_predictor
+from ..policies import CacheShape, Policy, Predictor, Strategy, get_predictor
 from ..precision import LOSSLESS, Precision
 from ..routing.batch import Span
 from ..routing.event import GateEvent, Observer
@@ -66,7 +66,7 @@ class Callback(Observer):
         self._function(event)
 
 
-class _Probabilities(Observer):
+class Probabilities(Observer):
     """Gives the events that have the router's logits its probabilities, for the observers behind it."""
 
     def __init__(self, router: Router):
@@ -147,7 +147,7 @@ class Driver:
 
     Attributes:
         observers: in the order in which they see an event: first those of the strategy.
-        attached: a strategy's are among them (`attach_strategy`).
+        attached: a strategy's are among them.
         policy, prefetcher: of the strategy, if it has one.
     """
 
@@ -160,38 +160,69 @@ class Driver:
         self._trace: TraceWriter | None = None
         self._ends: dict[int, int] = {}  # of each sequence, the first position at which it may go on
 
-    def attach(self, policy: Policy | None = None, trace: TraceWriter | None = None, router: Router | None = None,
-               prefetcher: Prefetcher | None = None, replay: Replay | None = None, model: TraceHeader | None = None) -> None:  # fmt: skip
-        """The parts of a strategy, once; the buffer has gate inputs and logits if they need them.
+    def attach(self, strategy: Strategy, model_index: ModelIndex, *, io_threads: int, trace: str | os.PathLike[str] | None = None,
+               profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None,
+               on_devices: bool = False) -> None:  # fmt: skip
+        """The parts of a strategy, once: nothing, where all experts are resident anyway. They see every event before other observers.
+
+        A policy that weighs uses by the precision they need gets its options from `precision`.
 
         Args:
-            router: gives GateEvent.probs of the logits.
-            prefetcher: sees every event first, because the I/O threads may be idle.
-            replay: a run that departs from it raises at the next decode.
-            model: says how many experts an arena holds, where it may be resized.
+            trace: a file that every event is written to.
+            profile: what calibration measured of the model.
+            replay: the trace of a run; one that departs from it raises at the next decode.
+            on_devices: the policy also says which experts devices hold, and what is predicted is written there ahead.
+
+        Raises:
+            OptionError: the trace file is something else, or a predictor that needs a profile has none.
         """
-        meter = None if prefetcher is None else prefetcher.meter
+        buffer, stats = self.buffer, self.buffer.stats()
+        arena = stats.arena_bytes - stats.low_arena_bytes
+        works = on_devices or arena < buffer.arena_full  # else no slice is ever evicted, nor absent for long
+        policy_class, predictor_class = strategy.policy if works else None, strategy.predictor if works or precision.mispredicted_low else None
+        if policy_class is not None and policy_class.static and strategy.predictor is None:
+            policy_class = None  # the buffer's own eviction order
+        if policy_class is None and predictor_class is None and trace is None and replay is None:
+            return
+        model = TraceHeader.of(buffer, os.path.basename(model_index.files[0]), max(model_index.n_expert_used, 1))
+        router = None
+        if predictor_class is not None or wants_gate_logits(strategy, trace):
+            layers = {t.gate: t.layer for t in model.tensors}
+            router = Router.read(model_index, [layers[g] for g in sorted(layers)], model.n_experts, lazy=True)
+        prefetcher = policy = writer = None
+        if predictor_class is not None and router is not None:
+            require_calibration(strategy, profile, model_index)
+            predictor = _predictor(predictor_class, router, profile, **strategy.options)
+            fallback = _predictor(get_predictor(_WITHOUT_INPUT), router, profile, small=True) if predictor.wants_gate_input else None
+            prefetcher = Prefetcher(buffer, predictor, model.n_used, io_threads, fallback, share=strategy.share, ab_tested=strategy.ab_tested,
+                                    precision=precision, fills_devices=on_devices)  # fmt: skip
+        if policy_class is not None:
+            options = {} if precision.lossless else policy_class.precision_options(precision.t1)
+            section = policy_class.profile_section
+            with contextlib.nullcontext() if profile is None or section is None else profile.taking(section):
+                arrays = None if profile is None or section is None else profile.section(section)
+                policy = policy_class.from_profile(arrays, CacheShape.of(model, arena), buffer.priorities, **options)
+            buffer.publish()  # what it has written at its start: a static policy is never published again
+        if trace is not None:
+            session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
+            if not precision.lossless:
+                session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
+            writer = TraceWriter(trace, model, session)
+
+        parts: list[Observer] = [] if prefetcher is None else [prefetcher]  # first, because the I/O threads may be idle
+        if replay is not None:
+            parts.append(Replay(replay, buffer, model))
         updates = policy is not None and not policy.static  # else events do not change its table
-        probabilities = None
-        if router is not None and trace is not None:
-            probabilities = _Probabilities(router)
-        if router is not None and policy is not None and updates and policy.wants_probs:
-            if isinstance(policy, GroupedPolicy):
-                policy.gated = router.gated
-            else:
-                probabilities = _Probabilities(router)
-        parts = (
-            prefetcher,
-            replay,
-            probabilities,
-            _Records(self.buffer, trace, meter) if trace is not None or meter is not None else None,
-            PolicyUpdates(policy, self.buffer, model) if policy is not None and updates else None,
-        )
-        observers = [observer for observer in parts if observer is not None]
-        if observers and not self.observers:
-            self.buffer.set_gate_callback(self.deliver)
+        if router is not None and (writer is not None or policy is not None and updates and policy.wants_probs):
+            parts.append(Probabilities(router))
+        if writer is not None or prefetcher is not None and prefetcher.meter is not None:
+            parts.append(_Records(buffer, writer, None if prefetcher is None else prefetcher.meter))
+        if policy is not None and updates:
+            parts.append(PolicyUpdates(policy, buffer, model))
+        if parts and not self.observers:
+            buffer.set_gate_callback(self.deliver)
         # together, wherever an interrupt comes
-        self.observers, self.policy, self.prefetcher, self._trace, self.attached = [*observers, *self.observers], policy, prefetcher, trace, True
+        self.observers, self.policy, self.prefetcher, self._trace, self.attached = [*parts, *self.observers], policy, prefetcher, writer, True
 
     def add(self, observer: Observer) -> None:
         """It sees the events from here on, after the others."""
@@ -268,66 +299,6 @@ def sections(strategy: Strategy) -> set[str]:
 def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) -> bool:
     """True if gate events must carry the router's logits. A trace keeps their probabilities, so that any policy can be replayed on it."""
     return trace is not None or (strategy.policy is not None and strategy.policy.wants_probs)
-
-
-def attach_strategy(driver: Driver, strategy: Strategy, model_index: ModelIndex, trace: str | os.PathLike[str] | None = None, *, io_threads: int = 4,
-                    profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, on_devices: bool = False) -> None:  # fmt: skip
-    """Gives the driver of a started buffer what a strategy needs: nothing, where all experts are resident anyway.
-
-    A policy that weighs uses by the precision they need gets its options from `precision`.
-
-    Args:
-        profile: what calibration measured of the model.
-        on_devices: the policy also says which experts devices hold, and what is predicted is written there ahead.
-
-    Raises:
-        OptionError: the trace file is something else, or a predictor that needs a profile has none.
-    """
-    buffer = driver.buffer
-    stats = buffer.stats()
-    arena = stats.arena_bytes - stats.low_arena_bytes
-    everything = arena >= buffer.arena_full  # no slice is ever evicted, nor absent for long
-    policy_class = None if everything and not on_devices else strategy.policy
-    if policy_class is not None and policy_class.static and strategy.predictor is None:
-        policy_class = None  # the buffer's own eviction order
-    predictor_class = strategy.predictor
-    if everything and not precision.mispredicted_low and not on_devices:  # what it does not ask for is served low
-        predictor_class = None
-    if policy_class is None and predictor_class is None and trace is None and replay is None:
-        return
-    model = TraceHeader.of(buffer, os.path.basename(model_index.files[0]), max(model_index.n_expert_used, 1))
-    router = prefetcher = policy = writer = None
-    if predictor_class is not None or wants_gate_logits(strategy, trace):
-        layers = {t.gate: t.layer for t in model.tensors}
-        router = Router.read(model_index, [layers[g] for g in sorted(layers)], model.n_experts, lazy=True)
-    if predictor_class is not None and router is not None:
-        require_calibration(strategy, profile, model_index)
-        predictor = _predictor(predictor_class, router, profile, **strategy.options)
-        fallback = _predictor(get_predictor(_WITHOUT_INPUT), router, profile, small=True) if predictor.wants_gate_input else None
-        prefetcher = Prefetcher(
-            buffer,
-            predictor,
-            model.n_used,
-            io_threads,
-            fallback,
-            share=strategy.share,
-            ab_tested=strategy.ab_tested,
-            precision=precision,
-            fills_devices=on_devices,
-        )
-    if policy_class is not None:
-        options = {} if precision.lossless else policy_class.precision_options(precision.t1)
-        section = policy_class.profile_section
-        with contextlib.nullcontext() if profile is None or section is None else profile.taking(section):
-            arrays = None if profile is None or section is None else profile.section(section)
-            policy = policy_class.from_profile(arrays, CacheShape.of(model, arena), buffer.priorities, **options)
-        buffer.publish()  # what it has written at its start: a static policy is never published again
-    if trace is not None:
-        session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
-        if not precision.lossless:
-            session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
-        writer = TraceWriter(trace, model, session)
-    driver.attach(policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, model)
 
 
 def require_calibration(strategy: Strategy, profile: Profile | None, model_index: ModelIndex) -> None:

@@ -44,7 +44,7 @@ from .arena_sizer import ArenaSizer, Borrowed, BorrowedBuffers, BorrowedCache
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
-from .driver import Callback, Driver, attach_strategy, require_calibration, sections, wants_gate_logits
+from .driver import Callback, Driver, require_calibration, sections, wants_gate_logits
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
 from .quality import Quality
@@ -110,7 +110,7 @@ class Engine:
         model_index: of the model, if its header has been read already.
         budget: of the model, if something was chosen by it already.
         n_sequences: that share the context.
-        kept: bytes of prompts outside the context, and of samplers.
+        extras: bytes of prompts outside the context, and of samplers.
         loaded: bytes of other files that will be loaded with the model.
         nextn: drafts are made with the model's next-token layers.
         unified: they share all of it, and have not a part of it each.
@@ -143,13 +143,13 @@ class Engine:
         budget: Budget | None = None,
         *,
         n_sequences: int = 1,
-        kept: int = 0,
+        extras: int = 0,
         loaded: int = 0,
         nextn: bool = False,
         unified: bool = True,
     ):
         require_computable()
-        self._n_sequences, self._kept, self._loaded, self._nextn = n_sequences, kept, loaded, nextn
+        self._n_sequences, self._extras, self._loaded, self._nextn = n_sequences, extras, loaded, nextn
         self._unified = unified
         set_priority(config.priority)
         model_index = model_index or ModelIndex.read(config.model_path)
@@ -198,13 +198,13 @@ class Engine:
             self._loaded += sum(loaded_whole(adapter))
         self.planned = self._dry_load((512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512)
         self._plan_more()
-        self.planned.within(self.budget.most, lambda n_ctx: replace(self._dry_load(n_ctx), kept=self.planned.kept, process=self.planned.process))
+        self.planned.within(self.budget.most, lambda n_ctx: replace(self._dry_load(n_ctx), extras=self.planned.extras, process=self.planned.process))
 
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""
 
     def _dry_load(self, n_ctx: int) -> MemoryPlan:
-        return dry_load(self.model_index, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, kept=self._kept + self._loaded,
+        return dry_load(self.model_index, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, extras=self._extras + self._loaded,
                         nextn=self._nextn, unified=self._unified)  # fmt: skip
 
     def _choose_micro_batch(self) -> MicroBatch:
@@ -312,7 +312,7 @@ class Engine:
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.embedding_bytes,
             process=max(rss() - allocated.weights - allocated.state + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest of both is resident
-            kept=self._kept,
+            extras=self._extras,
         )
         self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
         if self.buffer.running:  # in the smallest arena
@@ -338,12 +338,11 @@ class Engine:
         config, before = self.config, rss()
         if config.trace is None and not config.gate_input:
             self.buffer.set_gate_rows(SAMPLE)
-        attach_strategy(
-            self.driver,
+        self.driver.attach(
             config.strategy,
             self.model_index,
-            config.trace,
             io_threads=self.io_threads.n,
+            trace=config.trace,
             profile=self.profile,
             precision=self.quality.precision,
             replay=config.replay,

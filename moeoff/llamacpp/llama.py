@@ -230,28 +230,45 @@ for _name in ("n_ctx", "pooling_type"):
     setattr(_Context, _name, _reads(_internals.LlamaContext, _name))
 
 
-class _Sampler(_internals.LlamaSampler):
-    """llama_cpp's, but its logits processors are called from here and not from inside llama.cpp, which would swallow what they raise."""
+_TOKENS = np.dtype(api.llama_token_data)
 
+
+class _Sampler(_internals.LlamaSampler):
+    """llama_cpp's, but it goes with its last user, and not with the garbage collector, which does not see that a vocabulary of 150,000 makes it 1.8 MB large;
+    and logits processors are called from here: ctypes would swallow what they raise."""
+
+    sampler: Any = None
     processors: Sequence[Callable[[Any, Any], Any]] = ()
     llama: weakref.ref[PatchedLlama]
 
-    def _draw(self, ctx: Any, idx: int) -> int:
-        try:
-            return super().sample(ctx, idx)
-        except RuntimeError as error:  # a grammar leaves none
-            raise MoeoffError(str(error)) from None
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+        self._exit_stack.pop_all()  # a function that refers to this
+
+    def close(self) -> None:
+        if self.sampler is not None:
+            api.llama_sampler_free(self.sampler)
+            self.sampler = None
 
     def sample(self, ctx: Any, idx: int = -1) -> int:
         llama = self.llama()
         if not self.processors or llama is None:
-            return self._draw(ctx, idx)
-        logits = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),))
-        scores = logits.copy()
+            try:
+                return super().sample(ctx, idx)
+            except RuntimeError as error:  # a grammar leaves none
+                raise MoeoffError(str(error)) from None
+        scores = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),)).copy()
         for processor in self.processors:
             scores[:] = processor(llama._input_ids, scores)
-        with llama.changed_logits(logits, scores):
-            return self._draw(ctx, idx)
+        tokens = np.zeros(len(scores), _TOKENS)
+        tokens["id"], tokens["logit"] = np.arange(len(scores)), scores
+        array = api.llama_token_data_array(tokens.ctypes.data_as(api.llama_token_data_p), len(tokens), -1, False)
+        api.llama_sampler_apply(self.sampler, ctypes.byref(array))
+        drawn = array.data[array.selected]
+        if drawn.logit == -np.inf:
+            raise MoeoffError("no token is left to go on with, as by a grammar or a logits processor")
+        api.llama_sampler_accept(self.sampler, drawn.id)
+        return int(drawn.id)
 
 
 class LoadError(ValueError):
@@ -306,7 +323,6 @@ class PatchedLlama(_AnyLlama):
     _sampler_class = _Sampler
     _n_sequences = 1  # that the context holds side by side
     _unified = False  # they share all of it, and have not a part of it each
-    _latest_sampler: Any = None
     _keeps_sampler = False
     _doubt = _NOTHING
     _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
@@ -403,16 +419,12 @@ class PatchedLlama(_AnyLlama):
         rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
         return 4 * self._n_vocab * rows
 
-    # llama_cpp makes a sampler for each answer and leaves the one before to the garbage collector, which does not see that a
-    # vocabulary of 150,000 makes it 1.8 MB large and comes by after dozens of answers
     def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
         if self._keeps_sampler:
-            return self._latest_sampler
-        if self._latest_sampler is not None:
-            self._latest_sampler.close()
+            return self._sampler
         with _collected_errors() as errors, assertions_raise():
             try:
-                self._latest_sampler = sampler = super()._init_sampler(*args, **options)
+                sampler = super()._init_sampler(*args, **options)
             except ValueError as error:
                 raise OptionError(f"{error}: {_reason(errors) or 'llama.cpp has said above where'}") from None
         sampler.processors, sampler.llama = logits_processor or (), weakref.ref(self)
@@ -426,28 +438,8 @@ class PatchedLlama(_AnyLlama):
         """
         if self._requires_eval:
             raise MoeoffError("there are no logits to draw a token from: compute one with eval() first")
-        if self._sampler is not None and self._sampler.sampler is not None:
-            token: int = super().sample(*args, **options)
-            return token
-        latest, self._latest_sampler, self._sampler = self._latest_sampler, None, None
-        try:
-            token = super().sample(*args, **options)
-            return token
-        finally:  # one that was made for this token alone goes with it
-            if self._latest_sampler is not None:
-                self._latest_sampler.close()
-            self._latest_sampler, self._sampler = latest, None
-
-    @contextlib.contextmanager
-    def changed_logits(self, logits: np.ndarray, scores: np.ndarray) -> Iterator[None]:
-        """While open, llama.cpp's logits are these scores."""
-        original, before, self._doubt = logits.copy(), self._doubt, max(self._doubt, _TAIL)
-        logits[:] = scores
-        try:
-            yield
-        finally:
-            logits[:] = original
-        self._doubt = before
+        token: int = super().sample(*args, **options)
+        return token
 
     # --- interrupts ---
 
@@ -485,10 +477,8 @@ class PatchedLlama(_AnyLlama):
 
     def close(self) -> None:
         """Frees the model."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(super().close)
-            if self._latest_sampler is not None:
-                self._latest_sampler.close()
+        self._sampler = None
+        super().close()
 
     # --- batches of one's own, besides `generate` ---
 

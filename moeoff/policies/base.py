@@ -201,12 +201,7 @@ class GroupedPolicy(Policy):
     A token changes a gate's row once, and a table of priorities that is a few gates old evicts almost the same. The events wait inside
     the policy, so that the simulator and a live driver see the same table at the same time. Override `update_gates`; call
     `super().start()` in `start`, and `super().reset_sequence()` first in `reset_sequence`.
-
-    Attributes:
-        gated: probabilities of router logits, if a policy that `wants_probs` shall make them of events that have logits alone.
     """
-
-    gated: Callable[[np.ndarray], np.ndarray] | None = None
 
     def start(self) -> None:
         self.group = max(self.shape.n_gates // UPDATES, 1)
@@ -228,10 +223,6 @@ class GroupedPolicy(Policy):
         waiting = self._waiting
         if not waiting:
             return
-        if self.gated is not None:
-            for event in waiting:
-                if event.probs is None and event.logits is not None:
-                    event.probs = self.gated(event.logits)
         self.update_gates(waiting[0].gate, waiting)
         waiting.clear()
 

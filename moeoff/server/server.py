@@ -62,7 +62,7 @@ class _ServedEngine(Engine):
     """The runtime state of a model that several conversations share.
 
     Args:
-        kept: bytes of samplers and chat templates.
+        extras: bytes of samplers and chat templates.
 
     Attributes:
         prompt_memory: what is remembered of them.
@@ -70,18 +70,18 @@ class _ServedEngine(Engine):
 
     prompt_memory: PromptMemory
 
-    def __init__(self, config: Config, model_index: ModelIndex, budget: Budget, options: ServerOptions, *, kept: int, loaded: int, nextn: bool):
+    def __init__(self, config: Config, model_index: ModelIndex, budget: Budget, options: ServerOptions, *, extras: int, loaded: int, nextn: bool):
         self._options = options
         unified, n = options.kv_unified, options.parallel or PARALLEL
-        super().__init__(config, model_index, budget, n_sequences=n, kept=kept, loaded=loaded, nextn=nextn, unified=unified)
+        super().__init__(config, model_index, budget, n_sequences=n, extras=extras, loaded=loaded, nextn=nextn, unified=unified)
         self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
 
     def _plan_more(self) -> None:
         room = self.budget.most - self.planned.fixed
         own = sequence_state(self.model_index, self.planned.n_ctx, self.keywords) if room > 0 else 0
         self.prompt_memory = PromptMemory.of(self.planned, room, own, self._n_sequences, self._options)
-        self._kept += self.prompt_memory.checkpoints
-        self.planned = replace(self.planned, kept=self._kept + self._loaded)
+        self._extras += self.prompt_memory.checkpoints
+        self.planned = replace(self.planned, extras=self._extras + self._loaded)
 
 
 class Server:
@@ -156,8 +156,8 @@ class Server:
         extras = ExtraModels.of(model_index, n_ctx, config.keywords, options, budget.most)
         pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
         self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
-        kept = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
-        engine = _ServedEngine(config, model_index, budget, self._options, kept=kept, loaded=extras.resident + loaded, nextn=extras.nextn)
+        computing = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
+        engine = _ServedEngine(config, model_index, budget, self._options, extras=computing, loaded=extras.resident + loaded, nextn=extras.nextn)
         self._options = replace(self._options, kv_disk=self._disk_bound(engine.prompt_memory))
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:

@@ -272,7 +272,7 @@ def made_up_events(router: Any, n_tokens: int) -> list[Any]:
 
 def parts(router: Any) -> Iterator[tuple[str, Callable[[Any], object]]]:
     from moeoff import policies
-    from moeoff.engine.driver import Driver
+    from moeoff.engine.driver import Driver, PolicyUpdates, Probabilities
     from moeoff.engine.prefetcher import Prefetcher
 
     n, e, k = router.n_gates, router.n_experts, router.n_used[0]
@@ -284,11 +284,13 @@ def parts(router: Any) -> Iterator[tuple[str, Callable[[Any], object]]]:
         yield f"predictor {name}", policies.get_predictor(name)(router).observe
     for policy, predictor in (("score", None), ("score", "gate")):
         buffer = StandInBuffer(n, e)
-        prefetcher = None if predictor is None else Prefetcher(buffer, policies.get_predictor(predictor)(router), k, 4)
-        if prefetcher is not None:
-            prefetcher.ab_test = ON
         driver = Driver(buffer)
-        driver.attach(policies.get_policy(policy)(shape, buffer.priorities), router=router, prefetcher=prefetcher)
+        if predictor is not None:
+            prefetcher = Prefetcher(buffer, policies.get_predictor(predictor)(router), k, 4)
+            prefetcher.ab_test = ON
+            driver.add(prefetcher)
+        driver.add(Probabilities(router))
+        driver.add(PolicyUpdates(policies.get_policy(policy)(shape, buffer.priorities), buffer))
         yield f"driver: {policy}" + (f" and {predictor}" if predictor else ""), driver.deliver
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from moeoff.engine.buffer import ExpertBuffer
-from moeoff.engine.driver import Driver, attach_strategy
+from moeoff.engine.driver import Driver
 from moeoff.errors import BudgetError, OptionError
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
@@ -490,7 +490,7 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
     buffer = DeviceBuffer(model, speeds, int(share * nbytes), keep=strategy.keep, execution=execution, low=low, widths=widths)
     precision = LOSSLESS if low is None else low.precision()
     driver = Driver(cast(ExpertBuffer, buffer))
-    attach_strategy(driver, strategy, model_index, io_threads=1, profile=profile, precision=precision)
+    driver.attach(strategy, model_index, io_threads=1, profile=profile, precision=precision)
     if by_layer:
         buffer.divide(driver.policy)
     if whole_layers:

@@ -15,7 +15,7 @@ from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.waiting import wait_until_still
 from moeoff import OptionError
 from moeoff.engine.comparison import BLOCK, ORDER, ABTest
-from moeoff.engine.driver import Driver
+from moeoff.engine.driver import Driver, PolicyUpdates
 from moeoff.engine.prefetcher import Prefetcher, Usefulness, WeightEstimate
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
@@ -241,7 +241,7 @@ def test_a_text_begins_where_no_other_goes_on():
     """New, or back behind what it had computed; a draft of which a part is rejected goes on."""
     policy = Parts()
     driver = Driver(Recorder())
-    driver.attach(policy)
+    driver.add(PolicyUpdates(policy, Recorder()))
 
     def begins(*tokens, decode=None):
         before = policy.begun

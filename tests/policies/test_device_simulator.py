@@ -13,7 +13,7 @@ import baselines  # noqa: F401  registers what the papers are compared with
 from device_simulator import AS_NAMED, BY_ID, NEVER, PROMPTS, Bandwidths, DeviceBuffer, Execution, LowVersions, decode, on_device
 from helpers.files import CODE, PROSE
 from moeoff import BudgetError, Llama, OptionError
-from moeoff.engine.driver import Driver, attach_strategy
+from moeoff.engine.driver import Driver
 from moeoff.engine.prefetcher import Prefetcher
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
@@ -59,7 +59,7 @@ def attached(demo, learned, strategy, *, share=0.5, read=1 / 8):
     speeds = Bandwidths(link=held.model.tensors[0].nbytes / (1000 * read * LAYER_US), device=1e9, layer_us=LAYER_US)
     buffer = DeviceBuffer(held.model, speeds, int(sum(t.nbytes * t.n_experts for t in held.model.tensors) * share))
     driver = Driver(buffer)
-    attach_strategy(driver, strategy, ModelIndex.read(demo), io_threads=1, profile=profile)
+    driver.attach(strategy, ModelIndex.read(demo), io_threads=1, profile=profile)
     return buffer, driver
 
 

@@ -317,7 +317,7 @@ AFTER = {
     "load_context": ("file",), "save_context": ("file",), "shift_context": (0, 1), "token_text": (1,),
 }  # fmt: skip
 HARMLESS = {"close", "cancel", "set_cache", "set_seed", "on_close", "same_sampler", "unbounded_context", "batches_as", "changing", "settle",
-            "changed_logits", "load", "tokenizer", "from_pretrained", "logits_to_logprobs", "longest_token_prefix"}  # fmt: skip
+            "load", "tokenizer", "from_pretrained", "logits_to_logprobs", "longest_token_prefix"}  # fmt: skip
 
 
 def methods():

@@ -208,7 +208,7 @@ def test_adapters_and_control_vectors_of_a_server_count(demo, tmp_path):
     write_control_vector(vector, "qwen2moe", np.zeros(ModelIndex.read(demo).hparams["embedding_length"]))
 
     def planned(*args: str) -> int:
-        return moeoff.Server(demo, port=0, memory="1G", n_ctx=256, args=args).engine.planned.kept
+        return moeoff.Server(demo, port=0, memory="1G", n_ctx=256, args=args).engine.planned.extras
 
     usual = planned()
     assert planned("--lora", adapter) - usual > 0.9 * os.path.getsize(adapter)

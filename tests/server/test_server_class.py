@@ -145,16 +145,16 @@ def test_a_budget_moves_whole_or_not_at_all(demo):
             engine, nth = server.engine, 0
             ask = lambda: httpx.post(f"{server.url}/completion", json={"prompt": "One", "n_predict": 8, "temperature": 0}, timeout=300).json()["content"]
             text = ask()
-            base = engine.plan.kept - server._reserved
+            base = engine.plan.extras - server._reserved
             while True:
                 nth += 1
-                server._reserved, engine.sizer.plan = 0, engine.sizer.plan.__class__(**{**vars(engine.sizer.plan), "kept": base})  # as at the start
+                server._reserved, engine.sizer.plan = 0, engine.sizer.plan.__class__(**{**vars(engine.sizer.plan), "extras": base})  # as at the start
                 engine.sizer.resize()
                 with contextlib.suppress(Interrupt), at_event(nth) as counted:
                     server.set_memory(engine.plan.fixed + ((12 if nth % 2 else 24) << 20))
                 found = engine.buffer.stats()
-                if found.arena_bytes != sum(engine.sizer.arenas) or engine.plan.kept != base + server._reserved or server._between.locked():
-                    print(f"{counted.where}: plan {engine.plan.arena}, arenas {found.arena_bytes}, kept {engine.plan.kept - base}, taken {server._reserved}")
+                if found.arena_bytes != sum(engine.sizer.arenas) or engine.plan.extras != base + server._reserved or server._between.locked():
+                    print(f"{counted.where}: plan {engine.plan.arena}, arenas {found.arena_bytes}, kept {engine.plan.extras - base}, taken {server._reserved}")
                 if counted.where is None:
                     break
             print(nth > 50, ask() == text)
