@@ -74,8 +74,9 @@ def _products(model_index: ModelIndex) -> list[_Product]:
         used = min(model_index.n_expert_used, n_experts) if span.name in model_index.experts else n_experts
         return [(span.type, span.shape[0], max(span.shape[1], 1), span.nbytes // n_experts)] * used
 
-    lookup = model_index.lookup_embedding
-    spans = [span for span in (*model_index.dense.values(), *model_index.experts.values()) if span is not lookup and len(span.shape) > 1 and span.shape[1] > 1]
+    read_by_row = model_index.row_tables
+    weights = {**model_index.dense, **model_index.experts}
+    spans = [span for name, span in weights.items() if name not in read_by_row and len(span.shape) > 1 and span.shape[1] > 1]
     layers: dict[str, list[TensorSpan]] = {}
     for span in spans:
         layers.setdefault(span.name.split(".")[1] if span.name.startswith("blk.") else "", []).append(span)

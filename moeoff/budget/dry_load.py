@@ -111,14 +111,14 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified)
     slots = [(slot_bytes(*(span.nbytes // max(span.shape[2], 1) for span in spans)), spans[0].shape[2]) for spans in model_index.gates]
     embedding = model_index.dense.get(EMBEDDING)
-    on_disk = 0 if any(re.search(pattern, EMBEDDING) for pattern, _ in overrides) else model_index.embedding_bytes
+    on_disk = {name: span.nbytes for name, span in model_index.row_tables.items() if not any(re.search(pattern, name) for pattern, _ in overrides)}
     return replace(
         planned,
         n_ctx=n_ctx,
-        # experts and embedding were planned in ordinary memory, because the expert buffer has tensors only while a model is really loaded
-        weights=max(planned.weights - model_index.expert_bytes - on_disk, 0),
-        embedding=embedding.nbytes - on_disk if embedding else 0,
-        on_disk=on_disk,
+        # experts and tables were planned in ordinary memory, because the expert buffer has tensors only while a model is really loaded
+        weights=max(planned.weights - model_index.expert_bytes - sum(on_disk.values()), 0),
+        embedding=embedding.nbytes if embedding and EMBEDDING not in on_disk else 0,
+        on_disk=sum(on_disk.values()),
         process=planned_process(rss()),
         extras=extras,
         arena_floor=2 * max((nbytes for nbytes, _ in slots), default=0),

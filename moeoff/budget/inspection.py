@@ -57,7 +57,7 @@ class DeviceMemory:
 class Report:
     """The fields of --json. Sizes in bytes, rates per second.
 
-    dense_bytes are the weights outside the experts in the file, embedding_disk_bytes those of them that stay on disk, and host_weight_bytes those
+    dense_bytes are the weights outside the experts in the file, row_table_bytes those of them that stay on disk, and host_weight_bytes those
     that come into memory and not onto a GPU, the token embedding among them if it does. From there to arena_floor_bytes: what a process
     takes, item by item; floor_bytes is the sum.
     """
@@ -71,7 +71,7 @@ class Report:
     n_expert_shared: int
     n_ctx_train: int
     dense_bytes: int
-    embedding_disk_bytes: int
+    row_table_bytes: int
     embedding_bytes: int
     expert_bytes: int
     token_bytes: int
@@ -203,7 +203,7 @@ def examine(
         n_expert_shared=shared if type(shared) is int else int(any("_shexp" in name for name in model_index.dense)),
         n_ctx_train=model_index.n_ctx_train,
         dense_bytes=model_index.dense_bytes,
-        embedding_disk_bytes=plan.on_disk,
+        row_table_bytes=plan.on_disk,
         embedding_bytes=plan.embedding,
         expert_bytes=model_index.expert_bytes,
         token_bytes=per_token,

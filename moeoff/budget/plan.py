@@ -23,9 +23,9 @@ class MemoryPlan:
     it is loaded, as it is once it is loaded, and within a budget. What lies on a GPU does not count.
 
     Attributes:
-        weights: outside the routed experts, without a token embedding that stays on disk.
+        weights: outside the routed experts, without tables that stay on disk.
         embedding: of the weights, the token embedding.
-        on_disk: of the token embedding, whose rows are read as they are used. Not in memory, and in no total.
+        on_disk: of tables whose rows are read as they are used, as the token embedding. Not in memory, and in no total.
         state: KV cache and recurrent state.
         compute: graph buffers for the largest batch; they, `work` and `outputs` are resident only once such a batch has come.
         work: the CPU backend's work area for it; of a planned model as ordinary experts would need it, a little more than those in

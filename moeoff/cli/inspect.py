@@ -75,7 +75,7 @@ def _print(r: Report) -> None:
 
     needed = table(f"needed at a context of {r.ctx_size}", "")
     embedding = min(r.embedding_bytes, r.host_weight_bytes)
-    on_disk = f" ({format_size(r.embedding_disk_bytes)} more on disk)" if r.embedding_disk_bytes else ""
+    on_disk = f" ({format_size(r.row_table_bytes)} more on disk)" if r.row_table_bytes else ""
     rows = {
         "Python and libraries": r.process_bytes,
         **({"token embedding": embedding} if embedding else {}),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from ..errors import ModelError, MoeoffError, OptionError, ReadError
 from ..experts.sidecar import ExpertSource
 from ..gguf.file import FileState
-from ..gguf.model_index import EMBEDDING_PATTERN, EXPERT_PATTERN, ModelIndex, TensorSpan
+from ..gguf.model_index import EXPERT_PATTERN, ModelIndex, TensorSpan
 from ..llamacpp import native
 from ..llamacpp.turns import require_process
 from ..precision import Precision
@@ -64,6 +65,10 @@ def _copy_event(address: int) -> GateEvent:
     )
 
 
+def _replaced(model_index: ModelIndex, name: str) -> ModelError:
+    return ModelError(f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+
+
 class ExpertBuffer:
     """Slices of routed experts in an arena of at most `arena_bytes`, read by `io_threads` I/O threads.
 
@@ -103,7 +108,7 @@ class ExpertBuffer:
         self.tensors: list[native.TensorInfo] = []
         self._slots: tuple[dict[int, np.ndarray], ...] = ({}, {})
         self.buffered = False
-        self.embedding_bytes = 0  # of the token embedding, if it stays on disk
+        self.row_table_bytes = 0  # of tables that stay on disk
         self._started = False
 
     @property
@@ -140,18 +145,15 @@ class ExpertBuffer:
     # --- set-up ---
 
     @contextlib.contextmanager
-    def loading(self, others: Sequence[tuple[str, int]] = (), *, embedding: bool = False) -> Iterator[native.TensorOverrides]:
+    def loading(self, others: Sequence[tuple[str, int]] = (), row_tables: Iterable[str] = ()) -> Iterator[native.TensorOverrides]:
         """While open, models loaded by this thread with the yielded overrides reserve their experts here.
 
         Args:
             others: overrides for other tensors, as of `native.TensorOverrides`.
-            embedding: reserve the token embedding, too, unless it is among the others; it must not be the output matrix
-                (`ModelIndex.lookup_embedding`).
+            row_tables: names of tensors that stay on disk, too, unless they are among the others (`ModelIndex.row_tables`).
         """
         self._check(native.load_begin(self.handle))
-        pairs = [(EXPERT_PATTERN, native.buffer_type()), *others]
-        if embedding:
-            pairs.append((EMBEDDING_PATTERN, native.buffer_type()))
+        pairs = [(EXPERT_PATTERN, native.buffer_type()), *others, *((f"^{re.escape(name)}$", native.buffer_type()) for name in row_tables)]
         try:
             yield native.TensorOverrides(pairs)
         finally:
@@ -185,23 +187,22 @@ class ExpertBuffer:
             name, n_expert = info.name.decode(), info.ne[2]
             span = model_index.experts.get(name)
             if span is None or span.nbytes != n_expert * info.nbytes:
-                raise ModelError(f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+                raise _replaced(model_index, name)
             self.set_sources(index, self._sources(files, span, source))
             if low is not None:
                 self.set_sources(index, self._sources(files, span, low), low=True)
-        self._attach_embedding(model_index)
+        self._attach_row_tables(model_index)
         self.buffered = bool(native.is_buffered(self.handle))
 
-    def _attach_embedding(self, model_index: ModelIndex) -> None:
+    def _attach_row_tables(self, model_index: ModelIndex) -> None:
         info = native.TensorInfo()
-        if not native.embedding(self.handle, info):
-            return
-        name = info.name.decode()
-        span = model_index.dense.get(name)
-        if span is None or span.nbytes != info.ne[1] * info.nbytes:
-            raise ModelError(f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
-        self._check(native.set_embedding_source(self.handle, native.Source(span.file, span.type, span.offset, span.nbytes, 0)))
-        self.embedding_bytes = span.nbytes
+        for index in range(native.n_row_tables(self.handle)):
+            self._check(native.row_table(self.handle, index, info))
+            span = model_index.dense.get(info.name.decode())
+            if span is None or span.nbytes != info.ne[1] * info.nbytes:
+                raise _replaced(model_index, info.name.decode())
+            self._check(native.set_row_table_source(self.handle, index, native.Source(span.file, span.type, span.offset, span.nbytes, 0)))
+            self.row_table_bytes += span.nbytes
 
     @staticmethod
     def _sources(files: list[str], span: TensorSpan, source: ExpertSource) -> list[native.Source]:

@@ -255,7 +255,7 @@ class Engine:
     def loading(self) -> AbstractContextManager[Any]:
         """While open, this thread loads the model with the yielded overrides: llama.cpp reads everything but what stays on disk, for which it
         reserves address space in the buffer."""
-        return self.buffer.loading(self.tensor_buffers, embedding=self.model_index.lookup_embedding is not None)
+        return self.buffer.loading(self.tensor_buffers, self.model_index.row_tables)
 
     def attach(self, ctx: int) -> None:
         """The model is loaded, in a llama_context: its experts' slices have their places in files, and what it computes can be cancelled."""
@@ -310,7 +310,7 @@ class Engine:
             self.planned,
             **{name: getattr(allocated, name) for name in ALLOCATED},
             n_ctx=api.llama_n_ctx(ctx),
-            on_disk=self.buffer.embedding_bytes,
+            on_disk=self.buffer.row_table_bytes,
             process=max(rss() - allocated.weights - allocated.state + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest of both is resident
             extras=self._extras,
         )
@@ -523,7 +523,7 @@ class Engine:
             budget_bytes=plan.budget,
             peak_rss_bytes=peak_rss(),
             direct_io=not self.buffer.buffered and counters.direct_reads == counters.reads,
-            embedding_disk_bytes=self.buffer.embedding_bytes,
+            row_table_bytes=self.buffer.row_table_bytes,
             io_threads=self.io_threads.n,
             io_threads_reason=self.io_threads.reason,
             micro_batch=self.micro_batch.n_tokens,

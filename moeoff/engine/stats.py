@@ -93,7 +93,7 @@ class Stats:
     peak_rss_bytes: int = _figure("The most that the process has had in memory.", "bytes")
     arena_bytes: int = _figure("Memory that experts may take.", "bytes", metric="arena_bytes")
     low_arena_bytes: int = _figure("Memory that low versions of experts may take.", "bytes")
-    embedding_disk_bytes: int = _figure("Of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.", "bytes")
+    row_table_bytes: int = _figure("Of tables that stay on disk and whose rows are read as tokens name them, as the token embedding.", "bytes")
     micro_batch: int = _figure("Tokens of a prompt that are computed at once.", "tokens")
     micro_batch_reason: str = _figure("Why so many.", default="")
     io_threads: int = _figure("Reads that may be in flight at a time: threads that read experts.", metric="io_threads")

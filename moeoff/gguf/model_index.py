@@ -33,7 +33,8 @@ MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes 
 # for Python's re and for llama.cpp's std::regex: no named groups. arctic's ffn_norm_exps is no expert
 EXPERT_PATTERN = r"^blk\.([0-9]+)\.ffn_(gate_up|up|gate|down)_(ch)?exps\.weight$"
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"  # a model without the second uses the first for both
-EMBEDDING_PATTERN = r"^token_embd\.weight$"
+# tables of which a graph reads the rows that tokens name, and nothing else (GET_ROWS), where the first is not the output matrix, too
+_ROW_TABLE = re.compile(r"token_embd\.weight|per_layer_token_embd\.weight|blk\.[0-9]+\.nextn\.embed_tokens\.weight")
 _EXPERTS = re.compile(EXPERT_PATTERN)
 SINGLE_EXPERT = re.compile(r"^(blk\.[0-9]+\.ffn_(?:gate|up|down))\.([0-9]+)\.weight$")  # of files until April 2024
 _BLOCK = re.compile(r"^blk\.([0-9]+)\.(.+)$")
@@ -171,10 +172,10 @@ class ModelIndex:
         return sum(span.nbytes for span in self.dense.values())
 
     @property
-    def lookup_embedding(self) -> TensorSpan | None:
-        """The token embedding, if it is nothing but that: a running model reads its rows from the file as tokens name them. None where
-        it is the output matrix, too, which every token needs whole."""
-        return self.dense.get(EMBEDDING) if OUTPUT in self.dense else None
+    def row_tables(self) -> dict[str, TensorSpan]:
+        """Spans of `dense` that stay on disk: a running model reads their rows as tokens name them. A token embedding that is the output matrix, too, is
+        none: every token needs it whole."""
+        return {name: span for name, span in self.dense.items() if _ROW_TABLE.fullmatch(name) and (name != EMBEDDING or OUTPUT in self.dense)}
 
     @property
     def key_widths(self) -> set[int]:
@@ -182,11 +183,6 @@ class ModelIndex:
         n_head = count(self.hparams, "attention.head_count")
         width = count(self.hparams, "attention.key_length") or (count(self.hparams, "embedding_length") // n_head if n_head else 0)
         return {width, count(self.hparams, "attention.key_length_swa") or width}
-
-    @property
-    def embedding_bytes(self) -> int:
-        """Bytes of `dense_bytes` that stay on disk: `lookup_embedding`."""
-        return self.lookup_embedding.nbytes if self.lookup_embedding else 0
 
     @property
     def gates(self) -> list[list[TensorSpan]]:

@@ -79,8 +79,9 @@ __all__ = [
     "add_file",
     "set_sources",
     "set_low_sources",
-    "embedding",
-    "set_embedding_source",
+    "n_row_tables",
+    "row_table",
+    "set_row_table_source",
     "arena_floor",
     "arena_full",
     "start",
@@ -163,7 +164,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return declared
 
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 MAX_WAVES = 4
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -426,10 +427,12 @@ add_file = function("moeoff_add_file", c_int32, c_void_p, c_char_p)
 set_sources = function("moeoff_set_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
 # int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
 set_low_sources = function("moeoff_set_low_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
-# int moeoff_embedding(const moeoff_expert_buffer * eb, struct moeoff_tensor_info * info);
-embedding = function("moeoff_embedding", c_int, c_void_p, POINTER(TensorInfo))
-# int moeoff_set_embedding_source(moeoff_expert_buffer * eb, struct moeoff_source source);
-set_embedding_source = function("moeoff_set_embedding_source", c_int, c_void_p, Source)
+# int32_t moeoff_n_row_tables(const moeoff_expert_buffer * eb);
+n_row_tables = function("moeoff_n_row_tables", c_int32, c_void_p)
+# int moeoff_row_table(const moeoff_expert_buffer * eb, int32_t i, struct moeoff_tensor_info * info);
+row_table = function("moeoff_row_table", c_int, c_void_p, c_int32, POINTER(TensorInfo))
+# int moeoff_set_row_table_source(moeoff_expert_buffer * eb, int32_t i, struct moeoff_source source);
+set_row_table_source = function("moeoff_set_row_table_source", c_int, c_void_p, c_int32, Source)
 # uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
 arena_floor = function("moeoff_arena_floor", c_uint64, c_void_p, c_int32)
 # uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version);

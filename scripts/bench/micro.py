@@ -1,9 +1,10 @@
-"""What single parts cost a thread, without a disk: the native store, its waiting, the row kernels, attention, and the driver in Python.
+"""What single parts cost: the native store, its waiting, the row kernels, attention, the driver in Python, and rows of a table on disk.
 
 usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/store.md
        micro.py switches [--threads 1,4,16]               sleeps, locks and CPU time of threads that wait for experts: store.md
        micro.py kernels  MODEL ... --text FILE            a token on one thread with everything in memory, stock's kernels and ours: kernels.md
        micro.py attention [--shapes 32/4x128,...]         a layer's attention by our kernels, ggml's, and ggml's without flash attention
+       micro.py rows     [--gb 4] [--folder .]            rows of a table on disk that nothing has in memory, and through a memory map
        micro.py driver   [--shapes 48x128x8x2048,...]     made-up gate events through each part of the driver: docs/internals/papers.md
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -205,6 +207,71 @@ def attention(shapes: str, depths: str, tokens: int, threads: int, rounds: int, 
             for depth in map(int, depths.split(",")):
                 ms = time_attention(heads, depth, tokens, threads, rounds)
                 table.row(heads, f"{depth:,}", *(f"{each:.3f}" for each in ms), " ".join(f"{each / ms[0]:.1f} x" for each in ms[1:]))
+
+
+# --- rows of a table, as Qwen3.8-Flash-Next has them for its n-grams ---
+
+N_COLS, ROW_BYTES, ROWS_OF_A_TOKEN = 160, 90, 16  # in Q4_0
+
+
+@contextlib.contextmanager
+def rows_on_disk(path: Path, n_rows: int, n_tokens: int, n_threads: int) -> Iterator[Callable[[np.ndarray], None]]:
+    """Computes GET_ROWS of row numbers on the table that a file is."""
+    from helpers.ggml_api import I32, SUCCESS, Backend, Context, cpu_buffer_type, write
+    from moeoff.engine.buffer import ExpertBuffer
+    from moeoff.gguf.quantize import type_from_name
+    from moeoff.llamacpp import native
+
+    q4_0 = type_from_name("Q4_0")
+    with contextlib.ExitStack() as stack:
+        reserved, ops = stack.enter_context(contextlib.closing(Context())), stack.enter_context(contextlib.closing(Context(8, 1)))
+        buffer, backend = stack.enter_context(contextlib.closing(ExpertBuffer())), stack.enter_context(contextlib.closing(Backend()))
+        table = reserved.tensor(q4_0, N_COLS, n_rows, name="table.weight")
+        with buffer.loading():
+            reserved.allocate(native.buffer_type())
+        assert native.add_file(buffer.handle, os.fsencode(path)) == 0
+        assert native.set_row_table_source(buffer.handle, 0, native.Source(0, q4_0, 0, ROW_BYTES * n_rows, 0)) == 0
+        ids = ops.tensor(I32, n_tokens * ROWS_OF_A_TOKEN)
+        graph = ops.graph(ops.get_rows(table, ids))
+        ops.allocate(cpu_buffer_type())
+
+        def compute(rows: np.ndarray) -> None:
+            write(ids, rows)
+            assert backend.compute(graph, n_threads) == SUCCESS
+
+        yield compute
+
+
+@main.command()
+@click.option("--gb", default=4.0, show_default=True, help="Of the table.")
+@click.option("--folder", default=".", show_default=True, type=click.Path(file_okay=False), help="On the disk that is measured.")
+@click.option("--threads", default=2, show_default=True)
+@click.option("--rounds", default=9, show_default=True, help="Of which medians are told.")
+@JSON
+def rows(gb: float, folder: str, threads: int, rounds: int, json_file: str | None) -> None:
+    """16 random rows of 90 bytes for each token, none of them in memory."""
+    n_rows, rng = int(gb * 1e9) // ROW_BYTES, np.random.default_rng(0)
+    with tempfile.NamedTemporaryFile(dir=folder) as file, ResultsFile(json_file) as results:
+        piece = rng.integers(0, 256, (1 << 20, ROW_BYTES), np.uint8)
+        for first in range(0, n_rows, len(piece)):
+            file.write(piece[: n_rows - first].data)
+        file.flush()
+        os.fsync(file.fileno())
+        table = results.table("rows", f"rows of a table of {gb:g} GB: ms, on {threads} threads", ["tokens", "rows", "from the file", "through a memory map"])
+        for n_tokens in (1, 32, 2048):
+            with rows_on_disk(Path(file.name), n_rows, n_tokens, threads) as compute:
+
+                def through_map(ids: np.ndarray) -> None:
+                    np.memmap(file.name, np.uint8, "r", shape=(n_rows, ROW_BYTES))[ids]  # anew: what is mapped stays in memory
+
+                ms: list[list[float]] = [[], []]
+                for way, times in [(compute, ms[0]), (through_map, ms[1])] * rounds:
+                    ids = rng.integers(0, n_rows, n_tokens * ROWS_OF_A_TOKEN).astype(np.int32)
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    began = time.perf_counter()
+                    way(ids)
+                    times.append(1e3 * (time.perf_counter() - began))
+            table.row(str(n_tokens), f"{n_tokens * ROWS_OF_A_TOKEN:,}", *(f"{statistics.median(each):.1f}" for each in ms))
 
 
 # --- the driver: what stands in for the library and the disk counts nothing ---

@@ -1,4 +1,4 @@
-"""Models that tests make: with a next-token (MTP) layer or another chat template, and in several files."""
+"""Models that tests make: with a next-token (MTP) layer, tables of rows or another chat template, and in several files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from model_writer import ModelWriter
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import SplitName
+from moeoff.gguf.quantize import type_from_name
 from shape_model import SHAPES, Weights, metadata, scales_of, tensors, tokenizer
 
 
@@ -40,6 +41,29 @@ def write_nextn_model(path: str | os.PathLike[str]) -> None:
         for tensor in plan:
             if tensor.name in made:
                 writer.write(np.ascontiguousarray(made[tensor.name], np.float32).reshape(-1).view(np.uint8))
+            else:
+                for piece in weights.pieces(tensor):
+                    writer.write(piece)
+
+
+def write_per_layer_model(path: str | os.PathLike[str], width: int) -> None:
+    """Gemma 4's architecture, with experts and with a table of which each token reads one row, in F16: `width` values for each of its layers."""
+    tokens, vocabulary = tokenizer(0)
+    shape = replace(SHAPES["gemma-4-26b-a4b"].cut(layers=6, shrink=8, hidden=64), n_expert=16, n_used=2, n_vocab=len(tokens))
+    weights, rng, n_embd, n_row = Weights(shape, scales_of(shape), 0, len(tokens)), np.random.default_rng(0), shape.n_embd, width * shape.n_layer
+    shapes: dict[str, tuple[int, ...]] = {"per_layer_model_proj.weight": (n_row, n_embd), "per_layer_proj_norm.weight": (width,)}
+    for layer in range(shape.n_layer):
+        shapes |= {f"blk.{layer}.inp_gate.weight": (width, n_embd), f"blk.{layer}.proj.weight": (n_embd, width), f"blk.{layer}.post_norm.weight": (n_embd,)}
+    plan = [*tensors(shape), Tensor("per_layer_token_embd.weight", (len(tokens), n_row), type_from_name("F16"))]
+    plan += [Tensor(name, dims, 0) for name, dims in shapes.items()]
+    with ModelWriter(path, metadata(shape) | {"gemma4.embedding_length_per_layer_input": width} | vocabulary, plan) as writer:
+        for tensor in plan:
+            if tensor.name == "per_layer_token_embd.weight":
+                for _ in tokens:
+                    writer.write(rng.standard_normal(n_row, np.float32).astype(np.float16).view(np.uint8))
+            elif tensor.name in shapes:
+                values = rng.standard_normal(tensor.shape, np.float32) * np.float32(n_embd**-0.5)
+                writer.write((1 + values if len(tensor.shape) == 1 else values).reshape(-1).view(np.uint8))
             else:
                 for piece in weights.pieces(tensor):
                     writer.write(piece)

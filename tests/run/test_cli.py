@@ -61,7 +61,7 @@ def test_stats_json(invoke, demo, tmp_path):
     assert stats["arena_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
     names = "python token_embedding weights state compute_buffers work_area outputs reserve experts"
     assert list(stats["memory"]) == names.split()
-    assert stats["memory"].pop("token_embedding") == 0 < stats["embedding_disk_bytes"] and all(n > 0 for n in stats["memory"].values())
+    assert stats["memory"].pop("token_embedding") == 0 < stats["row_table_bytes"] and all(n > 0 for n in stats["memory"].values())
     assert stats["memory"]["experts"] == stats["arena_bytes"]
     assert stats["demand_misses"] > 0 and stats["bytes_read"] > 0 and 0 < stats["hit_rate"] < 1
     assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["lane_busy_seconds"] > 0

@@ -40,7 +40,7 @@ def test_json(moeoff_command, demo):
     assert report["disk"] is None and report["ctx_size"] == 256
     items = ("process", "host_weight", "kv", "compute", "work", "output", "reserve", "arena_floor")
     assert 0 <= report["floor_bytes"] - sum(report[f"{item}_bytes"] for item in items) < MIB and all(report[f"{item}_bytes"] > 0 for item in items)
-    assert report["embedding_bytes"] == 0 < report["embedding_disk_bytes"] < report["dense_bytes"]
+    assert report["embedding_bytes"] == 0 < report["row_table_bytes"] < report["dense_bytes"]
     assert all(row["tps"] is None for row in report["budgets"])
 
 

@@ -86,16 +86,20 @@ int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_so
     return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::LOW, sources, n_expert, last_error()) ? 0 : -1; });
 }
 
-int moeoff_embedding(const moeoff_expert_buffer * eb, moeoff_tensor_info * info) {
-    const moeoff::embedding * rows = eb->store->token_embedding();
-    if (rows) {
-        *info = rows->info;
-    }
-    return rows != nullptr;
+int32_t moeoff_n_row_tables(const moeoff_expert_buffer * eb) { return (int32_t) eb->store->row_tables().size(); }
+
+int moeoff_row_table(const moeoff_expert_buffer * eb, int32_t i, moeoff_tensor_info * info) {
+    return guarded(-1, [&] {
+        if (i < 0 || i >= moeoff_n_row_tables(eb)) {
+            return fail("no table " + std::to_string(i));
+        }
+        *info = eb->store->row_tables()[(size_t) i]->info;
+        return 0;
+    });
 }
 
-int moeoff_set_embedding_source(moeoff_expert_buffer * eb, moeoff_source source) {
-    return guarded(-1, [&] { return eb->store->set_embedding_source(source, last_error()) ? 0 : -1; });
+int moeoff_set_row_table_source(moeoff_expert_buffer * eb, int32_t i, moeoff_source source) {
+    return guarded(-1, [&] { return eb->store->set_row_table_source(i, source, last_error()) ? 0 : -1; });
 }
 
 uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version) {

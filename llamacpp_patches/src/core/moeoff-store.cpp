@@ -52,17 +52,16 @@ bool store::set_sources(int32_t tensor, version v, const moeoff_source * src, in
     return map.set_sources(tensor, v, src, n, sources, error);
 }
 
-embedding * store::add_embedding(const moeoff_tensor_info & info) {
-    token_rows = std::make_unique<embedding>(info);
-    return token_rows.get();
+row_table * store::add_row_table(const moeoff_tensor_info & info) {
+    return tables.emplace_back(std::make_unique<row_table>(info)).get();
 }
 
-bool store::set_embedding_source(const moeoff_source & source, std::string & error) {
-    if (phase != SETUP || !token_rows) {
-        error = "the model's embedding is not on disk, or sources cannot change any more";
+bool store::set_row_table_source(int32_t i, const moeoff_source & source, std::string & error) {
+    if (phase != SETUP || i < 0 || (size_t) i >= tables.size()) {
+        error = "there is no such table, or sources cannot change any more";
         return false;
     }
-    return token_rows->set_source(source, sources, error);
+    return tables[(size_t) i]->set_source(source, sources, error);
 }
 
 bool store::start(std::string & error) {
@@ -70,9 +69,11 @@ bool store::start(std::string & error) {
         error = "a buffer starts only once";
         return false;
     }
-    if (token_rows && !token_rows->has_source()) {
-        error = std::string(token_rows->info.name) + ": no source";
-        return false;
+    for (const auto & rows : tables) {
+        if (!rows->has_source()) {
+            error = std::string(rows->info.name) + ": no source";
+            return false;
+        }
     }
     uint64_t bytes[n_pools];
     {

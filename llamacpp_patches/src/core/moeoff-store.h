@@ -12,7 +12,7 @@
 //     graph_failures what went wrong in which graph               guarded
 //     io_threads     the threads that read
 //     event_driver   tells the driver of gate events               has a mutex of its own
-//     embedding      rows of the token embedding                   has a mutex of its own
+//     row_table      rows that batches name, of tensors on disk    has a mutex of its own
 //
 // Lock order: the store's mutex before the others. Today no thread holds two, and callbacks run under none. What compute
 // threads look at without the mutex is atomic (ended, cancel, generation) or published by it (data), see moeoff-expert-state.h.
@@ -20,11 +20,11 @@
 // A store is set up by one thread, started once, and stopped once; after the stop graphs fail. In a copy of the process that it was made
 // in it does nothing: graphs fail there too, and nobody waits for threads that are not there. Its mutexes are as somebody may have held them just then.
 
-#include "moeoff-embedding.h"
 #include "moeoff-event-driver.h"
 #include "moeoff-files.h"
 #include "moeoff-gate-events.h"
 #include "moeoff-io-thread.h"
+#include "moeoff-row-table.h"
 
 #include <algorithm>
 #include <atomic>
@@ -124,10 +124,9 @@ class store {
     int      add_file(const std::string & path, std::string & error);
     void     set_type_size(type_size f) { map.set_type_size(f); }
     bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, std::string & error);
-    // the model's token embedding, if it has been reserved; at most one
-    embedding * add_embedding(const moeoff_tensor_info & info);
-    embedding * token_embedding() const { return token_rows.get(); }
-    bool     set_embedding_source(const moeoff_source & source, std::string & error);
+    row_table * add_row_table(const moeoff_tensor_info & info);
+    const std::vector<std::unique_ptr<row_table>> & row_tables() const { return tables; }
+    bool     set_row_table_source(int32_t table, const moeoff_source & source, std::string & error);
     bool     start(std::string & error);
     void     stop(); // joins workers and driver
     bool     started() const { return phase.load(std::memory_order_acquire) == RUNNING && !is_copy(); }
@@ -230,7 +229,7 @@ class store {
     std::atomic<uint32_t>      flags;     // moeoff_flag
     io_threads                 workers { table, sync, flags };
     event_driver               driver;
-    std::unique_ptr<embedding> token_rows;
+    std::vector<std::unique_ptr<row_table>> tables;
     slice_reader               read;
     std::atomic<uint8_t>       phase {SETUP};
     std::atomic<bool>          cancelled {false};

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 19
+#define MOEOFF_ABI_VERSION 20
 #define MOEOFF_MAX_WAVES 4 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
@@ -232,8 +232,8 @@ MOEOFF_API moeoff_expert_buffer * moeoff_expert_buffer_init(struct moeoff_params
 MOEOFF_API void moeoff_expert_buffer_free(moeoff_expert_buffer * eb);
 // ggml_backend_buffer_type_t for llama_model_tensor_buft_override
 MOEOFF_API void * moeoff_buffer_type(void);
-// models loaded by this thread between the two calls reserve their experts in eb, and the token embedding if an override gives it to
-// the buffer type, which takes an embedding that is not the output matrix, too
+// models loaded by this thread between the two calls reserve their experts in eb, and every other matrix that an override gives to the
+// buffer type: a table of which graphs read single rows (GET_ROWS) and nothing else
 MOEOFF_API int  moeoff_load_begin(moeoff_expert_buffer * eb);
 MOEOFF_API void moeoff_load_end(moeoff_expert_buffer * eb);
 
@@ -245,11 +245,11 @@ MOEOFF_API int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path)
 MOEOFF_API int     moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
 // the low versions; for every tensor or for none
 MOEOFF_API int     moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
-// 1 and the tensor if the model's token embedding was reserved, too (its rows are then read as batches name them), else 0; gate,
-// layer and matrix are -1, nbytes is of a row
-MOEOFF_API int     moeoff_embedding(const moeoff_expert_buffer * eb, struct moeoff_tensor_info * info);
-// the whole tensor; its hash is not looked at
-MOEOFF_API int     moeoff_set_embedding_source(moeoff_expert_buffer * eb, struct moeoff_source source);
+// tables that were reserved, whose rows are read as batches name them; gate, layer and matrix are -1, nbytes is of a row
+MOEOFF_API int32_t moeoff_n_row_tables(const moeoff_expert_buffer * eb);
+MOEOFF_API int     moeoff_row_table(const moeoff_expert_buffer * eb, int32_t i, struct moeoff_tensor_info * info);
+// the whole table; its hash is not looked at
+MOEOFF_API int     moeoff_set_row_table_source(moeoff_expert_buffer * eb, int32_t i, struct moeoff_source source);
 // the smallest arena for a version that can make progress, two experts; 0 if there are no such versions; needs all sources
 MOEOFF_API uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
 // the arena that holds every expert in a version

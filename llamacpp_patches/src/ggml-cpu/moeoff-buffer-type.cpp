@@ -40,11 +40,18 @@ store & reserved_store(const ggml_tensor * t) {
 }
 
 const tensor * reserved_tensor(const ggml_tensor * t) {
-    return is_reserved(t) && !reserved_embedding(t) ? (const tensor *) t->extra : nullptr;
+    return is_reserved(t) && !reserved_row_table(t) ? (const tensor *) t->extra : nullptr;
 }
 
-embedding * reserved_embedding(const ggml_tensor * t) {
-    return is_reserved(t) && t->extra == reserved_store(t).token_embedding() ? (embedding *) t->extra : nullptr;
+row_table * reserved_row_table(const ggml_tensor * t) {
+    if (is_reserved(t)) {
+        for (const auto & rows : reserved_store(t).row_tables()) {
+            if (rows.get() == t->extra) {
+                return rows.get();
+            }
+        }
+    }
+    return nullptr;
 }
 
 // Dense weights are read whole for every token, and are many times what a TLB of small pages reaches. All of a buffer is advised before
@@ -123,10 +130,10 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
     }
     moeoff_tensor_info info = {};
     bool second_block = false;
-    const bool is_embedding = strcmp(t->name, "token_embd.weight") == 0;
-    store &    owner        = *((reservation *) buffer->context)->owner;
-    if ((is_embedding ? owner.token_embedding() != nullptr : !parse_name(t->name, info, second_block)) || strlen(t->name) >= sizeof(info.name)) {
-        GGML_LOG_ERROR("%s: %s is not a tensor of routed experts, nor the only token embedding\n", __func__, t->name);
+    const bool is_table = !parse_name(t->name, info, second_block);
+    store &    owner    = *((reservation *) buffer->context)->owner;
+    if ((is_table && !ggml_is_matrix(t)) || strlen(t->name) >= sizeof(info.name)) {
+        GGML_LOG_ERROR("%s: %s is neither a tensor of routed experts nor a table\n", __func__, t->name);
         return GGML_STATUS_FAILED;
     }
     strcpy(info.name, t->name);
@@ -135,12 +142,12 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
     info.ne[1]  = t->ne[1];
     info.ne[2]  = t->ne[2];
     info.nbytes = t->nb[2];
-    if (is_embedding) {
+    if (is_table) {
         info.gate = info.layer = info.matrix = -1;
         info.nbytes = t->nb[1];
     }
     try {
-        t->extra = is_embedding ? (void *) owner.add_embedding(info) : (void *) owner.add_tensor(info, second_block);
+        t->extra = is_table ? (void *) owner.add_row_table(info) : (void *) owner.add_tensor(info, second_block);
     } catch (const std::bad_alloc &) { // ggml is C
         return GGML_STATUS_ALLOC_FAILED;
     }
@@ -196,7 +203,7 @@ static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, 
 
 // what is computed with a reserved tensor
 static bool is_product(const ggml_tensor * op) { return op->op == GGML_OP_MUL_MAT_ID && reserved_tensor(op->src[0]); }
-static bool is_lookup(const ggml_tensor * op) { return op->op == GGML_OP_GET_ROWS && reserved_embedding(op->src[0]); }
+static bool is_lookup(const ggml_tensor * op) { return op->op == GGML_OP_GET_ROWS && reserved_row_table(op->src[0]); }
 
 class traits : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {

@@ -1,7 +1,7 @@
 #pragma once
 
 // The CPU "extra buffer type" whose tensors are reserved address space: the routed experts of models loaded with it,
-// and their token embedding.
+// and tables of which single rows are read.
 
 #include "ggml-backend.h"
 
@@ -19,8 +19,8 @@ bool is_reserved(const ggml_tensor * t);
 store & reserved_store(const ggml_tensor * t);
 // the experts behind t, or nullptr
 const tensor * reserved_tensor(const ggml_tensor * t);
-// the token embedding behind t, or nullptr
-embedding * reserved_embedding(const ggml_tensor * t);
+// the table behind t, or nullptr
+row_table * reserved_row_table(const ggml_tensor * t);
 
 // whether this thread loads a model beside an expert buffer
 bool is_loading();
@@ -33,7 +33,7 @@ bool is_dense(const ggml_tensor * t);
 size_t mul_mat_id_work_size(int n_threads, const ggml_tensor * op);
 void   mul_mat_id(const ggml_compute_params * params, ggml_tensor * op);
 
-// GET_ROWS on a reserved token embedding
+// GET_ROWS on a reserved table
 size_t get_rows_work_size(int n_threads, const ggml_tensor * op);
 void   get_rows(const ggml_compute_params * params, ggml_tensor * op);
 

@@ -1,5 +1,5 @@
-// GET_ROWS on a token embedding that is on disk. Rows are converted by ggml-cpu's own kernel, one at a time, so that the results
-// are equal bit for bit whatever the type.
+// GET_ROWS on a table that is on disk. Rows are converted by ggml-cpu's own kernel, one at a time, so that the results are equal bit for
+// bit whatever the type.
 
 #include "moeoff-buffer-type.h"
 
@@ -14,6 +14,7 @@
 namespace moeoff {
 
 constexpr size_t cache_line = 64;
+constexpr size_t n_ahead    = 32; // rows that a thread asks for before it reads them: more are no faster, and would push each other out where memory is short
 
 // a token of the batch
 struct token_row {
@@ -41,8 +42,8 @@ static void convert_row(const ggml_compute_params * params, const ggml_tensor * 
     ggml_compute_forward_get_rows(&one, &dst);
 }
 
-// tokens [t0, t1): in the order of their rows, so that each is read once and neighbours are read together
-static void get_share(const ggml_compute_params * params, ggml_tensor * op, store & owner, uint64_t graph, embedding & rows, int32_t t0, int32_t t1, uint8_t * data) {
+// tokens [t0, t1): in the order of their rows, so that each is read once and of a page all are
+static void get_share(const ggml_compute_params * params, ggml_tensor * op, store & owner, uint64_t graph, row_table & rows, int32_t t0, int32_t t1, uint8_t * data) {
     static thread_local std::vector<token_row> rows_of_tokens; // keep their capacity
     static thread_local std::vector<int32_t>    distinct;
     rows_of_tokens.clear();
@@ -58,14 +59,17 @@ static void get_share(const ggml_compute_params * params, ggml_tensor * op, stor
             distinct.push_back(w.row);
         }
     }
-    if (distinct.size() > 1) {
-        rows.expect(distinct.data(), distinct.size());
-    }
     std::string error;
-    int32_t     last = -1;
+    int32_t     last       = -1;
+    size_t      n_expected = distinct.size() > 1 ? 0 : 1, n_read = 0;
     for (const auto & w : rows_of_tokens) {
-        if (error.empty() && w.row != last && !rows.read(w.row, data, error)) {
-            owner.fail(graph, error.c_str());
+        if (error.empty() && w.row != last) {
+            const size_t end = std::min(n_read++ + n_ahead, distinct.size());
+            rows.expect(distinct.data() + n_expected, end - n_expected);
+            n_expected = end;
+            if (!rows.read(w.row, data, error)) {
+                owner.fail(graph, error.c_str());
+            }
         }
         last = w.row;
         if (error.empty()) {
@@ -95,7 +99,7 @@ void get_rows(const ggml_compute_params * params, ggml_tensor * op) {
         return;
     }
     try {
-        get_share(params, op, owner, *graph, *reserved_embedding(op->src[0]), t0, t1, wdata + (size_t) params->ith * row);
+        get_share(params, op, owner, *graph, *reserved_row_table(op->src[0]), t0, t1, wdata + (size_t) params->ith * row);
     } catch (const std::bad_alloc &) { // ggml is C
         owner.fail(*graph, "out of memory");
     }

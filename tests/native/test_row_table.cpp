@@ -1,9 +1,9 @@
-// Rows of a token embedding: which are read from the file, which come from the cache, and what a damaged file gives.
+// Rows of a table on disk: which are read from the file, which come from the cache, and what a damaged file gives.
 
 #include "check.h"
 #include "slice_file.h"
 
-#include "moeoff-embedding.h"
+#include "moeoff-row-table.h"
 
 #include <cstring>
 #include <random>
@@ -13,7 +13,7 @@ using namespace moeoff;
 
 static constexpr uint64_t row_bytes = 1000, first = 100;
 
-static moeoff_tensor_info embedding_info(int64_t n_rows, uint64_t nbytes = row_bytes) {
+static moeoff_tensor_info table_info(int64_t n_rows, uint64_t nbytes = row_bytes) {
     moeoff_tensor_info info = {};
     snprintf(info.name, sizeof(info.name), "token_embd.weight");
     info.ne[0]  = (int64_t) nbytes;
@@ -37,7 +37,7 @@ TEST(a_row_is_read_once_while_it_is_in_the_cache) {
     slice_file  file(first + 50 * row_bytes);
     files       in;
     std::string error;
-    embedding   rows(embedding_info(50));
+    row_table   rows(table_info(50));
     REQUIRE(in.add(file.path, false, error) == 0 && rows.set_source(whole(50), in, error));
     uint8_t out[row_bytes];
     for (int round = 0; round < 3; round++) {
@@ -50,11 +50,11 @@ TEST(a_row_is_read_once_while_it_is_in_the_cache) {
 }
 
 TEST(rows_that_share_a_place_take_turns) {
-    const int32_t n_places = embedding::cache_bytes / row_bytes, n_rows = 2 * n_places;
+    const int32_t n_places = row_table::cache_bytes / row_bytes, n_rows = 2 * n_places;
     slice_file  file(first + n_rows * row_bytes);
     files       in;
     std::string error;
-    embedding   rows(embedding_info(n_rows));
+    row_table   rows(table_info(n_rows));
     REQUIRE(in.add(file.path, false, error) == 0 && rows.set_source(whole(n_rows), in, error));
     uint8_t out[row_bytes];
     for (const int32_t row : { 3, n_places + 3, 3, 4 }) {
@@ -65,20 +65,20 @@ TEST(rows_that_share_a_place_take_turns) {
 }
 
 TEST(a_row_larger_than_the_cache_is_read_all_the_same) {
-    embedding rows(embedding_info(2, embedding::cache_bytes + 1));
-    slice_file  file(2 * (embedding::cache_bytes + 1));
+    row_table rows(table_info(2, row_table::cache_bytes + 1));
+    slice_file  file(2 * (row_table::cache_bytes + 1));
     files       in;
     std::string error;
-    REQUIRE(in.add(file.path, false, error) == 0 && rows.set_source({ 0, 0, 0, 2 * (embedding::cache_bytes + 1), 0 }, in, error));
-    std::vector<uint8_t> out(embedding::cache_bytes + 1);
-    REQUIRE(rows.read(1, out.data(), error) && out[0] == byte_at(embedding::cache_bytes + 1));
+    REQUIRE(in.add(file.path, false, error) == 0 && rows.set_source({ 0, 0, 0, 2 * (row_table::cache_bytes + 1), 0 }, in, error));
+    std::vector<uint8_t> out(row_table::cache_bytes + 1);
+    REQUIRE(rows.read(1, out.data(), error) && out[0] == byte_at(row_table::cache_bytes + 1));
 }
 
 TEST(a_source_is_the_whole_tensor_inside_its_file) {
     slice_file  file(first + 10 * row_bytes);
     files       in;
     std::string error;
-    embedding   rows(embedding_info(10));
+    row_table   rows(table_info(10));
     REQUIRE(in.add(file.path, false, error) == 0);
     REQUIRE(!rows.set_source({ 1, 0, first, 10 * row_bytes, 0 }, in, error));
     REQUIRE(!rows.set_source({ 0, 1, first, 10 * row_bytes, 0 }, in, error));
@@ -91,7 +91,7 @@ TEST(a_row_that_the_file_lost_says_where_it_was) {
     slice_file  file(first + 10 * row_bytes);
     files       in;
     std::string error;
-    embedding   rows(embedding_info(10));
+    row_table   rows(table_info(10));
     REQUIRE(in.add(file.path, false, error) == 0 && rows.set_source(whole(10), in, error));
     REQUIRE(truncate(file.path.c_str(), (off_t) (first + 5 * row_bytes + 10)) == 0);
     uint8_t out[row_bytes];
@@ -105,7 +105,7 @@ TEST(several_threads_read_rows) {
     slice_file  file(first + n_rows * row_bytes);
     files       in;
     std::string error;
-    embedding   rows(embedding_info(n_rows));
+    row_table   rows(table_info(n_rows));
     REQUIRE(in.add(file.path, false, error) == 0 && rows.set_source(whole(n_rows), in, error));
     std::vector<std::thread> threads;
     for (unsigned seed = 0; seed < 4; seed++) {

@@ -1,4 +1,4 @@
-#include "moeoff-embedding.h"
+#include "moeoff-row-table.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -9,13 +9,13 @@
 
 namespace moeoff {
 
-embedding::embedding(const moeoff_tensor_info & i) : info(i) {
+row_table::row_table(const moeoff_tensor_info & i) : info(i) {
     const uint64_t n = std::clamp<uint64_t>(cache_bytes / info.nbytes, 1, (uint64_t) info.ne[1]);
     rows_in.assign(n, -1);
     cache.reset(new uint8_t[n * info.nbytes]);
 }
 
-bool embedding::set_source(const moeoff_source & source, const files & in, std::string & error) {
+bool row_table::set_source(const moeoff_source & source, const files & in, std::string & error) {
     const uint64_t need = info.nbytes * (uint64_t) info.ne[1];
     if (source.file < 0 || source.file >= in.count() || source.type != info.type || source.nbytes != need) {
         error = std::string(info.name) + ": no such file, or another type or size than the model's";
@@ -32,7 +32,7 @@ bool embedding::set_source(const moeoff_source & source, const files & in, std::
     return true;
 }
 
-void embedding::expect(const int32_t * rows, size_t n) {
+void row_table::expect(const int32_t * rows, size_t n) {
 #ifdef POSIX_FADV_WILLNEED
     for (size_t i = 0; i < n; i++) {
         {
@@ -49,7 +49,7 @@ void embedding::expect(const int32_t * rows, size_t n) {
 #endif
 }
 
-bool embedding::read(int32_t row, uint8_t * out, std::string & error) {
+bool row_table::read(int32_t row, uint8_t * out, std::string & error) {
     {
         checked_lock lock(mutex);
         if (cached(row)) {
@@ -76,7 +76,7 @@ bool embedding::read(int32_t row, uint8_t * out, std::string & error) {
     return true;
 }
 
-uint64_t embedding::n_reads() const {
+uint64_t row_table::n_reads() const {
     checked_lock lock(mutex);
     return reads;
 }

@@ -1,8 +1,9 @@
 #pragma once
 
-// A model's token embedding that stays on disk: its rows are read when a batch names them. A batch uses as many rows as it has
-// tokens, the tensor has as many as the vocabulary. The rows that were used last stay in a small cache, so that the frequent
-// tokens cost no read. Reads go through the page cache, which the kernel takes back when memory is short. Knows rows as bytes.
+// A tensor of which a graph reads single rows, as the token embedding: it stays on disk, and its rows are read when a batch names them. A
+// batch uses as many rows as it has tokens, or some for each, the tensor has as many as the vocabulary, or hundreds of millions. The rows that
+// were used last stay in a small cache, so that the frequent ones cost no read. Reads go through the page cache, which the kernel takes
+// back when memory is short. Knows rows as bytes.
 
 #include "moeoff.h"
 #include "moeoff-files.h"
@@ -14,11 +15,11 @@
 
 namespace moeoff {
 
-class embedding {
+class row_table {
   public:
     static constexpr uint64_t cache_bytes = 2 << 20; // at most
 
-    explicit embedding(const moeoff_tensor_info & info);
+    explicit row_table(const moeoff_tensor_info & info);
 
     // --- set-up, one thread ---
     // file stays open as long as the rows are used

@@ -1,8 +1,10 @@
-"""The token embedding on disk: its rows against ggml's own of the same bytes in memory, and models that have one or need it whole."""
+"""Tables on disk, as the token embedding: their rows against ggml's own of the same bytes in memory, and models that have some or need one whole."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +12,19 @@ import pytest
 
 import moeoff
 from helpers.arch_models import open_moeoff, open_stock, run, write_model
+from helpers.budgets import needed
 from helpers.ggml_api import ABORTED, F32, I32, SUCCESS, Backend, Context, cpu_buffer_type, quantizable_types, quantized, read, write
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
-from helpers.models import split_model
+from helpers.models import split_model, write_per_layer_model
 from model_writer import ModelWriter
 from moeoff import ModelError, ReadError
 from moeoff.budget.dry_load import memory_sizes
 from moeoff.engine.buffer import ExpertBuffer
-from moeoff.gguf.file import ModelFile
+from moeoff.gguf.file import ModelFile, unpack
 from moeoff.gguf.model_index import EMBEDDING, OUTPUT, ModelIndex
 from moeoff.llamacpp import native
+from moeoff.system import cgroup
+from moeoff.system.memory import MIB
 
 TYPES = quantizable_types()
 N_ROWS, N_COLS, OFFSET = 300, 512, 4128
@@ -27,7 +32,7 @@ OPTIONS = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "logits_all": Tru
 
 
 class Rows:
-    """GET_ROWS of the same ids from an embedding in memory and from one on disk, one graph each."""
+    """GET_ROWS of the same ids from a table in memory and from one on disk, the second of two, one graph each."""
 
     def __init__(self, path: Path, type: int, n_tokens: int):
         data = quantized(np.random.default_rng(type).standard_normal((1, N_ROWS, N_COLS), np.float32), type)
@@ -38,11 +43,12 @@ class Rows:
         plain = self._weights.tensor(type, N_COLS, N_ROWS)
         self._weights.allocate(cpu_buffer_type())
         write(plain, data)
-        on_disk = self._reserved.tensor(type, N_COLS, N_ROWS, name=EMBEDDING)
+        self._reserved.tensor(F32, 32, 4, name="other.weight")
+        on_disk = self._reserved.tensor(type, N_COLS, N_ROWS, name="table.weight")
         with self.buffer.loading():
             self._reserved.allocate(native.buffer_type())
         assert native.add_file(self.buffer.handle, str(path).encode()) == 0
-        assert native.set_embedding_source(self.buffer.handle, native.Source(0, type, OFFSET, data.nbytes, 0)) == 0
+        assert native.set_row_table_source(self.buffer.handle, 1, native.Source(0, type, OFFSET, data.nbytes, 0)) == 0
         self._shape = (n_tokens, N_COLS)
         self._ids = self._ops.tensor(I32, n_tokens)
         self._outputs = [self._ops.get_rows(tensor, self._ids) for tensor in (plain, on_disk)]
@@ -99,8 +105,8 @@ def test_it_is_not_in_memory(demo):
     model_index = ModelIndex.read(demo)
     with contextlib.closing(Stock(demo, **OPTIONS)) as stock, moeoff.Llama(demo, expert_memory="1G", **OPTIONS) as model:
         assert_bit_equal(logits(model), logits(stock))
-        assert memory_sizes(model).weights == model_index.dense_bytes - model_index.embedding_bytes
-        assert model.engine.plan.on_disk == model.stats().embedding_disk_bytes == model_index.embedding_bytes == model_index.dense[EMBEDDING].nbytes
+        assert memory_sizes(model).weights == model_index.dense_bytes - model_index.dense[EMBEDDING].nbytes
+        assert model.engine.plan.on_disk == model.stats().row_table_bytes == model_index.dense[EMBEDDING].nbytes
 
 
 def test_it_lies_in_a_later_part(demo, tmp_path):
@@ -111,7 +117,7 @@ def test_it_lies_in_a_later_part(demo, tmp_path):
             for tensor in tensors:
                 file.write(model.data(tensor.name))
     first = str(split_model(str(backwards), tmp_path, 3)[0])
-    assert ModelIndex.read(first).lookup_embedding.file == 2
+    assert ModelIndex.read(first).row_tables[EMBEDDING].file == 2
     with contextlib.closing(Stock(demo, **OPTIONS)) as stock, moeoff.Llama(first, expert_memory="1G", **OPTIONS) as model:
         assert_bit_equal(logits(model), logits(stock))
 
@@ -127,11 +133,75 @@ def test_an_output_matrix_stays_in_memory(architecture, writer, folder):
             for tensor in kept:
                 file.write(model.data(tensor.name))
     model_index = ModelIndex.read(tied)
-    assert EMBEDDING in model_index.dense and model_index.lookup_embedding is None
+    assert EMBEDDING in model_index.dense and not model_index.row_tables
     with open_stock(tied) as stock, open_moeoff(tied) as model:
         np.testing.assert_array_equal(run(model), run(stock))
-        assert model.engine.plan.on_disk == model.stats().embedding_disk_bytes == 0
+        assert model.engine.plan.on_disk == model.stats().row_table_bytes == 0
         assert memory_sizes(model).weights >= model_index.dense_bytes
+
+
+PER_LAYER = "per_layer_token_embd.weight"
+
+
+@pytest.fixture(scope="module")
+def per_layer(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("per-layer") / "model.gguf"
+    write_per_layer_model(path, 1024)
+    return str(path)
+
+
+def test_a_row_for_each_layer(per_layer):
+    """Of a model whose token embedding is its output matrix, too."""
+    model_index = ModelIndex.read(per_layer)
+    assert list(model_index.row_tables) == [PER_LAYER]
+    with contextlib.closing(Stock(per_layer, **OPTIONS)) as stock, moeoff.Llama(per_layer, expert_memory="1M", **OPTIONS) as model:
+        assert_bit_equal(logits(model), logits(stock))
+        assert model.engine.plan.on_disk == model.stats().row_table_bytes == model_index.dense[PER_LAYER].nbytes
+        assert model.engine.planned.weights == memory_sizes(model).weights < model_index.dense[PER_LAYER].nbytes
+
+
+_WRITES = """
+import json, sys, moeoff
+with moeoff.Llama(sys.argv[1], memory=sys.argv[2], n_ctx=256, verbose=False) as llm:
+    llm.create_completion("A heron stood in the shallow water.", max_tokens=24, temperature=0)
+    print(llm.stats().peak_rss_bytes)
+"""
+
+
+@pytest.mark.cgroup
+@pytest.mark.skipif(cgroup.unavailable() is not None, reason=str(cgroup.unavailable()))
+def test_a_table_is_never_in_memory(per_layer):
+    """In a cgroup of no more than a budget that the table alone exceeds."""
+    table, memory = ModelIndex.read(per_layer).dense[PER_LAYER].nbytes, needed(per_layer, n_ctx=256, verbose=False) << 20
+    with cgroup.memory_cgroup(memory) as group:
+        done = group.run([sys.executable, "-c", _WRITES, per_layer, str(memory)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= memory < table + 100 * MIB
+
+
+def with_longer_table(path: Path, out: Path, n_rows: int) -> Path:
+    """A copy of a qwen4exp model whose n-grams have so many rows, random ones."""
+    with ModelFile(path) as model:
+        heads = len(unpack(model.metadata["qwen4exp.ple.head_vocab_sizes"]))
+        sizes = np.full(heads, n_rows // heads, np.uint64)
+        changed = {"qwen4exp.ple.head_vocab_sizes": sizes, "qwen4exp.ple.head_offsets": np.arange(heads, dtype=np.uint64) * sizes}
+        width = model.tensors[PER_LAYER].shape[-1]
+        tensors = [replace(tensor, shape=(n_rows, width)) if tensor.name == PER_LAYER else tensor for tensor in model.tensors.values()]
+        with ModelWriter(out, model.metadata | changed, tensors) as file:
+            for tensor in tensors:
+                rows = np.random.default_rng(0).standard_normal(tensor.shape, np.float32).reshape(-1).view(np.uint8) if tensor.name == PER_LAYER else None
+                file.write(model.data(tensor.name) if rows is None else rows)
+    return out
+
+
+def test_rows_for_n_grams(writer, folder):
+    """Of several heads for each token, in a table of two hundred thousand rows."""
+    path = with_longer_table(write_model(writer, folder, "qwen4exp", "Q8_0"), folder / "longer.gguf", 200_000)
+    model_index = ModelIndex.read(path)
+    assert set(model_index.row_tables) == {EMBEDDING, PER_LAYER}
+    with open_stock(path) as stock, open_moeoff(path, floor=True) as model:
+        np.testing.assert_array_equal(run(model), run(stock))
+        assert model.stats().row_table_bytes == sum(model_index.dense[name].nbytes for name in (EMBEDDING, PER_LAYER))
 
 
 def test_a_model_whose_file_was_replaced(demo):
@@ -146,5 +216,5 @@ def test_a_model_whose_file_was_replaced(demo):
 
 def test_an_embedding_that_the_user_places_is_planned_in_memory(demo):
     with moeoff.Llama(demo, n_ctx=64, memory="2G", override_tensor="token_embd=CPU") as llm:
-        assert llm.stats().embedding_disk_bytes == llm.engine.planned.on_disk == 0
+        assert llm.stats().row_table_bytes == llm.engine.planned.on_disk == 0
         assert llm.engine.planned.weights == memory_sizes(llm).weights == ModelIndex.read(demo).dense_bytes
