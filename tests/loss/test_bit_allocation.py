@@ -118,15 +118,15 @@ def test_a_type_that_needs_more_than_weights(grown, text):
         Planner(grown, [text], types=["IQ1_S"])
 
 
-def test_command(demo, text, tmp_path, moeoff_command):
+def test_command(demo, text, tmp_path, invoke):
     model = shutil.copy(demo, tmp_path / "model.gguf")
     ask = ["calibrate", "-m", str(model), "--text", text, "--bits-plan", "--tolerance", "20%", "--types", "Q4_0,Q2_0", "--tokens", "1024", "-t", "1"]
-    done = moeoff_command(*ask)
+    done = invoke(*ask)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "model.bits.json"
     assert str(path) in done.stdout and "plan:" in done.stdout
     assert type_name(read_plan(path, ModelIndex.read(model).experts).plan[None, None]) == json.loads(path.read_text())["default"]
-    again = moeoff_command(*ask)
+    again = invoke(*ask)
     assert again.returncode == 1 and "exists" in again.stderr
-    both = moeoff_command(*ask, "--max-loss", "1%")
+    both = invoke(*ask, "--max-loss", "1%")
     assert both.returncode == 1 and "not both" in both.stderr

@@ -235,6 +235,7 @@ def test_all_experts_in_a_tier(measured, text):
         assert llm.engine.quality.selected.tier == "original" and llm.engine.quality.precision.lossless and llm.stats().precision_summary == ""
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on(tau_alone, text, tmp_path, monkeypatch):
     """What was measured is not measured again, and the result is the same."""
     model = str(shutil.copy(tau_alone[0], tmp_path))
@@ -471,27 +472,27 @@ def test_a_moved_budget_keeps_the_bound(tau_alone):
 
 
 @pytest.mark.slow
-def test_a_repeatable_text_depends_on_the_contract_alone(tau_alone, moeoff_command):
+def test_a_repeatable_text_depends_on_the_contract_alone(tau_alone, invoke):
     """Through the command, at budgets that hold some of the experts and all of them."""
     found = {}
     for memory in ("4M", "8M", "100M"):
         ask = ["run", "-m", tau_alone[0], "-p", "Natalia sold", "--raw", "-n", "24", "--temp", "0.8", "--seed", "7", "-t", "2", "--warm", "off", "--json"]
-        answer = json.loads(moeoff_command(*ask, "--max-loss", "5%", "--deterministic", "--expert-memory", memory).stdout)
+        answer = json.loads(invoke(*ask, "--max-loss", "5%", "--deterministic", "--expert-memory", memory).stdout)
         found[memory] = answer["text"]
         assert answer["stats"]["skipped"] > 0
     assert len(set(found.values())) == 1
 
 
 @pytest.mark.slow
-def test_command(demo, text, tmp_path, moeoff_command):
+def test_command(demo, text, tmp_path, invoke):
     """What a person sees of a search, and what a run then says of it."""
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
-    done = moeoff_command("calibrate", model, "--max-loss", "5%", "--text", text, "--tokens", "2048", "--minutes", "2", "-t", "2")
+    done = invoke("calibrate", model, "--max-loss", "5%", "--text", text, "--tokens", "2048", "--minutes", "2", "-t", "2")
     assert done.returncode == 0 and f"{profile_path(model)}: for moeoff run -m {model} --max-loss 5%" in done.stdout
     assert "τ" in done.stdout and "left out" in done.stdout and "% of the experts in memory: τ" in done.stderr
     ask = ["run", "-m", model, "-p", "Natalia sold", "--raw", "-n", "24", "--temp", "0", "-t", "1", "--warm", "off", "--json", "--expert-memory", str(SOME)]
-    stats = json.loads(moeoff_command(*ask, "--max-loss", "5%").stdout)["stats"]
+    stats = json.loads(invoke(*ask, "--max-loss", "5%").stdout)["stats"]
     assert stats["skipped"] > 0 and stats["max_loss"] == 0.05 and stats["tau"] > 0
-    assert json.loads(moeoff_command(*ask).stdout)["stats"]["skipped"] == 0
-    refused = moeoff_command(*ask, "--max-loss", "much")
+    assert json.loads(invoke(*ask).stdout)["stats"]["skipped"] == 0
+    refused = invoke(*ask, "--max-loss", "much")
     assert refused.returncode == 1 and "not a loss" in refused.stderr

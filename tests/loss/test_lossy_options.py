@@ -56,35 +56,35 @@ def test_stride_reaches_the_predictor(demo):
             Config.make(demo, strategy=strategy, stride=stride)
 
 
-def test_refused_beside_a_bound(moeoff_command):
-    done = moeoff_command("run", "-p", "x", "--t2", "0.9", "--max-loss", "1%")
+def test_refused_beside_a_bound(invoke):
+    done = invoke("run", "-p", "x", "--t2", "0.9", "--max-loss", "1%")
     assert done.returncode == 1 and "give no other" in done.stderr
 
 
-def test_thresholds_on_the_command_line(demo, moeoff_command, tmp_path):
+def test_thresholds_on_the_command_line(demo, invoke, tmp_path):
     """run and eval give up what was asked for and say so; p acts in prompts, T1 and T2 where tokens are decoded."""
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
     convert(model, tiers=["Q2_0"])
     options = ("-m", model, "--expert-memory", "6M", "--low-tier", "Q2_0")
-    done = moeoff_command("run", *options, "-p", "Once", "-n", "12", "--temp", "0", "--json", "--t1", "0.4", "--t2", "0.7", "--strategy", "hobbit")
+    done = invoke("run", *options, "-p", "Once", "-n", "12", "--temp", "0", "--json", "--t1", "0.4", "--t2", "0.7", "--strategy", "hobbit")
     stats = json.loads(done.stdout)["stats"]
     assert stats["served_low"] > 0 and stats["skipped"] > 0, done.stderr
-    done = moeoff_command("eval", *options, "--text", str(PROSE), "--ctx", "64", "--chunks", "2", "--prefill-low-fraction", "0.5", "--json")
+    done = invoke("eval", *options, "--text", str(PROSE), "--ctx", "64", "--chunks", "2", "--prefill-low-fraction", "0.5", "--json")
     found = json.loads(done.stdout)
     assert found["served_low"] > 0 == found["skipped"] and found["precision"]["prefill_low_fraction"] == 0.5 and found["kl"] is not None
-    weighed = [json.loads(moeoff_command("eval", *options, "--text", str(PROSE), "--ctx", "8", "--chunks", "2", "--t1", "0.4", "--t2", "0.7", "--json", *given).stdout)
+    weighed = [json.loads(invoke("eval", *options, "--text", str(PROSE), "--ctx", "8", "--chunks", "2", "--t1", "0.4", "--t2", "0.7", "--json", *given).stdout)
                for given in ((), ("--weigh-prompts",))]  # fmt: skip
     assert [(w["served_low"] > 0, w["skipped"] > 0) for w in weighed] == [(False, False), (True, True)]
 
 
-def test_hobbits_jetson(demo, moeoff_command, tmp_path):
+def test_hobbits_jetson(demo, invoke, tmp_path):
     """§5: its thresholds and two bits by naming the preset, which is as good as asking for them one by one; a bound of the loss is another way to ask."""
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
     options = ("-m", model, "--expert-memory", "6M", "--strategy", "hobbit-jetson", "-p", "Once", "-n", "12", "--temp", "0", "--json")
-    done = moeoff_command("run", *options)
+    done = invoke("run", *options)
     assert done.returncode == 1 and "needs a sidecar" in done.stderr and "Traceback" not in done.stderr
     convert(model, tiers=["Q2_K"])
-    stats = json.loads(moeoff_command("run", *options).stdout)["stats"]
+    stats = json.loads(invoke("run", *options).stdout)["stats"]
     assert stats["served_low"] > 0
     config = Config.make(demo, strategy="hobbit-jetson")
     assert config.precision == Precision(0.6, 0.9, low_tier="Q2_K", weigh_prompts=True)
@@ -94,14 +94,14 @@ def test_hobbits_jetson(demo, moeoff_command, tmp_path):
         Config.make(demo, strategy="hobbit-jetson", max_loss="1%")
 
 
-def test_fates_preset_with_two_bits(demo, moeoff_command, tmp_path):
+def test_fates_preset_with_two_bits(demo, invoke, tmp_path):
     """§4.5 and §5.3 by name: what `fate` computes with, and two bits in prompts and where it has mispredicted."""
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
     convert(model, tiers=["Q2_K"])
     prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
     options = ("-m", model, "--expert-memory", "3M", "--raw", "--temp", "0", "--json", "--warm", "off", "-p", prompt)
     low = [
-        json.loads(moeoff_command("run", *options, "--strategy", name, "-n", n).stdout)["stats"]["low_bytes_read"]
+        json.loads(invoke("run", *options, "--strategy", name, "-n", n).stdout)["stats"]["low_bytes_read"]
         for name, n in (("fate", "16"), ("fate-lossy", "1"), ("fate-lossy", "16"))
     ]
     assert low[0] == 0 < low[1] < low[2]  # in the prompt, and more in decode
@@ -110,23 +110,23 @@ def test_fates_preset_with_two_bits(demo, moeoff_command, tmp_path):
     assert replace(found.strategy, name="fate", summary="", precision=LOSSLESS, vram_mode="") == replace(PRESETS["fate"], summary="", vram_mode="")
 
 
-def test_edgemoes_widths(demo, moeoff_command, tmp_path):
+def test_edgemoes_widths(demo, invoke, tmp_path):
     """§3.2 by name: a plan's widths for all experts, where a sidecar has them; another tier, and the model's own, can still be asked for."""
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"default": "Q4_0", "layers": {"0": {"default": "Q2_0", "3": "Q4_0"}}}))
     options = ("-m", model, "--expert-memory", "6M", "--strategy", "edgemoe-lossy", "-p", "Once", "-n", "8", "--temp", "0", "--json")
-    done = moeoff_command("run", *options)
+    done = invoke("run", *options)
     assert done.returncode == 1 and "tier bits needs a sidecar" in done.stderr and "Traceback" not in done.stderr
     convert(model, tiers=["Q4_0"], bits=str(plan))
-    found = [json.loads(moeoff_command("run", *options, *given).stdout)["stats"] for given in ((), ("--tier", "Q4_0"), ("--tier", "original"))]
+    found = [json.loads(invoke("run", *options, *given).stdout)["stats"] for given in ((), ("--tier", "Q4_0"), ("--tier", "original"))]
     assert [stats["tier"] for stats in found] == ["bits", "Q4_0", "original"]
     assert replace(PRESETS["edgemoe-lossy"], name="edgemoe", summary="", tier=None) == replace(PRESETS["edgemoe"], summary="")
     with pytest.raises(OptionError, match="give no other"):
         Config.make(demo, strategy="edgemoe-lossy", max_loss="1%")
 
 
-def test_fates_quantization(demo, moeoff_command, tmp_path):
+def test_fates_quantization(demo, invoke, tmp_path):
     """§4.5 and §5.3: int4 for all experts, int2 for the unpopular ones of a prompt, and in decode for what was not there in time."""
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
     convert(model, tiers=["Q4_0", "Q2_0"])
@@ -134,7 +134,7 @@ def test_fates_quantization(demo, moeoff_command, tmp_path):
     prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
 
     def low_bytes(*given):
-        done = moeoff_command("run", *options, "--warm", "off", "-p", prompt, *given)  # what an earlier run had in low precision is not read anew
+        done = invoke("run", *options, "--warm", "off", "-p", prompt, *given)  # what an earlier run had in low precision is not read anew
         assert done.returncode == 0, done.stderr
         stats = json.loads(done.stdout)["stats"]
         assert stats["tier"] == "Q4_0" and stats["skipped"] == 0
@@ -146,14 +146,14 @@ def test_fates_quantization(demo, moeoff_command, tmp_path):
     assert low_bytes("-n", "1", "--t1", "0") == 0  # and T1 in decode alone
 
 
-def test_only_what_was_mispredicted(demo, moeoff_command, tmp_path):
+def test_only_what_was_mispredicted(demo, invoke, tmp_path):
     """Fate §5.3 on a model: some of decode is served low, less than where every miss is, and no prompt is."""
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
     convert(model, tiers=["Q2_0"])
     options = ("-m", model, "--expert-memory", "6M", "--strategy", "fate", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
 
     def served_low(*given, n=48):
-        done = moeoff_command("run", *options, "--warm", "off", "-p", "The quick brown fox jumps over the lazy dog.", "-n", str(n), *given)
+        done = invoke("run", *options, "--warm", "off", "-p", "The quick brown fox jumps over the lazy dog.", "-n", str(n), *given)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["stats"]["served_low"]
 
@@ -164,7 +164,7 @@ def test_only_what_was_mispredicted(demo, moeoff_command, tmp_path):
         (("--strategy", "lru"), "does not always predict"),
         (("--deterministic",), "depends on time"),
     ):
-        done = moeoff_command("run", *options, "-p", "x", "--mispredicted-low", *given)
+        done = invoke("run", *options, "-p", "x", "--mispredicted-low", *given)
         assert done.returncode == 1 and why in done.stderr and "Traceback" not in done.stderr
 
 

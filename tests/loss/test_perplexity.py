@@ -99,25 +99,25 @@ def test_wrong_use(demo, text, tmp_path):
 # --- the command ---
 
 
-def test_command(demo, text, sidecar, moeoff_command):
+def test_command(demo, text, sidecar, invoke):
     common = ["eval", "-m", demo, "--text", text, "--ctx", str(CTX), "--chunks", "4", "-t", "1"]
-    done = moeoff_command(*common, "--json", "--experts", "none")
+    done = invoke(*common, "--json", "--experts", "none")
     assert done.returncode == 0, done.stderr
     plain = json.loads(done.stdout)
     assert plain["n_windows"] == 4 and plain["n_tokens"] == 4 * n_scored(CTX) and "kl" not in plain
-    done = moeoff_command(*common, "--text", text, "--experts", sidecar, "--tier", "q4_0", "--json", "--mode", "decode")
+    done = invoke(*common, "--text", text, "--experts", sidecar, "--tier", "q4_0", "--json", "--mode", "decode")
     lossy = json.loads(done.stdout)
     assert lossy["n_windows"] == 8 and [t["n_windows"] for t in lossy["texts"]] == [4, 4]
     assert lossy["texts"][0]["kl"] == lossy["texts"][1]["kl"]
     assert lossy["kl"]["low"] <= lossy["kl"]["value"] <= lossy["kl"]["high"]
-    table = moeoff_command(*common, "--experts", sidecar, "--tier", "Q4_0")
+    table = invoke(*common, "--experts", sidecar, "--tier", "Q4_0")
     assert table.returncode == 0 and "loss (95 %)" in table.stdout and "tok/s" in table.stderr
     for arguments, message in (
         (["--tier", "Q8_0", "--experts", sidecar], "no tier Q8_0"),
         (["--tier", "Q8_0", "--experts", "none"], "needs a sidecar"),
         (["--memory", "10M"], "too small"),
     ):
-        done = moeoff_command(*common, *arguments)
+        done = invoke(*common, *arguments)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -136,14 +136,14 @@ def test_what_a_preset_gives_up_is_measured(strategy, tiers, demo, text, tmp_pat
         assert "all experts in Q4_0, " in done.stats.precision_summary and "in low precision" in done.stats.precision_summary
 
 
-def test_weights_that_are_no_numbers(demo, text, tmp_path, moeoff_command):
+def test_weights_that_are_no_numbers(demo, text, tmp_path, invoke):
     """A router of NaN: a sentence, and no perplexity."""
     model = shutil.copy(demo, tmp_path / "nan.gguf")
     router = ModelIndex.read(demo).dense["blk.4.ffn_gate_inp.weight"]
     with open(model, "r+b") as file:
         file.seek(router.offset)
         file.write(np.full(router.nbytes // 4, np.nan, np.float32).tobytes())
-    done = moeoff_command("eval", "-m", str(model), "--text", text, "--ctx", str(CTX), "--chunks", "1", "--experts", "none")
+    done = invoke("eval", "-m", str(model), "--text", text, "--ctx", str(CTX), "--chunks", "1", "--experts", "none")
     assert done.returncode == 1 and "nan.gguf: what it computes is not a number" in done.stderr and not done.stdout and "Traceback" not in done.stderr
 
 

@@ -155,9 +155,9 @@ def test_replay_of_what_was_left_out(demo, tmp_path):
     assert simulate(trace, "lru", stats.arena_bytes, tau=0.05).skipped < found.skipped < simulate(trace, "lru", stats.arena_bytes, tau=0.2).skipped
 
 
-def test_simulate_command(demo, tmp_path, moeoff_command):
+def test_simulate_command(demo, tmp_path, invoke):
     logits(demo, trace=tmp_path / "trace")
-    plain, left_out = (moeoff_command("simulate", str(tmp_path / "trace"), "--memory", "30%", *more).stdout for more in ((), ("--tau", "0.1")))
+    plain, left_out = (invoke("simulate", str(tmp_path / "trace"), "--memory", "30%", *more).stdout for more in ((), ("--tau", "0.1")))
     assert left_out != plain and "belady" in left_out and "left out" not in plain
     trace = Trace.read(tmp_path / "trace")
     found = simulate(trace, "lru", trace.model.full_bytes * 3 // 10, tau=0.1)

@@ -313,7 +313,7 @@ def test_another_models_profile_is_in_the_way(demo, tmp_path):
     assert Path(profile_path(model)).read_bytes() == b"something else"
 
 
-def test_command(calibrated, moeoff_command, monkeypatch):
+def test_command(calibrated, invoke, monkeypatch):
     """What is typed reaches the library function, and what that returns is shown."""
     model, done, _ = calibrated
     given = {}
@@ -324,7 +324,7 @@ def test_command(calibrated, moeoff_command, monkeypatch):
     assert given["model"] == model and given["text"] == ("a.txt", "b.txt") and (given["tokens"], given["seed"]) == (1024, 7)
     twice = CliRunner().invoke(command, [model, "-m", model])
     assert twice.exit_code == 1 and "give MODEL or -m, not both" in twice.stderr
-    refused = moeoff_command("calibrate", model, "--text", "/nowhere.txt")
+    refused = invoke("calibrate", model, "--text", "/nowhere.txt")
     assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: cannot be read: No such file or directory\n"
 
 
@@ -380,10 +380,10 @@ def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
         assert all(np.array_equal(a[name], b[name]) for name in a), section
 
 
-def test_writes_nothing_into_the_package(moeoff_command):
+def test_writes_nothing_into_the_package(invoke):
     """Its demo model's profile goes to the cache folder; and without a model there is nothing to calibrate."""
     assert not profile_output(ModelIndex.read(moeoff.demo_model())).startswith(os.path.dirname(moeoff.demo_model()))
-    refused = moeoff_command("calibrate")
+    refused = invoke("calibrate")
     assert refused.returncode == 2 and "Missing MODEL" in refused.stderr
 
 

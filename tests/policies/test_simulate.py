@@ -254,10 +254,8 @@ def residency_of(trace, result):
     return out
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("lfu", "decay", "edgemoe", "hobbit", "arc")]
-
-
-@pytest.mark.parametrize("name", ["lru", "score", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lru", "score", "lfu", "decay", "edgemoe", "hobbit", "arc"])
 def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
     """Without prefetching. Free running, the policy is late by however long Python takes: within three points all the same, over 512 tokens."""
     with Llama(demo, expert_memory=int(ModelIndex.read(demo).expert_bytes * 0.8), strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
@@ -269,7 +267,8 @@ def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
     assert abs(result.hit_rate - stats.hit_rate) < (0.01 if name == "lru" else 0.03)
 
 
-@pytest.mark.parametrize("name", ["score", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lru", "decay"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["score", "lru", "decay"])
 def test_more_memory_is_never_a_lower_hit_rate(demo, name):
     full = ModelIndex.read(demo).expert_bytes * 2
     rates, reads = [], []
@@ -312,26 +311,26 @@ def test_more_memory_is_never_slower(demo, name):
     assert speeds[-1] > speeds[0], speeds
 
 
-def test_command(moeoff_command, tmp_path):
+def test_command(invoke, tmp_path):
     with TraceWriter(tmp_path / "t", SMALL.model) as writer:
         for event in SMALL.events[:600]:
             writer.write(replace(event, probs=None))
-    done = moeoff_command("simulate", str(tmp_path / "t"), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json")
+    done = invoke("simulate", str(tmp_path / "t"), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     rows = told["results"]
     assert [r["strategy"] for r in rows] == ["lru", "decay", "belady"] * 2 and list(told["left_out"]) == ["score"]
     assert rows[2]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
-    text = " ".join(moeoff_command("simulate", str(tmp_path / "t"), "--strategy", "score").stdout.split())
+    text = " ".join(invoke("simulate", str(tmp_path / "t"), "--strategy", "score").stdout.split())
     assert "of the gap" in text and "score: not replayed, it reads the routers' probabilities of all experts, and the trace has none" in text
     for arguments, message in ((("--strategy", "fifo"), "unknown policy 'fifo'"), (("--memory", "nan%"), "between 0% and 100%")):
-        failed = moeoff_command("simulate", str(SMALL_TRACE), *arguments)
+        failed = invoke("simulate", str(SMALL_TRACE), *arguments)
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
 
 
-def test_run_records(moeoff_command, tmp_path):
+def test_run_records(invoke, tmp_path):
     for _ in range(2):  # the second run goes on in the same file
-        done = moeoff_command("run", "-p", "Hello", "-n", "5", "--ignore-eos", "--strategy", "score", "--trace", str(tmp_path / "t"))
+        done = invoke("run", "-p", "Hello", "-n", "5", "--ignore-eos", "--strategy", "score", "--trace", str(tmp_path / "t"))
         assert done.returncode == 0, done.stderr
     trace = Trace.read(tmp_path / "t")
     assert trace.starts.sum() == 2 and trace.notes[0]["strategy"] == "score" and trace.events[0].probs is not None

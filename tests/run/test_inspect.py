@@ -28,8 +28,8 @@ from moeoff.system import cgroup
 from moeoff.system.memory import MIB, slot_bytes
 
 
-def test_json(moeoff_command, demo):
-    done = moeoff_command("inspect", demo, "--json", "--probe", "off")
+def test_json(invoke, demo):
+    done = invoke("inspect", demo, "--json", "--probe", "off")
     assert done.returncode == 0 and done.stderr == ""
     report = json.loads(done.stdout)
     assert report["architecture"] == "qwen2moe" and report["n_layer"] == report["n_moe_layer"] == 12
@@ -44,8 +44,8 @@ def test_json(moeoff_command, demo):
     assert all(row["tps"] is None for row in report["budgets"])
 
 
-def test_text(moeoff_command, demo):
-    done = moeoff_command("inspect", demo, "-c", "1024")
+def test_text(invoke, demo):
+    done = invoke("inspect", demo, "-c", "1024")
     assert done.returncode == 0 and done.stderr.startswith("a context of 1024: the model was trained for 256 tokens") and done.stderr.count("\n") == 1
     for words in (
         "qwen2moe, 12 layers",
@@ -254,12 +254,12 @@ def test_what_is_timed_lies_in_the_middle_of_a_model(demo):
     assert -1 in kinds and -1 not in kinds[: len(kinds) * 3 // 4]
 
 
-def test_split(demo, tmp_path, moeoff_command):
+def test_split(demo, tmp_path, invoke):
     from helpers.models import split_model
 
     parts = split_model(demo, tmp_path, 3)
-    split = json.loads(moeoff_command("inspect", str(parts[0]), "--json", "--probe", "off").stdout)
-    whole = json.loads(moeoff_command("inspect", demo, "--json", "--probe", "off").stdout)
+    split = json.loads(invoke("inspect", str(parts[0]), "--json", "--probe", "off").stdout)
+    whole = json.loads(invoke("inspect", demo, "--json", "--probe", "off").stdout)
     assert len(split["files"]) == 3
     same = set(whole) - {"files", "budgets", "process_bytes", "floor_bytes", "available_bytes"}
     assert {key: split[key] for key in same} == {key: whole[key] for key in same}

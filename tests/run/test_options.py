@@ -252,9 +252,9 @@ def test_context_shift_is_llama_cpps(demo, n_keep, type_k):
 
 
 @pytest.mark.slow
-def test_without_a_shift_the_answer_ends(moeoff_command, demo):
+def test_without_a_shift_the_answer_ends(invoke, demo):
     command = ["run", "-m", demo, "--raw", "-p", "Once upon a time", "-c", "256", "-n", "600", "--ignore-eos", "--json", "--temp", "0"]
-    ended, shifted = (json.loads(moeoff_command(*command, *more).stdout) for more in ([], ["--context-shift", "--keep", "4"]))
+    ended, shifted = (json.loads(invoke(*command, *more).stdout) for more in ([], ["--context-shift", "--keep", "4"]))
     assert ended["usage"]["total_tokens"] == 256 and ended["finish_reason"] == "length"
     assert shifted["usage"]["completion_tokens"] == 600 and shifted["text"].startswith(ended["text"][:100])
 
@@ -285,33 +285,33 @@ def test_a_prompt_longer_than_the_context_is_refused(demo):
 ASK = ["--raw", "-p", "Once upon a time there was a little girl who", "-n", "12", "--temp", "0", "-c", "256", "--json"]
 
 
-def test_prompt_cache(moeoff_command, demo, tmp_path):
+def test_prompt_cache(invoke, demo, tmp_path):
     cache = tmp_path / "prompt.cache"
-    first, second = (json.loads(moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).stdout) for _ in range(2))
+    first, second = (json.loads(invoke("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).stdout) for _ in range(2))
     assert first["text"] == second["text"] and first["stats"]["prompt_tokens"] > 5
     assert second["stats"]["prompt_tokens"] == 0 and second["usage"] == first["usage"]  # its last token counts as generated
     before = cache.read_bytes()
-    longer = moeoff_command("run", "-m", demo, *ASK, "-f", "/dev/null", "--prompt-cache", str(cache))
+    longer = invoke("run", "-m", demo, *ASK, "-f", "/dev/null", "--prompt-cache", str(cache))
     assert longer.returncode == 1  # -p and -f
     ask = [word.replace("girl who", "girl who had a dog") for word in ASK]
-    read = json.loads(moeoff_command("run", "-m", demo, *ask, "--prompt-cache", str(cache), "--prompt-cache-ro").stdout)
+    read = json.loads(invoke("run", "-m", demo, *ask, "--prompt-cache", str(cache), "--prompt-cache-ro").stdout)
     assert 1 <= read["stats"]["prompt_tokens"] < first["stats"]["prompt_tokens"] and cache.read_bytes() == before
     assert list(tmp_path.iterdir()) == [cache]
 
 
-def test_prompt_cache_with_answers(moeoff_command, demo, tmp_path):
+def test_prompt_cache_with_answers(invoke, demo, tmp_path):
     cache = str(tmp_path / "prompt.cache")
-    first = json.loads(moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", cache, "--prompt-cache-all").stdout)
+    first = json.loads(invoke("run", "-m", demo, *ASK, "--prompt-cache", cache, "--prompt-cache-all").stdout)
     longer = [*ASK[:2], ASK[2] + first["text"], *ASK[3:]]
-    second = json.loads(moeoff_command("run", "-m", demo, *longer, "--prompt-cache", cache).stdout)
+    second = json.loads(invoke("run", "-m", demo, *longer, "--prompt-cache", cache).stdout)
     assert second["stats"]["prompt_tokens"] < 4
 
 
-def test_prompt_caches_that_cannot_be_used(moeoff_command, demo, grown, tmp_path):
+def test_prompt_caches_that_cannot_be_used(invoke, demo, grown, tmp_path):
     cache = tmp_path / "prompt.cache"
 
     def refused(*args: str, model: str = demo) -> str:
-        done = moeoff_command("run", "-m", model, *ASK, *args)
+        done = invoke("run", "-m", model, *ASK, *args)
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
         return done.stderr
 
@@ -319,7 +319,7 @@ def test_prompt_caches_that_cannot_be_used(moeoff_command, demo, grown, tmp_path
     assert "give one" in refused("--prompt-cache-all")
     assert "keeps no answers" in refused("--prompt-cache", str(cache), "--prompt-cache-all", "--prompt-cache-ro")
     assert "no_such_folder" in refused("--prompt-cache", str(tmp_path / "no_such_folder" / "x"))
-    assert moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).returncode == 0
+    assert invoke("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).returncode == 0
     good = cache.read_bytes()
     assert "not a prompt cache of this model" in refused("--prompt-cache", str(cache), model=grown)
     for damaged in (good[: len(good) // 2], b"", b"x" * 100, good[:8] + b"\xff" * 8 + good[16:], good[:12] + b"\xff\xff\xff\x7f" + good[16:]):
