@@ -54,8 +54,8 @@ run: $(VENV)/pip-ready ## moeoff run on the demo model; PROMPT="...", ARGS="..."
 	@exec $(VENV)/bin/moeoff run $(ARGS) $${PROMPT:+-p "$$PROMPT"}
 run: export PROMPT := $(PROMPT)
 
-test: test-env ## the quick tests, a file's in one process, on up to four cores
-	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not perf and not cgroup and not archs" $(TESTS)
+test: test-env ## the quick tests, a file's in one of four processes: on two cores another computes while one waits for a disk or a server
+	$(PY) -m pytest -n 4 --dist loadfile -m "not slow and not perf and not cgroup and not archs" $(TESTS)
 
 test-archs: test-env ## every architecture of llama.cpp gives stock's bits; builds the program that writes their models
 	$(PY) -m pytest -m "archs and not slow"

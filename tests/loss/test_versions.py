@@ -166,7 +166,7 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
     with Block(tmp_path / "experts", rng, *types, n_slots=4, n_low=3) as block:
         for n_tokens in (1, 2, 9):
             with Graph(block, n_tokens) as graph:
-                for i in range(400 if n_tokens == 1 else 60):
+                for i in range(200 if n_tokens == 1 else 40):
                     t1, t2 = sorted(rng.choice([0, 0.2, 0.5, 0.8, 1], 2))
                     share = rng.choice([0, 0.25, 0.4, 1])
                     weighed = t1 < 1 and share == 0  # a prompt, too

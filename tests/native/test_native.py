@@ -117,71 +117,7 @@ def test_what_is_made_from_the_header_is_current() -> None:
         assert path.read_text() == text, f"{path} is not what the headers say: run scripts/build/make_abi.py"
 
 
-HEADER = """
-#define MOEOFF_ABI_VERSION 3
-enum moeoff_flag {
-    MOEOFF_FLAG_A = 1, // the first
-};
-struct moeoff_some_thing {
-    char            name[96];
-    const uint8_t * bytes;   // [n]
-    int32_t         n;
-};
-typedef void (*moeoff_some_callback)(const struct moeoff_some_thing * thing, void * user);
-MOEOFF_API int  moeoff_do(moeoff_expert_buffer * eb, const struct moeoff_some_thing * things, struct moeoff_some_thing one, const char * path);
-MOEOFF_API void moeoff_call(moeoff_expert_buffer * eb, moeoff_some_callback callback);
-"""
-SERVER = """
-struct moeoff_hooks {
-    struct moeoff_expert_buffer * buffer;
-    int (*ready)(struct llama_context * ctx, const char * url);
-    void (*asked)(char * text, size_t size);
-};
-MOEOFF_SERVER_API int moeoff_serve(int argc, char ** argv, const struct moeoff_hooks * hooks);
-"""
-MORE = """
-struct anything { int n; };
-extern "C" LLAMA_API int moeoff_more(struct llama_context * ctx, const float * x);
-"""
-
-
-def test_the_mirror_says_what_the_header_says() -> None:
-    text = make_abi.mirror(make_abi.Header(HEADER), [make_abi.Header(MORE, only_functions=True)], make_abi.Header(SERVER))
-    for line in (
-        "ABI_VERSION = 3",
-        "FLAG_A = 1",
-        "class SomeThing(Structure):",
-        '        ("name", c_char * 96),',
-        '        ("bytes", POINTER(c_uint8)),',
-        "SomeCallback = CFUNCTYPE(None, c_void_p, c_void_p)",
-        'do = function("moeoff_do", c_int, c_void_p, POINTER(SomeThing), SomeThing, c_char_p)',
-        'call = function("moeoff_call", None, c_void_p, SomeCallback)',
-        'more = function("moeoff_more", c_int, c_void_p, c_void_p)',
-        '        ("ready", CFUNCTYPE(c_int, c_void_p, c_char_p)),',
-        '        ("asked", CFUNCTYPE(None, c_void_p, c_size_t)),',
-        '    "moeoff_serve": (c_int, c_int, POINTER(c_char_p), POINTER(Hooks)),',
-    ):
-        assert line in text.split("\n") or any(each.startswith(line) for each in text.split("\n")), line
-    assert make_abi.field_table(make_abi.Header(HEADER), "a.h").split("\n")[2] == "STRUCT(moeoff_some_thing, { FIELD(name), FIELD(bytes), FIELD(n) })"
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("MOEOFF_FLAG_A = 1,", "MOEOFF_FLAG_A,"),
-        ("int32_t         n;", "long            n;"),
-        ("int32_t         n;", "int32_t         n, m;"),
-        ("struct moeoff_some_thing {", "typedef struct {"),
-        ("const char * path);", "\n        const char * path);"),
-    ],
-)
-def test_a_header_of_another_form_is_refused(old: str, new: str) -> None:
-    assert old in HEADER
-    with pytest.raises(make_abi.Unreadable):
-        make_abi.mirror(make_abi.Header(HEADER.replace(old, new)))
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+@with_gcc
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_store_is_clean(sanitizer):

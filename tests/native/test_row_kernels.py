@@ -141,6 +141,7 @@ def fuzz(tree: Path, n_products: int, *flags: str, **environment: str) -> dict[s
     return dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86")
 def test_bits_of_vec_dot_with_avx2(tree):
     """Of the processors that have no more, and under the address and undefined-behaviour sanitizers."""

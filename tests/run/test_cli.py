@@ -403,16 +403,3 @@ def test_a_shell_completes(shell, tmp_path):
             child.expect("next")
     finally:
         child.close(force=True)
-
-
-def test_fish_reads_it(tmp_path):
-    if not shutil.which("fish"):
-        pytest.skip("fish is not installed")
-    done = subprocess.run(
-        ["fish", "--no-config", "-c", f"{LOAD['fish']}; complete -C 'moeoff calib'"],
-        env=shell_environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.split("\t")[0].strip() == "calibrate", done.stderr

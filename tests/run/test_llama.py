@@ -180,17 +180,6 @@ def test_prefix_cache(demo):
         assert without_identity(CALLS["completion"](llm)) == without_identity(first)
 
 
-def test_calls_from_any_thread(demo):
-    with moeoff.Llama(demo, expert_memory="2M", **OPTIONS) as llm:
-        expected = without_identity(CALLS["completion"](llm))
-        got = []
-        for _ in range(3):
-            thread = threading.Thread(target=lambda: got.append(without_identity(CALLS["completion"](llm))))
-            thread.start()
-            thread.join()
-        assert got == [expected] * 3
-
-
 def test_cancel_from_another_thread(demo):
     with moeoff.Llama(demo, expert_memory="400K", strategy="lru", n_ctx=2048, n_threads=2) as llm:
         llm.cancel()  # nothing in progress: nothing happens
