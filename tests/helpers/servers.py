@@ -82,6 +82,23 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
+EACH = """
+import sys, moeoff
+for args in sys.argv[2:]:
+    try:
+        moeoff.Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=256, args=args.split()).start().stop()
+        print("went through:", args)
+    except moeoff.MoeoffError as error:
+        print(error)
+"""
+
+
+def said_of_each(model: str, *args: str) -> list[str]:
+    """What a server says of each of these arguments, before it loads or not."""
+    done = subprocess.run([sys.executable, "-c", EACH, model, *args], capture_output=True, text=True, timeout=300)
+    return done.stdout.splitlines()
+
+
 def refused(*command: str) -> str:
     """The last line that a server says which does not start."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -135,21 +135,9 @@ VALUES = [
 ]
 
 
-def stored_as(demo, out, name: str, kind: str) -> str:
-    """The demo model with a tensor in another type."""
-    with ModelFile(demo) as model:
-        number = type_from_name(kind)
-        tensors = [replace(t, type=number if t.name == name else t.type) for t in model.tensors.values()]
-        with ModelWriter(out, model.metadata, tensors) as writer:
-            for tensor in tensors:
-                writer.write(quantize(model.rows(name), number).view(np.uint8) if tensor.name == name else model.data(tensor.name))
-    return str(out)
-
-
-@pytest.mark.parametrize("name", ["blk.3.attn_norm.weight", "blk.3.attn_q.bias", "output_norm.weight"])
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize("name, kind", [("blk.3.attn_norm.weight", "F16"), ("blk.3.attn_q.bias", "Q8_0"), ("output_norm.weight", "Q8_0")])
 def test_types_that_llama_cpp_ends_over_while_it_computes(invoke, demo, tmp_path, name, kind):
-    path = stored_as(demo, tmp_path / "patched.gguf", name, kind)
+    path = patched(demo, tmp_path / "patched.gguf", types={name: kind})
     check(invoke(*COMMANDS["run"](path)), f"{path}: {name!r} is stored as {kind}, with which llama.cpp cannot compute it")
 
 
@@ -168,16 +156,22 @@ def test_a_context_as_long_as_the_model_was_trained_with(invoke, demo, tmp_path)
         assert llm.n_ctx() == 5120  # llama.cpp's steps
 
 
-def patched(demo, out, values=(), f64=()) -> str:
-    """The demo model with other hyperparameters (None: without), and tensors stored as F64."""
+def patched(demo, out, values=(), types=()) -> str:
+    """The demo model with other hyperparameters (None: without), and some tensors stored in other types."""
+    types = {name: type_from_name(kind) for name, kind in dict(types).items()}
     with ModelFile(demo) as model:
         metadata = dict(model.metadata)
         for key, value in dict(values).items():
             metadata[f"qwen2moe.{key}"] = np.array(value, np.uint32) if isinstance(value, list) else value if value is not None else None
-        tensors = [replace(t, type=F64 if t.name in f64 else t.type) for t in model.tensors.values()]
+        tensors = [replace(t, type=types.get(t.name, t.type)) for t in model.tensors.values()]
         with ModelWriter(out, {key: raw for key, raw in metadata.items() if raw is not None}, tensors) as writer:
             for tensor in tensors:
-                writer.write(model.rows(tensor.name).astype(np.float64).view(np.uint8) if tensor.name in f64 else model.data(tensor.name))
+                if tensor.name not in types:
+                    writer.write(model.data(tensor.name))
+                elif tensor.type == F64:
+                    writer.write(model.rows(tensor.name).astype(np.float64).view(np.uint8))
+                else:
+                    writer.write(quantize(model.rows(tensor.name), tensor.type).view(np.uint8))
     return str(out)
 
 
@@ -192,13 +186,13 @@ def test_values_that_llama_cpp_would_end_over(invoke, demo, tmp_path, values, wo
 
 @pytest.mark.parametrize("name", ["blk.3.ffn_gate_inp.weight", "blk.3.attn_q.weight", "output_norm.weight"])
 def test_types_that_llama_cpp_cannot_compute_with(invoke, demo, tmp_path, name):
-    path = patched(demo, tmp_path / "patched.gguf", f64=[name])
+    path = patched(demo, tmp_path / "patched.gguf", types={name: "F64"})
     for command in ("run", "inspect"):
         check(invoke(*COMMANDS[command](path)), f"{path}: {name!r} is stored as F64, which ggml does not compute with")
 
 
 def test_a_router_that_cannot_be_converted(demo, tmp_path):
-    path = patched(demo, tmp_path / "patched.gguf", f64=["blk.3.ffn_gate_inp.weight"])
+    path = patched(demo, tmp_path / "patched.gguf", types={"blk.3.ffn_gate_inp.weight": "F64"})
     with pytest.raises(moeoff.ModelError, match="does not convert F64"):
         Router.read(ModelIndex.read(path), [3])
 
@@ -266,11 +260,6 @@ def test_mutated_headers_never_crash(demo, tmp_path, seed, n):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"mutant {done.stderr[-2000:]}"
     assert 0 < int(done.stdout.split()[-1]) < n
-
-
-def test_option_that_the_binding_does_not_know(demo):
-    with pytest.raises(moeoff.OptionError, match="unknown option 'magic'"):
-        moeoff.Llama(demo, magic=1)
 
 
 def test_changed_file(demo, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 
 import moeoff
 from companions import write_control_vector, write_expert_adapter
+from helpers.servers import said_of_each
 from moeoff import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp.habits import habits_of
@@ -141,22 +142,6 @@ def test_what_llama_server_ends_for_is_the_error(demo, tmp_path, args, said, log
 
 
 # --- files that its own options name ---
-
-EACH = """
-import os, sys, moeoff
-for args in sys.argv[2:]:
-    try:
-        moeoff.Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=256, args=args.split()).start().stop()
-        print("went through:", args)
-    except moeoff.MoeoffError as error:
-        print(error)
-"""
-
-
-def said_of_each(model: str, *args: str) -> list[str]:
-    """What a server says of each of these arguments, before it loads or not."""
-    done = subprocess.run([sys.executable, "-c", EACH, model, *args], capture_output=True, text=True, timeout=300)
-    return done.stdout.splitlines()
 
 
 def test_the_log_replaces_no_file_that_is_in_use(demo, tmp_path):
