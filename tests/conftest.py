@@ -14,7 +14,7 @@ import pytest
 
 pytest.register_assert_rewrite("helpers")
 
-from helpers.files import CALIBRATION_TEXTS, DEMO, MORE_PROSE, PROSE
+from helpers.files import CALIBRATION_TEXTS, CODE, DEMO, MORE_PROSE, PROSE
 
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -183,6 +183,21 @@ def calibrated(demo, tmp_path_factory):
         (folder / "result").write_bytes(pickle.dumps((str(model), done, said)))
 
     return pickle.loads((made_once(tmp_path_factory, "calibrated", make) / "result").read_bytes())
+
+
+@pytest.fixture(scope="session")
+def recording(demo, tmp_path_factory):
+    """3,072 tokens of prose and code, with what the demo model's routers chose of them."""
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.measure.record import record, recordable, sequences
+
+    def make(folder: Path) -> None:
+        with recordable(ModelIndex.read(demo)) as (llm, router):
+            made = record(llm, sequences(llm, [PROSE, CODE], 3072), router, "demo")
+            assert llm.engine.buffer.stats().events_dropped == 0
+        (folder / "recording").write_bytes(pickle.dumps(made))
+
+    return pickle.loads((made_once(tmp_path_factory, "recording", make) / "recording").read_bytes())
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from importlib import metadata
@@ -103,6 +105,7 @@ def test_what_does_not_agree_is_told(fork: Fork, sdist: Path) -> None:
     assert len(report) == 3 and "+moeoff.99" in report[2]
 
 
+@pytest.mark.slow  # git commits thousands of files
 def test_refresh(fork: Fork, sdist: Path, tmp_path: Path) -> None:
     """Of a tree as it is made nothing changes; a new commit gets a number; what is not committed is refused."""
     tree, before, names = tmp_path / "tree", contents(fork.folder), [patch.name for patch in fork.patches]
@@ -157,7 +160,23 @@ def test_key_changes_with_what_the_build_depends_on(fork: Fork, monkeypatch) -> 
     assert len(set(places)) == 4
 
 
-def test_an_interrupted_build_is_not_taken_for_a_finished_one(fork: Fork, cache: Path, monkeypatch) -> None:
+@pytest.fixture
+def tiny(tmp_path: Path) -> Fork:
+    """A release of two files, and no patch; its archive lies in the cache `tmp_path`."""
+    (tmp_path / "x-1").mkdir()
+    for name in ("CMakeLists.txt", "README.md"):
+        (tmp_path / "x-1" / name).write_text(name)
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "patches" / "pin.json").touch()
+    (tmp_path / "sdist").mkdir()
+    archive = tmp_path / "sdist" / "x-1.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / "x-1", "x-1")
+    return Fork(tmp_path / "patches", "x", "1", hashlib.sha256(archive.read_bytes()).hexdigest(), 1)
+
+
+def test_an_interrupted_build_is_not_taken_for_a_finished_one(tiny: Fork, tmp_path: Path, monkeypatch) -> None:
+    fork, cache = tiny, tmp_path
     monkeypatch.setattr(tool, "tool_environment", lambda cache, lock: None)
     calls = []
 

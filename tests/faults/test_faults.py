@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -13,10 +12,8 @@ import httpx
 import pytest
 
 from damaged import KINDS
-from helpers.files import DEMO, ROOT
+from helpers.files import ROOT
 from helpers.servers import Served
-from moeoff.gguf.file import ModelFile
-from mutants import RECIPES, Header, fields
 
 FOLDER = ROOT / "scripts" / "faults"
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no cc on this machine")
@@ -30,15 +27,12 @@ def run(*args: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param("nth --only load --only convert --most 1", marks=needs_cc),
         pytest.param("nth --most 2", marks=[needs_cc, pytest.mark.slow]),
         pytest.param("disk", marks=[needs_cc, pytest.mark.slow]),
-        "kill --kills 2 --only run_--trace",
         pytest.param("kill --kills 160", marks=pytest.mark.slow),
-        "places --only run --only inspect --only convert --every 30",
+        pytest.param("places --only run --only inspect --only convert --every 30", marks=pytest.mark.slow),
         pytest.param("places --only serve --every 61", marks=pytest.mark.slow),
         pytest.param("files --only model --only served --count 400 --seed 2", marks=pytest.mark.slow),
-        "http --only path_tricks --only without_the_key --only other_origins --only huge_bodies",
         pytest.param("http", marks=pytest.mark.slow),
         "advisories",
     ],
@@ -49,18 +43,7 @@ def test_holds(command):
 
 
 @needs_cc
-def test_trouble_with_the_disk():
-    run(
-        "disk",
-        *(
-            word
-            for case in ("direct reads are refused", "replaced while it runs", "cut between two reads", "full while it is converted")
-            for word in ("--only", case)
-        ),
-    )
-
-
-@needs_cc
+@pytest.mark.slow
 def test_a_fault_that_is_not_mended_is_found():
     """A flag of the native code that hides a failed read would look like this: without --verify-reads, wrong bytes are not told."""
     code = """
@@ -76,6 +59,7 @@ print(found.problems)
     assert done.returncode == 0 and "n = 1: the failed read was not told" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_damaged_files(tmp_path: Path):
     """Of all kinds: a pipe at least, which is no file; and some models that are refused or answer."""
     run("files", "--count", "2", "--seed", "2", "--json", str(tmp_path / "x.json"))
@@ -87,6 +71,7 @@ def test_damaged_files(tmp_path: Path):
     assert n_files == 60 and n_refused > 20 and n_accepted > 3
 
 
+@pytest.mark.slow
 def test_a_model_object(tmp_path: Path):
     """Interrupted, abandoned, in several threads: the seed draws some of each."""
     run("objects", "--count", "32", "--seed", "673", "--json", str(tmp_path / "objects.json"))
@@ -94,31 +79,7 @@ def test_a_model_object(tmp_path: Path):
     assert sorted(row[0] for row in table["rows"]) == ["abandon", "interrupt", "threads"]
 
 
-def test_fields_are_where_they_say():
-    with ModelFile(DEMO) as model:
-        header, names, keys = model.header(), list(model.tensors), list(model.metadata)
-        offsets = [model.offset(name) - model.data_start for name in names]
-    found = fields(header)
-    text = {(f.kind, f.name): header[f.at : f.at + f.size] for f in found}
-    assert [int.from_bytes(text["offset", name], "little") for name in names] == offsets
-    assert all(f.at + f.size <= len(header) for f in found) and {f.name for f in found} >= set(names) | set(keys)
-
-
-def test_a_seed_makes_the_same_mutants():
-    with ModelFile(DEMO) as model:
-        header = Header(model.header())
-    for _, recipe in RECIPES.values():
-        first, second = ([recipe(header, random.Random(f"5:{n}")) for n in range(60)] for _ in range(2))
-        assert first == second and len({m.what for m in first}) > 10
-
-
-def test_a_header_in_parts_is_the_header():
-    with ModelFile(DEMO) as model:
-        whole, keys = model.header(), list(model.metadata)
-    header = Header(whole)
-    assert list(header.pairs) == keys and header.mutant("", {}).apply(whole) == whole
-
-
+@pytest.mark.slow
 def test_what_ends_a_worker_is_a_finding(tmp_path: Path):
     """A signal, a hang and memory beyond the bound; the cases behind it go on."""
     code = """

@@ -52,24 +52,24 @@ def _first(pieces: Iterable[str], n: int = 3) -> None:
     raise AssertionError("the answer has ended before it was given up")
 
 
-class OpenAI(Client):
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        import openai
+class _ChatCompletions(Client):
+    """OpenAI's objects, as its own library and others have them."""
 
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY)
+    def complete(self, **body: Any) -> Any:
+        raise NotImplementedError
 
     def chat(self, text: str) -> str:
-        return self.client.chat.completions.create(model=self.model, messages=self.user(text)).choices[0].message.content
+        return self.complete(messages=self.user(text)).choices[0].message.content
 
     def stream(self, text: str) -> Iterator[str]:
-        for chunk in self.client.chat.completions.create(model=self.model, messages=self.user(text), stream=True):
+        for chunk in self.complete(messages=self.user(text), stream=True):
             yield chunk.choices[0].delta.content or ""
 
     def tools(self, text: str) -> list[Calls]:
-        messages, replies = self.user(text), []
+        messages: list[Any] = self.user(text)
+        replies = []
         for _ in range(2):
-            said = self.client.chat.completions.create(model=self.model, messages=messages, tools=[TOOL]).choices[0]
+            said = self.complete(messages=messages, tools=[TOOL]).choices[0]
             assert said.finish_reason == "tool_calls"
             calls = said.message.tool_calls
             replies.append([(call.function.name, json.loads(call.function.arguments)) for call in calls])
@@ -77,8 +77,19 @@ class OpenAI(Client):
         return replies
 
     def schema(self, text: str) -> str:
-        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-        return self.client.chat.completions.create(model=self.model, messages=self.user(text), response_format=wanted).choices[0].message.content
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+        return self.complete(messages=self.user(text), response_format=form).choices[0].message.content
+
+
+class OpenAI(_ChatCompletions):
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import openai
+
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY)
+
+    def complete(self, **body: Any) -> Any:
+        return self.client.chat.completions.create(model=self.model, **body)
 
     def embeddings(self, texts: list[str]) -> list[list[float]]:
         return [item.embedding for item in self.client.embeddings.create(model=self.model, input=texts).data]
@@ -87,7 +98,7 @@ class OpenAI(Client):
         return [model.id for model in self.client.models.list()]
 
     def cancel(self, text: str) -> None:
-        with self.client.chat.completions.create(model=self.model, messages=self.user(text), stream=True) as stream:
+        with self.complete(messages=self.user(text), stream=True) as stream:
             _first(chunk.choices[0].delta.content for chunk in stream)
 
 
@@ -235,7 +246,7 @@ class LangChainOllama(_LangChain):
         return OllamaEmbeddings(base_url=self.url, model=self.model).embed_documents(texts)
 
 
-class LiteLLM(Client):
+class LiteLLM(_ChatCompletions):
     slow = True
 
     def __init__(self, *args: Any):
@@ -246,25 +257,8 @@ class LiteLLM(Client):
         self.module = litellm
         self.where = {"model": f"openai/{self.model}", "api_base": f"{self.url}/v1", "api_key": KEY}
 
-    def chat(self, text: str) -> str:
-        return self.module.completion(**self.where, messages=self.user(text)).choices[0].message.content
-
-    def stream(self, text: str) -> Iterator[str]:
-        for chunk in self.module.completion(**self.where, messages=self.user(text), stream=True):
-            yield chunk.choices[0].delta.content or ""
-
-    def tools(self, text: str) -> list[Calls]:
-        messages: list[Any] = self.user(text)
-        replies = []
-        for _ in range(2):
-            said = self.module.completion(**self.where, messages=messages, tools=[TOOL]).choices[0].message
-            replies.append([(call.function.name, json.loads(call.function.arguments)) for call in said.tool_calls])
-            messages += [said, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in said.tool_calls)]
-        return replies
-
-    def schema(self, text: str) -> str:
-        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-        return self.module.completion(**self.where, messages=self.user(text), response_format=wanted).choices[0].message.content
+    def complete(self, **body: Any) -> Any:
+        return self.module.completion(**self.where, **body)
 
     def embeddings(self, texts: list[str]) -> list[list[float]]:
         return [item["embedding"] for item in self.module.embedding(**self.where, input=texts).data]
@@ -274,7 +268,7 @@ class LiteLLM(Client):
         return [name.removeprefix("openai/") for name in found]
 
     def cancel(self, text: str) -> None:
-        stream = self.module.completion(**self.where, messages=self.user(text), stream=True)
+        stream = self.complete(messages=self.user(text), stream=True)
         with contextlib.closing(stream.completion_stream):
             _first(chunk.choices[0].delta.content for chunk in stream)
 

@@ -15,7 +15,6 @@ from helpers.files import CODE, PROSE, SMALL_TRACE
 from helpers.gate_events import random_recording
 from moeoff import Llama
 from moeoff.errors import OptionError
-from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.record import batch_size, record, sequences
 from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, edgemoe, fate, get_predictor, promoe
 from moeoff.policies.base import top_k
@@ -28,16 +27,6 @@ from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 
 TEXTS = [PROSE, CODE]
 HIDDEN = 64
-
-
-@pytest.fixture(scope="module")
-def recording(demo) -> Recording:
-    with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
-        layers = {t.gate: t.layer for t in model.engine.buffer.tensors}
-        router = Router.read(ModelIndex.read(demo), [layers[g] for g in sorted(layers)])
-        made = record(model, sequences(model, TEXTS, 3072), router, "demo")
-        assert model.engine.buffer.stats().events_dropped == 0
-    return made
 
 
 @pytest.fixture(scope="module")

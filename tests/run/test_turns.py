@@ -1,10 +1,8 @@
 """One object in the hands of several threads, of one that closes it, of a fork, and of whoever interrupts it: never a signal, a hang or a wrong answer."""
 
 import contextlib
-import gc
 import inspect
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -105,36 +103,31 @@ def test_an_interrupt_before_a_prompt_that_goes_on(llm, demo):
     assert llm.stats().prompt_tokens - before < len(llm.tokenize(PROMPT.encode()))
 
 
-@pytest.fixture(scope="module")
-def prepared(demo) -> Rounds:
-    found = Rounds(lambda: moeoff.Llama(demo, **OPTIONS), PROMPTS[:2])
-    found.prepare()
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_interrupts_at_given_places(prepared, kind):
+@pytest.mark.parametrize("kind", [kind if kind in ("stream", "restored") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
+def test_interrupts_at_given_places(demo, kind):
     """Evenly over an answer, another set of places for each kind."""
-    n, prompt = prepared.places[kind], prepared.prompts[0]
+    prompt = PROMPTS[0]
+    prepared = Rounds(lambda: moeoff.Llama(demo, **OPTIONS), (prompt,), (kind,))
+    prepared.prepare()
+    n = prepared.places[kind]
     with prepared.open() as llm:
-        for nth in range(1 + len(kind), n, n // 8):
+        for nth in range(1 + len(kind), n, n // 5):
             with contextlib.suppress(Interrupt), at_event(nth) as counted:
                 KINDS[kind](llm, prompt)
             assert KINDS[kind](llm, prompt) == prepared.expected[kind, prompt], counted.where
 
 
-def test_interrupts_at_random(prepared):
-    problems = [f"{result.case}: {result.problem}" for result in prepared.run(40, seed=4) if result.problem]
-    assert not problems
-
-
 @pytest.mark.slow
-def test_interrupts_with_all_kinds_of_options(demo):
-    """A driver with a predictor, a context shift, and memory that is lent between batches."""
-    for options in ({"strategy": "fate", "context_shift": True, "n_ctx": 64}, {"memory": "200M", "expert_memory": None}):
-        found = Rounds(lambda: moeoff.Llama(demo, **OPTIONS | options), PROMPTS[:1], ("tokens", "stream"))  # noqa: B023  # used in this turn of the loop
-        found.prepare()
-        assert not [result.problem for result in found.run(8, seed=5) if result.problem]
+@pytest.mark.parametrize("options, kinds, n", [
+    ({}, tuple(KINDS), 40),
+    ({"strategy": "fate", "context_shift": True, "n_ctx": 64}, ("tokens", "stream"), 8),
+    ({"memory": "200M", "expert_memory": None}, ("tokens", "stream"), 8),
+])  # fmt: skip
+def test_interrupts_at_random(demo, options, kinds, n):
+    """Also of a driver with a predictor, of a context shift, and of memory that is lent between batches."""
+    rounds = Rounds(lambda: moeoff.Llama(demo, **OPTIONS | options), PROMPTS[:2], kinds)
+    rounds.prepare()
+    assert not [f"{result.case}: {result.problem}" for result in rounds.run(n, seed=4) if result.problem]
 
 
 # --- exceptions of callbacks ---
@@ -426,13 +419,14 @@ assert llm.create_completion("Hello", max_tokens=4, temperature=0)["choices"] ==
     ]  # fmt: skip
 
 
-def test_a_budget_moves_whole_or_not_at_all(demo):
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_budget_moves_whole_or_not_at_all(demo, step):
     """Wherever the move is interrupted: the arenas have what the plan says, and the next move and answer are as ever."""
     with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20)}) as llm:
         text, needs, wrong, nth = answer(llm), llm.engine.plan.fixed, [], 0
         llm.set_memory(needs + (11 << 20))  # attaches what the first move attaches
         while True:
-            nth += 1
+            nth += step
             before = llm.engine.plan.budget
             wanted = llm.engine.plan.fixed + ((6 if nth % 2 else 11) << 20)
             with contextlib.suppress(Interrupt), at_event(nth) as counted:
@@ -500,13 +494,3 @@ def test_an_interrupted_turn_is_not_held():
         assert not raised
         if counted.where is None:
             return
-
-
-def test_a_seed_makes_the_same_interrupts(prepared):
-    found = [[], []]
-    for cases in found:
-        rng = random.Random(7)
-        with prepared.open() as llm:
-            cases += [prepared.one(llm, rng).case.partition(",")[0] for _ in range(3)]
-    assert found[0] == found[1]
-    gc.collect()
