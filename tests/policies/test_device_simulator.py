@@ -60,6 +60,7 @@ def meter(demo, learned, strategy, **options):
 SLOW_LINK = Bandwidths(link=1.0)  # the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
 
 
+@pytest.mark.slow
 def test_papers_on_a_device(demo, learned):
     """What is absent is sent to a GPU: the papers' systems beat sending everything, a larger GPU and smaller copies help, and a run repeats."""
     held, profile = learned
@@ -193,6 +194,7 @@ def test_hobbits_weights_help_on_text_they_have_not_seen(recording):
     assert all(fitted < 1.01 * paid(**{name: float(name == only) for name in ("lru", "lfu", "lhu", "fld")}) for only in ("lru", "lfu", "fld"))
 
 
+@pytest.mark.slow
 def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
     """More of what is selected is predicted."""
     held, profile = learned
