@@ -18,6 +18,7 @@ from helpers.leaks import check_leaves_nothing
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import BudgetError, Cancelled, OptionError
+from moeoff.engine.driver import Driver
 from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import api
 from moeoff.system.memory import rss
@@ -380,17 +381,15 @@ def test_any_order_at_interpreter_exit(demo, order):
 
 def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
     """Its tables come after the arena was sized: 13 MiB of router rows with 48 gates of 128 experts."""
-    from moeoff.engine import engine
-
-    taken = []
+    held = []
     budget = rss() + (100 << 20)
 
     def attach(*args, **kwargs):
-        taken.append(bytes(range(256)) * (32 << 12))  # 32 MiB
+        held.append(bytes(range(256)) * (32 << 12))  # 32 MiB
 
     with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         before = llm.engine.plan
-    monkeypatch.setattr(engine, "attach_strategy", attach)
+    monkeypatch.setattr(Driver, "attach", attach)
     with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         assert llm.engine.plan.process > before.process + (24 << 20)
         assert llm.stats().arena_bytes == llm.engine.plan.arena
