@@ -70,7 +70,7 @@ def parse_loss(text: str | float) -> float:
     Raises:
         OptionError: not a share above 0 and below 1.
     """
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         loss = parse_percent(text) if isinstance(text, str) and text.strip().endswith("%") else float(text)
         if 0 < loss < 1:
             return loss

@@ -12,7 +12,7 @@ import click
 from ..errors import OptionError
 from ..options import parse_loss
 from ..precision import LOSSLESS, Precision
-from ..system.console import note, progress_bar, say, table_console
+from ..system.console import note, progress_bar, say, table, table_console
 from ..system.files import atomic_file, demo_model, require_new
 from ..system.memory import format_size, peak_rss
 from .options import command, input_files, model_argument, option, remark_on_context, table_options
@@ -85,15 +85,11 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
             note(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict")
 
 
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="left" if name == columns[0] else "right", overflow="fold")
+def _print(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    made = table(*columns, title=title)
     for row in rows:
-        table.add_row(*row)
-    table_console().print(table)
+        made.add_row(*row)
+    table_console().print(made)
 
 
 def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, minutes: float | None, **options: Any) -> SearchResult:
@@ -111,7 +107,7 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
         rows.append([_name(c), f"{c.resident:.0%}" if c.resident else "", f"{c.skipped:.1%}", f"{c.cost:.1%}",
                      interval(c.distance.loss, "{:+.2%}"), limit, interval(c.distance.kl, "{:.4f}"), f"{c.distance.top1.value:.1%}"])  # fmt: skip
     title = f"{os.path.basename(model)}, {contract.n_tokens} tokens scored; resident: experts in memory, bytes: of the lossless model's with as many"
-    _table(title, ["precision", "resident", "left out", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
+    _print(title, ["precision", "resident", "left out", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
     for share in _RESIDENT:
         chosen = contract.choose(bound, share)
         note(f"with {share:.0%} of the experts in memory: {_name(chosen) if chosen else 'lossless'}")
@@ -151,7 +147,7 @@ def _write_plan(
     rows = [[name, format_size(nbytes), interval(q.distance.loss, "{:+.2%}")] for name, (nbytes, q) in plan.uniform.items()]
     chosen = f"plan: {len(plan.low)} of {plan.n_experts} in {plan.lower}, others {plan.upper}"
     rows.append([chosen, format_size(plan.n_bytes), interval(plan.quality.distance.loss, "{:+.2%}")])
-    _table(f"{os.path.basename(model)}, {plan.quality.n_tokens} tokens scored", ["experts", "size", "loss (95 %)"], rows)
+    _print(f"{os.path.basename(model)}, {plan.quality.n_tokens} tokens scored", ["experts", "size", "loss (95 %)"], rows)
     return path
 
 
@@ -199,7 +195,7 @@ def eval_(
         distance = [interval(value, form) for value, form in zip(q.distance, ("{:+.2%}", "{:.5f}", "{:.2%}"))] if compared else []
         rows.append([os.path.basename(path), str(q.n_windows), f"{q.perplexity:.4f} ± {q.perplexity_error:.5f}", *distance])
     columns = ["text", "windows", "perplexity", *(["loss (95 %)", "KL (95 %)", "same top token (95 %)"] if compared else [])]
-    _table(f"{os.path.basename(model)}, {lossy}, {mode}, windows of {ctx} tokens", columns, rows)
+    _print(f"{os.path.basename(model)}, {lossy}, {mode}, windows of {ctx} tokens", columns, rows)
     speed = (
         f"{done.n_tokens} tokens in {done.seconds:.1f} s, {done.n_tokens / done.seconds:.1f} tok/s | {done.bytes_read / 1e6 / done.n_tokens:.2f} MB/token read"
     )

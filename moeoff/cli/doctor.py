@@ -213,14 +213,14 @@ def check_model(path: str) -> Iterator[Finding]:
 def run_checks(*, model: str | None = None, as_json: bool = False) -> bool:
     """Prints every finding; see `moeoff doctor --help`. Returns whether there was no problem."""
     path = model or os.getcwd()
-    checks = [check_fork, check_cpu, check_openmp, check_memory, check_files]
-    checks.append(lambda: check_model(path) if os.path.isfile(path) else check_disk(path))
+    checks = {"fork": check_fork(), "cpu": check_cpu(), "openmp": check_openmp(), "memory": check_memory(), "files": check_files()}
+    checks |= {"model": check_model(path)} if os.path.isfile(path) else {"disk": check_disk(path)}
     findings: list[Finding] = []
-    for check in checks:
+    for name, check in checks.items():
         try:
-            findings.extend(check())
+            findings.extend(check)
         except (MoeoffError, OSError, metadata.PackageNotFoundError) as error:
-            findings.append(Finding(getattr(check, "__name__", "").removeprefix("check_") or "disk", PROBLEM, sentence(error)))
+            findings.append(Finding(name, PROBLEM, sentence(error)))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..options import Config, llama_keywords
-from ..system.console import table_console, wrapped
+from ..system.console import table, table_console, wrapped
 from ..system.memory import MIB, format_size
 from .options import command, model_argument, option, remark_on_context, table_options
 
@@ -48,15 +48,7 @@ def _about(r: Report) -> str:
 
 
 def _print(r: Report) -> None:
-    from rich.table import Table
-
     console = table_console()
-
-    def table(*columns: str) -> Table:
-        made = Table(box=None, pad_edge=False, header_style="bold", show_header=bool(any(columns)))
-        for index, column in enumerate(columns):
-            made.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-        return made
 
     def line(name: str, text: str) -> None:
         console.print(wrapped(f"{name:<14}{text}", " " * 14), markup=False, soft_wrap=True)

@@ -131,19 +131,19 @@ def read_plan(path: str | os.PathLike[str], experts: dict[str, TensorSpan]) -> T
         fail(f"not JSON: {error}")
     if not isinstance(data, dict) or not isinstance(data.get("layers", {}), dict) or set(data) - {"default", "layers"}:
         fail('expected {"default": TYPE, "layers": {LAYER: TYPE or {EXPERT: TYPE}}}')
-    counts = {role.layer: span.shape[2] for span in experts.values() if not (role := parse_tensor_name(span.name)).chunk}
+    counts = {str(role.layer): span.shape[2] for span in experts.values() if not (role := parse_tensor_name(span.name)).chunk}
     plan: dict[tuple[int | None, int | None], int | None] = {}
     if "default" in data:
         plan[None, None] = type_of(data["default"], "default")
     for layer, value in data.get("layers", {}).items():
-        if not layer.isdecimal() or int(layer) not in counts:
+        if layer not in counts:
             fail(f"layer {layer!r} has no routed experts in this model")
         for expert, name in (value if isinstance(value, dict) else {"default": value}).items():
             where = f"layer {layer}, expert {expert}"
             if expert == "default":
                 plan[int(layer), None] = type_of(name, where)
-            elif expert.isdecimal() and int(expert) < counts[int(layer)]:
+            elif expert in map(str, range(counts[layer])):
                 plan[int(layer), int(expert)] = type_of(name, where)
             else:
-                fail(f"{where}: the layer has experts 0 to {counts[int(layer)] - 1}")
+                fail(f"{where}: the layer has experts 0 to {counts[layer] - 1}")
     return Tier(BITS, plan)

@@ -83,6 +83,8 @@ def _read_binary(path: str) -> dict[str, np.ndarray]:
             raise ValueError("a name without end")
         name = data[offset + 4 : offset + 4 + size].decode()
         n_calls, n_values = struct.unpack_from("<ii", data, offset + 4 + size)
+        if n_values < 0:  # the next one would begin before this one ends
+            raise ValueError(f"{n_values} values")
         offset += 12 + size
         out[name] = (np.frombuffer(data, "<f4", n_values, offset) / max(n_calls, 1)).astype(np.float32)[None]
         offset += 4 * n_values

@@ -22,7 +22,6 @@ from .memory import format_size
 __all__ = ["ArchiveError", "NoArchive", "TooLargeArchive", "WrongArrays", "read_npz", "require_arrays"]
 
 _DIRECTORY = 1 << 20  # bytes of an archive's table of contents: some ten thousand members
-_PIECE = 1 << 20
 _HEADER = 1 << 14  # bytes of a member's description
 
 
@@ -91,7 +90,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.nda
         if np.lib.format.read_magic(member) != (1, 0):
             raise ArchiveError(f"{name!r} is no array of numbers")
         try:
-            shape, in_columns, dtype = np.lib.format.read_array_header_1_0(member, max_header_size=_HEADER)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(member, max_header_size=_HEADER)
         except Exception:  # whatever Python's parser raises, which NumPy asks
             raise ArchiveError(f"{name!r} does not say what it holds") from None
         if dtype.kind not in "biufU" or not dtype.isnative:
@@ -99,15 +98,11 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.nda
         nbytes = math.prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or nbytes != info.file_size - member.tell():
             raise ArchiveError(f"{name!r} has {info.file_size - member.tell()} bytes, expected {nbytes} for {shape} of {dtype}")
-        flat, n = np.empty(nbytes, np.uint8), 0
-        while n < nbytes:
-            if not (piece := member.read(min(_PIECE, nbytes - n))):
-                raise ArchiveError(f"{name!r} is cut short")
-            flat[n : n + len(piece)] = np.frombuffer(piece, np.uint8)
-            n += len(piece)
+    with archive.open(info) as member:
+        array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False, max_header_size=_HEADER)
         if member.read(1):  # here its checksum is compared, too
             raise ArchiveError(f"{name!r} is longer than it says")
-    return flat.view(dtype).reshape(shape, order="F" if in_columns else "C") if nbytes else np.empty(shape, dtype)
+    return array
 
 
 Layout = tuple[str, tuple[int | str, ...]] | tuple[str, tuple[int | str, ...], float, float]

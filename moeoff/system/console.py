@@ -18,6 +18,7 @@ from .memory import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 LOADING_DELAY = 0.3  # seconds; a model that loads faster shows nothing
 LINE_DELAY = 1.0  # before a line appears on a terminal
@@ -35,6 +36,16 @@ def table_console() -> Console:
     console = Console(highlight=False)
     console.width = max(console.width, _LEAST_COLUMNS)
     return console
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table of numbers, whose first column has their names; columns without names have no header."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    for index, name in enumerate(columns):
+        made.add_column(name, justify="right" if index else "left", overflow="fold")
+    return made
 
 
 def wrapped(text: str, indent: str = "") -> str:

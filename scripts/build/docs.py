@@ -57,17 +57,17 @@ def cli_page() -> str:
 
 def without_shown(text: str, shown: set[str]) -> tuple[str, list[str]]:
     """A command's help without the options that an earlier one has shown in the same words, and the names of those."""
-    kept, alike = [], []
+    new, alike = [], []
     for entry in re.split(r"\n(?=  -|\S|\n)", text):
         words = " ".join(entry.split())
         if not entry.startswith("  -"):
-            kept.append(entry)
+            new.append(entry)
         elif words in shown:
             alike.append(f"`{re.match(r'[^ ,]+', words)[0]}`")
         else:
             shown.add(words)
-            kept.append(entry)
-    sections = [part for part in "\n".join(kept).split("\n\n") if "\n" in part or part[0] == " " or not part.endswith(":")]
+            new.append(entry)
+    sections = [part for part in "\n".join(new).split("\n\n") if "\n" in part or part[0] == " " or not part.endswith(":")]
     return "\n\n".join(sections).strip(), alike
 
 
@@ -163,12 +163,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         text, target, anchor = match["text"], match["target"], match["anchor"] or ""
         if ":" in target:
             return match[0]
-        wanted = posixpath.normpath(posixpath.join(source, target))
-        if "/" not in wanted and wanted.endswith(".md"):
-            on_site = f"{PROJECT}/{_on_site(wanted)}"
-        elif wanted.startswith(f"{DOCS}/") and (ROOT / wanted).is_file():
-            on_site = wanted.removeprefix(f"{DOCS}/")
-        elif (ROOT / wanted).exists():
+        path = posixpath.normpath(posixpath.join(source, target))
+        if "/" not in path and path.endswith(".md"):
+            on_site = f"{PROJECT}/{_on_site(path)}"
+        elif path.startswith(f"{DOCS}/") and (ROOT / path).is_file():
+            on_site = path.removeprefix(f"{DOCS}/")
+        elif (ROOT / path).exists():
             return text[1:-1]
         else:
             return match[0]  # mkdocs will complain

@@ -124,8 +124,8 @@ class Fork:
             pin = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ForkError(f"{path}: cannot be read as JSON: {error}") from None
-        wanted = {"name": str, "version": str, "sha256": str, "fork": int}
-        if {key: type(value) for key, value in pin.items()} != wanted:
+        types = {"name": str, "version": str, "sha256": str, "fork": int}
+        if {key: type(value) for key, value in pin.items()} != types:
             raise ForkError(f"{path}: expected exactly name, version, sha256 (text) and fork (a number), found {pin}")
         return cls(folder, pin["name"], pin["version"], pin["sha256"], pin["fork"])
 
@@ -144,12 +144,12 @@ class Fork:
     @property
     def sources(self) -> list[tuple[Path, str]]:
         """Our own files, each with its place in the tree."""
-        found = []
+        sources = []
         for folder, place in SOURCE_FOLDERS:
             base = self.folder / "src" / folder
             files = sorted(p for p in base.rglob("*") if p.is_file() and not p.name.startswith("."))
-            found += [(p, f"{place}/{p.relative_to(base).as_posix()}") for p in files]
-        return found
+            sources += [(p, f"{place}/{p.relative_to(base).as_posix()}") for p in files]
+        return sources
 
     def digest(self) -> str:
         """Changes whenever the patched tree would."""
@@ -187,10 +187,10 @@ def git_or_fail(tree: Path, *args: str) -> str:
 
 
 def verify_sdist(fork: Fork, sdist: Path) -> None:
-    found = hashlib.sha256(sdist.read_bytes()).hexdigest()
-    if found != fork.sha256:
+    actual = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    if actual != fork.sha256:
         sdist.unlink()
-        raise ForkError(f"{sdist.name}: expected sha256 {fork.sha256}, found {found}; the file was removed.")
+        raise ForkError(f"{sdist.name}: expected sha256 {fork.sha256}, found {actual}; the file was removed.")
 
 
 def unpack(sdist: Path, tree: Path, only: Collection[str] = ()) -> None:
@@ -254,8 +254,8 @@ def patched_tree(fork: Fork, sdist: Path, tree: Path) -> None:
 def source_conflicts(fork: Fork, tree: Path) -> list[str]:
     """Own files that would replace a file of the release, or each other. Ask before copy_sources."""
     places = [place for _, place in fork.sources]
-    taken = [f"{place}: the release has a file of this name" for place in places if (tree / place).exists()]
-    return taken + [f"{place}: two of our files want this place" for place in set(places) if places.count(place) > 1]
+    replaced = [f"{place}: the release has a file of this name" for place in places if (tree / place).exists()]
+    return replaced + [f"{place}: two of our files want this place" for place in set(places) if places.count(place) > 1]
 
 
 def header_failures(patch: Path) -> Iterator[str]:
@@ -322,7 +322,7 @@ def refresh(fork: Fork, tree: Path) -> list[str]:
         raise ForkError(f"{tree} was not made by `fork.py tree`: it has no tag `pristine`.")
     if dirty := git_or_fail(tree, "status", "--porcelain", "--untracked-files=all"):
         raise ForkError(f"{tree} has changes that are not committed:\n{dirty.rstrip()}")
-    kept = {patch.name[5:]: int(patch.name[:4]) for patch in fork.patches}
+    numbers = {patch.name[5:]: int(patch.name[:4]) for patch in fork.patches}
     written: dict[str, bytes] = {}
     number = 0
     with tempfile.TemporaryDirectory(prefix="moeoff-refresh-") as out:
@@ -331,7 +331,7 @@ def refresh(fork: Fork, tree: Path) -> list[str]:
         git_or_fail(tree, "format-patch", "-q", *options, "-o", out, "pristine..HEAD")
         for path in sorted(Path(out).glob("*.patch")):
             title = path.name[5:].lower()
-            number = max(number + 1, kept.get(title, 0))
+            number = max(number + 1, numbers.get(title, 0))
             written[f"{number:04d}-{title}"] = path.read_bytes()
     for patch in fork.patches:
         if patch.name not in written:
@@ -372,8 +372,8 @@ def compiler(variable: str, names: tuple[str, ...]) -> str:
     """The compiler that CMake will choose, and its version."""
     command = shlex.split(os.environ.get(variable, "")) or [name for name in names if shutil.which(name)][:1]
     if not command or not shutil.which(command[0]):
-        wanted = command[0] if command else " or ".join(names)
-        raise ForkError(f"No compiler found ({wanted}): install a C and C++ compiler, or name them in CC and CXX.")
+        missing = command[0] if command else " or ".join(names)
+        raise ForkError(f"No compiler found ({missing}): install a C and C++ compiler, or name them in CC and CXX.")
     done = subprocess.run([*command, "--version"], text=True, capture_output=True)
     return f"{shlex.join(command)} {done.stdout.partition(chr(10))[0]}"
 
@@ -410,8 +410,8 @@ def flags(tests: bool, server: bool = True) -> list[str]:
         return "ON" if on else "OFF"
 
     # the server needs common and tools, of which only what is asked for is compiled
-    wanted = [f"-DLLAMA_BUILD_COMMON={switch(server)}", "-DLLAMA_BUILD_TOOLS=ON", "-DLLAMA_BUILD_SERVER=ON", f"-DLLAMA_BUILD_TESTS={switch(tests)}"]
-    return [*DEFAULT_FLAGS, *shlex.split(os.environ.get("CMAKE_ARGS", "")), *FIXED_FLAGS, *wanted]
+    parts = [f"-DLLAMA_BUILD_COMMON={switch(server)}", "-DLLAMA_BUILD_TOOLS=ON", "-DLLAMA_BUILD_SERVER=ON", f"-DLLAMA_BUILD_TESTS={switch(tests)}"]
+    return [*DEFAULT_FLAGS, *shlex.split(os.environ.get("CMAKE_ARGS", "")), *FIXED_FLAGS, *parts]
 
 
 def run_logged(title: str, command: list[str], log: Path, lock: int, **environment: str) -> None:
@@ -595,10 +595,10 @@ def synchronize(new: Path, tree: Path) -> None:
     def relative(base: Path) -> set[Path]:
         return {p.relative_to(base) for p in base.rglob("*") if p.is_symlink() or not p.is_dir()}
 
-    wanted = relative(new)
-    for name in relative(tree) - wanted:
+    names = relative(new)
+    for name in relative(tree) - names:
         (tree / name).unlink()
-    for name in wanted:
+    for name in names:
         target = tree / name
         if not target.exists() or not filecmp.cmp(new / name, target, shallow=False):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -648,8 +648,7 @@ def check_wheel(fork: Fork, wheel: Path, server: bool = True) -> None:
     needed = {"libllama", "libggml", "libggml-base", "libggml-cpu"} | {TEMPLATES} | ({SERVER} if server else set())
     missing = needed - {Path(name).name.partition(".")[0] for name in names}
     if wrong or missing or f"-{fork.local_version}-" not in wheel.name:
-        wanted = f"no {wrong}, these too: {sorted(missing)}, version {fork.local_version}"
-        raise ForkError(f"{wheel.name} is not as expected: {wanted}.")
+        raise ForkError(f"{wheel.name} is not as expected: no {wrong}, these too: {sorted(missing)}, version {fork.local_version}.")
 
 
 def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int, server: bool = True) -> None:
@@ -717,8 +716,8 @@ STEPS = (["make", "patches-check"], [".ci/run"], [str(ROOT / ".venv/bin/python")
 
 def llama_cpp_of(tree: Path) -> str:
     """The commit that the release's change log names for its own version, the first that it has."""
-    found = re.search(r"ggml-org/llama\.cpp@(\w+)", (tree / "CHANGELOG.md").read_text(encoding="utf-8"))
-    return found[1] if found else "unknown"
+    commit = re.search(r"ggml-org/llama\.cpp@(\w+)", (tree / "CHANGELOG.md").read_text(encoding="utf-8"))
+    return commit[1] if commit else "unknown"
 
 
 def changed(old: Path, new: Path, names: list[str]) -> list[str]:

@@ -61,8 +61,8 @@ def options(argv: list[str]) -> dict[str, Any]:
     from moeoff.server.arguments import CommandLine, own_arguments
 
     _, model, others = own_arguments(argv, {"--model": True})
-    found = CommandLine.read(others)
-    out, args = found.options, found.passed_on
+    line = CommandLine.read(others)
+    out, args = line.options, line.passed_on
     if out.get("verbose"):
         args += ["-lv", MOST_VERBOSE]
     if "parallel" in out:  # llama-server shares the context among the slots where their number is its own choice, or it is told to
@@ -181,14 +181,14 @@ def main() -> int:
         tests = Path(place) / TESTS
         unpack(sdist, Path(place))
         python = environment(cache, (tests / "requirements.txt").read_text())
-        found = {}
+        results = {}
         for name, server in (("llama-server", program), ("moeoff", stand_in(Path(place)))):
             result = cache / f"{name}.xml"
             if not (name == "llama-server" and options.keep_stock and result.exists()):
                 print(f"llama-server's tests with {name}: {result.with_suffix('.log')} ...", file=sys.stderr, flush=True)
                 run(python, tests, server, result, options.tests)
-            found[name] = outcomes(result)
-    return 1 if compare(found["llama-server"], found["moeoff"]) else 0
+            results[name] = outcomes(result)
+    return 1 if compare(results["llama-server"], results["moeoff"]) else 0
 
 
 if __name__ == "__main__":

@@ -155,9 +155,9 @@ def fork_wheel(fork: Fork, cache: Path, arch: str, prefix: str, output: Path, ou
         (packed,) = place.glob("*.whl")
         say("auditwheel repair ...")
         path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-        found = f"/usr/{CROSS}/lib" if prefix else os.environ.get("LD_LIBRARY_PATH", "")
+        libraries_path = f"/usr/{CROSS}/lib" if prefix else os.environ.get("LD_LIBRARY_PATH", "")
         excluded = [f"--exclude={name}" for name in outside.names] if outside else []
-        run([bin_folder / "auditwheel", "repair", *excluded, "-w", place / "repaired", packed], PATH=path, LD_LIBRARY_PATH=found)
+        run([bin_folder / "auditwheel", "repair", *excluded, "-w", place / "repaired", packed], PATH=path, LD_LIBRARY_PATH=libraries_path)
         (repaired,) = (place / "repaired").glob("*.whl")
         return Path(shutil.copy2(repaired, output))
 

@@ -574,7 +574,7 @@ def test_messages_are_one_printable_line_of_bounded_length(demo, tmp_path):
 
 @pytest.mark.parametrize("options", [{"memory": float("nan")}, {"memory": float("inf")}, {"memory": 1.5}, {"memory": True}, {"memory": "9" * 400 + "T"}, {"memory": 1 << 70},
                                      {"expert_memory": float("nan")}, {"n_ubatch": 1 << 31}, {"n_batch": 1 << 31}, {"n_ctx": float("inf")}, {"n_ctx": float("nan")},
-                                     {"n_threads": float("inf")}, {"t1": 10**400}, {"n_ctx": [1]}], ids=str)  # fmt: skip
+                                     {"n_threads": float("inf")}, {"t1": 10**400}, {"max_loss": 10**400}, {"n_ctx": [1]}], ids=str)  # fmt: skip
 def test_values_that_make_no_sense(demo, options):
     with pytest.raises(OptionError) as refused:
         moeoff.Llama(demo, **options)

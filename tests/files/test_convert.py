@@ -205,6 +205,8 @@ def test_bad_options(tmp_path):
         ("{", "not JSON"),
         ('{"layers": {"9": "Q4_0"}}', "'9' has no"),
         ('{"layers": {"0": {"3": "Q4_0"}}}', "0 to 2"),
+        ('{"layers": {"%s": "Q4_0"}}' % ("9" * 5000), "9' has no"),  # more digits than Python makes a number of
+        ('{"layers": {"0": {"%s": "Q4_0"}}}' % ("9" * 5000), "0 to 2"),
         ('{"default": "x"}', "no ggml type"),
         ('{"default": 3}', "found 3"),
     ]:
@@ -236,7 +238,7 @@ def start(model: Path, *options: str, **kwargs) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("large"), n_layer=3, n_expert=8, n_ff=768, n_cols=512, down_cols=768)
+    return write_model(tmp_path_factory.mktemp("large"), n_layer=2, n_expert=6, n_ff=768, n_cols=512, down_cols=768)
 
 
 @pytest.fixture
@@ -393,7 +395,8 @@ def test_imatrix(tmp_path, form):
     other = write_model(tmp_path, n_cols=512, down_cols=256)
     with pytest.raises(ModelError, match="matrix of another model"):
         convert(other, tiers="Q2_K", imatrix=path, force=True)
-    for junk in (b"", b"GGUF", b"\x05\x00\x00\x00\xff\xff\xff\xff", path.read_bytes()[:-100]):
+    endless = struct.pack("<ii4sii", 1 << 30, 4, b"name", 1, -4) + bytes(64)  # each matrix ends where it begins
+    for junk in (b"", b"GGUF", b"\x05\x00\x00\x00\xff\xff\xff\xff", path.read_bytes()[:-100], endless):
         (tmp_path / "m.junk").write_bytes(junk)
         with pytest.raises(ModelError, match="m.junk"):
             Imatrix.read(tmp_path / "m.junk")
@@ -401,7 +404,7 @@ def test_imatrix(tmp_path, form):
 
 def test_memory_is_bounded(tmp_path):
     """An expert's matrix of 48 MB goes through in pieces."""
-    model = write_model(tmp_path, n_layer=1, n_expert=2, n_ff=6144, n_cols=2048, down_cols=6144, type="F32")
+    model = write_model(tmp_path, n_layer=1, n_expert=1, n_ff=6144, n_cols=2048, down_cols=6144, type="F32")
     code = f"""
 from moeoff.system import memory
 from moeoff.experts.convert import convert

@@ -55,6 +55,15 @@ def test_a_problem_is_the_exit_code(invoke, path):
     assert done.returncode == 1 and "problem" in done.stdout and "->" in done.stdout
 
 
+def test_what_a_check_fails_over_is_a_finding_of_its_name(invoke, demo, monkeypatch):
+    def refused(*_args: object) -> None:
+        raise moeoff.ModelError("llama.cpp cannot load it")
+
+    monkeypatch.setattr("moeoff.budget.dry_load.dry_load", refused)
+    done = invoke("doctor", "-m", demo, "--json")
+    assert done.returncode == 1 and findings(done)["model"] == {"name": "model", "state": "problem", "text": "llama.cpp cannot load it", "way_out": ""}
+
+
 def test_warnings(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (100, 100))
