@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import click
 import numpy as np
 
-from moeoff.cli.options import errors_as_sentences
+from moeoff.cli.options import command
 from moeoff.gguf.file import DEFAULT_ALIGNMENT, Tensor
 from moeoff.gguf.quantize import fits, type_from_name
 from moeoff.gguf.writer import Value, header_bytes
@@ -210,13 +210,13 @@ def header_model(name: str, out: str, experts_type: str = "Q4_K", *, overwrite: 
         file.truncate(len(header) + sum(-(-tensor.n_bytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT for tensor in plan))
 
 
-@click.command(help=__doc__)
+@command()
 @click.argument("name", type=click.Choice(list(MODELS)))
 @click.option("-o", "--out", metavar="OUT.gguf", required=True)
 @click.option("--experts-type", metavar="TYPE", default="Q4_K", show_default=True, help="ggml type of the routed experts.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
-@errors_as_sentences
 def main(name: str, out: str, experts_type: str, overwrite: bool) -> None:
+    """Writes the header of a published model, and holes for its weights."""
     header_model(name, out, experts_type, overwrite=overwrite)
 
 

@@ -14,11 +14,14 @@ from gguf import GGMLQuantizationType as T
 
 from common import write_small_model
 from grow_model import Growth, grow_model
+from header_model import header_model
 from helpers.files import DEMO, PROSE
 from helpers.rewrite_experts import requantize_experts
 from moeoff import Llama
+from moeoff.budget.dry_load import dry_load
 from moeoff.errors import ModelError, OptionError, WriteError
 from moeoff.gguf.file import ModelFile, Tensor
+from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
 from moeoff.llamacpp.llama import _log as llama_log
 from route_trace import read_route_trace
@@ -320,6 +323,18 @@ def test_experts_of_another_type(tmp_path):
         shape_model(SHAPES["qwen3-30b-a3b"].cut(layers=1, shrink=8, expert_type="IQ1_M"), tmp_path / "other.gguf")
     with pytest.raises(ModelError, match="blocks of 256"):
         shape_model(SHAPES["deepseek-v2-lite"].cut(layers=2, shrink=8, expert_type="Q3_K"), tmp_path / "other.gguf")
+
+
+def test_a_header_tells_what_its_model_needs(tmp_path):
+    """Of a file of 111 GB, on a disk that has 20 MB: its table for n-grams stays on disk, and so does what is not used of 512 experts."""
+    path = tmp_path / "model.gguf"
+    header_model("qwen3.8-flash-next", str(path))
+    assert path.stat().st_size > 110e9 > 20e6 > path.stat().st_blocks * 512
+    model_index = ModelIndex.read(path)
+    plan = dry_load(model_index, 4096)
+    assert (model_index.n_layer, model_index.n_expert, model_index.n_expert_used) == (48, 512, 10)
+    assert plan.on_disk == sum(model_index.dense[name].nbytes for name in ("token_embd.weight", "per_layer_token_embd.weight")) > 33 << 30
+    assert plan.floor < 4 << 30 and plan.arena_full > 65 << 30
 
 
 def test_refusals():

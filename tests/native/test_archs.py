@@ -21,6 +21,9 @@ from helpers.arch_models import (
     write_models,
 )
 from helpers.attention import kernels
+from helpers.files import ROOT
+
+PAGE = ROOT / "docs" / "reference" / "architectures.md"
 
 
 def compare(writer, folder, architecture: str, kind: str) -> None:
@@ -104,6 +107,30 @@ def test_two_gates_per_layer(writer, folder):
     assert [event.layer for event in events] == [0, 0, 1, 1]
     assert [event.gate in second for event in events] == [False, True, False, True]
     assert len({event.gate for event in events}) == 4
+
+
+def page() -> str:
+    remarks = dict.fromkeys(WITHOUT_MEMORY, "diffusion: the logits of one step; commands refuse it") | dict.fromkeys(
+        WITHOUT_BLOCK, "its experts are never read"
+    )
+    lines = [f"| `{name}` | {remarks.get(name, '')} |" for name in sorted({*ARCHITECTURES, "gemma4"})]
+    return f"""# Architectures
+
+Written by `make test-archs`, which runs a small random model of each architecture of llama.cpp that has routed experts. In an expert cache that cannot hold them, all
+logits equal those of stock llama.cpp bit for bit: with experts in F32, Q8_0, and Q4_K or Q4_0. `gemma4` has a test of its own.
+
+| `general.architecture` | |
+|---|---|
+{chr(10).join(lines)}
+"""
+
+
+@pytest.mark.archs
+def test_the_page_lists_them():
+    """`make test-archs` writes it anew where a pin has brought others, and fails once."""
+    is_current = PAGE.read_text() == page()
+    PAGE.write_text(page())
+    assert is_current, f"{PAGE} was not what is tested here, and has been written anew"
 
 
 @pytest.mark.slow
