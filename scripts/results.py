@@ -244,11 +244,11 @@ def chart(*names: str) -> str:
     for i, limit in enumerate(limits):
         top = 44 + 50 * i
         out.append(f'<text x="190" y="{top + 24}" text-anchor="end">{_gib(limit)}</text>')
-        for j, (bar, (_, colour)) in enumerate(bars.items()):
-            y, cell = top + 19 * j, cells[bar][i]
-            if cell:
-                width = scale * float(cell)
-                out.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="16" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 13}">{cell}</text>')
+        measured = [(cells[bar][i], colour) for bar, (_, colour) in bars.items() if cells[bar][i]]
+        for j, (cell, colour) in enumerate(measured):
+            y = top + 19 * j + (0 if len(measured) > 1 else 10)
+            width = scale * float(cell)
+            out.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="16" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 13}">{cell}</text>')
     said = f"medians of {_said(read(names[0]), '--rounds')} rounds; {STOCK} was measured where it has a bar, in a limit once"
     return "\n".join([*out, f'<text x="200" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
 
