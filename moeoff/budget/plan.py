@@ -80,27 +80,27 @@ class MemoryPlan:
             return 0.0
         return min(1.0, budget.left(usual.fixed) / self.arena_full) if self.arena_full else 1.0
 
-    def within(self, budget: int, at: Callable[[int], MemoryPlan] | None = None) -> MemoryPlan:
+    def within(self, budget: int, planned_at: Callable[[int], MemoryPlan] | None = None) -> MemoryPlan:
         """Gives the experts what the rest leaves of a budget, at most what holds all of them. Of a planned model asked before anything is loaded:
         llama.cpp would first clear the whole KV cache, and be killed for it.
 
         Args:
-            at: plans the same model at another context; None: its context stays as it is.
+            planned_at: plans the same model at another context; None: its context stays as it is.
 
         Raises:
             BudgetError: less than their floor is left; its hint is what the model needs, and what would fit.
         """
         if budget < self.floor:
-            raise self._refusal(budget, 0 if at is None else self._context_within(budget, at))
+            raise self._refusal(budget, 0 if planned_at is None else self._context_within(budget, planned_at))
         return replace(self, budget=budget, arena=min(budget - self.fixed, self.arena_full))
 
-    def _context_within(self, budget: int, at: Callable[[int], MemoryPlan]) -> int:
+    def _context_within(self, budget: int, planned_at: Callable[[int], MemoryPlan]) -> int:
         """Tokens of a shorter context that a budget has room for, by what half of it takes: a part of the state may be as large for any. 0: there is none."""
         if self.n_ctx <= _CTX_STEP:
             return 0
-        shrinks = max(self.fixed - at(self.n_ctx // 2).fixed, 1) / (self.n_ctx - self.n_ctx // 2)
+        shrinks = max(self.fixed - planned_at(self.n_ctx // 2).fixed, 1) / (self.n_ctx - self.n_ctx // 2)
         n_ctx = int(self.n_ctx - (self.floor - budget) / shrinks) // _CTX_STEP * _CTX_STEP
-        return n_ctx if n_ctx >= _CTX_STEP and at(n_ctx).floor <= budget else 0
+        return n_ctx if n_ctx >= _CTX_STEP and planned_at(n_ctx).floor <= budget else 0
 
     def items(self) -> dict[str, int]:
         """Bytes of each thing that the process holds or plans for, by name."""

@@ -307,8 +307,7 @@ class ExpertBuffer:
     def publish(self) -> None:
         native.publish(self.handle)
 
-    def prefetch(self, gate: int, experts: Sequence[int], n_read: int | None = None, matrices: int = native.ALL_MATRICES, *,
-                 low: bool = False, limit: int = -1) -> int:  # fmt: skip
+    def prefetch(self, gate: int, experts: Sequence[int], n_read: int | None = None, *, low: bool = False, limit: int = -1) -> int:
         """These experts are expected: what is resident of them stays, what is absent of the first `n_read` is queued behind all demand.
 
         The gate gives up what it does not choose, or chooses in the other version. Returns the number of slices queued.
@@ -321,12 +320,12 @@ class ExpertBuffer:
         n = len(experts)
         array = (ctypes.c_int32 * n)(*experts)
         version = native.LOW if low else native.HIGH
-        return self._queued(gate, native.prefetch(self.handle, gate, array, n, n if n_read is None else n_read, matrices, version, limit))
+        return self._queued(gate, native.prefetch(self.handle, gate, array, n, n if n_read is None else n_read, native.ALL_MATRICES, version, limit))
 
-    def preload(self, gate: int, experts: Sequence[int], matrices: int = native.ALL_MATRICES, *, low: bool = False) -> int:
+    def preload(self, gate: int, experts: Sequence[int], *, low: bool = False) -> int:
         """Like `prefetch`, but whatever the gates choose, until the next gate event: a warm start, in the time in which nothing computes. Not counted as prefetched."""
         array = (ctypes.c_int32 * len(experts))(*experts)
-        return self._queued(gate, native.preload(self.handle, gate, array, len(experts), matrices, native.LOW if low else native.HIGH))
+        return self._queued(gate, native.preload(self.handle, gate, array, len(experts), native.ALL_MATRICES, native.LOW if low else native.HIGH))
 
     @staticmethod
     def _queued(gate: int, queued: int) -> int:

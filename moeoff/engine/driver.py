@@ -273,17 +273,15 @@ class Driver:
 
     def close(self, note: dict[str, Any] | None = None) -> None:
         """Delivers what is left and closes the trace, with a note about the run at its end. Before the buffer closes."""
-        if self.observers and self.buffer.running:
-            self.buffer.drain()
-            self.buffer.set_gate_callback(None)
-            for observer in self.observers:
-                observer.close()
-        if self._trace is not None:
-            try:
-                if note:
-                    self._trace.note(note)
-            finally:
-                self._trace.close()
+        with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
+            if self._trace is not None:
+                stack.callback(self._trace.close)
+                stack.callback(self._trace.note, note or {})
+            if self.observers and self.buffer.running:
+                for observer in self.observers:
+                    stack.callback(observer.close)
+                self.buffer.drain()
+                self.buffer.set_gate_callback(None)
 
 
 def sections(strategy: Strategy) -> set[str]:

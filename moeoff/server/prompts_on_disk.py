@@ -148,11 +148,20 @@ class PromptsOnDisk:
 
     def store(self, prompt: EvictedPrompt) -> None:
         """Writes it, on a thread of its own."""
-        self._writer = threading.Thread(target=self._write, args=(prompt,), name="moeoff-prompts", daemon=True)
-        self._writer.start()
+        writer = threading.Thread(target=self._write, args=(prompt,), name="moeoff-prompts", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError:  # the system gives this process no more threads
+            self._free(prompt)
+        else:
+            self._writer = writer
+
+    def _free(self, prompt: EvictedPrompt) -> None:
+        nbytes = prompt.nbytes
+        prompt.free()
+        self._on_freed(nbytes)
 
     def _write(self, prompt: EvictedPrompt) -> None:
-        nbytes = prompt.nbytes
         try:
             self._write_file(prompt)
         except WriteError as error:
@@ -160,8 +169,7 @@ class PromptsOnDisk:
         except _Closed:
             pass
         finally:
-            prompt.free()
-            self._on_freed(nbytes)
+            self._free(prompt)
 
     def _write_file(self, prompt: EvictedPrompt) -> None:
         stored = StoredPrompt(self._path(prompt.tokens), prompt.tokens, (prompt.parts[0].nbytes, prompt.parts[1].nbytes), self._prompt_rate())

@@ -28,7 +28,6 @@ from moeoff.routing.event import GateEvent
 from moeoff.routing.recording import Recording
 from moeoff.routing.trace import TraceHeader
 
-ALL_MATRICES = 15
 READ_FIELDS = np.dtype([(name, np.int64) for name in ("tensor", "expert", "t_done", "result")])  # what a meter asks of a finished read
 PREFETCH, DEMAND = 0, 2
 ALWAYS, PROMPTS, NEVER = "always", "prompts", "never"
@@ -256,9 +255,7 @@ class DeviceBuffer:
         found = np.isin(np.arange(self._there.size), list(self._copies)) if low else self._there
         return found.reshape(self.priorities.shape) * self._matrices
 
-    def prefetch(
-        self, gate: int, experts: Sequence[int], n_read: int | None = None, matrices: int = ALL_MATRICES, *, low: bool = False, limit: int = -1
-    ) -> int:
+    def prefetch(self, gate: int, experts: Sequence[int], n_read: int | None = None, *, low: bool = False, limit: int = -1) -> int:
         n_queued, n_each = 0, len(self._of_gate[gate])
         for place, i in enumerate(gate * self._width + int(e) for e in experts):
             if self._there[i] or (i, low) in self._begun or self._has((i, low)):

@@ -23,7 +23,7 @@ from moeoff.llamacpp import native
 from moeoff.policies import PREDICTORS, PRESETS, Prediction
 from moeoff.precision import Precision
 from moeoff.routing.batch import batch_spans, is_decode, spans_of
-from moeoff.routing.event import GateEvent
+from moeoff.routing.event import GateEvent, Observer
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
@@ -255,6 +255,20 @@ def test_a_text_begins_where_no_other_goes_on():
     assert begins((1, 1), (1, 2)) and not begins((1, 3))
     assert not begins((1, 4), (1, 5), (1, 6), decode=True) and not begins((1, 5), (0, 5), decode=True)
     assert begins((1, 5), (1, 6))  # another prompt that shares its beginning
+
+
+def test_a_trace_is_closed_whatever_fails_before():
+    class Fails(Observer):
+        def close(self):
+            raise OSError("no space left")
+
+    driver, calls = Driver(Recorder()), []
+    driver.buffer.running = True
+    driver._trace = SimpleNamespace(note=calls.append, close=lambda: calls.append("closed"))
+    driver.add(Fails())
+    with pytest.raises(OSError):
+        driver.close({"reads": 3})
+    assert calls == [{"reads": 3}, "closed"]
 
 
 def test_several_sequences_are_decoded_and_a_text_is_read():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -216,6 +217,17 @@ def test_what_is_written_when_the_server_ends_is_given_up(tmp_path):
     disk._closing = True
     disk._write(given)
     assert files(tmp_path) == [] and forgotten == [1]
+
+
+def test_no_thread_to_write_with(tmp_path, monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    disk, freed = Disk(tmp_path), []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    disk.store(EvictedPrompt(words(1), (memoryview(state(1)), memoryview(b"")), lambda: freed.append(1)))
+    disk.close()
+    assert freed == [1] and disk.n_written == 0
 
 
 # --- with a server ---
