@@ -7,7 +7,6 @@ its expert, the native buffer cancels it, before or between its chunks (ProMoE �
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -92,14 +91,6 @@ class ReadAhead:
         return queued
 
 
-@dataclass
-class _Selected:
-    """The experts that a gate selected and that had been predicted, and when."""
-
-    t_ns: int
-    right: frozenset[int]
-
-
 class PredictionMeter:
     """GoodPred = accuracy x fetch rate (ProMoE §4.1) of tokens that are decoded, both counted and none assumed.
 
@@ -114,13 +105,14 @@ class PredictionMeter:
         self._gate_of = [int(t.gate) for t in tensors]
         self._n_matrices = np.bincount(self._gate_of, minlength=n_gates).tolist()
         self._predicted: list[frozenset[int] | None] = [None] * n_gates
-        self._selected: list[list[_Selected]] = [[] for _ in range(n_gates)]  # of the last two tokens, the newest first
-        self._n_selected = self._n_right = 0  # experts
-        self._right_slices = self._late_slices = 0
+        # when, and which that had been predicted, of the last two tokens, the newest first
+        self._selected: list[list[tuple[int, frozenset[int]]]] = [[] for _ in range(n_gates)]
+        self.reset()
 
     def reset(self) -> None:
         """Counts from here on; predictions that are waiting stay."""
-        self._n_selected = self._n_right = self._right_slices = self._late_slices = 0
+        self._n_selected = self._n_right = 0  # experts
+        self._right_slices = self._late_slices = 0
 
     def predicted(self, gate: int, best: np.ndarray) -> None:
         """The experts [n] that this gate will select next, as many as serve its tokens."""
@@ -131,7 +123,7 @@ class PredictionMeter:
         gate, ids = event.gate, frozenset(event.ids.ravel().tolist())
         right = ids & (self._predicted[gate] or frozenset())
         self._predicted[gate] = None
-        self._selected[gate] = [_Selected(event.t_ns, right), *self._selected[gate][:1]]
+        self._selected[gate] = [(event.t_ns, right), *self._selected[gate][:1]]
         self._n_selected += len(ids)
         self._n_right += len(right)
         self._right_slices += len(right) * self._n_matrices[gate]
@@ -141,8 +133,8 @@ class PredictionMeter:
         if not len(reads):
             return
         for tensor, expert, t_done, result in zip(*(reads[name].tolist() for name in ("tensor", "expert", "t_done", "result"))):
-            selected = next((s for s in self._selected[self._gate_of[tensor]] if s.t_ns < t_done), None)
-            if result == 0 and selected is not None and expert in selected.right:
+            right = next((right for t_ns, right in self._selected[self._gate_of[tensor]] if t_ns < t_done), ())
+            if result == 0 and expert in right:
                 self._late_slices += 1
 
     @property
@@ -419,7 +411,8 @@ class Prefetcher(Observer):
         """stops: where something of a gate is absent, later ones are left alone (HOBBIT §3.3); not before a prompt, whose layers all have to be read."""
         for n, p in enumerate(predictions, 1):
             if not decode:
-                if self._read_union(p) and stops:
+                # all experts that some token is likely to select, those of the most tokens first (Fate §4.3)
+                if self._read_ahead.read(p.gate, _by_popularity(p.scores, self._n_used), versions=self._of_prompt(p)) and stops:
                     return
                 continue
             top = p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1]
@@ -480,10 +473,6 @@ class Prefetcher(Observer):
         if low := best[(versions == native.LOW) & pays].tolist():
             queued += prefetch(gate, low, low=True, limit=limit - queued)
         return queued
-
-    def _read_union(self, p: Prediction) -> int:
-        """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3); returns how many slices were absent."""
-        return self._read_ahead.read(p.gate, _by_popularity(p.scores, self._n_used), versions=self._of_prompt(p))
 
     def _of_prompt(self, p: Prediction) -> np.ndarray | None:
         """Versions that would serve the experts of a prompt's batch; None: it is not weighed."""

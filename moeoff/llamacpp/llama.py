@@ -264,8 +264,8 @@ class _Sampler(_internals.LlamaSampler):
         tokens["id"], tokens["logit"] = np.arange(len(scores)), scores
         array = api.llama_token_data_array(tokens.ctypes.data_as(api.llama_token_data_p), len(tokens), -1, False)
         api.llama_sampler_apply(self.sampler, ctypes.byref(array))
-        drawn = array.data[array.selected]
-        if drawn.logit == -np.inf:
+        drawn = array.data[array.selected] if 0 <= array.selected < array.size else None
+        if drawn is None or drawn.logit == -np.inf:
             raise MoeoffError("no token is left to go on with, as by a grammar or a logits processor")
         api.llama_sampler_accept(self.sampler, drawn.id)
         return int(drawn.id)

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import llama_cpp
+import numpy as np
 import pytest
 
 import moeoff
@@ -154,9 +155,12 @@ def test_exceptions_of_callbacks_reach_the_caller(llm, expected, keywords):
         assert answer(llm) == expected[8]
 
 
-def test_a_processor_that_gives_something_else(llm, expected):
-    with pytest.raises(ValueError):
-        llm.create_completion(PROMPT, logits_processor=llama_cpp.LogitsProcessorList([lambda _ids, scores: scores[:-1]]))
+@pytest.mark.parametrize(
+    "processor, error", [(lambda _ids, scores: scores[:-1], ValueError), (lambda _ids, scores: np.full_like(scores, -np.inf), MoeoffError)]
+)
+def test_a_processor_that_gives_something_else_or_leaves_nothing(llm, expected, processor, error):
+    with pytest.raises(error):
+        llm.create_completion(PROMPT, logits_processor=llama_cpp.LogitsProcessorList([processor]))
     assert answer(llm) == expected[8]
 
 
