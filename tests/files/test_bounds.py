@@ -319,24 +319,26 @@ def test_a_header_that_leaves_no_room_is_refused(tmp_path):
         moeoff.Llama(path, memory="200M")
 
 
-PEAK = """
+EACH = """
 import sys, moeoff
 from moeoff.system.memory import peak_rss
-try:
-    {}
-except moeoff.MoeoffError as error:
-    print(error)
-print(peak_rss() >> 20)
+for statement in sys.argv[1:]:
+    try:
+        exec(statement)
+        said = ""
+    except moeoff.MoeoffError as error:
+        said = error
+    print(peak_rss() >> 20, said)
 """
 
 
-def refused_within(code: str, *args: str) -> tuple[str, int]:
-    """What a statement says of files that ask for too much, and the most that the process took, in MiB. A use of freed memory, at its end too, ends it."""
+def said_and_taken(*statements: str) -> list[tuple[str, int]]:
+    """What each of these, one after the other, says of files that ask for too much, and the most that the process had taken by then, in MiB. A use of freed
+    memory, at its end too, ends it."""
     env = {**os.environ, "MALLOC_PERTURB_": "165"}
-    done = subprocess.run([sys.executable, "-c", PEAK.format(code), *args], capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run([sys.executable, "-c", EACH, *statements], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
-    *said, peak = done.stdout.splitlines()
-    return "\n".join(said), int(peak)
+    return [(said, int(peak)) for peak, _, said in (line.partition(" ") for line in done.stdout.splitlines())]
 
 
 def with_hole(source: str, out) -> str:
@@ -356,13 +358,11 @@ def test_adapters_that_ask_for_too_much(demo, tmp_path):
     small = write_expert_adapter(demo, tmp_path / "small.gguf")
     large = write_expert_adapter(demo, tmp_path / "large.gguf", rank=240)
     long = with_values(tmp_path / "long.gguf", small, **{"general.description": "x" * (60 << 20)})
-    code = 'moeoff.Llama(sys.argv[1], n_ctx=256, memory="200M", lora_path=sys.argv[2])'
-    for path, words in ((with_hole(small, tmp_path / "hole.gguf"), "header is damaged: it is longer than"), (long, "a budget of 200 MiB is too small"),
-                        (large, "a budget of 200 MiB is too small")):  # fmt: skip
-        said, peak = refused_within(code, demo, path)
-        assert words in said and peak < 200
+    expected = {with_hole(small, tmp_path / "hole.gguf"): "header is damaged: it is longer than", long: "a budget of 200 MiB is too small",
+                large: "a budget of 200 MiB is too small", small: ""}  # fmt: skip
+    done = said_and_taken(*(f'moeoff.Llama({demo!r}, n_ctx=256, memory="200M", lora_path={str(path)!r})' for path in expected))
+    assert all(words in said for words, (said, _) in zip(expected.values(), done, strict=True)) and done[-1][0] == "" and done[-2][1] < 200
     assert os.path.getsize(large) > 100 << 20
-    assert refused_within(code, demo, small)[0] == ""
 
 
 def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
@@ -380,9 +380,8 @@ def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
 
 def test_a_template_is_read_within_bounds(tmp_path):
     path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
-    said, peak = refused_within("from moeoff.engine.prompt import chat_template; print(chat_template(sys.argv[1]))", path)
-    _, usual = refused_within("from moeoff.engine.prompt import chat_template; chat_template(sys.argv[1])", str(DEMO))
-    assert said and peak - usual < 8
+    (_, usual), (_, peak) = said_and_taken(*(f"from moeoff.engine.prompt import chat_template; assert chat_template({file!r})" for file in (str(DEMO), path)))
+    assert peak - usual < 8
 
 
 def test_headers_of_what_a_server_loads(demo, tmp_path):
@@ -391,10 +390,9 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
 
     path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
     words = "what its header says takes about 2.. MiB to read, and there is room for"
-    for code in ('moeoff.Server(sys.argv[2], port=0, memory="200M")', 'moeoff.Server(sys.argv[1], port=0, memory="200M", draft=sys.argv[2])',
-                 'moeoff.Server(sys.argv[1], port=0, memory="200M", mmproj=sys.argv[2])'):  # fmt: skip
-        said, peak = refused_within(code, demo, path)
-        assert re.search(words, said) and peak < 200, code
+    models = (f"{path!r}", f"{demo!r}, draft={path!r}", f"{demo!r}, mmproj={path!r}")
+    done = said_and_taken(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
+    assert all(re.search(words, said) and peak < 200 for said, peak in done) and len(done) == 3, done
     index = ModelIndex.read(demo)
     usual, long = (ExtraModels.of(index, 256, {}, ServerOptions(draft=draft), 2 << 30).resident for draft in (demo, path))
     assert long - usual > 3.9 * (60 << 20)
