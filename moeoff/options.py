@@ -48,6 +48,7 @@ Path = str | os.PathLike[str]
 # ggml's numbers of these types; llama.cpp's programs take no others
 _CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7}
 _UNQUANTIZED = ("f32", "f16", "bf16")
+_SUMS = ("f16", "f32")
 VRAM_MODES = ("cooperative", "centric", "waves", "cpu", "auto")
 _ALL_UPLOADED = ("centric", "waves")  # the device computes with all experts, or with none
 # llama_cpp.Llama's numbers of these names
@@ -246,6 +247,9 @@ class Config:
 
     flash_attn: bool | None = _context("-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, usual=True, choices=("on", "off", "auto"),
                                        help="Flash attention: smaller compute buffers.")  # fmt: skip
+    attention: str = _context("--attention", metavar="f16|f32", parse=one_of(_SUMS), choices=_SUMS, default="f16", commands=_RUN_EVAL, llama=False, server="",
+                              help="How flash attention adds up values: f16, as llama.cpp, or f32: faster and more exact in long contexts, but not with "
+                                   "llama.cpp's bits.")  # fmt: skip
     n_batch: int | None = _context("-b", "--batch-size", metavar="N", parse=_tokens, help="Tokens of a prompt given to llama.cpp at once. Default: as -ub.")
     n_ubatch: int | None = _context("-ub", "--ubatch-size", metavar="N", parse=_tokens,
                                     help="Tokens of a prompt computed at once, at most -b. Default: 512, or fewer or more if prompts are expected to "
@@ -339,6 +343,8 @@ class Config:
             raise OptionError("`max_loss` finds the precision by itself, measured against the model's own: give no other")
         if self.type_v not in (None, *_UNQUANTIZED) and not self.flash_attn:
             raise OptionError(f"`type_v` {self.type_v}: quantized values need flash attention, which is off")
+        if self.attention == "f32" and not self.flash_attn:
+            raise OptionError("`attention` f32: needs flash attention, which is off")
         self.check_precision(self.precision)
         self._check_gpu()
 

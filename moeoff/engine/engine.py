@@ -258,7 +258,13 @@ class Engine:
         return self.buffer.loading(self.tensor_buffers, self.model_index.row_tables)
 
     def attach(self, ctx: int) -> None:
-        """The model is loaded, in a llama_context: its experts' slices have their places in files, and what it computes can be cancelled."""
+        """The model is loaded, in a llama_context: its experts' slices have their places in files, and what it computes can be cancelled.
+
+        Raises:
+            OptionError: attention is to be added up in f32, and there is no kernel for that.
+        """
+        if self.config.attention == "f32" and not (native.attention_kernels() == 1 and native.attend_context_in_f32(ctx)):
+            raise OptionError("`attention` f32: there is no such kernel for this processor, or for this model's KV cache")
         self.buffer.attach(self.model_index, self.quality.source, self.quality.low_source)
         api.llama_set_abort_callback(ctx, native.should_abort, self.buffer.handle)
 

@@ -112,6 +112,7 @@ __all__ = [
     "context_memory",
     "batch_memory",
     "unused_state",
+    "attend_context_in_f32",
     "layer_device",
     "device_memory",
     "replan",
@@ -127,6 +128,7 @@ __all__ = [
     "row_kernel_agrees",
     "attention_kernels",
     "use_attention_kernels",
+    "attend_in_f32",
     "cpu_buffer_type",
     "type_name",
     "blck_size",
@@ -493,6 +495,8 @@ context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_ui
 batch_memory = function("moeoff_batch_memory", c_int, c_void_p, c_uint32, c_bool, POINTER(c_uint64))
 # uint64_t moeoff_unused_state(const struct llama_context * ctx, uint32_t n_tokens, bool gives_back);
 unused_state = function("moeoff_unused_state", c_uint64, c_void_p, c_uint32, c_bool)
+# bool moeoff_attend_context_in_f32(const struct llama_context * ctx);
+attend_context_in_f32 = function("moeoff_attend_context_in_f32", c_bool, c_void_p)
 # void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);
 layer_device = function("moeoff_layer_device", c_void_p, c_void_p, c_int32)
 # void moeoff_device_memory(const struct llama_context * ctx, void * device, uint64_t * bytes);
@@ -536,6 +540,8 @@ row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int,
 attention_kernels = function("moeoff_attention_kernels", c_int)
 # void moeoff_use_attention_kernels(bool use);
 use_attention_kernels = function("moeoff_use_attention_kernels", None, c_bool)
+# void moeoff_attend_in_f32(struct ggml_tensor * k);
+attend_in_f32 = function("moeoff_attend_in_f32", None, c_void_p)
 # ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
 # const char * ggml_type_name(enum ggml_type type);

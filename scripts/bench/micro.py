@@ -167,7 +167,7 @@ def kernels(models: Sequence[str], text: str, prompt: int, tokens: int, json_fil
 # --- attention, one op at a time, each over K and V of its own ---
 
 HEADS = "32/4x128,16/16x128,64/8x64"  # query heads / KV heads x numbers of a head
-WAYS = ("ours", "ggml's", "ggml's without flash attention")
+WAYS = ("ours", "ours in f32", "ggml's", "ggml's without flash attention")
 
 
 def time_attention(heads: str, depth: int, n_tokens: int, n_threads: int, rounds: int) -> list[float]:
@@ -179,14 +179,16 @@ def time_attention(heads: str, depth: int, n_tokens: int, n_threads: int, rounds
     shape = Shape(int(size), int(size), n_kv_heads, n_heads // n_kv_heads, n_tokens, n_tokens + depth)
     n_layers = min(8, 1 + (64 << 20) // (4 * shape.n_kv * n_kv_heads * shape.dk))
     with contextlib.ExitStack() as stack:
-        layers = [stack.enter_context(Attention(shape, np.random.default_rng(0), with_products=True)) for _ in range(n_layers)]
-        ways = (lambda op: op.compute(n_threads, True), lambda op: op.compute(n_threads, False), lambda op: op.compute_products(n_threads))
+        layers, in_f32 = ([stack.enter_context(Attention(shape, np.random.default_rng(0), **options)) for _ in range(n_layers)]
+                          for options in ({"with_products": True}, {"in_f32": True}))  # fmt: skip
+        ways = [(layers, lambda op: op.compute(n_threads, True)), (in_f32, lambda op: op.compute(n_threads, True)),
+                (layers, lambda op: op.compute(n_threads, False)), (layers, lambda op: op.compute_products(n_threads))]  # fmt: skip
         least, clock = [float("inf")] * len(ways), time.thread_time if n_threads == 1 else time.perf_counter
         for _ in range(rounds):
-            for i, way in enumerate(ways):
-                for layer in layers:
+            for i, (ops, way) in enumerate(ways):
+                for op in ops:
                     began = clock()
-                    way(layer)
+                    way(op)
                     least[i] = min(least[i], 1e3 * (clock() - began))
         return least
 
@@ -199,7 +201,7 @@ def time_attention(heads: str, depth: int, n_tokens: int, n_threads: int, rounds
 @click.option("--rounds", default=5, show_default=True)
 @JSON
 def attention(shapes: str, depths: str, tokens: int, threads: int, rounds: int, json_file: str | None) -> None:
-    """K and V of halves, and a causal mask. The first two give the same bits."""
+    """K and V of halves, and a causal mask. Ours and ggml's give the same bits."""
     with ResultsFile(json_file) as results:
         title = f"{tokens} token{'s' if tokens > 1 else ''} on {threads} thread{'s' if threads > 1 else ''}: ms of a layer's attention"
         table = results.table("attention", title, ["heads", "behind", *WAYS, "gains"])

@@ -71,8 +71,8 @@ def mask_of(shape: Shape, rng: np.random.Generator) -> np.ndarray | None:
 class Attention:
     """An op with its operands, in memory."""
 
-    def __init__(self, shape: Shape, rng: np.random.Generator, with_products: bool = False):
-        """with_products: also the way without flash attention, over a transposed V."""
+    def __init__(self, shape: Shape, rng: np.random.Generator, with_products: bool = False, in_f32: bool = False):
+        """with_products: also the way without flash attention, over a transposed V. in_f32: what our kernels add up."""
         self.shape, self._backend = shape, Backend()
         with contextlib.ExitStack() as stack:
             context = stack.enter_context(Context(24, 2))
@@ -81,6 +81,8 @@ class Attention:
             types = [type_from_name(name) for name in (s.k, s.v)]
             q = context.tensor(ggml_api.F32, s.dk, s.n_heads, s.n_tokens, s.n_streams)
             k, v = (context.tensor(type, d, s.n_kv_heads, s.n_kv, s.n_streams) for type, d in zip(types, (s.dk, s.dv)))
+            if in_f32:
+                native.attend_in_f32(k)
             values = {q: numbers(rng, (s.n_streams, s.n_tokens, s.n_heads, s.dk), s.style)}
             for tensor, type, d in zip((k, v), types, (s.dk, s.dv)):
                 x = numbers(rng, (1, s.n_streams * s.n_kv * s.n_kv_heads, d), s.style)
@@ -104,6 +106,7 @@ class Attention:
             context.allocate(cpu_buffer_type())
             for tensor, x in values.items():
                 write(tensor, x)
+            self.operands = values[q], values[k], values[v]
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Attention:

@@ -79,6 +79,24 @@ def test_our_kernels_are_what_is_compared():
         assert [np.array_equal(attention.bits(n, False), bits) for n, bits in ((1, one), (2, two))] == [True, True]
 
 
+@pytest.mark.skipif(not has_kernels(), reason="no kernels for this processor")
+@pytest.mark.parametrize("n_tokens", [1, 4])
+def test_sums_in_f32_are_more_exact(n_tokens):
+    """A mean of 4,096 values, against one of float64: ggml rounds the sum to f16 after each of them."""
+    shape = Shape(64, 128, 2, 4, n_tokens, 4096, mask="none")
+    errors = []
+    for in_f32 in (False, True):
+        with Attention(shape, np.random.default_rng(0), in_f32=in_f32) as attention:
+            out = attention.bits(2, True).view(np.float32).reshape(n_tokens, 2, 4, 128)
+            q, k, values = attention.operands
+        q, k, values = (x.astype(np.float64) for x in (q.reshape(n_tokens, 2, 4, 64), k.reshape(4096, 2, 64), values.reshape(4096, 2, 128)))
+        scores = np.einsum("tgrd,pgd->tgrp", q, k) / 8
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        exact = np.einsum("tgrp,pgd->tgrd", weights / weights.sum(-1, keepdims=True), values)
+        errors.append(float(np.abs(out - exact).max() / np.abs(exact).max()))
+    assert errors[0] > 1e-3 and errors[1] < 1e-5, errors
+
+
 @pytest.mark.parametrize("cache", ["F16", pytest.param("Q8_0", marks=pytest.mark.slow)])
 def test_a_deep_text_has_stocks_logits(cache):
     """A prompt and decoded tokens behind 600 others, where ggml's threads share a token's positions; by our kernels and by ggml's."""

@@ -36,6 +36,7 @@ REFUSED = [
     ({"type_k": "q3_k"}, "type_k: one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, not 'q3_k'"),
     ({"type_k": 12}, "type_k: one of .*, not 12"),
     ({"type_v": "q8_0"}, "type_v q8_0: quantized values need flash attention"),
+    ({"attention": "f32"}, "attention f32: needs flash attention"),
     ({"n_batch": 0}, "n_batch: at least 1 token, not 0"),
     ({"n_gpu_layers": 3}, "n_gpu_layers: this build .*(has no GPU backend|no driver offers a device)"),
     ({"tensor_split": "3,1"}, "tensor_split: this build .*(has no GPU backend|no driver offers a device)"),

@@ -26,6 +26,7 @@ OTHERS = {
     "precision": {"tau": 0.3},
     "tier": {"tier": "Q4_0"},
     "cache": {"type_k": "q8_0", "flash_attn": True},
+    "attention": {"attention": "f32", "flash_attn": True},
     "micro-batch": {"n_ubatch": 64},
 }
 

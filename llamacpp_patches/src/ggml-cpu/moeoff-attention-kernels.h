@@ -199,8 +199,8 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
     return largest;
 }
 
-// acc[r * dv + d] += weights of row r times V, for C vectors of columns from v's on. Halves: V has halves, and acc is rounded to them each time.
-template <int R, int C, bool Halves>
+// acc[r * dv + d] += weights of row r times V, for C vectors of columns from v's on. Halves: V has them; Rounds: acc is rounded to them each time.
+template <int R, int C, bool Halves, bool Rounds>
 static inline void some_values(int dv, int column, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
     vec a[R][C];
     acc += column;
@@ -211,7 +211,7 @@ static inline void some_values(int dv, int column, int n, const char * const * v
         if (i < largest.n && largest.position[i] == t) {
             MOEOFF_UNROLL for (int r = 0; r < R; r++) {
                 const vec scale = all(largest.scale[i * R + r]);
-                MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = Halves ? as_halves(mul(a[r][c], scale)) : mul(a[r][c], scale); }
+                MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = Rounds ? as_halves(mul(a[r][c], scale)) : mul(a[r][c], scale); }
             }
             i++;
         }
@@ -230,7 +230,7 @@ static inline void some_values(int dv, int column, int n, const char * const * v
                 const vec weight = all(weights[t * R + r]);
                 MOEOFF_UNROLL for (int c = 0; c < C; c++) {
                     a[r][c] = fma(x[c], weight, a[r][c]);
-                    if (Halves) {
+                    if (Rounds) {
                         a[r][c] = as_halves(a[r][c]);
                     }
                 }
@@ -242,15 +242,15 @@ static inline void some_values(int dv, int column, int n, const char * const * v
     }
 }
 
-template <int R, bool Halves>
+template <int R, bool Halves, bool Rounds>
 static inline void values(int dv, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
     constexpr int C = std::min(8, lanes / R); // as many as registers hold
     int           d = 0;
     for (; d + C * lanes <= dv; d += C * lanes) {
-        some_values<R, C, Halves>(dv, d, n, v, ahead, weights, largest, acc);
+        some_values<R, C, Halves, Rounds>(dv, d, n, v, ahead, weights, largest, acc);
     }
     for (; d < dv; d += 4 * lanes) { // C is 8
-        some_values<R, std::min(C, 4), Halves>(dv, d, n, v, ahead, weights, largest, acc);
+        some_values<R, std::min(C, 4), Halves, Rounds>(dv, d, n, v, ahead, weights, largest, acc);
     }
 }
 

@@ -30,16 +30,19 @@ constexpr int64_t least_prompt = 64;  // tokens
 // who computes an op of the comparison that the kernels must pass: the last of its parameters, of which attention uses four
 enum computed_by { EITHER, GGML, OURS };
 constexpr int computed_by_param = 15;
+constexpr int in_f32_param      = 15; // of a KV cache's K, which is computed by no op
 
 struct shape {
     const ggml_tensor * op, * q, * k, * v, * mask, * sinks;
     int                 dk, dv, n_tokens, n_heads, n_kv_heads, n_streams;
     int                 n_group; // query heads of a KV head
     int64_t             n_kv;
+    bool                in_f32; // sums, and query rows, instead of halves
 
     explicit shape(const ggml_tensor * op)
         : op(op), q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]), dk((int) k->ne[0]), dv((int) v->ne[0]),
-          n_tokens((int) q->ne[1]), n_heads((int) q->ne[2]), n_kv_heads((int) k->ne[2]), n_streams((int) q->ne[3]), n_group(n_heads / n_kv_heads), n_kv(k->ne[1]) {}
+          n_tokens((int) q->ne[1]), n_heads((int) q->ne[2]), n_kv_heads((int) k->ne[2]), n_streams((int) q->ne[3]), n_group(n_heads / n_kv_heads), n_kv(k->ne[1]),
+          in_f32(ggml_get_op_params_i32(k->view_src ? k->view_src : k, in_f32_param)) {}
 
     bool of_halves() const { return k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16; }
     bool is_shared() const { return of_halves() && n_tokens == 1 && n_streams == 1 && n_kv >= least_shared; }
@@ -99,6 +102,14 @@ struct attention_op : shape {
     const float * sink(int head) const { return sinks ? (const float *) sinks->data + head : nullptr; }
 };
 
+static ggml_to_float_t to_float_of(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q8_0: return unpack<block_q8_0>;
+        case GGML_TYPE_Q4_0: return unpack<block_q4_0>;
+        default: return ggml_get_type_traits(type)->to_float;
+    }
+}
+
 static float inverse(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
 
 // --- a position after the other ---
@@ -138,8 +149,7 @@ class query_rows {
 
     query_rows(const attention_op & op, char * memory, int n)
         : op(op), mask((const ggml_fp16_t **) memory), q((char *) (mask + n)), acc((float *) (q + n * q_bytes())), M(acc + (size_t) n * op.dv), S(M + n), slope(S + n),
-          values_of_tile(slope + n),
-          to_float(op.v->type == GGML_TYPE_Q8_0 ? unpack<block_q8_0> : op.v->type == GGML_TYPE_Q4_0 ? unpack<block_q4_0> : ggml_get_type_traits(op.v->type)->to_float) {}
+          values_of_tile(slope + n), to_float(to_float_of(op.v->type)) {}
 
     void set(int i, int token, int head, int stream) {
         const float *   numbers   = op.query(token, head, stream);
@@ -147,7 +157,7 @@ class query_rows {
         char *          row       = q + i * q_bytes();
         if (op.k->type == GGML_TYPE_F16) {
             for (int d = 0; d < op.dk; d += lanes) {
-                store((float *) row + d, as_halves(load(numbers + d)));
+                store((float *) row + d, op.in_f32 ? load(numbers + d) : as_halves(load(numbers + d)));
             }
         } else {
             const converted_row y(row, op.dk);
@@ -165,7 +175,7 @@ class query_rows {
 
     // goes on by a tile, for rows that share a KV head
     void attend(int kv_head, int stream, int n, int64_t begin, int n_positions, int first = 0) {
-        bool is_unpacked = of_halves(); // this tile of V
+        bool is_unpacked = has_halves(); // this tile of V
         for (int r = first; r < first + n;) {
             const int n_equal = with_equal_mask(r, std::min(first + n - r, max_rows), begin, n_positions);
             const int n_now   = n_equal == 8 ? 8 : n_equal >= 4 ? 4 : n_equal >= 2 ? 2 : 1;
@@ -212,13 +222,13 @@ class query_rows {
   private:
     const attention_op & op;
     const ggml_fp16_t ** mask;
-    char *               q; // of floats that are halves, or converted_row
+    char *               q; // of floats, or converted_row
     float *              acc, * M, * S, * slope, * values_of_tile;
     ggml_to_float_t      to_float; // of V
     visible              seen;
 
     size_t q_bytes() const { return op.dk * sizeof(float); }
-    bool   of_halves() const { return op.v->type == GGML_TYPE_F16; }
+    bool   has_halves() const { return op.v->type == GGML_TYPE_F16; } // V
 
     int with_equal_mask(int row, int n, int64_t begin, int n_positions) const {
         for (int i = 1; i < n; i++) {
@@ -233,7 +243,7 @@ class query_rows {
         const char * k[tile], * v[tile];
         for (int i = 0; i < seen.n; i++) {
             k[i] = op.row(op.k, begin + seen.position[i], kv_head, stream);
-            v[i] = of_halves() ? op.row(op.v, begin + seen.position[i], kv_head, stream) : (const char *) (values_of_tile + seen.position[i] * op.dv);
+            v[i] = has_halves() ? op.row(op.v, begin + seen.position[i], kv_head, stream) : (const char *) (values_of_tile + seen.position[i] * op.dv);
         }
         alignas(64) float weights[tile * R + lanes];
         char *          rows  = q + r * q_bytes();
@@ -248,10 +258,12 @@ class query_rows {
                 }
         }
         const maxima largest = softmax<R>(op.rule, seen.n, weights, seen.mask, slope + r, M + r, S + r);
-        if (of_halves()) {
-            values<R, true>(op.dv, seen.n, v, tile * op.v->nb[1], weights, largest, of(r));
+        if (!has_halves()) {
+            values<R, false, false>(op.dv, seen.n, v, 0, weights, largest, of(r));
+        } else if (op.in_f32) {
+            values<R, true, false>(op.dv, seen.n, v, tile * op.v->nb[1], weights, largest, of(r));
         } else {
-            values<R, false>(op.dv, seen.n, v, 0, weights, largest, of(r));
+            values<R, true, true>(op.dv, seen.n, v, tile * op.v->nb[1], weights, largest, of(r));
         }
     }
 };
@@ -653,3 +665,5 @@ int moeoff_attention_kernels(void) {
 }
 
 void moeoff_use_attention_kernels(bool use) { moeoff::is_switched_off = !use; }
+
+void moeoff_attend_in_f32(ggml_tensor * k) { ggml_set_op_params_i32(k, moeoff::in_f32_param, 1); }

@@ -5,6 +5,8 @@
 
 #include "moeoff.h"
 
+struct ggml_tensor;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -15,11 +17,13 @@ MOEOFF_API int moeoff_attention_kernels(void);
 // Whether kernels of ours are used from now on; they are, unless this is called. Not while anything computes.
 MOEOFF_API void moeoff_use_attention_kernels(bool use);
 
+// From now on attention over this K, or a view of it, is added up in floats where ggml adds halves: faster behind many tokens, more exact, other bits.
+MOEOFF_API void moeoff_attend_in_f32(struct ggml_tensor * k);
+
 #ifdef __cplusplus
 }
 
 struct ggml_compute_params;
-struct ggml_tensor;
 
 namespace moeoff {
 

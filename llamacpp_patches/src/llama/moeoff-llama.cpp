@@ -10,6 +10,7 @@
 #include "llama-model.h"
 
 #include "../ggml/src/ggml-backend-impl.h"
+#include "../ggml/src/ggml-cpu/moeoff/moeoff-attention.h"
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -411,19 +412,38 @@ static uint64_t unused_in(const llama_kv_cache & cache, bool has_values, uint32_
     return sum;
 }
 
-uint64_t moeoff_unused_state(const llama_context * ctx, uint32_t n_tokens, bool gives_back) {
-    const bool             has_values = !ctx->get_model().hparams.is_mla();
-    const llama_memory_i * memory     = ctx->get_memory();
+// The KV caches of a context, but those that are laid out otherwise. At most two.
+static std::vector<const llama_kv_cache *> caches_of(const llama_context * ctx) {
+    const llama_memory_i * memory = ctx->get_memory();
     if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
         memory = hybrid->get_mem_attn();
     } else if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
         memory = hybrid->get_mem_attn();
     }
     if (const auto * windows = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
-        return unused_in(*windows->get_base(), has_values, n_tokens, gives_back) + unused_in(*windows->get_swa(), has_values, n_tokens, gives_back);
+        return { windows->get_base(), windows->get_swa() };
     }
     const auto * cache = dynamic_cast<const llama_kv_cache *>(memory);
-    return cache ? unused_in(*cache, has_values, n_tokens, gives_back) : 0;
+    return cache ? std::vector<const llama_kv_cache *> { cache } : std::vector<const llama_kv_cache *>();
+}
+
+uint64_t moeoff_unused_state(const llama_context * ctx, uint32_t n_tokens, bool gives_back) {
+    uint64_t sum = 0;
+    for (const llama_kv_cache * cache : caches_of(ctx)) {
+        sum += unused_in(*cache, !ctx->get_model().hparams.is_mla(), n_tokens, gives_back);
+    }
+    return sum;
+}
+
+bool moeoff_attend_context_in_f32(const llama_context * ctx) {
+    bool any = false;
+    for (const llama_kv_cache * cache : caches_of(ctx)) {
+        for (const uint32_t il : cache->get_layer_ids()) {
+            moeoff_attend_in_f32(cache->get_k_storage(il));
+            any = true;
+        }
+    }
+    return any;
 }
 
 void * moeoff_layer_device(const llama_context * ctx, int32_t layer) {
