@@ -175,7 +175,7 @@ def table_of(kind: type) -> dict[str, Option]:
 
 
 def read(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the given values, those that a class has a field for, read; what is None was not given."""
+    """Values that a class has a field for, read; what is None was not given."""
     table = table_of(kind)
     names = {f.name for f in fields(kind)}
     return {name: table[name].read(value) if name in table else value for name, value in values.items() if name in names and value is not None}
@@ -186,5 +186,5 @@ class Options:
 
     @classmethod
     def make(cls, **options: Any) -> Self:
-        """Of values as people write them. Raises OptionError for one that makes no sense."""
+        """Reads values as people write them. Raises OptionError for one that makes no sense."""
         return cls(**read(cls, options))

@@ -310,7 +310,7 @@ class Config:
 
     @classmethod
     def make(cls, model_path: Path | Config, **options: Any) -> Config:
-        """Of options as people write them: names, sizes, percentages, paths. What is None was not given; what the table does not have is llama_cpp's.
+        """Reads options as people write them: names, sizes, percentages, paths. What is None was not given; what the table does not have is llama_cpp's.
 
         A `Config` in the place of the path stays as it is.
         """
@@ -367,12 +367,12 @@ class Config:
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
 
     def check_adapters(self, adapters: bool) -> None:
-        """Raises OptionError if there are adapters and both a device and the CPU compute with experts."""
+        """Checks that not both a device and the CPU compute with experts, if there are adapters. Raises OptionError."""
         if adapters and self.vram is not None and self.vram_mode not in ("centric", "cpu"):
             raise OptionError(f"`vram_mode` {self.vram_mode}: adapters (LoRA) are computed on one side alone; give `vram_mode` centric or cpu")
 
     def check_precision(self, precision: Precision) -> None:
-        """Raises OptionError if the strategy cannot serve experts in this precision, or cannot repeat a run's decisions."""
+        """Checks that the strategy can serve experts in this precision, and repeat a run's decisions. Raises OptionError."""
         if not self.strategy.eager and not (precision.lossless and self.replay is None):
             raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
         if precision.mispredicted_low and (self.strategy.predictor is None or self.strategy.ab_tested):
@@ -381,7 +381,7 @@ class Config:
             raise OptionError("what is predicted in time depends on time: a deterministic run cannot serve what is not in low precision")
 
     def check_model(self, model_index: ModelIndex) -> None:
-        """Raises OptionError for values that have no effect with this model, or that llama.cpp would crash over."""
+        """Checks that all values have an effect with this model, and that llama.cpp does not crash over them. Raises OptionError."""
         from .llamacpp.llama import KEYWORDS
 
         others = ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx")
@@ -399,7 +399,7 @@ class Config:
 
     @property
     def repeatable(self) -> bool:
-        """Whether nothing that is computed may depend on memory or time: so that the text repeats, or the run can be compared with a recorded one."""
+        """True if nothing that is computed may depend on memory or time: so that the text repeats, or the run can be compared with a recorded one."""
         return self.deterministic or self.trace is not None or self.replay is not None
 
     @property
@@ -459,7 +459,7 @@ _HADAMARD = 64  # numbers of a head that llama.cpp rotates together before it qu
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    """What follows from values that were read: the strategy's own where nothing else is asked for."""
+    """Completes values that were read with what follows from them: the strategy's own where nothing else is asked for."""
     chosen = values.get("strategy") or _strategy("auto")
     strategy = chosen if values.get("stride") is None else chosen.with_stride(values["stride"])
     precision = values.get("precision") or chosen.precision  # naming the strategy is asking for it
@@ -515,7 +515,7 @@ class Sampling(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
-    """What a server has beside its model.
+    """Options of a server beside its model's.
 
     Attributes:
         args: of llama-server, passed on.
@@ -562,7 +562,7 @@ class ServerOptions(Options):
 
     @property
     def drafts(self) -> bool:
-        """Whether there is something to make drafts with."""
+        """True if there is something to make drafts with."""
         return bool(self.draft or self.spec_type)
 
 

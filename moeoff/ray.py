@@ -110,7 +110,7 @@ class _Demand:
     actor: Mapping[str, Any]
 
     def check(self) -> None:
-        """Raises OptionError if Ray's machines, of which none has died, cannot hold them; before Ray is started there are none to ask."""
+        """Checks that Ray's machines, of which none has died, can hold them; before Ray is started there are none to ask. Raises OptionError."""
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         if not isinstance(self.n_replicas, int) or not all(node["Alive"] for node in nodes):  # one may come for one that has gone
             return

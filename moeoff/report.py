@@ -246,7 +246,7 @@ _WORTH = 1.15  # times the speed that more memory is advised for
 
 
 def advice(rows: list[MoreMemory]) -> str:
-    """What to do, in one sentence: the least memory that is worth it; or that more gives little."""
+    """Advice in one sentence: the least memory that is worth it; or that more gives little."""
     here = next(row for row in rows if row.here)
     best = max(row.tps for row in rows)
     if best < _WORTH * here.tps:

@@ -45,7 +45,7 @@ Ctrl-C stops an answer, or clears the line. A text that begins with / needs a sp
 
 
 def is_open(text: str) -> bool:
-    """Whether Enter after this text begins a new line instead of sending it."""
+    """True if Enter after this text begins a new line instead of sending it."""
     text = text.lstrip()
     return text.startswith(QUOTES) and QUOTES not in text[len(QUOTES) :]
 
@@ -239,7 +239,7 @@ def _overflow(error: ContextError, has_history: bool) -> str:
 
 @contextlib.contextmanager
 def typed_ahead() -> Iterator[None]:
-    """While open, what is typed before it is asked for waits as it was typed: nothing of it is echoed into an answer, and each Enter ends a message."""
+    """Makes what is typed before it is asked for wait as it was typed, while open: nothing of it is echoed into an answer, and each Enter ends a message."""
     terminal = sys.stdin.fileno()
     before, mode = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
     mode[0] &= ~termios.ICRNL  # Enter would become Ctrl-J, which begins a new line

@@ -64,7 +64,7 @@ class Completion:
         return self.finish_reason == "length" and not self.discarded_tokens and self.prompt_tokens + self.completion_tokens >= self.n_ctx
 
     def to_dict(self) -> dict[str, Any]:
-        """What `moeoff run --json` prints."""
+        """The object that `moeoff run --json` prints."""
         n_prompt, n_completion, stats = self.prompt_tokens, self.completion_tokens, asdict(self.stats)
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
         return {"model": stats["model"], "text": self.text, "finish_reason": self.finish_reason, "usage": usage, "stats": stats}
@@ -191,7 +191,7 @@ class Completer:
             line.clear()
 
     def _compute(self, tokens: list[int], pieces: queue.SimpleQueue[str | None]) -> str:
-        """In the thread: puts pieces of text, then None."""
+        """Puts pieces of text, then None; returns why the answer has ended. Runs in the thread."""
         reason = "length"
         self._prompt = tokens
         try:
@@ -216,7 +216,7 @@ class Completer:
         return "cancelled" if self._cancelled.is_set() else reason
 
     def _drawn(self, _tokens: object, _logits: object) -> bool:
-        """After each token that was drawn, before it is computed. Whether the answer ends there."""
+        """True if the answer ends here. Called after each token that was drawn, before it is computed."""
         cache, prompt = self._prompt_cache, self._prompt
         if prompt and cache is not None and not cache.answers and prompt != self._cached_tokens[: len(prompt)]:
             cache.save(self.llm)  # the context holds the prompt and nothing else

@@ -43,7 +43,7 @@ def _rate(tps: float) -> str:
 
 
 def _about(r: Report) -> str:
-    """Of a small model the rate is a bound: what llama.cpp does between products, which is not measured, takes longer than they do."""
+    """The word before a rate, which is a bound for a small model: what llama.cpp does between products, which is not measured, takes longer than they do."""
     return "at most" if r.compute_seconds and r.compute_seconds < _SMALL * r.n_layer else "about"
 
 

@@ -76,7 +76,7 @@ class Command(click.Command):
             sys.exit(130)
 
     def takes_value(self, ctx: click.Context, without: Collection[str] = ()) -> dict[str, bool]:
-        """Of each flag, whether it takes a value."""
+        """Flags, and whether each takes a value."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option) and p.name not in without]
         return {flag: not option.is_flag for option in options for flag in option.opts}
 
@@ -118,7 +118,7 @@ class GroupedOption(click.Option):
 
 
 class _TableValue(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """What was typed, as it is: the table reads it."""
+    """A value as it was typed: the table reads it."""
 
     name = "text"
 
@@ -233,7 +233,7 @@ class _Output(io.FileIO):
 
 @contextlib.contextmanager
 def written_whole() -> Iterator[None]:
-    """What is printed inside is written when the block ends. Where the reader of our output has gone, the program ends well."""
+    """Writes what is printed inside when the block ends. Where the reader of our output has gone, the program ends well."""
     try:
         yield
         if sys.stdout is not None:
@@ -308,7 +308,7 @@ def sentence(error: BaseException) -> str:
 
 
 def flags_as_typed(context: click.Context) -> dict[str, tuple[str, str]]:
-    """Of each option of the running command, the flag that was typed, or its longest, and the form of its value."""
+    """Flag and form of the value of each option of the running command: the flag that was typed, or the longest."""
     typed = {word.partition("=")[0] for word in context.meta.get(TYPED, [])}
     options = {p.name: p for p in context.command.params if isinstance(p, click.Option) and p.name}
     return {name: (next((opt for opt in p.opts if opt in typed), max(p.opts, key=len)), p.metavar or name.upper()) for name, p in options.items()}

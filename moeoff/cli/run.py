@@ -161,7 +161,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _prompt(prompt: str | None, file: str | None) -> str | None:
-    """What -p, -f and standard input say together, or None if none says anything. What is piped in follows the question."""
+    """The prompt of -p, -f and standard input together, or None if none says anything. What is piped in follows the question."""
     if prompt is not None and file is not None:
         raise OptionError("give -p or -f, not both")
     try:
@@ -266,7 +266,7 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """While open, SIGTERM and Ctrl-C end the program well, also where it was started with Ctrl-C ignored, as a script's `&` does. One that comes
+    """Lets SIGTERM and Ctrl-C end the program well, while open, also where it was started with Ctrl-C ignored, as a script's `&` does. One that comes
     again when they should have done so ends it at once."""
     first: list[float] = []
 

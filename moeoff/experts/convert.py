@@ -119,7 +119,7 @@ def convert(
 
 @contextlib.contextmanager
 def _termination_interrupts() -> Iterator[None]:
-    """While open, SIGTERM cleans up like Ctrl-C."""
+    """Makes SIGTERM clean up like Ctrl-C, while open."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -54,7 +54,7 @@ def profile_output(model_index: ModelIndex) -> str:
 
 
 def _cached_path(model_index: ModelIndex) -> Path:
-    """Raises `OSError` if there is no cache folder."""
+    """Path of a model's profile in the cache folder. Raises `OSError` if there is none."""
     return cache_folder() / "profiles" / f"{model_index.identity}.npz"
 
 
@@ -106,7 +106,8 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_index: ModelIndex, only: Collection[str] | None = None, room: int | None = None) -> Profile:
-        """
+        """Reads a profile and checks that it is this model's.
+
         Args:
             only: sections that are read: those of predictors may be large. None: all.
             room: bytes that they may take. None: half of what is available.

@@ -183,7 +183,7 @@ class Sidecar:
         return value
 
     def check_belongs(self, model_index: ModelIndex) -> None:
-        """Raises `ModelError` unless the sidecar was made of this model, as it is now."""
+        """Checks that the sidecar was made of this model, as it is now. Raises `ModelError`."""
         if source_sample(model_index) != self._sample:
             raise ModelError(
                 f"{self.path}: made of another {self.source_name}, or {model_index.files[0]} has changed since: convert it again, or go without",

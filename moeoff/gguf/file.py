@@ -118,7 +118,7 @@ class FileState:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> FileState | None:
-        """Of the file that has this name now; None: there is none, or it is out of reach."""
+        """The state of the file that has this name now; None: there is none, or it is out of reach."""
         try:
             return cls.of(os.stat(path))
         except OSError:
@@ -148,7 +148,7 @@ def read_range(fd: int, path: str | os.PathLike[str], offset: int, nbytes: int, 
 
 
 def _what_begins(magic: bytes) -> str:
-    """What a file that begins with these bytes is, where it has come from a download."""
+    """A guess at what a file that begins with these bytes is, where it has come from a download."""
     if not magic:
         return "it is empty"
     if magic == b"vers":

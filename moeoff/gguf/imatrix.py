@@ -28,7 +28,7 @@ class Imatrix:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Imatrix:
-        """Raises ModelError: missing, damaged or empty."""
+        """Reads a file of either format. Raises ModelError: missing, damaged or empty."""
         path = os.fspath(path)
         try:
             with open_file(path) as file:

@@ -250,7 +250,7 @@ class ModelIndex:
         return replace(self, experts=loaded(self.experts), dense=loaded(self.dense))
 
     def require_experts(self) -> None:
-        """Raises `ModelError` if there is nothing to offload."""
+        """Checks that there is something to offload. Raises `ModelError`."""
         if self.architecture == "moeoff-experts":
             raise ModelError(f"{self.files[0]}: a sidecar, not a model: give the model that it was made of")
         if any(SINGLE_EXPERT.match(name) for name in self.dense):
@@ -259,14 +259,14 @@ class ModelIndex:
             raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
 
     def require_text(self) -> None:
-        """Raises `ModelError` for a model that does not write a text token by token."""
+        """Checks that the model writes a text token by token. Raises `ModelError`."""
         if self.architecture in _DIFFUSION:
             raise ModelError(
                 f"{self.files[0]}: a diffusion model ({self.architecture}), which draws all tokens of an answer at once, in many steps: moeoff writes token by token"
             )
 
     def check_unchanged(self) -> None:
-        """Raises `ModelError` if a file was written to since it was read.
+        """Checks that no file was written to since it was read. Raises `ModelError`.
 
         A file that was replaced by another of the same name is no harm to those who still hold the old one open.
         """

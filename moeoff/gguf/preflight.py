@@ -34,7 +34,7 @@ _F32 = 0
 
 
 def preflight(index: ModelIndex) -> None:
-    """Raises `ModelError` if llama.cpp would end the process over what the file says. A model without experts is asked for none."""
+    """Checks that llama.cpp would not end the process over what the file says. A model without experts is asked for none. Raises `ModelError`."""
     for key, good, expected in _counts(index):
         if not good:
             value = repr(index.hparams[key]) if key in index.hparams else "missing"

@@ -70,7 +70,7 @@ class PassedFile:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What a command line of llama-server's means here.
+    """A command line of llama-server's, in the terms of this server.
 
     Attributes:
         options: of moeoff's, by name in Python.
@@ -118,7 +118,7 @@ class CommandLine:
 
 
 class _Name(NamedTuple):
-    """What a name of an option means: how many words behind it are its values, and the habit or the line of the table that it stands for.
+    """Meaning of an option's name: how many words behind it are its values, and the habit or the line of the table that it stands for.
 
     Attributes:
         value: of the line, that the name alone gives.
@@ -185,8 +185,8 @@ def _paths(name: str, value: str) -> list[str]:
 
 
 def check_files(passed_on: Sequence[PassedFile], others: Sequence[str]) -> int:
-    """Before llama-server opens anything: it waits for whoever writes to a pipe, takes what a header claims to need, and writes over what has the name of
-    its log.
+    """Checks files before llama-server opens them: it waits for whoever writes to a pipe, takes what a header claims to need, and writes over what has the
+    name of its log.
 
     Args:
         others: files that are in use.

@@ -29,14 +29,15 @@ def _bytes_at(data: Any, size: int) -> memoryview:
 
 
 def hooks(**fields: Any) -> ServerHooks:
-    """What the server calls, and reads: functions by the names of the fields, which must live as long as the server."""
+    """The struct of all that the server calls and reads: functions by the names of the fields, which must live as long as the server."""
     kinds = {name: kind for name, kind, *_ in ServerHooks._fields_}
     return ServerHooks(**{name: kinds[name](value) if callable(value) else value for name, value in fields.items()})
 
 
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """
+    """The server's library, loaded at the first call.
+
     Raises:
         OptionError: this build has no server.
         ForkError: it has another one.
@@ -97,7 +98,8 @@ def aliases(name: str) -> tuple[str, ...]:
 
 
 def check_arguments(argv: Sequence[str]) -> None:
-    """
+    """Has llama-server read a command line.
+
     Raises:
         OptionError: llama-server does not take them.
     """
@@ -107,7 +109,7 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 
 def check_templates(path: str) -> None:
-    """Of a model's file. What a template makes of another conversation is found out when there is one: it fails, and the server goes on.
+    """Tries a model's templates. What one makes of another conversation is found out when there is one: it fails, and the server goes on.
 
     Raises:
         ModelError: a chat template that crashes, or takes too long or too much, with an ordinary conversation.

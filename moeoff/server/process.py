@@ -67,7 +67,7 @@ class ServerProcess:
         return self._process.poll() is None
 
     def wait(self) -> None:
-        """Until the process has ended."""
+        """Waits until the process has ended."""
         self._process.wait()
 
     def ending(self) -> str:

@@ -24,7 +24,8 @@ _CHECKPOINTS = 8  # of each answer, where they fit: of the last turns, and of a 
 
 @dataclass(frozen=True)
 class ContextSize:
-    """
+    """A context for several answers at a time.
+
     Attributes:
         n_ctx: tokens in all.
         n_parallel: answers at a time.
@@ -92,7 +93,7 @@ class PromptMemory:
 
     @classmethod
     def of(cls, planned: MemoryPlan, room: int, sequence: int, n_slots: int, options: ServerOptions) -> PromptMemory:
-        """As the options say, or else what fits.
+        """The bounds that the options say, or else what fits.
 
         Args:
             planned: without any of it.

@@ -30,7 +30,7 @@ _LEAST_COLUMNS = 60  # of tables: a narrower terminal breaks their lines better 
 
 
 def table_console() -> Console:
-    """Of standard output, for tables: as wide as the terminal is."""
+    """A console of standard output for tables, as wide as the terminal is."""
     from rich.console import Console
 
     console = Console(highlight=False)

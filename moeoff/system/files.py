@@ -76,7 +76,7 @@ def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def _read(file: BinaryIO, size: int, path: str | os.PathLike[str], limit: int) -> bytes:
-    """What is left in a file that is said to have so many bytes; of a pipe nobody says it."""
+    """Reads the rest of a file that is said to have so many bytes; of a pipe nobody says it."""
     parts, left = list[bytes](), limit + 1
     while size <= limit and left > 0:
         part = file.read(min(left, 1 << 20))
@@ -116,7 +116,7 @@ def read_text(path: str | os.PathLike[str], limit: int = TEXT, *, errors: str = 
 
 
 def require_new(output: str | os.PathLike[str] | None, inputs: Iterable[str | os.PathLike[str] | None], what: str) -> None:
-    """Before any work: raises `OptionError` if what will be written is one of the files that are read, under whatever name, or cannot be written.
+    """Checks before any work that what will be written is none of the files that are read, under whatever name, and can be written. Raises `OptionError`.
 
     Args:
         output: path; None: nothing will be written.

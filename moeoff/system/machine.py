@@ -40,7 +40,7 @@ def load() -> str | None:
 
 
 def load_from(folder: Path) -> str | None:
-    """Does `load`'s work with the libraries in a folder."""
+    """Loads the best backend out of a folder of libraries, as `load`."""
     if not (folder / "level").exists():
         return None
     lowest = (folder / "level").read_text().strip()
@@ -66,7 +66,7 @@ def supported(folder: Path) -> list[str]:
 
 
 def wants_row_kernels() -> bool:
-    """Whether products are to be computed by our kernels of four rows, as they are unless MOEOFF_ROW_KERNELS is off: slower then, the text is the same.
+    """True if products are to be computed by our kernels of four rows, as they are unless MOEOFF_ROW_KERNELS is off: slower then, the text is the same.
 
     Raises:
         OptionError: it is neither on nor off.

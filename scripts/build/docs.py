@@ -155,7 +155,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """With every relative link as it has to be on the site."""
+    """The page with every relative link as it has to be on the site."""
     here = page.file.src_uri
     source = "" if here.startswith(f"{PROJECT}/") else posixpath.join(DOCS, posixpath.dirname(here))  # the folder that the links start from
 

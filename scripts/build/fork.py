@@ -109,7 +109,7 @@ def digest(*parts: bytes) -> str:
 
 @dataclass(frozen=True)
 class Fork:
-    """What pin.json, the patches and src/ beside it say."""
+    """The fork as pin.json, the patches and src/ beside it describe it."""
 
     folder: Path
     name: str
@@ -379,7 +379,7 @@ def compiler(variable: str, names: tuple[str, ...]) -> str:
 
 
 def cpu_flags() -> str:
-    """What -march=native would see."""
+    """The CPU as -march=native would see it."""
     if "-DGGML_NATIVE=OFF" in os.environ.get("CMAKE_ARGS", ""):
         return platform.machine()
     try:
@@ -511,7 +511,7 @@ class NoPage(Exception):
 
 
 def node_version() -> str:
-    """Of Node.js on PATH, with which npm runs."""
+    """The version of Node.js on PATH, with which npm runs."""
     if not shutil.which("node") or not shutil.which("npm"):
         raise NoPage(f"Node.js ({OLDEST_NODE} or newer) and npm are not on PATH")
     version = subprocess.run(["node", "--version"], text=True, capture_output=True).stdout.strip()
@@ -575,7 +575,7 @@ def make_page(fork: Fork, sdist: Path, home: Path, failed: Path, lock: int) -> N
 
 
 def run_npm(sources: Path, out: int, lock: int) -> str:
-    """What went wrong, or nothing."""
+    """Builds the page; returns what went wrong, or nothing."""
     environment = {**os.environ, **PAGE_SETTINGS}
     for command in NPM:
         say(f"building the web page ({' '.join(command[:3])}) ...")

@@ -115,7 +115,7 @@ def import_order(name: str) -> tuple:
 
 
 class Header:
-    """What a header declares, in its order.
+    """The declarations of a header, in its order.
 
     Attributes:
         constants: (name, value) of #defines and enumerators.
