@@ -152,6 +152,15 @@ def test_design_has_every_native_file():
     assert not [name.pattern for name in named if not any(map(name.match, files))]
 
 
+def test_contributing_lists_every_program():
+    scripts = ROOT / "scripts"
+    section = re.search(r"## Scripts\n.*?\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[0]
+    programs = {
+        str(path.relative_to(scripts)) for path in scripts.rglob("*.*") if path.suffix == ".sh" or path.suffix == ".py" and "__main__" in path.read_text()
+    }
+    assert set(re.findall(r"`([\w/]+\.(?:py|sh))`", section)) == programs
+
+
 @pytest.mark.parametrize("name, given", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")])
 def test_examples_run(name, given):
     script = ROOT / "docs" / "examples" / f"{name}.py"
