@@ -24,16 +24,17 @@ def run(*args: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param("nth --most 2", marks=[needs_cc, pytest.mark.slow]),
-        pytest.param("disk", marks=[needs_cc, pytest.mark.slow]),
-        pytest.param("kill --kills 160", marks=pytest.mark.slow),
-        pytest.param("places --only run --only inspect --only convert --every 30", marks=pytest.mark.slow),
-        pytest.param("places --only serve --every 61", marks=pytest.mark.slow),
-        pytest.param("files --only model --only served --count 400 --seed 2", marks=pytest.mark.slow),
-        pytest.param("http", marks=pytest.mark.slow),
+        pytest.param("nth --most 2", marks=needs_cc),
+        pytest.param("disk", marks=needs_cc),
+        "kill --kills 160",
+        "places --only run --only inspect --only convert --every 30",
+        "places --only serve --every 61",
+        "files --only model --only served --count 400 --seed 2",
+        "http",
         "advisories",
     ],
 )

@@ -62,7 +62,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith("m") or "experts" in p.name)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n_expert=st.integers(1, 5),
     n_ff=st.integers(1, 9),
@@ -264,7 +264,8 @@ def test_an_interrupt_leaves_nothing(large, tmp_path, sign):
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_resume(large, tmp_path, sign):
     expected = Path(convert(large, tiers="original,IQ4_XS", output=tmp_path / "m-whole.gguf").path).read_bytes()
     with start(large, "--resume") as process:

@@ -36,7 +36,7 @@ def type_numbers() -> list[int]:
     return [type_from_name(name) for name in RMS_ERROR]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "IQ1_S")) for name in RMS_ERROR])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("IQ1_S", "IQ1_M", "IQ2_S", "IQ2_XS"))) for name in RMS_ERROR])
 def test_round_trip_error(name):
     type, rows = type_from_name(name.lower()), normal(64, 512)
     data = quantize(rows, type, flat_imatrix(type, 512))

@@ -100,7 +100,7 @@ def test_keep_is_lossless_and_found(model, expected):
     assert not np.array_equal(lower, expected)
 
 
-@pytest.mark.parametrize("tier", ["MXFP4", "auto", "Q2_K", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("F16", "Q2_0", "Q4_0", "Q4_K"))])
+@pytest.mark.parametrize("tier", ["MXFP4", "auto", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("Q2_K", "F16", "Q2_0", "Q4_0", "Q4_K"))])
 def test_a_tier_is_the_requantized_stock_file(model, expected, tmp_path, tier):
     made = convert(model, tiers=tier)
     stands_in = tier == "Q2_K"  # the rows hold none of its blocks
@@ -346,7 +346,7 @@ def test_command_line(model, invoke):
     assert invoke("verify", str(path), "-m", os.devnull).returncode == 1
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("beside", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_convert_says_to_type_next(demo, invoke, tmp_path, beside):
     """It runs with what was made; and without it `run` says that it is there."""
     model = str(shutil.copy(demo, tmp_path / "a model.gguf"))

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,8 +32,8 @@ from moeoff.gguf.quantize import type_from_name
 from moeoff.measure import precision_search
 from moeoff.measure.choices import Choices
 from moeoff.measure.own_text import OPENING, score, write_freely
-from moeoff.measure.perplexity import Reference, evaluate, open_model, read_windows
-from moeoff.measure.precision_search import Growth, RuleEvaluator, SearchResult, search_precision
+from moeoff.measure.perplexity import Reference, Window, evaluate, open_model, read_windows
+from moeoff.measure.precision_search import Growth, RuleEvaluator, SearchResult, keep_on_own_text, search_precision
 from moeoff.measure.statistics import Estimate, one_sided, upper_loss
 from moeoff.options import parse_loss
 from moeoff.precision import Precision
@@ -256,19 +257,20 @@ def test_an_interrupted_search_goes_on(tau_alone, text, tmp_path, monkeypatch):
     assert found.measured == search_precision(model, [text], BOUND, tokens=TOKENS, **OPTIONS).measured
 
 
-def test_what_loses_more_on_own_text_is_given_up(tau_alone, text, tmp_path, monkeypatch):
-    """If it certainly does: the lower end of its interval is above the bound. The boldest goes first, in each share."""
-    model, asked = str(shutil.copy(tau_alone[0], tmp_path)), []
+def test_what_loses_more_on_own_text_is_given_up():
+    """If it certainly does: the lower end of its interval is above the bound. The boldest goes first, in each share, and what would lose too much as well."""
+    asked = []
 
-    def own_text_loss(self, c, *_):
-        asked.append(c)
+    def own_text_loss(c, *_):
+        asked.append((c.tau, c.resident))
         return Estimate(0.4, 0.31 if len(asked) == 1 else 0.2, 0.5)
 
-    monkeypatch.setattr(RuleEvaluator, "own_text_loss", own_text_loss)
-    found = search_precision(model, [text], 0.3, tokens=TOKENS, **OPTIONS).contract
-    boldest, then = asked
-    assert then.tau < boldest.tau and max(c.tau for c in found.candidates if c.resident == 0.5) < boldest.tau
-    assert all(c.kl * math.log(1.4) <= math.log(1.3) * boldest.kl for c in found.candidates)  # what would lose too much as well
+    evaluator = SimpleNamespace(windows=[Window(tuple(range(64)), 0)], own_text_loss=own_text_loss)
+    by_share = [[replace(of_tau(tau, share, tau, 0.5), kl=tau) for tau in (0.05, 0.1, 0.17, 0.2, 0.4)] for share in (0.25, 0.5)]  # the last breaks the bound
+    kl = 0.2 * math.log(1.3) / math.log(1.4)  # of what loses as much as the bound, if loss grows with it
+    assert 0.1 < kl < 0.17
+    assert [(c.tau, c.resident) for c in keep_on_own_text(evaluator, by_share, 0.3)] == [(0.05, 0.25), (0.1, 0.25), (0.05, 0.5), (0.1, 0.5)]
+    assert asked == [(0.2, 0.5), (0.1, 0.5)]
 
 
 def test_few_minutes_take_fewer_tokens_and_steps(tau_alone, text, tmp_path):

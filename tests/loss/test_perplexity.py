@@ -121,7 +121,8 @@ def test_command(demo, text, sidecar, invoke):
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("strategy, tiers", [("fate-lossy", "Q2_K,Q4_0"), ("hobbit-jetson", "Q2_K"), ("edgemoe-lossy", None)])
+@pytest.mark.parametrize("strategy, tiers", [("fate-lossy", "Q2_K,Q4_0"), pytest.param("hobbit-jetson", "Q2_K", marks=pytest.mark.slow),
+                                            pytest.param("edgemoe-lossy", None, marks=pytest.mark.slow)])  # fmt: skip
 def test_what_a_preset_gives_up_is_measured(strategy, tiers, demo, text, tmp_path):
     """It brings its precision, or its tier, by its name: the options alone are lossless. Low versions are not those of the tier."""
     plan = tmp_path / "plan.json"

@@ -94,7 +94,7 @@ def test_what_weighs_little_is_left_out_for_every_kind_of_router(architecture, w
     assert n_light > n_left_out == stats.skipped > 5  # random routers use few experts
 
 
-@pytest.mark.parametrize("rule", [SKIPS, TAU], ids=["T", "tau"])
+@pytest.mark.parametrize("rule", [pytest.param(SKIPS, marks=pytest.mark.slow), TAU], ids=["T", "tau"])
 def test_deterministic(demo, rule):
     """The same bits at every budget and with other strategies, whatever was asked before."""
     first, stats = logits(demo, precision=rule, deterministic=True)
@@ -127,7 +127,7 @@ def test_batches_are_priced_token_by_token(demo, text, precision, tmp_path):
     if precision.low_tier:
         convert(model, tiers=precision.low_tier)
     with open_model(model, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2, flash_attn=True) as llm:
-        windows, found = read_windows(llm, [text], 128, 6), {}
+        windows, found = read_windows(llm, [text], 128, 3), {}
         for mode in ("decode", "simulated"):
             llm.engine.quality.use(Precision())
             with Reference.record(llm, windows, mode) as reference:

@@ -158,7 +158,8 @@ def decide(graph: Graph, t1, t2, share, blind, weighed) -> np.ndarray:
 
 
 @pytest.mark.parametrize("blind", [False, True])
-@pytest.mark.parametrize("types", [(Q8_0, Q4_0), (Q4_K, Q2_K), (F16, Q8_0)], ids=["Q8_0-Q4_0", "Q4_K-Q2_K", "F16-Q8_0"])
+@pytest.mark.parametrize("types", [(Q8_0, Q4_0), (Q4_K, Q2_K), pytest.param((F16, Q8_0), marks=pytest.mark.slow)],
+                         ids=["Q8_0-Q4_0", "Q4_K-Q2_K", "F16-Q8_0"])  # fmt: skip
 def test_rule_and_kernel(types, blind, tmp_path, backend):
     """Decisions equal a brute-force rule's, and results the stock kernel's on the versions decided, in arenas that evict all the time."""
     rng = np.random.default_rng(1)

@@ -58,6 +58,7 @@ def test_paths_that_are_connected():
     assert found(alone).verdict == LEVEL
 
 
+@pytest.mark.slow
 def test_even_routing_holds_nothing():
     rng = np.random.default_rng(0)
     even = made_up(np.argsort(rng.random((16 * PROMPT, 4, 8)), axis=2)[:, :, :2])

@@ -62,7 +62,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt-oss-120b")) for name in COUNTED])
 def test_published_traces_say_what_their_source_says(name):
     trace = read_route_trace(PUBLISHED[name])
     repeats, lru, touched, weights = COUNTED[name]

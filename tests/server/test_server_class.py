@@ -401,6 +401,7 @@ def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path, warm):
             assert metrics(it.url)["moeoff_prefetch_issued_total"] == 0
 
 
+@pytest.mark.slow
 def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
     """What it was computed in, though no answer follows in which that would be seen."""
     options = {"n_ctx": 2048, "parallel": 1, "warm": False, "args": LONGER}
