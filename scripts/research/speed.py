@@ -4,6 +4,7 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
                         [--strategies auto --max-loss 1% --no-in-memory]                a loss budget beside lossless
                         [--answer]                                                      the model's own answer in the place of the text
        speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
+       speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
@@ -64,9 +65,9 @@ COLUMNS = {
 # rounds
 
 
-def prompt_then_tokens(n_prompt: int, n_gen: int) -> tuple[BenchTest, BenchTest]:
-    """A prompt and the answer behind it, each with rates of its own."""
-    return BenchTest(n_prompt, 0), BenchTest(0, n_gen, n_prompt, continues=True)
+def prompt_then_tokens(n_prompt: int, n_gen: int, depth: int = 0) -> tuple[BenchTest, BenchTest]:
+    """A prompt and the answer behind it, each with rates of its own; before both, so many tokens that are not timed."""
+    return BenchTest(n_prompt, 0, depth), BenchTest(0, n_gen, depth + n_prompt, continues=True)
 
 
 class Spread(NamedTuple):
@@ -205,6 +206,7 @@ class Bench:
 
     Attributes:
         answer: what all decode in the place of the text (`Job`).
+        depth: tokens before the prompt.
     """
 
     model: str
@@ -214,12 +216,13 @@ class Bench:
     rounds: int = 5
     probe_seconds: float = 0.0
     answer: tuple[int, ...] | None = None
+    depth: int = 0
 
     def job(self, limit: int | None = None, **options: Any) -> Job:
         """`moeoff.Llama` with these options, in a memory cgroup of `limit` bytes."""
-        n_ctx = max(1024, self.n_prompt + self.n_decode)
+        n_ctx = max(1024, self.depth + self.n_prompt + self.n_decode)
         options = {"n_ctx": n_ctx, "flash_attn": True, "n_threads": n_cores(), "n_threads_batch": n_cores()} | options
-        tests = prompt_then_tokens(self.n_prompt, self.n_decode)
+        tests = prompt_then_tokens(self.n_prompt, self.n_decode, self.depth)
         return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer,
                    probe_seconds=self.probe_seconds, limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
 
@@ -340,6 +343,22 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
     """Stock llama.cpp's plain kernels, its default ones, and ours, which have the bits of the plain ones."""
     jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
     return {"": bench.compare(jobs | {"moeoff": bench.job(expert_memory=EVERYTHING)})}
+
+
+@workload("A prompt, and then tokens one by one, behind others", 512, 32, options=[
+          click.option("--depths", default="0,1024,4096,16384", show_default=True, help="Tokens that they are behind."),
+          click.option("--limit", type=int, metavar="MIB", help="Also in a memory cgroup; --memory is 5 % below.")])  # fmt: skip
+def depths(bench: Bench, depths: str, limit: int | None) -> dict[str, list[Comparison]]:
+    """Everything in memory: stock llama.cpp with flash attention and without it, ours with its bits and with sums in f32."""
+    out = {}
+    for depth in numbers(depths):
+        deep = replace(bench, depth=depth)
+        jobs = {"stock": deep.stock(use_mmap=False), "stock, -fa off": deep.stock(use_mmap=False, flash_attn=False),
+                "moeoff": deep.job(expert_memory=EVERYTHING), "moeoff, f32": deep.job(expert_memory=EVERYTHING, attention="f32")}  # fmt: skip
+        if limit:
+            jobs[f"moeoff in {limit} MiB"] = deep.job(limit << 20, memory=within(limit))
+        out[f"behind {depth:,}"] = deep.compare(jobs, 4 * TIMEOUT)
+    return out
 
 
 def time_tables(results: ResultsFile, found: Mapping[str, Sequence[Comparison]]) -> None:

@@ -97,14 +97,18 @@ def test_sums_in_f32_are_more_exact(n_tokens):
     assert errors[0] > 1e-3 and errors[1] < 1e-5, errors
 
 
-@pytest.mark.parametrize("cache", ["F16", pytest.param("Q8_0", marks=pytest.mark.slow)])
-def test_a_deep_text_has_stocks_logits(cache):
-    """A prompt and decoded tokens behind 600 others, where ggml's threads share a token's positions; by our kernels and by ggml's."""
+@pytest.mark.parametrize("cache, n_tokens, threads", [
+    ("F16", 600, (1, 2)),
+    pytest.param("Q8_0", 600, (1, 2), marks=pytest.mark.slow),
+    pytest.param("F16", 4096, (1, 2, 4), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_deep_text_has_stocks_logits(cache, n_tokens, threads):
+    """A prompt and decoded tokens behind many others, where ggml's threads share a token's positions; by our kernels and by ggml's."""
     from moeoff.gguf.quantize import type_from_name
 
-    tokens, kv = list(np.random.default_rng(0).integers(40, 250, 600)), type_from_name(cache)
-    for n_threads in (1, 2):
-        options = {"n_ctx": 2048, "n_batch": 512, "logits_all": True, "verbose": False, "n_threads": n_threads, "n_threads_batch": n_threads}
+    tokens, kv = list(np.random.default_rng(0).integers(40, 250, n_tokens)), type_from_name(cache)
+    for n_threads in threads:
+        options = {"n_ctx": 2 * n_tokens, "n_batch": 512, "logits_all": True, "verbose": False, "n_threads": n_threads, "n_threads_batch": n_threads}
         options |= {"flash_attn": True, "type_k": kv, "type_v": kv}
         with kernels(False), contextlib.closing(Stock(str(DEMO), **options)) as stock:
             expected = greedy_logits(stock, tokens, 6)
