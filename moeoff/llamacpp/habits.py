@@ -45,7 +45,7 @@ _TABLE: tuple[tuple[str, int, str, str, str], ...] = (
     ("run serve", IDLE, "-ncmoe --n-cpu-moe", "N", _BUFFER),
     ("run serve", IDLE, "-fitt --fit-target -fitc --fit-ctx", "N", _FITTED),
     ("serve", IDLE, "-dio --direct-io -ndio --no-direct-io --no-host", "", _READ),
-    ("serve", IDLE, "--lazy-mode", "MODE", _READ),
+    ("serve", IDLE, "--lazy-mode", "MODE", "tables of which tokens read single rows stay on disk anyway"),
     ("serve", IDLE, "--n-cpu-ffn --spec-draft-n-cpu-moe", "N", _BUFFER),
     ("serve", IDLE, "--threads-http", "N", "there are as many as the answers at a time need"),
     ("run serve", REFUSED, "-dev --device", "NAMES", "experts are placed by moeoff: give -ngl and -mg, which choose GPUs"),

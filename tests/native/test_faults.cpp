@@ -39,6 +39,18 @@ static bool strikes(int call) {
 
 template <typename F> static F real(const char * name) { return (F) dlsym(RTLD_NEXT, name); }
 
+// whether a read is struck, and what it then gives; half: reads half of what it was to read
+template <typename Half> static bool struck(ssize_t & result, Half half) {
+    for (const int call : { READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ_REFUSED }) {
+        if (strikes(call)) {
+            errno  = call == READ_ERROR ? EIO : call == READ_INTERRUPTED ? EINTR : EINVAL;
+            result = call == READ_SHORT ? half() : call == READ_END ? 0 : -1;
+            return true;
+        }
+    }
+    return false;
+}
+
 extern "C" {
 
 int open(const char * path, int flags, ...) {
@@ -86,17 +98,15 @@ ssize_t preadv(int fd, const struct iovec * to, int n, off_t at) {
         errno = EINVAL;
         return -1;
     }
-    for (const int call : { READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ_REFUSED }) {
-        if (strikes(call)) {
-            if (call == READ_SHORT) {
-                const iovec half = { to[0].iov_base, std::max<size_t>(to[0].iov_len / 2, 1) };
-                return next(fd, &half, 1, at);
-            }
-            errno = call == READ_ERROR ? EIO : call == READ_INTERRUPTED ? EINTR : EINVAL;
-            return call == READ_END ? 0 : -1;
-        }
-    }
-    return next(fd, to, n, at);
+    const iovec half = { to[0].iov_base, std::max<size_t>(to[0].iov_len / 2, 1) };
+    ssize_t     result;
+    return struck(result, [&] { return next(fd, &half, 1, at); }) ? result : next(fd, to, n, at);
+}
+
+ssize_t pread(int fd, void * to, size_t n, off_t at) {
+    static const auto next = real<ssize_t (*)(int, void *, size_t, off_t)>("pread");
+    ssize_t result;
+    return struck(result, [&] { return next(fd, to, n / 2, at); }) ? result : next(fd, to, n, at);
 }
 
 void * mmap(void * at, size_t n, int prot, int flags, int fd, off_t offset) noexcept {
@@ -328,6 +338,37 @@ TEST(a_read_goes_on_when_another_one_is_refused) {
     REQUIRE(err == 0 && f.any_buffered() && n > 5);
     for (int i = 100; i < 30100; i++) {
         REQUIRE(bytes[i] == byte_at((uint64_t) i));
+    }
+}
+
+TEST(a_row_is_read_to_its_end_or_says_why_not) {
+    constexpr uint64_t row_bytes = 1000, n_rows = N_CALLS;
+    const slice_file   file { row_bytes * n_rows };
+    moeoff_tensor_info info = {};
+    info.ne[0] = info.nbytes = row_bytes;
+    info.ne[1] = n_rows;
+    files       in;
+    row_table   rows(info);
+    std::string error;
+    REQUIRE(in.add(file.path, false, error) == 0 && rows.set_source({ 0, 0, 0, row_bytes * n_rows, 0 }, in, error));
+    static const struct { int call; const char * message; } cases[] = {
+        { READ_SHORT, "" }, { READ_INTERRUPTED, "" }, { READ_ERROR, "Input/output error" }, { READ_END, "the file ends at" },
+    };
+    for (const auto & [call, message] : cases) {
+        for (const bool is_struck : { true, false }) { // and then once more
+            uint8_t out[row_bytes];
+            nth     = 1;
+            n_seen  = n_fired = 0;
+            armed   = is_struck ? call : -1;
+            error.clear();
+            const bool is_read = rows.read(call, out, error);
+            armed = -1;
+            REQUIRE(n_fired == is_struck);
+            REQUIRE(is_read == (error.empty()) && is_read == (!is_struck || !*message) && error.find(is_struck ? message : "") != std::string::npos);
+            for (uint64_t i = 0; i < row_bytes && is_read; i++) {
+                REQUIRE(out[i] == byte_at((uint64_t) call * row_bytes + i));
+            }
+        }
     }
 }
 
