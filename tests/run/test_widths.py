@@ -9,7 +9,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from helpers.files import DEMO, SMALL_TRACE
-from moeoff.cli.calibrate import _table
+from moeoff.cli.calibrate import _print
 from moeoff.cli.main import main
 from moeoff.measure.rows import as_markdown
 from moeoff.system.memory import available, format_size
@@ -55,7 +55,7 @@ def test_a_wide_table_is_folded_and_not_cut(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     columns = ["precision", "resident", "left out", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"]
     row = ["all in Q4_K, τ 0.0123", "50%", "12.3%", "88.0%", "+0.51% (+0.32% to +0.70%)", "+0.70% no", "0.0123 (0.0100 to 0.0140)", "98.1%"]
-    _table("a-model-with-a-long-name.gguf, 8192 tokens scored; bytes: of the lossless model's", columns, [row])
+    _print("a-model-with-a-long-name.gguf, 8192 tokens scored; bytes: of the lossless model's", columns, [row])
     shown = capsys.readouterr().out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= COLUMNS
     assert all(word in shown.split() for cell in row for word in cell.split())
