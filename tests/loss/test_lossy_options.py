@@ -20,6 +20,14 @@ from moeoff.precision import LOSSLESS, Precision
 NAMES = ("--t1", "--t2", "--prefill-low-fraction", "--mispredicted-low", "--stride", "--low-tier")
 
 
+@pytest.fixture(scope="module")
+def model(demo, tmp_path_factory) -> str:
+    """The demo model with a sidecar of every tier that is asked for here, which nobody changes."""
+    path = str(shutil.copy(demo, tmp_path_factory.mktemp("tiers") / "model.gguf"))
+    convert(path, tiers=["Q4_0", "Q2_0", "Q2_K"])
+    return path
+
+
 @pytest.mark.parametrize("command", ["run", "serve", "eval", "report"])
 def test_the_same_everywhere(command):
     said = CliRunner().invoke(main, [command, "--help-all"]).output
@@ -61,10 +69,8 @@ def test_refused_beside_a_bound(invoke):
     assert done.returncode == 1 and "give no other" in done.stderr
 
 
-def test_thresholds_on_the_command_line(demo, invoke, tmp_path):
+def test_thresholds_on_the_command_line(model, invoke):
     """run and eval give up what was asked for and say so; p acts in prompts, T1 and T2 where tokens are decoded."""
-    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
-    convert(model, tiers=["Q2_0"])
     options = ("-m", model, "--expert-memory", "6M", "--low-tier", "Q2_0")
     done = invoke("run", *options, "-p", "Once", "-n", "12", "--temp", "0", "--json", "--t1", "0.4", "--t2", "0.7", "--strategy", "hobbit")
     stats = json.loads(done.stdout)["stats"]
@@ -77,14 +83,12 @@ def test_thresholds_on_the_command_line(demo, invoke, tmp_path):
     assert [(w["served_low"] > 0, w["skipped"] > 0) for w in weighed] == [(False, False), (True, True)]
 
 
-def test_hobbits_jetson(demo, invoke, tmp_path):
+def test_hobbits_jetson(demo, model, invoke):
     """§5: its thresholds and two bits by naming the preset, which is as good as asking for them one by one; a bound of the loss is another way to ask."""
-    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
-    options = ("-m", model, "--expert-memory", "6M", "--strategy", "hobbit-jetson", "-p", "Once", "-n", "12", "--temp", "0", "--json")
-    done = invoke("run", *options)
+    options = ("--expert-memory", "6M", "--strategy", "hobbit-jetson", "-p", "Once", "-n", "12", "--temp", "0", "--json")
+    done = invoke("run", demo, *options)
     assert done.returncode == 1 and "needs a sidecar" in done.stderr and "Traceback" not in done.stderr
-    convert(model, tiers=["Q2_K"])
-    stats = json.loads(invoke("run", *options).stdout)["stats"]
+    stats = json.loads(invoke("run", model, *options).stdout)["stats"]
     assert stats["served_low"] > 0
     config = Config.make(demo, strategy="hobbit-jetson")
     assert config.precision == Precision(0.6, 0.9, low_tier="Q2_K", weigh_prompts=True)
@@ -94,10 +98,8 @@ def test_hobbits_jetson(demo, invoke, tmp_path):
         Config.make(demo, strategy="hobbit-jetson", max_loss="1%")
 
 
-def test_fates_preset_with_two_bits(demo, invoke, tmp_path):
+def test_fates_preset_with_two_bits(demo, model, invoke):
     """§4.5 and §5.3 by name: what `fate` computes with, and two bits in prompts and where it has mispredicted."""
-    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
-    convert(model, tiers=["Q2_K"])
     prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
     options = ("-m", model, "--expert-memory", "3M", "--raw", "--temp", "0", "--json", "--warm", "off", "-p", prompt)
     low = [
@@ -126,10 +128,8 @@ def test_edgemoes_widths(demo, invoke, tmp_path):
         Config.make(demo, strategy="edgemoe-lossy", max_loss="1%")
 
 
-def test_fates_quantization(demo, invoke, tmp_path):
+def test_fates_quantization(model, invoke):
     """§4.5 and §5.3: int4 for all experts, int2 for the unpopular ones of a prompt, and in decode for what was not there in time."""
-    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
-    convert(model, tiers=["Q4_0", "Q2_0"])
     options = ("-m", model, "--expert-memory", "3M", "--strategy", "fate", "--tier", "Q4_0", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
     prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
 
@@ -146,10 +146,8 @@ def test_fates_quantization(demo, invoke, tmp_path):
     assert low_bytes("-n", "1", "--t1", "0") == 0  # and T1 in decode alone
 
 
-def test_only_what_was_mispredicted(demo, invoke, tmp_path):
+def test_only_what_was_mispredicted(model, invoke):
     """Fate §5.3 on a model: some of decode is served low, less than where every miss is, and no prompt is."""
-    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
-    convert(model, tiers=["Q2_0"])
     options = ("-m", model, "--expert-memory", "6M", "--strategy", "fate", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
 
     def served_low(*given, n=48):
