@@ -368,3 +368,74 @@ TEST(options_are_taken_as_a_whole_or_not_at_all) {
     }
     REQUIRE(x.s.set_options(right, error) && same(right));
 }
+
+// four layers of experts of 3 MiB, whose bytes nobody looks at; a read that is told to hang ends when it is cancelled
+struct large_store {
+    slice_file        file { 1 << 16 };
+    store             s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 4, 0, page_size } };
+    std::atomic<bool> hangs {false};
+    std::atomic<int>  n_reads {0};
+    std::string       error;
+
+    large_store() {
+        REQUIRE(truncate(file.path.c_str(), 4 << 20) == 0 && s.add_file(file.path, error) == 0);
+        for (int layer = 0; layer < 4; layer++) {
+            s.add_tensor(tensor_info(layer, MOEOFF_MATRIX_UP, 16), false);
+            const std::vector<moeoff_source> sources(16, { 0, 1, 0, 3 << 20, 0 });
+            REQUIRE(s.set_sources(layer, HIGH, sources.data(), 16, error));
+        }
+        s.set_reader([this](const slice_target *, int, const std::atomic<bool> * cancel, bool &, std::string &) {
+            n_reads++;
+            wait_until([&] { return !hangs || *cancel; });
+            return *cancel ? ECANCELED : 0;
+        });
+        REQUIRE(s.set_limits(s.experts().arena_full(HIGH), 0, error) && s.start(error));
+    }
+
+    void preload() {
+        const std::vector<int32_t> all { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+        for (int layer = 0; layer < 4; layer++) {
+            REQUIRE(s.prefetch(layer, all.data(), 16, 16, ~0u, HIGH, false, -1) >= 0);
+        }
+    }
+
+    uint64_t committed() const {
+        moeoff_stats stats;
+        s.get_stats(stats);
+        return stats.arena_committed;
+    }
+};
+
+TEST(a_smaller_arena_has_no_more_memory_when_it_is_said_to_have_shrunk) {
+    large_store x;
+    x.hangs = true;
+    x.preload();
+    wait_until([&] { return x.n_reads == 4; });
+    const uint64_t floor = x.s.experts().arena_floor(HIGH); // two experts
+    REQUIRE(x.s.set_limits(floor, 0, x.error) && x.committed() <= floor);
+    x.s.check_invariants();
+    x.hangs = false;
+}
+
+TEST(others_get_the_mutex_while_an_arena_shrinks) {
+    large_store       x;
+    const uint64_t    full = x.s.experts().arena_full(HIGH), floor = x.s.experts().arena_floor(HIGH);
+    std::atomic<int>  n_moves {0}; // odd: it shrinks
+    std::atomic<bool> seen {false};
+    std::thread       other([&] {
+        while (!seen) {
+            const int      before = n_moves;
+            const uint64_t n      = x.committed();
+            seen = before % 2 == 1 && n_moves == before && n > floor && n < full;
+        }
+    });
+    while (!seen) {
+        x.preload();
+        wait_until([&] { return x.committed() == full; });
+        n_moves++;
+        REQUIRE(x.s.set_limits(floor, 0, x.error));
+        n_moves++;
+        REQUIRE(x.s.set_limits(full, 0, x.error));
+    }
+    other.join();
+}

@@ -409,7 +409,6 @@ bool expert_table::next_read(read_request & r) {
     wants_slots.store(got_no_slot, std::memory_order_relaxed);
     if (has_read) {
         begin_read(r);
-        wake_workers(); // the next, if there is more
     }
     return has_read;
 }
@@ -552,11 +551,36 @@ void expert_table::evict_for_room(expert_state & x) {
     evict(x);
 }
 
-void expert_table::set_limits(uint64_t high, uint64_t low) {
-    pools[HIGH].slots.set_limit(high);
-    pools[LOW].slots.set_limit(low);
+bool expert_table::approach_limits(uint64_t high, uint64_t low) {
+    static constexpr uint64_t step = 16 << 20; // bytes, that the system takes in less than a millisecond
+    const uint64_t limits[n_pools] = { high, low };
+    for (const version v : { HIGH, LOW }) {
+        arena & slots = pools[v].slots;
+        slots.set_limit(std::max(limits[v], slots.committed_bytes() - std::min(slots.committed_bytes(), step)));
+    }
     fit_limits();
+    bool is_there = true;
+    for (const version v : { HIGH, LOW }) {
+        arena & slots = pools[v].slots;
+        if (slots.committed_bytes() > slots.limit_bytes()) {
+            slots.set_limit(limits[v]); // all that is left is pinned or in flight
+        }
+        is_there = is_there && slots.limit_bytes() == limits[v];
+    }
     wake_workers(); // a larger arena may serve what could get no slot
+    return is_there;
+}
+
+bool expert_table::cancel_excess_reads() {
+    bool any = false;
+    for (expert_state & x : all.experts) {
+        const arena & slots = pool_of(x).slots;
+        if (x.loading != 0 && x.pins == 0 && slots.committed_bytes() > slots.limit_bytes()) {
+            any = true;
+            x.cancel.store(x.cancel.load(std::memory_order_relaxed) || is_prefetch(x), std::memory_order_relaxed);
+        }
+    }
+    return any;
 }
 
 void expert_table::fit_limits() {

@@ -129,7 +129,7 @@ class expert_table {
     void    count_on_device(const gate & g, int32_t expert, moeoff_gate_event & event) REQUIRES(store_mutex);
 
     // --- reading ---
-    // the slice that a worker should read next, loading from now on; false: nothing is queued that could get a slot. May evict
+    // the slice that a worker should read next, loading from now on, who then wakes the next worker; false: nothing is queued that could get a slot. May evict
     bool      next_read(read_request & r) REQUIRES(store_mutex);
     // what is queued of the same expert and begins on the page behind r in the file, loading from now on, too; false: nothing, or r is a prefetch
     bool      next_behind(const read_request & r, read_request & behind) REQUIRES(store_mutex);
@@ -142,7 +142,8 @@ class expert_table {
     matrix_set begin_download(expert_state & x) REQUIRES(store_mutex);
 
     // --- room ---
-    void set_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex);
+    bool approach_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex); // by one step, in which memory goes back to the system; whether it was the last
+    bool cancel_excess_reads() REQUIRES(store_mutex); // prefetches whose memory exceeds the limits; whether reads beyond them are under way
     void fit_limits() REQUIRES(store_mutex); // evicts what exceeds them
     void evict_unwanted() REQUIRES(store_mutex);
 

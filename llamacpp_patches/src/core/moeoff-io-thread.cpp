@@ -48,6 +48,7 @@ void io_threads::run() {
             stats.queue_wait_ns += (uint64_t) (t0 - last.of->t_queued[(size_t) last.matrix]);
             more = n < files::max_ranges && table.next_behind(last, r[n]);
         }
+        table.wake_workers(); // the next, if there is more
         lock.unlock();
 
         bool        direct = false;

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <thread>
 
 namespace moeoff {
 
@@ -517,15 +519,31 @@ bool store::check_limits(uint64_t high, uint64_t low, std::string & error) {
 }
 
 bool store::set_limits(uint64_t high, uint64_t low, std::string & error) {
-    store_lock lock(sync);
-    if (!check_limits(high, low, error)) {
-        return false;
+    {
+        store_lock lock(sync);
+        if (!check_limits(high, low, error)) {
+            return false;
+        }
+        limits[HIGH] = high;
+        limits[LOW]  = low;
     }
-    limits[HIGH] = high;
-    limits[LOW]  = low;
-    if (phase != SETUP) {
-        table.set_limits(high, low);
+    if (phase == SETUP) {
+        return true;
     }
+    const auto in_steps = [this](const auto & is_last) {
+        while (true) {
+            {
+                store_lock lock(sync);
+                if (is_last()) {
+                    return;
+                }
+            }
+            std::this_thread::sleep_for(std::chrono::microseconds(50)); // whoever computes gets the mutex
+        }
+    };
+    in_steps([this]() REQUIRES(store_mutex) { return table.approach_limits(limits[HIGH], limits[LOW]); }); // to where another call says meanwhile, too
+    const int64_t end = now_ns() + 1000000000; // a read that hangs is not waited for
+    in_steps([this, end]() REQUIRES(store_mutex) { return !table.cancel_excess_reads() || now_ns() > end; });
     return true;
 }
 

@@ -256,7 +256,7 @@ MOEOFF_API uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t 
 MOEOFF_API uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version);
 // once; a start that fails for want of memory or threads is final
 MOEOFF_API int     moeoff_start(moeoff_expert_buffer * eb);
-// between decodes: shrinking evicts at once. Each version has an arena of its own; low may be 0 while the thresholds select no low version
+// between decodes: shrinking evicts at once, and waits, a second at most, for what is being read beyond the new limits. Each version has an arena of its own; low may be 0 while the thresholds select no low version
 MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
 MOEOFF_API void    moeoff_get_options(const moeoff_expert_buffer * eb, struct moeoff_options * options);
 // All of them, or none: -1 if one is out of range, or needs low versions and an arena for them
