@@ -29,9 +29,7 @@ class Verified:
     model: str | None
 
 
-def verify(
-    file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, threads: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> Verified:
+def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, progress: Callable[[int, int], None] | None = None) -> Verified:
     """Reads a sidecar whole, and the experts of its model, and compares every slice with its hash.
 
     Args:
@@ -61,7 +59,7 @@ def verify(
                 ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * nbytes, nbytes, value)
     damaged: list[tuple[str, int]] = []  # names and files
     done, total = 0, sum(nbytes for _, _, nbytes, _ in ranges.values())
-    with ModelBytes(paths) as files, ThreadPoolExecutor(threads or n_cores()) as pool:
+    with ModelBytes(paths) as files, ThreadPoolExecutor(n_cores()) as pool:
         try:
             hashes = pool.map(lambda name: hash_range(files, *ranges[name][:3], name), ranges)
             for (name, (file_index, _, nbytes, expected)), value in zip(ranges.items(), hashes):
