@@ -119,7 +119,7 @@ class Stats:
     bytes_read: int = _figure("Bytes of experts read from disk.", "bytes", counter=True, metric="expert_read_bytes")
     low_bytes_read: int = _figure("Of these, bytes of low versions.", "bytes", counter=True)
     stall_seconds: float = _figure("Time compute waited for experts, mean over its threads.", "seconds", 0.0, counter=True, metric="stall_seconds")
-    lane_busy_seconds: float = _figure(
+    io_thread_busy_seconds: float = _figure(
         "Time that reads took, summed over them: its rate is the mean number of reads in flight.", "seconds", 0.0, counter=True, metric="read_seconds"
     )
     prefetch_issued: int = _figure("Expert slices read ahead.", "slices", counter=True, metric="prefetch_issued")
@@ -230,8 +230,6 @@ class Stats:
 
 
 def _native_name(name: str) -> str:
-    if name == "lane_busy_seconds":
-        return "io_thread_busy_ns"
     return name.removesuffix("_seconds") + "_ns" if name.endswith("_seconds") else name
 
 
