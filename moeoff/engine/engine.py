@@ -191,6 +191,8 @@ class Engine:
         """Raises `BudgetError` for a model that cannot fit, before anything of it is loaded."""
         config, model_index = self.config, self.model_index
         config.check_model(model_index)
+        if config.attention == "f32" and native.attention_kernels() != 1:
+            raise OptionError("`attention` f32: there is no such kernel for this processor")
         self.tensor_buffers = tensor_buffers(config.override_tensor, model_index)
         self.keywords = config.keywords
         require_header_room(model_index.files[0], model_index.header_memory, self.budget.most)
@@ -263,8 +265,8 @@ class Engine:
         Raises:
             OptionError: attention is to be added up in f32, and there is no kernel for that.
         """
-        if self.config.attention == "f32" and not (native.attention_kernels() == 1 and native.attend_context_in_f32(ctx)):
-            raise OptionError("`attention` f32: there is no such kernel for this processor, or for this model's KV cache")
+        if self.config.attention == "f32" and not native.attend_context_in_f32(ctx):
+            raise OptionError("`attention` f32: there is no such kernel for this model's KV cache")
         self.buffer.attach(self.model_index, self.quality.source, self.quality.low_source)
         api.llama_set_abort_callback(ctx, native.should_abort, self.buffer.handle)
 

@@ -15,14 +15,17 @@ from click.testing import CliRunner
 
 import moeoff
 from helpers.arch_models import write_model
+from helpers.attention import kernels
 from helpers.files import PROSE, ROOT
 from moeoff.budget.dry_load import usual_ctx
 from moeoff.budget.plan import DeviceBound
 from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
 from moeoff.cli.options import help_of
+from moeoff.errors import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import llama as binding
+from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import KEYWORDS, api
 from moeoff.llamacpp.threads import PRIORITIES
 from moeoff.options import TABLE, Config, Sampling, ServerOptions, with_gpu, without_gpu
@@ -171,6 +174,7 @@ def logits(demo, **options) -> np.ndarray:
         {"type_k": "q4_0"},
         {"type_k": "q8_0", "type_v": "q5_1"},
         {"type_v": "iq4_nl"},
+        pytest.param({"attention": "f32"}, marks=pytest.mark.skipif(native.attention_kernels() != 1, reason="no kernels for this processor")),
         {"rope_freq_scale": 0.5},
         {"rope_freq_base": 5000.0},
         {"rope_scaling_type": "yarn", "rope_freq_scale": 0.25, "yarn_orig_ctx": 32},
@@ -181,6 +185,11 @@ def logits(demo, **options) -> np.ndarray:
 def test_has_an_effect(demo, options):
     plain, other = logits(demo, flash_attn=True), logits(demo, flash_attn=True, **options)
     assert not np.array_equal(plain, other) and np.isfinite(other).all()
+
+
+def test_attention_in_f32_needs_a_kernel(demo):
+    with kernels(False), pytest.raises(OptionError, match="attention.*no such kernel for this processor"):
+        moeoff.Llama(demo, **SMALL, flash_attn=True, attention="f32")
 
 
 def test_batches(demo):
