@@ -88,6 +88,8 @@ _soft_max_ext = _function("ggml_soft_max_ext", c_void_p, c_void_p, c_void_p, c_v
 _flash_attn_ext = _function("ggml_flash_attn_ext", c_void_p, *[c_void_p] * 5, *[c_float] * 3)
 # void ggml_flash_attn_ext_add_sinks(struct ggml_tensor * a, struct ggml_tensor * sinks);
 _add_sinks = _function("ggml_flash_attn_ext_add_sinks", None, c_void_p, c_void_p)
+# struct ggml_tensor * ggml_cast(ctx, struct ggml_tensor * a, enum ggml_type type);
+_cast = _function("ggml_cast", c_void_p, c_void_p, c_void_p, c_int)
 # struct ggml_tensor * ggml_get_rows(ctx, struct ggml_tensor * a, struct ggml_tensor * b);
 _get_rows = _function("ggml_get_rows", c_void_p, c_void_p, c_void_p, c_void_p)
 # struct ggml_tensor * ggml_custom_4d(ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
@@ -235,6 +237,9 @@ class Context:
 
     def permute(self, tensor: int, *axes: int) -> int:
         return _permute(self._handle, tensor, *axes)
+
+    def cast(self, tensor: int, type: int) -> int:
+        return _cast(self._handle, tensor, type)
 
     def get_rows(self, rows: int, ids: int) -> int:
         return _get_rows(self._handle, rows, ids)

@@ -39,7 +39,7 @@ class Rows:
         path.write_bytes(b"\xff" * OFFSET + data.tobytes() + b"\xff" * 100)
         self.path, self.row_bytes = path, data.nbytes // N_ROWS
         self.buffer = ExpertBuffer()
-        self._weights, self._reserved, self._ops = Context(), Context(), Context(8, 2)
+        self._weights, self._reserved, self._ops = Context(), Context(), Context(8, 4)
         plain = self._weights.tensor(type, N_COLS, N_ROWS)
         self._weights.allocate(cpu_buffer_type())
         write(plain, data)
@@ -52,7 +52,8 @@ class Rows:
         self._shape = (n_tokens, N_COLS)
         self._ids = self._ops.tensor(I32, n_tokens)
         self._outputs = [self._ops.get_rows(tensor, self._ids) for tensor in (plain, on_disk)]
-        self._graphs = [self._ops.graph(out) for out in self._outputs]
+        self._casts = [self._ops.cast(self._ops.view_2d(tensor, N_COLS, 1, self.row_bytes, 3 * self.row_bytes), F32) for tensor in (plain, on_disk)]
+        self._graphs = [self._ops.graph(out) for out in (*self._outputs, *self._casts)]
         self._ops.allocate(cpu_buffer_type())
 
     def __enter__(self) -> Rows:
@@ -68,6 +69,18 @@ class Rows:
         write(self._outputs[i], np.full(self._shape, 0x7FBADBAD, np.uint32))  # a NaN where nothing is written
         assert backend.compute(self._graphs[i], n_threads) == status
         return read(self._outputs[i], self._shape)
+
+    def cast_third(self, backend: Backend, i: int, n_threads: int) -> np.ndarray:
+        assert backend.compute(self._graphs[2 + i], n_threads) == SUCCESS
+        return read(self._casts[i], (N_COLS,))
+
+
+@pytest.mark.parametrize("name", ["F16", "F32", "Q4_K", "Q8_0"])
+def test_a_row_that_is_cast(name, tmp_path, backend):
+    """As gemma4 takes the first one in the place of a picture's."""
+    with Rows(tmp_path / "rows", TYPES[name], 1) as rows:
+        for n_threads in (1, 2):
+            np.testing.assert_array_equal(rows.cast_third(backend, 1, n_threads), rows.cast_third(backend, 0, n_threads))
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -204,19 +204,23 @@ static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, 
 // what is computed with a reserved tensor
 static bool is_product(const ggml_tensor * op) { return op->op == GGML_OP_MUL_MAT_ID && reserved_tensor(op->src[0]); }
 static bool is_lookup(const ggml_tensor * op) { return op->op == GGML_OP_GET_ROWS && reserved_row_table(op->src[0]); }
+static bool is_row_copy(const ggml_tensor * op) { return op->op == GGML_OP_CPY && op->src[0]->view_src && reserved_row_table(op->src[0]->view_src); }
 
 class traits : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
-        size = op->op == GGML_OP_GET_ROWS ? get_rows_work_size(n_threads, op) : mul_mat_id_work_size(n_threads, op);
+        size = op->op == GGML_OP_MUL_MAT_ID ? mul_mat_id_work_size(n_threads, op) : get_rows_work_size(n_threads, op);
         return true;
     }
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        if (reserved_store(op->src[0]).is_copy()) {
+        const ggml_tensor * weights = op->src[0]->view_src ? op->src[0]->view_src : op->src[0];
+        if (reserved_store(weights).is_copy()) {
             if (params->ith == 0) {
                 memset(op->data, 0, ggml_nbytes(op)); // the graph ends
             }
         } else if (op->op == GGML_OP_GET_ROWS) {
             get_rows(params, op);
+        } else if (op->op == GGML_OP_CPY) {
+            copy_row(params, op);
         } else {
             mul_mat_id(params, op);
         }
@@ -242,7 +246,7 @@ class attention_traits : public ggml::cpu::tensor_traits {
 
 class extra_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        return ((is_product(op) && op->src[1]->type == GGML_TYPE_F32) || (is_lookup(op) && op->src[1]->type == GGML_TYPE_I32)) &&
+        return ((is_product(op) && op->src[1]->type == GGML_TYPE_F32) || (is_lookup(op) && op->src[1]->type == GGML_TYPE_I32) || is_row_copy(op)) &&
                (!op->src[1]->buffer || ggml_backend_buft_is_host(op->src[1]->buffer->buft));
     }
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
@@ -252,7 +256,7 @@ class extra_buffer_type : public ggml::cpu::extra_buffer_type {
         switch (op->op) {
             case GGML_OP_MUL_MAT: return is_dense_product(op) ? &dense : nullptr;
             case GGML_OP_FLASH_ATTN_EXT: return is_attention(op) ? &attention : nullptr;
-            default: return is_product(op) || is_lookup(op) ? &reserved : nullptr;
+            default: return is_product(op) || is_lookup(op) || is_row_copy(op) ? &reserved : nullptr;
         }
     }
 };

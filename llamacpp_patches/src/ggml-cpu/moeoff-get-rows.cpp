@@ -80,6 +80,25 @@ static void get_share(const ggml_compute_params * params, ggml_tensor * op, stor
     }
 }
 
+void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
+    if (params->ith > 0) {
+        return;
+    }
+    const ggml_tensor * view  = op->src[0];
+    row_table &         rows  = *reserved_row_table(view->view_src);
+    store &             owner = reserved_store(view->view_src);
+    GGML_ASSERT(op->type == GGML_TYPE_F32 && ggml_nelements(view) == view->view_src->ne[0] && view->view_offs % rows.info.nbytes == 0);
+    std::string error;
+    if (!rows.read((int32_t) (view->view_offs / rows.info.nbytes), (uint8_t *) params->wdata, error)) {
+        owner.fail(graph_of_this_thread(), error.c_str());
+        memset(op->data, 0, ggml_nbytes(op)); // the graph ends
+    } else if (const auto to_float = ggml_get_type_traits(view->type)->to_float) {
+        to_float(params->wdata, (float *) op->data, ggml_nelements(view));
+    } else {
+        memcpy(op->data, params->wdata, rows.info.nbytes); // F32
+    }
+}
+
 void get_rows(const ggml_compute_params * params, ggml_tensor * op) {
     store & owner = reserved_store(op->src[0]);
     GGML_ASSERT(op->src[0]->ne[2] == 1 && op->src[0]->ne[3] == 1); // so the ids are one row, too
