@@ -315,8 +315,9 @@ def test_command(calibrated, invoke, monkeypatch):
     """What is typed reaches the library function, and what that returns is shown."""
     model, done, _ = calibrated
     given = {}
-    monkeypatch.setattr("moeoff.measure.profile_fit.calibrate", lambda *args, **kwargs: given.update(kwargs) or done)
-    shown = CliRunner().invoke(command, ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"])
+    with monkeypatch.context() as patched:
+        patched.setattr("moeoff.measure.profile_fit.calibrate", lambda *args, **kwargs: given.update(kwargs) or done)
+        shown = CliRunner().invoke(command, ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"])
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith(f"{done.path}: {', '.join(done.sections)}; ") and "are predicted to" in shown.stderr
     assert given["model"] == model and given["text"] == ("a.txt", "b.txt") and (given["tokens"], given["seed"]) == (1024, 7)
