@@ -295,10 +295,10 @@ def a_read_only_folder(folder: Path) -> str:
         answer(llm)
     for path in (place, Path(model)):
         path.chmod(0o555)
-    for path in (folder, cache):
-        path.chmod(0o777)
+    folder.chmod(0o755)
     os.environ["XDG_CACHE_HOME"] = str(cache)
     if os.geteuid() == 0:
+        os.chown(cache, 65534, -1)
         os.setgroups([])
         os.setuid(65534)
     done = calibrate(model, text=[str(text)], **options)
