@@ -302,6 +302,9 @@ class StandInBuffer:
     def set_gate_callback(self, callback: object) -> None:
         pass
 
+    def drain(self) -> None:
+        pass
+
     def publish(self) -> None:
         pass
 
