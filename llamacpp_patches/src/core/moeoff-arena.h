@@ -36,6 +36,7 @@ class arena {
     void     set_limit(uint64_t bytes) { limit = bytes; }
     uint64_t limit_bytes()     const { return limit; }
     uint64_t committed_bytes() const { return committed; }
+    bool     exceeds_limit()   const { return committed > limit; }
     uint64_t peak_bytes()      const { return peak; }
     uint64_t full_bytes()      const; // all slots of all classes
     uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken

@@ -562,7 +562,7 @@ bool expert_table::approach_limits(uint64_t high, uint64_t low) {
     bool is_there = true;
     for (const version v : { HIGH, LOW }) {
         arena & slots = pools[v].slots;
-        if (slots.committed_bytes() > slots.limit_bytes()) {
+        if (slots.exceeds_limit()) {
             slots.set_limit(limits[v]); // all that is left is pinned or in flight
         }
         is_there = is_there && slots.limit_bytes() == limits[v];
@@ -572,10 +572,12 @@ bool expert_table::approach_limits(uint64_t high, uint64_t low) {
 }
 
 bool expert_table::cancel_excess_reads() {
+    if (!pools[HIGH].slots.exceeds_limit() && !pools[LOW].slots.exceeds_limit()) {
+        return false; // as nearly always: a server lends and takes back between batches
+    }
     bool any = false;
     for (expert_state & x : all.experts) {
-        const arena & slots = pool_of(x).slots;
-        if (x.loading != 0 && x.pins == 0 && slots.committed_bytes() > slots.limit_bytes()) {
+        if (x.loading != 0 && x.pins == 0 && pool_of(x).slots.exceeds_limit()) {
             any = true;
             x.cancel.store(x.cancel.load(std::memory_order_relaxed) || is_prefetch(x), std::memory_order_relaxed);
         }
@@ -586,7 +588,7 @@ bool expert_table::cancel_excess_reads() {
 void expert_table::fit_limits() {
     for (const version v : { HIGH, LOW }) {
         pool & p = pools[v];
-        while (p.slots.committed_bytes() > p.slots.limit_bytes() && !p.slots.trim()) {
+        while (p.slots.exceeds_limit() && !p.slots.trim()) {
             if (expert_state * x = p.victim(DEMAND)) {
                 evict_for_room(*x);
             } else if (!steal_queued_slot(v, DEMAND)) {
