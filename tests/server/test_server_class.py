@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 
+from helpers.models import with_metadata
 from helpers.servers import Served, free_port, needed
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError, Server
@@ -181,10 +182,12 @@ def test_a_model_that_is_written_to(demo, tmp_path):
         assert it.complete("The heron", 4).choices[0].text == expected
 
 
-def test_one_at_a_time_and_each_once(demo):
-    """What is refused blocks no later one, and none leaves a descriptor or a thread behind: started, refused, or never started."""
+def test_one_at_a_time_and_each_once(demo, tmp_path):
+    """What is refused blocks no later one, and none leaves a descriptor or a thread behind: started, refused, or never started.
+    After it a model's refusal has llama.cpp's reason again, which the server's log takes for itself."""
     code = textwrap.dedent("""
         import gc, os, sys, threading
+        import moeoff
         from moeoff.errors import MoeoffError
         from moeoff.server.server import Server
 
@@ -213,9 +216,14 @@ def test_one_at_a_time_and_each_once(demo):
         with make() as again:
             print(again.url)
         print(left() == before, left(), before)
+        try:
+            moeoff.Llama(sys.argv[2], expert_memory="4M", n_ctx=512)
+        except MoeoffError as error:
+            print(error)
     """)
-    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300)
-    starved, same, second, once, url, clean = done.stdout.splitlines()
+    refused = with_metadata(demo, tmp_path / "refused.gguf", {"qwen2moe.block_count": 11})
+    done = subprocess.run([sys.executable, "-c", code, demo, refused], capture_output=True, text=True, timeout=300)
+    starved, same, second, once, url, clean, reason = done.stdout.splitlines()
     assert (
         starved.endswith("no more threads")
         and same == "True"
@@ -223,6 +231,7 @@ def test_one_at_a_time_and_each_once(demo):
         and once.startswith("this server was started before")
     ), done.stderr
     assert url.startswith("http") and clean.startswith("True"), clean
+    assert "llama.cpp cannot load it: wrong number of tensors" in reason
 
 
 def test_a_request_that_comes_too_early_waits_outside(demo):

@@ -26,7 +26,10 @@ static void log_unless_it_ends(ggml_log_level level, const char * text, void * u
 }
 
 int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
-    int result = 1;
+    int               result = 1;
+    ggml_log_callback log_before;
+    void *            log_before_data;
+    llama_log_get(&log_before, &log_before_data); // the host's, whose other models say through it why they are refused
     try {
         std::setlocale(LC_NUMERIC, "C");
         common_params params;
@@ -55,6 +58,7 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     }
     moeoff::server_attach(nullptr);
     moeoff::end_idle_templates();
+    llama_log_set(log_before, log_before_data);
     common_log_flush(common_log_main());
     common_log_set_file(common_log_main(), nullptr); // so that whoever reads it at the other end of a pipe sees that it has ended
     return result;
