@@ -2,6 +2,7 @@
 
 Names, shapes and types of all tensors are those of a file that llama.cpp's quantizer makes of the published weights as Q4_K_M, or with experts of another type.
 On disk the file takes the room of its header. It loads, but all that it computes with is zeros. Only text: no projector, no next-token layers.
+The models are those of shape_model.py, and one that is not made with weights.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 import click
 import numpy as np
 
+import shape_model
 from moeoff.cli.options import command
 from moeoff.gguf.file import DEFAULT_ALIGNMENT, Tensor
 from moeoff.gguf.quantize import fits, type_from_name
 from moeoff.gguf.writer import Value, header_bytes
 from moeoff.system.files import atomic_file
-from shape_model import tokenizer
+from shape_model import SHAPES, tokenizer
 
 _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ1_S": "IQ4_NL"}  # of rows that are no multiple of 256
 
@@ -59,17 +61,18 @@ class Hybrid:
     n_ctx: int = 262144
     n_vocab: int = 248320
     conv: int = 4
-    streams: Streams | None = None
+    streams: Streams = Streams()
 
 
 MODELS = {
-    "qwen3.6-35b-a3b": Hybrid(arch="qwen35moe", n_layer=40, n_embd=2048, n_head=16, n_expert=256, n_used=8, ff=512, n_value=32),
-    "qwen3.8-flash-next": Hybrid(arch="qwen4exp", n_layer=48, n_embd=2560, n_head=24, n_expert=512, n_used=10, ff=640, n_value=48, streams=Streams()),
+    "qwen3.8-flash-next": Hybrid(arch="qwen4exp", n_layer=48, n_embd=2560, n_head=24, n_expert=512, n_used=10, ff=640, n_value=48),
 }
 
 
 def metadata(name: str, m: Hybrid) -> dict[str, Value]:
     """The file's keys but for the tokenizer's."""
+    s = m.streams
+    n_heads = (s.ngram - 1) * s.ngram_heads
     values: dict[str, Value] = {
         "block_count": m.n_layer,
         "context_length": m.n_ctx,
@@ -92,26 +95,22 @@ def metadata(name: str, m: Hybrid) -> dict[str, Value]:
         "ssm.state_size": m.delta,
         "ssm.time_step_rank": m.n_value,
         "ssm.group_count": m.n_key,
+        "hyper_connection.count": s.n_streams,
+        "hyper_connection.low_rank": s.rank,
+        "attention.indexer.head_count": s.index_heads,
+        "attention.indexer.key_length": s.index_head,
+        "attention.indexer.top_k": s.index_top,
+        "attention.compress_ratios": np.array([s.index_block * _has_attention(layer) for layer in range(m.n_layer)], np.int32),
+        "ple.layers": np.array([s.ngram_layer], np.int32),
+        "ple.ngram_size": s.ngram,
+        "ple.heads_per_ngram": s.ngram_heads,
+        "ple.conv_kernel": s.ngram_conv,
+        "ple.eos_token_id": 0,
+        "ple.layer_multipliers": np.arange(1, 2 * s.ngram, 2, dtype=np.uint64),
+        "ple.head_offsets": np.arange(n_heads, dtype=np.uint64) * np.uint64(s.ngram_rows),
+        "ple.head_vocab_sizes": np.full(n_heads, s.ngram_rows, np.uint64),
+        "embedding_length_per_layer_input": m.n_embd // n_heads,
     }
-    if (s := m.streams) is not None:
-        n_heads = (s.ngram - 1) * s.ngram_heads
-        values |= {
-            "hyper_connection.count": s.n_streams,
-            "hyper_connection.low_rank": s.rank,
-            "attention.indexer.head_count": s.index_heads,
-            "attention.indexer.key_length": s.index_head,
-            "attention.indexer.top_k": s.index_top,
-            "attention.compress_ratios": np.array([s.index_block * _has_attention(layer) for layer in range(m.n_layer)], np.int32),
-            "ple.layers": np.array([s.ngram_layer], np.int32),
-            "ple.ngram_size": s.ngram,
-            "ple.heads_per_ngram": s.ngram_heads,
-            "ple.conv_kernel": s.ngram_conv,
-            "ple.eos_token_id": 0,
-            "ple.layer_multipliers": np.arange(1, 2 * s.ngram, 2, dtype=np.uint64),
-            "ple.head_offsets": np.arange(n_heads, dtype=np.uint64) * np.uint64(s.ngram_rows),
-            "ple.head_vocab_sizes": np.full(n_heads, s.ngram_rows, np.uint64),
-            "embedding_length_per_layer_input": m.n_embd // n_heads,
-        }
     return {"general.architecture": m.arch, "general.name": f"{name}, without weights"} | {f"{m.arch}.{key}": value for key, value in values.items()}
 
 
@@ -137,12 +136,10 @@ def _shapes(m: Hybrid) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names, and shapes with the length of a row last."""
     yield "token_embd.weight", (m.n_vocab, m.n_embd)
     yield "output.weight", (m.n_vocab, m.n_embd)
-    if (s := m.streams) is None:
-        yield "output_norm.weight", (m.n_embd,)
-    else:
-        n_heads = (s.ngram - 1) * s.ngram_heads
-        yield "per_layer_token_embd.weight", (n_heads * s.ngram_rows, m.n_embd // n_heads)
-        yield from _mixer("output_hc", m, s)
+    s = m.streams
+    n_heads = (s.ngram - 1) * s.ngram_heads
+    yield "per_layer_token_embd.weight", (n_heads * s.ngram_rows, m.n_embd // n_heads)
+    yield from _mixer("output_hc", m, s)
     for layer in range(m.n_layer):
         for name, shape in _layer(m, layer):
             yield f"blk.{layer}.{name}", shape
@@ -156,20 +153,17 @@ def _mixer(name: str, m: Hybrid, s: Streams) -> Iterator[tuple[str, tuple[int, .
 
 
 def _layer(m: Hybrid, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if (s := m.streams) is None:
-        yield "attn_norm.weight", (m.n_embd,)
-        yield "post_attention_norm.weight", (m.n_embd,)
-    else:
-        width = s.n_streams * m.n_embd
-        for part in ("hc_attn", "hc_ffn"):
-            yield from _mixer(part, m, s)
-            yield f"{part}_inject.weight", (s.n_streams, width)
-        if layer == s.ngram_layer:
-            yield "ple_key.weight", (width, m.n_embd)
-            yield "ple_value.weight", (m.n_embd, m.n_embd)
-            for part in ("key", "query", "conv"):
-                yield f"ple_norm_{part}.weight", (s.n_streams, m.n_embd)
-            yield "ple_conv1d.weight", (width, s.ngram_conv)
+    s = m.streams
+    width = s.n_streams * m.n_embd
+    for part in ("hc_attn", "hc_ffn"):
+        yield from _mixer(part, m, s)
+        yield f"{part}_inject.weight", (s.n_streams, width)
+    if layer == s.ngram_layer:
+        yield "ple_key.weight", (width, m.n_embd)
+        yield "ple_value.weight", (m.n_embd, m.n_embd)
+        for part in ("key", "query", "conv"):
+            yield f"ple_norm_{part}.weight", (s.n_streams, m.n_embd)
+        yield "ple_conv1d.weight", (width, s.ngram_conv)
     if _has_attention(layer):
         yield "attn_q.weight", (2 * m.n_head * m.head, m.n_embd)  # with a gate for the output
         yield "attn_k.weight", (m.n_head_kv * m.head, m.n_embd)
@@ -177,11 +171,10 @@ def _layer(m: Hybrid, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "attn_output.weight", (m.n_embd, m.n_head * m.head)
         yield "attn_q_norm.weight", (m.head,)
         yield "attn_k_norm.weight", (m.head,)
-        if s is not None:
-            yield "indexer.q_proj.weight", (s.index_heads * s.index_head, m.n_embd)
-            yield "indexer.k_proj.weight", (s.index_head, m.n_embd)
-            yield "indexer.q_norm.weight", (s.index_head,)
-            yield "indexer.k_norm.weight", (s.index_head,)
+        yield "indexer.q_proj.weight", (s.index_heads * s.index_head, m.n_embd)
+        yield "indexer.k_proj.weight", (s.index_head, m.n_embd)
+        yield "indexer.q_norm.weight", (s.index_head,)
+        yield "indexer.k_norm.weight", (s.index_head,)
     else:
         n_value, n_mixed = m.n_value * m.delta, (2 * m.n_key + m.n_value) * m.delta
         yield "attn_qkv.weight", (n_mixed, m.n_embd)
@@ -200,22 +193,26 @@ def _layer(m: Hybrid, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"ffn_{part}_shexp.weight", shape
 
 
-def header_model(name: str, out: str, experts_type: str = "Q4_K", *, overwrite: bool = False) -> None:
+def header_model(name: str, out: str, experts_type: str | None = None, *, overwrite: bool = False) -> None:
     """Writes the file. Raises `WriteError` if it exists (unless overwrite)."""
-    m = MODELS[name]
-    plan = tensors(m, experts_type)
-    header = header_bytes(metadata(name, m) | tokenizer(m.n_vocab)[1], plan, DEFAULT_ALIGNMENT)
+    if name in SHAPES:
+        shape = SHAPES[name].cut(expert_type=experts_type)
+        keys, plan, n_vocab = shape_model.metadata(shape), shape_model.tensors(shape), shape.n_vocab
+    else:
+        m = MODELS[name]
+        keys, plan, n_vocab = metadata(name, m), tensors(m, experts_type or "Q4_K"), m.n_vocab
+    header = header_bytes(keys | tokenizer(n_vocab)[1], plan, DEFAULT_ALIGNMENT)
     with atomic_file(out, overwrite=overwrite) as file:
         file.write(header)
         file.truncate(len(header) + sum(-(-tensor.n_bytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT for tensor in plan))
 
 
 @command()
-@click.argument("name", type=click.Choice(list(MODELS)))
+@click.argument("name", type=click.Choice([*SHAPES, *MODELS]))
 @click.option("-o", "--out", metavar="OUT.gguf", required=True)
-@click.option("--experts-type", metavar="TYPE", default="Q4_K", show_default=True, help="ggml type of the routed experts.")
+@click.option("--experts-type", metavar="TYPE", help="ggml type of the routed experts. Default: the published file's.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
-def main(name: str, out: str, experts_type: str, overwrite: bool) -> None:
+def main(name: str, out: str, experts_type: str | None, overwrite: bool) -> None:
     """Writes the header of a published model, and holes for its weights."""
     header_model(name, out, experts_type, overwrite=overwrite)
 

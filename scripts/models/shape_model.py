@@ -87,6 +87,22 @@ class Wide:
     rope_base: float
 
 
+@dataclass(frozen=True)
+class Delta:
+    """Gated delta networks: in all layers but each `every`-th, whose attention has a gate for its output. Heads of values and keys, a head's values, taps of
+    the convolution."""
+
+    every: int
+    n_value: int
+    n_key: int
+    head: int
+    conv: int
+
+    @property
+    def n_mixed(self) -> int:
+        return (2 * self.n_key + self.n_value) * self.head
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """One model's shape. Lengths in values; n_rot 0: the whole head is rotated.
@@ -125,10 +141,14 @@ class Shape:
     sliding_window: int = 0
     tied: bool = False
     wide: Wide | None = None
+    delta: Delta | None = None
     expert_type: str | None = None
 
     def is_wide(self, layer: int) -> bool:
         return self.wide is not None and layer % self.wide.every == self.wide.every - 1
+
+    def is_delta(self, layer: int) -> bool:
+        return self.delta is not None and layer % self.delta.every != self.delta.every - 1
 
     def heads(self, layer: int) -> tuple[int, int, int]:
         """Heads of keys, values of a head, and how many of these turn."""
@@ -163,9 +183,10 @@ class Shape:
         if shrink > 1:
             mla = self.mla and replace(self.mla, kv_rank=_narrow(self.mla.kv_rank, shrink))
             kv = max(1, self.n_head_kv // shrink)
+            delta = self.delta and replace(self.delta, n_value=max(1, self.delta.n_value // shrink), n_key=max(1, self.delta.n_key // shrink))
             widths = {key: _narrow(getattr(self, key), shrink) for key in ("n_embd", "ff", "ff_dense")}
             wide = self.wide and replace(self.wide, n_head_kv=max(1, self.wide.n_head_kv // shrink))
-            shape = replace(shape, n_vocab=0, n_head_kv=kv, n_head=kv * (self.n_head // self.n_head_kv), mla=mla, wide=wide, **widths)
+            shape = replace(shape, n_vocab=0, n_head_kv=kv, n_head=kv * (self.n_head // self.n_head_kv), mla=mla, wide=wide, delta=delta, **widths)
         if hidden is not None:
             if hidden < 1 or hidden % 32:
                 raise OptionError(f"hidden: expected a multiple of 32, found {hidden}")
@@ -195,7 +216,7 @@ def _type(shape: Shape, part: str, layer: int, row: int) -> int:
     elif part == "attn_k_b":
         name = "Q8_0"
     elif shape.recipe == "Q4_K_M":
-        name = "Q4_K"
+        name = "Q5_K" if part == "attn_qkv" else "Q4_K"
         if shape.arch == "gemma4":
             name = _gemma_type(shape, part, layer, more)
         elif more and (part == "attn_v" or part.startswith("ffn_down")):
@@ -231,7 +252,7 @@ def tensors(shape: Shape) -> list[Tensor]:
     for layer in range(shape.n_layer):
         for name, dims in [*_attention(shape, layer), *_feed_forward(shape, layer)]:
             part, dot, kind = name.partition(".")
-            matrix = len(dims) > 1 and dot and kind == "weight" and part != "ffn_gate_inp"
+            matrix = len(dims) > 1 and dot and kind == "weight" and part not in ("ffn_gate_inp", "ssm_conv1d")
             out.append(Tensor(f"blk.{layer}.{name}", dims, _type(shape, part, layer, dims[-1]) if matrix else 0))
     return out
 
@@ -243,6 +264,9 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     if shape.wide is not None:
         rows_q = shape.n_head * head
     yield "attn_norm.weight", (n_embd,)
+    if shape.is_delta(layer):
+        yield from _delta(shape.delta, n_embd)
+        return
     if shape.mla:
         mla = shape.mla
         yield "attn_q.weight", (rows_q, n_embd)
@@ -254,7 +278,7 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
         for part, rows in (("q", rows_q), ("k", rows_kv), ("v", rows_kv)):
             if part == "v" and shape.is_wide(layer):
                 continue
-            yield f"attn_{part}.weight", (rows, n_embd)
+            yield f"attn_{part}.weight", (2 * rows if part == "q" and shape.delta else rows, n_embd)  # with the gate
             if shape.qkv_bias:
                 yield f"attn_{part}.bias", (rows,)
         if shape.qk_norm:
@@ -266,12 +290,25 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
         yield "attn_sinks.weight", (shape.n_head,)
 
 
+def _delta(delta: Delta, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    n_values = delta.n_value * delta.head
+    yield "attn_qkv.weight", (delta.n_mixed, n_embd)
+    yield "attn_gate.weight", (n_values, n_embd)
+    yield "ssm_conv1d.weight", (delta.n_mixed, delta.conv)
+    yield "ssm_dt.bias", (delta.n_value,)
+    yield "ssm_a", (delta.n_value,)
+    yield "ssm_beta.weight", (delta.n_value, n_embd)
+    yield "ssm_alpha.weight", (delta.n_value, n_embd)
+    yield "ssm_norm.weight", (delta.head,)
+    yield "ssm_out.weight", (n_embd, n_values)
+
+
 def _feed_forward(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     n_embd, ff, n_expert = shape.n_embd, shape.ff, shape.n_expert
     if shape.arch == "gemma4":
         yield from _gemma_feed_forward(shape)
         return
-    yield ("post_attention_norm.weight" if shape.arch in ("gpt-oss", "glm4moe") else "ffn_norm.weight"), (n_embd,)
+    yield ("post_attention_norm.weight" if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe") else "ffn_norm.weight"), (n_embd,)
     if layer < shape.n_dense:
         yield "ffn_gate.weight", (shape.ff_dense, n_embd)
         yield "ffn_up.weight", (shape.ff_dense, n_embd)
@@ -289,6 +326,8 @@ def _feed_forward(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ..
             yield f"ffn_{part}_exps.bias", (n_expert, dims[0])
     if shape.n_shared:
         rows = shape.n_shared * ff
+        if shape.delta:
+            yield "ffn_gate_inp_shexp.weight", (n_embd,)
         yield "ffn_gate_shexp.weight", (rows, n_embd)
         yield "ffn_up_shexp.weight", (rows, n_embd)
         yield "ffn_down_shexp.weight", (n_embd, rows)
@@ -334,6 +373,17 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
             "expert_weights_norm": shape.norm_weights,
             "expert_weights_scale": shape.weights_scale,
         }
+    if (delta := shape.delta) is not None:
+        values |= {
+            "expert_shared_feed_forward_length": shape.n_shared * shape.ff,
+            "full_attention_interval": delta.every,
+            "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
+            "ssm.conv_kernel": delta.conv,
+            "ssm.inner_size": delta.n_value * delta.head,
+            "ssm.state_size": delta.head,
+            "ssm.time_step_rank": delta.n_value,
+            "ssm.group_count": delta.n_key,
+        }
     if shape.mla:
         values |= {"attention.kv_lora_rank": shape.mla.kv_rank, "attention.q_lora_rank": 0}
         values |= {"attention.key_length_mla": shape.qk_head, "attention.value_length_mla": shape.mla.value}
@@ -375,6 +425,10 @@ _ALL = (
         name="qwen3-30b-a3b", arch="qwen3moe", recipe="Q4_K_M", n_layer=48, n_ctx=40960, n_embd=2048, n_vocab=151936, n_head=32, n_head_kv=4, head=128,
         n_expert=128, n_used=8, ff=768, ff_dense=6144, rope_base=1e6, eps=1e-6, qk_norm=True,
     ),
+    Shape(
+        name="qwen3.6-35b-a3b", arch="qwen35moe", recipe="Q4_K_M", n_layer=40, n_ctx=262144, n_embd=2048, n_vocab=248320, n_head=16, n_head_kv=2, head=256,
+        n_rot=64, n_expert=256, n_used=8, ff=512, n_shared=1, rope_base=1e7, eps=1e-6, qk_norm=True, delta=Delta(4, 32, 16, 128, 4),
+    ),
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-120b", n_layer=36, n_expert=128),
     Shape(
@@ -409,6 +463,8 @@ _DOUBT = 1.0  # deviation of the model's output beside them
 _MOVED = 2.0  # of the code that attention moves, in units of the embedding's deviation
 _STEADY = 3.0  # of what does not compare in topic keys, against a token of stress 1
 _HEADSTART = 16.0  # logit of the tokenizer's tokens against unused ones
+_SMALL = 0.2  # values of delta networks, so that SiLU is nearly linear
+_FORGETS = 0.05  # ssm_a: they keep 97 % from one token to the next
 _N_CONTROL = 3  # of the demo model's tokens, the first
 _SHARED = 0.4  # of the variance that a feed-forward network with shared experts adds, what they add
 _MXFP4 = "MXFP4"
@@ -491,12 +547,21 @@ ANSWER = {
     "gpt-oss-120b": Scales(logits=0.9, topic=0.65, context=0.5),
 }
 # of shapes without a published trace, the one whose scales they have
-NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
+NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("qwen3.6-35b-a3b", "deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
 
 
 def scales_of(shape: Shape) -> Scales:
     """Those whose answers have the statistics of a published model's."""
     return ANSWER[NEAREST.get(shape.name, shape.name)]
+
+
+def _silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def _gated(shape: Shape) -> float:
+    """What a gate that reads nothing leaves of attention, and of the shared expert."""
+    return 0.5 if shape.delta else 1.0
 
 
 class Weights:
@@ -508,7 +573,8 @@ class Weights:
         self._n_topic = self._n_constant
         self._topic = slice(self._n_constant, self._n_constant + self._n_topic)  # channels
         self._stress = self._topic.stop  # the channel
-        self._topic_layer, self._context_layer = shape.n_dense + 1, shape.n_dense + 2
+        self._topic_layer = shape.delta.every - 1 if shape.delta else shape.n_dense + 1
+        self._context_layer = self._topic_layer + 1
         self._code = slice(self._topic.stop + 1, self._topic.stop + 1 + min(shape.n_embd // 4, 256))  # channels
         self._next = slice(self._code.stop, 2 * self._code.stop - self._code.start if shape.tied else self._code.stop)  # channels
         self._next_layer = self._context_layer if shape.tied else None
@@ -534,7 +600,9 @@ class Weights:
                 rows *= np.float32(self._shape.n_embd**-0.5)  # llama.cpp takes it as many times
             yield quantize(rows, tensor.type).reshape(-1)
             yield np.zeros(tensor.n_bytes // tensor.shape[0] * (tensor.shape[0] - len(rows)), np.uint8)
-        elif part in ("attn_q", "attn_k", "attn_v", "attn_kv_a_mqa", "ffn_gate_inp"):
+        elif part == "ssm_conv1d":
+            yield np.eye(1, tensor.shape[1], tensor.shape[1] - 1, np.float32).repeat(tensor.shape[0], 0).reshape(-1).view(np.uint8)  # the last tap alone
+        elif part in ("attn_q", "attn_k", "attn_v", "attn_kv_a_mqa", "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ffn_gate_inp"):
             for rows, times in self._matrix(part, layer, rng):
                 yield np.tile(quantize(rows, tensor.type).reshape(-1), times)
         elif part == "attn_output" and layer >= 0 and layer in (self._topic_layer, self._next_layer):
@@ -544,7 +612,7 @@ class Weights:
             n_slices = tensor.shape[0] if len(tensor.shape) == 3 else 1
             n_bytes = tensor.n_bytes // n_slices
             pieces = self._pools.slices(tensor.type, n_bytes, n_slices, self._deviation(part, layer))
-            if part in ("attn_output", "ffn_down", "ffn_down_shexp", "ffn_down_exps"):
+            if part in ("attn_output", "ssm_out", "ffn_down", "ffn_down_shexp", "ffn_down_exps"):
                 row = n_bytes // self._shape.n_embd
                 pieces = _without(pieces, n_bytes, self._n_constant * row, self._n_special * row)
             yield from pieces
@@ -579,7 +647,7 @@ class Weights:
         """Root mean squares, drawn at random: of a hidden unit, and the root of the summed squares of a token's expert weights."""
         shape, rng = self._shape, self._rng("sizes", -1)
         gate, up = rng.standard_normal((2, 100_000))
-        hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1) if shape.arch == "gpt-oss" else gate / (1 + np.exp(-gate)) * up
+        hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1) if shape.arch == "gpt-oss" else _silu(gate) * up
         logits = rng.standard_normal((4096, shape.n_expert)) * self._scales.logits
         probs = 1 / (1 + np.exp(-logits)) if shape.gating == "sigmoid" else np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         weights = np.sort(probs, axis=1)[:, -shape.n_used :]
@@ -594,14 +662,16 @@ class Weights:
         if part in ("attn_k_b", "attn_v_b"):
             return shape.mla.kv_rank**-0.5
         if part == "attn_output":
-            return self._attention(layer) * size / (self._scales.mean_size * math.sqrt(shape.n_head * shape.v_head))
+            return self._attention(layer) * size / (self._scales.mean_size * _gated(shape) * math.sqrt(shape.n_head * shape.v_head))
+        if part == "ssm_out":  # of values that a norm has brought to 1, times SiLU of a gate of 1
+            return self._attention(layer) * size / (_silu(1.0) * math.sqrt(shape.delta.n_value * shape.delta.head))
         if not part.startswith("ffn_down"):
             return self._n_content**-0.5
         out = self._update(layer) * middle / self._hidden
         if part == "ffn_down":
             return out / math.sqrt(shape.ff_dense)
         if part == "ffn_down_shexp":
-            return out * math.sqrt(_SHARED / (shape.n_shared * shape.ff))
+            return out * math.sqrt(_SHARED / (shape.n_shared * shape.ff)) / _gated(shape)
         return out * math.sqrt((1 - _SHARED if shape.n_shared else 1) / shape.ff) / self._weight_norm
 
     def _nearness(self, layer: int) -> float:
@@ -650,7 +720,9 @@ class Weights:
             return self._norm(size, 1.0, noise)
         if part in ("ffn_norm", "post_attention_norm"):
             return self._norm(middle, _SEEN, noise)
-        return np.ones(dims)
+        if part == "ssm_a":
+            return np.full(dims, -_FORGETS)
+        return np.zeros(dims) if part == "ffn_gate_inp_shexp" else np.ones(dims)
 
     def _wide_vector(self, part: str, kind: str, layer: int, dims: tuple[int, ...], noise: np.ndarray) -> np.ndarray | None:
         """Vectors of gemma4, where norms follow attention and feed-forward networks, too."""
@@ -741,6 +813,8 @@ class Weights:
             yield rows, 1
         elif shape.mla:
             yield from self._latent(part, layer, rng)
+        elif shape.is_delta(layer):
+            yield self._delta(part, layer, rng), 1
         else:
             n_head_kv, head, _ = shape.heads(layer)
             keys = self._keys(layer, n_head_kv * head, 1.0 if shape.qk_norm else self._key_size(layer), part == "attn_q")
@@ -748,7 +822,23 @@ class Weights:
                 yield keys, 1
             else:
                 for rows in np.split(keys, n_head_kv):
-                    yield rows, shape.n_head // n_head_kv
+                    gate = np.zeros_like(rows[: head if shape.delta else 0])
+                    yield np.concatenate([rows, gate]), shape.n_head // n_head_kv
+
+    def _delta(self, part: str, layer: int, rng: np.random.Generator) -> np.ndarray:
+        """The matrices of a delta network that is a running mean of the recent past: queries and keys are one fixed vector, and of what a head says for it
+        each token takes a part of its own, by the head a fifth to a half."""
+        shape, delta = self._shape, self._shape.delta
+        if part == "attn_qkv":
+            keys = self._reading(delta.n_key * delta.head, rng, self._content(layer))
+            fixed = rng.choice(np.array([-1, 1], np.float32), len(keys))
+            keys[:, : self._n_constant] = (fixed / self._n_constant)[:, None]
+            return np.concatenate([keys, keys, self._reading(delta.n_value * delta.head, rng, _SMALL)])
+        rows = np.zeros((delta.n_value * (delta.head if part == "attn_gate" else 1), shape.n_embd), np.float32)
+        if part != "ssm_alpha":
+            said = np.ones(len(rows)) if part == "attn_gate" else np.linspace(-1.4, 0, len(rows))
+            rows[:, : self._n_constant] = (said / self._n_constant)[:, None]
+        return rows
 
     def _latent(self, part: str, layer: int, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
         """The matrices of latent attention; a head's rotated part is its end, and all heads share the rotated key."""
@@ -763,7 +853,7 @@ class Weights:
         n_embd = self._shape.n_embd
         deviation = np.zeros((n_embd, 1), np.float32)
         if layer == self._topic_layer:
-            deviation[self._topic] = n_in**-0.5 / self._scales.topic_size
+            deviation[self._topic] = n_in**-0.5 / (self._scales.topic_size * _gated(self._shape))
         else:
             deviation[:] = self._deviation("attn_output", layer)
             deviation[self._n_constant : self._n_special] = 0
