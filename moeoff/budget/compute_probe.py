@@ -1,19 +1,20 @@
-"""How long this CPU computes on a token of a model: some of its layers' products, with weights of one byte repeated, timed by ggml itself, type by type.
-
-Attention over the context, and what llama.cpp does between products, are left out: they are little beside the weights of a model that is worth offloading.
+"""How long this CPU computes on a token of a model: some of its layers' products, with weights of one byte repeated, timed by ggml itself, type by type; and
+its attention to the tokens before it. What llama.cpp does between these is left out: it is little beside the weights of a model that is worth offloading.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import MoeoffError
 from ..gguf.model_index import ModelIndex, TensorSpan
 from ..llamacpp import native
 from ..llamacpp.threads import bound_pool
 from ..system.memory import available
+from .dry_load import LONGEST, planned_model
 
 _BYTES = 96 << 20  # of weights, at least
 _MOST_BYTES = 512 << 20
@@ -43,6 +44,15 @@ def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0)
         groups.append(_first(of_kind, timed * total // every))
         wholes.append(total / sum(nbytes for *_, nbytes in groups[-1]))
     return sum(best * whole for best, whole in zip(_times(groups, n_threads, seconds), wholes))
+
+
+def attention_seconds(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], n_threads: int, seconds: float = 0.5) -> float | None:
+    """Seconds that a token's attention takes behind n_ctx others, all layers together; None: without flash attention nobody has timed it."""
+    with planned_model(model_index.without_nextn(), min(n_ctx, LONGEST), keywords) as llm, bound_pool(n_threads) as pool:
+        best: float = native.time_attention(llm.context_handle, n_threads, pool, _uncached_bytes(), seconds)
+    if best < 0:
+        raise MoeoffError("no memory to time a token's attention")
+    return best * max(n_ctx / LONGEST, 1.0) or None
 
 
 def _first(products: Sequence[_Product], nbytes: int) -> list[_Product]:

@@ -25,7 +25,7 @@ from .plan import ALLOCATED, MemoryPlan, planned_process
 
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
 # takes is told from two of these lengths, because everything grows with the length or not at all
-_LONGEST = 1 << 18
+LONGEST = 1 << 18
 _MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16
 
 # there are no weights for a LoRA to change, and NUMA is set up once in a process
@@ -131,35 +131,37 @@ def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
     """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts."""
 
     def sizes_at(n: int) -> MemoryPlan:
-        with _planned(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified)) as llm:
+        with planned_model(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified)) as llm:
             sizes = memory_sizes(llm)
             if not (nextn and model_index.n_nextn):
                 return sizes
             drafts = llm.nextn_sizes()
             return MemoryPlan(**{name: getattr(sizes, name) + getattr(drafts, name) for name in ALLOCATED})
 
-    if n_ctx <= _LONGEST:
+    if n_ctx <= LONGEST:
         return sizes_at(n_ctx)
-    half, whole = sizes_at(_LONGEST // 2), sizes_at(_LONGEST)
-    times = (n_ctx - _LONGEST) / (_LONGEST // 2)
+    half, whole = sizes_at(LONGEST // 2), sizes_at(LONGEST)
+    times = (n_ctx - LONGEST) / (LONGEST // 2)
     return MemoryPlan(**{name: int(getattr(whole, name) + times * (getattr(whole, name) - getattr(half, name))) for name in ALLOCATED})
 
 
 def sequence_state(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) -> int:
     """Bytes that each of several sequences has of its own in a context: recurrent state, or a sliding window that is kept alone. 0: they share all of it."""
     model_index = model_index.without_nextn()
-    with _planned(model_index, min(n_ctx, _LONGEST), keywords, _PlannedLlama()) as llm:
+    with planned_model(model_index, min(n_ctx, LONGEST), keywords) as llm:
         return llm.state_of_sequence()
 
 
 def embedding_width(model_index: ModelIndex) -> int:
     """Numbers that the model takes in the place of a token's embedding."""
-    with _planned(model_index, 32, {}, _PlannedLlama()) as llm:
+    with planned_model(model_index, 32, {}) as llm:
         return int(api.llama_model_n_embd_inp(llm.model_handle))
 
 
 @contextlib.contextmanager
-def _planned(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], llm: _PlannedLlama) -> Iterator[_PlannedLlama]:
+def planned_model(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], llm: _PlannedLlama | None = None) -> Iterator[_PlannedLlama]:
+    """A model and its context without their memory: nothing can be computed, but graphs can be planned."""
+    llm = llm or _PlannedLlama()
     set_log(False)
     try:
         llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})

@@ -12,7 +12,7 @@ from ..llamacpp.devices import devices
 from ..system.disk import DiskRate, choose_io_threads, probe
 from ..system.machine import n_cores
 from ..system.memory import MIB, available, rss
-from .compute_probe import token_seconds
+from .compute_probe import attention_seconds, token_seconds
 from .dry_load import SliceKind, dry_load, slice_kinds, token_bytes, usual_ctx
 from .micro_batch import LEAST, USUAL, choose_within, recall_rates
 from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes, process_once_loaded
@@ -32,6 +32,7 @@ class MemoryOption:
     Attributes:
         resident_share: of the experts' bytes, while tokens are decoded in a short conversation.
         tps: tokens per second, see `speed`; None if it was not probed, or too little to run.
+        full_resident_share, full_tps: the same at the end of a full context.
         fits: whether the model runs in it at all.
         asked: it is the budget that was asked about.
     """
@@ -39,6 +40,8 @@ class MemoryOption:
     memory_bytes: int
     resident_share: float
     tps: float | None
+    full_resident_share: float
+    full_tps: float | None
     fits: bool = True
     asked: bool = False
 
@@ -59,7 +62,7 @@ class Report:
 
     dense_bytes are the weights outside the experts in the file, row_table_bytes those of them that stay on disk, and host_weight_bytes those
     that come into memory and not onto a GPU, the token embedding among them if it does. From there to arena_floor_bytes: what a process
-    takes, item by item; floor_bytes is the sum.
+    takes, item by item; floor_bytes is the sum. compute_seconds are a token's without attention, attention_seconds those of attention to a full context.
     """
 
     files: tuple[str, ...]
@@ -90,6 +93,7 @@ class Report:
     available_bytes: int
     disk: DiskRate | None
     compute_seconds: float | None
+    attention_seconds: float | None
     budgets: tuple[MemoryOption, ...]
     devices: tuple[DeviceMemory, ...]
 
@@ -114,8 +118,8 @@ class Residence:
         keywords: of llama_cpp.Llama, with which the model would be opened.
     """
 
-    def __init__(self, model_index: ModelIndex, plan: MemoryPlan, keywords: Mapping[str, Any] | None):
-        self._model_index, self._usual, self._keywords = model_index, plan, dict({"flash_attn": True} if keywords is None else keywords)
+    def __init__(self, model_index: ModelIndex, plan: MemoryPlan, keywords: Mapping[str, Any]):
+        self._model_index, self._usual, self._keywords = model_index, plan, keywords
         self._chosen = bool(self._keywords.get("n_batch") or self._keywords.get("n_ubatch"))
         self._rates = recall_rates(model_index, self._keywords, None)
         self._plans = {min(USUAL, plan.n_ctx): plan}
@@ -126,7 +130,7 @@ class Residence:
 
     def _with_batches_of(self, n_tokens: int) -> MemoryPlan:
         if n_tokens not in self._plans:
-            planned = dry_load(self._model_index, self._usual.n_ctx, self._keywords | {"n_batch": n_tokens, "n_ubatch": n_tokens})
+            planned = dry_load(self._model_index, self._usual.n_ctx, {**self._keywords, "n_batch": n_tokens, "n_ubatch": n_tokens})
             self._plans[n_tokens] = replace(planned, process=self._usual.process)  # planning takes memory itself
         return self._plans[n_tokens]
 
@@ -145,13 +149,14 @@ class Residence:
             return self._usual
         return self._with_batches_of(choose_within(self._usual, max(budget, self._usual.floor), self._rates).n_tokens)
 
-    def share(self, budget: int) -> float:
+    def share(self, budget: int, full: bool = False) -> float:
+        """full: at the end of the context, of which nothing is lent."""
         if budget < self._usual.floor:
             return 0.0
         plan, lent = self.plan(budget), 0
         if not (self._n_gpu_layers and devices()):  # what a device computes with is not lent
             least = self._with_batches_of(LEAST)
-            lent = max(plan.compute - least.compute, 0) + max(plan.work - least.work, 0) + self._state_lent
+            lent = max(plan.compute - least.compute, 0) + max(plan.work - least.work, 0) + (0 if full else self._state_lent)
         return min(1.0, max(budget - plan.fixed + self._smaller + lent, plan.arena_floor) / plan.arena_full) if plan.arena_full else 1.0
 
 
@@ -169,28 +174,34 @@ def examine(
         ModelError: the file is missing, damaged, or has no routed experts, or llama.cpp cannot load it.
         OptionError: the context is impossible.
     """
+    keywords = {"flash_attn": True} if keywords is None else keywords
     model_index = ModelIndex.read(model)
     model_index.require_experts()
     model_index.require_text()
     kinds = slice_kinds(model_index)
     plan = dry_load(model_index, usual_ctx(model_index, ctx_size), keywords)
-    per_token, disk, compute = token_bytes(model_index), None, None
+    per_token, disk, compute, attention = token_bytes(model_index), None, None, None
     if probe_disk:
         file = next(iter(model_index.experts.values())).file
         largest = max(kind.nbytes for kind in kinds)
         disk = probe(model_index.files[file], largest, PROBE_SECONDS, choose_io_threads(model_index.files[file], largest, plan.arena_full).n)
-        compute = token_seconds(model_index, (keywords or {}).get("n_threads") or n_cores())
+        n_threads = keywords.get("n_threads") or n_cores()
+        compute = token_seconds(model_index, n_threads)
+        attention = attention_seconds(model_index, plan.n_ctx, keywords, n_threads)
+
+    def tps(share: float, computing: float | None) -> float | None:
+        read = expected_bytes(per_token, share, model_index.n_expert / max(model_index.n_expert_used, 1))
+        return speed(read, disk.bytes_per_second, computing) if disk and computing else None
 
     residence = Residence(model_index, plan, keywords)
     budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
     rows: list[MemoryOption] = []
     for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):
-        share, fits = residence.share(bound), bound >= plan.floor
-        if rows and rows[-1].resident_share == 1 and bound != memory:
+        share, full, fits = residence.share(bound), residence.share(bound, full=True), bound >= plan.floor
+        if rows and rows[-1].full_resident_share == 1 and bound != memory:
             continue  # more gives no more
-        read = expected_bytes(per_token, share, model_index.n_expert / max(model_index.n_expert_used, 1))
-        tps = speed(read, disk.bytes_per_second, compute) if disk and compute and fits else None
-        rows.append(MemoryOption(bound, round(share, 4), tps, fits, bound == memory))
+        speeds = tps(share, compute) if fits else None, tps(full, compute + attention) if fits and compute and attention else None
+        rows.append(MemoryOption(bound, round(share, 4), speeds[0], round(full, 4), speeds[1], fits, bound == memory))
     shared = model_index.hparams.get("expert_shared_count")
     return Report(
         files=model_index.files,
@@ -222,6 +233,7 @@ def examine(
         available_bytes=available(),
         disk=disk,
         compute_seconds=compute,
+        attention_seconds=attention,
         budgets=tuple(rows),
         devices=tuple(DeviceMemory(device.name, device.description, *device.memory) for device in devices()),
     )

@@ -38,8 +38,8 @@ def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
         _print(report)
 
 
-def _rate(tps: float) -> str:
-    return f"{tps:.0f}" if tps >= 10 else f"{tps:.2g}"
+def _rate(tps: float | None) -> str:
+    return "" if tps is None else f"{tps:.0f}" if tps >= 10 else f"{tps:.2g}"
 
 
 def _about(r: Report) -> str:
@@ -86,12 +86,13 @@ def _print(r: Report) -> None:
     console.print(needed)
     console.print()
 
-    bought = table("--memory", "experts in memory", *([f"tokens/s, {_about(r)}"] if r.disk else []))
+    speeds = [f"tokens/s, {_about(r)}"] if r.disk else []
+    full_speeds = ["tokens/s"] if r.attention_seconds else []
+    bought = table("--memory", "experts in memory", *speeds, f"behind {r.ctx_size:,} tokens", *full_speeds)
     for row in r.budgets:
-        cells = [f"{-(-row.memory_bytes // MIB)}M", f"{row.resident_share:.0%}" if row.fits else "does not fit"]
-        if r.disk:
-            cells.append("" if row.tps is None else _rate(row.tps))
-        bought.add_row(*cells, style="bold" if row.asked else "")
+        cells = [f"{row.resident_share:.0%}" if row.fits else "does not fit", *([_rate(row.tps)] if speeds else [])]
+        cells += [f"{row.full_resident_share:.0%}" if row.fits else "", *([_rate(row.full_tps)] if full_speeds else [])]
+        bought.add_row(f"{-(-row.memory_bytes // MIB)}M", *cells, style="bold" if row.asked else "")
     console.print(bought)
     if (asked := next((row for row in r.budgets if row.asked), None)) is not None:
         console.print()
@@ -105,6 +106,8 @@ def _print(r: Report) -> None:
     if r.disk:
         how = "" if r.disk.direct_io else " through the page cache, which may flatter it"
         computing = f"computing a token takes {1e3 * r.compute_seconds:.1f} ms on this CPU, " if r.compute_seconds else ""
+        if r.attention_seconds:
+            computing += f"attention to {r.ctx_size:,} tokens {1e3 * r.attention_seconds:.1f} ms more, "
         text = (
             f"Measured now: {computing}the disk gives {r.disk.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(r.disk.block_bytes)}{how}. "
             "A token uses some experts that the ones before it have used; the rest is read, half of it while others are computed."
@@ -118,4 +121,5 @@ def _answer(r: Report, row: MemoryOption) -> str:
     if not row.fits:
         return f"{budget} is too small at a context of {r.ctx_size}: it needs {format_size(r.floor_bytes)}"
     speed = "" if row.tps is None else f", {_about(r)} {_rate(row.tps)} tokens/s"
-    return f"{budget} is enough at a context of {r.ctx_size}: {row.resident_share:.0%} of the experts in memory{speed}"
+    full = f"; behind {r.ctx_size:,} tokens {row.full_resident_share:.0%}" + (f", {_rate(row.full_tps)} tokens/s" if row.full_tps else "")
+    return f"{budget} is enough at a context of {r.ctx_size}: {row.resident_share:.0%} of the experts in memory{speed}{full}"

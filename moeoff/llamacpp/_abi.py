@@ -121,6 +121,7 @@ __all__ = [
     "overrides_free",
     "threadpool_new",
     "time_products",
+    "time_attention",
     "to_float",
     "row_products",
     "row_kernel",
@@ -526,6 +527,8 @@ time_products = function(
     c_double,
     POINTER(c_double),
 )
+# double moeoff_time_attention(struct llama_context * ctx, int32_t n_threads, void * threadpool, uint64_t bytes, double seconds);
+time_attention = function("moeoff_time_attention", c_double, c_void_p, c_int32, c_void_p, c_uint64, c_double)
 # bool moeoff_to_float(int32_t type, const void * data, float * out, int64_t n);
 to_float = function("moeoff_to_float", c_bool, c_int32, c_void_p, c_void_p, c_int64)
 # int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);

@@ -44,8 +44,11 @@ def test_json(invoke, demo):
     assert all(row["tps"] is None for row in report["budgets"])
 
 
-def test_text(invoke, demo):
-    done = invoke("inspect", demo, "-c", "1024")
+def test_text(demo, moeoff_command):
+    done = moeoff_command("inspect", demo, "-c", "1024", "--memory", "130M")
+    said = " ".join(done.stdout.split())
+    row = r"130 MiB is enough at a context of 1024: \d+% of the experts in memory, at most \S+ tokens/s; behind 1,024 tokens \d+%, \S+ tokens/s"
+    assert re.search(row, said), said
     assert done.returncode == 0 and done.stderr.startswith("a context of 1024: the model was trained for 256 tokens") and done.stderr.count("\n") == 1
     for words in (
         "qwen2moe, 12 layers",
@@ -54,9 +57,11 @@ def test_text(invoke, demo):
         "smallest --memory",
         "100%",
         "MB/s",
+        "behind 1,024 tokens",
         "Measured now: computing a token takes",
+        "attention to 1,024 tokens",
     ):
-        assert words in done.stdout, words
+        assert words in said, words
 
 
 def test_numbers_are_those_of_the_loaded_model(demo):
@@ -69,7 +74,8 @@ def test_numbers_are_those_of_the_loaded_model(demo):
 def test_budgets_do_what_they_promise(demo, moeoff_command):
     """At the floor the model runs, below half of it it does not; each row needs more and keeps more."""
     report = examine(demo, probe_disk=False)
-    assert [row.resident_share for row in report.budgets] == sorted({row.resident_share for row in report.budgets})
+    shares = [(row.resident_share, row.full_resident_share) for row in report.budgets]
+    assert shares == sorted(set(shares)) and all(full <= short for short, full in shares)
     assert report.budgets[0].memory_bytes - report.floor_bytes < MIB and report.budgets[-1].resident_share == 1
     # the process that ran this test is larger than the command's
     rows = json.loads(moeoff_command("inspect", demo, "--json", "--probe", "off").stdout)["budgets"]
@@ -147,12 +153,9 @@ def test_misses_that_were_measured_are_told_from_the_share():
 
 
 def test_one_budget(demo, moeoff_command):
-    """Whether it fits, the share of the experts, and the speed; of one below the needs what those are."""
-    done = moeoff_command("inspect", demo, "--memory", "102M", "-c", "512")
-    said = " ".join(done.stdout.split())
-    assert re.search(r"102 MiB is enough at a context of 512: \d+% of the experts in memory, at most \S+ tokens/s", said), said
+    """It has a row of its own; of one below the needs what those are."""
     done = moeoff_command("inspect", demo, "--memory", "6G", "--probe", "off")
-    assert re.findall(r"^(\d+)M +100%$", done.stdout, re.MULTILINE)[-1] == "6144", done.stdout
+    assert re.findall(r"^(\d+)M +100% +100%$", done.stdout, re.MULTILINE)[-1] == "6144", done.stdout
     done = moeoff_command("inspect", demo, "--memory", "50M", "--probe", "off")
     assert re.search(r"50M  +does not fit", done.stdout) and re.search(r"50 MiB is too small at a context of 256: it needs \d+ MiB", done.stdout), done.stdout
 
@@ -211,6 +214,23 @@ def test_probe(demo):
     assert report.disk.bytes_per_second > 0 and report.disk.seconds > 1.5  # it reads for two seconds
     assert report.disk.block_bytes >= max(kind.nbytes for kind in report.slices)
     assert report.compute_seconds > 0 and all(a.tps <= b.tps for a, b in itertools.pairwise(report.budgets))
+    assert report.attention_seconds > 0 and all(row.full_tps < row.tps for row in report.budgets)
+
+
+def test_attention_is_timed_over_the_whole_context(demo):
+    index = ModelIndex.read(demo)
+    short, long = (compute_probe.attention_seconds(index, n_ctx, {"flash_attn": True}, 1, 0.1) for n_ctx in (1024, 16384))
+    assert 4 * short < long
+    assert compute_probe.attention_seconds(index, 1024, {}, 1, 0.0) is None  # other ops than flash attention's
+
+
+def test_a_full_context_lends_the_experts_nothing(grown):
+    report = examine(grown, ctx_size=1024, probe_disk=False)
+    bounded = [row for row in report.budgets if row.resident_share < 1]
+    assert len(bounded) >= 2
+    for row in bounded:
+        lent = (row.resident_share - row.full_resident_share) * report.arena_full_bytes
+        assert lent == pytest.approx(report.kv_bytes * (1024 - 192) / 1024, rel=0.02), row  # all but a short conversation's
 
 
 def test_computing_is_reckoned_type_by_type(demo, monkeypatch):

@@ -550,49 +550,136 @@ void * moeoff_threadpool_new(const int32_t * cores, int32_t n_cores, int32_t n_t
     return ggml_threadpool_new(&params);
 }
 
+// computed over memory of its own, which is one ordinary number throughout
 struct timed_graph {
     ggml_context_ptr        ctx;
-    ggml_backend_buffer_ptr weights;
-    ggml_cgraph *           graph = nullptr;
+    ggml_backend_buffer_ptr memory;
+    ggml_cgraph *           graph;
+    double                  best = INFINITY; // seconds
+
+    explicit timed_graph(size_t n_tensors)
+        : ctx(ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true })),
+          graph(ggml_new_graph_custom(ctx.get(), n_tensors, false)) {}
 };
 
-int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups,
-                         int32_t n_threads, void * threadpool, double seconds, double * best) {
+// in turn, so that none finds what it reads in a cache. false: no memory, or one could not be computed
+static bool time_graphs(std::vector<timed_graph> & graphs, int32_t n_threads, void * threadpool, double seconds) {
     constexpr uint8_t ordinary = 0x38; // a byte of which F32, F16, BF16 and the scales of all types are ordinary numbers: zeros are slow where a scale is tiny, as MXFP4's then is
     ggml_backend_ptr backend(ggml_backend_cpu_init());
     ggml_backend_cpu_set_n_threads(backend.get(), n_threads);
     ggml_backend_cpu_set_threadpool(backend.get(), (ggml_threadpool_t) threadpool);
-    std::vector<timed_graph> timed((size_t) n_groups);
+    for (timed_graph & t : graphs) {
+        t.memory.reset(ggml_backend_alloc_ctx_tensors_from_buft(t.ctx.get(), ggml_backend_cpu_buffer_type()));
+        if (!t.memory) {
+            return false;
+        }
+        moeoff_adopt_dense(t.memory.get());
+        ggml_backend_buffer_clear(t.memory.get(), ordinary);
+    }
+    const int64_t begun = ggml_time_us();
+    for (int round = 0; round < 3 || (double) (ggml_time_us() - begun) < seconds * 1e6; round++) {
+        for (timed_graph & t : graphs) {
+            const int64_t t0 = ggml_time_us();
+            if (ggml_backend_graph_compute(backend.get(), t.graph) != GGML_STATUS_SUCCESS) {
+                return false;
+            }
+            t.best = std::min(t.best, (double) (ggml_time_us() - t0) / 1e6);
+        }
+    }
+    return true;
+}
+
+int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups,
+                         int32_t n_threads, void * threadpool, double seconds, double * best) {
+    std::vector<timed_graph> timed;
     for (int32_t g = 0; g < n_groups; g++) {
-        timed_graph & t = timed[g];
-        const size_t n_leafs = 2 * (size_t) n; // more than there are nodes
-        t.ctx.reset(ggml_init({ (n_leafs + n) * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_leafs, false), nullptr, true }));
-        t.graph = ggml_new_graph_custom(t.ctx.get(), n_leafs, false);
+        timed_graph & t = timed.emplace_back(3 * (size_t) n);
         for (int32_t i = 0; i < n; i++) {
             if (groups[i] == g) {
                 ggml_tensor * weights = ggml_new_tensor_2d(t.ctx.get(), (ggml_type) types[i], n_cols[i], n_rows[i]);
                 ggml_build_forward_expand(t.graph, ggml_mul_mat(t.ctx.get(), weights, ggml_new_tensor_1d(t.ctx.get(), GGML_TYPE_F32, n_cols[i])));
             }
         }
-        t.weights.reset(ggml_backend_alloc_ctx_tensors_from_buft(t.ctx.get(), ggml_backend_cpu_buffer_type()));
-        if (!t.weights) {
-            return -1;
-        }
-        moeoff_adopt_dense(t.weights.get());
-        ggml_backend_buffer_clear(t.weights.get(), ordinary);
     }
-    std::fill(best, best + n_groups, INFINITY);
-    const int64_t begun = ggml_time_us();
-    for (int round = 0; round < 3 || (double) (ggml_time_us() - begun) < seconds * 1e6; round++) {
-        for (int32_t g = 0; g < n_groups; g++) { // in turn, so that none finds its weights in a cache
-            const int64_t t0 = ggml_time_us();
-            if (ggml_backend_graph_compute(backend.get(), timed[g].graph) != GGML_STATUS_SUCCESS) {
-                return -1;
-            }
-            best[g] = std::min(best[g], (double) (ggml_time_us() - t0) / 1e6);
-        }
+    if (!time_graphs(timed, n_threads, threadpool, seconds)) {
+        return -1;
+    }
+    for (int32_t g = 0; g < n_groups; g++) {
+        best[g] = timed[g].best;
     }
     return 0;
+}
+
+static bool are_alike(const ggml_tensor * a, const ggml_tensor * b) {
+    return std::equal(a->src, a->src + 3, b->src, [](const ggml_tensor * x, const ggml_tensor * y) { return x->type == y->type && ggml_are_same_shape(x, y); });
+}
+
+// FLASH_ATTN_EXT like this one, over n_kv positions
+static ggml_tensor * attention_like(ggml_context * ctx, const ggml_tensor * op, int64_t n_kv) {
+    const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2], * mask = op->src[3], * sinks = op->src[4];
+    const auto rows_like = [&](const ggml_tensor * t) { // position by position, as a KV cache has them
+        return ggml_permute(ctx, ggml_new_tensor_4d(ctx, t->type, t->ne[0], t->ne[2], n_kv, t->ne[3]), 0, 2, 1, 3);
+    };
+    ggml_tensor * keys   = rows_like(k);
+    ggml_tensor * values = v->view_src && v->view_src == k->view_src // MLA's, a part of the keys
+        ? ggml_view_4d(ctx, keys, v->ne[0], n_kv, v->ne[2], v->ne[3], keys->nb[1], keys->nb[2], keys->nb[3], 0) : rows_like(v);
+    float scale, max_bias, softcap;
+    memcpy(&scale, op->op_params, sizeof(float));
+    memcpy(&max_bias, op->op_params + 1, sizeof(float));
+    memcpy(&softcap, op->op_params + 2, sizeof(float));
+    ggml_tensor * out = ggml_flash_attn_ext(ctx, ggml_dup_tensor(ctx, q), keys, values,
+        mask ? ggml_new_tensor_4d(ctx, mask->type, n_kv, mask->ne[1], mask->ne[2], mask->ne[3]) : nullptr, scale, max_bias, softcap);
+    ggml_flash_attn_ext_add_sinks(out, sinks ? ggml_dup_tensor(ctx, sinks) : nullptr);
+    return out;
+}
+
+static double time_attention(llama_context * ctx, int32_t n_threads, void * threadpool, uint64_t bytes, double seconds) {
+    constexpr size_t n_tensors = 8; // of attention_like
+    const auto    memory = ctx->get_memory() ? ctx->get_memory()->init_full() : nullptr;
+    ggml_cgraph * token  = ctx->graph_reserve(1, 1, 1, memory.get(), true);
+    std::vector<std::pair<const ggml_tensor *, int64_t>> kinds; // and how many layers are alike
+    for (int i = 0; token && i < ggml_graph_n_nodes(token); i++) {
+        const ggml_tensor * op = ggml_graph_node(token, i);
+        if (op->op == GGML_OP_FLASH_ATTN_EXT) {
+            const auto known = std::find_if(kinds.begin(), kinds.end(), [op](const auto & kind) { return are_alike(kind.first, op); });
+            (known == kinds.end() ? kinds.emplace_back(op, 0) : *known).second++;
+        }
+    }
+    if (kinds.empty()) {
+        return 0;
+    }
+    std::vector<timed_graph> timed;
+    std::vector<double>      wholes; // times what is timed of each kind
+    for (const auto & [op, n_layers] : kinds) {
+        const ggml_tensor * k = op->src[1], * v = op->src[2];
+        const uint64_t of_position = k->ne[2] * ggml_row_size(k->type, k->ne[0]) + v->ne[2] * ggml_row_size(v->type, v->ne[0]);
+        int64_t n_kv = k->ne[1];
+        while (n_kv > 1024 && n_kv * of_position > bytes) { // what is beyond takes as long again
+            n_kv /= 2;
+        }
+        const int64_t n = std::clamp<int64_t>(bytes / (n_kv * of_position), 1, n_layers);
+        timed_graph & t = timed.emplace_back(n * n_tensors);
+        for (int64_t i = 0; i < n; i++) {
+            ggml_build_forward_expand(t.graph, attention_like(t.ctx.get(), op, n_kv));
+        }
+        wholes.push_back((double) n_layers / n * k->ne[1] / n_kv);
+    }
+    if (!time_graphs(timed, n_threads, threadpool, seconds)) {
+        return -1;
+    }
+    double sum = 0;
+    for (size_t i = 0; i < timed.size(); i++) {
+        sum += timed[i].best * wholes[i];
+    }
+    return sum;
+}
+
+double moeoff_time_attention(llama_context * ctx, int32_t n_threads, void * threadpool, uint64_t bytes, double seconds) {
+    try {
+        return time_attention(ctx, n_threads, threadpool, bytes, seconds);
+    } catch (const std::exception &) {
+        return -1;
+    }
 }
 
 bool moeoff_to_float(int32_t type, const void * data, float * out, int64_t n) {

@@ -73,5 +73,9 @@ extern "C" LLAMA_API void * moeoff_threadpool_new(const int32_t * cores, int32_t
 // they are in memory before anything is timed. threadpool: of n_threads, or NULL. -1: no memory, or nothing could be computed.
 extern "C" LLAMA_API int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int32_t n_threads, void * threadpool, double seconds, double * best);
 
+// Seconds of the attention of one token behind a full context, in all layers of ctx, which need not have any memory; the shortest of what was tried for so many
+// seconds. bytes: of K and V of layers that are alike, so many that no cache holds them. 0: ctx has no flash attention, and others are not timed. -1: no memory.
+extern "C" LLAMA_API double moeoff_time_attention(struct llama_context * ctx, int32_t n_threads, void * threadpool, uint64_t bytes, double seconds);
+
 // out[i] = value i of a ggml_type's blocks. False: ggml has no conversion of this type.
 extern "C" LLAMA_API bool moeoff_to_float(int32_t type, const void * data, float * out, int64_t n);
