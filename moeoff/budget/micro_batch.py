@@ -22,7 +22,7 @@ from .plan import MemoryPlan
 USUAL = 512  # llama.cpp's default, and what is taken where nothing has been measured
 LEAST = 8  # tokens: the smallest batches whose buffers are told apart
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-_PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
+PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
 _LARGEST_SHARE = 0.125  # of what weights and state leave, that compute buffers may take
 _WORTH = 0.97  # a larger piece is taken if it takes at most so much of the time
 
@@ -32,7 +32,7 @@ class PromptRates:
     """Rates of prompts on this machine.
 
     Attributes:
-        token_seconds: of computing one token, without waiting for experts.
+        token_seconds: of computing one token of the first `PROMPT` of a context, without waiting for experts.
         bytes_per_second: of the I/O threads' reads.
     """
 
@@ -69,7 +69,7 @@ def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[in
         if usual < min(USUAL, n_ctx):
             return MicroBatch(usual, f"the largest whose buffers ({format_size(compute_bytes(usual))}) leave the experts most of the memory")
         return MicroBatch(usual, "the usual one; nothing has been measured yet")
-    n_prompt = min(_PROMPT, n_ctx)
+    n_prompt = min(PROMPT, n_ctx)
 
     def seconds(n: int) -> float:
         missed = max(expert_bytes - max(room - compute_bytes(n), 0), 0)

@@ -411,7 +411,7 @@ class Engine:
         self.quality.begin(spans)
         self.driver.begin(tokens, spans, decodes)
         if not decodes:
-            self._prompt_meter.begin()
+            self._prompt_meter.begin(max(span.first for span in spans.values()))
             self._uses_before = self.buffer.stats().expert_uses
 
     def _moves_state(self, spans: Mapping[int, Span]) -> bool:

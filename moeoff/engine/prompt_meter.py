@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..budget.micro_batch import PromptRates
+from ..budget.micro_batch import PROMPT, PromptRates
 from .buffer import ExpertBuffer
 
 _LEAST_TOKENS = 256  # of prompts, before their rate means anything
@@ -18,14 +18,16 @@ class PromptMeter:
     def __init__(self, buffer: ExpertBuffer, io_threads: int):
         self._buffer, self._io_threads = buffer, io_threads
         self._tokens = self._ns = self._bytes = self._busy_ns = 0
-        self._seen = (0, 0, 0)
+        self._seen: tuple[int, int, int] | None = None
 
-    def begin(self) -> None:
-        """Before a prompt's batch."""
-        self._seen = self._counters()
+    def begin(self, depth: int) -> None:
+        """Before a prompt's batch, behind so many tokens: where attention takes longer than in the prompt that a choice is made for, it does not count."""
+        self._seen = self._counters() if depth < PROMPT else None
 
     def end(self, n_tokens: int, seconds: float) -> None:
         """After it."""
+        if self._seen is None:
+            return
         stall, nbytes, busy = (now - before for now, before in zip(self._counters(), self._seen, strict=True))
         self._tokens += n_tokens
         self._ns += int(seconds * 1e9) - stall

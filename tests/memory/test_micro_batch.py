@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import moeoff
 from moeoff.budget.micro_batch import SIZES, USUAL, PromptRates, choose, recall_rates, remember_rates
+from moeoff.engine.prompt_meter import PromptMeter
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp.llama import api
 from moeoff.system.memory import rss
@@ -121,6 +123,18 @@ def test_measured_while_it_runs(grown, cache):
         assert llm.stats().bytes_read >= bytes_read > 64 << 20
     found = recall_rates(model_index, THREADS, None)
     assert found.token_seconds > 0 and found.bytes_per_second > 0
+
+
+def test_what_lies_deep_in_a_context_is_not_metered():
+    """The choice is made for a prompt of 4,096 tokens. What attention takes behind more of them would make pieces smaller that read experts once each."""
+    counters = [SimpleNamespace(stall_ns=0, bytes_read=n << 30, io_thread_busy_ns=n * 10**9) for n in range(3)]
+    buffer = SimpleNamespace(stats=lambda: counters[0])
+    meter = PromptMeter(buffer, 1)
+    for depth, seconds in ((0, 1.0), (4096, 60.0)):
+        meter.begin(depth)
+        counters.pop(0)
+        meter.end(512, seconds)
+    assert meter.rates == PromptRates(1 / 512, 2.0**30)
 
 
 def test_a_small_budget_takes_a_smaller_micro_batch(grown, cache):
