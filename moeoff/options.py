@@ -233,7 +233,7 @@ class Config:
     experts: Sidecar | Path | bool = _expert("--experts", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto",
                                              commands=f"{_RUN_EVAL} bench", help="Sidecar made by moeoff convert; auto: MODEL.experts.gguf, if it exists.")  # fmt: skip
     tier: str | None = _expert("--tier", metavar="NAME", commands=f"{_RUN_EVAL} bench",
-                               help="Precision of the sidecar to run with, e.g. Q2_K. Default: the model's own.")  # fmt: skip
+                               help="Precision of the sidecar to run with, e.g. Q2_K, or int4 or lowest. Default: the model's own.")  # fmt: skip
     verify_reads: bool = _expert("--verify-reads", default=False, commands=_OPEN, help="Compare every expert read with its hash in the sidecar.")
     warm: bool = _expert("--warm", metavar="on|off", parse=parse_switch, default=False, usual=True, choices=("on", "off"), commands=_OPEN,
                          help="Preload in the background: all experts if they fit, else those cached at the last exit. While the model waits for a "

@@ -12,8 +12,9 @@ from typing import Any
 from .errors import OptionError
 from .option import number, option, read, table_of
 
-__all__ = ["LOSSLESS", "Precision"]
+__all__ = ["INT4", "LOSSLESS", "LOWEST", "Precision"]
 
+LOWEST, INT4 = "lowest", "int4"  # asked for in the place of a tier's name: that of the fewest bits, and one of about four
 LOW_SHARE = 0.05  # of the experts' memory, for low versions: measured by the research scripts
 _OPENS = "run serve report eval"
 _GROUP = "Lossy rules without a bound"
@@ -52,7 +53,7 @@ class Precision:
     t2: float = option("--t2", metavar="S", default=1.0, help="Skip uncached experts whose unimportance is above S (HOBBIT's T2).", **_THRESHOLD)
     prefill_low_fraction: float = option("--prefill-low-fraction", metavar="P", default=0.0, **_THRESHOLD,
                                          help="Read this share of a prompt's experts, the least used, in low precision (Fate's p).")  # fmt: skip
-    low_tier: str | None = option("--low-tier", metavar="NAME", help="The low precision: a tier of the sidecar, e.g. Q2_K.", **_RULE)
+    low_tier: str | None = option("--low-tier", metavar="NAME", help="The low precision: a tier of the sidecar, e.g. Q2_K, or int4 or lowest.", **_RULE)
     low_share: float = LOW_SHARE
     resident: float = 0.0
     mispredicted_low: bool = option("--mispredicted-low", default=False, **_RULE,

@@ -138,9 +138,11 @@ def run(
             note(llm.engine.device_remark)
         remark_on_context(llm.n_ctx(), llm.engine.model_index.n_ctx_train, options)
         if lower := llm.engine.quality.unread_tiers:
-            note(
-                f"lossless, though the sidecar has {', '.join(lower)}: give --tier {lower[0]}, or --max-loss for what calibrate --max-loss measures it to lose"
-            )
+            names = ", ".join(lower)
+            if llm.engine.config.max_loss is None:
+                note(f"lossless, though the sidecar has {names}: give --tier {lower[0]}, or --max-loss for what calibrate --max-loss measures it to lose")
+            else:
+                note(f"--max-loss was measured without the sidecar's {names}: calibrate --max-loss again, and it may be chosen")
         share = f" ({DEFAULT_SHARE:.0%} of what is available)" if llm.engine.budget.is_default else ""
         completer = stack.enter_context(Completer(llm, sampling, cache))
         if prompt is None:

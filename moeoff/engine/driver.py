@@ -194,8 +194,8 @@ class Driver:
             require_calibration(strategy, profile, model_index)
             predictor = _predictor(predictor_class, router, profile, **strategy.options)
             fallback = _predictor(get_predictor(_WITHOUT_INPUT), router, profile, small=True) if predictor.wants_gate_input else None
-            prefetcher = Prefetcher(buffer, predictor, model.n_used, io_threads, fallback, share=strategy.share, ab_tested=strategy.ab_tested,
-                                    precision=precision, fills_devices=on_devices)  # fmt: skip
+            prefetcher = Prefetcher(buffer, predictor, model.n_used, io_threads, fallback, share=strategy.share, bounded=strategy.bounded,
+                                    ab_tested=strategy.ab_tested, precision=precision, fills_devices=on_devices)  # fmt: skip
         if policy_class is not None:
             options = {} if precision.lossless else policy_class.precision_options(precision.t1)
             section = policy_class.profile_section
@@ -288,7 +288,7 @@ def sections(strategy: Strategy) -> set[str]:
     """Sections of a profile that a strategy may take."""
     names: set[str | None] = {"popularity"} if strategy.fill else set()
     if strategy.policy is not None:
-        names.add(strategy.policy.profile_section)
+        names |= {strategy.policy.profile_section, strategy.policy.precision_section}
     if strategy.predictor is not None:
         names |= {strategy.predictor.profile_section, *strategy.predictor.more_sections, get_predictor(_WITHOUT_INPUT).profile_section}
     return {name for name in names if name is not None}

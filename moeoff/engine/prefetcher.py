@@ -278,6 +278,7 @@ class Prefetcher(Observer):
         io_threads: I/O threads of the buffer.
         fallback: takes the predictor's place if it reads gate inputs and events have none.
         share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
+        bounded: in decode, as of `Strategy`.
         ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of tokens at once), and
             what is seldom useful is not read (`Usefulness`).
         precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all. `use` changes it.
@@ -285,10 +286,10 @@ class Prefetcher(Observer):
     """
 
     def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, io_threads: int,
-                 fallback: Predictor | None = None, *, share: float = 0.0, ab_tested: bool = True,
+                 fallback: Predictor | None = None, *, share: float = 0.0, bounded: bool = True, ab_tested: bool = True,
                  precision: Precision = LOSSLESS, fills_devices: bool = False):  # fmt: skip
         self._buffer, self.predictor, self._fallback = buffer, predictor, fallback
-        self._fills_devices = fills_devices
+        self._fills_devices, self._bounded = fills_devices, bounded
         self._n_gates, n_experts = buffer.priorities.shape
         self._n_used, self._io_threads = n_used, io_threads
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
@@ -313,6 +314,7 @@ class Prefetcher(Observer):
         self._misses = self._most / 2  # the same for each gate
         self._busy: float | None = None  # ns of a token, all I/O threads
         self._credit = self._earned = 0.0  # slices; what a gate adds to them
+        self._all = n_experts * self._n_matrices  # slices of a gate
         self._seen = (0, 0)  # io_thread_busy_ns, reads
 
     def use(self, precision: Precision) -> None:
@@ -430,7 +432,7 @@ class Prefetcher(Observer):
                 else:
                     high = versions[best] == native.HIGH
                     self._usefulness.predicted(p.gate, best[high], (np.arange(len(best)) if places is None else places)[high])
-            queued = self._read(p.gate, versions, best, n_paying, int(self._credit))
+            queued = self._read(p.gate, versions, best, n_paying, int(self._credit) if self._bounded else self._all)
             self._credit -= queued
             if queued or (n < len(predictions) and self._lacks(p.gate, versions, best)):
                 return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)

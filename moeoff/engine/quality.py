@@ -42,22 +42,25 @@ class Quality:
 
     def __init__(self, config: Config, model_index: ModelIndex, profile: Profile | None, resident_share: Callable[[Budget], float], budget: Budget):
         self._config, self._share, self._contract = config, resident_share, None
-        self.precision, self.followed = config.precision, 0
+        self.precision, self.followed = _fitted(config, profile), 0
         self.selected: SelectedPrecision | None = None
-        tier = ORIGINAL if config.tier is None and (self.precision.low_tier or config.max_loss) else config.tier
-        self.source = ExpertSource.make(model_index, config.experts, tier, config.verify_reads)
+        low_tier = self.precision.low_tier
+        tier = ORIGINAL if config.tier is None and (low_tier or config.max_loss) else config.tier
+        self.source, self.low_source = ExpertSource.make(model_index, config.experts, tier, config.verify_reads, low_tier), None
         if config.max_loss:
             self._contract = LossContract.find(model_index, profile, self.source, config.max_loss)
             # what must repeat in any memory cannot be chosen by it
             self.selected = self._contract.select(config.max_loss, USUAL_SHARE if config.deterministic else resident_share(budget))
             self.precision, self.source = self.selected.precision, replace(self.source, tier=self.selected.tier)
             config.check_precision(self.precision)
-        self.low_source = self.source.low(self.precision.low_tier) if self.precision.low_tier else None
+        if low_tier:
+            self.low_source = self.source.low(low_tier, model_index)
+            self.precision = replace(self.precision, low_tier=self.low_source.tier)
 
     @property
     def unread_tiers(self) -> list[str]:
-        """Lower precisions of the sidecar, where nobody has said anything that would read them."""
-        asked = self._config.tier is not None or self._config.max_loss is not None or self.low_source is not None
+        """Lower precisions of the sidecar, where nobody has said anything that would read them, or the bound of loss was measured without it."""
+        asked = self._config.tier is not None or self.low_source is not None or (self._contract is not None and self._contract.sidecar != 0)
         return [] if asked or self.source.sidecar is None else [tier for tier in self.source.sidecar.tiers if tier != ORIGINAL]
 
     @property
@@ -94,3 +97,13 @@ class Quality:
         # all experts are and stay in the tier, for which what was promised with more given up holds
         self.selected = selected if selected.tier == before.tier else replace(before, precision=Precision())
         self.use(self.selected.precision)
+
+
+def _fitted(config: Config, profile: Profile | None) -> Precision:
+    """The precision of the options; where the strategy brings it, with what a calibration fitted of it to the model."""
+    precision, policy = config.precision, config.strategy.policy
+    if precision is not config.strategy.precision or precision.lossless or profile is None or policy is None or policy.precision_section is None:
+        return precision
+    arrays = profile.section(policy.precision_section)
+    with profile.taking(policy.precision_section):
+        return precision if arrays is None else policy.fitted_precision(precision, arrays)

@@ -6,9 +6,12 @@ carries its own hash, so that what is read from it is what was written, or nothi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
 import re
+import shlex
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,13 +22,15 @@ import numpy as np
 from ..errors import ModelError, OptionError
 from ..gguf.file import ModelFile, unpack
 from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan, model_stem, parse_tensor_name
-from ..gguf.quantize import row_bytes
+from ..gguf.quantize import row_bytes, type_from_name
 from ..llamacpp import native
+from ..precision import INT4, LOWEST
 
 FORMAT_VERSION = 2
 ALIGNMENT = 4096  # of every slice: a direct read takes whole pages
 ORIGINAL = "original"  # the tier that holds the source's own bytes
 AUTO, BITS = "auto", "bits"  # tiers without one type: by the source's type, and by a plan
+_MADE_FOR = {LOWEST: "Q2_K", INT4: "Q4_0"}  # where a sidecar has none
 _SEAL = b"moeoff.header_hash"
 _NAME = re.compile(r"(?P<tensor>.+)\.(?P<expert>\d+)\.(?P<tier>[^.]+)")
 _SAMPLE = 4096
@@ -191,8 +196,18 @@ class Sidecar:
             )
 
     def tier(self, name: str) -> str | None:
-        """A tier by its name in any case; None: it has no such."""
+        """A tier by its name in any case, or the one that is `LOWEST` or `INT4`; None: it has no such."""
+        lower = [tier for tier in self.tiers if tier != ORIGINAL]
+        if name.lower() == LOWEST:
+            return min(lower, key=self.bits, default=None)
+        if name.lower() == INT4:
+            return next((tier for tier in lower if _is_int4(self.bits(tier))), None)
         return next((tier for tier in self.tiers if tier.lower() == name.lower()), None)
+
+    def bits(self, tier: str) -> float:
+        """Bits of a weight in a tier, the mean over all experts."""
+        slices = [s for (_, _, name), s in self.slices.items() if name == tier]
+        return 8 * sum(s.nbytes for s in slices) / sum(math.prod(s.shape) for s in slices)
 
     def sources(self, span: TensorSpan, tier: str) -> Iterator[Slice]:
         """The slices of one of the model's tensors in a tier, by expert.
@@ -243,41 +258,46 @@ class ExpertSource:
         """The sidecar, if it holds them."""
         return self.sidecar if self.sidecar is not None and self.tier in self.sidecar.tiers else None
 
-    def low(self, tier: str) -> ExpertSource:
+    def low(self, tier: str, model_index: ModelIndex) -> ExpertSource:
         """The source of the low versions, if this is that of the high ones.
 
         Raises:
             OptionError: there is no sidecar, or it has no such tier, or the high versions are read from it.
         """
+        if tier == INT4 and self.tier == ORIGINAL and _has_int4(model_index):
+            raise OptionError(f"{model_index.files[0]}: has experts of about four bits already: no lower precision of four bits")
         if self.sidecar is None:
-            raise OptionError(f"low precision ({tier}) needs a sidecar of the model, which moeoff convert makes", hint={"experts": ...})
+            raise OptionError(f"low precision ({tier}) needs a sidecar{_made_by(model_index, None, tier)}")
         name = self.sidecar.tier(tier)
         if name is None or name in (self.tier, ORIGINAL):
             others = ", ".join(t for t in self.sidecar.tiers if t not in (self.tier, ORIGINAL)) or "none"
-            raise OptionError(f"{self.sidecar.path}: no tier {tier} below {self.tier}; there are: {others}")
+            raise OptionError(f"{self.sidecar.path}: no tier {tier} below {self.tier}; there are: {others}{_made_by(model_index, self.sidecar, tier)}")
         return ExpertSource(self.sidecar, name, self.verify)
 
     @classmethod
     def make(
-        cls, model_index: ModelIndex, experts: Sidecar | str | os.PathLike[str] | bool = "auto", tier: str | None = None, verify: bool = False
-    ) -> ExpertSource:
+        cls, model_index: ModelIndex, experts: Sidecar | str | os.PathLike[str] | bool = "auto", tier: str | None = None, verify: bool = False,
+        low_tier: str | None = None,
+    ) -> ExpertSource:  # fmt: skip
         """Finds the sidecar and checks that it is this model's.
 
         Args:
             experts: it, or its path; "auto" for the one at its default path, if there is one; False for none.
-            tier: one of the sidecar's. By default "original", the model's own precision, from whichever file has it.
+            tier: one of the sidecar's. By default "original", the model's own precision, from whichever file has it; so is `INT4` of a model in four bits.
+            low_tier: of low versions that will be asked for, which an error names, too.
 
         Raises:
             ModelError: the sidecar is missing, damaged, or of another model.
             OptionError: it has no such tier; or something is asked that needs a sidecar, and there is none.
         """
         automatic = experts is True or experts == "auto"
+        tier = ORIGINAL if tier == INT4 and _has_int4(model_index) else tier
         default = sidecar_path(model_index.files[0])
         chosen = experts if not automatic else default if os.path.exists(default) else None
         if isinstance(chosen, bool) or not chosen:
             if tier not in (None, ORIGINAL) or verify:
-                what = "`verify_reads`" if verify else f"tier {tier}"
-                raise OptionError(f"{what} needs a sidecar of {model_index.files[0]}, which moeoff convert makes", hint={"experts": ...})
+                what, tier = ("`verify_reads`", ORIGINAL) if tier in (None, ORIGINAL) else (f"tier {tier}", tier)
+                raise OptionError(f"{what} needs a sidecar{_made_by(model_index, None, tier, low_tier)}")
             return cls()
         sidecar = chosen if isinstance(chosen, Sidecar) else Sidecar(chosen, MOST_TIERS * sum(span.shape[2] for span in model_index.experts.values()))
         sidecar.check_belongs(model_index)
@@ -285,8 +305,39 @@ class ExpertSource:
             raise OptionError(f"{sidecar.path}: holds lower precision only", hint={"tier": sidecar.tiers[0]})
         name = ORIGINAL if tier is None or tier.lower() == ORIGINAL else sidecar.tier(tier)
         if name is None:
-            raise OptionError(f"{sidecar.path}: no tier {tier}; there are {', '.join(dict.fromkeys([*sidecar.tiers, ORIGINAL]))}")
+            there = ", ".join(dict.fromkeys([*sidecar.tiers, ORIGINAL]))
+            raise OptionError(f"{sidecar.path}: no tier {tier}; there are {there}{_made_by(model_index, sidecar, tier, low_tier)}")
         return cls(sidecar, name, verify)
+
+
+def _is_int4(bits: float) -> bool:
+    return 4 <= bits <= 5
+
+
+def _has_int4(model_index: ModelIndex) -> bool:
+    """True if a model's own experts have about four bits a weight, or fewer."""
+    return 8 * model_index.expert_bytes <= 5 * sum(math.prod(span.shape) for span in model_index.experts.values())
+
+
+def _made_by(model_index: ModelIndex, sidecar: Sidecar | None, *asked: str | None) -> str:
+    """The commands that make a sidecar with these tiers, beside those that there are; empty: none does."""
+    model, there = model_index.files[0], [] if sidecar is None else sidecar.tiers
+    tiers = list(dict.fromkeys(_MADE_FOR.get(tier, tier) for tier in (*there, *asked) if tier is not None))
+    if set(tiers) <= set(there) or not all(map(_can_be_made, tiers)):
+        return ""
+    convert, others = ["moeoff", "convert", model], ["--force"] if sidecar is not None else []
+    if types := [tier for tier in tiers if tier != BITS]:
+        others = ["--tiers", ",".join(types), *others]
+    if BITS not in tiers:
+        return f"; {shlex.join([*convert, *others])} makes one"
+    plan = model.removesuffix(".gguf") + ".bits.json"
+    return f"; {shlex.join(['moeoff', 'calibrate', '-m', model, '--bits-plan'])}, and then {shlex.join([*convert, '--bits', plan, *others])} make one"
+
+
+def _can_be_made(tier: str) -> bool:
+    with contextlib.suppress(ModelError):
+        return tier in (ORIGINAL, AUTO, BITS) or type_from_name(tier) >= 0
+    return False
 
 
 def relative_bytes(model_index: ModelIndex, sidecar: Sidecar, tier: str) -> float:
@@ -298,5 +349,5 @@ def relative_bytes(model_index: ModelIndex, sidecar: Sidecar, tier: str) -> floa
 def low_cost(model_index: ModelIndex) -> float | None:
     """`relative_bytes` of the smallest lower tier of a model's sidecar, at its default path; None without one. Raises `ModelError` as `ExpertSource.make`."""
     sidecar = ExpertSource.make(model_index).sidecar
-    lower = [tier for tier in sidecar.tiers if tier != ORIGINAL] if sidecar else []
-    return min((relative_bytes(model_index, sidecar, tier) for tier in lower), default=None) if sidecar else None
+    lowest = sidecar.tier(LOWEST) if sidecar else None
+    return relative_bytes(model_index, sidecar, lowest) if sidecar and lowest else None

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import OptionError
+from ..precision import Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.router import Router
@@ -98,7 +99,7 @@ class StrategyPart:
     summary = ""
     defaults: dict[str, Any] = {}  # of its options
     profile_section: str | None = None  # of a profile, that `fit` writes
-    more_sections: Mapping[str, Fit] = {}  # of a profile, with their fits, that are given to a strategy's own predictor, not to one that stands in for it
+    more_sections: Mapping[str, Fit] = {}  # of a profile, with their fits; a predictor's are given to a strategy's own, not to one that stands in for it
     compared = False  # what was learned is kept only where it serves better than the defaults on text that it was not fitted to
 
     @classmethod
@@ -132,6 +133,7 @@ class Policy(StrategyPart):
     offline = False  # needs the future: only the simulator can run it
     static = False  # the table never changes after `start`: events need not be delivered
     wants_probs = False  # reads GateEvent.probs
+    precision_section: str | None = None  # of a profile, for `fitted_precision`
 
     def __init__(self, shape: CacheShape, table: np.ndarray | None = None, seed: int = 0, **options: Any):
         self.check(options)
@@ -170,6 +172,11 @@ class Policy(StrategyPart):
             t1: largest unimportance that is read in high precision, 0 to 1.
         """
         return {}
+
+    @classmethod
+    def fitted_precision(cls, precision: Precision, arrays: Mapping[str, np.ndarray]) -> Precision:
+        """A preset's precision with what was fitted to the model: arrays of `precision_section`."""
+        return precision
 
     def start(self) -> None:
         """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""

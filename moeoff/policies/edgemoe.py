@@ -14,6 +14,7 @@ The presets are `edgemoe`, which is lossless, and `edgemoe-lossy`, with §3.2's 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -331,14 +332,21 @@ class FrequencyOverDistance(GroupedPolicy):
         np.multiply(self._counts, self._nearness[(first + len(events)) % self.shape.n_gates], out=self.priorities)
 
 
-register(Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy=FrequencyOverDistance, predictor=ActivationPath, fill=True))
-register(
+EDGEMOE = register(
     Strategy(
-        "edgemoe-lossy",
-        "EdgeMoE, lossy: each expert in the bits that calibrate --bits-plan found for it (a sidecar of convert --bits)",
+        "edgemoe",
+        "EdgeMoE: frequency over distance, activation path",
         policy=FrequencyOverDistance,
         predictor=ActivationPath,
         fill=True,
+        bounded=False,
+    )
+)
+register(
+    replace(
+        EDGEMOE,
+        name="edgemoe-lossy",
+        summary="EdgeMoE, lossy: each expert in the bits that calibrate --bits-plan found for it (a sidecar of convert --bits)",
         tier="bits",
     )
 )

@@ -7,17 +7,18 @@
     §4.5  share p of a prompt's least popular experts in int2      n_low, `Precision.prefill_low_fraction`; executed by the native store
     §5.3  a mispredicted expert in int2                            `Precision.mispredicted_low` (both moeoff-version-selector)
 
-The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's and §5.3's two bits. Their baselines are in scripts/research/baselines.py.
+The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's four and two bits; §5.3's are the low-end PC's alone. Their baselines are in scripts/research/baselines.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..precision import Precision
+from ..precision import INT4, LOWEST, Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.router import Rows
@@ -218,7 +219,7 @@ def n_low(n_chosen: int, p: float) -> int:
     return int(p * n_chosen)
 
 
-register(
+FATE = register(
     Strategy(
         "fate",
         "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter",
@@ -229,12 +230,11 @@ register(
     )
 )
 register(
-    Strategy(
-        "fate-lossy",
-        "Fate, lossy: of a prompt's experts the quarter that the fewest tokens chose, and mispredicted ones, in two bits (a sidecar with Q2_K)",
-        policy=ShallowFavoringARC,
-        predictor=CrossLayerGate,
-        share=0.25,
-        precision=Precision(prefill_low_fraction=P, mispredicted_low=True, low_tier="Q2_K"),
+    replace(
+        FATE,
+        name="fate-lossy",
+        summary="Fate, lossy: all experts in four bits, and of a prompt's the quarter that the fewest tokens chose in the sidecar's lowest tier",
+        precision=Precision(prefill_low_fraction=P, low_tier=LOWEST),
+        tier=INT4,
     )
 )

@@ -12,7 +12,8 @@
           weights that minimize the miss penalty      Hobbit.fit, fit_weights
           caches for high and for low precision       two arenas of the native buffer, `Precision.low_share`
 
-Equation 1 is the layer itself. The presets are `hobbit`, which is lossless, and `hobbit-jetson`, the paper's from flash (§5).
+Equation 1 is the layer itself. The presets are `hobbit`, which is lossless, `hobbit-lossy`, the paper's in float16 and int4, and `hobbit-jetson`, its
+int8 and int2 from flash (§5).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..precision import Precision
+from ..precision import INT4, LOWEST, Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.trace import Trace
@@ -90,6 +91,12 @@ def recorded_unimportance(recording: Recording) -> np.ndarray:
     used = recording.ids[0] >= 0
     rows = [unimportance(recording.weights[:, g, used[g]]).ravel() for g in range(recording.model.n_gates)]
     return np.concatenate(rows)
+
+
+def fit_thresholds(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    """The section "thresholds" of a profile: t1 and t2 that leave the paper's shares of this model's uses."""
+    t1, t2 = thresholds(recorded_unimportance(recording))
+    return {"t1": np.array(t1), "t2": np.array(t2)}
 
 
 # --- §3.3: layer-level adaptive expert prefetching ---
@@ -194,7 +201,14 @@ class Hobbit(GroupedPolicy):
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
     defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "actual": False, "sequence": True}
     profile_section = "hobbit"
+    precision_section = "thresholds"
+    more_sections = {"thresholds": fit_thresholds}
     compared = True
+
+    @classmethod
+    def fitted_precision(cls, precision: Precision, arrays: Mapping[str, np.ndarray]) -> Precision:
+        require_arrays(arrays, {name: ("f", (), 0, 1) for name in ("t1", "t2")})
+        return replace(precision, t1=float(arrays["t1"]), t2=float(arrays["t2"]))
 
     @classmethod
     def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -322,13 +336,29 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
     return {name: round(w / total, 4) for name, w in zip(NAMES, best, strict=True)}
 
 
-register(Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy=Hobbit, predictor=StackedGate, vram_mode="centric"))
-register(
+HOBBIT = register(
     Strategy(
-        "hobbit-jetson",
-        "HOBBIT from flash, lossy: misses of less weight in two bits, of little weight skipped (a sidecar with Q2_K)",
+        "hobbit",
+        "HOBBIT: weighted cache, three layers' gates stacked",
         policy=Hobbit,
         predictor=StackedGate,
-        precision=Precision(t1=T1, t2=T2, low_tier="Q2_K", weigh_prompts=True),
+        bounded=False,
+        vram_mode="centric",
+    )
+)
+register(
+    replace(
+        HOBBIT,
+        name="hobbit-lossy",
+        summary="HOBBIT, lossy: misses of less weight in four bits, of little weight skipped (a sidecar with Q4_0)",
+        precision=Precision(t1=T1, t2=T2, low_tier=INT4, weigh_prompts=True),
+    )
+)
+register(
+    replace(
+        HOBBIT,
+        name="hobbit-jetson",
+        summary="HOBBIT from flash, lossy: misses of less weight in the sidecar's lowest tier, of little weight skipped",
+        precision=Precision(t1=T1, t2=T2, low_tier=LOWEST, weigh_prompts=True),
     )
 )

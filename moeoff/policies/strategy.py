@@ -27,6 +27,7 @@ class Strategy:
         predictor: None: nothing is prefetched.
         options: of the predictor.
         share: of all experts, how many are candidates for a prefetch at least.
+        bounded: while tokens are decoded, no more is queued ahead than fits between two gates, Fate's n = T / t_expert (§4.3); False: all that is predicted.
         fill: the buffer begins with the experts that calibration text used most, where a profile says which.
         ab_tested: prefetching is switched off where token times with it are longer than without.
         vram_mode: how a device computes with experts, if there is one and nothing else is asked for (`moeoff.options.Config`).
@@ -42,6 +43,7 @@ class Strategy:
     predictor: type[Predictor] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     share: float = 0.0
+    bounded: bool = True
     ab_tested: bool = False
     fill: bool = False
     vram_mode: str = "auto"

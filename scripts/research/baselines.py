@@ -166,10 +166,15 @@ class EAP(ActivationPath):
 
 
 class Oracle(Predictor):
-    """Always right, of the next layer: tells what is due to a prediction from what is due to the time for it. Knows `text`, which is decoded from its
-    beginning, and so it is not registered."""
+    """Always right, of the layers that the predictor looks at in whose place it stands: tells what is due to a prediction from what is due to the time for
+    it. Knows `text`, which is decoded from its beginning, and so it is not registered.
 
-    name, summary, wants_tokens = "oracle", "what the next layer will choose (simulated only)", True
+    Options:
+        stride, p: as of `Learned` and `StackedGate`.
+    """
+
+    name, summary, wants_tokens = "oracle", "what the coming layers will choose (simulated only)", True
+    defaults = {"stride": 1, "p": 1}
     text: Recording | None = None
 
     def start(self) -> None:
@@ -180,11 +185,12 @@ class Oracle(Predictor):
         return []
 
     def observe(self, event: GateEvent) -> list[Prediction]:
-        if self.text is None or event.gate + 1 >= self.router.n_gates:
-            return []
-        scores = np.zeros((1, self.router.n_experts), np.float32)
-        scores[0, self.text.ids[self._at, event.gate + 1]] = self.text.weights[self._at, event.gate + 1]
-        return [Prediction(event.gate + 1, scores)]
+        first = event.gate + self.options["stride"]
+        gates = range(first, min(first + self.options["p"], self.router.n_gates)) if self.text is not None else ()
+        scores = np.zeros((len(gates), 1, self.router.n_experts), np.float32)
+        for gate, row in zip(gates, scores):
+            row[0, self.text.ids[self._at, gate]] = self.text.weights[self._at, gate]
+        return [Prediction(gate, row) for gate, row in zip(gates, scores)]
 
 
 # --- presets ---

@@ -128,7 +128,7 @@ class DeviceResult:
     ns: of the simulated clock; stall_ns: in which the device did not compute.
     device, host: uses of experts by where these were when their router had selected.
     low, skipped: of the uses, those that a smaller copy served, and those that nothing did.
-    uploads, up_bytes: what was sent over the link.
+    uploads, up_bytes: what was sent over the link; ahead: of the uploads, those that no router had asked for yet.
     """
 
     n_tokens: int
@@ -140,6 +140,7 @@ class DeviceResult:
     skipped: int
     uploads: int
     up_bytes: int
+    ahead: int
 
     @property
     def tps(self) -> float:
@@ -199,7 +200,7 @@ class DeviceBuffer:
         self._begun: dict[Part, int] = {}  # pieces that have been sent
         self._sent: tuple[Part, int, int] | None = None  # start, end
         self.rooms: list[int] | None = None
-        self.sent = dict.fromkeys(("device", "host", "low", "skipped", "uploads", "up_bytes"), 0)
+        self.sent = dict.fromkeys(("device", "host", "low", "skipped", "uploads", "up_bytes", "ahead"), 0)
 
     # --- what policies and prefetchers ask ---
 
@@ -407,6 +408,7 @@ class DeviceBuffer:
             else:
                 self._there[part[0]] = True
             self.sent["uploads"] += 1
+            self.sent["ahead"] += level == PREFETCH
         elif level is None:
             self._forget(part)
         self.sent["up_bytes"] += round(self._nbytes(part) / self._pieces)
@@ -471,7 +473,7 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
     """Decodes the text's first tokens, or reads a prompt, with a device that computes with all experts and holds some of them.
 
     Args:
-        share: of the experts' bytes, that the device holds.
+        share: of the experts' bytes in their widths, that the device holds.
         by_layer: in a room for each layer: the policy's quotas, else as many for each.
         whole_layers: the device begins with the first layers' experts.
         prompt: tokens of a prompt, which is timed after as many others have been read in one batch; 0: tokens are decoded.
@@ -483,7 +485,7 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
         OptionError: the strategy needs a profile.
     """
     model = recording.model
-    nbytes = sum(t.nbytes * t.n_experts for t in model.tensors)
+    nbytes = sum(t.nbytes * t.n_experts for t in model.tensors) * (1.0 if widths is None else float(widths.mean()))
     buffer = DeviceBuffer(model, speeds, int(share * nbytes), keep=strategy.keep, execution=execution, low=low, widths=widths)
     precision = LOSSLESS if low is None else low.precision()
     driver = Driver(cast(ExpertBuffer, buffer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ from moeoff.measure.bit_allocation import _expert
 from moeoff.measure.statistics import Estimate
 from moeoff.policies import FitOptions, Predictor, get_predictor
 from moeoff.policies.base import recall, top_k
-from moeoff.policies.fate import CrossLayerGate
+from moeoff.policies.fate import CrossLayerGate, proportional_boundary
 from moeoff.policies.hobbit import LOW_COST, NAMES, T1, T2, MissCost, recorded_unimportance, thresholds
 from moeoff.policies.replay import simulate
 from moeoff.routing.recording import Recording
 from moeoff.routing.trace import Trace
-from verdicts import CLOSE, DIRECTION, LEVEL, OPPOSITE, REPRODUCED, of_values, verdict
+from verdicts import CLOSE, OPPOSITE, REPRODUCED, of_values, verdict, weakest
 
 PROMPT = 256  # tokens of a prompt: Fate measures 128 to 512
 SAMPLE = 512  # tokens whose experts' outputs are computed
@@ -90,14 +90,32 @@ def percent(*values: float) -> str:
 @figure("Fate", "Table 1", "accuracy of the next layer's gate in decode, at k and above the 75th percentile", "78.8 %, 97.2 %")
 def fate_1(d: Data) -> tuple[str, str]:
     """On text that nothing was chosen by."""
+    at_k, wide = recalls(d)
+    chance = d.k / d.held.router.n_experts
+    both = [verdict(claim, of_values(values), floor) for claim, values, floor in ((0.7879, at_k, chance), (0.9715, wide, 0.25))]
+    return f"{percent(*at_k)}, {percent(*wide)} by layer; chance {percent(chance)}, 25.0 %", weakest(both)
+
+
+@functools.lru_cache(maxsize=1)
+def recalls(d: Data) -> tuple[list[float], list[float]]:
+    """Of each layer but the first: recall of the gate before it, at k and at a quarter of the experts."""
     arrays, router, used = CrossLayerGate.fit(d.held), d.held.router, d.held.used()[d.held.input_tokens]
-    at_k, wide, e = np.maximum(arrays["recall_raw"], arrays["recall_norm"])[1:], [], router.n_experts
+    wide = []
     for target in range(1, router.n_gates):
         weight, bias = router.ahead(target - 1, target, bool(arrays["next_norm"][target]))
         logits = d.held.inputs[:, target - 1].astype(np.float32) @ weight.T + (0 if bias is None else bias)
-        wide.append(recall(router.selection(target, router.gated(logits)), used[:, target], round(e / 4)))
-    both = [verdict(claim, of_values(values), floor) for claim, values, floor in ((0.7879, at_k, d.k / e), (0.9715, wide, 0.25))]
-    return f"{percent(*at_k)}, {percent(*wide)} by layer; chance {percent(d.k / e)}, 25.0 %", weakest(both)
+        wide.append(recall(router.selection(target, router.gated(logits)), used[:, target], round(router.n_experts / 4)))
+    return np.maximum(arrays["recall_raw"], arrays["recall_norm"])[1:].tolist(), wide
+
+
+@figure("Fate", "4.4", "hits with all experts of the first layers there, and in the others those above the 75th percentile", "99.08 %")
+def fate_shallow(d: Data) -> tuple[str, str]:
+    """As many first layers in proportion, and one more: the paper's text has layers 0 to 3 of 24, its rule three."""
+    n, wide = d.held.model.n_gates, recalls(d)[1]
+    few = proportional_boundary(n)
+    hits = {shallow: [1.0] * shallow + wide[shallow - 1 :] for shallow in (few, few + 1)}
+    ours = ", ".join(f"{percent(float(np.mean(of_layers)))} with {shallow}" for shallow, of_layers in hits.items())
+    return f"{ours} of {n} layers", verdict(0.9908, of_values(hits[few]), (few + (n - few) / 4) / n)
 
 
 @figure("Fate", "9", "tokens that the 30 % least popular experts of a prompt serve", "15 % in layer 6")
@@ -134,7 +152,7 @@ def shuffled(paths: np.ndarray) -> np.ndarray:
 )
 def edgemoe_4(d: Data) -> tuple[str, str, str]:
     """Of each token's heaviest experts, beside layers shuffled against each other. 20 % of the paths that occur, as the paper counts, are fewer the more layers
-    are connected: that has no room here, and over all layers hardly a path occurs twice."""
+    are connected, and over all layers hardly a path occurs twice."""
     first = _first(d.held)
 
     def found(paths: np.ndarray) -> tuple[float, float]:
@@ -143,10 +161,12 @@ def edgemoe_4(d: Data) -> tuple[str, str, str]:
         return float(ours[:n].sum() / len(paths)), float(chance[:n].sum() / len(paths))
 
     two, floors = zip(*(found(first[:, g : g + 2]) for g in range(first.shape[1] - 1)))
-    whole = [float(c[: max(round(0.2 * len(c)), 1)].sum() / len(first)) for c in (counts(first), counts(shuffled(first)))]
-    alone = float((counts(first) == 1).sum() / len(first))
-    cause = f"as the paper counts, over all {first.shape[1]} layers: {percent(whole[0])}, shuffled {percent(whole[1])}; {percent(alone)} of the tokens have a path of their own"
-    return f"{percent(*two)} by pair of layers; unconnected {percent(float(np.mean(floors)))}", verdict(0.99, of_values(two), float(np.mean(floors))), cause
+    whole, floor = (float(c[: max(round(0.2 * len(c)), 1)].sum() / len(first)) for c in (counts(first), counts(shuffled(first))))
+    ours = f"{percent(*two)} by pair of layers; unconnected {percent(float(np.mean(floors)))}"
+    ours += f"; as the paper counts, over all {first.shape[1]} layers: {percent(whole)}, unconnected {percent(floor)}"
+    both = [verdict(0.99, of_values(two), float(np.mean(floors))), verdict(0.99, Estimate(whole, None, None), floor)]
+    cause = f"{percent(float((counts(first) == 1).sum() / len(first)))} of the tokens have a path of their own"
+    return ours, both[0] if both[0] == both[1] else f"{both[0]} (by pair); {both[1]} (as the paper counts)", cause
 
 
 @figure("EdgeMoE", "8", "the likeliest expert is the right one, knowing the two layers before", "87.1 % for one pair")
@@ -226,15 +246,18 @@ def hobbit_5a(d: Data) -> tuple[str, str]:
     return f"{np.mean(found):.2f} ({min(found):.2f} to {max(found):.2f}) by layer", verdict(0.99, of_values(found), 0.0)
 
 
-@figure("HOBBIT", "5b", "experts in high and low precision and skipped, T1 0.6 and T2 0.9", "67, 30 and 3 %; 34 % high of those that are not a token's first")
+@figure(
+    "HOBBIT", "5b", "experts in high and low precision and skipped, T1 0.6 and T2 0.9", "67, 30 and 3 %; 34, 60 and 6 % of those that are not a token's first"
+)
 def hobbit_5b(d: Data) -> tuple[str, str]:
     """A token's first expert is always high, and half of Mixtral's experts are; what is left compares."""
     s = recorded_unimportance(d.held)
     high, low = (s <= T1).mean(), ((s > T1) & (s <= T2)).mean()
-    of_others = (high - 1 / d.k) / (1 - 1 / d.k)
+    of_others = [float(share) / (1 - 1 / d.k) for share in (high - 1 / d.k, low, 1 - high - low)]
     t1, t2 = thresholds(s)
-    ours = f"{100 * high:.0f}, {100 * low:.0f} and {100 * (1 - high - low):.0f} %; {100 * of_others:.0f} % of the others; the paper's shares need T1 {t1:.2f}, T2 {t2:.2f}"
-    return ours, verdict(0.34, Estimate(float(of_others), None, None), 0.0)
+    ours = f"{100 * high:.0f}, {100 * low:.0f} and {100 * (1 - high - low):.0f} %; {', '.join(f'{100 * share:.0f}' for share in of_others)} % of the others"
+    all_three = [verdict(claim, Estimate(share, None, None), 0.0) for claim, share in zip((0.34, 0.6, 0.06), of_others)]
+    return f"{ours}; the paper's shares need T1 {t1:.2f}, T2 {t2:.2f}", weakest(all_three)
 
 
 def ahead(d: Data, by: int) -> tuple[list[float], list[float], list[float]]:
@@ -308,6 +331,16 @@ def hobbit_18(d: Data) -> tuple[str, str]:
     return "; ".join(ours).replace("%", " %"), weakest([*found[0], *found[1]]) if len({*found[0], *found[1]}) == 1 else "; ".join(said)
 
 
+@figure("HOBBIT", "18b", "hits of LFU that forgets with each text, over one that does not", "4.5 % more")
+def hobbit_18b(d: Data) -> tuple[str, str]:
+    """Of all texts, one after the other."""
+    trace = d.held.trace()
+    more = {share: [simulate(trace, name, int(share * trace.model.full_bytes)).hit_rate for name in ("lfu", "lfu-model")] for share in (0.25, 0.5)}
+    found = {share: Estimate(own / model, None, None) for share, (own, model) in more.items()}
+    ours = ", ".join(f"{100 * (x.value - 1):+.1f} % with {100 * share:.0f} %" for share, x in found.items())
+    return ours, weakest([verdict(1.045, x) for x in found.values()])
+
+
 @figure("ProMoE", "5", "accesses to the 20 % most used experts; hits of LRU", "nearly even, no number in the text")
 def promoe_5(d: Data) -> tuple[str, str]:
     """Skew of the accesses as a multiple of even ones, and what LRU makes of it."""
@@ -341,11 +374,6 @@ def promoe_stride(d: Data) -> tuple[str, str]:
     """Of the layers that both predict."""
     one, two = (_accuracy(d, get_predictor("learned")(d.held.router, d.sections["learned"], stride=stride))[2:] for stride in (1, 2))
     return f"{100 * (one - two).mean():.1f} points", verdict(0.05, of_values(one - two), 0.0)
-
-
-def weakest(found: Sequence[str]) -> str:
-    """Of several claims in one."""
-    return max(found, key=(REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
 
 
 def by_text(recording: Recording) -> list[Trace]:

@@ -17,6 +17,7 @@ RULES = {
     OPPOSITE: "a loss where the paper has a gain",
     NOT_TESTABLE: "why stands beside it",
 }
+SPLIT = "sign depends on the share"
 CLOSE, NOTHING, LEAST = 1 / 3, 0.1, 0.01  # of the claim's gain; of what is compared
 MIN_ROUNDS = 5
 
@@ -38,6 +39,19 @@ def verdict(claim: float | tuple[float, float] | None, found: Estimate, floor: f
     if gain < 0:
         return OPPOSITE
     return REPRODUCED if claim is not None and abs(gain - 1) <= CLOSE else DIRECTION
+
+
+def weakest(found: Sequence[str]) -> str:
+    """Of several claims in one."""
+    return max(found, key=(REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
+
+
+def counted(cell: str) -> str:
+    """The verdict as which a row counts whose shares or claims have one each: the weakest, or `SPLIT` where some gain and some lose."""
+    if cell in RULES:
+        return cell
+    of_each = [part.partition(" with ")[0].partition(" (")[0] for part in cell.replace(", ", "; ").split("; ")]
+    return SPLIT if OPPOSITE in of_each and {REPRODUCED, DIRECTION} & set(of_each) else weakest(of_each)
 
 
 def ratio(ours: Sequence[float], base: Sequence[float]) -> Estimate:

@@ -6,16 +6,22 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import moeoff
 from helpers.files import PROSE, SMALL_TRACE
 from moeoff import OptionError
+from moeoff.budget.loss_contract import Candidate, LossContract
 from moeoff.cli.main import main
 from moeoff.experts.convert import convert
+from moeoff.experts.profile import Profile
+from moeoff.experts.sidecar import ExpertSource
+from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config
 from moeoff.policies import PRESETS
-from moeoff.precision import LOSSLESS, Precision
+from moeoff.precision import INT4, LOSSLESS, LOWEST, Precision
 
 NAMES = ("--t1", "--t2", "--prefill-low-fraction", "--mispredicted-low", "--stride", "--low-tier")
 
@@ -83,33 +89,69 @@ def test_thresholds_on_the_command_line(model, invoke):
     assert [(w["served_low"] > 0, w["skipped"] > 0) for w in weighed] == [(False, False), (True, True)]
 
 
-def test_hobbits_jetson(demo, model, invoke):
-    """§5: its thresholds and two bits by naming the preset, which is as good as asking for them one by one; a bound of the loss is another way to ask."""
+def test_a_bound_that_was_measured_without_the_sidecar(model, tmp_path, invoke):
+    index, tried = ModelIndex.read(model), Candidate("original", 0.1, 0.1, 0.5, 0.5, 0.1, 0.9)
+    profile = str(tmp_path / "profile.npz")
+    Profile.write(profile, index, {"precision": LossContract(0, 0, 1, 1, 1, (tried,)).to_section()})
+    done = invoke("run", model, "--profile", profile, "--max-loss", "1%", "-p", "x", "-n", "1")
+    assert done.returncode == 0 and "measured without the sidecar's Q4_0, Q2_0, Q2_K: calibrate --max-loss again" in done.stderr
+
+
+def test_tiers_by_their_bits(model):
+    """Of Q4_0, Q2_0 and Q2_K; a model in four bits needs no tier of four, and has no lower one of them."""
+    index = ModelIndex.read(model)
+    source = ExpertSource.make(index, tier=INT4, low_tier=LOWEST)
+    assert (source.tier, source.low(LOWEST, index).tier) == ("Q4_0", "Q2_0")
+    in_four = replace(index, experts={name: replace(span, nbytes=span.nbytes // 2) for name, span in index.experts.items()})
+    assert ExpertSource.make(in_four, False, INT4) == ExpertSource()
+    with pytest.raises(OptionError, match="no lower precision of four bits"):
+        ExpertSource().low(INT4, in_four)
+
+
+@pytest.mark.parametrize("strategy, tiers", [("fate-lossy", "Q4_0,Q2_K"), ("hobbit-lossy", "Q4_0"), ("hobbit-jetson", "Q2_K")])
+def test_a_preset_names_the_command_that_makes_its_tiers(strategy, tiers, demo, tmp_path, invoke):
+    """Where there is no sidecar; and where there is one without them, whose tiers stay."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    done = invoke("run", model, "--strategy", strategy, "-p", "x")
+    assert done.returncode == 1 and f"moeoff convert {model} --tiers {tiers} makes one" in done.stderr and "Traceback" not in done.stderr
+    if strategy == "fate-lossy":
+        convert(model, tiers=["Q5_0"])
+        done = invoke("run", model, "--strategy", strategy, "-p", "x")
+        assert done.returncode == 1 and f"no tier int4; there are Q5_0, original; moeoff convert {model} --tiers Q5_0,{tiers} --force makes one" in done.stderr
+
+
+def test_hobbits_lossy_presets(demo, model, tmp_path, invoke):
+    """§5: its thresholds by naming the preset, which is as good as asking for them one by one; those of a calibration, where there is one. A bound of the
+    loss is another way to ask."""
     options = ("--expert-memory", "6M", "--strategy", "hobbit-jetson", "-p", "Once", "-n", "12", "--temp", "0", "--json")
-    done = invoke("run", demo, *options)
-    assert done.returncode == 1 and "needs a sidecar" in done.stderr and "Traceback" not in done.stderr
     stats = json.loads(invoke("run", model, *options).stdout)["stats"]
     assert stats["served_low"] > 0
-    config = Config.make(demo, strategy="hobbit-jetson")
-    assert config.precision == Precision(0.6, 0.9, low_tier="Q2_K", weigh_prompts=True)
+    for strategy, asked, found in (("hobbit-jetson", LOWEST, "Q2_0"), ("hobbit-lossy", INT4, "Q4_0")):
+        config = Config.make(model, strategy=strategy)
+        assert config.precision == Precision(0.6, 0.9, low_tier=asked, weigh_prompts=True)
+        profile = tmp_path / f"{strategy}.npz"
+        Profile.write(profile, ModelIndex.read(model), {"thresholds": {"t1": np.array(0.7), "t2": np.array(0.95)}})
+        for path, thresholds in ((profile, (0.7, 0.95)), (False, (0.6, 0.9))):
+            with moeoff.Llama(model, strategy=strategy, profile=path, expert_memory="6M", n_ctx=64) as llm:
+                assert llm.engine.quality.precision == Precision(*thresholds, low_tier=found, weigh_prompts=True)
+    with moeoff.Llama(model, strategy="hobbit-lossy", t2=0.9, profile=profile, expert_memory="6M", n_ctx=64) as llm:
+        assert llm.engine.quality.precision == Precision(0.9, 0.9)
     assert Config.make(demo, strategy="hobbit-jetson", precision=LOSSLESS).precision is LOSSLESS
-    assert all(s.precision is LOSSLESS and s.tier is None for name, s in PRESETS.items() if name not in ("hobbit-jetson", "fate-lossy", "edgemoe-lossy"))
+    lossy = {name for name, s in PRESETS.items() if s.precision is not LOSSLESS or s.tier is not None}
+    assert lossy == {"fate-lossy", "edgemoe-lossy", "hobbit-lossy", "hobbit-jetson"}
     with pytest.raises(OptionError, match="give no other"):
         Config.make(demo, strategy="hobbit-jetson", max_loss="1%")
 
 
-def test_fates_preset_with_two_bits(demo, model, invoke):
-    """§4.5 and §5.3 by name: what `fate` computes with, and two bits in prompts and where it has mispredicted."""
+def test_fates_preset_with_four_and_two_bits(demo, model, invoke):
+    """§4.5 by name: what `fate` computes with, all of it in four bits, and in prompts in two; what it has mispredicted in four (§5.3 is the low-end PC's)."""
     prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
     options = ("-m", model, "--expert-memory", "3M", "--raw", "--temp", "0", "--json", "--warm", "off", "-p", prompt)
-    low = [
-        json.loads(invoke("run", *options, "--strategy", name, "-n", n).stdout)["stats"]["low_bytes_read"]
-        for name, n in (("fate", "16"), ("fate-lossy", "1"), ("fate-lossy", "16"))
-    ]
-    assert low[0] == 0 < low[1] < low[2]  # in the prompt, and more in decode
+    fate, lossy = (json.loads(invoke("run", *options, "--strategy", name, "-n", "16").stdout)["stats"] for name in ("fate", "fate-lossy"))
+    assert (fate["tier"], lossy["tier"]) == ("original", "Q4_0") and fate["low_bytes_read"] == 0 < lossy["low_bytes_read"]
     found = Config.make(demo, strategy="fate-lossy")
-    assert found.precision == Precision(prefill_low_fraction=0.25, mispredicted_low=True, low_tier="Q2_K")
-    assert replace(found.strategy, name="fate", summary="", precision=LOSSLESS, vram_mode="") == replace(PRESETS["fate"], summary="", vram_mode="")
+    assert found.precision == Precision(prefill_low_fraction=0.25, low_tier=LOWEST)
+    assert replace(found.strategy, name="fate", summary="", precision=LOSSLESS, tier=None) == replace(PRESETS["fate"], summary="")
 
 
 def test_edgemoes_widths(demo, invoke, tmp_path):
@@ -128,24 +170,6 @@ def test_edgemoes_widths(demo, invoke, tmp_path):
         Config.make(demo, strategy="edgemoe-lossy", max_loss="1%")
 
 
-def test_fates_quantization(model, invoke):
-    """§4.5 and §5.3: int4 for all experts, int2 for the unpopular ones of a prompt, and in decode for what was not there in time."""
-    options = ("-m", model, "--expert-memory", "3M", "--strategy", "fate", "--tier", "Q4_0", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
-    prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
-
-    def low_bytes(*given):
-        done = invoke("run", *options, "--warm", "off", "-p", prompt, *given)  # what an earlier run had in low precision is not read anew
-        assert done.returncode == 0, done.stderr
-        stats = json.loads(done.stdout)["stats"]
-        assert stats["tier"] == "Q4_0" and stats["skipped"] == 0
-        return stats["low_bytes_read"]
-
-    in_prompt, in_decode = low_bytes("-n", "1", "--prefill-low-fraction", "0.25"), low_bytes("-n", "24", "--t1", "0")
-    assert in_prompt > 0 and in_decode > 0
-    assert low_bytes("-n", "1", "--prefill-low-fraction", "0.75") > 1.5 * in_prompt  # p acts in the prompt
-    assert low_bytes("-n", "1", "--t1", "0") == 0  # and T1 in decode alone
-
-
 def test_only_what_was_mispredicted(model, invoke):
     """Fate §5.3 on a model: some of decode is served low, less than where every miss is, and no prompt is."""
     options = ("-m", model, "--expert-memory", "6M", "--strategy", "fate", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
@@ -158,12 +182,12 @@ def test_only_what_was_mispredicted(model, invoke):
     assert 0 < served_low("--mispredicted-low") < served_low("--t1", "0")
     assert served_low("--mispredicted-low", n=1) == 0
     for given, why in (
-        (("--strategy", "auto"), "does not always predict"),
-        (("--strategy", "lru"), "does not always predict"),
-        (("--deterministic",), "depends on time"),
+        ({"strategy": "auto"}, "does not always predict"),
+        ({"strategy": "lru"}, "does not always predict"),
+        ({"deterministic": True}, "depends on time"),
     ):
-        done = invoke("run", *options, "-p", "x", "--mispredicted-low", *given)
-        assert done.returncode == 1 and why in done.stderr and "Traceback" not in done.stderr
+        with pytest.raises(OptionError, match=why):
+            Config.make(model, **{"strategy": "fate", "low_tier": "Q2_0", "mispredicted_low": True} | given)
 
 
 def test_the_simulator_prices_misses_by_them():

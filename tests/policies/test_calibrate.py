@@ -40,7 +40,7 @@ def test_profile(calibrated):
     found = Profile.find(ModelIndex.read(model))
     assert found.path == done.path == profile_path(model)
     wanted = {predictor.profile_section for predictor in PREDICTORS.values() if predictor.profile_section}
-    assert set(done.sections) >= wanted | {"popularity", "score"}
+    assert set(done.sections) >= wanted | {"popularity", "score", "thresholds"}
     assert set(found.sections) == set(done.sections) | {"precision"}
     assert np.array_equal(found.section("precision")["bits"], np.arange(3))
     assert found.info == {"tokens": done.n_tokens, "texts": ["prose.txt", "code.txt"]}

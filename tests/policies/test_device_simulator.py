@@ -9,8 +9,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import baselines  # noqa: F401  registers what the papers are compared with
+import baselines  # registers what the papers are compared with
 from device_simulator import AS_NAMED, BY_ID, NEVER, PROMPTS, Bandwidths, DeviceBuffer, Execution, LowVersions, decode, on_device
+from helpers.gate_events import random_recording
 from moeoff import BudgetError, OptionError
 from moeoff.engine.driver import Driver
 from moeoff.engine.prefetcher import Prefetcher
@@ -114,11 +115,11 @@ class TwoAhead(Predictor):
         return [Prediction(event.gate + ahead, scores) for ahead in (1, 2) if event.gate + ahead < 3]
 
 
-def two_ahead(n_tokens, resident, credit):
+def two_ahead(n_tokens, resident, credit, **options):
     """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each, experts 0 and 1."""
     model = TraceHeader("three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2)))
     buffer = DeviceBuffer(model, Bandwidths(link=500, layer_us=1), model.full_bytes)
-    prefetcher = Prefetcher(buffer, TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)), n_used=2, io_threads=1, ab_tested=False)
+    prefetcher = Prefetcher(buffer, TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)), n_used=2, io_threads=1, ab_tested=False, **options)
     for gate, experts in resident.items():
         buffer.prefetch(gate, experts)
         buffer.compute(GateEvent(gate, np.array([experts + [6]])[:, :2], np.ones((1, 2), np.float32)))
@@ -138,6 +139,18 @@ def test_looks_further_only_if_all_that_is_predicted_is_there(n_tokens):
     if n_tokens == 1:  # a batch's reads are not rationed
         assert two_ahead(1, {1: [0], 2: [0]}, 0.0) == (0, [False, True, False])
         assert two_ahead(1, {1: [0, 1], 2: [0]}, 0.0) == (0, [False, True, True])
+        assert two_ahead(1, {1: [0], 2: [0]}, 0.0, bounded=False) == (2, [False, True, False])
+
+
+def test_the_oracle_looks_as_far_ahead_as_it_is_asked_to():
+    recording = random_recording(3, n_gates=4)
+    for options, gates in (({}, [1]), ({"stride": 2}, [2]), ({"p": 3}, [1, 2, 3]), ({"stride": 3, "p": 3}, [3])):
+        oracle = baselines.Oracle(recording.router, **options)
+        oracle.text = recording
+        oracle.begin(recording.tokens[:2])
+        found = oracle.observe(recording.events(1, 2, inputs=False)[0])
+        assert [p.gate for p in found] == gates
+        assert all(set(np.flatnonzero(p.scores[0])) == set(recording.ids[1, p.gate]) for p in found)
 
 
 def read_order(demo, learned, strategy, n_tokens=128):
@@ -251,7 +264,9 @@ def test_a_device_by_hand():
     assert took(buffer, (0, 1), (0, 1)) == [LINK + DEVICE + LAYER, DEVICE + LAYER]
     assert took(buffer, (1, 2), (0, 1), (0, 3), (1, 2)) == [LINK + DEVICE + LAYER, DEVICE + LAYER, LINK + DEVICE + LAYER, LINK + DEVICE + LAYER]
     assert buffer.residency().tolist() == [[0, 0, 0, 1], [0, 0, 1, 0]]
-    assert buffer.sent == {"device": 2, "host": 4, "low": 0, "skipped": 0, "uploads": 4, "up_bytes": 20_000} and buffer.counts["stall_ns"] == 4 * LINK
+    assert (
+        buffer.sent == {"device": 2, "host": 4, "low": 0, "skipped": 0, "uploads": 4, "up_bytes": 20_000, "ahead": 0} and buffer.counts["stall_ns"] == 4 * LINK
+    )
     assert (buffer.counts["hits"], buffer.counts["misses"]) == (2, 4)
 
 
@@ -269,7 +284,7 @@ def test_a_devices_prefetch_by_hand():
     assert buffer.prefetch(1, [2, 3]) == 2
     assert took(buffer, (0, 0)) == [DEVICE + LAYER]
     assert took(buffer, (1, 2)) == [LINK - DEVICE - LAYER + DEVICE + LAYER]
-    assert buffer.sent["uploads"] == 2 and buffer.residency().tolist() == [[1, 0, 0, 0], [0, 0, 1, 0]]
+    assert buffer.sent["uploads"] == 2 and buffer.sent["ahead"] == 0 and buffer.residency().tolist() == [[1, 0, 0, 0], [0, 0, 1, 0]]
     assert buffer.prefetch(1, [3], limit=0) == 0
 
 
@@ -279,6 +294,7 @@ def test_what_was_sent_ahead_outlives_what_comes_meanwhile():
     took(buffer, (0, 0))
     buffer.prefetch(1, [2])
     took(buffer, (0, 0), (0, 0), (0, 0))  # time to send it
+    assert buffer.sent["ahead"] == 1
     assert took(buffer, (0, 1), (1, 2)) == [LINK + DEVICE + LAYER, DEVICE + LAYER]
     assert buffer.sent["uploads"] == 3 and buffer.residency().tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
 
@@ -295,7 +311,7 @@ def test_smaller_copies():
     assert took_pair(0.8, 0.2) == LINK + LINK // 4 + DEVICE // 4 + LAYER
     assert took_pair(0.8, 0.2) == LINK // 4 + DEVICE // 4 + LAYER  # the device has computed with the other meanwhile
     assert took_pair(0.95, 0.05) == DEVICE + LAYER
-    assert buffer.sent == {"device": 2, "host": 4, "low": 2, "skipped": 1, "uploads": 3, "up_bytes": 7500}
+    assert buffer.sent == {"device": 2, "host": 4, "low": 2, "skipped": 1, "uploads": 3, "up_bytes": 7500, "ahead": 0}
 
 
 @pytest.mark.parametrize("change, words", [({"link": 0}, "link of a simulated machine"), ({"layer_us": -1}, "layer_us of a simulated machine")])

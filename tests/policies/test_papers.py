@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ import papers
 import results
 import speed
 from baselines import EAP
+from device_simulator import Bandwidths, DeviceResult
 from helpers.gate_events import random_recording
 from moeoff.measure.job import Job, Measurement, Sample
 from moeoff.measure.statistics import Estimate
@@ -21,7 +23,7 @@ from moeoff.policies import PREDICTORS
 from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data
 from speed import prompt_then_tokens
-from verdicts import DIRECTION, LEVEL, OPPOSITE, REPRODUCED, RULES, ratio, verdict
+from verdicts import DIRECTION, LEVEL, OPPOSITE, REPRODUCED, RULES, SPLIT, counted, ratio, verdict, weakest
 
 
 def made_up(ids, starts=None):
@@ -38,7 +40,7 @@ def made_up(ids, starts=None):
 def test_one_path_is_all_paths():
     """Every token takes the same: all the room that the statistics have."""
     same = made_up(np.tile(np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]]), (2 * PROMPT, 1, 1)))
-    assert paper_figures.edgemoe_4(same).ours == "100.0 % (100.0 to 100.0) by pair of layers; unconnected 100.0 %"
+    assert paper_figures.edgemoe_4(same).ours.startswith("100.0 % (100.0 to 100.0) by pair of layers; unconnected 100.0 %; as the paper counts")
     found = paper_figures.hobbit_10(same)
     assert found.ours.startswith("100.0 % (chance 25.0 %); at least one: 100.0 %") and found.verdict == DIRECTION
     assert f"of 25.0 % of the experts in {PROMPT} tokens" in paper_figures.fate_9(same).ours
@@ -54,7 +56,8 @@ def test_paths_that_are_connected():
     def found(ids):
         return paper_figures.edgemoe_4(made_up(np.concatenate([ids, (ids + 1) % 8], axis=2)))
 
-    assert found(np.tile(first, (1, 4, 1))).ours.startswith("100.0 %") and found(np.tile(first, (1, 4, 1))).verdict == REPRODUCED
+    connected = found(np.tile(first, (1, 4, 1)))
+    assert connected.ours.startswith("100.0 %") and connected.verdict == "reproduced (by pair); direction (as the paper counts)"
     assert found(alone).verdict == LEVEL
 
 
@@ -103,7 +106,33 @@ def test_verdicts_of_what_has_another_floor():
     assert verdict(0.96, Estimate(0.72, 0.7, 0.74), 0.5) == DIRECTION
     assert verdict(0.15, Estimate(0.11, 0.09, 0.13), 0.3) == REPRODUCED
     assert verdict(0.15, Estimate(0.35, 0.33, 0.37), 0.3) == OPPOSITE
-    assert paper_figures.weakest([REPRODUCED, LEVEL, DIRECTION]) == LEVEL
+    assert weakest([REPRODUCED, LEVEL, DIRECTION]) == LEVEL
+
+
+@pytest.mark.parametrize(
+    "cell, as_one",
+    [
+        *((name, name) for name in RULES),
+        ("reproduced with 25%, direction with 50%", DIRECTION),
+        ("level with 25%, direction with 50%", LEVEL),
+        ("direction (over LRU); reproduced (over LFU)", DIRECTION),
+        ("opposite with 25%, direction with 50%", SPLIT),
+        ("opposite with 25%, level with 50%", OPPOSITE),  # nowhere a gain
+    ],
+)
+def test_a_row_counts_once(cell, as_one):
+    assert counted(cell) == as_one
+
+
+def test_a_contender_that_predicts_sends_ahead(monkeypatch):
+    """Else what is compared is its cache alone."""
+    d = made_up(np.zeros((papers.ROUND, 4, 2)))
+    runs = papers.Runs(d, np.ones((4, 8)), 1)
+    for ahead in (1, 0):
+        monkeypatch.setattr(papers, "on_device", lambda *_, ahead=ahead, **__: DeviceResult(1, 1, 0, 1, 1, 0, 0, 1, 1, ahead))
+        assert len(runs._run("HOBBIT, no prefetching", Bandwidths(), 0.5, False, None)) == 1
+        with contextlib.nullcontext() if ahead else pytest.raises(AssertionError, match="nothing is sent ahead"):
+            runs._run("HOBBIT, lossless", Bandwidths(), 0.5, False, None)
 
 
 def test_ratios_are_paired():
@@ -186,6 +215,6 @@ def test_all_of_it(tmp_path):
         expected = [*(f for f in FIGURES if f.paper == paper), *(r for r in papers.RATIOS if r.paper == paper), *papers.UNTESTED[paper]]
         assert len(tables[paper.lower()]) == len(expected)
     rows = [row for paper in papers.PAPERS for row in tables[paper.lower()]]
-    assert all(part.partition(" with ")[0].partition(" (")[0] in RULES for row in rows for part in row[4].replace(", ", "; ").split("; "))
+    assert all(counted(row[4]) in (*RULES, SPLIT) for row in rows)
     assert all(row[5] for row in rows if " / " in row[3] and row[4] != REPRODUCED)
     assert sum(int(cell) for row in tables["verdicts"] for cell in row[1:]) == len(rows)

@@ -527,7 +527,9 @@ def test_the_demo_models_weights_beat_the_generic_ones():
 
 
 def test_names():
-    assert {"auto", "fate", "fate-lossy", "edgemoe", "edgemoe-lossy", "hobbit", "hobbit-jetson", "promoe"} <= set(PRESETS) <= set(strategy_names())
+    assert (
+        {"auto", "fate", "fate-lossy", "edgemoe", "edgemoe-lossy", "hobbit", "hobbit-lossy", "hobbit-jetson", "promoe"} <= set(PRESETS) <= set(strategy_names())
+    )
     assert {"lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "lru-layer", "score"} <= set(policy_names(live=True)) == set(policy_names()) - {"belady"}
     assert get_strategy("score+gate").predictor is get_predictor("gate") and get_strategy("hobbit+none").predictor is None
     assert get_strategy(own := Strategy("own", "", policy=get_policy("lfu"))) is own

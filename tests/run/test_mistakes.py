@@ -88,7 +88,7 @@ MISTAKES = [
     # lower precision
     ("run -p x --max-loss much", 1, "--max-loss: not a loss: 'much'; write for example 1%"),
     ("run -p x --max-loss 1%", 1, "moeoff calibrate"),
-    ("run -p x --tier Q2_K", 1, "which moeoff convert makes: give --experts FILE"),
+    ("run -p x --tier Q2_K", 1, "--tiers Q2_K makes one"),
     ("run -p x --t1 0.5", 1, "as Q2_K: give --low-tier NAME"),
     (f"eval {M}", 2, "Missing option '--text'"),
     (f"eval {M} --text missing.txt", 1, "missing.txt"),
