@@ -275,8 +275,27 @@ class LoadError(ValueError):
     """llama.cpp cannot load a model."""
 
 
+_NOTHING, _TAIL, _ALL = 0, 1, 2  # of the context may not be what it says: what is behind its tokens, or anything
+
+
+def _as_a_whole(method: Any) -> Any:
+    """A method of which no part is of use: interrupted, it leaves an empty context behind."""
+
+    @functools.wraps(method)
+    def call(self: _AnyLlama, *args: Any, **kwargs: Any) -> Any:
+        before, self._doubt = self._doubt, _ALL
+        result = method(self, *args, **kwargs)
+        self._doubt = before
+        return result
+
+    return call
+
+
 class _AnyLlama(llama_cpp.Llama):
-    """llama_cpp.Llama, of which a subclass says in `_before_load` how it is loaded."""
+    """llama_cpp.Llama, of which a subclass says in `_before_load` how it is loaded, and whose context can be kept in a file."""
+
+    _ctx: Any
+    _doubt = _NOTHING
 
     def _before_load(self) -> None:
         find_devices()  # not while it loads: what a driver lacks is no reason why a model cannot be read
@@ -285,21 +304,40 @@ class _AnyLlama(llama_cpp.Llama):
         """The model wants a beginning-of-text token."""
         return self._model.add_bos_token()
 
+    @_as_a_whole
+    def clear_context(self) -> None:
+        """Empties the KV cache: the next batch begins a text."""
+        self.reset()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+        self._ctx.kv_cache_clear()
 
-_NOTHING, _TAIL, _ALL = 0, 1, 2  # of the context may not be what it says: what is behind its tokens, or anything
+    def save_context(self, path: str, behind: Sequence[int] = ()) -> str:
+        """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing.
 
+        Args:
+            behind: numbers that are written behind the tokens, as more of them.
+        """
+        tokens = np.concatenate([self.input_ids[: self.n_tokens], np.array(behind, np.intc)]).astype(np.int32)
+        with _collected_errors() as errors, assertions_raise():
+            done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
+        return "" if done else _reason(errors) or "llama.cpp gives no reason"
 
-def _as_a_whole(method: Any) -> Any:
-    """A method of which no part is of use: interrupted, it leaves an empty context behind."""
-
-    @functools.wraps(method)
-    def call(self: PatchedLlama, *args: Any, **kwargs: Any) -> Any:
-        before, self._doubt = self._doubt, _ALL
-        result = method(self, *args, **kwargs)
-        self._doubt = before
-        return result
-
-    return call
+    @_as_a_whole
+    def load_context(self, path: str, n_behind: int = 0) -> str:
+        """Reads what `save_context` wrote, with so many numbers behind the tokens. Returns what went wrong, and the context is empty then, or nothing."""
+        tokens = np.zeros(self.n_ctx() + n_behind, np.int32)
+        count = ctypes.c_size_t()
+        with _collected_errors() as errors, assertions_raise():
+            done = api.llama_state_load_file(
+                self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
+            )
+        n = count.value - n_behind
+        if not done or n < 0 or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
+            self.clear_context()
+            return _reason(errors) or "it is damaged"
+        self.input_ids[:n] = tokens[:n]
+        self.n_tokens = n
+        self._requires_eval = True
+        return ""
 
 
 class PatchedLlama(_AnyLlama):
@@ -317,14 +355,12 @@ class PatchedLlama(_AnyLlama):
     # 150,000 and batches of 512 tokens are 297 MiB that no answer uses.
     _one_output = False
     _model: Any
-    _ctx: Any
     _model_class: Any
     _context_class: Any
     _sampler_class = _Sampler
     _n_sequences = 1  # that the context holds side by side
     _unified = False  # they share all of it, and have not a part of it each
     _keeps_sampler = False
-    _doubt = _NOTHING
     _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
 
     @property
@@ -486,12 +522,6 @@ class PatchedLlama(_AnyLlama):
     load_state = _as_a_whole(_AnyLlama.load_state)
 
     @_as_a_whole
-    def clear_context(self) -> None:
-        """Empties the KV cache: the next batch begins a text."""
-        self.reset()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
-        self._ctx.kv_cache_clear()
-
-    @_as_a_whole
     def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
         """Computes tokens at positions n_past, n_past + 1, ...; at most `n_batch` of them.
 
@@ -567,35 +597,6 @@ class PatchedLlama(_AnyLlama):
         """From now on llama_cpp does not end answers where the context is full."""
         self._n_ctx = 1 << 30
 
-    def save_context(self, path: str, behind: Sequence[int] = ()) -> str:
-        """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing.
-
-        Args:
-            behind: numbers that are written behind the tokens, as more of them.
-        """
-        tokens = np.concatenate([self.input_ids[: self.n_tokens], np.array(behind, np.intc)]).astype(np.int32)
-        with _collected_errors() as errors, assertions_raise():
-            done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
-        return "" if done else _reason(errors) or "llama.cpp gives no reason"
-
-    @_as_a_whole
-    def load_context(self, path: str, n_behind: int = 0) -> str:
-        """Reads what `save_context` wrote, with so many numbers behind the tokens. Returns what went wrong, and the context is empty then, or nothing."""
-        tokens = np.zeros(self.n_ctx() + n_behind, np.int32)
-        count = ctypes.c_size_t()
-        with _collected_errors() as errors, assertions_raise():
-            done = api.llama_state_load_file(
-                self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
-            )
-        n = count.value - n_behind
-        if not done or n < 0 or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
-            self.clear_context()
-            return _reason(errors) or "it is damaged"
-        self.input_ids[:n] = tokens[:n]
-        self.n_tokens = n
-        self._requires_eval = True
-        return ""
-
     # --- vocabulary ---
 
     def is_end_token(self, token: int) -> bool:
@@ -629,7 +630,7 @@ class StockLlama(_AnyLlama):
             llama_cpp.llama_synchronize(self._ctx.ctx)  # a device goes on after llama_decode has returned
             self.decode_seconds += time.perf_counter() - started
 
-        self._ctx.decode = timed  # type: ignore[method-assign]  # of this one object
+        self._ctx.decode = timed  # of this one object
 
     def _before_load(self) -> None:
         super()._before_load()

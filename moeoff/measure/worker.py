@@ -17,12 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..budget.dry_load import slice_kinds
 from ..engine.stats import COUNTERS
+from ..errors import MoeoffError
 from ..gguf.model_index import EXPERT_PATTERN, ModelIndex
 from ..system.disk import IO_THREADS, DiskRate, probe
+from ..system.files import atomic_file
 from ..system.memory import peak_rss
 from .job import MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
 
@@ -47,7 +50,6 @@ def main() -> None:
             lines.write(json.dumps({"kind": kind, **fields}) + "\n")
             lines.flush()
 
-    from ..errors import MoeoffError
     from ..options import in_flags
 
     job: Job | None = None
@@ -111,7 +113,7 @@ class _Engine:
 
     def __init__(self, job: Job):
         options = {"verbose": False} | dict(job.options)
-        self._single, self._answer, self.answered = 0, job.answer, list[int]()
+        self._job, self._single, self.answered = job, 0, list[int]()
         self.llm: Any
         self._moeoff: Llama | None = None
         if job.engine == MOEOFF:
@@ -157,21 +159,38 @@ class _Engine:
 
     def _answers(self, n: int) -> Iterator[int]:
         """The job's answer, and what the model goes on with behind it."""
-        answer = self._answer or ()
+        answer = self._job.answer or ()
         if n:
             self.answered = []
         for i in range(n):
             self.answered.append(answer[i] if i < len(answer) else int(self.llm.sample(temp=0.0)))
             yield self.answered[-1]
 
+    def _go_behind(self, tokens: list[int]) -> None:
+        """Computes what the context is to hold, but for what an earlier job has kept of it."""
+        llm, job, done = self.llm, self._job, 0
+        kind = "-".join([Path(job.model).stem, *(f"{job.options.get(name)}" for name in ("flash_attn", "type_k", "type_v"))])  # laid out alike
+        if job.contexts:
+            kept = {int(path.stem.rpartition("-")[2]): str(path) for path in Path(job.contexts).glob(f"{kind}-*.context")}
+            done = max((n for n in kept if n <= len(tokens)), default=0)
+            error = llm.load_context(kept[done]) if done else ""
+            if error or llm.input_ids[:done].tolist() != tokens[:done]:
+                raise MoeoffError(f"{kept[done]}: {error or 'of another text'}")
+        if done < len(tokens):
+            llm.eval(tokens[done:])
+            if job.contexts:
+                with atomic_file(Path(job.contexts) / f"{kind}-{len(tokens)}.context") as file:
+                    if error := llm.save_context(file.name):
+                        raise MoeoffError(f"{file.name}: {error}")
+
     def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, meter_name: str = "") -> Sample:
         llm, model, self.test, self._single = self.llm, self._moeoff, index, 0
         if not test.continues:
             llm.reset()
             if test.depth:
-                llm.eval(stream.take(test.depth, first=True))
+                self._go_behind(stream.take(test.depth, first=True))
         prompt = stream.take(test.n_prompt, first=not test.depth)
-        single: Iterable[int] = stream.take(test.n_gen, first=not test.depth and not test.n_prompt) if self._answer is None else self._answers(test.n_gen)
+        single: Iterable[int] = stream.take(test.n_gen, first=not test.depth and not test.n_prompt) if self._job.answer is None else self._answers(test.n_gen)
         if model is not None:
             model.engine.buffer.drain()
             model.reset_stats()

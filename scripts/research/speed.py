@@ -5,6 +5,8 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
                         [--answer]                                                      the model's own answer in the place of the text
        speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
        speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
+                        [--contexts FOLDER] [--no-in-memory]                            which are computed once; in the limit alone
+                        [--keep FILE] [--minutes 60]                                    and is called again until all is done
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
@@ -22,8 +24,9 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 
 import click
@@ -40,21 +43,23 @@ from moeoff.measure.rows import rows
 from moeoff.measure.run import drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup
 from moeoff.system.machine import n_cores
-from results import HELP, ResultsFile, machine
+from results import HELP, ResultsFile, commit, machine
 from time_parts import Ceiling, other_parts, read_parts, token_parts
 
 BASELINES, METER = (str(Path(__file__).with_name(name)) for name in ("baselines.py", "time_parts.py"))
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
-PEAK = "peak_rss_bytes"
+PEAK, SHARE = "peak_rss_bytes", "resident_share"  # of a process, at its end
 THRASHES = 300.0  # of stock llama.cpp in a memory limit, where it may never end
 COLUMNS = {
+    "experts in memory": (SHARE, "{:.0%}"),
     "hits": ("hit_rate", "{:.0%}"),
     "MB/token": ("mb_per_token", "{:.1f}"),
     "stall": ("stall_share", "{:.0%}"),
     "prefetched/token": ("prefetched_per_token", "{:.1f}"),
     "of these used": ("prefetch_precision", "{:.0%}"),
+    "of those in time": ("in_time", "{:.0%}"),
     "served low": ("low", "{:.1%}"),
     "skipped": ("skipped", "{:.1%}"),
     "CPU ms/token": ("cpu_ms_per_token", "{:.1f}"),
@@ -87,7 +92,7 @@ class Comparison:
     """One job's test, over the rounds in which it ended.
 
     Attributes:
-        figures: those of `rates`, and of its process peak_rss_bytes.
+        figures: those of `rates` and `in_time`, and of its process PEAK and SHARE.
         ratio: speed over that of the first job in the same round; None if no round has both.
         error: why a round did not end; empty: all did.
     """
@@ -114,13 +119,23 @@ def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
     return summarize(taken)
 
 
+def in_time(samples: Sequence[Sample]) -> dict[str, float]:
+    """in_time: of the prefetched slices that were used, the share that compute did not wait for; where a meter has counted reads."""
+    useful = sum(s.counters.get("prefetch_useful", 0) for s in samples)
+    if not useful or not all(s.parts for s in samples):
+        return {}
+    return {"in_time": max(1 - sum(s.parts.get("reads_waited_prefetch", 0) for s in samples) / useful, 0.0)}
+
+
 def summarize(taken: Mapping[str, list[Measurement]]) -> list[Comparison]:
     """A row for each test of each contender, of measurements that were taken in turn, one of each for each round."""
     first = next(iter(taken.values()), [])
     out = []
     for name, measurements in taken.items():
         for i, test in enumerate(measurements[0].job.tests):
-            of_rounds = [rates(m.of(i)) | {key: m.closed[key] for key in [PEAK] if m.closed.get(key)} for m in measurements if not m.error]
+            of_rounds = [
+                rates(m.of(i)) | in_time(m.of(i)) | {key: m.closed[key] for key in (PEAK, SHARE) if m.closed.get(key)} for m in measurements if not m.error
+            ]
             figures = {key: Spread.over([row[key] for row in of_rounds if key in row]) for key in dict.fromkeys(itertools.chain(*of_rounds))}
             pairs = [(rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0)) for a, b in zip(first, measurements) if not a.error and not b.error]
             ratios = [theirs / base for base, theirs in pairs if base and theirs]
@@ -138,6 +153,45 @@ def cold(job: Job, timeout: float) -> Turn:
         return measure(job, timeout=timeout)
 
     return turn
+
+
+class Kept:
+    """Runs that were done, in a file that the next call finds them in.
+
+    Args:
+        path: None: none is kept.
+        minutes: after which no run is begun; 0: no end.
+    """
+
+    def __init__(self, path: str | None = None, minutes: float = 0):
+        self._path, self._end, self._runs = path, monotonic() + 60 * minutes if minutes else float("inf"), dict[str, dict[str, Any]]()
+        if path and os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                self._runs = dict(map(json.loads, file))
+
+    @property
+    def ended(self) -> bool:
+        return monotonic() > self._end
+
+    def turn(self, job: Job, turn: Turn) -> Turn:
+        """The same turn of this commit, done once."""
+
+        def done_once(index: int) -> Measurement:
+            key = f"{commit()}, round {index}: {job}"
+            if key not in self._runs:
+                if self.ended:
+                    return Measurement(job, error="not begun within --minutes")
+                done = turn(index)
+                if done.error:
+                    return done
+                self._runs[key] = {"opened": done.opened, "closed": done.closed, "samples": [asdict(sample) for sample in done.samples]}
+                if self._path:
+                    with open(self._path, "a", encoding="utf-8") as file:
+                        file.write(json.dumps([key, self._runs[key]]) + "\n")
+            run = self._runs[key]
+            return Measurement(job, run["opened"], run["closed"], [Sample(**sample) for sample in run["samples"]])
+
+        return done_once
 
 
 # the driver
@@ -158,7 +212,7 @@ def tell(name: str, index: int, done: Measurement) -> None:
 
 def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Sequence[Comparison]]) -> None:
     """A row for each contender of each group: speeds with their range and the ratios to the group's first contender, and medians of what it read and waited."""
-    head = ["", "contender", "prompt tok/s", "ratio", "of max(computing, reading)", "tok/s", "ratio ", *COLUMNS, "of ceiling", "peak RSS, MiB"]
+    head = ["", "contender", "prompt tok/s", "ratio", "of max(computing, reading)", "tok/s", "ratio ", *COLUMNS, "of ceiling", "peak RSS, MiB", "rounds"]
     lines = []
     whole = in_memory_speed(found)
     for group, comparisons in found.items():
@@ -179,6 +233,8 @@ def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Seque
             cells.append(f"{statistics.median(ceilings):.0%}" if ceilings else "")
             peak = decode.figures.get(PEAK)
             cells.append(spread(Spread(*(size / 2**20 for size in peak)), "{:.0f}") if peak else "")
+            failed = sum(bool(m.error) for m in decode.measurements)
+            cells.append(str(len(decode.measurements) - failed) if failed else "")
             lines.append([group, decode.name, *cells])
     told = [i for i in range(len(head)) if any(line[i] not in ("", "0.0%") for line in lines)]
     said = results.table(name, title, [head[i].strip() for i in told])
@@ -207,6 +263,7 @@ class Bench:
     Attributes:
         answer: what all decode in the place of the text (`Job`).
         depth: tokens before the prompt.
+        contexts: where they are kept (`Job`).
     """
 
     model: str
@@ -217,20 +274,22 @@ class Bench:
     probe_seconds: float = 0.0
     answer: tuple[int, ...] | None = None
     depth: int = 0
+    contexts: str = ""
+    kept: Kept = field(default_factory=Kept)
 
     def job(self, limit: int | None = None, **options: Any) -> Job:
         """`moeoff.Llama` with these options, in a memory cgroup of `limit` bytes."""
         n_ctx = max(1024, self.depth + self.n_prompt + self.n_decode)
         options = {"n_ctx": n_ctx, "flash_attn": True, "n_threads": n_cores(), "n_threads_batch": n_cores()} | options
         tests = prompt_then_tokens(self.n_prompt, self.n_decode, self.depth)
-        return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer,
+        return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer, contexts=self.contexts,
                    probe_seconds=self.probe_seconds, limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
 
     def stock(self, limit: int | None = None, **options: Any) -> Job:
         return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
 
     def compare(self, jobs: Mapping[str, Job], timeout: float = TIMEOUT) -> list[Comparison]:
-        return take_turns({name: cold(job, timeout) for name, job in jobs.items()}, self.rounds)
+        return take_turns({name: self.kept.turn(job, cold(job, timeout)) for name, job in jobs.items()}, self.rounds)
 
     def answering(self, limit: int) -> Bench:
         """With the model's own greedy answer to the prompt, which a run in a memory cgroup finds that is not counted: all contenders then decode the same
@@ -241,6 +300,10 @@ class Bench:
         if done.error:
             raise click.ClickException(f"the answer that all are to decode was not found: {done.error}")
         return replace(self, answer=tuple(done.closed["answer"]))
+
+
+def metered(job: Job) -> Job:
+    return replace(job, registers=(*job.registers, METER), meter="time_parts:TimeMeter")
 
 
 def within(limit: int) -> int:
@@ -347,17 +410,32 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
 
 @workload("A prompt, and then tokens one by one, behind others", 512, 32, options=[
           click.option("--depths", default="0,1024,4096,16384", show_default=True, help="Tokens that they are behind."),
-          click.option("--limit", type=int, metavar="MIB", help="Also in a memory cgroup; --memory is 5 % below.")])  # fmt: skip
-def depths(bench: Bench, depths: str, limit: int | None) -> dict[str, list[Comparison]]:
-    """Everything in memory: stock llama.cpp with flash attention and without it, ours with its bits and with sums in f32."""
-    out = {}
+          click.option("--limit", type=int, metavar="MIB", help="Also in a memory cgroup; --memory is 5 % below."),
+          click.option("--in-memory/--no-in-memory", default=True, help="With everything in memory."),
+          click.option("--contexts", type=click.Path(file_okay=False), help="What the runs are behind is computed once, and kept here."),
+          click.option("--keep", type=click.Path(dir_okay=False), help="Runs that were done are kept here, and not done again at this commit."),
+          click.option("--minutes", default=0.0, help="No run is begun after so many.")])  # fmt: skip
+def depths(
+    bench: Bench, depths: str, limit: int | None, in_memory: bool, contexts: str | None, keep: str | None, minutes: float
+) -> dict[str, list[Comparison]]:
+    """Everything in memory: stock llama.cpp with flash attention and without it, ours with its bits and with sums in f32. In a limit, with a context for the
+    deepest: what experts lose to a conversation that grows, and whether what is prefetched comes in time."""
+    out, hours = {}, 16 * TIMEOUT
+    n_ctx = max(numbers(depths)) + bench.n_prompt + bench.n_decode
+    bench = replace(bench, kept=Kept(keep, minutes))
+    if contexts:
+        os.makedirs(contexts, exist_ok=True)
+        bench = replace(bench, contexts=os.path.abspath(contexts))
     for depth in numbers(depths):
-        deep = replace(bench, depth=depth)
-        jobs = {"stock": deep.stock(use_mmap=False), "stock, -fa off": deep.stock(use_mmap=False, flash_attn=False),
-                "moeoff": deep.job(expert_memory=EVERYTHING), "moeoff, f32": deep.job(expert_memory=EVERYTHING, attention="f32")}  # fmt: skip
+        deep, jobs = replace(bench, depth=depth), dict[str, Job]()
+        if in_memory:
+            jobs = {"stock": deep.stock(use_mmap=False), "stock, -fa off": deep.stock(use_mmap=False, flash_attn=False),
+                    "moeoff": deep.job(expert_memory=EVERYTHING), "moeoff, f32": deep.job(expert_memory=EVERYTHING, attention="f32")}  # fmt: skip
         if limit:
-            jobs[f"moeoff in {limit} MiB"] = deep.job(limit << 20, memory=within(limit))
-        out[f"behind {depth:,}"] = deep.compare(jobs, 4 * TIMEOUT)
+            jobs[f"moeoff in {limit} MiB"] = metered(deep.job(limit << 20, memory=within(limit), n_ctx=n_ctx))
+        if contexts and depth and not bench.kept.ended:  # by the quickest
+            measure(replace(jobs["moeoff"] if in_memory else next(iter(jobs.values())), tests=(BenchTest(1, 0, depth),), meter=""), timeout=hours)
+        out[f"behind {depth:,}"] = deep.compare(jobs, hours)
     return out
 
 
@@ -405,8 +483,7 @@ def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, li
         bench = bench.answering(max(numbers(limits)))
     jobs = {f"{limit} MiB": bench.job(limit << 20, memory=within(limit), strategy=strategy) for limit in numbers(limits)}
     jobs[IN_MEMORY] = bench.job(expert_memory=EVERYTHING, strategy=strategy)
-    jobs = {name: replace(job, registers=(*job.registers, METER), meter="time_parts:TimeMeter") for name, job in jobs.items()}
-    found = bench.compare(jobs)
+    found = bench.compare({name: metered(job) for name, job in jobs.items()})
     return {name: [c for c in found if c.name == name] for name in jobs}
 
 
