@@ -254,6 +254,7 @@ register(
         policy=LayerLRU,
         predictor=Learned,
         options={"stride": 2},
+        bounded=False,
         vram_mode="centric",
     )
 )

@@ -196,4 +196,4 @@ class Oracle(Predictor):
 # --- presets ---
 
 register(Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False))
-register(Strategy("eap", "Fate's baseline: its cache, and the expert activation path of one layer", policy=ShallowFavoringARC, predictor=EAP))
+register(Strategy("eap", "Fate's baseline: its cache, and the expert activation path of one layer", policy=ShallowFavoringARC, predictor=EAP, bounded=False))

@@ -128,7 +128,7 @@ class DeviceResult:
     ns: of the simulated clock; stall_ns: in which the device did not compute.
     device, host: uses of experts by where these were when their router had selected.
     low, skipped: of the uses, those that a smaller copy served, and those that nothing did.
-    uploads, up_bytes: what was sent over the link; ahead: of the uploads, those that no router had asked for yet.
+    uploads, up_bytes: what was sent over the link; ahead: pieces that were begun before a router had asked for them.
     """
 
     n_tokens: int
@@ -408,7 +408,6 @@ class DeviceBuffer:
             else:
                 self._there[part[0]] = True
             self.sent["uploads"] += 1
-            self.sent["ahead"] += level == PREFETCH
         elif level is None:
             self._forget(part)
         self.sent["up_bytes"] += round(self._nbytes(part) / self._pieces)
@@ -427,6 +426,7 @@ class DeviceBuffer:
             for part in self._jobs[level]:
                 if part in self._begun or part[1] or self._make_room(part[0], level == DEMAND):
                     self._begun.setdefault(part, 0)
+                    self.sent["ahead"] += level == PREFETCH
                     self._space[part[0]] |= not part[1]
                     start = max(self._idle_since, self.now)
                     self._sent = part, start, start + round(self._nbytes(part) / self._pieces / self._speeds.link)

@@ -87,6 +87,7 @@ NAMED = replace(SERIAL, order=AS_NAMED)
 FATE = replace(SERIAL, reordered=PROMPTS, order=POPULAR)
 EDGEMOE = Execution(eager=True, reordered=NEVER, chunked=False)
 HOBBIT = Execution(eager=True, reordered=NEVER, chunked=False)
+AHEAD = {"options": {"stride": 2}, "bounded": False}  # of ProMoE's parts
 STEP = "a miss is sent when its expert is computed, in the experts' order"
 CONTENDERS = {
     "LoD": Contender("keeps no expert, sends each when it is routed to (§5.1)", "on-demand", "-", execution=NAMED),
@@ -114,11 +115,11 @@ CONTENDERS = {
     "llama.cpp, both sides": Contender("layers on the GPU, the others on the CPU (§4)", "lru", "-", {}, replace(HOBBIT, cooperative=True), whole_layers=True),
     "static": Contender("a fixed set of experts (§7.1)", "static", f"{STEP}; what is loaded goes first", {}, SERIAL),
     "LRU": Contender("LRU in each layer, no prefetching: `base` (§7.3)", "lru", STEP, {}, SERIAL, True),
-    "+ prefetch": Contender("base with prefetching (§7.3)", "lru+learned", "at most what fits between two gates", {"options": {"stride": 2}}, SERIAL, True),
-    "+ chunked prefetch": Contender("in three chunks (§5.1)", "lru+learned", "the same", {"options": {"stride": 2}}, replace(SERIAL, chunked=True), True),
-    "+ early preemption": Contender("misses are sent when the gate has chosen (§5.2)", "lru+learned", "the same", {"options": {"stride": 2}},
+    "+ prefetch": Contender("base with prefetching (§7.3)", "lru+learned", "-", AHEAD, SERIAL, True),
+    "+ chunked prefetch": Contender("in three chunks (§5.1)", "lru+learned", "-", AHEAD, replace(SERIAL, chunked=True), True),
+    "+ early preemption": Contender("misses are sent when the gate has chosen (§5.2)", "lru+learned", "-", AHEAD,
                                     Execution(reordered=NEVER, order=BY_ID), True),
-    "ProMoE": Contender("what is there is computed first (§5.3)", "lru+learned", "the same", {"options": {"stride": 2}}, Execution(order=BY_ID), True),
+    "ProMoE": Contender("what is there is computed first (§5.3)", "lru+learned", "-", AHEAD, Execution(order=BY_ID), True),
 }  # fmt: skip
 
 
