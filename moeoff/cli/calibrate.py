@@ -11,7 +11,6 @@ import click
 
 from ..errors import OptionError
 from ..options import parse_loss
-from ..precision import LOSSLESS, Precision
 from ..system.console import note, progress_bar, say, table, table_console
 from ..system.files import atomic_file, demo_model, require_new
 from ..system.memory import format_size, peak_rss
@@ -161,7 +160,7 @@ def _write_plan(
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 @table_options("eval", strategy="lru")
 def eval_(
-    model: str | None, text: tuple[str, ...], ctx: int, mode: str, as_json: bool, max_loss: float | None = None, **options: Any,
+    model: str | None, text: tuple[str, ...], ctx: int, mode: str, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure perplexity as llama-perplexity does, and how far a lower precision is from the lossless model.
 
@@ -175,9 +174,8 @@ def eval_(
 
     model = model or demo_model()
     remark_on_context(ctx, ModelIndex.read(model).n_ctx_train, options)
-    precision = Precision.pop(options) or LOSSLESS
     with progress_bar("tokens") as progress:
-        done = evaluate_model(model, text, ctx=ctx, mode=mode, max_loss=max_loss, precision=precision, progress=progress, **options)
+        done = evaluate_model(model, text, ctx=ctx, mode=mode, progress=progress, **options)
     stats = done.stats
     if as_json:
         result = {
@@ -189,7 +187,15 @@ def eval_(
         click.echo(json.dumps(result))
         return
     compared = done.quality.kl is not None
-    lossy = f"at most {100 * max_loss:g}% lost" if max_loss else stats.tier if stats.tier != ORIGINAL else "as its thresholds say" if compared else "lossless"
+    lossy = (
+        f"at most {100 * stats.max_loss:g}% lost"
+        if stats.max_loss
+        else stats.tier
+        if stats.tier != ORIGINAL
+        else "as its thresholds say"
+        if compared
+        else "lossless"
+    )
     rows = []
     for path, q in [*zip(text, done.texts), *([("all", done.quality)] if len(text) > 1 else [])]:
         distance = [interval(value, form) for value, form in zip(q.distance, ("{:+.2%}", "{:.5f}", "{:.2%}"))] if compared else []

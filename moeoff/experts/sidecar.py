@@ -305,8 +305,8 @@ class ExpertSource:
             raise OptionError(f"{sidecar.path}: holds lower precision only", hint={"tier": sidecar.tiers[0]})
         name = ORIGINAL if tier is None or tier.lower() == ORIGINAL else sidecar.tier(tier)
         if name is None:
-            there = ", ".join(dict.fromkeys([*sidecar.tiers, ORIGINAL]))
-            raise OptionError(f"{sidecar.path}: no tier {tier}; there are {there}{_made_by(model_index, sidecar, tier, low_tier)}")
+            names = ", ".join(dict.fromkeys([*sidecar.tiers, ORIGINAL]))
+            raise OptionError(f"{sidecar.path}: no tier {tier}; there are {names}{_made_by(model_index, sidecar, tier, low_tier)}")
         return cls(sidecar, name, verify)
 
 
@@ -321,9 +321,9 @@ def _has_int4(model_index: ModelIndex) -> bool:
 
 def _made_by(model_index: ModelIndex, sidecar: Sidecar | None, *asked: str | None) -> str:
     """The commands that make a sidecar with these tiers, beside those that there are; empty: none does."""
-    model, there = model_index.files[0], [] if sidecar is None else sidecar.tiers
-    tiers = list(dict.fromkeys(_MADE_FOR.get(tier, tier) for tier in (*there, *asked) if tier is not None))
-    if set(tiers) <= set(there) or not all(map(_can_be_made, tiers)):
+    model, before = model_index.files[0], [] if sidecar is None else sidecar.tiers
+    tiers = list(dict.fromkeys(_MADE_FOR.get(tier, tier) for tier in (*before, *asked) if tier is not None))
+    if set(tiers) <= set(before) or not all(map(_can_be_made, tiers)):
         return ""
     convert, others = ["moeoff", "convert", model], ["--force"] if sidecar is not None else []
     if types := [tier for tier in tiers if tier != BITS]:

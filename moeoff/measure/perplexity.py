@@ -26,7 +26,8 @@ from ..errors import ModelError, OptionError
 from ..experts.sidecar import ORIGINAL
 from ..gguf.model_index import ModelIndex
 from ..llamacpp.llama import quiet_log
-from ..precision import LOSSLESS, Precision
+from ..option import table_of
+from ..precision import Precision
 from ..system.files import read_text
 from ..system.memory import format_size, trim
 from .statistics import Quality, Scores, divergence, log_probs
@@ -276,9 +277,11 @@ class Evaluation:
     bytes_read: int
 
 
-def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: int | None = None, mode: str = "prefill", tier: str | None = None,
-                   precision: Precision = LOSSLESS, max_loss: str | float | None = None, deterministic: bool = False, progress: Callable[[str, int, int], None] | None = None,
-                   **options: Any) -> Evaluation:  # fmt: skip
+_LOSSY = {"tier", "precision", "max_loss", "deterministic", "stride", *table_of(Precision)}  # options without which a model is lossless
+
+
+def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: int | None = None, mode: str = "prefill",
+                   progress: Callable[[str, int, int], None] | None = None, **options: Any) -> Evaluation:  # fmt: skip
     """Measures perplexity, and with a lower precision the distance from the lossless model on the same windows.
 
     Args:
@@ -291,12 +294,11 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
     Raises:
         MoeoffError: the model, a text, the budget or an option is no good.
     """
-    if mode == "simulated" and not deterministic:
+    if mode == "simulated" and not options.get("deterministic"):
         raise OptionError("mode simulated is for deterministic runs: others decide by what is in memory, token by token")
     ModelIndex.read(model).require_text()
-    lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic} | ({} if precision is LOSSLESS else {"precision": precision})
     # of the same tokens, by a cache that gives nothing up and needs no sidecar
-    lossless = {name: value for name, value in options.items() if name != "stride"} | {"strategy": "lru", "experts": False, "verify_reads": False}
+    lossless = {name: value for name, value in options.items() if name not in _LOSSY} | {"strategy": "lru", "experts": False, "verify_reads": False}
 
     def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:
         return progress and functools.partial(lambda total, done: progress(stage, done, total), len(windows) * ctx)
@@ -309,15 +311,15 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
             return windows, scores, time.perf_counter() - started, llm.stats(), llm.engine.quality.precision
 
     # what is wrong with the options comes before minutes of computing, and what is given up is known with the strategy's own
-    with open_model(model, ctx, **lower, **options) as llm:
+    with open_model(model, ctx, **options) as llm:
         quality = llm.engine.quality
-        lossy = max_loss is not None or not quality.precision.lossless or quality.source.tier != ORIGINAL
+        lossy = quality.selected is not None or not quality.precision.lossless or quality.source.tier != ORIGINAL
         done = None if lossy else measured(llm, None)
     if done is None:
         with open_model(model, ctx, **lossless) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, chunks)
             reference = call(Reference.record, llm, windows, mode, tokens("lossless", windows))
-        with reference, open_model(model, ctx, **lower, **options) as llm:
+        with reference, open_model(model, ctx, **options) as llm:
             done = measured(llm, reference)
     windows, scores, seconds, stats, precision = done
     starts = np.searchsorted([window.text for window in windows], range(len(text) + 1)).tolist()
