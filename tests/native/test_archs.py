@@ -22,6 +22,8 @@ from helpers.arch_models import (
 )
 from helpers.attention import kernels
 from helpers.files import ROOT
+from moeoff.budget.compute_probe import attention_seconds
+from moeoff.gguf.model_index import ModelIndex
 
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 
@@ -59,6 +61,13 @@ def test_logits_equal_stock(architecture, kind, writer, folder):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_equal_stock_q8_0(architecture, writer, folder):
     compare(writer, folder, architecture, "Q8_0")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_attention_is_timed(architecture, writer, folder):
+    """Whatever heads, windows, sinks and caches a graph has, from its header alone."""
+    seconds = attention_seconds(ModelIndex.read(write_model(writer, folder, architecture, "F32")), 300, {"flash_attn": True}, 2, 0.0)
+    assert seconds is None if architecture == "grok" else seconds > 0  # which has no flash attention
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in WITHOUT_BLOCK])
