@@ -47,7 +47,7 @@ def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0)
 
 
 def attention_seconds(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], n_threads: int, seconds: float = 0.5) -> float | None:
-    """Seconds that a token's attention takes behind n_ctx others, all layers together; None: without flash attention nobody has timed it."""
+    """Seconds that a token's attention takes behind n_ctx others, all layers together; None: it has no flash attention, and other ways are not timed."""
     with planned_model(model_index.without_nextn(), min(n_ctx, LONGEST), keywords) as llm, bound_pool(n_threads) as pool:
         best: float = native.time_attention(llm.context_handle, n_threads, pool, _uncached_bytes(), seconds)
     if best < 0:

@@ -200,8 +200,9 @@ def examine(
         share, full, fits = residence.share(bound), residence.share(bound, full=True), bound >= plan.floor
         if rows and rows[-1].full_resident_share == 1 and bound != memory:
             continue  # more gives no more
-        speeds = tps(share, compute) if fits else None, tps(full, compute + attention) if fits and compute and attention else None
-        rows.append(MemoryOption(bound, round(share, 4), speeds[0], round(full, 4), speeds[1], fits, bound == memory))
+        short_tps = tps(share, compute) if fits else None
+        full_tps = tps(full, compute + attention) if fits and compute and attention else None
+        rows.append(MemoryOption(bound, round(share, 4), short_tps, round(full, 4), full_tps, fits, bound == memory))
     shared = model_index.hparams.get("expert_shared_count")
     return Report(
         files=model_index.files,
