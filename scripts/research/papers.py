@@ -7,7 +7,6 @@ It repeats exactly. --quick takes few tokens: minutes become seconds, and the nu
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -27,17 +26,14 @@ import verdicts
 from device_simulator import AS_NAMED, BY_ID, NEVER, POPULAR, PROMPTS, Bandwidths, DeviceResult, Execution, LowVersions, on_device
 from moeoff.experts.convert import convert
 from moeoff.experts.profile import Profile
-from moeoff.experts.sidecar import ORIGINAL, Sidecar
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.measure.bit_allocation import Planner
-from moeoff.measure.perplexity import Reference, evaluate, open_model, read_windows
-from moeoff.measure.precision_search import RuleEvaluator
+from moeoff.measure.bit_allocation import BitsPlan, Planner
+from moeoff.measure.perplexity import evaluate_model
 from moeoff.measure.statistics import Estimate
-from moeoff.policies import Predictor, Strategy, get_strategy
+from moeoff.policies import PRESETS, Predictor, Strategy, get_strategy
 from moeoff.policies.base import StrategyPart
 from moeoff.policies.fate import proportional_boundary
 from moeoff.policies.hobbit import recorded_unimportance, thresholds
-from moeoff.precision import Precision
 from paper_figures import FIGURES, Data
 from results import HELP, ResultsFile, machine
 from verdicts import NOT_TESTABLE, REPRODUCED
@@ -387,50 +383,37 @@ def profile_of(d: Data) -> Profile:
 # quality
 
 
-def planned_widths(model: str, texts: Sequence[str], tokens: int) -> tuple[np.ndarray, str]:
-    """EdgeMoE's plan at a loss of 5 % (§4.1): the widths as shares of the upper one, and what it says of itself."""
+def planned_widths(model: str, texts: Sequence[str], tokens: int) -> tuple[np.ndarray, BitsPlan]:
+    """EdgeMoE's plan at a loss of 5 % (§4.1), and its widths as shares of the upper one."""
     with Planner(model, texts, types=["Q4_0", "Q2_0"], ctx=256, tokens=tokens, n_threads=2, expert_memory=EVERYTHING) as plans:
-        p = plans.plan(0.05)
-        index = plans.model_index
-    layers = sorted({layer for layer, _ in p.importance})
+        plan, index = plans.plan(0.05), plans.model_index
+    layers = sorted({layer for layer, _ in plan.importance})
     widths = np.ones((len(layers), index.n_expert))
-    for layer, expert in p.low:
+    for layer, expert in plan.low:
         widths[layers.index(layer), expert] = BITS[INT2] / BITS[INT4]
-    return widths, f"{p.lower} for {len(p.low)} of {p.n_experts} experts, {p.upper} for the others: {loss_text(p.quality.loss)}"
+    return widths, plan
 
 
 def loss_text(loss: Estimate | None) -> str:
-    return verdicts.text(loss, "{:+.1%}").replace("%", " %") if loss is not None else ""
+    return "" if loss is None else verdicts.text(loss, "{:+.1%}").replace("%", " %")
 
 
-def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float) -> list[tuple[str, str]]:
-    """Perplexity of what the papers serve in mixed precision, over the model's own."""
+def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float, plan: BitsPlan) -> list[tuple[str, str]]:
+    """Perplexity of the lossy presets over the model's own, as `moeoff eval` measures it of runs that repeat."""
     out = []
     with tempfile.TemporaryDirectory(prefix="moeoff-papers-") as folder:
-        sidecar = Sidecar(convert(model, output=os.path.join(folder, "tiers.experts.gguf"), tiers="Q4_0,Q2_0").path)
-        precise = {"deterministic": True, "flash_attn": True, "profile": False, "n_threads": 2, "experts": sidecar}
-        for tier in ("Q4_0", "Q2_0"):
-            with open_model(model, 256, tier=ORIGINAL, precision=Precision(0.0, 1.0, low_tier=tier, resident=1.0), **precise) as llm:
-                found = RuleEvaluator(llm, read_windows(llm, texts, 256, windows))
-                with found.reference() as reference:
-                    for share in (0.25, 0.5):
-                        c = found.measure(reference, Precision(t1, t2, low_tier=tier, resident=share))
-                        what = f"HOBBIT, misses in {tier} above T1 {t1:.2f}, left out above T2 {t2:.2f}, {share:.0%} of each layer's experts there"
-                        out.append((what, loss_text(c.distance.loss)))
-        options = {"flash_attn": True, "profile": False, "n_threads": 2, "expert_memory": EVERYTHING}
-        with open_model(model, 256, **options) as llm:
-            parts = read_windows(llm, texts, 256, windows)
-            reference = Reference.record(llm, parts)
-        with reference:
-            for what, precision in (
-                ("Fate, all experts in Q4_0", None),
-                ("and a quarter of each prompt's in Q2_0", Precision(prefill_low_fraction=0.25, low_tier="Q2_0")),
-            ):
-                with open_model(
-                    model, 256, experts=sidecar, tier="Q4_0", **options | ({"precision": precision, "expert_memory": "6M"} if precision else {})
-                ) as llm:
-                    out.append((what, loss_text(evaluate(llm, parts, reference).quality().loss)))
-    return out
+        bits = Path(folder, "bits.json")
+        bits.write_text(plan.to_json())
+        experts = convert(model, output=Path(folder, "tiers.experts.gguf"), tiers="Q4_0,Q2_0", bits=bits).path
+        for strategy in (s for s in PRESETS.values() if s.tier or not s.precision.lossless):
+            by_weight = strategy.precision.t1 < 1
+            for share in (0.25, 0.5) if by_weight else (1.0,):
+                precision = replace(strategy.precision, t1=t1, t2=t2, resident=share) if by_weight else strategy.precision
+                found = evaluate_model(model, texts, ctx=256, chunks=windows, mode="simulated" if by_weight else "prefill", strategy=strategy, precision=precision,
+                                       experts=experts, profile=False, deterministic=True, n_threads=2, flash_attn=True)  # fmt: skip
+                out.append((strategy.name + (f", {share:.0%} of each layer's experts there" if by_weight else ""), loss_text(found.quality.loss)))
+    name = f"{plan.lower} for {len(plan.low)} of {plan.n_experts} experts, {plan.upper} for the others: edgemoe-lossy's plan"
+    return [*out, (name, f"{loss_text(plan.quality.loss)}, of the text that it was planned on")]
 
 
 # the commands
@@ -485,9 +468,8 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
         contenders(results, runs)
         announce("losses")
         table = results.table("losses", "Perplexity over the model's own, on text that nothing was fitted to", ["served", "loss (95 %)"])
-        for line in losses(model, texts[:1], 4 if quick else 24, *thresholds(recorded_unimportance(d.train))):
+        for line in losses(model, texts[:1], 4 if quick else 24, *thresholds(recorded_unimportance(d.train)), plan):
             table.row(*line)
-        table.row(f"EdgeMoE, {plan.partition(': ')[0]}", f"{plan.partition(': ')[2]}, of the text that it was planned on")
     announce("done")
 
 

@@ -117,7 +117,10 @@ def test_a_preset_names_the_command_that_makes_its_tiers(strategy, tiers, demo, 
     if strategy == "fate-lossy":
         convert(model, tiers=["Q5_0"])
         done = invoke("run", model, "--strategy", strategy, "-p", "x")
-        assert done.returncode == 1 and f"no tier int4; there are Q5_0, original; moeoff convert {model} --tiers Q5_0,{tiers} --force makes one" in done.stderr
+        command = f"moeoff convert {model} --tiers Q5_0,{tiers} --force"
+        assert done.returncode == 1 and f"no tier int4; there are Q5_0, original; {command} makes one" in done.stderr
+        for words in (command.split()[1:], ["run", model, "--strategy", strategy, "-p", "x", "-n", "1"]):
+            assert invoke(*words).returncode == 0
 
 
 def test_hobbits_lossy_presets(demo, model, tmp_path, invoke):
