@@ -14,7 +14,7 @@ from ..system.machine import n_cores
 from ..system.memory import MIB, available, rss
 from .compute_probe import attention_seconds, token_seconds
 from .dry_load import SliceKind, dry_load, slice_kinds, token_bytes, usual_ctx
-from .micro_batch import LEAST, USUAL, choose_within, recall_rates
+from .micro_batch import LEAST, SIZES, SMALLEST, USUAL, choose_within, recall_rates
 from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes, process_once_loaded
 
 PROBE_SECONDS = 2.0
@@ -114,15 +114,19 @@ class Residence:
     batches of one token leave untouched of the buffers, and a short conversation of the KV cache.
 
     Args:
-        plan: with the usual micro-batch.
+        n_ctx: tokens of the context.
         keywords: of llama_cpp.Llama, with which the model would be opened.
+
+    Attributes:
+        smallest: the plan with the smallest micro-batch, unless another one was chosen.
     """
 
-    def __init__(self, model_index: ModelIndex, plan: MemoryPlan, keywords: Mapping[str, Any]):
-        self._model_index, self._usual, self._keywords = model_index, plan, keywords
+    def __init__(self, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]):
+        self._model_index, self._n_ctx, self._keywords = model_index, n_ctx, dict(keywords)
         self._chosen = bool(self._keywords.get("n_batch") or self._keywords.get("n_ubatch"))
         self._rates = recall_rates(model_index, self._keywords, None)
-        self._plans = {min(USUAL, plan.n_ctx): plan}
+        self._plans: dict[int, MemoryPlan] = {}
+        self.smallest = plan = dry_load(model_index, n_ctx, self._keywords) if self._chosen else self._with_batches_of(min(SIZES[0], n_ctx))
         self._n_gpu_layers = self._keywords.get("n_gpu_layers") or 0
         self._state_lent = self._unused_state()
         # every command plans with the same process, so that all name the same needs; a run then has what its own is smaller by
@@ -130,28 +134,31 @@ class Residence:
 
     def _with_batches_of(self, n_tokens: int) -> MemoryPlan:
         if n_tokens not in self._plans:
-            planned = dry_load(self._model_index, self._usual.n_ctx, {**self._keywords, "n_batch": n_tokens, "n_ubatch": n_tokens})
-            self._plans[n_tokens] = replace(planned, process=self._usual.process)  # planning takes memory itself
+            planned = dry_load(self._model_index, self._n_ctx, self._keywords | {"n_batch": n_tokens, "n_ubatch": n_tokens})
+            first = next(iter(self._plans.values()), planned)
+            self._plans[n_tokens] = replace(planned, process=first.process)  # planning takes memory itself
         return self._plans[n_tokens]
 
     def _unused_state(self) -> int:
         """Bytes of the KV cache behind the first tokens: what grows with the context, for the rest of it."""
-        n_ctx, half = self._usual.n_ctx, self._usual.n_ctx // 2
+        n_ctx, half = self._n_ctx, self._n_ctx // 2
         unused = n_ctx - _FILLED - CELLS
         if unused <= 0 or not half:
             return 0
-        shorter = dry_load(self._model_index, half, self._keywords)
-        return max(self._usual.state - shorter.state, 0) * unused // (n_ctx - half)
+        shorter = dry_load(self._model_index, half, self._keywords if self._chosen else self._keywords | SMALLEST)
+        return max(self.smallest.state - shorter.state, 0) * unused // (n_ctx - half)
 
     def plan(self, budget: int) -> MemoryPlan:
         """How a run divides this budget; one that is below the floor as if it were that."""
-        if self._chosen:
-            return self._usual
-        return self._with_batches_of(choose_within(self._usual, max(budget, self._usual.floor), self._rates).n_tokens)
+        usual = min(USUAL, self._n_ctx)
+        if self._chosen or budget < self.smallest.floor:
+            return self.smallest
+        n_tokens = usual if self._with_batches_of(usual).floor <= budget else min(SIZES[0], usual)
+        return self._with_batches_of(choose_within(self._with_batches_of(n_tokens), n_tokens, budget, self._rates).n_tokens)
 
     def share(self, budget: int, full: bool = False) -> float:
         """full: at the end of the context, of which nothing is lent."""
-        if budget < self._usual.floor:
+        if budget < self.smallest.floor:
             return 0.0
         plan, lent = self.plan(budget), 0
         if not (self._n_gpu_layers and devices()):  # what a device computes with is not lent
@@ -179,7 +186,8 @@ def examine(
     model_index.require_experts()
     model_index.require_text()
     kinds = slice_kinds(model_index)
-    plan = dry_load(model_index, usual_ctx(model_index, ctx_size), keywords)
+    residence = Residence(model_index, usual_ctx(model_index, ctx_size), keywords)
+    plan = residence.smallest
     per_token, disk, compute, attention = token_bytes(model_index), None, None, None
     if probe_disk:
         file = next(iter(model_index.experts.values())).file
@@ -193,7 +201,6 @@ def examine(
         read = expected_bytes(per_token, share, model_index.n_expert / max(model_index.n_expert_used, 1))
         return speed(read, disk.bytes_per_second, computing) if disk and computing else None
 
-    residence = Residence(model_index, plan, keywords)
     budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
     rows: list[MemoryOption] = []
     for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):

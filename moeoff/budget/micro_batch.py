@@ -22,6 +22,7 @@ from .plan import MemoryPlan
 USUAL = 512  # llama.cpp's default, and what is taken where nothing has been measured
 LEAST = 8  # tokens: the smallest batches whose buffers are told apart
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+SMALLEST = {"n_batch": SIZES[0], "n_ubatch": SIZES[0]}  # of llama_cpp.Llama: a model's smallest budget is what these leave its experts their floor of
 PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
 _LARGEST_SHARE = 0.125  # of what weights and state leave, that compute buffers may take
 _WORTH = 0.97  # a larger piece is taken if it takes at most so much of the time
@@ -52,7 +53,7 @@ class MicroBatch:
     reason: str
 
 
-def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[int], int], rates: PromptRates | None) -> MicroBatch:
+def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[int], int], rates: PromptRates | None, expert_floor: int = 0) -> MicroBatch:
     """The micro-batch that a memory budget allows and that takes the least time.
 
     Args:
@@ -61,9 +62,10 @@ def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[in
         expert_bytes: of all experts.
         compute_bytes: of the buffers for so many tokens.
         rates: of an earlier prompt; None: nothing has been measured.
+        expert_floor: bytes of the room that experts have at least.
     """
     sizes = [n for n in SIZES if n < n_ctx] + [n_ctx] if n_ctx < SIZES[-1] else list(SIZES)
-    fitting = [n for n in sizes if compute_bytes(n) <= _LARGEST_SHARE * room] or sizes[:1]
+    fitting = [n for n in sizes if compute_bytes(n) <= min(_LARGEST_SHARE * room, room - expert_floor)] or sizes[:1]
     usual = max((n for n in fitting if n <= USUAL), default=fitting[0])
     if rates is None:
         if usual < min(USUAL, n_ctx):
@@ -83,10 +85,10 @@ def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[in
     return MicroBatch(best, said if best == usual else f"{said}, in pieces of {usual} {seconds(usual):.1f} s")
 
 
-def choose_within(planned: MemoryPlan, budget: int, rates: PromptRates | None) -> MicroBatch:
-    """`choose`, by a plan for the usual micro-batch and a budget of the process."""
-    usual = min(USUAL, planned.n_ctx)
-    return choose(planned.n_ctx, budget - (planned.fixed - planned.computing), planned.arena_full, lambda n: planned.computing * n // usual, rates)
+def choose_within(planned: MemoryPlan, n_tokens: int, budget: int, rates: PromptRates | None) -> MicroBatch:
+    """`choose`, by a plan for a micro-batch of n_tokens, which a budget of the process has room for: the usual one, or else the smallest."""
+    room = budget - (planned.fixed - planned.computing)
+    return choose(planned.n_ctx, room, planned.arena_full, lambda n: planned.computing * n // n_tokens, rates, planned.arena_floor)
 
 
 _CHANGED = 1.5  # times what was measured before; nearer to it the old one stays, so that the choice does too

@@ -192,6 +192,7 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
 def check_model(path: str) -> Iterator[Finding]:
     """The model's headers, its floor against what is available, and the disk at its slices' size."""
     from ..budget.dry_load import dry_load, slice_kinds, usual_ctx
+    from ..budget.micro_batch import SMALLEST
     from ..gguf.model_index import ModelIndex
 
     try:
@@ -200,7 +201,7 @@ def check_model(path: str) -> Iterator[Finding]:
     except MoeoffError as error:
         yield Finding("model", PROBLEM, in_flags(error), "moeoff runs GGUF files with routed experts")
         return
-    size = dry_load(model_index, usual_ctx(model_index))
+    size = dry_load(model_index, usual_ctx(model_index), {"flash_attn": True} | SMALLEST)
     text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, {format_size(size.fixed + size.arena_full)} with all experts in memory"
     way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
     yield Finding("model", PROBLEM, text, way_out) if size.floor > available() else Finding("model", OK, text)

@@ -24,9 +24,9 @@ import numpy as np
 
 from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.micro_batch import USUAL, MicroBatch, choose_within, recall_rates, remember_rates
+from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates, remember_rates
 from ..budget.plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
-from ..errors import BudgetError, Cancelled, OptionError
+from ..errors import BudgetError, Cancelled, MoeoffError, OptionError
 from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex, loaded_whole
 from ..llamacpp import native
@@ -198,16 +198,31 @@ class Engine:
         require_header_room(model_index.files[0], model_index.header_memory, self.budget.most)
         if adapter := config.llama_cpp.get("lora_path"):
             self._loaded += sum(loaded_whole(adapter))
-        self.planned = self._dry_load((512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512)
+        n_ctx = (512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512
+        self.planned = self._dry_load(n_ctx)
+        given = config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
+        if self.budget.process is not None and not given and self.planned.floor > self.budget.most:
+            self.keywords |= SMALLEST
+            self.planned = self._dry_load(n_ctx)
         self._plan_more()
-        self.planned.within(self.budget.most, lambda n_ctx: replace(self._dry_load(n_ctx), extras=self.planned.extras, process=self.planned.process))
+        try:
+            self.planned.within(self.budget.most, self._planned_again)
+        except BudgetError as error:
+            with contextlib.suppress(MoeoffError):  # a model that cannot have it
+                if not config.flash_attn and self._planned_again(n_ctx, flash_attn=True).floor <= self.budget.most:
+                    error.hint["flash_attn"] = True
+            raise
+
+    def _planned_again(self, n_ctx: int, **keywords: Any) -> MemoryPlan:
+        """The plan at another context, or with other keywords of llama_cpp.Llama."""
+        return replace(self._dry_load(n_ctx, **keywords), extras=self.planned.extras, process=self.planned.process)
 
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""
 
-    def _dry_load(self, n_ctx: int) -> MemoryPlan:
-        return dry_load(self.model_index, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, extras=self._extras + self._loaded,
-                        nextn=self._nextn, unified=self._unified)  # fmt: skip
+    def _dry_load(self, n_ctx: int, **keywords: Any) -> MemoryPlan:
+        return dry_load(self.model_index, n_ctx, self.keywords | keywords, self.tensor_buffers, n_sequences=self._n_sequences,
+                        extras=self._extras + self._loaded, nextn=self._nextn, unified=self._unified)  # fmt: skip
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
@@ -217,10 +232,12 @@ class Engine:
             return MicroBatch(min(self.keywords.get("n_ubatch", USUAL), self.keywords.get("n_batch", USUAL), planned.n_ctx), "as given")
         if self.budget.process is None:
             return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
+        n_planned = min(self.keywords.get("n_ubatch", usual), usual)
         if config.repeatable:
-            return MicroBatch(usual, "the usual one: the run must be the same at every budget and on every machine")
-        choice = choose_within(planned, self.budget.process, recall_rates(self.model_index, self.keywords, config.tier))
-        if choice.n_tokens != usual:
+            same = "the usual one: the run must be the same at every budget and on every machine"
+            return MicroBatch(n_planned, same if n_planned == usual else "the smallest one: there is no room for the buffers of the usual one")
+        choice = choose_within(planned, n_planned, self.budget.process, recall_rates(self.model_index, self.keywords, config.tier))
+        if choice.n_tokens != n_planned:
             self.keywords |= {"n_batch": choice.n_tokens, "n_ubatch": choice.n_tokens}
             self.planned = self._dry_load(planned.n_ctx)
         return choice

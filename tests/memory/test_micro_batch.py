@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moeoff
+from moeoff import BudgetError
 from moeoff.budget.micro_batch import SIZES, USUAL, PromptRates, choose, recall_rates, remember_rates
 from moeoff.engine.prompt_meter import PromptMeter
 from moeoff.gguf.model_index import ModelIndex
@@ -135,6 +136,21 @@ def test_what_lies_deep_in_a_context_is_not_metered():
         counters.pop(0)
         meter.end(512, seconds)
     assert meter.rates == PromptRates(1 / 512, 2.0**30)
+
+
+def test_the_smallest_budget_is_that_of_the_smallest_micro_batch(grown, cache):
+    """And where flash attention is the way out, a refusal names it."""
+
+    def refused(memory, **options):
+        with pytest.raises(BudgetError) as error:
+            moeoff.Llama(grown, memory=memory, n_ctx=16384, n_threads=2, **options)
+        return error.value.hint
+
+    floor, flash = (refused("1M", flash_attn=on)["memory"] for on in (False, True))
+    assert floor + (64 << 20) < refused("1M", n_ubatch=512)["memory"] and flash + (16 << 20) < floor
+    assert refused((flash + floor) // 2)["flash_attn"] is True and "flash_attn" not in refused("1M")
+    with moeoff.Llama(grown, memory=floor + (8 << 20), n_ctx=16384, n_threads=2) as llm:
+        assert llm.engine.micro_batch.n_tokens == SIZES[0] == api.llama_n_ubatch(llm.ctx)
 
 
 def test_a_small_budget_takes_a_smaller_micro_batch(grown, cache):
