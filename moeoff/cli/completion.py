@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..engine.stats import Stats
 from ..errors import ContextError, MoeoffError, OptionError
-from ..llamacpp.llama import quiet_log
 from ..options import Sampling
 from ..system.console import ProgressLine
 from ..system.memory import format_size
@@ -111,7 +109,6 @@ class Completer:
             self._cached_tokens = llm.input_ids[: llm.n_tokens].tolist()
         self._prompt: list[int] = []
         self._cancelled = threading.Event()
-        self._silence: Callable[[], None] = lambda: None  # while an answer is computed: no log of the graph that is ended
         # one thread for all answers: OpenMP keeps a team of threads for each thread that ever computed
         self._executor = ThreadPoolExecutor(1, "moeoff-answer")
         self._keywords = self._completion_keywords()
@@ -125,7 +122,6 @@ class Completer:
     def cancel(self) -> None:
         """Ends the answer that is being computed; from any thread, and from a signal handler."""
         self._cancelled.set()
-        self._silence()
         self.llm.cancel()
 
     def stop_at(self, text: str) -> None:
@@ -146,11 +142,10 @@ class Completer:
         if len(tokens) >= n_ctx:
             raise ContextError(len(tokens), n_ctx)
         self._cancelled.clear()
-        before = llm.stats()
-        cpu, started = time.process_time(), time.perf_counter()
+        before, started = llm.stats(), time.perf_counter()
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         text: list[str] = []
-        with quiet_log() as self._silence, self._ctrl_c_cancels():
+        with self._ctrl_c_cancels():
             future = self._executor.submit(self._compute, tokens, pieces)
             try:
                 while (piece := self._next(pieces, len(tokens)) if not text else pieces.get()) is not None:
@@ -163,7 +158,7 @@ class Completer:
                 future.exception()  # waits
             reason = future.result()
         ended = time.perf_counter()
-        stats = llm.stats().since(before, time.process_time() - cpu)
+        stats = llm.stats().since(before)
         if stats.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
             stats = replace(stats, gen_tps=stats.gen_tokens / (ended - started - stats.prompt_seconds))
         n_tokens = llm.n_tokens + llm.n_discarded
@@ -245,30 +240,3 @@ class Completer:
             yield
         finally:
             signal.signal(signal.SIGINT, old)
-
-
-class Writer:
-    """Text as it comes, without the blank that many models begin with.
-
-    Args:
-        strips: leaves that out.
-    """
-
-    def __init__(self, strips: bool = True) -> None:
-        self._strips = strips
-        self._begun = False
-        self._newline = False
-
-    def write(self, text: str) -> None:
-        if self._strips and not self._begun:
-            text = text.lstrip()
-        if text:
-            self._begun = True
-            self._newline = text.endswith("\n")
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-    def end(self) -> None:
-        if not self._newline:
-            sys.stdout.write("\n")
-            sys.stdout.flush()

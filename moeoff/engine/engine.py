@@ -14,6 +14,7 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -154,7 +155,7 @@ class Engine:
         set_priority(config.priority)
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
-        self._timing = Timing()
+        self._timing, self._cpu_start = Timing(), time.process_time()
         self._callback: Callback | None = None
         self._layer_hits: LayerHits | None = None
         self._watches = False
@@ -448,6 +449,14 @@ class Engine:
             self._prompt_meter.end(n_tokens, seconds)
         self.sizer.after()
 
+    def interrupted(self, seconds: float) -> None:
+        """After a batch that did not come to its end: of a prompt's tokens as many count as were computed. Raises as `end` does."""
+        if self._uses_before is not None:
+            n_tokens = self.prompt_tokens - self._timing.prompt_tokens
+            self._uses_before = None
+            self._timing.add(n_tokens, seconds, False)
+        self.buffer.check()
+
     def settle(self) -> None:
         """After a batch that was interrupted, wherever that was, and before the next: nothing of it is left."""
         self._uses_before = None
@@ -544,6 +553,7 @@ class Engine:
             strategy=self.config.strategy.name,
             tier=self.quality.source.tier,
             tau=self.quality.precision.tau,
+            cpu_seconds=time.process_time() - self._cpu_start,
             experts_per_token=sum(self.model_index.experts_used(layer) for layer in {t.gate: t.layer for t in self.buffer.tensors}.values()),
             budget_bytes=plan.budget,
             peak_rss_bytes=peak_rss(),
@@ -567,7 +577,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         self.buffer.reset_stats()
-        self._timing = Timing()
+        self._timing, self._cpu_start = Timing(), time.process_time()
         if self.driver.prefetcher is not None and self.driver.prefetcher.meter is not None:
             self.driver.prefetcher.meter.reset()
 

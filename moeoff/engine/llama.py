@@ -15,7 +15,7 @@ import numpy as np
 from ..budget.dry_load import memory_sizes, usual_ctx
 from ..errors import Cancelled, ComputeError, ModelError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
-from ..llamacpp.llama import LoadError, PatchedLlama, set_log
+from ..llamacpp.llama import LoadError, PatchedLlama, errors_unless, set_log
 from ..llamacpp.threads import CoreBinding
 from ..llamacpp.turns import Stream
 from ..options import Config
@@ -265,12 +265,13 @@ class Llama(PatchedLlama):
         decodes = is_decode(spans)
         engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes)
         started = time.perf_counter()
-        with engine.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
+        cancellation = engine.cancellation
+        with cancellation.in_progress(), self._core_binding or contextlib.nullcontext(), errors_unless(lambda: cancellation.requested):
             try:
                 decode()
             except RuntimeError as error:
-                engine.buffer.check()
-                if engine.cancellation.requested:
+                engine.interrupted(time.perf_counter() - started)
+                if cancellation.requested:
                     raise Cancelled("the answer was cancelled") from None
                 raise ComputeError(f"llama.cpp could not compute {batch.n_tokens} tokens: {error}") from error
         engine.end(batch.n_tokens, time.perf_counter() - started, decodes)

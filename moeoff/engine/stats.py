@@ -106,7 +106,7 @@ class Stats:
     gen_tokens: int = _figure("Tokens that were decoded, of all answers.", "tokens", counter=True, metric="decoded_tokens")
     gen_seconds: float = _figure("Time inside llama_decode for them.", "seconds", 0.0, counter=True)
     gen_tps: float = _figure("Their rate.", "tokens per second", 0.0)
-    cpu_seconds: float = _figure("CPU time of an answer, of all threads.", "seconds", 0.0)
+    cpu_seconds: float = _figure("CPU time of the process, of all threads.", "seconds", 0.0, counter=True)
     driver_seconds: float = _figure("Time in which policies and predictors ran.", "seconds", 0.0, counter=True)
     events_dropped: int = _figure(
         "Gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.", counter=True
@@ -220,10 +220,10 @@ class Stats:
         counted = {name: n / 1e9 if name.endswith("_seconds") else n for name, n in counted.items()} | asdict(timing)
         return cls(**counted, **_rates(counted), **facts)
 
-    def since(self, earlier: Stats, cpu_seconds: float = 0.0) -> Stats:
+    def since(self, earlier: Stats) -> Stats:
         """The difference between an earlier snapshot and this one."""
         counted: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in COUNTERS}
-        return replace(self, **counted, **_rates(counted), cpu_seconds=cpu_seconds)
+        return replace(self, **counted, **_rates(counted))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

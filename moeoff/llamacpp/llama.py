@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import inspect
-import logging
 import os
 import re
 import sys
@@ -42,10 +41,10 @@ __all__ = [
     "StockLlama",
     "api",
     "assertions_raise",
+    "errors_unless",
     "find_devices",
     "lib",
     "llama_cpp",
-    "quiet_log",
     "set_log",
     "supports_gpu",
 ]
@@ -59,30 +58,12 @@ lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring
 # keyword arguments of llama_cpp.Llama, and their defaults
 KEYWORDS = {name: p.default for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
-_LOGGER = logging.getLogger("llama-cpp-python")
 _LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
 
 
 def set_log(verbose: bool) -> None:
     """Shows everything that llama.cpp logs, or errors alone: its warnings ("n_ctx_seq > n_ctx_train") are for its developers."""
     _logger.set_verbose(verbose)
-
-
-@contextlib.contextmanager
-def quiet_log() -> Iterator[Callable[[], None]]:
-    """Yields a function that silences llama.cpp until the end of the block: it logs three errors about a graph that was ended on purpose."""
-    level = _LOGGER.level
-    active = True
-
-    def silence() -> None:
-        if active:
-            _LOGGER.setLevel(logging.CRITICAL)
-
-    try:
-        yield silence
-    finally:
-        active = False
-        _LOGGER.setLevel(level)
 
 
 class _Collected(threading.local):
@@ -117,6 +98,19 @@ def _collected_errors() -> Iterator[list[str]]:
         yield errors
     finally:
         _collected.errors = around
+
+
+@contextlib.contextmanager
+def errors_unless(expected: Callable[[], bool]) -> Iterator[None]:
+    """Holds back what llama.cpp logs on this thread as errors, and shows it at the end unless it was expected: three lines of a graph that was ended on
+    purpose."""
+    errors: list[str] = []
+    try:
+        with _collected_errors() as errors:
+            yield
+    finally:
+        for text in () if expected() else errors:
+            _logger.llama_log_callback(_LOG_ERROR, text.encode(), None)
 
 
 def _reason(errors: Sequence[str]) -> str:

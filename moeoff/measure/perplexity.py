@@ -25,7 +25,6 @@ from ..engine.stats import Stats
 from ..errors import ModelError, OptionError
 from ..experts.sidecar import ORIGINAL
 from ..gguf.model_index import ModelIndex
-from ..llamacpp.llama import quiet_log
 from ..option import table_of
 from ..precision import Precision
 from ..system.files import read_text
@@ -249,7 +248,7 @@ def _batches(n_ctx: int, n_prompt: int, n_batch: int, mode: str) -> list[tuple[i
 def interruptible(llm: Llama) -> Iterator[Callable[..., Any]]:
     """Yields `call(function, *args)`, which computes in another thread, so that Ctrl-C is noticed at once and ends it."""
     # one thread for all calls: OpenMP keeps a team for each thread that computed
-    with quiet_log() as silence, ThreadPoolExecutor(1, "moeoff-eval") as pool:
+    with ThreadPoolExecutor(1, "moeoff-eval") as pool:
 
         def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             future = pool.submit(function, *args, **kwargs)
@@ -257,7 +256,6 @@ def interruptible(llm: Llama) -> Iterator[Callable[..., Any]]:
                 return future.result()
             except BaseException:
                 if not future.done():
-                    silence()
                     llm.cancel()
                 raise
 

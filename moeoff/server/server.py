@@ -414,7 +414,11 @@ class Server:
         if self._serves.is_set():
             try:
                 with self._between:
-                    self.engine.end(n, time.perf_counter() - self._started, self._decodes)
+                    seconds = time.perf_counter() - self._started
+                    if result:
+                        self.engine.interrupted(seconds)
+                    else:
+                        self.engine.end(n, seconds, self._decodes)
             except Exception as failed:  # of this batch; the next one may work
                 error = error or failed
         if error is None and result == _ABORTED:

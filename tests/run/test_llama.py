@@ -181,7 +181,7 @@ def test_prefix_cache(demo):
         assert without_identity(CALLS["completion"](llm)) == without_identity(first)
 
 
-def test_cancel_from_another_thread(demo):
+def test_cancel_from_another_thread(demo, capfd):
     with moeoff.Llama(demo, expert_memory="400K", strategy="lru", n_ctx=2048, n_threads=2) as llm:
         llm.cancel()  # nothing in progress: nothing happens
         expected = without_identity(CALLS["completion"](llm))
@@ -194,6 +194,20 @@ def test_cancel_from_another_thread(demo):
         canceller.join()
         assert llm.n_tokens < 1500
         assert without_identity(CALLS["completion"](llm)) == expected
+    assert capfd.readouterr().err == ""  # llama.cpp takes a graph that was ended for one that has failed
+
+
+def test_figures_of_a_prompt_that_was_cancelled(demo):
+    """What of it was computed counts, at once and not when the next one comes; and CPU time is counted."""
+    with moeoff.Llama(demo, expert_memory="400K", strategy="lru", n_ctx=1024, n_threads=2) as llm:
+        llm.set_gate_callback(lambda event: llm.cancel() if event.gate == 5 else None)
+        with pytest.raises(Cancelled):
+            llm.eval(list(range(300, 800)))
+        counted = llm.engine.prompt_tokens
+        assert 0 < counted < 500 and llm.stats().prompt_tokens == counted and llm.stats().prompt_tps > 0
+        assert llm.stats().cpu_seconds > 0
+        llm.reset_stats()
+        assert llm.engine.prompt_tokens == 0
 
 
 def test_a_batch_that_llama_cpp_cannot_compute(demo):

@@ -56,9 +56,10 @@ void server_request_gets(const server_task_result & result) {
         const server_slot_stats & stats = whole->stats;
         log.answers[whole->index] = { true, stats.n_prompt_cached, stats.n_prompt_processed, stats.n_gen, stats.t_prompt_last, stats.t_gen_last, stats.moeoff };
     } else if (const auto * part = dynamic_cast<const server_task_result_cmpl_partial *>(&result)) {
-        answer & one = log.answers[part->index];
-        one.n_cached   = (uint64_t) std::max(part->n_prompt_tokens_cache, 0);
-        one.n_read   = (uint64_t) std::max(part->n_prompt_tokens - part->n_prompt_tokens_cache, 0);
+        answer &      one       = log.answers[part->index];
+        const int32_t n_context = part->is_progress ? part->progress.processed : part->n_decoded > 0 ? part->n_prompt_tokens : 0; // of the prompt
+        one.n_cached = (uint64_t) std::max(part->n_prompt_tokens_cache, 0);
+        one.n_read   = (uint64_t) std::max(n_context - part->n_prompt_tokens_cache, 0);
         if (part->n_decoded > 0 && !part->is_progress) {
             one.n_written = (uint64_t) part->n_decoded;
             one.t_last    = ggml_time_us();
