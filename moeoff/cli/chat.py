@@ -19,9 +19,11 @@ from ..engine.prompt import Template
 from ..errors import ContextError, MoeoffError, OptionError
 from ..options import in_flags
 from ..system.console import note
-from ..system.files import atomic_file
-from ..system.memory import format_size, rss
-from .completion import Completer, Completion, Writer
+from ..system.files import atomic_file, read_text
+from ..system.memory import format_size, parse_size, rss
+from .completion import Completer, Completion
+from .options import remark_on_memory
+from .writer import Writer
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -33,10 +35,13 @@ QUOTES = '"""'
 
 HELP = f"""\
 /help              this list
-/reset             forget the conversation; the system prompt stays
+/clear             forget the conversation; the system prompt stays
+/regen             answer the last question again
 /stats             what this chat took so far
 /system TEXT       set the system prompt; without TEXT show it, /system - removes it
+/think off         answer without thinking first, if the model does; /think on
 /save FILE         write the conversation: JSON if FILE ends with .json, else text
+/load FILE         go on with a conversation that was saved as JSON
 /memory SIZE       change the memory budget, e.g. 6G or 80%; without SIZE show it
 /exit              leave, as Ctrl-D does
 
@@ -65,31 +70,38 @@ class Chat:
         system: the system prompt.
         template: the chat template; None: the model's.
         read: gives the next line that was typed, raises KeyboardInterrupt for Ctrl-C and EOFError for Ctrl-D.
+        thinks: the model may think before it answers.
+        history: what is typed is kept in a file for the next chat.
 
     Raises:
         ModelError: the chat template cannot be read.
     """
 
-    def __init__(self, completer: Completer, system: str | None = None, template: str | None = None, read: Callable[[], str] | None = None):
+    def __init__(self, completer: Completer, system: str | None = None, template: str | None = None, read: Callable[[], str] | None = None,
+                 thinks: bool = True, history: bool = True):  # fmt: skip
         self._completer = completer
         self._llm = completer.llm
         if self._llm.engine.config.warm:
             self._llm.engine.watch_prompts()
-        self._template = Template(self._llm, template)
+        self._template = Template(self._llm, template, thinks)
         if self._template.stop:
             completer.stop_at(self._template.stop)
-        self._read = read or _terminal_reader()
+        self._read = read or _terminal_reader(history)
         self._waits = contextlib.nullcontext if read else typed_ahead
         self._system = system
+        self._overwrites = ""  # the file that /save has found to be there
         self._messages: list[dict[str, str]] = []
         self._answers: list[Completion] = []
         self._begin = self._llm.stats()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
-            "/reset": self._reset,
+            "/clear": self._clear,
+            "/regen": self._regenerate,
             "/stats": self._stats,
             "/system": self._set_system,
+            "/think": self._think,
             "/save": self._save,
+            "/load": self._load,
             "/memory": self._memory,
         }
 
@@ -141,17 +153,19 @@ class Chat:
         if not question:
             return
         self._messages.append({"role": "user", "content": question})
-        writer = Writer()
         try:
-            answer = self._completer.complete(self._template.tokens(self._prompt()), writer.write)
+            tokens = self._template.tokens(self._prompt())
+            writer = Writer(thinks=self._template.opens_thought)
+            try:
+                answer = self._completer.complete(tokens, writer.write)
+            finally:
+                writer.end()
         except ContextError as error:
             self._messages.pop()
             return note(_overflow(error, bool(self._messages)))
         except MoeoffError as error:
             self._messages.pop()
-            writer.end()
             return note(in_flags(error, {}))
-        writer.end()
         if answer.text.strip():
             self._messages.append({"role": "assistant", "content": answer.text})
         else:
@@ -159,14 +173,31 @@ class Chat:
         self._answers.append(answer)
         note(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
         if answer.context_full:
-            note(f"the context of {answer.n_ctx} tokens is full: /reset begins a new conversation, -c N at the start makes it larger")
+            note(f"the context of {answer.n_ctx} tokens is full: /clear begins a new conversation; at the start -c N makes it larger, --context-shift goes on")
 
     def _help(self, _argument: str) -> None:
         print(HELP)
 
-    def _reset(self, _argument: str) -> None:
+    def _clear(self, _argument: str) -> None:
         self._messages.clear()
         note("the conversation is forgotten")
+
+    def _regenerate(self, _argument: str) -> None:
+        if not self._messages:
+            return note("nothing was asked yet")
+        before = list(self._messages)
+        del self._messages[-2:]
+        self._ask(before[-2]["content"])
+        if len(self._messages) < len(before):
+            self._messages = before
+
+    def _think(self, wish: str) -> None:
+        if wish not in ("on", "off"):
+            raise OptionError("/think on, or /think off")
+        self._template.thinks = wish == "on"
+        note(
+            "answers begin with thoughts, if the model thinks" if self._template.thinks else "answers come without thoughts, if the model's template knows how"
+        )
 
     def _set_system(self, text: str) -> None:
         if not text:
@@ -187,13 +218,32 @@ class Chat:
             text = json.dumps(self._prompt(), ensure_ascii=False, indent=2) + "\n"
         else:
             text = "\n".join(f"{m['role']}: {m['content'].strip()}\n" for m in self._prompt())
-        with atomic_file(path, overwrite=False) as out:
+        if os.path.isfile(path) and path != self._overwrites:
+            self._overwrites = path
+            return note(f"{file} exists already: the same again writes over it")
+        with atomic_file(path, overwrite=path == self._overwrites) as out:
             out.write(text.encode())
+        self._overwrites = ""
         note(f"{len(self._messages)} messages written to {file}")
+
+    def _load(self, file: str) -> None:
+        if not file:
+            raise OptionError("/load FILE: say which file")
+        try:
+            messages = json.loads(read_text(os.path.expanduser(file)))
+            texts = [(message["role"], str(message["content"])) for message in messages]
+        except (ValueError, TypeError, KeyError):
+            texts = []
+        system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
+        if [role for role, _ in texts] != ["user", "assistant"] * (len(texts) // 2) or not (texts or system):
+            raise OptionError(f"{file}: no conversation, as /save FILE.json writes it")
+        self._system, self._messages = system, [{"role": role, "content": text} for role, text in texts]
+        note(f"{len(texts)} messages read from {file}")
 
     def _memory(self, size: str) -> None:
         if size:
             self._llm.set_memory(size)
+            remark_on_memory(size, parse_size(size))
         s = self._llm.stats()
         budget = f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""
         note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.arena_bytes)}")
@@ -214,11 +264,7 @@ class Chat:
         """`Stats` since the chat began, its rates those of the answers together."""
         if not self._answers:
             return None
-        parts = [answer.stats for answer in self._answers]
-        return replace(
-            self._llm.stats().since(self._begin, sum(s.cpu_seconds for s in parts)),
-            gen_tps=_rate((s.gen_tokens, s.gen_tps) for s in parts),
-        )
+        return replace(self._llm.stats().since(self._begin), gen_tps=_rate((answer.stats.gen_tokens, answer.stats.gen_tps) for answer in self._answers))
 
 
 def _rate(parts: Iterable[tuple[int, float]]) -> float:
@@ -233,7 +279,7 @@ def _overflow(error: ContextError, has_history: bool) -> str:
         return f"this question has {error.n_tokens} tokens, the context {error.n_ctx}: shorten it, or start again with a larger -c"
     return (
         f"this conversation with the question would have {error.n_tokens} tokens, the context has {error.n_ctx}: "
-        "/reset begins a new one, -c N at the start makes it larger; the question was dropped"
+        "/clear begins a new one, -c N at the start makes it larger; the question was dropped"
     )
 
 
@@ -252,8 +298,8 @@ def typed_ahead() -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-def _terminal_reader() -> Callable[[], str]:
-    """A function that reads one text from the terminal, with editing, and a history that outlives the program."""
+def _terminal_reader(keeps_history: bool) -> Callable[[], str]:
+    """A function that reads one text from the terminal, with editing, and a history that may outlive the program."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings
@@ -283,16 +329,18 @@ def _terminal_reader() -> Callable[[], str]:
         key_bindings=keys,
         completer=names,
         complete_while_typing=False,
-        history=_history(),
+        history=_history(keeps_history),
     )
     return session.prompt
 
 
-def _history() -> History:
+def _history(keeps: bool) -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     from ..system.files import cache_folder
 
+    if not keeps:
+        return InMemoryHistory()
     try:
         path = cache_folder() / "chat_history"
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))  # what people ask is theirs alone

@@ -67,6 +67,9 @@ class _Run(Command):
 @option("-sys", "--system-prompt", "--system", "system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
 @option("--chat-template", group="Prompt and answer", metavar="TEXT", help="Chat template in Jinja, or chatml, instead of the model's own.")
 @option("--chat-template-file", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE", help="File with the chat template.")
+@option("-rea", "--reasoning", group="Prompt and answer", type=click.Choice(["on", "off", "auto"]), default="auto",
+     help="Let the model think before it answers, if it does so; off: tell its template not to.")  # fmt: skip
+@option("--no-history", group="Prompt and answer", is_flag=True, help="Keep no file of what is typed in chats, ~/.cache/moeoff/chat_history.")
 @option(
     "-no-cnv",
     "--no-conversation",
@@ -85,7 +88,7 @@ class _Run(Command):
 @option("--prompt-cache-ro", group="Prompt and answer", is_flag=True, help="Use the prompt cache, and do not write it.")
 def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, chat_template: str | None,
-    chat_template_file: str | None, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None,
+    chat_template_file: str | None, reasoning: str, no_history: bool, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None,
     prompt_cache: str | None, prompt_cache_all: bool, prompt_cache_ro: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
@@ -146,10 +149,10 @@ def run(
         share = f" ({DEFAULT_SHARE:.0%} of what is available)" if llm.engine.budget.is_default else ""
         completer = stack.enter_context(Completer(llm, sampling, cache))
         if prompt is None:
-            stats = Chat(completer, system, template).loop(share)
+            stats = Chat(completer, system, template, thinks=reasoning != "off", history=not no_history).loop(share)
             cancelled = False
         else:
-            answer = _complete(completer, prompt, system, template, raw, as_json, share)
+            answer = _complete(completer, prompt, system, template, reasoning != "off", raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
     if stats_json and stats is not None:
         with atomic_file(stats_json) as out:
@@ -184,20 +187,24 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     return prompt
 
 
-def _complete(completer: Completer, prompt: str, system: str | None, template: str | None, raw: bool, as_json: bool, share: str) -> Completion:
+def _complete(completer: Completer, prompt: str, system: str | None, template: str | None, thinks: bool, raw: bool, as_json: bool, share: str) -> Completion:
     """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
     from ..engine.prompt import Template, prompt_tokens
-    from .completion import Writer
+    from .writer import Writer
 
     llm = completer.llm
+    opens_thought = False
     if raw and system:
         raise OptionError("--system: without a chat template there is no place for it")
+    if raw and not thinks:
+        raise OptionError("--reasoning off: without a chat template there is nothing to tell it")
     if raw or not (template or system):
         tokens = prompt_tokens(llm, prompt, add_bos=True)
     else:
         messages = [{"role": "system", "content": system}] if system else []
-        renderer = Template(llm, template)
+        renderer = Template(llm, template, thinks)
         tokens = renderer.tokens([*messages, {"role": "user", "content": prompt}])
+        opens_thought = renderer.opens_thought
         if renderer.stop:
             completer.stop_at(renderer.stop)
     if as_json:
@@ -205,9 +212,9 @@ def _complete(completer: Completer, prompt: str, system: str | None, template: s
         print(json.dumps(answer.to_dict(), ensure_ascii=False))
         return answer
 
-    writer = Writer(strips=not raw)
+    writer = Writer(not raw, opens_thought)
     answer = completer.complete(tokens, writer.write)
-    print(flush=True)
+    writer.end()
     note(answer.summary() + share)
     return answer
 

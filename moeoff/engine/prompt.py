@@ -45,7 +45,8 @@ def _tokens(llm: Llama, text: str, add_bos: bool) -> list[int]:
 
 
 # for a model that has none: a transcript, in which the model writes the assistant's lines
-_PLAIN = "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n\n{% endfor %}Assistant:"
+_PLAIN = "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}:{{ '' if m.content[:1] == ' ' else ' ' }}{{ m.content }}\n\n{% endfor %}Assistant:"
+_THOUGHT = "<think>"
 _CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 
 
@@ -82,15 +83,18 @@ class Template:
 
     Args:
         template: Jinja; None: the model's own.
+        thinks: the model may think before it answers.
 
     Attributes:
         stop: text that ends an answer, of a model without a template; empty: none.
+        opens_thought: the last conversation's answer begins inside a thought.
 
     Raises:
         ModelError: it cannot be read.
     """
 
-    def __init__(self, llm: Llama, template: str | None = None):
+    def __init__(self, llm: Llama, template: str | None = None, thinks: bool = True):
+        self.thinks, self.opens_thought = thinks, False
         template = template or llm.metadata.get("tokenizer.chat_template")
         self.stop = "" if template else "\n\nUser:"
         self._llm, self._source = llm, template or _PLAIN
@@ -104,9 +108,12 @@ class Template:
     def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it, `ContextError` if it is far too long."""
         try:
-            text = templates.render(self._source, {"messages": list(messages), **self._variables})
+            text = templates.render(self._source, {"messages": list(messages), **self._variables, **({} if self.thinks else {"enable_thinking": False})})
         except templates.TemplateError as error:  # templates raise on purpose: "system role not supported"
             raise ModelError(f"the model's chat template refuses this conversation: {error}") from None
+        self.opens_thought = self.thinks and text.rstrip().endswith(_THOUGHT)
+        if not self.thinks and text.rstrip().endswith(_THOUGHT):  # a template that knows no other way
+            text = f"{text.rstrip()}\n\n</think>\n\n"
         return prompt_tokens(self._llm, text, add_bos=False)
 
 

@@ -60,7 +60,7 @@ _TABLE: tuple[tuple[str, int, str, str, str], ...] = (
     ("run", REFUSED, "-sysf --system-prompt-file", "FILE", 'give --system "$(cat FILE)"'),
     ("run", REFUSED, "--mirostat --typical --typical-p --repeat-last-n --dry-multiplier --xtc-probability --xtc-threshold --dynatemp-range --samplers "
      "--sampler-seq --logit-bias -l", "VALUE", _SAMPLING),
-    ("run", REFUSED, "--grammar --grammar-file -j --json-schema -jf --json-schema-file --reasoning-format -rea --reasoning --reasoning-effort "
+    ("run", REFUSED, "--grammar --grammar-file -j --json-schema -jf --json-schema-file --reasoning-format --reasoning-effort "
      "--reasoning-budget --reasoning-budget-message --chat-template-kwargs", "VALUE", _SERVER),
     ("run", REFUSED, "--reasoning-preserve --no-reasoning-preserve", "", _SERVER),
     ("run", REFUSED, "--lora --lora-scaled --control-vector", "FILE", "adapters go with moeoff serve -- --lora FILE, or lora_path= in Python"),

@@ -17,6 +17,8 @@ from moeoff import Llama
 from moeoff.cli.chat import Chat, is_open, unquote
 from moeoff.cli.completion import Completer, Sampling
 from moeoff.cli.run import run
+from moeoff.cli.writer import Writer
+from moeoff.engine.prompt import Template
 from moeoff.errors import MoeoffError
 
 CTRL_C = "\x03"
@@ -89,8 +91,6 @@ def test_what_prompts_need_is_known_to_a_chat(demo):
 
 
 def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
-    from moeoff.engine.prompt import Template
-
     terminal = chat("-n", "24", "--system", "Be brief.")
     first = terminal.ask("How many apples are there?")
     second = terminal.ask("And how many pears?")
@@ -157,19 +157,20 @@ def test_when_a_text_is_complete():
 
 
 def test_a_model_without_a_template_chats_with_a_remark(chat, demo, tmp_path):
+    """And goes on from its earlier answers."""
     bare = with_metadata(demo, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
-    terminal = Terminal("-m", bare, "-n", "8", cache=tmp_path / "other")
+    terminal = Terminal("-m", bare, "-n", "24", "--temp", "0", cache=tmp_path / "other")
     with terminal:
         said = " ".join(terminal.ready().split())
         assert "the model has no chat template: the chat is a plain transcript" in said and "--chat-template" in said
-        assert re.search(STATS, terminal.ask("How many?"))
+        first = sum(prompt_counts(terminal.ask("How many?")))
+        assert prompt_counts(terminal.ask("And how many more?"))[1] >= first + 8
 
 
 def test_commands(chat, tmp_path):
     terminal = chat("-n", "8")
-    for name in "/help /reset /stats /system /save /memory /exit".split():
-        assert name in terminal.ask("/help")
-    assert "Ctrl-J" in terminal.ask("/help")
+    said = terminal.ask("/help")
+    assert all(name in said for name in "/help /clear /regen /stats /system /think /save /load /memory /exit Ctrl-J".split())
     assert "/bogus: there is no such command" in terminal.ask("/bogus")
     assert "nothing was asked yet" in terminal.ask("/stats")
 
@@ -182,11 +183,16 @@ def test_commands(chat, tmp_path):
     path = tmp_path / "chat.txt"
     assert "2 messages" in terminal.ask(f"/save {path}")
     assert path.read_text().startswith("system: Be kind.\n\nuser: Hello?\n\nassistant: ")
-    assert "exists already" in terminal.ask(f"/save {path}")
-    assert "say which file" in terminal.ask("/save")
+    assert "exists already" in terminal.ask(f"/save {path}") and "2 messages" in terminal.ask(f"/save {path}")
+    assert "say which file" in terminal.ask("/save") and "say which file" in terminal.ask("/load")
     assert "cannot be written" in terminal.ask("/save /nowhere/at/all")
+    assert "no conversation" in terminal.ask(f"/load {path}")
 
-    assert "forgotten" in terminal.ask("/reset")
+    before = saved(terminal, tmp_path / "before.json")
+    assert re.search(STATS, terminal.ask("/regen")) and [m["content"] for m in saved(terminal, tmp_path / "after.json")[:2]] == ["Be kind.", "Hello?"]
+    assert "forgotten" in terminal.ask("/clear") and "nothing was asked yet" in terminal.ask("/regen")
+    assert "2 messages" in terminal.ask(f"/load {tmp_path / 'before.json'}") and saved(terminal, tmp_path / "loaded.json") == before
+    assert "forgotten" in terminal.ask("/clear")
     assert "system prompt removed" in terminal.ask("/system -")
     assert sum(prompt_counts(terminal.ask("Hello?"))) < with_system
     assert [m["role"] for m in saved(terminal, tmp_path / "chat.json")] == ["user", "assistant"]
@@ -199,6 +205,7 @@ def test_memory(chat):
     assert "experts at most" in terminal.ask("/memory")
     assert "of 200 MiB" in terminal.ask("/memory 200M")
     assert "of 200 MiB" in " ".join(terminal.ask("Hello?").split())
+    assert "is more than the" in terminal.ask("/memory 99999G") and "of 200 MiB" in terminal.ask("/memory 200M")
     assert "not a size" in terminal.ask("/memory soon")
     assert "too small" in terminal.ask("/memory 20M")
     assert "of 200 MiB" in " ".join(terminal.ask("Hello again?").split())
@@ -234,8 +241,8 @@ def test_full_context(chat):
             break
     else:
         pytest.fail("eight answers did not fill 256 tokens")
-    assert "/reset" in output
-    terminal.ask("/reset")
+    assert "/clear" in output
+    terminal.ask("/clear")
     assert re.search(STATS, terminal.ask("How many apples?"))
 
 
@@ -250,6 +257,56 @@ def test_lines_are_remembered(chat, tmp_path):
     terminal.ask("")
     messages = saved(terminal, tmp_path / "chat.json")
     assert messages[0]["content"] == "What is remembered?"
+    terminal = chat("-n", "4", "--no-history")
+    terminal.ask("What is forgotten?")
+    assert "What is forgotten?" not in path.read_text()
+
+
+THINKS = """{% for m in messages %}{{ m.content.split('</think>')[-1] }}
+{% endfor %}{% if enable_thinking is defined and not enable_thinking %}quiet{% else %}loud <think>{% endif %}"""
+OPENS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+
+
+def test_thoughts_can_be_turned_off(demo, capfd):
+    """By the template's own variable, or by an empty thought."""
+    with Llama(demo, n_ctx=256) as llm:
+
+        def text(template: str, thinks: bool) -> tuple[str, bool]:
+            renderer = Template(llm, template, thinks)
+            return llm.detokenize(renderer.tokens([{"role": "user", "content": "Hi"}])).decode(), renderer.opens_thought
+
+        assert text(THINKS, True)[0].endswith("loud <think>") and text(THINKS, False)[0].endswith("quiet")
+        assert text(OPENS, True)[1] and text(OPENS, False) == ("Hi<think>\n\n</think>\n\n", False)
+        with Completer(llm, Sampling(n_predict=2)) as completer:
+            lines = iter(["/think maybe", "/think off"])
+            chat = Chat(completer, template=THINKS, read=lambda: next(lines, None) or _leave())
+            chat.loop()
+            assert not chat._template.thinks and "/think on, or /think off" in capfd.readouterr().err
+
+
+def _leave() -> str:
+    raise EOFError
+
+
+@pytest.mark.parametrize(
+    "pieces, shown",
+    [
+        ([" one two", " th", "ree four"], "one two th\x1b[2D\x1b[K\nthree four"),
+        (["```\nalways on one line\n```\n", "a"], "```\nalways on one line\n```\na"),
+        (["<th", "ink>so</think>", "x<", "y"], "\x1b[2m<think>so</think>\x1b[0mx<y"),
+    ],
+)
+def test_an_answer_on_a_narrow_terminal(monkeypatch, pieces, shown):
+    """Words stay whole, but for those of programs; thoughts are dimmed."""
+    out = io.StringIO()
+    out.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((10, 24)))
+    writer = Writer()
+    for piece in pieces:
+        writer.write(piece)
+    writer.end()
+    assert out.getvalue() == shown + "\x1b[0m\n"
 
 
 @pytest.mark.perf

@@ -1,0 +1,84 @@
+"""An answer's text on standard output, as it comes: on a terminal thoughts are dimmed, and no word is cut at the end of a line."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import unicodedata
+
+_DIMMED, _PLAIN, _BACK = "\x1b[2m", "\x1b[0m", "\x1b[{}D\x1b[K"
+_TAG, _BEGUN_TAG = re.compile("(</?think>)"), re.compile("</?t?h?i?n?k?$")
+_PARTS = re.compile(r"\n|[^\S\n]+|\S+")
+
+
+class Writer:
+    """Text without the blank that many models begin with.
+
+    Args:
+        strips: leaves that out.
+        thinks: the prompt has begun a thought.
+    """
+
+    def __init__(self, strips: bool = True, thinks: bool = False):
+        self._strips = strips
+        self._terminal = strips and sys.stdout.isatty()
+        self._begun = self._newline = self._code = False
+        self._line = self._word = self._held = ""
+        self._column = 0
+        if thinks and self._terminal:
+            sys.stdout.write(_DIMMED)
+
+    def write(self, text: str) -> None:
+        if self._strips and not self._begun:
+            text = text.lstrip()
+        if text:
+            self._begun = True
+            self._newline = text.endswith("\n")
+            if self._terminal:
+                self._write_formatted(self._held + text)
+            else:
+                sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _write_formatted(self, text: str) -> None:
+        *pieces, last = _TAG.split(text)
+        held = _BEGUN_TAG.search(last)
+        self._held = held[0] if held else ""
+        for piece in (*pieces, last[: len(last) - len(self._held)]):
+            if _TAG.fullmatch(piece):
+                sys.stdout.write(piece + _PLAIN if "/" in piece else _DIMMED + piece)
+            else:
+                for part in _PARTS.findall(piece):
+                    self._write_part(part)
+
+    def _write_part(self, part: str) -> None:
+        """A line's end, blanks, or a word or a part of one."""
+        width, columns = _cells(part), shutil.get_terminal_size().columns
+        if part == "\n":
+            self._code ^= self._line.lstrip().startswith("```")
+            self._line, self._word, self._column = "", "", 0
+        elif part.isspace():
+            self._word = ""
+        else:
+            before = _cells(self._word)
+            if not self._code and self._column + width > columns and before < self._column:
+                sys.stdout.write((_BACK.format(before) if before else "") + "\n" + self._word)
+                self._column = before
+            self._word += part
+        self._line += part
+        if part != "\n":
+            self._column += width
+        sys.stdout.write(part)
+
+    def end(self) -> None:
+        if self._terminal:
+            sys.stdout.write(self._held + _PLAIN)
+        if not (self._terminal and (self._newline or not self._begun)):
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def _cells(text: str) -> int:
+    """Columns that a text takes on a terminal."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
