@@ -75,13 +75,15 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
 
         try:
             with progress_bar() as progress:
+                progress("opening the model", 0, 0)
                 done = library(model=model, **options, progress=progress, warn=note)
         except KeyboardInterrupt:
             note("interrupted: the same command goes on from here")
             raise
         say(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
         if done.recall is not None:
-            note(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict")
+            shallow = f"; the first {done.shallow} layers are hard to predict" if done.shallow is not None else ""
+            note(f"the next layer's experts are predicted to {100 * done.recall:.0f} %{shallow}")
 
 
 def _print(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..options import Config, llama_keywords
-from ..system.console import table, table_console, wrapped
+from ..system.console import progress_bar, table, table_console, wrapped
 from ..system.memory import MIB, format_size
 from .options import command, model_argument, option, remark_on_context, table_options
 
@@ -30,7 +30,10 @@ def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
     from ..budget.inspection import examine
 
     config = Config.make(model, **options)  # refuses what would have no effect
-    report = examine(model, ctx_size=config.n_ctx, memory=config.memory, probe_disk=probe == "on", keywords=llama_keywords(options))
+    with progress_bar() as progress:
+        if probe == "on":
+            progress("measuring disk and CPU", 0, 0)
+        report = examine(model, ctx_size=config.n_ctx, memory=config.memory, probe_disk=probe == "on", keywords=llama_keywords(options))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:

@@ -18,7 +18,11 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 @command()
 @click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
 @click.option(
-    "--strategy", multiple=True, metavar="NAME[,NAME]", type=Listed(TABLE["strategy"]), help="Strategies to compare with lru and belady; may be repeated."
+    "--strategy",
+    multiple=True,
+    metavar="NAME[,NAME]",
+    type=Listed(TABLE["strategy"]),
+    help="Strategies to compare with lru and belady; may be repeated. Default: auto.",
 )
 @click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
 @table_options("simulate", t1=0.6, t2=0.9)
@@ -40,7 +44,7 @@ def simulate(
     from ..routing.trace import Trace
 
     trace = Trace.join([Trace.read(path) for path in traces])
-    names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
+    names = [name for item in strategy or ("auto",) for name in item.split(",")]  # a name may come with a comma, as lru,lfu
     arenas = [parse_size(size, trace.model.full_bytes) for size in memory or SIZES]
     without = left_out(trace, names)
     names = [name for name in names if name not in without]

@@ -9,15 +9,15 @@ from typing import Any
 
 from ..errors import OptionError
 from ..routing.trace import Trace
-from . import get_policy
 from .hobbit import PAPERS_COST, MissCost
 from .replay import Result, simulate
+from .strategy import policy_of
 
 __all__ = ["compare", "gap_recovered", "left_out"]
 
 
 def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
-    """Those of the policies that cannot be replayed as they would run live, by name, and why.
+    """Those of these policies and strategies that cannot be replayed as they would run live, by name, and why.
 
     Raises:
         OptionError: there is no such policy.
@@ -25,7 +25,7 @@ def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
     if any(event.probs is not None for event in trace.events):
         return {}
     why = "it reads the routers' probabilities of all experts, and the trace has none"
-    return {name: why for name in policies if get_policy(name).wants_probs}
+    return {name: why for name in policies if policy_of(name).wants_probs}
 
 
 def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, tau: float = 0.0,
@@ -33,7 +33,7 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     """Replays a trace through each policy at each size; LRU comes first and Belady's optimum last at every size.
 
     Args:
-        policies: names; those of LRU and Belady need not be given.
+        policies: names, of strategies, too; those of LRU and Belady need not be given.
         arenas: bytes of the experts' arena.
         tau: of all but Belady's optimum, which knows what the routers chose.
         cost: of misses, for the penalty; a policy that weighs precision gets its T1.
@@ -46,15 +46,14 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     if not trace.events:
         raise OptionError("there is no gate event in the trace")
     names = list(dict.fromkeys(["lru", *policies, "belady"]))
-    for name in names:
-        get_policy(name)
+    policy = {name: policy_of(name) for name in names}
     results = []
     runs = [(arena, name) for arena in arenas for name in names]
     for i, (arena, name) in enumerate(runs, 1):
         report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
-        options: dict[str, Any] = {"t1": cost.t1} if "t1" in get_policy(name).defaults else {}
-        done = simulate(trace, name, arena, seed=seed, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
-        results.append(replace(done, policy=name))  # a variant's result is named after the variant, not after its policy
+        options: dict[str, Any] = {"t1": cost.t1} if "t1" in policy[name].defaults else {}
+        done = simulate(trace, policy[name].name, arena, seed=seed, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
+        results.append(replace(done, policy=name))  # a strategy's or variant's result is named after it, not after its policy
     return results
 
 

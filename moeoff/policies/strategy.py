@@ -107,6 +107,11 @@ def get_policy(name: str) -> type[Policy]:
     return POLICIES[name]
 
 
+def policy_of(name: str) -> type[Policy]:
+    """The cache policy of that name, or of the strategy that has it. Raises OptionError if there is neither."""
+    return get_policy(name) if name in POLICIES else get_strategy(name).policy or get_policy("lru")
+
+
 def get_predictor(name: str) -> type[Predictor]:
     """The predictor of that name. Raises OptionError if there is none."""
     if name not in PREDICTORS:

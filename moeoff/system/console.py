@@ -97,7 +97,7 @@ class ProgressLine:
         if self._unit == "bytes":
             text, speed = f"{stage}: {format_size(done)} of {format_size(total)}", f"{rate / 1e6:.0f} MB/s"
         else:
-            text, speed = f"{stage}: {done} of {total} {self._unit}".rstrip(), f"{rate:.3g} {'tok/s' if self._unit == 'tokens' else '/s'}"
+            text, speed = f"{stage}: {done} of {total} {self._unit}".rstrip() if total else stage, f"{rate:.3g} {'tok/s' if self._unit == 'tokens' else '/s'}"
         text += f", {speed}, {_clock((total - done) / rate)} left" if rate and total else ""
         self._shown = self._terminal
         if self._terminal:

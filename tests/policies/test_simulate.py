@@ -321,11 +321,13 @@ def test_command(invoke, tmp_path):
     rows = told["results"]
     assert [r["strategy"] for r in rows] == ["lru", "decay", "belady"] * 2 and list(told["left_out"]) == ["score"]
     assert rows[2]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
-    text = " ".join(invoke("simulate", str(tmp_path / "t"), "--strategy", "score").stdout.split())
-    assert "of the gap" in text and "score: not replayed, it reads the routers' probabilities of all experts, and the trace has none" in text
-    for arguments, message in ((("--strategy", "fifo"), "unknown policy 'fifo'"), (("--memory", "nan%"), "between 0% and 100%")):
+    text = " ".join(invoke("simulate", str(tmp_path / "t")).stdout.split())
+    assert "of the gap" in text and "auto: not replayed, it reads the routers' probabilities of all experts, and the trace has none" in text
+    for arguments, message in ((("--strategy", "fifo"), "unknown strategy 'fifo'"), (("--memory", "nan%"), "between 0% and 100%")):
         failed = invoke("simulate", str(SMALL_TRACE), *arguments)
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
+    told = json.loads(invoke("simulate", str(SMALL_TRACE), "--strategy", "fate,lfu+gate", "--memory", "50%", "--json").stdout)
+    assert [r["strategy"] for r in told["results"]] == ["lru", "fate", "lfu+gate", "belady"]
 
 
 def test_run_records(invoke, tmp_path):
