@@ -162,11 +162,12 @@ class Completer:
         if stats.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
             stats = replace(stats, gen_tps=stats.gen_tokens / (ended - started - stats.prompt_seconds))
         n_tokens = llm.n_tokens + llm.n_discarded
+        n_computed = stats.prompt_tokens - llm.engine.unfinished_tokens + stats.gen_tokens
         return Completion(
             text="".join(text),
             finish_reason=reason,
             prompt_tokens=len(tokens),
-            reused_tokens=max(n_tokens - stats.prompt_tokens - stats.gen_tokens, 0),
+            reused_tokens=max(n_tokens - n_computed, 0),
             completion_tokens=max(n_tokens - len(tokens) + 1, 0),  # after each token that was computed one is drawn
             n_ctx=n_ctx,
             stats=stats,

@@ -123,6 +123,7 @@ class Engine:
         profile: of the model's calibration, what the strategy may take.
         driver: delivers gate events, to a strategy's policy and predictor among others.
         sizer: after `loaded`.
+        unfinished_tokens: of the last prompt_tokens, those of a batch that was ended, which are not in the context.
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
@@ -135,6 +136,7 @@ class Engine:
     _ends: dict[int, int]  # of each sequence, the position behind its last token
     _followed = 0  # the budget that precision and driver were last chosen for
     _ran = False  # arenas have their sizes: it may compute
+    unfinished_tokens = 0
     _uses_before: int | None = None  # what routers had selected before the prompt's batch that is in progress
 
     def __init__(
@@ -419,6 +421,7 @@ class Engine:
             decodes: its tokens are decoded, not read.
         """
         self.model_index.check_unchanged()
+        self.unfinished_tokens = 0
         if self._followed != self.plan.budget:
             with contextlib.suppress(BudgetError):  # of a move that was interrupted: it has not been
                 self._follow_budget()
@@ -452,9 +455,9 @@ class Engine:
     def interrupted(self, seconds: float) -> None:
         """After a batch that did not come to its end: of a prompt's tokens as many count as were computed. Raises as `end` does."""
         if self._uses_before is not None:
-            n_tokens = self.prompt_tokens - self._timing.prompt_tokens
+            self.unfinished_tokens = self.prompt_tokens - self._timing.prompt_tokens
             self._uses_before = None
-            self._timing.add(n_tokens, seconds, False)
+            self._timing.add(self.unfinished_tokens, seconds, False)
         self.buffer.check()
 
     def settle(self) -> None:
