@@ -277,6 +277,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
     params.n_io_threads     = 1 + (int32_t) (rng() % 4);
     params.read_chunk  = page_size;
     const bool two_versions = rng() % 4 != 0;
+    arena::huge_page   = rng() % 2 ? 2 << 20 : 3 * page_size; // of the small one experts move when memory goes
     store s(params);
     std::string error;
     REQUIRE(s.add_file(path, error) == 0);
@@ -316,6 +317,9 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
     REQUIRE(s.set_limits(floor, low_floor, error));
     REQUIRE(!s.set_limits(floor - 1, low_floor, error));
     REQUIRE(!s.set_limits(floor, two_versions ? low_floor - 1 : 1, error));
+    if (arena::huge_page < 1 << 20) {
+        REQUIRE(s.set_limits(full, low_full, error)); // large for such pages
+    }
 
     std::atomic<bool> stop {false};
     std::atomic<unsigned> n_reads {seed};

@@ -116,29 +116,47 @@ TEST(more_free_slots_wait_where_many_come_at_once) {
     REQUIRE(a.committed_bytes() == n * small);
 }
 
-TEST(slots_do_not_overlap_and_keep_their_bytes) {
-    arena a;
-    const int classes[] = { a.add_class(arena::slot_bytes(1), 6), a.add_class(arena::slot_bytes(3 * page_size), 6), a.add_class(arena::slot_bytes(9 * page_size), 3) };
-    REQUIRE(a.reserve(a.full_bytes() / 2));
+// Slots that are taken and given back at random under a limit that moves, and are moved, unless chance keeps them where they are
+static void slots_keep_their_bytes(const std::vector<std::pair<uint64_t, uint32_t>> & sizes, uint64_t reserved, uint64_t largest_limit, int n_steps) {
     struct taken_slot {
         int     cls;
         int32_t slot;
         uint8_t mark;
     };
-    std::vector<taken_slot> taken;
+    arena        a;
     std::mt19937 rng(1);
-    for (int step = 0; step < 20000; step++) {
+    std::vector<int>        classes;
+    std::vector<taken_slot> taken;
+    for (const auto & [slice_bytes, n] : sizes) {
+        classes.push_back(a.add_class(arena::slot_bytes(slice_bytes), n));
+    }
+    uint64_t n_moved = 0;
+    REQUIRE(a.reserve(reserved, [&](int cls, int32_t from, int32_t to) {
+        const auto owner = std::find_if(taken.begin(), taken.end(), [&](const taken_slot & t) { return t.cls == cls && t.slot == from; });
+        REQUIRE(owner != taken.end() && from > to);
+        if (rng() % 4 == 0) {
+            return false;
+        }
+        memcpy(a.data(cls, to), a.data(cls, from), a.slot_bytes_of(cls));
+        owner->slot = to;
+        n_moved++;
+        return true;
+    }));
+    a.set_limit(largest_limit);
+    for (int step = 0; step < n_steps; step++) {
         uint64_t held = 0;
         for (const auto & t : taken) {
             held += a.slot_bytes_of(t.cls);
         }
-        REQUIRE(a.committed_bytes() == held + a.free_bytes() && a.committed_bytes() <= a.peak_bytes());
+        REQUIRE(a.committed_bytes() == held + a.free_bytes() + a.ahead_bytes() && a.committed_bytes() <= a.peak_bytes());
         if (rng() % 50 == 0) {
-            a.set_limit(rng() % (a.full_bytes() + 1));
+            a.set_limit(rng() % (largest_limit + 1));
+            const bool fits = a.trim(0, rng() % 2);
+            REQUIRE(fits != a.exceeds_limit() && (!a.is_blocked() || !fits));
         }
         if (rng() % 2) {
-            const int     cls  = classes[rng() % 3];
-            const int32_t slot = a.take(cls);
+            const int     cls  = classes[rng() % classes.size()];
+            const int32_t slot = a.take(cls, rng() % 4 == 0);
             if (slot >= 0) {
                 REQUIRE(a.committed_bytes() <= a.limit_bytes());
                 REQUIRE((uintptr_t) a.data(cls, slot) % page_size == 0);
@@ -150,13 +168,32 @@ TEST(slots_do_not_overlap_and_keep_their_bytes) {
             const taken_slot t = taken[i];
             const uint8_t *  p = a.data(t.cls, t.slot);
             REQUIRE(p[0] == t.mark && memcmp(p, p + 1, a.slot_bytes_of(t.cls) - 1) == 0);
-            a.give(t.cls, t.slot);
             taken.erase(taken.begin() + (ptrdiff_t) i);
+            a.give(t.cls, t.slot);
         }
     }
+    const bool is_large = reserved >= 64 * arena::huge_page * sizes.size();
+    REQUIRE((n_moved > 0) == is_large);
+    for (const auto & t : taken) {
+        a.give(t.cls, t.slot);
+    }
+    taken.clear();
+    a.set_limit(0);
+    REQUIRE(a.trim() && a.committed_bytes() == 0);
+}
+
+TEST(slots_do_not_overlap_and_keep_their_bytes) {
+    const uint64_t full = 6 * 2 * page_size + 6 * 4 * page_size + 3 * 10 * page_size;
+    slots_keep_their_bytes({ { 1, 6 }, { 3 * page_size, 6 }, { 9 * page_size, 3 } }, full / 2, full, 20000);
 }
 
 #ifdef __linux__
+
+TEST(slots_of_a_large_arena_keep_their_bytes_when_they_move) {
+    slots_keep_their_bytes({ { 99 * page_size, 400 }, { 699 * page_size, 100 }, { 9 * page_size, 50 } }, 3 * 64 * arena::huge_page, 16 * arena::huge_page, 4000);
+    arena::huge_page = 4 * page_size;
+    slots_keep_their_bytes({ { 9 * page_size, 40 }, { 3 * page_size, 60 } }, 2 * 64 * arena::huge_page, 32 * arena::huge_page, 20000);
+}
 
 // what the system says of the mapping that p lies in: its permissions, or the line of its flags
 static std::string mapping_of(const uint8_t * p, bool wants_flags) {
@@ -249,31 +286,120 @@ TEST(a_large_arena_has_huge_pages_and_counts_them_whole) {
     REQUIRE(n == limit / slot_bytes && a.ahead_bytes() == limit % slot_bytes); // not a slot less than with ordinary pages
 }
 
-TEST(what_a_large_arena_gives_back_does_not_come_again_with_a_huge_page) {
+TEST(a_large_arena_gives_back_whole_huge_pages_and_cuts_one_where_it_must) {
     arena a;
     const int      cls = a.add_class(arena::slot_bytes(99 * page_size), 1000);
     const uint64_t slot_bytes = 100 * page_size;
-    REQUIRE(a.reserve(64 * arena::huge_page));
+    bool           stays = true;
+    REQUIRE(a.reserve(64 * arena::huge_page, [&](int, int32_t from, int32_t to) {
+        memcpy(a.data(cls, to), a.data(cls, from), stays ? 0 : slot_bytes);
+        return !stays;
+    }));
     for (int32_t slot = 0; slot < 11; slot++) {
         REQUIRE(a.take(cls) == slot);
-        memset(a.data(cls, slot), 1, slot_bytes);
+        memset(a.data(cls, slot), slot + 1, slot_bytes);
     }
     REQUIRE(a.committed_bytes() == 3 * arena::huge_page && a.ahead_bytes() == 3 * arena::huge_page - 11 * slot_bytes);
     a.give(cls, 5);
+    a.set_limit(2 * arena::huge_page);
+    REQUIRE(!a.trim() && !a.is_blocked() && a.committed_bytes() == 3 * arena::huge_page); // the last one is in use
+    stays = false;
+    REQUIRE(a.trim() && a.committed_bytes() == 2 * arena::huge_page && a.data(cls, 5)[slot_bytes - 1] == 11); // was in slot 10
+    REQUIRE(resident_bytes(a.data(cls, 0), 3 * arena::huge_page) == 2 * arena::huge_page);
+    REQUIRE(mapping_of(a.data(cls, 9), true).find(" hg ") != std::string::npos);
     a.set_limit(10 * slot_bytes);
-    REQUIRE(a.trim() && a.committed_bytes() == 10 * slot_bytes && a.ahead_bytes() == 0);
+    REQUIRE(!a.trim() && a.trim(0, true) && a.committed_bytes() == 10 * slot_bytes && a.ahead_bytes() == 0);
+    memset(a.data(cls, 9), 2, slot_bytes); // brings nothing back
     REQUIRE(resident_bytes(a.data(cls, 0), 3 * arena::huge_page) == 10 * slot_bytes);
-    memset(a.data(cls, 4), 2, slot_bytes);
-    for (const int32_t slot : { 4, 5, 6, 10 }) {
-        REQUIRE(mapping_of(a.data(cls, slot), true).find(" nh ") != std::string::npos);
-    }
-    REQUIRE(resident_bytes(a.data(cls, 0), 3 * arena::huge_page) == 10 * slot_bytes);
+    REQUIRE(mapping_of(a.data(cls, 9), true).find(" nh ") != std::string::npos && mapping_of(a.data(cls, 0), true).find(" hg ") != std::string::npos);
     a.set_limit(64 * arena::huge_page);
-    REQUIRE(a.take(cls) == 5 && a.committed_bytes() == 11 * slot_bytes);
-    for (int32_t slot = 11; slot <= 16; slot++) {
+    REQUIRE(a.take(cls) == 10 && a.committed_bytes() == 3 * arena::huge_page);
+    REQUIRE(mapping_of(a.data(cls, 10) + slot_bytes - 1, true).find(" hg ") != std::string::npos);
+    for (int32_t slot = 0; slot <= 10; slot++) {
+        a.give(cls, slot);
+    }
+    a.set_limit(0);
+    REQUIRE(a.trim() && resident_bytes(a.data(cls, 0), 3 * arena::huge_page) == 0);
+    a.set_limit(64 * arena::huge_page);
+    for (int32_t slot = 0; slot < 10; slot++) {
         REQUIRE(a.take(cls) == slot);
     }
-    REQUIRE(a.committed_bytes() == 17 * slot_bytes + a.ahead_bytes() && mapping_of(a.data(cls, 16), true).find(" hg ") != std::string::npos);
+    REQUIRE(mapping_of(a.data(cls, 9), true).find(" hg ") != std::string::npos); // asked for again
+}
+
+TEST(free_slots_behind_one_that_must_stay_are_not_added_to) {
+    arena a;
+    const int      one = a.add_class(arena::slot_bytes(599 * page_size), 200), other = a.add_class(arena::slot_bytes(499 * page_size), 100);
+    const uint64_t limit = 2 * 64 * arena::huge_page;
+    REQUIRE(a.reserve(limit));
+    int32_t n = 0;
+    while (a.take(one) >= 0) {
+        n++;
+    }
+    REQUIRE(a.take(other, true) == -1 && !a.is_blocked(a.slot_bytes_of(other))); // nothing is free
+    for (int32_t slot = 0; slot < 3; slot++) {
+        REQUIRE(a.take(other) == -1 && !a.is_blocked(a.slot_bytes_of(other)));
+        a.give(one, slot);
+    }
+    REQUIRE(a.take(other) == -1 && a.is_blocked(a.slot_bytes_of(other)));
+    a.give(one, n - 1); // the last
+    REQUIRE(a.take(other) == 0 && a.committed_bytes() <= limit);
+}
+
+static uint64_t huge_bytes() {
+    FILE * file = fopen("/proc/self/smaps_rollup", "r");
+    REQUIRE(file);
+    char          line[256];
+    unsigned long kib = 0;
+    while (fgets(line, sizeof(line), file)) {
+        sscanf(line, "AnonHugePages: %lu", &kib);
+    }
+    fclose(file);
+    return (uint64_t) kib << 10;
+}
+
+TEST(huge_pages_outlast_moves_of_the_limit_and_exchanges_between_sizes) {
+    arena a;
+    std::vector<std::pair<int, int32_t>> taken;
+    const int      classes[] = { a.add_class(arena::slot_bytes(749 * page_size), 200), a.add_class(arena::slot_bytes(650 * page_size), 200) };
+    const uint64_t limit = 2 * 64 * arena::huge_page, before = huge_bytes();
+    REQUIRE(a.reserve(limit, [&](int cls, int32_t from, int32_t to) {
+        std::find(taken.begin(), taken.end(), std::pair<int, int32_t>(cls, from))->second = to;
+        return true;
+    }));
+    std::mt19937 rng(1);
+    const auto give_one = [&] {
+        std::swap(taken[rng() % taken.size()], taken.back());
+        const auto [cls, slot] = taken.back();
+        taken.pop_back();
+        a.give(cls, slot);
+    };
+    const auto read_one = [&] {
+        const int cls = classes[rng() % 2];
+        int32_t   slot;
+        while ((slot = a.take(cls)) < 0) {
+            give_one();
+        }
+        taken.emplace_back(cls, slot);
+        for (uint64_t at = 0; at < a.slot_bytes_of(cls); at += page_size) {
+            a.data(cls, slot)[at] = 1;
+        }
+    };
+    for (int i = 0; i < 200; i++) {
+        read_one();
+    }
+    const uint64_t n_first = huge_bytes() - before;
+    for (int i = 0; i < 4000; i++) {
+        read_one();
+        if (i % 100 == 0) {
+            a.set_limit(limit - limit / 20);
+            while (!a.trim()) {
+                give_one();
+            }
+            a.set_limit(limit);
+        }
+    }
+    REQUIRE(huge_bytes() - before + 6 * arena::huge_page >= n_first); // 0 of them where the system has none to give
 }
 
 // RLIMIT_DATA counts what may be written, as vm.overcommit_memory=2 does for the whole system

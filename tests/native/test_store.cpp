@@ -439,3 +439,74 @@ TEST(others_get_the_mutex_while_an_arena_shrinks) {
     }
     other.join();
 }
+
+// Two layers of experts of two sizes, in an arena that is large for its huge pages and has no room for both
+TEST(experts_keep_their_bytes_when_memory_changes_its_size) {
+    arena::huge_page = 3 * page_size;
+    static constexpr int32_t  n       = 64, last = n - 1;
+    static constexpr uint64_t bytes[] = { 20000, 30000 };
+    slice_file  file { 1 << 22 };
+    store       s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
+    std::string error;
+    REQUIRE(s.add_file(file.path, error) == 0);
+    for (int layer = 0; layer < 2; layer++) {
+        s.add_tensor(tensor_info(layer, MOEOFF_MATRIX_UP, n), false);
+        std::vector<moeoff_source> sources;
+        for (int e = 0; e < n; e++) {
+            sources.push_back({ 0, 1, (uint64_t) (layer * n + e) * 30000, bytes[layer], 0 });
+        }
+        REQUIRE(s.set_sources(layer, HIGH, sources.data(), n, error));
+    }
+    const uint64_t slot = arena::slot_bytes(bytes[0]);
+    REQUIRE(s.set_limits(2 * 64 * arena::huge_page + 10 * slot, 0, error) && s.start(error));
+    const uint8_t high     = HIGH;
+    const auto    state    = [&](int layer, int32_t e) { return state_of(s.at(s.experts().tensor_at(layer), e, HIGH)); };
+    const auto    evicted  = [&] {
+        moeoff_stats stats;
+        s.get_stats(stats);
+        s.check_invariants();
+        return stats.evictions;
+    };
+    const auto check = [&](int layer, int32_t e) { // of one that is pinned
+        const slice x = s.at(s.experts().tensor_at(layer), e, HIGH);
+        for (uint64_t b = 0; b < x.source.nbytes; b++) {
+            REQUIRE(x.data()[b] == byte_at(x.source.offset + b));
+        }
+    };
+    for (int32_t e = 0; e < n; e++) {
+        s.pin(s.experts().tensor_at(0), &e, &high, 1);
+        wait_until([&] { return state(0, e) == READY; });
+        if (e != last) { // the last slot of its size
+            s.unpin(s.experts().tensor_at(0), e, HIGH);
+        }
+    }
+    int32_t e = 0;
+    for (; e < n; e++) {
+        s.pin(s.experts().tensor_at(1), &e, &high, 1);
+        wait_until([&] { return state(1, e) == READY || s.is_short(); });
+        if (s.is_short()) {
+            break;
+        }
+        s.unpin(s.experts().tensor_at(1), e, HIGH);
+    }
+    REQUIRE(e < n && state(1, e) == QUEUED && evicted() <= 4); // what is free would do, and the last slot is pinned
+    check(0, last);
+    s.unpin(s.experts().tensor_at(0), last, HIGH);
+    wait_until([&] { return state(1, e) == READY; });
+    check(1, e);
+    s.unpin(s.experts().tensor_at(1), e, HIGH);
+    REQUIRE(evicted() <= 5);
+    REQUIRE(s.set_limits(slot * n / 2, 0, error));
+    int n_resident = 0;
+    for (int layer = 0; layer < 2; layer++) {
+        for (int32_t expert = 0; expert < n; expert++) {
+            if (state(layer, expert) == READY) {
+                s.pin(s.experts().tensor_at(layer), &expert, &high, 1);
+                check(layer, expert);
+                s.unpin(s.experts().tensor_at(layer), expert, HIGH);
+                n_resident++;
+            }
+        }
+    }
+    REQUIRE(n_resident >= n / 3 && evicted() > 5);
+}

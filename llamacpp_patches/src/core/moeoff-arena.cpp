@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <utility>
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -18,6 +19,7 @@
 namespace moeoff {
 
 uint64_t arena::system_page = (uint64_t) sysconf(_SC_PAGESIZE);
+uint64_t arena::huge_page   = 2 << 20;
 
 static uint64_t next_huge_page(uint64_t n) { return (n + arena::huge_page - 1) / arena::huge_page * arena::huge_page; }
 
@@ -34,7 +36,7 @@ void arena::give_back(size_class & c, uint64_t from, uint64_t to) const {
 #ifdef __APPLE__ // MADV_DONTNEED keeps what is in them there; new pages in their place do not
     mmap(c.base + from, to - from, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 #else
-    if (is_huge) { // the system would make what is left of a huge page whole again
+    if (is_huge && from % huge_page != 0) { // the system would make what is left of a huge page whole again
         advise(c.base, from / huge_page * huge_page, std::min(next_huge_page(to), c.open), MADV_NOHUGEPAGE);
     }
     if (madvise(c.base + from, to - from, MADV_DONTNEED) != 0) { // of a process that has locked all of its memory, these pages too
@@ -108,8 +110,9 @@ uint64_t arena::ahead_bytes() const {
     return sum;
 }
 
-bool arena::reserve(uint64_t limit_bytes) {
+bool arena::reserve(uint64_t limit_bytes, slot_mover mover) {
     limit = limit_bytes;
+    move  = std::move(mover);
     if (full_bytes() == 0) {
         return true;
     }
@@ -136,6 +139,7 @@ bool arena::reserve(uint64_t limit_bytes) {
         c.base = (uint8_t *) (((uintptr_t) base + alignment - 1) / alignment * alignment);
         base   = c.base + c.bytes();
         c.committed_free.reserve(c.n);
+        c.place.assign(c.n, -1);
         c.uncommitted.reserve(c.n);
         for (int32_t i = (int32_t) c.n - 1; i >= 0; i--) {
             c.uncommitted.push_back(i); // lowest address is taken first
@@ -148,24 +152,31 @@ bool arena::reserve(uint64_t limit_bytes) {
     return true;
 }
 
-uint64_t arena::needs(const size_class & c, int32_t slot) const {
+uint64_t arena::needs(const size_class & c, int32_t slot, bool whole) const {
     if (slot < (int32_t) c.n_used) {
         return c.stride;
     }
-    const uint64_t end = c.stride * ((uint64_t) slot + 1);
+    uint64_t end = c.stride * ((uint64_t) slot + 1);
+    if (whole && is_huge && next_huge_page(end) <= c.bytes()) {
+        end = next_huge_page(end);
+    }
     return end > c.grown ? end - c.grown : 0;
 }
 
+// In a huge page, if the limit leaves room for all of it
 bool arena::grow(size_class & c, int32_t slot) {
-    uint64_t to = c.grown + needs(c, slot);
-    if (!open_until(c, to)) {
-        return false;
+    uint64_t to = c.grown + needs(c, slot, true);
+    if (committed + (to - c.grown) > limit || !open_until(c, to)) {
+        to = c.grown + needs(c, slot, false);
+        if (!open_until(c, to)) {
+            return false;
+        }
     }
 #ifdef __linux__
-    const uint64_t end = next_huge_page(to);
-    if (is_huge && to > c.grown && end <= c.bytes() && committed + (end - c.grown) <= limit && open_until(c, end)) {
-        advise(c.base, next_huge_page(c.grown), end, MADV_HUGEPAGE);
-        to = end;
+    if (is_huge) { // advice of the last time may stand there
+        const uint64_t begin = next_huge_page(c.grown), end = std::max(begin, to / huge_page * huge_page);
+        advise(c.base, begin, end, MADV_HUGEPAGE);
+        advise(c.base, end, to, MADV_NOHUGEPAGE);
     }
 #endif
     committed += to - c.grown;
@@ -176,15 +187,21 @@ bool arena::grow(size_class & c, int32_t slot) {
 
 int32_t arena::take(int cls, bool borrows, bool many) {
     size_class & c = classes[cls];
+    must_stay = false;
     if (!c.committed_free.empty() && committed <= limit) {
-        const int32_t slot = c.committed_free.back();
-        c.committed_free.pop_back();
-        return slot;
+        return take_free(c, (int32_t) c.committed_free.size() - 1);
     }
     if (c.uncommitted.empty()) {
         return -1;
     }
-    if (committed + needs(c, c.uncommitted.back()) > limit && ((!borrows && free_bytes() <= spare_bytes(many)) || !trim(c.stride))) {
+    if (committed + needs(c, c.uncommitted.back(), true) > limit && (borrows || free_bytes() > spare_bytes(many))) {
+        trim(needs(c, c.uncommitted.back(), true));
+    }
+    if (borrows && committed + needs(c, c.uncommitted.back(), false) > limit) {
+        trim(needs(c, c.uncommitted.back(), false), true);
+    }
+    const bool whole = !borrows && free_bytes() > 0; // else ordinary pages will do
+    if (committed + needs(c, c.uncommitted.back(), whole) > limit) {
         return -1;
     }
     const int32_t slot = c.uncommitted.back();
@@ -199,26 +216,65 @@ int32_t arena::take(int cls, bool borrows, bool many) {
 }
 
 void arena::give(int cls, int32_t slot) {
-    classes[cls].committed_free.push_back(slot);
+    size_class & c = classes[cls];
+    c.place[(size_t) slot] = (int32_t) c.committed_free.size();
+    c.committed_free.push_back(slot);
 }
 
-bool arena::trim(uint64_t extra) {
-    for (auto & c : classes) {
-        while (committed + extra > limit && !c.committed_free.empty()) {
-            const int32_t slot = c.committed_free.back();
-            c.committed_free.pop_back();
-            give_back(c, c.stride * (uint64_t) slot, c.stride * ((uint64_t) slot + 1));
-            c.uncommitted.push_back(slot);
-            committed -= c.stride;
+int32_t arena::take_free(size_class & c, int32_t place) {
+    const int32_t slot = c.committed_free[(size_t) place], last = c.committed_free.back();
+    c.committed_free[(size_t) place] = last;
+    c.place[(size_t) last]           = place;
+    c.place[(size_t) slot]           = -1;
+    c.committed_free.pop_back();
+    return slot;
+}
+
+bool arena::give_back_slot(int cls) {
+    size_class & c    = classes[cls];
+    int32_t      slot = c.committed_free.back();
+    if (is_huge) {
+        const int32_t last = (int32_t) c.n_used - 1;
+        if (c.place[(size_t) last] < 0 && (!move || !move(cls, last, slot))) {
+            return false;
+        }
+        take_free(c, c.place[(size_t) (c.place[(size_t) last] < 0 ? slot : last)]);
+        slot = last;
+        c.n_used--;
+        const uint64_t end = next_huge_page(c.stride * c.n_used);
+        if (end < c.grown) {
+            give_back(c, end, c.grown);
+            committed -= c.grown - end;
+            c.grown    = end;
+        }
+    } else {
+        take_free(c, (int32_t) c.committed_free.size() - 1);
+        give_back(c, c.stride * (uint64_t) slot, c.stride * ((uint64_t) slot + 1));
+        committed -= c.stride;
+    }
+    c.uncommitted.push_back(slot);
+    return true;
+}
+
+bool arena::trim(uint64_t extra, bool cuts) {
+    must_stay = false;
+    for (size_t i = 0; i < classes.size(); i++) {
+        while (committed + extra > limit && !classes[i].committed_free.empty()) {
+            if (!give_back_slot((int) i)) {
+                must_stay = true;
+                break;
+            }
         }
     }
+    cuts = cuts && committed + extra <= limit + ahead_bytes();
     for (auto & c : classes) {
-        if (committed + extra > limit && c.ahead() > 0) {
+        if (cuts && committed + extra > limit && c.ahead() > 0) {
             committed -= c.ahead();
             give_back(c, c.grown - c.ahead(), c.grown);
             c.grown -= c.ahead();
         }
     }
+    must_stay = must_stay && committed + extra > limit;
     return committed + extra <= limit;
 }
 

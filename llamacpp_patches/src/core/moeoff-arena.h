@@ -5,15 +5,17 @@
 // bound can move at any time and classes can lend bytes to each other. That is dear, because the system zeroes each page that comes
 // back: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing allocates. Not thread safe.
 //
-// A large arena asks for huge pages, into which a direct read costs half the processor time: each time that its slots reach into another
-// 2 MiB, all of them count as committed. Where the limit leaves no room for them, and where a slot was given back, pages are ordinary:
-// nothing that is not counted ever has memory.
+// A large arena asks for huge pages, into which a direct read costs half the processor time. A part of one cannot be given back: the system
+// counts it whole for as long as something of it is used. So the slots of a class that have memory are its first ones, a class gives back
+// its last slot, whose bytes move into a free one before, and memory goes and comes in whole huge pages, which count as committed. Only the
+// last one of a class may be cut, or be made of ordinary pages from the start, where the limit leaves no room for it.
 //
 // A slot can be written to from its first use on. A system that promises no more memory than it has (vm.overcommit_memory=2) therefore
 // counts the slots that were in use, not the address space. A forked process has none of it.
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace moeoff {
@@ -22,7 +24,7 @@ class arena {
   public:
     ~arena();
 
-    static constexpr uint64_t huge_page = 2 << 20; // of x86-64, and of ARM with ordinary pages of 4 KiB
+    static uint64_t huge_page;                        // of x86-64, and of ARM with ordinary pages of 4 KiB; tests set it
     static uint64_t slot_bytes(uint64_t slice_bytes); // what a slice takes of a slot: it may begin anywhere inside its first page
 
     static uint64_t whole_pages(uint64_t bytes);      // of the system, which may be larger than ours: what a slot takes, so that its memory can go alone
@@ -30,8 +32,10 @@ class arena {
 
     // room for n slots of so many bytes; returns the class. Before reserve()
     int  add_class(uint64_t slot_bytes, uint32_t n);
-    // false: no address space, or no memory for two slots of each class
-    bool reserve(uint64_t limit_bytes);
+    // copies a slot of the class into another, and tells whoever has it; false: it must stay where it is
+    using slot_mover = std::function<bool(int cls, int32_t from, int32_t to)>;
+    // false: no address space, or no memory for two slots of each class. Without a mover all slots stay where they are
+    bool reserve(uint64_t limit_bytes, slot_mover move = {});
 
     void     set_limit(uint64_t bytes) { limit = bytes; }
     uint64_t limit_bytes()     const { return limit; }
@@ -40,18 +44,22 @@ class arena {
     uint64_t peak_bytes()      const { return peak; }
     uint64_t full_bytes()      const; // all slots of all classes
     uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken
-    uint64_t ahead_bytes()     const; // of committed_bytes, in huge pages behind slots that have never been in use
+    uint64_t ahead_bytes()     const; // of committed_bytes, in huge pages behind the last slot of each class
+    // so many bytes more would fit if the free slots could go, and the last take() or trim() has met a last slot that must stay
+    bool     is_blocked(uint64_t extra = 0) const { return must_stay && committed + extra + classes.size() * huge_page <= limit + free_bytes(); }
     // many: a layer's experts come at once, and the next layer's may have another size: in its turn each class takes what the other has given
     uint64_t spare_bytes(bool many = false) const { return limit / (many ? 16 : 128); }
     uint64_t slot_bytes_of(int cls) const { return classes[cls].stride; }
+    size_t   n_classes() const { return classes.size(); }
+    uint32_t n_slots(int cls) const { return classes[cls].n; }
 
     // A slot of the class within the limit, and within what the system promises; -1: something must be evicted. Free slots of other
     // classes are taken for it if they are more than the spare ones, or if it borrows
     int32_t take(int cls, bool borrows = false, bool many = false);
     // the slot's bytes stay committed for the next take() of its class
     void    give(int cls, int32_t slot);
-    // gives free slots back to the system until committed + extra fits the limit; true if it does
-    bool    trim(uint64_t extra = 0);
+    // gives free slots back to the system until committed + extra fits the limit; true if it does. To cut huge pages is a last resort
+    bool    trim(uint64_t extra = 0, bool cuts = false);
 
     uint8_t * data(int cls, int32_t slot) const { return classes[cls].base + (uint64_t) slot * classes[cls].stride; }
 
@@ -62,20 +70,25 @@ class arena {
 
         uint64_t             stride = 0;
         uint32_t             n      = 0;
-        uint32_t             n_used = 0; // of the lowest addresses, that have been in use: free slots above are never taken before them
+        uint32_t             n_used = 0; // of the lowest addresses, that have been in use, or have memory: free slots above are never taken before them
         uint64_t             open   = 0; // bytes from base on that may be written to
-        uint64_t             grown  = 0; // of them, behind slots that have been in use, and in the huge pages that these reach into
+        uint64_t             grown  = 0; // of them, behind these slots, and in the huge pages that they reach into
         uint8_t *            base   = nullptr;
         std::vector<int32_t> committed_free; // memory behind it, holds nothing
+        std::vector<int32_t> place;          // of each slot in committed_free; -1: it is not there
         std::vector<int32_t> uncommitted;    // address space only
     };
-    uint64_t    needs(const size_class & c, int32_t slot) const; // bytes to be committed for it
+    uint64_t    needs(const size_class & c, int32_t slot, bool whole) const; // bytes to be committed for it, and for the huge page in which it ends
     bool        grow(size_class & c, int32_t slot);              // so that the slot can be used for the first time
+    int32_t     take_free(size_class & c, int32_t place);
+    bool        give_back_slot(int cls);                          // a free one; false: the last one must stay
     void        give_back(size_class & c, uint64_t begin, uint64_t end) const;
     static bool open_until(size_class & c, uint64_t end);
 
     std::vector<size_class> classes;
+    slot_mover move;
     bool      is_huge      = false;
+    bool      must_stay    = false; // the last slot of a class, when free ones before it were to be given back
     uint8_t * region       = nullptr;
     uint64_t  region_bytes = 0;
     uint64_t  limit        = 0;

@@ -487,10 +487,14 @@ matrix_set expert_table::begin_download(expert_state & x) {
 
 // --- room ---
 
-// a free slot, or a victim's, or a free one of another class, or what the last resort frees
+// A free slot, or a victim's, or a free one of another class, or what the last resort frees. Where enough is free already and a slot that must stay keeps
+// it from the class, nothing more is evicted: whoever has that slot lets go of it, and the request is looked at again
 template <typename Victim, typename Resort> bool expert_table::take_slot(expert_state & x, Victim victim, Resort last_resort) {
     pool & p = pool_of(x);
     while (!p.take_slot(x, false)) {
+        if (p.slots.is_blocked(p.slots.slot_bytes_of(x.size_class))) {
+            return false;
+        }
         if (expert_state * v = victim(p)) {
             evict_for_room(*v);
         } else if (p.take_slot(x, true)) {
@@ -552,7 +556,7 @@ void expert_table::evict_for_room(expert_state & x) {
 }
 
 bool expert_table::approach_limits(uint64_t high, uint64_t low) {
-    static constexpr uint64_t step = 16 << 20; // bytes, that the system takes in less than a millisecond
+    static constexpr uint64_t step = 4 << 20; // bytes, that are moved and given to the system in about a millisecond
     const uint64_t limits[n_pools] = { high, low };
     for (const version v : { HIGH, LOW }) {
         arena & slots = pools[v].slots;
@@ -588,11 +592,12 @@ bool expert_table::cancel_excess_reads() {
 void expert_table::fit_limits() {
     for (const version v : { HIGH, LOW }) {
         pool & p = pools[v];
-        while (p.slots.exceeds_limit() && !p.slots.trim()) {
+        while (p.slots.exceeds_limit() && !p.slots.trim() && !p.slots.is_blocked()) {
             if (expert_state * x = p.victim(DEMAND)) {
                 evict_for_room(*x);
             } else if (!steal_queued_slot(v, DEMAND)) {
-                break; // pinned or in flight; the next unpin() or end_read() tries again
+                p.slots.trim(0, true);
+                break; // what is left is pinned or in flight; the next unpin() or end_read() tries again
             }
         }
     }

@@ -11,7 +11,9 @@
 //  - a pinned expert is never evicted. An op uses its ready slices from its start, needs nothing else to finish with them, and lets go of
 //    them before it waits. What it waits for it pins, too: either that has a slot and is read before anything less urgent, or it has none;
 //  - DEMAND may evict anything else, first what no recent gate event wants. As long as it gets no slot, nothing less urgent is read;
-//  - GATE and PREFETCH may evict only what no recent gate event wants, else they wait.
+//  - GATE and PREFETCH may evict only what no recent gate event wants, else they wait;
+//  - a slot of another size may be free behind one that must stay where it is (moeoff-arena.h), as it is pinned or being read. Then the request waits for
+//    that, and evicts nothing more.
 // Among the candidates the lowest priority is evicted first, then the least recently used, then the lowest index.
 //
 // Knows neither files nor threads. After start() nothing allocates, so that no request can fail.

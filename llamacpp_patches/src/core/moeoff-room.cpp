@@ -83,15 +83,33 @@ bool pool::reserve(size_t n_experts, uint64_t limit_bytes) {
     if (n_experts > 0) {
         order.resize((size_t) all.n_high / (size_t) all.n_experts, (size_t) all.n_experts);
     }
-    return slots.reserve(limit_bytes);
+    for (int cls = 0; cls < (int) slots.n_classes(); cls++) {
+        owners.emplace_back(slots.n_slots(cls), 0);
+    }
+    return slots.reserve(limit_bytes, [this](int cls, int32_t from, int32_t to) REQUIRES(store_mutex) { return move_slot(cls, from, to); });
 }
 
 bool pool::take_slot(expert_state & x, bool borrows) {
     x.slot = slots.take(x.size_class, borrows, all.chooses_many());
     if (x.slot >= 0) {
         x.data = slots.data(x.size_class, x.slot);
+        owners[(size_t) x.size_class][(size_t) x.slot] = all.index_of(x);
     }
     return x.slot >= 0;
+}
+
+bool pool::move_slot(int cls, int32_t from, int32_t to) {
+    expert_state & x = all.experts[owners[(size_t) cls][(size_t) from]];
+    if (x.pins > 0 || x.loading != 0) {
+        return false;
+    }
+    if (x.resident() != 0) {
+        memcpy(slots.data(cls, to), x.data, slots.slot_bytes_of(cls));
+    }
+    x.slot = to;
+    x.data = slots.data(cls, to);
+    owners[(size_t) cls][(size_t) to] = all.index_of(x);
+    return true;
 }
 
 void pool::give_slot(expert_state & x) {

@@ -111,11 +111,13 @@ class pool {
     void check_invariants() const REQUIRES(store_mutex); // in debug builds
 
   private:
+    bool move_slot(int cls, int32_t from, int32_t to) REQUIRES(store_mutex); // the bytes of a slot, and whoever has it, unless it is pinned or being read
     // none: it is not evicted here that is pinned, being read, or wanted by a recent gate
     eviction_rank rank_of(const expert_state & x) const REQUIRES(store_mutex);
 
     catalog &             all;
     const version         v;
+    std::vector<std::vector<uint32_t>> owners GUARDED_BY(store_mutex); // by size class and slot: the expert that has it
     std::vector<uint32_t> resident GUARDED_BY(store_mutex); // experts of which something is ready
     uint64_t              n_ready  GUARDED_BY(store_mutex) = 0; // slices
     eviction_order        order    GUARDED_BY(store_mutex); // a leaf for each [gate, expert]
