@@ -36,7 +36,7 @@ FILES = {  # by one of an option's names
 }  # fmt: skip
 _VECTOR_COPIES = 3  # of the file, of its sums, and of the context
 _NGRAM_COPIES = 10  # bytes for each of the file's: one hash table in another
-_SIMILARITY = 0.5  # of a prompt, what a slot must hold to be taken for it: a shared system prompt alone would cost someone their conversation
+_SIMILARITY = 0.5  # of a prompt, what a slot must hold to be taken for it, unless the prompt goes on from most of what is there
 _HTTP_THREADS = 32  # beside two for each answer: one that waits for its turn holds a thread, and /health and /metrics must not wait
 _ENVIRONMENT = "LLAMA_ARG_"
 _TRUE, _FALSE = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0")

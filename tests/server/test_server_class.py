@@ -313,27 +313,26 @@ def test_a_stop_while_it_ends_by_itself(demo):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_long_conversation_outlives_strangers(demo):
-    """Whose questions share its system prompt, first with free slots, then with none left."""
-    system, strangers = {"role": "system", "content": "You are a patient teacher of arithmetic. " * 12}, "Tom Ann Sue Bob Eve Max".split()
-    options = {"n_ctx": 4096, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
+TURNS = (61, 155, 20, 400, 33, 900, 20, 64, 700, 20)  # new tokens
+
+
+@pytest.mark.parametrize("parallel, cache_ram", [(4, None), (1, "24M")])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_conversation_computes_what_is_new(demo, parallel, cache_ram, thinks):
+    """However much that is, beside strangers whose questions begin with its system prompt, in its slot and out of it; an answer's last token comes again
+    as another one, and what was thought not at all."""
+    options = {"n_ctx": 4096, "parallel": parallel, "cache_ram": cache_ram, "args": LONGER}
     # room for all experts, and for the conversation: of a fixed budget a process that is 3 MiB larger would leave it none
     with Served(demo, memory=(needed(demo, **options) + 60) << 20, **options) as it:
-
-        def ask(messages: list[dict]) -> tuple[str, dict]:
-            body = {"messages": [system, *messages], "temperature": 0, "max_tokens": 8}
-            answer = httpx.post(f"{it.url}/v1/chat/completions", json=body, timeout=300).json()
-            return answer["choices"][0]["message"]["content"], answer["timings"]
-
-        talk = [{"role": "user", "content": "Count the apples, please. " * 40}]
-        talk.append({"role": "assistant", "content": ask(talk)[0]})
-        for n, others in enumerate((strangers[:2], strangers[2:])):
-            for name in others:
-                ask([{"role": "user", "content": f"{name} has {n + 2} apples. How many?"}])
-            talk.append({"role": "user", "content": f"And {n} more?"})
-            text, timings = ask(talk)
-            assert timings["prompt_n"] < 80 and timings["cache_n"] > 300
-            talk.append({"role": "assistant", "content": text})
+        system = words(0, 40)
+        talk = [*system]
+        for turn, n in enumerate(TURNS):
+            complete(it.url, [*system, *words(100 + turn, 12)])
+            said, n_before = 0 if thinks else 30, len(talk)
+            talk += words(turn, n)
+            answer = complete(it.url, talk, n_predict=32, return_tokens=True)
+            assert turn == 0 or answer["timings"]["prompt_n"] <= len(talk) - n_before + 20
+            talk += answer["tokens"][:said]
 
 
 def test_a_conversation_that_nothing_keeps_stays_where_others_are_empty(demo):
