@@ -18,7 +18,7 @@ from ..errors import MoeoffError, OptionError
 from ..llamacpp.habits import without_habits
 from ..option import table_of
 from ..options import TABLE, Sampling, with_gpu
-from ..system.console import note
+from ..system.console import note, progress_bar
 from ..system.files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..system.memory import DEFAULT_SHARE, format_size
 from .options import TYPED, Command, command, input_files, model_argument, option, remark_on_context, sentence, table_options
@@ -264,12 +264,17 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
 
     with_gpu(options, adapters=any(word.startswith("--lora") for word in args))
     options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
-    with _ended_by_signals(), Server(path, args=args, on_request=None if quiet else note, **options) as server:
+    with _ended_by_signals(), contextlib.ExitStack() as stack:
+        with progress_bar() as progress:
+            progress(f"loading {os.path.basename(path)}", 0, 0)
+            server = stack.enter_context(Server(path, args=args, on_request=None if quiet else note, **options))
         for remark in server.remarks:
             note(remark)
         remark_on_context(server.n_ctx_each, server.engine.model_index.n_ctx_train, options)
         page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
-        note(f"serving {path} on {server.url}/v1, {page}, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
+        context = f"{server.engine.planned.n_ctx} tokens of context for {server.n_parallel} answers at a time"
+        experts = f"experts in {format_size(server.stats().arena_bytes)}"
+        note(f"serving {path} on {server.url}/v1, {page}, figures on {server.url}/moeoff, {context}, {experts}; Ctrl-C ends")
         server.wait()
 
 

@@ -1,4 +1,4 @@
-"""Prompts on disk: those that fall out of a server's memory, and come back where reading is quicker than computing.
+"""Prompts on disk: those that fall out of a server's memory, at its end all of them, and come back where reading is quicker than computing.
 
 A prompt is its tokens, and behind them the state of the model, and of the one that makes drafts, as llama.cpp writes it. They lie in one folder for all
 servers of a user: a file for each prompt, whole or not at all, with a digest of every byte. Its name begins with the identity of what computed it, and
@@ -360,8 +360,14 @@ class PromptsOnDisk:
             self._has_complained = True
             note(text)
 
-    def close(self) -> None:
-        """Gives up what is being written."""
+    def join(self, deadline: float) -> None:
+        """Waits for what is being written; at most until then, of `time.monotonic`."""
+        if self._writer is not None:
+            self._writer.join(max(deadline - time.monotonic(), 0.0))
+
+    def close(self, deadline: float = 0.0) -> None:
+        """Gives up what is still being written then."""
+        self.join(deadline)
         self._closing = True
         if self._writer is not None:
             self._writer.join()

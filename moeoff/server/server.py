@@ -43,6 +43,7 @@ _STEP = 1 << 20  # bytes, in which the prompt cache takes memory from the expert
 _KV_DISK = 4 << 30  # bytes, unless said
 _MEASURED = 256  # tokens of prompts, before whose speed is known
 _LOOKS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")  # which programs and pages ask for again and again
+_AT_THE_END = 5.0  # seconds that prompts are written for after a stop
 _LONGEST_PATH = 200  # characters
 _PAGE = Path(__file__).with_name("page.html")
 _LONG = 256 << 10  # bytes that a request has borrowed
@@ -116,7 +117,7 @@ class Server:
         self._error: BaseException | None = None
         self._log_error = ""
         self._serves, self._ended = threading.Event(), threading.Event()
-        self._stopping = False
+        self._stopping, self._deadline = False, 0.0  # of time.monotonic, for prompts that are written when it ends
         self._loading = contextlib.ExitStack()
         self._started, self._decodes = 0.0, True
         self._batch_error: Exception | None = None
@@ -228,8 +229,8 @@ class Server:
         return self
 
     def stop(self) -> None:
-        """Ends every answer, then the server. May be called twice, and from any thread."""
-        self._stopping = True
+        """Ends every answer, then the server, which writes prompts to disk for some seconds. May be called twice, and from any thread."""
+        self._stopping, self._deadline = True, self._deadline or time.monotonic() + _AT_THE_END
         self._ending.value = 1
         if self._thread.is_alive():
             self.engine.buffer.set_cancelled(True)
@@ -271,9 +272,14 @@ class Server:
         return out
 
     @property
+    def n_parallel(self) -> int:
+        """Answers at a time."""
+        return max(self._options.parallel or 1, 1)
+
+    @property
     def n_ctx_each(self) -> int:
         """Tokens of an answer's part of the context, if all that may be written at a time are."""
-        return self.engine.planned.n_ctx // max(self._options.parallel or 1, 1)
+        return self.engine.planned.n_ctx // self.n_parallel
 
     @property
     def has_page(self) -> bool:
@@ -330,7 +336,7 @@ class Server:
                     stack.callback(self._idle.join)
                 stack.callback(self._closing.set)
                 if self._disk is not None:
-                    stack.callback(self._disk.close)
+                    stack.callback(self._disk.close, self._deadline)
 
     def _use_idle(self) -> None:
         """The idle thread: once after each request, when no batch has come for a while."""
@@ -475,6 +481,8 @@ class Server:
         return stats.prompt_tokens / stats.prompt_seconds if stats.prompt_tokens >= _MEASURED and stats.prompt_seconds > 0 else 0.0
 
     def _accept_prompt(self, tokens: Any, n: int, nbytes: int) -> int:
+        if self._disk is not None and self._stopping:
+            self._disk.join(self._deadline)  # it writes one at a time
         return self._disk is not None and self._disk.accepts(np.ctypeslib.as_array(tokens, (n,)), nbytes)
 
     def _store_prompt(self, pointer: Any) -> None:
