@@ -335,6 +335,17 @@ def test_a_conversation_computes_what_is_new(demo, parallel, cache_ram, thinks):
             talk += answer["tokens"][:said]
 
 
+@pytest.mark.slow
+def test_a_stream_that_nobody_listens_to_ends(demo):
+    """Though it could be resumed: of a browser's tab that was closed."""
+    with Served(demo, expert_memory=400 << 10, n_ctx=8192, parallel=1, args=["--override-kv", "qwen2moe.context_length=int:8192"]) as it:
+        body = {"prompt": words(1, 20), "n_predict": -1, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{it.url}/completion", json=body, headers={"X-Conversation-Id": "a"}, timeout=300) as answer:
+            next(answer.iter_lines())
+        wait_until_still(lambda: metrics(it.url)["moeoff_decoded_tokens_total"], 3)
+        assert 0 < metrics(it.url)["moeoff_decoded_tokens_total"] < 8000
+
+
 def test_a_conversation_that_nothing_keeps_stays_where_others_are_empty(demo):
     """Without a prompt cache: another prompt, of which more than half is the conversation's beginning, takes an empty slot, if there is one."""
     with Served(demo, memory="150M", n_ctx=2048, parallel=2, cache_ram=0, kv_disk=0, args=LONGER) as it:
