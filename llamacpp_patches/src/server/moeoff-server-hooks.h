@@ -172,7 +172,10 @@ void server_prompt_evicted(server_prompt_cache_state & state);
 server_prompt_cache_state * server_prompt_to_host(const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size);
 void                        server_prompt_saved(const server_prompt_cache_state * written); // also one of the cache's own
 
-// The host has one that begins with more than n_have of these tokens: it is the first of the cache now.
+// Does the host have one that begins with more than n_have of these tokens?
+bool server_prompt_on_host(const server_tokens & tokens, size_t n_have);
+
+// The same, and it is the first of the cache now.
 bool server_prompt_from_host(server_prompt_cache & cache, const server_tokens & tokens, size_t n_have);
 
 // A request, on the thread that answers it: it has come, has got a result of a task, has been answered. The last one says so to the host.

@@ -68,6 +68,13 @@ void server_prompt_saved(const server_prompt_cache_state * written) {
     }
 }
 
+bool server_prompt_on_host(const server_tokens & tokens, size_t n_have) {
+    const moeoff_server_hooks * host = server_host();
+    moeoff_prompt stored = {};
+    return host != nullptr && !tokens.has_mtmd &&
+           host->find_prompt(tokens.get_tokens().data(), (int32_t) tokens.size(), (int32_t) n_have, &stored) != 0;
+}
+
 bool server_prompt_from_host(server_prompt_cache & cache, const server_tokens & tokens, size_t n_have) {
     const moeoff_server_hooks * host = server_host();
     moeoff_prompt stored = {};
