@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import logging
 import os
 import re
 import sys
@@ -63,7 +64,8 @@ _LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
 
 def set_log(verbose: bool) -> None:
     """Shows everything that llama.cpp logs, or errors alone: its warnings ("n_ctx_seq > n_ctx_train") are for its developers."""
-    _logger.set_verbose(verbose)
+    if (logging.DEBUG if verbose else logging.ERROR) != _logger.logger.level:  # a Ctrl-C that meets logging there leaves its lock taken for ever
+        _logger.set_verbose(verbose)
 
 
 class _Collected(threading.local):
@@ -569,9 +571,9 @@ class PatchedLlama(_AnyLlama):
 
     @_as_a_whole
     def shift_context(self, n_keep: int, n_discard: int) -> bool:
-        """Forgets n_discard tokens behind the first n_keep. False: the context cannot, and nothing has changed."""
+        """Forgets n_discard tokens behind the first n_keep. False: the context cannot, or has fewer, and nothing has changed."""
         memory, n, end = api.llama_get_memory(self._ctx.ctx), self.n_tokens, n_keep + n_discard
-        if not api.llama_memory_seq_rm(memory, 0, n_keep, end):
+        if end > n or not api.llama_memory_seq_rm(memory, 0, n_keep, end):
             return False
         api.llama_memory_seq_add(memory, 0, end, n, -n_discard)
         self.input_ids[n_keep : n - n_discard] = self.input_ids[end:n].copy()
