@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import inspect
-import logging
 import os
 import re
 import sys
@@ -64,8 +63,7 @@ _LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
 
 def set_log(verbose: bool) -> None:
     """Shows everything that llama.cpp logs, or errors alone: its warnings ("n_ctx_seq > n_ctx_train") are for its developers."""
-    if (logging.DEBUG if verbose else logging.ERROR) != _logger.logger.level:  # a Ctrl-C that meets logging there leaves its lock taken for ever
-        _logger.set_verbose(verbose)
+    _logger.set_verbose(verbose)
 
 
 class _Collected(threading.local):
