@@ -215,13 +215,14 @@ static std::string mapping_of(const uint8_t * p, bool wants_flags) {
     return found;
 }
 
-static uint64_t data_bytes() {
-    FILE * file = fopen("/proc/self/status", "r");
+// by the name with which a file of this process in /proc begins a line of kB
+static uint64_t told_bytes(const char * path, const std::string & name) {
+    FILE * file = fopen(path, "r");
     REQUIRE(file);
     char          line[256];
     unsigned long kib = 0;
     while (fgets(line, sizeof(line), file)) {
-        sscanf(line, "VmData: %lu", &kib);
+        sscanf(line, (name + ": %lu").c_str(), &kib);
     }
     fclose(file);
     return (uint64_t) kib << 10;
@@ -346,23 +347,11 @@ TEST(free_slots_behind_one_that_must_stay_are_not_added_to) {
     REQUIRE(a.take(other) == 0 && a.committed_bytes() <= limit);
 }
 
-static uint64_t huge_bytes() {
-    FILE * file = fopen("/proc/self/smaps_rollup", "r");
-    REQUIRE(file);
-    char          line[256];
-    unsigned long kib = 0;
-    while (fgets(line, sizeof(line), file)) {
-        sscanf(line, "AnonHugePages: %lu", &kib);
-    }
-    fclose(file);
-    return (uint64_t) kib << 10;
-}
-
 TEST(huge_pages_outlast_moves_of_the_limit_and_exchanges_between_sizes) {
     arena a;
     std::vector<std::pair<int, int32_t>> taken;
     const int      classes[] = { a.add_class(arena::slot_bytes(749 * page_size), 200), a.add_class(arena::slot_bytes(650 * page_size), 200) };
-    const uint64_t limit = 2 * 64 * arena::huge_page, before = huge_bytes();
+    const uint64_t limit = 2 * 64 * arena::huge_page, before = told_bytes("/proc/self/smaps_rollup", "AnonHugePages");
     REQUIRE(a.reserve(limit, [&](int cls, int32_t from, int32_t to) {
         std::find(taken.begin(), taken.end(), std::pair<int, int32_t>(cls, from))->second = to;
         return true;
@@ -388,7 +377,7 @@ TEST(huge_pages_outlast_moves_of_the_limit_and_exchanges_between_sizes) {
     for (int i = 0; i < 200; i++) {
         read_one();
     }
-    const uint64_t n_first = huge_bytes() - before;
+    const uint64_t n_first = told_bytes("/proc/self/smaps_rollup", "AnonHugePages") - before;
     for (int i = 0; i < 4000; i++) {
         read_one();
         if (i % 100 == 0) {
@@ -399,7 +388,7 @@ TEST(huge_pages_outlast_moves_of_the_limit_and_exchanges_between_sizes) {
             a.set_limit(limit);
         }
     }
-    REQUIRE(huge_bytes() - before + 6 * arena::huge_page >= n_first); // 0 of them where the system has none to give
+    REQUIRE(told_bytes("/proc/self/smaps_rollup", "AnonHugePages") - before + 6 * arena::huge_page >= n_first); // 0 of them where the system has none to give
 }
 
 // RLIMIT_DATA counts what may be written, as vm.overcommit_memory=2 does for the whole system
@@ -409,7 +398,7 @@ TEST(address_space_is_no_memory_and_what_is_refused_is_not_handed_out) {
     const int      cls   = a.add_class(arena::slot_bytes(slice), n);
     rlimit         bound;
     REQUIRE(getrlimit(RLIMIT_DATA, &bound) == 0);
-    bound.rlim_cur = data_bytes() + 32 * slice;
+    bound.rlim_cur = told_bytes("/proc/self/status", "VmData") + 32 * slice;
     REQUIRE(setrlimit(RLIMIT_DATA, &bound) == 0);
     REQUIRE(a.reserve(a.full_bytes()));
     std::vector<int32_t> taken;
@@ -426,7 +415,7 @@ TEST(an_arena_without_memory_for_two_slots_is_refused) {
     rlimit bound;
     a.add_class(arena::slot_bytes(64 << 20), 4);
     REQUIRE(getrlimit(RLIMIT_DATA, &bound) == 0);
-    bound.rlim_cur = data_bytes() + (80 << 20);
+    bound.rlim_cur = told_bytes("/proc/self/status", "VmData") + (80 << 20);
     REQUIRE(setrlimit(RLIMIT_DATA, &bound) == 0);
     REQUIRE(!a.reserve(a.full_bytes()) && errno == ENOMEM);
 }
