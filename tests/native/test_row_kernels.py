@@ -141,6 +141,19 @@ def fuzz(tree: Path, n_products: int, *flags: str, **environment: str) -> dict[s
     return dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
 
 
+@pytest.mark.parametrize("compiler, flags", [("g++", "-msse4.2"), ("aarch64-linux-gnu-g++", "-march=armv8-a")])
+def test_a_processor_without_wide_registers_has_a_build(compiler, flags, tree):
+    """The wheels' lowest levels, of what has kernels for others."""
+    if not shutil.which(compiler) or (flags.startswith("-ms") and platform.machine() != "x86_64"):
+        pytest.skip(f"needs {compiler}")
+    ggml = tree / "vendor/llama.cpp/ggml"
+    includes = [f"-I{folder}" for folder in (ggml / "include", ggml / "src", ggml / "src/ggml-cpu", ROOT / "llamacpp_patches/src/core")]
+    for name in ("attention", "row-kernels"):
+        source = ROOT / "llamacpp_patches/src/ggml-cpu" / f"moeoff-{name}.cpp"
+        done = subprocess.run([compiler, "-std=c++17", "-fsyntax-only", flags, *includes, source], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:2000]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86")
 def test_bits_of_vec_dot_with_avx2(tree):

@@ -3,7 +3,11 @@
 
 #include "moeoff-attention.h"
 
+#include "moeoff-simd.h"
+#if defined(MOEOFF_SIMD) && !defined(__AVX512FP16__) // with FP16 ggml adds halves without rounding the product
+#define MOEOFF_ATTENTION
 #include "moeoff-attention-kernels.h"
+#endif
 
 #include "ggml-cpu-impl.h"
 #include "ggml-impl.h"
@@ -51,7 +55,7 @@ struct shape {
     int  n_rows() const { return n_group * n_tokens; }
 };
 
-#if defined(MOEOFF_SIMD) && !defined(__AVX512FP16__) // with FP16 ggml adds halves without rounding the product
+#ifdef MOEOFF_ATTENTION
 
 static bool is_covered(const shape & s) {
     const ggml_tensor * q = s.q, * k = s.k, * v = s.v, * mask = s.mask;
@@ -657,7 +661,7 @@ bool   attention(const ggml_compute_params *, ggml_tensor *) { return false; }
 // --- moeoff-attention.h ---
 
 int moeoff_attention_kernels(void) {
-#if defined(MOEOFF_SIMD) && !defined(__AVX512FP16__)
+#ifdef MOEOFF_ATTENTION
     return moeoff::is_switched_off ? 0 : moeoff::gives_ggmls_bits() ? 1 : -1;
 #else
     return 0;
