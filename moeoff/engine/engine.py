@@ -317,7 +317,8 @@ class Engine:
         if config.vram is None or config.vram_mode == "cpu":
             return
         if not buffer.running:
-            buffer.start(buffer.arena_floor, buffer.low_arena_floor)
+            room = self.budget.left(self.planned.fixed)  # about what the arena will have, by which its pages are laid out
+            buffer.start(min(max(room, buffer.arena_floor), buffer.arena_full), buffer.low_arena_floor)
         try:
             self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, max(self.model_index.n_expert_used, 1), self._free_on_devices)
         except (BudgetError, OptionError) as error:
@@ -343,7 +344,7 @@ class Engine:
             extras=self._extras,
         )
         self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
-        if self.buffer.running:  # in the smallest arena
+        if self.buffer.running:
             self.buffer.set_arena_bytes(*self.sizer.arenas)
         else:
             self.buffer.start(*self.sizer.arenas)
