@@ -148,7 +148,9 @@ class Stats:
 
     device_hits: int = _figure("Of the hits, expert slices that a GPU held.", "slices", counter=True, metric="device_hits")
     device_uploads: int = _figure("Experts written into a GPU's memory.", "experts", counter=True, metric="device_uploads")
-    device_bytes: int = _figure("Bytes of these.", "bytes", counter=True, metric="device_upload_bytes")
+    device_ahead: int = _figure("Of these, those that began before their router selected.", "experts", counter=True, metric="device_ahead")
+    device_ahead_used: int = _figure("Of these, those that it then did.", "experts", counter=True, metric="device_ahead_used")
+    device_bytes: int = _figure("Bytes of device_uploads.", "bytes", counter=True, metric="device_upload_bytes")
     device_upload_seconds: float = _figure("Time that writing them took.", "seconds", 0.0, counter=True, metric="device_upload_seconds")
     device_downloads: int = _figure("Slices that went from a GPU's slot, taken by another expert, back to the host.", "slices", counter=True)
     device_bytes_down: int = _figure("Bytes that went from a GPU's memory back to the host's.", "bytes", counter=True, metric="device_download_bytes")

@@ -322,6 +322,8 @@ class Stats(Structure):
         ("device_bytes_down", c_uint64),
         ("device_download_ns", c_uint64),
         ("device_wait_ns", c_uint64),
+        ("device_ahead", c_uint64),
+        ("device_ahead_used", c_uint64),
         ("device_experts", c_uint64),
     ]
 

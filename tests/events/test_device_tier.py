@@ -158,14 +158,21 @@ def test_auto_tries_all_ways(demo, tmp_path):
     assert s["device_mode"] in ("cooperative", "centric", "cpu") and s["device_gain"] is not None and s["device_experts"] > 0
 
 
-def test_what_is_predicted_is_uploaded(demo, tmp_path):
-    """With everything in host memory, too, and a predictor that is not compared: no read is saved, and slots are filled ahead."""
+@pytest.mark.parametrize("mode", ["cooperative", "centric", "waves"])
+def test_what_is_predicted_is_uploaded(demo, tmp_path, mode):
+    """Before its router selects, by another thread than the one that computes: with everything in host memory, and a predictor that is not compared."""
     batches = [1] * 96
-    ours = {"vram": "1G", "slots": 8, "batches": batches}
-    runs = {"CPU": {"stock": "CPU", "batches": batches}, "predicted": ours | {"strategy": "hobbit"}, "only": ours | {"strategy": "hobbit", "uploads": 0}}
+    ours = {"vram": "1G", "vram_mode": mode, "slots": 8, "batches": batches, "strategy": "hobbit", "count": True}
+    runs = {"stock": {"stock": "CPU" if mode == "cooperative" else "device", "batches": batches}, "predicted": ours, "only": ours | {"uploads": 0}}
     logits, stats = device_runs(demo, tmp_path, runs)
-    np.testing.assert_array_equal(logits["predicted"][:64].argmax(1), logits["CPU"][:64].argmax(1))
-    assert stats["predicted"]["device_hits"] > 0 == stats["only"]["device_hits"]
+    if mode == "cooperative":
+        np.testing.assert_array_equal(logits["predicted"][:64].argmax(1), logits["stock"][:64].argmax(1))
+    else:
+        assert_bit_equal(logits["predicted"], logits["stock"])
+        assert_bit_equal(logits["only"], logits["stock"])
+    assert stats["predicted"]["device_ahead"] >= stats["predicted"]["device_ahead_used"] > 0 == stats["only"]["device_ahead"]
+    elsewhere = {name: sum(count.get("elsewhere", 0) for count in stats[name]["counts"]) for name in ("predicted", "only")}
+    assert elsewhere["predicted"] >= stats["predicted"]["device_ahead"] > 0 == elsewhere["only"]
 
 
 def test_the_bound_moves(demo, tmp_path):

@@ -1,6 +1,6 @@
 #pragma once
 
-// A device whose memory is ordinary memory, and that can be read.
+// A device whose memory is ordinary memory, and that can be read. What is pinned it copies only when it is waited for.
 
 #include "check.h"
 
@@ -12,13 +12,30 @@
 
 class fake_device : public moeoff::slot_memory {
   public:
-    void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes) override {
+    ~fake_device() override { REQUIRE(pinned.empty()); }
+
+    bool pin(void * data, size_t nbytes) override {
         std::lock_guard<std::mutex> lock(mutex);
-        slots[{ gate, matrix, slot }].assign(data, data + nbytes);
-        n_writes++;
+        return pins && pinned.emplace((uintptr_t) data, nbytes).second;
     }
-    void wait(int32_t) override {}
-    void wait_on_device(int32_t) override {}
+    void unpin(void * data) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        REQUIRE(pinned.erase((uintptr_t) data) == 1);
+    }
+    void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        queues[is_ahead].push_back({ { gate, matrix, slot }, data, nbytes, is_pinned });
+        n_writes++;
+        n_pinned += is_pinned;
+        if (!is_pinned) {
+            copy(is_ahead);
+        }
+    }
+    void wait(int32_t, bool is_ahead) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        copy(is_ahead);
+    }
+    void wait_on_device(int32_t gate) override { wait(gate, false); }
     void set_computing(int32_t, void *) override {}
     void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override {
         std::lock_guard<std::mutex> lock(mutex);
@@ -34,9 +51,39 @@ class fake_device : public moeoff::slot_memory {
         return slots[{ gate, matrix, slot }];
     }
 
-    std::atomic<uint64_t> n_writes {0};
+    bool pins = false; // it can
+    std::atomic<uint64_t> n_writes {0}, n_pinned {0}; // the second: of the first
 
   private:
+    using place = std::tuple<int32_t, int32_t, int32_t>;
+    struct queued {
+        place           to;
+        const uint8_t * data;
+        size_t          nbytes;
+        bool            is_pinned;
+    };
+
+    void copy(bool is_ahead) {
+        for (const queued & q : queues[is_ahead]) {
+            REQUIRE(!q.is_pinned || is_in_pinned((uintptr_t) q.data, q.nbytes));
+            slots[q.to].assign(q.data, q.data + q.nbytes);
+        }
+        queues[is_ahead].clear();
+    }
+
+    bool is_in_pinned(uintptr_t data, size_t nbytes) const {
+        uintptr_t end = data; // of what is
+        for (auto i = pinned.upper_bound(data); end < data + nbytes; i = pinned.upper_bound(end)) {
+            if (i == pinned.begin() || (--i)->first + i->second <= end) {
+                return false;
+            }
+            end = i->first + i->second;
+        }
+        return true;
+    }
+
     mutable std::mutex mutex;
-    std::map<std::tuple<int32_t, int32_t, int32_t>, std::vector<uint8_t>> slots;
+    std::map<place, std::vector<uint8_t>> slots;
+    std::vector<queued>         queues[2];
+    std::map<uintptr_t, size_t> pinned;
 };

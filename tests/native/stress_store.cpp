@@ -278,6 +278,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
     params.read_chunk  = page_size;
     const bool two_versions = rng() % 4 != 0;
     arena::huge_page   = rng() % 2 ? 2 << 20 : 3 * page_size; // of the small one experts move when memory goes
+    arena::pin_bytes   = 8 * page_size;
     store s(params);
     std::string error;
     REQUIRE(s.add_file(path, error) == 0);
@@ -342,6 +343,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
     if (mode != MOEOFF_DEVICE_OFF) {
         auto memory = std::make_unique<fake_device>();
         device = memory.get();
+        device->pins = true;
         // not for the layer with experts that have no bytes
         s.set_device(mode, 1 + (int32_t) (rng() % 3), 3, { 4, n_expert, 0, 9, 3 }, std::move(memory));
     }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <random>
 #include <set>
 #include <string>
@@ -269,6 +270,66 @@ TEST(where_the_systems_pages_are_larger_a_slot_takes_whole_ones_and_gives_all_of
 }
 
 // slots of 100 pages, which lie across the borders of huge pages
+TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) {
+    struct pinner : arena::pinner {
+        std::map<uint8_t *, size_t> pinned;
+        bool can = true;
+        bool pin(void * data, size_t nbytes) override { return can && pinned.emplace((uint8_t *) data, nbytes).second; }
+        void unpin(void * data) override { REQUIRE(pinned.erase((uint8_t *) data) == 1); }
+    } p;
+    const uint64_t usual_page = arena::huge_page, usual_chunk = arena::pin_bytes;
+    arena::huge_page = 4 * page_size;
+    arena::pin_bytes = 16 * page_size;
+    {
+        arena a;
+        const int cls = a.add_class(3 * page_size, 200);
+        REQUIRE(a.reserve(64 * arena::huge_page, [](int, int32_t, int32_t) { return true; }) && !a.begin_read(cls, 0));
+        a.set_pinner(&p);
+        std::vector<int32_t> slots;
+        for (int32_t slot = a.take(cls); slot >= 0; slot = a.take(cls)) {
+            slots.push_back(slot);
+        }
+        size_t n = 0;
+        for (const int32_t slot : slots) {
+            n += a.begin_read(cls, slot);
+        }
+        REQUIRE(n > slots.size() - 8 && n < slots.size()); // all but those in the last chunk, of which a part has memory
+        size_t nbytes = 0;
+        for (const auto & [data, size] : p.pinned) {
+            REQUIRE((uintptr_t) (data + size) % arena::pin_bytes == 0 && size <= arena::pin_bytes);
+            nbytes += size;
+        }
+        REQUIRE(nbytes <= a.committed_bytes() && nbytes + arena::pin_bytes > a.committed_bytes());
+        for (const int32_t slot : slots) {
+            a.give(cls, slot);
+        }
+        a.set_limit(0);
+        REQUIRE(!a.trim() && a.is_blocked() == false && a.committed_bytes() >= nbytes); // all of it is read
+        for (size_t i = 0; i < n; i++) {
+            if (i != 30) {
+                a.end_read(cls, (int32_t) i);
+            }
+        }
+        REQUIRE(!a.trim() && a.committed_bytes() >= 31 * 3 * page_size && p.pinned.size() <= 31 * 3 / 16 + 2);
+        a.end_read(cls, 30);
+        REQUIRE(a.trim() && a.committed_bytes() == 0 && p.pinned.empty());
+        a.set_limit(64 * arena::huge_page);
+        for (int i = 0; i < 40; i++) {
+            slots[(size_t) i] = a.take(cls);
+        }
+        p.can = false;
+        REQUIRE(!a.begin_read(cls, slots[0]) && p.pinned.empty());
+        p.can = true;
+        a.set_pinner(&p); // what was refused is asked for again
+        REQUIRE(a.begin_read(cls, slots[0]) && p.pinned.size() == 1);
+        a.end_read(cls, slots[0]);
+        a.set_pinner(nullptr);
+        REQUIRE(p.pinned.empty());
+    }
+    arena::huge_page = usual_page;
+    arena::pin_bytes = usual_chunk;
+}
+
 TEST(a_large_arena_has_huge_pages_and_counts_them_whole) {
     arena a;
     const int      cls = a.add_class(arena::slot_bytes(99 * page_size), 1000);

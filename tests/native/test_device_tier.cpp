@@ -260,6 +260,71 @@ TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
     REQUIRE(x.event({ 2, 1 }).host == (std::vector<int32_t> { -1, -1 }));
 }
 
+TEST(what_is_predicted_is_uploaded_where_every_chosen_expert_is) {
+    device_store x(MOEOFF_DEVICE_CENTRIC, 2, 2, 0, 2);
+    const int user = 0;
+    const auto predict = [&x](const std::vector<int32_t> & experts) { x.s.prefetch(0, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), 15, HIGH, true, -1); };
+    const auto idle = [&x] {
+        while (x.s.n_pending_uploads() > 0) {
+            std::this_thread::yield();
+        }
+    };
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_CENTRIC);
+    for (const auto & ids : std::vector<std::vector<int32_t>> { { 2, 3 }, { 0, 1 } }) {
+        x.event(ids); // all in memory
+    }
+    predict({ 2, 3 }); // the device may still read the slots
+    idle();
+    REQUIRE(x.stats().device_uploads == 4 && x.stats().device_ahead == 0);
+    x.event({ 0, 1 }, 1);
+    x.s.priorities()[2] = x.s.priorities()[3] = 1.0f;
+    x.s.publish();
+    predict({ 2, 3 });
+    idle();
+    REQUIRE(x.stats().device_ahead == 2 && x.stats().device_ahead_used == 0);
+    REQUIRE(x.event({ 2, 4 }).n_hit == 2); // one expert of two matrices
+    REQUIRE(x.stats().device_ahead_used == 1 && x.stats().device_uploads == 2 + 2 + 2 + 2 + 1);
+    x.event({ 0, 1 }, 1);
+    x.event({ 2, 3 });
+    REQUIRE(x.stats().device_ahead_used == 1); // each once
+}
+
+TEST(an_upload_that_the_router_overtakes_is_taken_back) {
+    device_store x(MOEOFF_DEVICE_CENTRIC, 2, 2, 0, 2);
+    const int user = 0;
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_CENTRIC);
+    for (const int e : { 0, 2, 4 }) {
+        x.event({ e, e + 1 });
+    }
+    x.s.priorities()[0] = x.s.priorities()[1] = 1.0f;
+    x.s.publish();
+    for (int i = 0; i < 300; i++) { // sooner or later before, while and after they are written
+        x.event({ 0, 1 }, 1);
+        const int32_t ahead[] = { 0, 1 };
+        x.s.prefetch(0, ahead, 2, 2, 15, HIGH, true, -1);
+        for (int j = 0; j < i; j++) {
+            std::atomic_signal_fence(std::memory_order_seq_cst);
+        }
+        x.event(i % 2 ? std::vector<int32_t> { 4, 5 } : std::vector<int32_t> { 1, 5 }); // checks the bytes
+        REQUIRE(x.s.n_pending_uploads() == 0);
+        x.s.check_invariants();
+    }
+    REQUIRE(x.stats().device_ahead > 0 && x.stats().device_ahead_used > 0);
+}
+
+TEST(an_upload_that_has_not_begun_gives_its_slot_back_to_whose_it_was) {
+    device_slots s(n_expert, 1);
+    const std::vector<uint8_t> needed(n_expert, 0);
+    int32_t displaced;
+    s.finish({ 0, s.take(0, equal_keys.data(), needed.data(), false, displaced) }, true);
+    const int32_t slot = s.take(1, equal_keys.data(), needed.data(), true, displaced);
+    s.take_back({ 1, slot, displaced });
+    REQUIRE(s.find(0) == slot && s.find(1) < 0 && s.n_served() == 1);
+    device_slots none(n_expert, 1);
+    none.take_back({ 1, none.take(1, equal_keys.data(), needed.data(), true, displaced), displaced });
+    REQUIRE(none.n_served() == 0 && none.take(2, equal_keys.data(), needed.data(), false, displaced) >= 0);
+}
+
 TEST(slots_that_are_off_keep_what_they_hold) {
     device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2, 2 * 2 * arena::slot_bytes(nbytes)); // two experts in memory
     const int user = 0;

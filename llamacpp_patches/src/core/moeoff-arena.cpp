@@ -20,6 +20,7 @@ namespace moeoff {
 
 uint64_t arena::system_page = (uint64_t) sysconf(_SC_PAGESIZE);
 uint64_t arena::huge_page   = 2 << 20;
+uint64_t arena::pin_bytes   = 32 << 20;
 
 static uint64_t next_huge_page(uint64_t n) { return (n + arena::huge_page - 1) / arena::huge_page * arena::huge_page; }
 
@@ -32,7 +33,13 @@ static void advise(uint8_t * base, uint64_t begin, uint64_t end, int advice) {
 #endif
 
 // Gives the memory of a range back at once
-void arena::give_back(size_class & c, uint64_t from, uint64_t to) const {
+void arena::give_back(size_class & c, uint64_t from, uint64_t to) {
+    for (size_t i = first_chunk(c, from); pins && i < last_chunk(c, to); i++) {
+        if (c.chunks[i].state == chunk::PINNED) {
+            pins->unpin(c.base + begin_of(c, i));
+        }
+        c.chunks[i].state = chunk::UNPINNED;
+    }
 #ifdef __APPLE__ // MADV_DONTNEED keeps what is in them there; new pages in their place do not
     mmap(c.base + from, to - from, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 #else
@@ -152,6 +159,68 @@ bool arena::reserve(uint64_t limit_bytes, slot_mover mover) {
     return true;
 }
 
+// --- pinned memory ---
+
+uint64_t arena::begin_of(const size_class & c, size_t i) {
+    return i == 0 ? 0 : ((uintptr_t) c.base / pin_bytes + i) * pin_bytes - (uintptr_t) c.base;
+}
+
+void arena::set_pinner(pinner * p) {
+    for (auto & c : classes) {
+        for (size_t i = 0; i < c.chunks.size(); i++) {
+            if (c.chunks[i].state == chunk::PINNED) {
+                pins->unpin(c.base + begin_of(c, i));
+            }
+        }
+        c.chunks.assign(p && is_huge ? last_chunk(c, c.bytes()) : 0, {});
+    }
+    pins = is_huge ? p : nullptr;
+}
+
+// all of it has memory, or it is left alone
+bool arena::pin(size_class & c, size_t i) {
+    chunk &        k     = c.chunks[i];
+    const uint64_t begin = begin_of(c, i), end = std::min(begin_of(c, i + 1), c.bytes());
+    if (k.state == chunk::UNPINNED && end <= c.grown) {
+        k.state = pins->pin(c.base + begin, end - begin) ? chunk::PINNED : chunk::REFUSED;
+    }
+    return k.state == chunk::PINNED;
+}
+
+bool arena::is_read(const size_class & c, uint64_t from, uint64_t to) const {
+    for (size_t i = first_chunk(c, from); pins && i < last_chunk(c, to); i++) {
+        if (c.chunks[i].n_readers > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+bool arena::begin_read(int cls, int32_t slot) {
+    size_class &   c    = classes[cls];
+    const uint64_t from = c.stride * (uint64_t) slot, to = from + c.stride;
+    if (!pins) {
+        return false;
+    }
+    for (size_t i = first_chunk(c, from); i < last_chunk(c, to); i++) {
+        if (!pin(c, i)) {
+            return false;
+        }
+    }
+    for (size_t i = first_chunk(c, from); i < last_chunk(c, to); i++) {
+        c.chunks[i].n_readers++;
+    }
+    return true;
+}
+
+void arena::end_read(int cls, int32_t slot) {
+    size_class &   c    = classes[cls];
+    const uint64_t from = c.stride * (uint64_t) slot;
+    for (size_t i = first_chunk(c, from); i < last_chunk(c, from + c.stride); i++) {
+        c.chunks[i].n_readers--;
+    }
+}
+
 uint64_t arena::needs(const size_class & c, int32_t slot, bool whole) const {
     if (slot < (int32_t) c.n_used) {
         return c.stride;
@@ -234,14 +303,17 @@ bool arena::give_back_slot(int cls) {
     size_class & c    = classes[cls];
     int32_t      slot = c.committed_free.back();
     if (is_huge) {
-        const int32_t last = (int32_t) c.n_used - 1;
+        const int32_t  last = (int32_t) c.n_used - 1;
+        const uint64_t end  = next_huge_page(c.stride * (uint64_t) last);
+        if (end < c.grown && is_read(c, end, c.grown)) {
+            return false;
+        }
         if (c.place[(size_t) last] < 0 && (!move || !move(cls, last, slot))) {
             return false;
         }
         take_free(c, c.place[(size_t) (c.place[(size_t) last] < 0 ? slot : last)]);
         slot = last;
         c.n_used--;
-        const uint64_t end = next_huge_page(c.stride * c.n_used);
         if (end < c.grown) {
             give_back(c, end, c.grown);
             committed -= c.grown - end;
@@ -269,6 +341,10 @@ bool arena::trim(uint64_t extra, bool cuts) {
     cuts = cuts && committed + extra <= limit + ahead_bytes();
     for (auto & c : classes) {
         if (cuts && committed + extra > limit && c.ahead() > 0) {
+            if (is_read(c, c.grown - c.ahead(), c.grown)) {
+                must_stay = true;
+                continue;
+            }
             committed -= c.ahead();
             give_back(c, c.grown - c.ahead(), c.grown);
             c.grown -= c.ahead();

@@ -10,6 +10,9 @@
 // its last slot, whose bytes move into a free one before, and memory goes and comes in whole huge pages, which count as committed. Only the
 // last one of a class may be cut, or be made of ordinary pages from the start, where the limit leaves no room for it.
 //
+// A device reads this memory without the processor's help if it is pinned: in chunks, which whoever has one pins, each at its first begin_read().
+// What is pinned stays with its pages: a chunk is unpinned before a page of it is given back, and no page of it is while somebody reads it.
+//
 // A slot can be written to from its first use on. A system that promises no more memory than it has (vm.overcommit_memory=2) therefore
 // counts the slots that were in use, not the address space. A forked process has none of it.
 
@@ -22,6 +25,12 @@ namespace moeoff {
 
 class arena {
   public:
+    class pinner {
+      public:
+        virtual ~pinner() = default;
+        virtual bool pin(void * data, size_t nbytes) = 0; // false: it cannot
+        virtual void unpin(void * data) = 0;
+    };
     ~arena();
 
     static uint64_t huge_page;                        // of x86-64, and of ARM with ordinary pages of 4 KiB; tests set it
@@ -29,6 +38,7 @@ class arena {
 
     static uint64_t whole_pages(uint64_t bytes);      // of the system, which may be larger than ours: what a slot takes, so that its memory can go alone
     static uint64_t system_page;                      // tests set it
+    static uint64_t pin_bytes;                        // of a chunk; it begins and ends at multiples. Tests set it
 
     // room for n slots of so many bytes; returns the class. Before reserve()
     int  add_class(uint64_t slot_bytes, uint32_t n);
@@ -61,9 +71,19 @@ class arena {
     // gives free slots back to the system until committed + extra fits the limit; true if it does. To cut huge pages is a last resort
     bool    trim(uint64_t extra = 0, bool cuts = false);
 
+    // nullptr: everything is unpinned, as it has to be at the end. Nobody reads
+    void    set_pinner(pinner * p);
+    // The slot's memory is pinned until end_read(); false: it is not, and nothing has begun
+    bool    begin_read(int cls, int32_t slot);
+    void    end_read(int cls, int32_t slot);
+
     uint8_t * data(int cls, int32_t slot) const { return classes[cls].base + (uint64_t) slot * classes[cls].stride; }
 
   private:
+    struct chunk {
+        enum : uint8_t { UNPINNED, PINNED, REFUSED } state = UNPINNED;
+        uint16_t n_readers = 0;
+    };
     struct size_class {
         uint64_t bytes() const { return stride * n; }
         uint64_t ahead() const { return grown - stride * n_used; }
@@ -77,16 +97,24 @@ class arena {
         std::vector<int32_t> committed_free; // memory behind it, holds nothing
         std::vector<int32_t> place;          // of each slot in committed_free; -1: it is not there
         std::vector<int32_t> uncommitted;    // address space only
+        std::vector<chunk>   chunks;
     };
+    // the chunks that bytes from ... to of the class lie in, as [first, last); and where one begins
+    static size_t   first_chunk(const size_class & c, uint64_t from) { return (size_t) (((uintptr_t) c.base + from) / pin_bytes - (uintptr_t) c.base / pin_bytes); }
+    static size_t   last_chunk(const size_class & c, uint64_t to) { return first_chunk(c, to - 1) + 1; }
+    static uint64_t begin_of(const size_class & c, size_t i);
+    bool        pin(size_class & c, size_t i);
+    bool        is_read(const size_class & c, uint64_t from, uint64_t to) const;
     uint64_t    needs(const size_class & c, int32_t slot, bool whole) const; // bytes to be committed for it, and for the huge page in which it ends
     bool        grow(size_class & c, int32_t slot);              // so that the slot can be used for the first time
     int32_t     take_free(size_class & c, int32_t place);
     bool        give_back_slot(int cls);                          // a free one; false: the last one must stay
-    void        give_back(size_class & c, uint64_t begin, uint64_t end) const;
+    void        give_back(size_class & c, uint64_t begin, uint64_t end);
     static bool open_until(size_class & c, uint64_t end);
 
     std::vector<size_class> classes;
     slot_mover move;
+    pinner *  pins         = nullptr;
     bool      is_huge      = false;
     bool      must_stay    = false; // the last slot of a class, when free ones before it were to be given back
     uint8_t * region       = nullptr;

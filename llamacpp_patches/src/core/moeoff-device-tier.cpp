@@ -10,7 +10,7 @@ namespace moeoff {
 // --- slots ---
 
 device_slots::device_slots(int32_t n_experts, int32_t n_slots)
-    : slot_of((size_t) n_experts, -1), heat((size_t) n_experts, 0.0f), last_use((size_t) n_experts, 0), expert_in((size_t) n_slots, free_slot) {
+    : slot_of((size_t) n_experts, -1), heat((size_t) n_experts, 0.0f), last_use((size_t) n_experts, 0), expert_in((size_t) n_slots, free_slot), is_ahead((size_t) n_experts, 0) {
     for (int32_t slot = n_slots; slot-- > 0;) {
         free_list.push_back(slot);
     }
@@ -66,11 +66,27 @@ int32_t device_slots::take(int32_t expert, const uint32_t * keys, const uint8_t 
 
 void device_slots::finish(const upload & u, bool is_complete) {
     if (is_complete) {
-        slot_of[u.expert] = u.slot;
+        slot_of[u.expert]  = u.slot;
+        is_ahead[u.expert] = u.is_ahead;
     } else {
         expert_in[u.slot] = free_slot;
         free_list.push_back(u.slot);
     }
+}
+
+void device_slots::take_back(const upload & u) {
+    if (u.displaced >= 0) {
+        expert_in[u.slot]    = u.displaced;
+        slot_of[u.displaced] = u.slot;
+    } else {
+        finish(u, false);
+    }
+}
+
+int32_t device_slots::count_ahead(const std::vector<int32_t> & chosen) {
+    const auto n = (int32_t) std::count_if(chosen.begin(), chosen.end(), [this](int32_t e) { return slot_of[e] >= 0 && is_ahead[e]; });
+    std::fill(is_ahead.begin(), is_ahead.end(), (uint8_t) 0);
+    return n;
 }
 
 // --- tier ---
@@ -125,6 +141,11 @@ moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int
     return mode;
 }
 
+bool device_tier::begin_event(const gate & g) {
+    last_gate = g.index;
+    return uploads_all();
+}
+
 int32_t device_tier::n_waves(const gate & g, int64_t n_used, int64_t n_tokens) const {
     const int64_t n = uploads_all() ? n_slots(g) : 0;
     return n == 0 ? 1 : (int32_t) ((std::min<int64_t>(n_used * n_tokens, g.n_expert) + n - 1) / n);
@@ -145,8 +166,8 @@ void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & 
     const int32_t  n = std::min(n_most, max_uploads);
     device_slots & s = *slots[(size_t) g.index];
     candidates.clear();
-    last_gate = g.index;
     s.next_step();
+    table.counters().device_ahead_used += (uint64_t) s.count_ahead(all.chosen);
     for (const int32_t e : all.chosen) {
         s.use(e);
         all.slot_of[e] = all.is_chosen[e] == 1u << HIGH ? s.find(e) : -1;
@@ -186,7 +207,7 @@ void device_tier::next_wave(const gate & g, expert_table & table, std::vector<up
 }
 
 void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) {
-    if (mode != MOEOFF_DEVICE_COOPERATIVE || n_slots(g) == 0 || !user || last_gate == g.index) {
+    if (!is_on() || n_slots(g) == 0 || !user || last_gate == g.index) {
         return;
     }
     for (int32_t i = 0; i < n; i++) {
@@ -194,8 +215,11 @@ void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, e
     }
     for (int32_t i = 0; i < n && (int32_t) uploads.size() < std::min(n_most, max_uploads); i++) {
         if (!table.space.on_device(g, experts[i]) && table.is_in_memory(g, experts[i])) {
-            begin_upload(g, experts[i], false, expected.data(), uploads, table);
+            begin_upload(g, experts[i], uploads_all(), expected.data(), uploads, table);
         }
+    }
+    for (upload & u : uploads) {
+        u.is_ahead = true;
     }
     for (int32_t i = 0; i < n; i++) {
         expected[(size_t) experts[i]] = 0;
@@ -204,8 +228,16 @@ void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, e
 
 void device_tier::finish(const gate & g, const upload & u, bool is_complete, expert_table & table) {
     slots[(size_t) g.index]->finish(u, is_complete);
+    table.counters().device_ahead += is_complete && u.is_ahead;
     if (is_complete && is_on()) {
         table.space.set_on_device(g, u.expert, true);
+    }
+}
+
+void device_tier::take_back(const gate & g, const upload & u, expert_table & table) {
+    slots[(size_t) g.index]->take_back(u);
+    if (u.displaced >= 0 && is_on()) {
+        table.space.set_on_device(g, u.displaced, true);
     }
 }
 
@@ -223,9 +255,10 @@ void uploader::start(std::function<void(gate & g, const upload & u)> w) {
 void uploader::add(gate & g, const upload & u) {
     {
         checked_lock lock(mutex);
+        announced.fetch_sub(1, std::memory_order_acq_rel);
+        changed.notify_all();
         if (!stopped) {
             jobs.push_back({ &g, u });
-            changed.notify_all();
             return;
         }
     }
@@ -238,6 +271,24 @@ void uploader::add(gate & g, const upload & u) {
 void uploader::finish_one() {
     pending.fetch_sub(1, std::memory_order_acq_rel);
     changed.notify_all();
+}
+
+void uploader::take_back(const gate & g, std::vector<upload> & out) {
+    if (n_pending() == 0) {
+        return;
+    }
+    checked_lock lock(mutex);
+    while (announced.load(std::memory_order_acquire) > 0 || current == &g) { // whoever has announced one is about to add it
+        lock.wait(changed);
+    }
+    const auto is_of_gate = [&](const job & j) { return j.g == &g; };
+    for (const job & j : jobs) {
+        if (is_of_gate(j)) {
+            out.push_back(j.u);
+            finish_one();
+        }
+    }
+    jobs.erase(std::remove_if(jobs.begin(), jobs.end(), is_of_gate), jobs.end());
 }
 
 void uploader::drain() {
@@ -267,9 +318,11 @@ void uploader::run() {
         }
         const job next = jobs.front();
         jobs.pop_front();
+        current = next.g;
         lock.unlock();
         write(*next.g, next.u);
         lock.lock();
+        current = nullptr;
         finish_one();
     }
 }

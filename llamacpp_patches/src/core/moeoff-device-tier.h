@@ -6,6 +6,7 @@
 // One user, a llama_context, has the devices: what its graphs read is not overwritten while they run, because a gate's slots change
 // only between the gate's event, before which its device has finished all that was queued, and its ops, which read what the event says.
 
+#include "moeoff-arena.h"
 #include "moeoff-expert-table.h"
 
 #include <condition_variable>
@@ -25,6 +26,8 @@ struct upload {
     int32_t  slot;
     int32_t  displaced = -1; // whose slot it was
     uint32_t downloads = 0;  // of its matrices, those that go back to host memory first: bit 1 << moeoff_matrix
+    bool     is_ahead  = false; // decided before its router selected
+    bool     is_pinned = false; // the device reads it where it is (arena)
 };
 
 // The experts of one gate that are in a device's memory: which slot each is in, and which of them gives its slot to another. A slot
@@ -50,6 +53,10 @@ class device_slots {
     int32_t take(int32_t expert, const uint32_t * keys, const uint8_t * is_needed, bool forced, int32_t & displaced);
     // the upload has ended; only a complete one is found from now on
     void    finish(const upload & u, bool is_complete);
+    // nothing was written: whose slot it was has it again
+    void    take_back(const upload & u);
+    // A router has selected these: how many of them are there because they were uploaded ahead, since the last time
+    int32_t count_ahead(const std::vector<int32_t> & chosen);
 
   private:
     float heat_of(int32_t expert) const;
@@ -63,17 +70,18 @@ class device_slots {
     std::vector<uint64_t> last_use;  // by expert
     std::vector<int32_t>  expert_in; // by slot, also while it is being written
     std::vector<int32_t>  free_list;
+    std::vector<uint8_t>  is_ahead;  // by expert: uploaded so, and not yet asked for by a router
 };
 
 // The memory of devices' slots, behind one interface: the store writes experts there and reads them back without knowing what a device is.
-class slot_memory {
+class slot_memory : public arena::pinner {
   public:
-    virtual ~slot_memory() = default;
-    // A matrix of an expert, into a slot that nothing reads. Returns when data may be written to; the bytes are there after one of the next two
-    virtual void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes) = 0;
-    // returns when all that was written to the gate's device is there
-    virtual void wait(int32_t gate) = 0;
-    // it is there before the device computes what it is given from now on; the caller is the thread that gives it
+    // A matrix of an expert, into a slot that nothing reads. The bytes are there after one of the next two, and until then stay where they are if is_pinned.
+    // What is_ahead has a queue of its own; one thread at a time has each
+    virtual void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) = 0;
+    // returns when all that was written to the gate's device through this queue is there
+    virtual void wait(int32_t gate, bool is_ahead) = 0;
+    // what was not written ahead is there before the device computes what it is given from now on; the caller is the thread that gives it
     virtual void wait_on_device(int32_t gate) = 0;
     // one of the ggml_backend_t that a graph is computed with; kept if it is the gate's device's
     virtual void set_computing(int32_t gate, void * backend) = 0;
@@ -93,6 +101,8 @@ class device_tier {
     bool set_mode(moeoff_device_mode mode, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
     bool is_on() const REQUIRES(store_mutex) { return mode != MOEOFF_DEVICE_OFF; }
     bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC || mode == MOEOFF_DEVICE_WAVES; }
+    // The gate's router has selected for the user's graph: from here on nothing is uploaded ahead for it. Whether every chosen expert is uploaded
+    bool begin_event(const gate & g) REQUIRES(store_mutex);
     // How often the slots are filled for a batch, each time with other experts; 1 unless every chosen expert is uploaded
     int32_t n_waves(const gate & g, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
     // What is uploaded for the next of the waves behind the first, which assign() has begun: the device has finished the one before. Empty: none is left
@@ -106,10 +116,12 @@ class device_tier {
     // expert is uploaded. Only what is to be served in high precision takes part
     void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
     // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, the first before the
-    // others. None of the expected gives its slot away; an expert that does must rank below the one that gets it, as ever. Between a gate's event and
+    // others. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
     // the next one of another gate its device may still read the slots: then there are none
     void prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) REQUIRES(store_mutex);
     void finish(const gate & g, const upload & u, bool is_complete, expert_table & table) REQUIRES(store_mutex);
+    // of an upload that has not begun
+    void take_back(const gate & g, const upload & u, expert_table & table) REQUIRES(store_mutex);
 
   private:
     void begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) REQUIRES(store_mutex);
@@ -132,8 +144,14 @@ class uploader {
 
     // once, before the first add(). write may not throw
     void start(std::function<void(gate & g, const upload & u)> write);
-    void announce() { pending.fetch_add(1, std::memory_order_acq_rel); } // one that is decided: a drain() waits for it. Then, and under no lock:
+    // one that is decided: a drain() waits for it. Then, and under no lock:
+    void announce() {
+        pending.fetch_add(1, std::memory_order_acq_rel);
+        announced.fetch_add(1, std::memory_order_acq_rel);
+    }
     void add(gate & g, const upload & u) EXCLUDES(mutex); // after a stop: done at once, by the caller
+    // Early preemption (ProMoE §5.2): the gate's that have not begun will not be done, and are the caller's; one that has begun has ended
+    void take_back(const gate & g, std::vector<upload> & out) EXCLUDES(mutex);
     void drain() EXCLUDES(mutex); // returns when nothing is left to do
     void stop() EXCLUDES(mutex);  // the same, and ends the thread
     // uploads that were announced and have not ended
@@ -149,10 +167,12 @@ class uploader {
 
     std::function<void(gate & g, const upload & u)> write;
     std::atomic<int32_t>    pending {0};
+    std::atomic<int32_t>    announced {0}; // of these, not added yet
     std::condition_variable changed;
     checked_mutex           mutex;
     std::deque<job>         jobs    GUARDED_BY(mutex);
     bool                    stopped GUARDED_BY(mutex) = true;
+    const gate *            current GUARDED_BY(mutex) = nullptr; // of the one that is being done
     std::thread             thread;
 };
 

@@ -276,13 +276,17 @@ void expert_table::unpin(const tensor & t, int32_t expert, uint8_t v, bool keep)
     let_go(x, keep);
 }
 
-void expert_table::hold(expert_state & x) {
+bool expert_table::hold(expert_state & x) {
     x.pins++;
     x.held++;
     space.reconsider(x);
+    return x.size_class >= 0 && space.pools[x.version].slots.begin_read(x.size_class, x.slot);
 }
 
-void expert_table::release(expert_state & x, bool keep) {
+void expert_table::release(expert_state & x, bool is_pinned, bool keep) {
+    if (is_pinned) {
+        space.pools[x.version].slots.end_read(x.size_class, x.slot);
+    }
     x.held--;
     x.pins--;
     let_go(x, keep);

@@ -109,8 +109,10 @@ class expert_table {
     // requests that get no slot wait for one, as of the last time that a worker looked
     bool    is_short() const { return wants_slots.load(std::memory_order_relaxed); }
     // an upload to a device uses an expert that is whole: it is not evicted until it is released. No use by the graph
-    void    hold(expert_state & x) REQUIRES(store_mutex);
-    void    release(expert_state & x, bool keep) REQUIRES(store_mutex);
+    // hold: whether its memory is pinned until then (arena), which release is told
+    void    set_pinner(arena::pinner * p) REQUIRES(store_mutex) { pools[HIGH].slots.set_pinner(p); }
+    bool    hold(expert_state & x) REQUIRES(store_mutex);
+    void    release(expert_state & x, bool is_pinned, bool keep) REQUIRES(store_mutex);
     // what is in memory of an expert that is expected stays until its router has selected
     void    expect(expert_state & x) REQUIRES(store_mutex);
     // Queues a slice that is absent because its expert is expected, or preloads it: loads it whatever the routers select until the next event

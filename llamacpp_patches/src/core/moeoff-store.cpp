@@ -18,7 +18,13 @@ store::store(const moeoff_params & p) : params(p), flags(p.flags), limits { p.ar
     };
 }
 
-store::~store() { stop(); }
+store::~store() {
+    stop();
+    if (!is_copy()) {
+        store_lock lock(sync);
+        table.set_pinner(nullptr); // slots goes before table
+    }
+}
 
 int store::read_slices(const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
     file_range ranges[files::max_ranges];
@@ -131,7 +137,16 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     event.decode = is_decode(event.n_tokens);
     event.t_ns   = driver.running() ? now_ns() : 0; // before its own requests are queued
     const bool is_eager = get_flags() & MOEOFF_FLAG_EAGER;
-    bool       is_inline;
+    bool       is_inline = false;
+    if (out) {
+        {
+            store_lock lock(sync);
+            is_inline = device.begin_event(g);
+        }
+        if (is_inline) {
+            take_back_uploads(g);
+        }
+    }
     {
         store_lock lock(sync);
         events.begin(g, event, c, all, is_eager, out ? out->host : nullptr);
@@ -141,22 +156,18 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         if (is_eager) {
             events.request(g, event, all);
         }
-        is_inline = device.uploads_all();
         if (!is_inline) {
             announce(g, all.uploads);
         }
         table.wake_workers();
     }
     if (out) {
-        for (const upload & u : all.uploads) {
-            if (!is_inline) {
+        if (is_inline) {
+            upload_before_use(g, all.uploads, all.slot_of.data());
+        } else {
+            for (const upload & u : all.uploads) {
                 uploads.add(g, u);
-            } else if (upload_expert(g, u, false)) {
-                all.slot_of[u.expert] = u.slot;
             }
-        }
-        if (is_inline && !all.uploads.empty()) {
-            slots->wait_on_device(g.index);
         }
         const int32_t n_slots = n_device_slots(g);
         all.on_device.resize((size_t) event.n_tokens * (size_t) event.n_used);
@@ -185,12 +196,7 @@ void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_to
         store_lock lock(sync);
         device.next_wave(g, table, now);
     }
-    for (const upload & u : now) {
-        slot_of[(size_t) u.expert] = upload_expert(g, u, false) ? u.slot : -1;
-    }
-    if (!now.empty()) {
-        slots->wait_on_device(g.index);
-    }
+    upload_before_use(g, now, slot_of.data());
     const int32_t n_slots = n_device_slots(g);
     for (int32_t t = 0, i = 0; t < n_tokens; t++) {
         const int32_t * row = (const int32_t *) ((const char *) ids + (size_t) t * stride);
@@ -201,15 +207,29 @@ void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_to
     }
 }
 
+// A router has selected before they were done: its experts' slots are needed now
+void store::take_back_uploads(gate & g) {
+    static thread_local std::vector<upload> undone;
+    undone.clear();
+    uploads.take_back(g, undone);
+    if (!undone.empty()) {
+        store_lock lock(sync);
+        for (const upload & u : undone) {
+            table.release(table.state_of(g, u.expert, HIGH), u.is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
+            device.take_back(g, u, table);
+        }
+    }
+}
+
 // Uploads that the thread of their own will do: what they need is in memory, and has to stay there; what gives its slot to one of them takes what
 // room is left
 void store::announce(const gate & g, std::vector<upload> & all) {
-    for (const upload & u : all) {
-        table.hold(table.state_of(g, u.expert, HIGH));
+    for (upload & u : all) {
+        u.is_pinned = table.hold(table.state_of(g, u.expert, HIGH));
         uploads.announce();
     }
     for (upload & u : all) {
-        if (u.displaced >= 0 && get_flags() & MOEOFF_FLAG_KEEP) {
+        if (u.displaced >= 0 && get_flags() & MOEOFF_FLAG_KEEP && !device.uploads_all()) {
             u.downloads = table.begin_download(table.state_of(g, u.displaced, HIGH));
         }
     }
@@ -235,22 +255,54 @@ void store::bring_down(const gate & g, const upload & u) {
     }
 }
 
-// What is not held is waited for, one slice at a time: in the smallest arena there is room for no more
-bool store::upload_expert(gate & g, const upload & u, bool is_held) {
-    const uint8_t v = HIGH;
-    uint64_t nbytes = 0, ns = 0;
-    bool is_complete = true;
+// queues the copies of an expert that is held
+void store::write_expert(const gate & g, const upload & u, bool is_ahead) {
+    for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
+        if (g.tensors[m] >= 0) {
+            const slice s = at(map.tensor_at(g.tensors[m]), u.expert, HIGH);
+            slots->write(g.index, m, u.slot, s.data(), s.source.nbytes, is_ahead, u.is_pinned);
+        }
+    }
+}
+
+// of experts whose copies have ended; ns: what they took, all together
+void store::end_uploads(const gate & g, const upload * all, size_t n, uint64_t ns, bool is_awaited) {
+    store_lock lock(sync);
+    moeoff_stats & stats = table.counters();
+    for (const upload * u = all; u < all + n; u++) {
+        table.release(table.state_of(g, u->expert, HIGH), u->is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
+        device.finish(g, *u, true, table);
+        stats.device_uploads++;
+        for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
+            stats.device_bytes += g.tensors[m] >= 0 ? table.source_of(table.state_of(g, u->expert, HIGH), m).nbytes : 0;
+        }
+    }
+    stats.device_upload_ns += ns;
+    stats.device_wait_ns   += is_awaited ? ns : 0;
+}
+
+void store::upload_held(gate & g, const upload & u) {
     bring_down(g, u);
-    for (int32_t m = 0; m < MOEOFF_N_MATRIX && is_complete; m++) {
-        if (g.tensors[m] < 0) {
+    const int64_t t0 = now_ns();
+    write_expert(g, u, true);
+    slots->wait(g.index, true);
+    end_uploads(g, &u, 1, (uint64_t) (now_ns() - t0), false);
+}
+
+// all of it is ready, and held until its upload ends; what host memory lacks is read, and wait_before is called before it is waited for. false: it cannot be read
+bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & wait_before) {
+    const uint8_t v = HIGH;
+    bool is_whole = true, is_cancelled = false;
+    for (const int32_t m : graph_order) {
+        if (g.tensors[(size_t) m] < 0) {
             continue;
         }
-        const tensor & t = map.tensor_at(g.tensors[m]);
+        const tensor & t = map.tensor_at(g.tensors[(size_t) m]);
         const slice    s = at(t, u.expert, v);
-        if (!is_held) {
-            pin(t, &u.expert, &v, 1);
+        pin(t, &u.expert, &v, 1);
+        if (!s.settled()) {
+            wait_before();
         }
-        bool is_cancelled = false;
         for (uint64_t seen = generation(); !s.settled() && !is_cancelled; seen = generation()) {
             is_cancelled = !wait(seen, t, 1);
         }
@@ -259,36 +311,49 @@ bool store::upload_expert(gate & g, const upload & u, bool is_held) {
         } else {
             fail(graph_of_this_thread(), s);
         }
-        const uint8_t * data = s.data();
-        is_complete = !is_cancelled && data != nullptr;
-        if (is_complete) {
-            const int64_t t0 = now_ns();
-            slots->write(g.index, m, u.slot, data, s.source.nbytes);
-            ns     += (uint64_t) (now_ns() - t0);
-            nbytes += s.source.nbytes;
-        }
-        if (!is_held) {
-            unpin(t, u.expert, v);
-        }
-    }
-    if (is_held) {
-        const int64_t t0 = now_ns();
-        slots->wait(g.index);
-        ns += (uint64_t) (now_ns() - t0);
+        is_whole = is_whole && !is_cancelled && s.data() != nullptr;
     }
     store_lock lock(sync);
-    if (is_held) {
-        table.release(table.state_of(g, u.expert, HIGH), get_flags() & MOEOFF_FLAG_KEEP);
+    if (is_whole) {
+        u.is_pinned = table.hold(table.state_of(g, u.expert, HIGH));
+    } else {
+        device.finish(g, u, false, table);
     }
-    device.finish(g, u, is_complete, table);
-    if (is_complete) {
-        moeoff_stats & stats = table.counters();
-        stats.device_uploads++;
-        stats.device_bytes     += nbytes;
-        stats.device_upload_ns += ns;
-        stats.device_wait_ns   += is_held ? 0 : ns;
+    for (const int32_t m : graph_order) {
+        if (g.tensors[(size_t) m] >= 0) {
+            table.unpin(map.tensor_at(g.tensors[(size_t) m]), u.expert, v, get_flags() & MOEOFF_FLAG_KEEP);
+        }
     }
-    return is_complete;
+    return is_whole;
+}
+
+// In the smallest arena there is room for one expert: while another is read, none is held
+void store::upload_before_use(gate & g, const std::vector<upload> & all, int32_t * slot_of) {
+    static thread_local std::vector<upload> copying;
+    uint64_t   ns  = 0;
+    const auto end = [&] {
+        const int64_t t0 = now_ns();
+        if (std::any_of(copying.begin(), copying.end(), [](const upload & u) { return u.is_pinned; })) {
+            slots->wait(g.index, false);
+        } else {
+            slots->wait_on_device(g.index);
+        }
+        end_uploads(g, copying.data(), copying.size(), ns + (uint64_t) (now_ns() - t0), true);
+        copying.clear();
+        ns = 0;
+    };
+    for (upload u : all) {
+        if (fetch_and_hold(g, u, end)) {
+            slot_of[u.expert] = u.slot;
+            const int64_t t0 = now_ns();
+            write_expert(g, u, false);
+            ns += (uint64_t) (now_ns() - t0);
+            copying.push_back(u);
+        }
+    }
+    if (!copying.empty()) {
+        end();
+    }
 }
 
 bool store::versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const {
@@ -380,7 +445,7 @@ void store::fail(uint64_t graph, const slice & s) {
 
 void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory) {
     if (memory && !has_uploader) {
-        uploads.start([this](gate & g, const upload & u) { upload_expert(g, u, true); });
+        uploads.start([this](gate & g, const upload & u) { upload_held(g, u); });
         has_uploader = true;
     }
     {
@@ -390,6 +455,7 @@ void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spa
     uploads.drain();
     store_lock lock(sync);
     device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, map, table);
+    table.set_pinner(memory.get());
     slots = std::move(memory);
 }
 

@@ -206,7 +206,12 @@ class store {
   private:
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
-    bool upload_expert(gate & g, const upload & u, bool is_held);
+    void upload_before_use(gate & g, const std::vector<upload> & all, int32_t * slot_of); // fills slot_of [n_experts] for those that are there then
+    bool fetch_and_hold(gate & g, upload & u, const std::function<void()> & wait_before);
+    void upload_held(gate & g, const upload & u); // on the thread of its own
+    void write_expert(const gate & g, const upload & u, bool is_ahead);
+    void end_uploads(const gate & g, const upload * all, size_t n, uint64_t ns, bool is_awaited);
+    void take_back_uploads(gate & g);
     void announce(const gate & g, std::vector<upload> & all) REQUIRES(store_mutex);
     void bring_down(const gate & g, const upload & u);
     int  read_slices(const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message);

@@ -194,6 +194,8 @@ struct moeoff_stats {
     uint64_t device_bytes_down; // of these
     uint64_t device_download_ns; // of these, summed
     uint64_t device_wait_ns;    // compute waited while experts were written into slots
+    uint64_t device_ahead;      // of device_uploads, those that began before a router selected their expert
+    uint64_t device_ahead_used; // of these, those that it then did
     uint64_t device_experts;    // on devices now
 };
 

@@ -66,9 +66,18 @@ upload_stream::upload_stream(ggml_backend_dev_t device) {
     all_copied.reset(props.caps.events ? ggml_backend_event_new(device) : nullptr);
 }
 
-void upload_stream::set(ggml_tensor * tensor, size_t offset, const uint8_t * data, size_t nbytes) {
+void upload_stream::set(ggml_tensor * tensor, size_t offset, const uint8_t * data, size_t nbytes, bool is_pinned) {
     if (!backend) {
         ggml_backend_tensor_set(tensor, data, offset, nbytes);
+        return;
+    }
+    for (size_t done = 0; is_pinned && done < nbytes;) { // one copy may not reach into two chunks
+        const size_t n = std::min<size_t>(nbytes - done, arena::pin_bytes - (uintptr_t) (data + done) % arena::pin_bytes);
+        ggml_backend_tensor_set_async(backend.get(), tensor, data + done, offset + done, n);
+        is_busy = true;
+        done   += n;
+    }
+    if (is_pinned) {
         return;
     }
     uint8_t * const first = (uint8_t *) ggml_backend_buffer_get_base(staging.get());
@@ -159,25 +168,37 @@ bool device_memory::add(const expert_map & map, const gate & g, ggml_backend_dev
         error = name + " has no room for " + std::to_string(nbytes) + " bytes of experts of layer " + std::to_string(g.layer);
         return false;
     }
-    auto & stream = streams[device];
-    if (!stream) {
-        stream = std::make_unique<upload_stream>(device);
-    }
-    b.stream = stream.get();
+    b.queues = &queues.try_emplace(device, device).first->second;
     ggml_backend_buffer_clear(b.buffer.get(), 0); // the slots of zeros stay so
     ggml_backend_buffer_set_usage(b.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     return true;
 }
 
-void device_memory::write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes) {
-    ggml_tensor * t = blocks[(size_t) gate].tensors[(size_t) matrix];
-    GGML_ASSERT(nbytes == t->nb[2]);
-    blocks[(size_t) gate].stream->set(t, (size_t) slot * t->nb[2], data, nbytes);
+// the same function of each backend that has one
+using register_memory   = bool (*)(void * data, size_t nbytes);
+using unregister_memory = void (*)(void * data);
+
+static void * function_of(ggml_backend_dev_t device, const char * name) { return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name); }
+
+bool device_memory::pin(void * data, size_t nbytes) {
+    if (queues.size() != 1) { // one device's alone
+        return false;
+    }
+    const auto f = (register_memory) function_of(queues.begin()->first, "ggml_backend_register_host_buffer");
+    return f && f(data, nbytes);
 }
 
-void device_memory::wait(int32_t gate) { blocks[(size_t) gate].stream->wait(); }
+void device_memory::unpin(void * data) { ((unregister_memory) function_of(queues.begin()->first, "ggml_backend_unregister_host_buffer"))(data); }
 
-void device_memory::wait_on_device(int32_t gate) { blocks[(size_t) gate].stream->wait_on(blocks[(size_t) gate].computing); }
+void device_memory::write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) {
+    ggml_tensor * t = blocks[(size_t) gate].tensors[(size_t) matrix];
+    GGML_ASSERT(nbytes == t->nb[2]);
+    blocks[(size_t) gate].queues->of(is_ahead).set(t, (size_t) slot * t->nb[2], data, nbytes, is_pinned);
+}
+
+void device_memory::wait(int32_t gate, bool is_ahead) { blocks[(size_t) gate].queues->of(is_ahead).wait(); }
+
+void device_memory::wait_on_device(int32_t gate) { blocks[(size_t) gate].queues->of(false).wait_on(blocks[(size_t) gate].computing); }
 
 void device_memory::set_computing(int32_t gate, void * backend) {
     block & b = blocks[(size_t) gate];
