@@ -89,6 +89,7 @@ WITHOUT = "cpu"
 _BLOCK, _SKIP = 16, 8  # tokens: an expert that was on the device alone has to be read again when the CPU needs it
 _PROMPT = 32  # tokens of a batch that is compared as a prompt
 _EACH = 2  # batches that each way is measured by, before one is chosen
+_HOPELESS = 2.0  # times the best: once is enough
 _AGAIN = 16  # batches after which the other way is measured again
 
 
@@ -169,11 +170,14 @@ class _Prompts:
         self._since = 0
 
     def next(self) -> str:
-        fewest = min(self._times, key=lambda way: self._n[way])
-        if self._n[fewest] < _EACH:
-            return fewest
-        best = min(self._times, key=lambda way: min(self._times[way]))
+        best = min(self._times, key=lambda way: min(self._times[way], default=math.inf))
+        undecided = [way for way in self._times if self._n[way] < _EACH and self._is_near(way, best)]
+        if undecided:
+            return min(undecided, key=lambda way: self._n[way])
         return min((way for way in self._times if way != best), key=lambda way: self._n[way]) if self._since >= _AGAIN else best
+
+    def _is_near(self, way: str, best: str) -> bool:
+        return not self._times[way] or min(self._times[way]) <= _HOPELESS * min(self._times[best])
 
     def add(self, way: str, seconds: float) -> None:
         best = min(self._times, key=lambda w: min(self._times[w], default=0.0))

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from moeoff.engine.comparison import BLOCK, HOLD, LONGEST_HOLD, ORDER, ROUND, ABTest, DeviceJudge
+from moeoff.engine.comparison import BLOCK, HOLD, LONGEST_HOLD, ORDER, ROUND, ABTest, DeviceJudge, _Prompts
 
 TRIAL = BLOCK * len(ORDER)
 FIRST = BLOCK * ROUND
@@ -131,9 +131,18 @@ def test_prompts_by_three_ways():
         judge.end(100, 100 * seconds[mode], False)
         return mode
 
-    modes = [read({"centric": 0.03, "waves": 0.01, "cpu": 0.02}) for _ in range(60)]
+    modes = [read({"centric": 0.019, "waves": 0.01, "cpu": 0.015}) for _ in range(60)]
     assert set(modes[:6]) == {"centric", "waves", "cpu"} and modes[6:].count("waves") >= 50 and {"centric", "cpu"} <= set(modes[6:])
     assert set(decode(judge, {"centric": 1.0, "cpu": 0.1}, 200)) == {"centric"} and judge.gain is None
+
+
+def test_a_way_that_is_much_slower_is_tried_once():
+    prompts = _Prompts(("cooperative", "waves", "cpu"))
+    modes = []
+    for _ in range(40):
+        modes.append(prompts.next())
+        prompts.add(modes[-1], {"cooperative": 0.004, "waves": 0.0007, "cpu": 0.0044}[modes[-1]])
+    assert modes[:5] == ["cooperative", "waves", "cpu", "waves", "waves"] and modes.count("waves") >= 36
 
 
 def test_prompts():

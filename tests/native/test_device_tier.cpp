@@ -377,7 +377,7 @@ TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
     }
     device_store few(MOEOFF_DEVICE_WAVES, 1, 0);
     const int user = 0;
-    REQUIRE(few.s.device_mode(few.g(), &user, 2, 2) == MOEOFF_DEVICE_WAVES && few.s.device_mode(few.g(), &user, 2, 3) == MOEOFF_DEVICE_OFF); // six waves
+    REQUIRE(few.s.device_mode(few.g(), &user, 2, 2) == MOEOFF_DEVICE_WAVES && few.s.device_waves(few.g(), 2, 3) == 6);
 }
 
 TEST(another_mode_begins_when_the_uploads_of_the_last_one_have_ended) {

@@ -213,7 +213,7 @@ void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, e
     for (int32_t i = 0; i < n; i++) {
         expected[(size_t) experts[i]] = 1;
     }
-    for (int32_t i = 0; i < n && (int32_t) uploads.size() < std::min(n_most, max_uploads); i++) {
+    for (int32_t i = 0; i < std::min(n, n_spare) && (int32_t) uploads.size() < std::min(n_most, max_uploads); i++) {
         if (!table.space.on_device(g, experts[i]) && table.is_in_memory(g, experts[i])) {
             begin_upload(g, experts[i], uploads_all(), expected.data(), uploads, table);
         }

@@ -115,8 +115,8 @@ class device_tier {
     // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter at most so many, unless every chosen
     // expert is uploaded. Only what is to be served in high precision takes part
     void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
-    // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, the first before the
-    // others. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
+    // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, of the first ones, as many as serve a
+    // token. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
     // the next one of another gate its device may still read the slots: then there are none
     void prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) REQUIRES(store_mutex);
     void finish(const gate & g, const upload & u, bool is_complete, expert_table & table) REQUIRES(store_mutex);

@@ -28,7 +28,7 @@ extern "C" {
 
 // raised whenever a struct or a function below changes its meaning
 #define MOEOFF_ABI_VERSION 20
-#define MOEOFF_MAX_WAVES 4 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
+#define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
