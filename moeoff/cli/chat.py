@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from ..engine.prompt import Template
 from ..errors import ContextError, MoeoffError, OptionError
-from ..options import in_flags
+from ..option import table_of
+from ..options import Sampling, in_flags
 from ..system.console import note
 from ..system.files import atomic_file, read_text
 from ..system.memory import format_size, parse_size, rss
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ..engine.stats import Stats
 
 QUOTES = '"""'
+_SETTINGS = {name: line for name, line in table_of(Sampling).items() if name not in ("seed", "stop")}  # which hold for the whole program
 
 HELP = f"""\
 /help              this list
@@ -39,6 +41,7 @@ HELP = f"""\
 /regen             answer the last question again
 /stats             what this chat took so far
 /system TEXT       set the system prompt; without TEXT show it, /system - removes it
+/set NAME VALUE    change how answers are drawn, e.g. /set temp 0.2; without NAME show it
 /think off         answer without thinking first, if the model does; /think on
 /save FILE         write the conversation: JSON if FILE ends with .json, else text
 /load FILE         go on with a conversation that was saved as JSON
@@ -99,6 +102,7 @@ class Chat:
             "/regen": self._regenerate,
             "/stats": self._stats,
             "/system": self._set_system,
+            "/set": self._set_sampling,
             "/think": self._think,
             "/save": self._save,
             "/load": self._load,
@@ -142,7 +146,7 @@ class Chat:
         try:
             command(argument)
         except MoeoffError as error:
-            note(in_flags(error, {"memory": ("/memory", "SIZE")}))
+            note(in_flags(error, {"memory": ("/memory", "SIZE"), **{name: (f"/set {name}", line.metavar) for name, line in _SETTINGS.items()}}))
         except OSError as error:
             note(str(error))
 
@@ -190,6 +194,14 @@ class Chat:
         self._ask(before[-2]["content"])
         if len(self._messages) < len(before):
             self._messages = before
+
+    def _set_sampling(self, wish: str) -> None:
+        name, _, value = wish.partition(" ")
+        if name and (name not in _SETTINGS or not value):
+            raise OptionError(f"/set NAME VALUE: a name is one of {', '.join(_SETTINGS)}")
+        if name:
+            self._completer.sampling = replace(self._completer.sampling, **{name: _SETTINGS[name].read(value)})
+        note(", ".join(f"{name} {line.spell(getattr(self._completer.sampling, name))}" for name, line in _SETTINGS.items()))
 
     def _think(self, wish: str) -> None:
         if wish not in ("on", "off"):

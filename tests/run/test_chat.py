@@ -284,6 +284,17 @@ def test_thoughts_can_be_turned_off(demo, capfd):
             assert not chat._template.thinks and "/think on, or /think off" in capfd.readouterr().err
 
 
+def test_how_answers_are_drawn_can_be_changed(demo, capfd):
+    with Llama(demo, n_ctx=256) as llm, Completer(llm, Sampling(temp=0.5)) as completer:
+        lines = iter(["/set", "/set n_predict 3", "/set ignore_eos on", "/set top_p 7", "/set warmth 1", "Hello?"])
+        chat = Chat(completer, read=lambda: next(lines, None) or _leave())
+        chat.loop()
+        assert chat._answers[0].completion_tokens == 3 and completer.sampling == Sampling(temp=0.5, n_predict=3, ignore_eos=True)
+    said = capfd.readouterr().err
+    assert "n_predict -1, temp 0.5, top_k 40" in said and "n_predict 3, temp 0.5" in said
+    assert "/set top_p: 0 to 1, not 7" in said and "a name is one of n_predict, temp, top_k" in said
+
+
 def _leave() -> str:
     raise EOFError
 
