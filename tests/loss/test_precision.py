@@ -39,6 +39,7 @@ LOSSY = Precision(0.4, 0.8, 0.4, "Q4_0")
         ({"low_share": 2}, "between 0 and 1"),
         ({"t1": 0.5}, "needs a tier of the sidecar"),
         *(({"tau": tau}, "tau is a weight") for tau in (-0.1, math.nan, math.inf)),
+        *(({"resident": share}, "resident: lies between 0 and 1") for share in (-1, 1.1, math.nan)),
         *(({"tau": 0.1, "low_tier": "Q4_0", name: value}, "tau is a weight") for name, value in (("t1", 0.5), ("mispredicted_low", True))),
     ],
 )
