@@ -199,8 +199,6 @@ class Completer:
                 if choice["text"]:
                     pieces.put(choice["text"])
                 reason = choice["finish_reason"] or reason
-            if self._prompt_cache is not None and self._prompt_cache.answers:
-                self._prompt_cache.save(self.llm)
         except (MoeoffError, RuntimeError) as error:
             if self._cancelled.is_set():
                 return "cancelled"
@@ -214,7 +212,7 @@ class Completer:
     def _drawn(self, _tokens: object, _logits: object) -> bool:
         """True if the answer ends here. Called after each token that was drawn, before it is computed."""
         cache, prompt = self._prompt_cache, self._prompt
-        if prompt and cache is not None and not cache.answers and prompt != self._cached_tokens[: len(prompt)]:
+        if prompt and cache is not None and prompt != self._cached_tokens[: len(prompt)]:
             cache.save(self.llm)  # the context holds the prompt and nothing else
         self._prompt = []
         return self._cancelled.is_set()

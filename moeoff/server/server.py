@@ -21,6 +21,7 @@ import numpy as np
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
+from ..engine.explanation import explain
 from ..engine.stats import LayerHits, Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
@@ -270,6 +271,18 @@ class Server:
         if (host := self._options.open_to) is not None:
             out.append(f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key")
         return out
+
+    def explain(self) -> dict[str, str]:
+        """What was chosen and why, a sentence each."""
+        prompts, disk = self.engine.prompt_memory, self._options.kv_disk
+        return explain(self.engine) | {
+            "slots": f"{self.n_parallel} answers at a time share the context (-np)",
+            "prompt cache": f"at most {format_size(prompts.cache_ram)} of the experts' memory for prompts outside the context (--cache-ram)",
+            "on disk": f"at most {format_size(disk)} of them (--kv-disk)" if disk else "none of them (--kv-disk)",
+            "checkpoints": f"{prompts.n_checkpoints} of {format_size(prompts.checkpoint)} for each slot"
+            if prompts.checkpoint
+            else "none: the state can be cut",
+        }
 
     @property
     def n_parallel(self) -> int:

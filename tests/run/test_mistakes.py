@@ -82,7 +82,6 @@ MISTAKES = [
     ("run -p x --stats-json /nowhere/s.json", 1, "there is no such folder"),
     ("run -p x --stats-json /tmp", 2, "is a directory"),
     ("run -p x --trace /nowhere/t", 1, "there is no such folder"),
-    ("run -p x --prompt-cache-ro", 1, "give one"),
     ("run -p x --profile missing.npz", 1, "missing.npz"),
     # lower precision
     ("run -p x --max-loss much", 1, "--max-loss: not a loss: 'much'; write for example 1%"),

@@ -300,21 +300,12 @@ def test_prompt_cache(invoke, demo, tmp_path):
     first, second = (json.loads(invoke("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).stdout) for _ in range(2))
     assert first["text"] == second["text"] and first["stats"]["prompt_tokens"] > 5
     assert second["stats"]["prompt_tokens"] == 0 and second["usage"] == first["usage"]  # its last token counts as generated
-    before = cache.read_bytes()
     longer = invoke("run", "-m", demo, *ASK, "-f", "/dev/null", "--prompt-cache", str(cache))
     assert longer.returncode == 1  # -p and -f
     ask = [word.replace("girl who", "girl who had a dog") for word in ASK]
-    read = json.loads(invoke("run", "-m", demo, *ask, "--prompt-cache", str(cache), "--prompt-cache-ro").stdout)
-    assert 1 <= read["stats"]["prompt_tokens"] < first["stats"]["prompt_tokens"] and cache.read_bytes() == before
+    read = json.loads(invoke("run", "-m", demo, *ask, "--prompt-cache", str(cache)).stdout)
+    assert 1 <= read["stats"]["prompt_tokens"] < first["stats"]["prompt_tokens"]
     assert list(tmp_path.iterdir()) == [cache]
-
-
-def test_prompt_cache_with_answers(invoke, demo, tmp_path):
-    cache = str(tmp_path / "prompt.cache")
-    first = json.loads(invoke("run", "-m", demo, *ASK, "--prompt-cache", cache, "--prompt-cache-all").stdout)
-    longer = [*ASK[:2], ASK[2] + first["text"], *ASK[3:]]
-    second = json.loads(invoke("run", "-m", demo, *longer, "--prompt-cache", cache).stdout)
-    assert second["stats"]["prompt_tokens"] < 4
 
 
 def test_prompt_caches_that_cannot_be_used(invoke, demo, grown, tmp_path):
@@ -325,9 +316,6 @@ def test_prompt_caches_that_cannot_be_used(invoke, demo, grown, tmp_path):
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
         return done.stderr
 
-    assert "there is no such prompt cache" in refused("--prompt-cache", str(cache), "--prompt-cache-ro")
-    assert "give one" in refused("--prompt-cache-all")
-    assert "keeps no answers" in refused("--prompt-cache", str(cache), "--prompt-cache-all", "--prompt-cache-ro")
     assert "no_such_folder" in refused("--prompt-cache", str(tmp_path / "no_such_folder" / "x"))
     assert invoke("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).returncode == 0
     good = cache.read_bytes()
