@@ -19,7 +19,7 @@ from .user_cache import CacheEntry
 IO_THREADS = 4  # where nothing says that others would be faster
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _F_NOCACHE = 48  # of macOS's fcntl.h
-LONGEST_READ = 4 << 20  # an I/O thread reads a slice in pieces of this size
+LONGEST_READ = 1 << 20  # an I/O thread reads a slice in pieces of this size
 _COUNTS = (4, 1, 2, 8, 16)  # of threads that are compared
 _ROUNDS, _TURN, _LONGEST_SEARCH = 3, 0.1, 1.7  # seconds: of one count's turn in a round, and of all together
 _SEARCH_READ = 1 << 20  # bytes of a read in the search: sixteen threads' buffers must not take what a small budget has
