@@ -239,7 +239,7 @@ class Config:
                          help="Preload in the background: all experts if they fit, else those cached at the last exit. While the model waits for a "
                               "prompt, fill the cache.")  # fmt: skip
     io_threads: int | None = _expert("--io-threads", metavar="N", parse=integer(1, 64), commands=f"{_OPEN} bench",
-                                     help="Threads that read experts. Default: the number that reads the model's disk fastest, measured once.")  # fmt: skip
+                                     help="Threads that read experts. Default: 4, or more if the model's disk reads faster with them.")  # fmt: skip
     deterministic: bool = _expert("--deterministic", default=False,
                                   help="With --max-loss: decide by a simulated cache instead of the real one, so that a run can be repeated.")  # fmt: skip
     trace: Path | None = _expert("--trace", metavar="FILE", parse=os.fspath, is_file=True, commands="run",
