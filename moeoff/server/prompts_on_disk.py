@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import struct
 import threading
@@ -108,6 +109,7 @@ class PromptsOnDisk:
         bound: bytes of its files, and of those that nobody uses.
         identity: of what computes.
         prompt_rate: tokens per second of the prompts that were computed; 0: not known yet.
+        cuttable: tokens behind which a state cannot be cut, being recurrent or a sliding window's: a longer prompt is of use to one that goes on behind all of it.
         on_freed: called with each prompt's bytes when its memory has been given back, on the thread that writes.
 
     Attributes:
@@ -115,8 +117,9 @@ class PromptsOnDisk:
         read_seconds: that reading took.
     """
 
-    def __init__(self, folder: Path, bound: int, identity: bytes, prompt_rate: Callable[[], float], on_freed: Callable[[int], object] = lambda _nbytes: None):
-        self._folder, self._bound, self._identity = folder, bound, identity
+    def __init__(self, folder: Path, bound: int, identity: bytes, prompt_rate: Callable[[], float], on_freed: Callable[[int], object] = lambda _nbytes: None,
+                 cuttable: float = math.inf):  # fmt: skip
+        self._folder, self._bound, self._identity, self._cuttable = folder, bound, identity, cuttable
         self._prompt_rate, self._on_freed = prompt_rate, on_freed
         self._read_rate = 0.0  # bytes per second; 0: not known yet
         self.n_written = self.n_read = 0
@@ -141,10 +144,14 @@ class PromptsOnDisk:
         if self._closing or writes or len(tokens) < _LEAST or self._file_size(len(tokens), nbytes) > self._bound:
             return False
         with self._lock:
-            if any(_common(prompt.tokens, tokens) == len(tokens) for prompt in self._stored.values()):
+            if any(self._serves(prompt.tokens, tokens) for prompt in self._stored.values()):
                 return False
         rate = self._prompt_rate()
         return rate > 0 and self._pays(nbytes, len(tokens) / rate)
+
+    def _serves(self, stored: Tokens, tokens: Tokens) -> bool:
+        """Whether a file with the first tokens does what one with the others would."""
+        return _common(stored, tokens) == len(tokens) and (len(stored) == len(tokens) or len(stored) <= self._cuttable)
 
     def store(self, prompt: EvictedPrompt) -> None:
         """Writes it, on a thread of its own."""
@@ -201,7 +208,7 @@ class PromptsOnDisk:
             file.flush()
             _let_go(fd, sync=True)
         with self._lock:
-            for shorter in [other for other in self._stored.values() if _common(other.tokens, stored.tokens) == len(other.tokens)]:
+            for shorter in [other for other in self._stored.values() if self._serves(stored.tokens, other.tokens)]:
                 if shorter.path != stored.path:
                     self._remove(shorter.path)
             self._stored[stored.path] = stored
@@ -257,7 +264,7 @@ class PromptsOnDisk:
         most, measured = 0.0, self._prompt_rate()
         for n, prompt in common:
             rate = measured or prompt.rate
-            if n - n_have < _LEAST or rate <= 0:
+            if n - n_have < _LEAST or rate <= 0 or (len(prompt.tokens) > self._cuttable and not n == len(prompt.tokens) < len(tokens)):
                 continue
             if not self._read_rate:
                 self._measure(prompt)
