@@ -43,8 +43,8 @@ HELP = f"""\
 /system TEXT       set the system prompt; without TEXT show it, /system - removes it
 /set NAME VALUE    change how answers are drawn, e.g. /set temp 0.2; without NAME show it
 /think off         answer without thinking first, if the model does; /think on
-/save FILE         write the conversation: JSON if FILE ends with .json, else text
-/load FILE         go on with a conversation that was saved as JSON
+/save FILE         write the conversation, as JSON
+/load FILE         go on with a conversation that was saved
 /memory SIZE       change the memory budget, e.g. 6G or 80%; without SIZE show it
 /exit              leave, as Ctrl-D does
 
@@ -226,10 +226,7 @@ class Chat:
         if not file:
             raise OptionError("/save FILE: say which file")
         path = os.path.expanduser(file)
-        if path.lower().endswith(".json"):
-            text = json.dumps(self._prompt(), ensure_ascii=False, indent=2) + "\n"
-        else:
-            text = "\n".join(f"{m['role']}: {m['content'].strip()}\n" for m in self._prompt())
+        text = json.dumps(self._prompt(), ensure_ascii=False, indent=2) + "\n"
         if os.path.isfile(path) and path != self._overwrites:
             self._overwrites = path
             return note(f"{file} exists already: the same again writes over it")
@@ -248,7 +245,7 @@ class Chat:
             texts = []
         system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
         if [role for role, _ in texts] != ["user", "assistant"] * (len(texts) // 2) or not (texts or system):
-            raise OptionError(f"{file}: no conversation, as /save FILE.json writes it")
+            raise OptionError(f"{file}: no conversation, as /save writes it")
         self._system, self._messages = system, [{"role": role, "content": text} for role, text in texts]
         note(f"{len(texts)} messages read from {file}")
 

@@ -143,17 +143,6 @@ def test_the_time_left_of_what_slows_down(monkeypatch, capsys):
     assert capsys.readouterr().err == "prompt: 1000 of 2010 tokens, 16.7 tok/s, 2:21 left\n"
 
 
-def test_a_prompt_that_is_computed_shows_how_far_it_is(monkeypatch, capsys):
-    """On a terminal, and not a trace of it is left when the answer begins."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(console, "LINE_DELAY", 0.0)
-    line = console.ProgressLine()
-    line.update("prompt", 512, 2048)
-    line.clear()
-    shown = capsys.readouterr().err
-    assert "prompt: 512 of 2048 tokens" in shown and shown.endswith("\r\x1b[2K")
-
-
 def test_a_prompt_is_counted_within_a_batch(grown):
     """By what its routers have selected, from another thread: a batch of a large model takes a minute."""
     seen = []
