@@ -298,8 +298,6 @@ class Config:
 
     numa: str | None = option("--numa", metavar="STRATEGY", **_numbered(_NUMA_STRATEGIES), unset=0, llama=True, server=True, group="Machine", commands=_MEASURE,
                               help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp.")  # fmt: skip
-    priority: int = option("--prio", metavar="N", parse=integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
-                           help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip
     verbose: bool = option("-v", "--verbose", default=False, commands="run serve eval", llama=True, group="Machine", help="Show llama.cpp's log.")
 
     precision: Precision = LOSSLESS

@@ -119,7 +119,7 @@ class Template:
 
 # options of `Config` and of llama_cpp that leave the bits of a state as they are, or whose effect `state_identity` takes from elsewhere
 _NO_EFFECT = frozenset("model_path memory max_loss n_ctx n_threads n_threads_batch expert_memory strategy stride profile experts tier verify_reads warm io_threads "
-                       "trace context_shift n_keep numa priority verbose direct_io gate_input replay precision llama_cpp seed chat_format".split())  # fmt: skip
+                       "trace context_shift n_keep numa verbose direct_io gate_input replay precision llama_cpp seed chat_format".split())  # fmt: skip
 
 
 def state_identity(engine: Engine, *facts: object) -> bytes:

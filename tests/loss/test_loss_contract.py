@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -432,30 +431,3 @@ def test_a_moved_budget_keeps_the_bound(tau_alone):
     assert run.returncode == 0, run.stderr
     first, *moved = map(float, run.stdout.split())
     assert first > 0 and moved == [0, first, 0, first, 0, first]  # the last two: what is read ahead follows
-
-
-@pytest.mark.slow
-def test_a_repeatable_text_depends_on_the_contract_alone(tau_alone, invoke):
-    """Through the command, at budgets that hold some of the experts and all of them."""
-    found = {}
-    for memory in ("4M", "8M", "100M"):
-        ask = ["run", "-m", tau_alone[0], "-p", "Natalia sold", "--raw", "-n", "24", "--temp", "0.8", "--seed", "7", "-t", "2", "--warm", "off", "--json"]
-        answer = json.loads(invoke(*ask, "--max-loss", "5%", "--deterministic", "--expert-memory", memory).stdout)
-        found[memory] = answer["text"]
-        assert answer["stats"]["skipped"] > 0
-    assert len(set(found.values())) == 1
-
-
-@pytest.mark.slow
-def test_command(demo, text, tmp_path, invoke):
-    """What a person sees of a search, and what a run then says of it."""
-    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
-    done = invoke("calibrate", model, "--max-loss", "5%", "--text", text, "--tokens", "2048", "--minutes", "2", "-t", "2")
-    assert done.returncode == 0 and f"{profile_path(model)}: for moeoff run -m {model} --max-loss 5%" in done.stdout
-    assert "τ" in done.stdout and "left out" in done.stdout and "% of the experts in memory: τ" in done.stderr
-    ask = ["run", "-m", model, "-p", "Natalia sold", "--raw", "-n", "24", "--temp", "0", "-t", "1", "--warm", "off", "--json", "--expert-memory", str(SOME)]
-    stats = json.loads(invoke(*ask, "--max-loss", "5%").stdout)["stats"]
-    assert stats["skipped"] > 0 and stats["max_loss"] == 0.05 and stats["tau"] > 0
-    assert json.loads(invoke(*ask).stdout)["stats"]["skipped"] == 0
-    refused = invoke(*ask, "--max-loss", "much")
-    assert refused.returncode == 1 and "not a loss" in refused.stderr

@@ -331,16 +331,6 @@ def test_command(calibrated, invoke, monkeypatch):
     assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: cannot be read: No such file or directory\n"
 
 
-@pytest.mark.slow
-def test_the_whole_command(moeoff_command, demo, tmp_path):
-    out = tmp_path / "made.npz"
-    done = moeoff_command("calibrate", "-m", demo, "--text", CALIBRATION_TEXTS[0], "--tokens", "1024", "-o", str(out), timeout=600)
-    assert done.returncode == 0, done.stderr
-    written, _, rest = done.stdout.removeprefix(f"{out}: ").partition("; ")
-    assert set(written.split(", ")) == {"popularity", "first", "gate", "path", "learned", "score", "hobbit"} and rest.startswith("1,024 tokens in ")
-    assert Profile.read(out, ModelIndex.read(demo)).section("gate")["next_norm"].dtype == bool
-
-
 def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
     """While the model writes and while the text is read; a part that was damaged meanwhile is made again. The profile is that of one go."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
