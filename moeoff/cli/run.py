@@ -148,12 +148,12 @@ def run(
         share = f" ({DEFAULT_SHARE:.0%} of what is available)" if llm.engine.budget.is_default else ""
         completer = stack.enter_context(Completer(llm, sampling, cache))
         if prompt is None:
-            stats = Chat(completer, system, template, thinks=reasoning != "off", history=not no_history).loop(share)
-            cancelled = False
+            Chat(completer, system, template, thinks=reasoning != "off", history=not no_history).loop(share)
+            stats, cancelled = llm.stats(), False
         else:
             answer = _complete(completer, prompt, system, template, reasoning != "off", raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
-    if stats_json and stats is not None:
+    if stats_json:
         with atomic_file(stats_json) as out:
             out.write(stats.to_json().encode())
     if cancelled:
