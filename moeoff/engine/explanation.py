@@ -42,7 +42,7 @@ def _prefetching(engine: Engine, whole: bool) -> str:
     if predictor is None or whole:
         return "none: " + ("all experts fit" if whole else "the strategy has no predictor")
     if prefetcher is not None and prefetcher.gain is not None:
-        return f"{'on' if prefetcher.on else 'off'}: tokens are {prefetcher.gain:+.1%} faster with it"
+        return f"{'on' if prefetcher.on else 'off'}: {prefetcher.gain:+.1%} tokens per second with it"
     return f"by {predictor.name}" + (", while tokens take no longer with it than without" if engine.config.strategy.ab_tested else "")
 
 

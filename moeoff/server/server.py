@@ -283,7 +283,7 @@ class Server:
             "on disk": f"at most {format_size(disk)} of them (--kv-disk)" if disk else "none of them (--kv-disk)",
             "checkpoints": f"{prompts.n_checkpoints} of {format_size(prompts.checkpoint)} for each slot"
             if prompts.checkpoint
-            else "none: the state can be cut",
+            else "none: no slot has a state of its own",
         }
 
     @property
