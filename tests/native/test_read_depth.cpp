@@ -6,27 +6,49 @@
 #include "moeoff-read-depth.h"
 #include "moeoff-store.h"
 
+#include <condition_variable>
 #include <mutex>
 
 using namespace moeoff;
 
 namespace {
 
-// So many reads under way all the time, of a disk with this rate in bytes per ns: one ends, the next begins
+// Rounds of so many reads that begin and end together, of a disk with this rate in bytes per ns
 void read_at(read_depth & depth, int64_t & now, int n, double rate) {
     constexpr uint64_t nbytes = 1 << 20;
-    for (int i = 0; i < n; i++) {
-        depth.begin(now);
-    }
-    for (int i = 0; i < 64; i++) {
-        now += (int64_t) (nbytes / rate);
-        depth.end(now, nbytes);
-        depth.begin(now);
-    }
-    for (int i = 0; i < n; i++) {
-        depth.end(now, 0); // failed: counts for nothing
+    for (int round = 0; round < 64; round++) {
+        std::vector<read_depth::start> began;
+        for (int i = 0; i < n; i++) {
+            began.push_back(depth.begin(now));
+        }
+        now += (int64_t) (n * nbytes / rate);
+        for (const auto & start : began) {
+            depth.end(now, start, nbytes);
+        }
     }
 }
+
+// A disk that gives each of its reads a part in turn
+class served_in_turn {
+  public:
+    void serve(bool in_turn) {
+        std::unique_lock<std::mutex> lock(mutex);
+        const int mine = n_waiting++;
+        if (in_turn) {
+            changed.wait(lock, [&] { return n_served == mine; });
+        }
+        lock.unlock();
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+        lock.lock();
+        n_served++;
+        changed.notify_all();
+    }
+
+  private:
+    std::mutex              mutex;
+    std::condition_variable changed;
+    int                     n_waiting = 0, n_served = 0; // since the beginning
+};
 
 } // namespace
 
@@ -78,18 +100,14 @@ TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {
         }
         REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
         REQUIRE(s.set_limits(s.experts().arena_full(HIGH), 0, error));
-        std::mutex       disk;
+        served_in_turn   disk;
         std::atomic<int> n_under_way {0}, most {0};
         s.set_reader(one_by_one([&](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
             const int n = ++n_under_way;
             for (int seen = most; seen < n && !most.compare_exchange_weak(seen, n);) {
             }
-            {
-                std::unique_lock<std::mutex> one_at_a_time(disk, std::defer_lock);
-                if (is_shared) {
-                    one_at_a_time.lock();
-                }
-                std::this_thread::sleep_for(std::chrono::microseconds(500));
+            for (int part = 0; part < 6; part++) {
+                disk.serve(is_shared);
             }
             n_under_way--;
             return 0;
@@ -99,11 +117,9 @@ TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {
             REQUIRE(s.prefetch(0, e, n, n, ~0u, HIGH, false, -1) == n);
             wait_until([&] { return std::all_of(e, e + n, [&](int32_t one) { return s.at(*t, one, HIGH).is_ready(); }); });
         };
-        for (int round = 0; round < 10 && !(is_shared && round > 0 && most <= 2); round++) {
-            for (const int32_t e : experts) {
-                if (e < 32) {
-                    read(&e, 1);
-                }
+        for (int round = 0; round < 10 && !(round > 2 && (most <= 2) == is_shared); round++) {
+            for (int32_t e = 0; e < 16; e++) {
+                read(&e, 1);
             }
             s.clear();
             most = 0;

@@ -40,7 +40,7 @@ void io_threads::run() {
             continue;
         }
         const int64_t t0 = now_ns();
-        depth.begin(t0);
+        const read_depth::start began = depth.begin(t0);
         table.allow_prefetches(depth.has_room());
         int      n      = 0;
         uint64_t nbytes = 0;
@@ -68,7 +68,7 @@ void io_threads::run() {
 
         lock.lock();
         stats.io_thread_busy_ns += (uint64_t) (t1 - t0);
-        depth.end(t1, err == 0 ? nbytes : 0);
+        depth.end(t1, began, err == 0 ? nbytes : 0);
         table.allow_prefetches(depth.has_room());
         for (int i = 0; i < n; i++) {
             end_read(r[i], t0, t1, direct, err, message);

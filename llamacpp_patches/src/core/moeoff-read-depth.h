@@ -2,12 +2,12 @@
 
 // How many reads at a time a disk gains from, as the reads themselves tell.
 //
-// From some depth on a disk shares one rate among what is under way: one more makes all take longer. Of some reads at a time the bytes are taken, and the mean number
-// under way while there is any: then it does not matter in which order the disk serves them. Guarded by its owner.
+// From some depth on a disk shares one rate among what is under way: one more makes all take longer. A read tells the rate of the disk: its own
+// times the mean number under way while it lasted. Where a disk serves one after the other instead, that promises more of depth than it gives: prefetches do
+// not wait then. Guarded by its owner.
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 
 namespace moeoff {
@@ -16,40 +16,44 @@ class read_depth {
   public:
     static constexpr int unbounded = 64; // I/O threads at most
 
-    void begin(int64_t now) {
+    struct start {
+        int64_t t;
+        int64_t read_ns;
+    };
+
+    start begin(int64_t now) {
         advance(now);
         n_under_way++;
+        return { last, read_ns };
     }
-    // a read of so many bytes has ended, or, 0, one that has failed
-    void end(int64_t now, uint64_t nbytes) {
+    // a read of so many bytes has ended; 0: it has failed
+    void end(int64_t now, const start & began, uint64_t nbytes) {
         advance(now);
         n_under_way--;
-        bytes += nbytes;
-        n_ended++;
-        if (n_ended == window && busy_ns > 0) {
-            mean & of = rates[(size_t) std::lround(std::log2((double) read_ns / (double) busy_ns))];
-            of.n = std::min(of.n + 1, memory);
-            of.value += ((double) bytes / (double) busy_ns - of.value) / of.n;
-        }
-        if (n_ended == window || nbytes == 0) {
-            busy_ns = read_ns = bytes = 0;
-            n_ended = 0;
+        if (nbytes > 0 && last > began.t) {
+            const double ns = (double) (last - began.t), depth = (double) (read_ns - began.read_ns) / ns;
+            sums & of = depths[(size_t) (depth + 0.5)];
+            of.bytes += depth * (double) nbytes;
+            of.ns    += ns;
+            if (++of.n_reads == memory) {
+                of = { memory / 2, of.bytes / 2, of.ns / 2 };
+            }
         }
     }
 
     // The least depth whose rate is nearly the best, if that of a greater one is known
     int enough() const {
         double best    = 0;
-        size_t deepest = 0;
-        for (size_t i = 0; i < rates.size(); i++) {
-            if (rates[i].n >= few) {
-                best    = std::max(best, rates[i].value);
-                deepest = i;
+        int    deepest = 0;
+        for (int d = 1; d <= unbounded; d++) {
+            if (is_known(d)) {
+                best    = std::max(best, rate(d));
+                deepest = d;
             }
         }
-        for (size_t i = 0; i < deepest; i++) {
-            if (rates[i].n >= few && rates[i].value >= nearly * best) {
-                return 1 << i;
+        for (int d = 1; d < deepest; d++) {
+            if (is_known(d) && rate(d) >= nearly * best) {
+                return d;
             }
         }
         return unbounded;
@@ -57,29 +61,26 @@ class read_depth {
     bool has_room() const { return n_under_way < enough(); }
 
   private:
-    struct mean {
-        int    n     = 0;
-        double value = 0; // bytes per ns
+    struct sums {
+        int    n_reads = 0;
+        double bytes   = 0; // of all that were under way
+        double ns      = 0;
     };
-    static constexpr int    window = 8; // reads
-    static constexpr int    few = 4, memory = 32; // windows
+    static constexpr int    few = 32, memory = 256; // reads
     static constexpr double nearly = 0.95;
 
-    void advance(int64_t now) {
+    bool   is_known(int d) const { return depths[(size_t) d].n_reads >= few; }
+    double rate(int d) const { return depths[(size_t) d].bytes / depths[(size_t) d].ns; }
+    void   advance(int64_t now) {
         now = std::max(now, last); // threads look at the clock before they have the mutex
-        busy_ns += n_under_way > 0 ? now - last : 0;
         read_ns += n_under_way * (now - last);
         last = now;
     }
 
-    std::array<mean, 7> rates {}; // of depths 1, 2, 4 ... 64
-    int      n_under_way = 0;
-    int64_t  last        = 0;
-    // of the reads since the last window
-    int      n_ended = 0;
-    uint64_t bytes   = 0;
-    int64_t  busy_ns = 0;
-    int64_t  read_ns = 0; // summed over those under way
+    std::array<sums, unbounded + 1> depths {}; // by the mean number of reads under way
+    int     n_under_way = 0;
+    int64_t last        = 0;
+    int64_t read_ns     = 0; // summed over the reads
 };
 
 } // namespace moeoff
