@@ -239,7 +239,7 @@ class Config:
                          help="Preload in the background: all experts if they fit, else those cached at the last exit. While the model waits for a "
                               "prompt, fill the cache.")  # fmt: skip
     io_threads: int | None = _expert("--io-threads", metavar="N", parse=integer(1, 64), commands=f"{_OPEN} bench",
-                                     help="Threads that read experts. Default: the number that reads the model's disk fastest, measured once.")  # fmt: skip
+                                     help="Threads that read experts. Default: 4, or more if the model's disk reads faster with them.")  # fmt: skip
     deterministic: bool = _expert("--deterministic", default=False,
                                   help="With --max-loss: decide by a simulated cache instead of the real one, so that a run can be repeated.")  # fmt: skip
     trace: Path | None = _expert("--trace", metavar="FILE", parse=os.fspath, is_file=True, commands="run",
@@ -298,8 +298,6 @@ class Config:
 
     numa: str | None = option("--numa", metavar="STRATEGY", **_numbered(_NUMA_STRATEGIES), unset=0, llama=True, server=True, group="Machine", commands=_MEASURE,
                               help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp.")  # fmt: skip
-    priority: int = option("--prio", metavar="N", parse=integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
-                           help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip
     verbose: bool = option("-v", "--verbose", default=False, commands="run serve eval", llama=True, group="Machine", help="Show llama.cpp's log.")
 
     precision: Precision = LOSSLESS

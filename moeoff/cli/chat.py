@@ -11,17 +11,18 @@ import json
 import os
 import sys
 import termios
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..engine.prompt import Template
 from ..errors import ContextError, MoeoffError, OptionError
-from ..options import in_flags
+from ..option import table_of
+from ..options import Sampling, in_flags
 from ..system.console import note
 from ..system.files import atomic_file, read_text
 from ..system.memory import format_size, parse_size, rss
-from .completion import Completer, Completion
+from .completion import Completer
 from .options import remark_on_memory
 from .writer import Writer
 
@@ -29,20 +30,19 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyPressEvent
 
-    from ..engine.stats import Stats
-
 QUOTES = '"""'
+_SETTINGS = {name: line for name, line in table_of(Sampling).items() if name not in ("seed", "stop")}  # which hold for the whole program
 
 HELP = f"""\
 /help              this list
 /clear             forget the conversation; the system prompt stays
 /regen             answer the last question again
-/stats             what this chat took so far
 /system TEXT       set the system prompt; without TEXT show it, /system - removes it
+/set NAME VALUE    change how answers are drawn, e.g. /set temp 0.2; without NAME show it
 /think off         answer without thinking first, if the model does; /think on
-/save FILE         write the conversation: JSON if FILE ends with .json, else text
-/load FILE         go on with a conversation that was saved as JSON
-/memory SIZE       change the memory budget, e.g. 6G or 80%; without SIZE show it
+/save FILE         write the conversation, as JSON
+/load FILE         go on with a conversation that was saved
+/memory SIZE       change the memory budget, e.g. 6G or 80%; without SIZE show it, and the context
 /exit              leave, as Ctrl-D does
 
 Several lines: Ctrl-J or a backslash before Enter begins a new line; {QUOTES} begins a text of many lines and ends it.
@@ -91,22 +91,20 @@ class Chat:
         self._system = system
         self._overwrites = ""  # the file that /save has found to be there
         self._messages: list[dict[str, str]] = []
-        self._answers: list[Completion] = []
-        self._begin = self._llm.stats()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/clear": self._clear,
             "/regen": self._regenerate,
-            "/stats": self._stats,
             "/system": self._set_system,
+            "/set": self._set_sampling,
             "/think": self._think,
             "/save": self._save,
             "/load": self._load,
             "/memory": self._memory,
         }
 
-    def loop(self, share: str = "") -> Stats | None:
-        """Reads and answers until the person leaves; returns the `Stats` of the whole chat, or None if nothing was asked.
+    def loop(self, share: str = "") -> None:
+        """Reads and answers until the person leaves.
 
         `share` is a note on where the budget comes from, if it is the default.
         """
@@ -133,7 +131,6 @@ class Chat:
                     self._command(name, argument.strip())
                 else:
                     self._ask(unquote(line))
-        return self._total()
 
     def _command(self, name: str, argument: str) -> None:
         command = self._commands.get(name)
@@ -142,7 +139,7 @@ class Chat:
         try:
             command(argument)
         except MoeoffError as error:
-            note(in_flags(error, {"memory": ("/memory", "SIZE")}))
+            note(in_flags(error, {"memory": ("/memory", "SIZE"), **{name: (f"/set {name}", line.metavar) for name, line in _SETTINGS.items()}}))
         except OSError as error:
             note(str(error))
 
@@ -170,7 +167,6 @@ class Chat:
             self._messages.append({"role": "assistant", "content": answer.text})
         else:
             self._messages.pop()  # stopped before the first word: as if it had not been asked
-        self._answers.append(answer)
         note(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
         if answer.context_full:
             note(f"the context of {answer.n_ctx} tokens is full: /clear begins a new conversation; at the start -c N makes it larger, --context-shift goes on")
@@ -190,6 +186,14 @@ class Chat:
         self._ask(before[-2]["content"])
         if len(self._messages) < len(before):
             self._messages = before
+
+    def _set_sampling(self, wish: str) -> None:
+        name, _, value = wish.partition(" ")
+        if name and (name not in _SETTINGS or not value):
+            raise OptionError(f"/set NAME VALUE: a name is one of {', '.join(_SETTINGS)}")
+        if name:
+            self._completer.sampling = replace(self._completer.sampling, **{name: _SETTINGS[name].read(value)})
+        note(", ".join(f"{name} {line.spell(getattr(self._completer.sampling, name))}" for name, line in _SETTINGS.items()))
 
     def _think(self, wish: str) -> None:
         if wish not in ("on", "off"):
@@ -214,10 +218,7 @@ class Chat:
         if not file:
             raise OptionError("/save FILE: say which file")
         path = os.path.expanduser(file)
-        if path.lower().endswith(".json"):
-            text = json.dumps(self._prompt(), ensure_ascii=False, indent=2) + "\n"
-        else:
-            text = "\n".join(f"{m['role']}: {m['content'].strip()}\n" for m in self._prompt())
+        text = json.dumps(self._prompt(), ensure_ascii=False, indent=2) + "\n"
         if os.path.isfile(path) and path != self._overwrites:
             self._overwrites = path
             return note(f"{file} exists already: the same again writes over it")
@@ -236,7 +237,7 @@ class Chat:
             texts = []
         system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
         if [role for role, _ in texts] != ["user", "assistant"] * (len(texts) // 2) or not (texts or system):
-            raise OptionError(f"{file}: no conversation, as /save FILE.json writes it")
+            raise OptionError(f"{file}: no conversation, as /save writes it")
         self._system, self._messages = system, [{"role": role, "content": text} for role, text in texts]
         note(f"{len(texts)} messages read from {file}")
 
@@ -246,32 +247,7 @@ class Chat:
             remark_on_memory(size, parse_size(size))
         s = self._llm.stats()
         budget = f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""
-        note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.arena_bytes)}")
-
-    def _stats(self, _argument: str) -> None:
-        s = self._total()
-        if s is None:
-            return note("nothing was asked yet")
-        note(
-            f"{len(self._answers)} answers: {s.prompt_tokens} prompt tokens computed, {s.prompt_tps:.1f} tok/s; "
-            f"{s.gen_tokens} generated, {s.gen_tps:.1f} tok/s\n"
-            f"experts: {s.hit_summary}, {format_size(s.bytes_read)} read, {s.evictions} evictions, stalled {s.stall_seconds:.2f} s\n"
-            f"context: {self._llm.n_tokens} of {self._llm.n_ctx()} tokens"
-        )
-        self._memory("")
-
-    def _total(self) -> Stats | None:
-        """`Stats` since the chat began, its rates those of the answers together."""
-        if not self._answers:
-            return None
-        return replace(self._llm.stats().since(self._begin), gen_tps=_rate((answer.stats.gen_tokens, answer.stats.gen_tps) for answer in self._answers))
-
-
-def _rate(parts: Iterable[tuple[int, float]]) -> float:
-    """Tokens per second of (tokens, tokens per second) together."""
-    parts = [(tokens, tps) for tokens, tps in parts if tps > 0]
-    seconds = sum(tokens / tps for tokens, tps in parts)
-    return sum(tokens for tokens, _ in parts) / seconds if seconds else 0.0
+        note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.arena_bytes)}, context {self._llm.n_tokens} of {self._llm.n_ctx()} tokens")
 
 
 def _overflow(error: ContextError, has_history: bool) -> str:

@@ -92,7 +92,7 @@ class Completer:
 
     Args:
         llm: stays the caller's, who closes it after this.
-        sampling: how answers are drawn.
+        sampling: how answers are drawn; may be changed between them.
         prompt_cache: where the context of one prompt comes from, and goes to.
 
     Raises:
@@ -111,7 +111,7 @@ class Completer:
         self._cancelled = threading.Event()
         # one thread for all answers: OpenMP keeps a team of threads for each thread that ever computed
         self._executor = ThreadPoolExecutor(1, "moeoff-answer")
-        self._keywords = self._completion_keywords()
+        self._stops: list[str] = []
 
     def __enter__(self) -> Completer:
         return self
@@ -126,7 +126,7 @@ class Completer:
 
     def stop_at(self, text: str) -> None:
         """One more text that ends answers."""
-        self._keywords["stop"].append(text)
+        self._stops.append(text)
 
     def complete(self, tokens: list[int], write: Callable[[str], None]) -> Completion:
         """Answers a prompt; each piece of text goes to `write` in the calling thread. Ctrl-C ends the answer, not the program.
@@ -177,7 +177,7 @@ class Completer:
 
     def _next(self, pieces: queue.SimpleQueue[str | None], n_prompt: int) -> str | None:
         """The first piece. Until it comes, a line says how much of the prompt is computed."""
-        line, before = ProgressLine(), self.llm.engine.prompt_tokens
+        line, before = ProgressLine(slows=True), self.llm.engine.prompt_tokens
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
@@ -193,14 +193,12 @@ class Completer:
         try:
             if self._cancelled.is_set():
                 return "cancelled"
-            chunks = cast("Iterator[CreateCompletionStreamResponse]", self.llm.create_completion(tokens, stream=True, **self._keywords))
+            chunks = cast("Iterator[CreateCompletionStreamResponse]", self.llm.create_completion(tokens, stream=True, **self._completion_keywords()))
             for chunk in chunks:
                 choice = chunk["choices"][0]
                 if choice["text"]:
                     pieces.put(choice["text"])
                 reason = choice["finish_reason"] or reason
-            if self._prompt_cache is not None and self._prompt_cache.answers:
-                self._prompt_cache.save(self.llm)
         except (MoeoffError, RuntimeError) as error:
             if self._cancelled.is_set():
                 return "cancelled"
@@ -214,7 +212,7 @@ class Completer:
     def _drawn(self, _tokens: object, _logits: object) -> bool:
         """True if the answer ends here. Called after each token that was drawn, before it is computed."""
         cache, prompt = self._prompt_cache, self._prompt
-        if prompt and cache is not None and not cache.answers and prompt != self._cached_tokens[: len(prompt)]:
+        if prompt and cache is not None and prompt != self._cached_tokens[: len(prompt)]:
             cache.save(self.llm)  # the context holds the prompt and nothing else
         self._prompt = []
         return self._cancelled.is_set()
@@ -224,7 +222,7 @@ class Completer:
 
         s = self.sampling
         same = ("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-        keywords = {name: getattr(s, name) for name in same} | {"max_tokens": s.n_predict, "temperature": s.temp, "stop": list(s.stop)}
+        keywords = {name: getattr(s, name) for name in same} | {"max_tokens": s.n_predict, "temperature": s.temp, "stop": [*s.stop, *self._stops]}
         keywords["stopping_criteria"] = StoppingCriteriaList([self._drawn])
         if s.ignore_eos:
             keywords["logit_bias"] = {token: float("-inf") for token in range(self.llm.n_vocab()) if self.llm.is_end_token(token)}

@@ -1,4 +1,4 @@
-"""`moeoff convert`, `merge` and `verify`: files of experts, written and checked."""
+"""`moeoff convert` and `verify`: files of experts, written and checked."""
 
 from __future__ import annotations
 
@@ -46,19 +46,6 @@ def convert(**options: Any) -> None:
         lower = next((name for name in done.tiers if name != ORIGINAL), None)
         where = ["--experts", done.path] if done.path != sidecar_path(options["model"]) else []
         print("next:", shlex.join(["moeoff", "run", "-m", options["model"], *where, *(["--tier", lower] if lower else [])]))
-
-
-@command()
-@model_argument("GGUF, instead of MODEL; of a split one the first part.", needed=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.merged.gguf.")
-@click.option("--force", is_flag=True, help="Replace an existing file.")
-def merge(**options: Any) -> None:
-    """Rewrite an old file, with a tensor for each expert, in the form that llama.cpp reads today. No weight is changed."""
-    from ..gguf.merge import merge as library
-
-    with progress_bar("bytes") as progress:
-        done = library(**options, progress=lambda now, all_: progress("merging", now, all_))
-    say(f"{done.path}: {done.n_before} experts' tensors in {done.n_after}, {format_size(done.n_bytes)}")
 
 
 @command()

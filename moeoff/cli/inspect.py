@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..options import Config, llama_keywords
+from ..options import Config, llama_keywords, with_gpu
 from ..system.console import progress_bar, table, table_console, wrapped
 from ..system.memory import MIB, format_size
 from .options import command, model_argument, option, remark_on_context, table_options
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..budget.inspection import MemoryOption, Report
 
 
@@ -24,12 +28,15 @@ _SMALL = 2e-4  # seconds of products in a layer; chosen, not measured: the demo 
 @model_argument("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
 @table_options("inspect")
 @option("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Read from the file for 2 seconds to tell its speed.")
+@option("--explain", is_flag=True, help="Instead: what run would choose with these options, and why.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
+def inspect(model: str, probe: str, explain: bool, as_json: bool, **options: Any) -> None:
     """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
     from ..budget.inspection import examine
 
     config = Config.make(model, **options)  # refuses what would have no effect
+    if explain:
+        return _explain(model, as_json, options)
     with progress_bar() as progress:
         if probe == "on":
             progress("measuring disk and CPU", 0, 0)
@@ -39,6 +46,24 @@ def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
     else:
         remark_on_context(report.ctx_size, report.n_ctx_train, options)
         _print(report)
+
+
+def _explain(model: str, as_json: bool, options: dict[str, Any]) -> None:
+    from ..engine.explanation import explain
+    from ..engine.llama import open_engine
+
+    with_gpu(options)
+    with contextlib.closing(open_engine(model, **options)) as engine:
+        reasons = explain(engine)
+    if as_json:
+        return click.echo(json.dumps(reasons, indent=2))
+    console = table_console()
+    for name, text in reasons.items():
+        _line(console, name, text)
+
+
+def _line(console: Console, name: str, text: str) -> None:
+    console.print(wrapped(f"{name:<14}{text}", " " * 14), markup=False, soft_wrap=True)
 
 
 def _rate(tps: float | None) -> str:
@@ -52,10 +77,7 @@ def _about(r: Report) -> str:
 
 def _print(r: Report) -> None:
     console = table_console()
-
-    def line(name: str, text: str) -> None:
-        console.print(wrapped(f"{name:<14}{text}", " " * 14), markup=False, soft_wrap=True)
-
+    line = functools.partial(_line, console)
     line("model", r.files[0] + (f" and {len(r.files) - 1} more" if len(r.files) > 1 else ""))
     line("architecture", f"{r.architecture}, {r.n_layer} layers, {r.n_moe_layer} of them with experts, trained for {r.n_ctx_train or '?'} tokens")
     shared = f", {r.n_expert_shared} shared" if r.n_expert_shared else ""

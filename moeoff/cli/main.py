@@ -15,7 +15,7 @@ from .. import __version__
 from ..errors import WriteError
 from .bench import bench, report
 from .calibrate import calibrate, eval_
-from .convert import convert, merge, verify
+from .convert import convert, verify
 from .doctor import doctor
 from .inspect import inspect
 from .options import CONTEXT, open_standard_streams, written_whole
@@ -95,5 +95,5 @@ def shell_completion(shell: str) -> None:
     click.echo(kind(context.command, {}, "moeoff", _VARIABLE).source())
 
 
-for _command in (run, serve, bench, report, inspect, doctor, convert, merge, verify, eval_, calibrate, simulate, shell_completion):
+for _command in (run, serve, bench, report, inspect, doctor, convert, verify, eval_, calibrate, simulate, shell_completion):
     main.add_command(_command)

@@ -84,12 +84,10 @@ class _Run(Command):
 @option("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @option("--prompt-cache", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
      help="Take the computed prompt from FILE, and write it there when it is new.")  # fmt: skip
-@option("--prompt-cache-all", group="Prompt and answer", is_flag=True, help="Keep the answer in the prompt cache, too.")
-@option("--prompt-cache-ro", group="Prompt and answer", is_flag=True, help="Use the prompt cache, and do not write it.")
 def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, chat_template: str | None,
     chat_template_file: str | None, reasoning: str, no_history: bool, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None,
-    prompt_cache: str | None, prompt_cache_all: bool, prompt_cache_ro: bool, **options: Any,
+    prompt_cache: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
     if model and hf_repo:
@@ -98,8 +96,6 @@ def run(
         raise OptionError(f"{model}: there is no such file; a prompt goes behind -p")
     if chat_template and chat_template_file:
         raise OptionError("give --chat-template or --chat-template-file, not both")
-    if prompt_cache is None and (prompt_cache_all or prompt_cache_ro):
-        raise OptionError("--prompt-cache-all and --prompt-cache-ro say how a --prompt-cache FILE is used: give one")
     sampling = Sampling.make(**{name: options.pop(name) for name in table_of(Sampling) if name in options})
     if hf_repo:
         from ..gguf.hub import parse
@@ -121,6 +117,7 @@ def run(
         raise OptionError("--prompt-cache keeps one prompt, and a chat has many: give a prompt with -p or -f")
     model = _downloaded(model, hf_repo)
 
+    from ..engine.explanation import explain
     from ..engine.llama import Llama, open_model
     from ..engine.prompt import PromptCache
     from ..engine.prompt import chat_template as find_template
@@ -129,7 +126,7 @@ def run(
     path = model or demo_model()
     template = read_text(chat_template_file) if chat_template_file else chat_template
     template = None if raw else find_template(path, template)  # before the weights are read
-    cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
+    cache = PromptCache(prompt_cache) if prompt_cache else None
     with_gpu(options)
     with contextlib.ExitStack() as stack:
         if chat:
@@ -137,7 +134,9 @@ def run(
 
             stack.enter_context(typed_ahead())  # also while the model is loaded
         llm = stack.enter_context(open_model(Llama, path, seed=sampling.seed if sampling.seed >= 0 else random.getrandbits(31), **options))
-        if llm.engine.device_remark:
+        if llm.engine.config.verbose:
+            _explain(explain(llm.engine))
+        elif llm.engine.device_remark:
             note(llm.engine.device_remark)
         remark_on_context(llm.n_ctx(), llm.engine.model_index.n_ctx_train, options)
         if lower := llm.engine.quality.unread_tiers:
@@ -149,16 +148,21 @@ def run(
         share = f" ({DEFAULT_SHARE:.0%} of what is available)" if llm.engine.budget.is_default else ""
         completer = stack.enter_context(Completer(llm, sampling, cache))
         if prompt is None:
-            stats = Chat(completer, system, template, thinks=reasoning != "off", history=not no_history).loop(share)
-            cancelled = False
+            Chat(completer, system, template, thinks=reasoning != "off", history=not no_history).loop(share)
+            stats, cancelled = llm.stats(), False
         else:
             answer = _complete(completer, prompt, system, template, reasoning != "off", raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
-    if stats_json and stats is not None:
+    if stats_json:
         with atomic_file(stats_json) as out:
             out.write(stats.to_json().encode())
     if cancelled:
         raise KeyboardInterrupt
+
+
+def _explain(reasons: dict[str, str]) -> None:
+    for name, text in reasons.items():
+        note(f"{name}: {text}")
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -270,6 +274,8 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
             server = stack.enter_context(Server(path, args=args, on_request=None if quiet else note, **options))
         for remark in server.remarks:
             note(remark)
+        if server.engine.config.verbose:
+            _explain(server.explain())
         remark_on_context(server.n_ctx_each, server.engine.model_index.n_ctx_train, options)
         page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
         context = f"{server.engine.planned.n_ctx} tokens of context for {server.n_parallel} answers at a time"

@@ -28,7 +28,7 @@ from ..precision import Precision
 from ..routing.event import GateEvent
 from ..system.memory import slot_bytes
 
-READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
+READ_CHUNK = 1 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
 _CODES: dict[Any, str] = {ctypes.c_int32: "i", ctypes.c_int64: "q"}  # anything else is a number without a sign, or an address
 _EVENT = struct.Struct("=" + "".join(_CODES.get(kind, "Q") for _, kind, *_ in native.GateEvent._fields_))

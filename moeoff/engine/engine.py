@@ -33,7 +33,6 @@ from ..gguf.model_index import ModelIndex, loaded_whole
 from ..llamacpp import native
 from ..llamacpp.devices import devices
 from ..llamacpp.llama import api
-from ..llamacpp.threads import set_priority
 from ..llamacpp.turns import require_computable
 from ..options import Config, in_flags
 from ..routing.batch import Span
@@ -154,7 +153,6 @@ class Engine:
         require_computable()
         self._n_sequences, self._extras, self._loaded, self._nextn = n_sequences, extras, loaded, nextn
         self._unified = unified
-        set_priority(config.priority)
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing, self._cpu_start = Timing(), time.process_time()

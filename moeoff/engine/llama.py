@@ -389,6 +389,13 @@ class Llama(PatchedLlama):
                 self._engine.close_driver()
 
 
+def open_engine(model: str, *, n_ctx: str | int | None = None, **options: Any) -> Engine:
+    """Everything that `open_model` chooses; nothing is loaded."""
+    model_index = ModelIndex.read(model)
+    model_index.require_text()
+    return Engine(Config.make(model, n_ctx=usual_ctx(model_index) if n_ctx is None else n_ctx, **options), model_index)
+
+
 L = TypeVar("L", bound=Llama)
 
 
@@ -402,8 +409,6 @@ def open_model(kind: type[L], model: str, *, n_ctx: str | int | None = None, **o
     Raises:
         MoeoffError: the model, the budget or an option is no good.
     """
-    model_index = ModelIndex.read(model)
-    model_index.require_text()
-    engine = Engine(Config.make(model, n_ctx=usual_ctx(model_index) if n_ctx is None else n_ctx, **options), model_index)
-    with loading_bar(os.path.basename(model), model_index.dense_bytes) as progress:
+    engine = open_engine(model, n_ctx=n_ctx, **options)
+    with loading_bar(os.path.basename(model), engine.model_index.dense_bytes) as progress:
         return kind(engine, progress=progress)

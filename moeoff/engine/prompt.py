@@ -119,7 +119,7 @@ class Template:
 
 # options of `Config` and of llama_cpp that leave the bits of a state as they are, or whose effect `state_identity` takes from elsewhere
 _NO_EFFECT = frozenset("model_path memory max_loss n_ctx n_threads n_threads_batch expert_memory strategy stride profile experts tier verify_reads warm io_threads "
-                       "trace context_shift n_keep numa priority verbose direct_io gate_input replay precision llama_cpp seed chat_format".split())  # fmt: skip
+                       "trace context_shift n_keep numa verbose direct_io gate_input replay precision llama_cpp seed chat_format".split())  # fmt: skip
 
 
 def state_identity(engine: Engine, *facts: object) -> bytes:
@@ -154,19 +154,10 @@ class PromptCache:
 
     Args:
         path: it need not be there yet.
-        read_only: it is used and never written.
-        answers: what the model has answered is in it, too.
-
-    Raises:
-        OptionError: a file that is only to be read is not there.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, answers: bool = False):
-        if read_only and answers:
-            raise OptionError("a prompt cache that is only read keeps no answers")
-        if read_only and not os.path.exists(path):
-            raise OptionError(f"{os.fspath(path)}: there is no such prompt cache, and it is not to be made")
-        self.path, self._read_only, self.answers = os.fspath(path), read_only, answers
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
 
     def load(self, llm: Llama) -> int:
         """Fills the context, and returns its tokens: a prompt that begins with them goes on behind them. 0: there is no file yet.
@@ -200,8 +191,6 @@ class PromptCache:
         Raises:
             WriteError: it cannot be written.
         """
-        if self._read_only:
-            return
         with atomic_file(self.path) as file:
             if reason := llm.save_context(file.name, struct.unpack(f"<{_SEAL.size // 4}i", _SEAL.pack(_MARK, _identity(llm), 0))):
                 raise WriteError(f"{self.path}: cannot be written: {reason}")

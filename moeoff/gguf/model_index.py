@@ -254,7 +254,7 @@ class ModelIndex:
         if self.architecture == "moeoff-experts":
             raise ModelError(f"{self.files[0]}: a sidecar, not a model: give the model that it was made of")
         if any(SINGLE_EXPERT.match(name) for name in self.dense):
-            raise ModelError(f"{self.files[0]}: an old file with a tensor for each expert, which llama.cpp no longer reads: moeoff merge {self.files[0]}")
+            raise ModelError(f"{self.files[0]}: an old file with a tensor for each expert, which llama.cpp no longer reads: get or convert it anew")
         if not self.experts:
             raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
 

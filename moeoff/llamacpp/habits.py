@@ -40,6 +40,7 @@ _TABLE: tuple[tuple[str, int, str, str, str], ...] = (
     ("serve", ANYWAY, "--metrics --spec-draft-cpu-moe", "", ""),
     ("run serve", IDLE, "--mmap --mlock --warmup", "", "experts are read as they are used, and come and go, so that they stay within --memory"),
     ("run serve", IDLE, "-lm --load-mode", "MODE", _READ),
+    ("run serve", IDLE, "--prio", "N", "nice -n N in front of the command sets the priority of any program"),
     ("run serve", IDLE, "--offline", "", "nothing is downloaded but with -hf, and then HF_HUB_OFFLINE=1 keeps to what is there"),
     ("run serve", IDLE, "--repack", "", "repacked kernels round differently from those that experts are computed with"),
     ("run serve", IDLE, "-ncmoe --n-cpu-moe", "N", _BUFFER),

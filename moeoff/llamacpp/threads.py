@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from ctypes import c_int32
 
-from ..errors import OptionError
 from ..system.files import machine_wide_file
 from ._abi import attach_threadpool, detach_threadpool, threadpool_free, threadpool_new
 from .llama import api, lib
@@ -24,7 +23,6 @@ MAX_CORES = 512  # GGML_MAX_N_THREADS, the length of llama.cpp's masks
 USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _FLOCK = "hhqqi4x"  # struct flock
 _OMP_PAUSE_SOFT = 1
-PRIORITIES = {-1: 5, 0: 0, 1: -5, 2: -10, 3: -20}  # llama.cpp's --prio -> nice
 
 
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -219,18 +217,3 @@ def _unbound(cores: set[int]) -> Iterable[int]:
         return everything
     os.sched_setaffinity(0, cores)
     return cores
-
-
-def set_priority(level: int) -> None:
-    """For the whole process and the threads that it starts from now on: -1 low, 0 as it is, 1 medium, 2 high, 3 realtime.
-
-    Raises:
-        OptionError: there is no such level, or the system does not allow it.
-    """
-    if level not in PRIORITIES:
-        raise OptionError(f"`priority`: -1 to 3, not {level}")
-    if level:
-        try:
-            os.setpriority(os.PRIO_PROCESS, 0, PRIORITIES[level])
-        except OSError as error:
-            raise OptionError(f"`priority` {level}: the system does not allow a niceness of {PRIORITIES[level]}: {error.strerror}") from None

@@ -39,7 +39,7 @@ DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
 _LEAST = 8  # sequences: fewer teach nothing, however long they take
 _SHARE = 0.9  # of what is free, that the fits plan with
-_WRITING = 0.6  # of the time, for text that the model writes
+_WRITING, _READING = 0.5, 0.8  # of the time, when text that the model writes ends, and the reading of text; the rest is for fits
 _FIXED = 24 << 20  # bytes that they take however few tokens there are
 _FITS = 192 << 20  # bytes that they take at least: scikit-learn is 88 MiB, its work on a few hundred tokens 82
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
@@ -94,7 +94,7 @@ def calibrate(
         tokens: in all, as many from each text.
         memory: bound of the process. Of what the model leaves of it up to a quarter, 2 GiB at most, keeps inputs and probabilities for the fits, which
             learn from as many tokens as the rest has room for.
-        minutes: when they are over no more text is written or read, but 8 sequences; fits on what was read by then follow.
+        minutes: for all of it, but 8 sequences are written and read whatever time that takes, and fits that learn without trying come after.
         only: sections that are fitted; by default all of them.
         warn: told in a sentence of what was left by an interrupted calibration and is damaged.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
@@ -125,12 +125,13 @@ def calibrate(
     with texts_or_written(
         os.fspath(model), text, tokens, checkpoint, least=least, until=started + _WRITING * 60 * minutes, memory=memory, seed=seed, progress=progress, **options
     ) as files:
-        recording = _record(model_index, files, tokens, memory, started + 60 * minutes, checkpoint, progress, options)
+        recording = _record(model_index, files, tokens, memory, started + _READING * 60 * minutes, checkpoint, progress, options)
     import sklearn.linear_model  # before the room is measured
     import sklearn.neural_network  # noqa: F401
 
     trim()  # what the closed model leaves is room for the fits
-    how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=max(int(_SHARE * (bound - rss())), 0))
+    room, until = max(int(_SHARE * (bound - rss())), 0), started + 60 * minutes
+    how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=room, until=until)
     sections = fit(recording, how, progress, only, checkpoint, warn)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text] or ["written by the model"]}
     left_out: dict[str, Section] = {name: {} for name in fits() if only is None or name in only}  # an earlier calibration's go, too

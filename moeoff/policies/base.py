@@ -10,6 +10,7 @@ being computed writes for gate `event.gate + 1`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,6 +68,7 @@ class FitOptions:
         low_cost: bytes of a low version as a share of the model's own, HOBBIT's B_l/B_h (§3.4); None: the paper's.
         room: bytes of memory that a fit may take beyond the recording; None: as many as it wants.
         replay: `replay.simulate`, for fits that try on a trace what they have fitted.
+        until: of `time.monotonic`, when such a fit ends with the best that it has tried.
 
     Raises:
         OptionError: out of range.
@@ -77,6 +79,7 @@ class FitOptions:
     low_cost: float | None = None
     replay: Callable[..., Any] | None = None
     room: int | None = None
+    until: float = math.inf
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 32:

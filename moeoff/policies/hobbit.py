@@ -18,6 +18,8 @@ int8 and int2 from flash (§5).
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -232,7 +234,7 @@ class Hobbit(GroupedPolicy):
         if progress:
             progress(0, 1)  # how many replays it takes shows in the end
         cost = MissCost(*thresholds(recorded_unimportance(recording)), LOW_COST if options.low_cost is None else options.low_cost)
-        weights = fit_weights(recording.trace(MAX_EVENTS // recording.model.n_gates), options.replay, cost)
+        weights = fit_weights(recording.trace(MAX_EVENTS // recording.model.n_gates), options.replay, cost, until=options.until)
         if progress:
             progress(1, 1)
         return {name: np.array(value) for name, value in (weights | {"t1": cost.t1, "t2": cost.t2, "low_cost": cost.low}).items()}
@@ -289,7 +291,7 @@ FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
 
 
 def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPERS_COST, shares: Sequence[float] = SHARES,
-                max_events: int = MAX_EVENTS) -> dict[str, float]:  # fmt: skip
+                max_events: int = MAX_EVENTS, until: float = math.inf) -> dict[str, float]:  # fmt: skip
     """w_lru, w_lfu, w_lhu and w_fld, of sum 1, that minimize the miss penalty: options of `Hobbit`.
 
     The paper gives no procedure: here one weight after the other is multiplied by `FACTORS` as long as that lowers the penalty,
@@ -299,6 +301,7 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
         trace: at most `max_events` of it are replayed, from its beginning.
         replay: `replay.simulate`.
         cost: of misses; its t1 says which uses count for H.
+        until: of `time.monotonic`, when nothing more is tried.
 
     Raises:
         OptionError: an empty trace.
@@ -329,6 +332,8 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
         for i in range(len(NAMES)):
             now = best[i] or min(w for w in best if w > 0)
             for factor in (*FACTORS, 1.0):
+                if time.monotonic() > until:
+                    break
                 tried = (*best[:i], now * factor, *best[i + 1 :])
                 if sum(tried) > 0 and penalty(tried) < penalty(best) * (1 - 1e-4):
                     best, improved = tried, True

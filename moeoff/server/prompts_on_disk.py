@@ -3,8 +3,7 @@
 A prompt is its tokens, and behind them the state of the model, and of the one that makes drafts, as llama.cpp writes it. They lie in one folder for all
 servers of a user: a file for each prompt, whole or not at all, with a digest of every byte. Its name begins with the identity of what computed it, and
 no other file is read. When the bound is reached, those go first that were used the longest ago. Files of other models count, and go, when nobody has
-used them for a day: until then they are another server's, which has a bound of its own. Of servers of one identity that run at once the largest
-bound counts: what one may keep the other does not remove.
+used them for a day: until then they are another server's, which has a bound of its own.
 
 Knows neither llama.cpp nor the server: bytes come as buffers, rates from a function.
 """
@@ -12,8 +11,8 @@ Knows neither llama.cpp nor the server: bytes come as buffers, rates from a func
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
+import math
 import os
 import struct
 import threading
@@ -36,7 +35,6 @@ from ..system.files import atomic_file, cache_folder, open_file
 Tokens = npt.NDArray[np.int32]
 
 _SUFFIX = ".kv"
-_CLAIM = ".bound"
 _MAGIC = b"moeoffK1"
 _HEADER = struct.Struct("<8s16sIQQd")  # magic, identity, tokens, bytes of both states, tokens per second when they were computed
 _DIGEST = 16  # bytes
@@ -108,6 +106,7 @@ class PromptsOnDisk:
         bound: bytes of its files, and of those that nobody uses.
         identity: of what computes.
         prompt_rate: tokens per second of the prompts that were computed; 0: not known yet.
+        cuttable: tokens behind which a state cannot be cut, being recurrent or a sliding window's: a longer prompt is of use to one that goes on behind all of it.
         on_freed: called with each prompt's bytes when its memory has been given back, on the thread that writes.
 
     Attributes:
@@ -115,8 +114,9 @@ class PromptsOnDisk:
         read_seconds: that reading took.
     """
 
-    def __init__(self, folder: Path, bound: int, identity: bytes, prompt_rate: Callable[[], float], on_freed: Callable[[int], object] = lambda _nbytes: None):
-        self._folder, self._bound, self._identity = folder, bound, identity
+    def __init__(self, folder: Path, bound: int, identity: bytes, prompt_rate: Callable[[], float], on_freed: Callable[[int], object] = lambda _nbytes: None,
+                 cuttable: float = math.inf):  # fmt: skip
+        self._folder, self._bound, self._identity, self._cuttable = folder, bound, identity, cuttable
         self._prompt_rate, self._on_freed = prompt_rate, on_freed
         self._read_rate = 0.0  # bytes per second; 0: not known yet
         self.n_written = self.n_read = 0
@@ -125,9 +125,6 @@ class PromptsOnDisk:
         self._writer: threading.Thread | None = None
         self._closing = False
         self._has_complained = False
-        self._claim: int | None = None  # descriptor of the file that tells other servers the bound, as long as it is locked
-        with contextlib.suppress(OSError):
-            self._claim_bound()
         self._stored: dict[Path, StoredPrompt] = {}
         for path, _, _ in self._files():
             if self._is_own(path) and (prompt := self._open(path)) is not None:
@@ -141,10 +138,14 @@ class PromptsOnDisk:
         if self._closing or writes or len(tokens) < _LEAST or self._file_size(len(tokens), nbytes) > self._bound:
             return False
         with self._lock:
-            if any(_common(prompt.tokens, tokens) == len(tokens) for prompt in self._stored.values()):
+            if any(self._serves(prompt.tokens, tokens) for prompt in self._stored.values()):
                 return False
         rate = self._prompt_rate()
         return rate > 0 and self._pays(nbytes, len(tokens) / rate)
+
+    def _serves(self, stored: Tokens, tokens: Tokens) -> bool:
+        """Whether a file with the first tokens does what one with the others would."""
+        return _common(stored, tokens) == len(tokens) and (len(stored) == len(tokens) or len(stored) <= self._cuttable)
 
     def store(self, prompt: EvictedPrompt) -> None:
         """Writes it, on a thread of its own."""
@@ -175,7 +176,6 @@ class PromptsOnDisk:
         stored = StoredPrompt(self._path(prompt.tokens), prompt.tokens, (prompt.parts[0].nbytes, prompt.parts[1].nbytes), self._prompt_rate())
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._claim_bound()
             if not self._make_room(self._file_size(len(stored.tokens), stored.nbytes)):
                 self._complain(f"{self._folder}: the disk is nearly full: prompts are not kept there")
                 return
@@ -201,7 +201,7 @@ class PromptsOnDisk:
             file.flush()
             _let_go(fd, sync=True)
         with self._lock:
-            for shorter in [other for other in self._stored.values() if _common(other.tokens, stored.tokens) == len(other.tokens)]:
+            for shorter in [other for other in self._stored.values() if self._serves(stored.tokens, other.tokens)]:
                 if shorter.path != stored.path:
                     self._remove(shorter.path)
             self._stored[stored.path] = stored
@@ -219,33 +219,12 @@ class PromptsOnDisk:
         total = sum(size for _, size, _ in files)
         if free + total < 2 * nbytes:
             return False
-        bound = self._largest_bound()
-        while files and (total + nbytes > bound or free < 2 * nbytes or len(files) >= _MOST):
+        while files and (total + nbytes > self._bound or free < 2 * nbytes or len(files) >= _MOST):
             path, size, _ = files.pop(0)
             with self._lock:
                 self._remove(path)
             total, free = total - size, free + size
         return True
-
-    def _claim_bound(self) -> None:
-        """Anew each time: what nobody has touched for a day may be removed. Raises `OSError`."""
-        fd = os.open(self._folder / f"{self._identity.hex()}-{self._bound}{_CLAIM}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        os.utime(fd)
-        if self._claim is not None:
-            os.close(self._claim)
-        self._claim = fd
-
-    def _largest_bound(self) -> int:
-        """Of the servers of this identity that run."""
-        bounds = [self._bound]
-        for path in self._folder.glob(f"{self._identity.hex()}-*{_CLAIM}"):
-            with contextlib.suppress(OSError, ValueError), open(path) as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    bounds.append(int(path.stem.partition("-")[2]))
-        return max(bounds)
 
     # --- back ---
 
@@ -257,7 +236,7 @@ class PromptsOnDisk:
         most, measured = 0.0, self._prompt_rate()
         for n, prompt in common:
             rate = measured or prompt.rate
-            if n - n_have < _LEAST or rate <= 0:
+            if n - n_have < _LEAST or rate <= 0 or (len(prompt.tokens) > self._cuttable and not n == len(prompt.tokens) < len(tokens)):
                 continue
             if not self._read_rate:
                 self._measure(prompt)
@@ -371,9 +350,6 @@ class PromptsOnDisk:
         self._closing = True
         if self._writer is not None:
             self._writer.join()
-        if self._claim is not None:
-            os.close(self._claim)
-            self._claim = None
 
 
 def _common(a: Tokens, b: Tokens) -> int:

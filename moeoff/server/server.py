@@ -21,6 +21,7 @@ import numpy as np
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
+from ..engine.explanation import explain
 from ..engine.stats import LayerHits, Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
@@ -132,7 +133,11 @@ class Server:
         self._stored: StoredPrompt | None = None
         if self._options.kv_disk:
             try:
-                self._disk = PromptsOnDisk(folder(), self._options.kv_disk, self._identity, self._prompt_rate, lambda nbytes: self._reserve(more=-nbytes))
+                window = self.engine.model_index.hparams.get("attention.sliding_window")
+                cuttable = 0 if self.engine.prompt_memory.checkpoint else window if isinstance(window, int) and window else math.inf
+                self._disk = PromptsOnDisk(
+                    folder(), self._options.kv_disk, self._identity, self._prompt_rate, lambda nbytes: self._reserve(more=-nbytes), cuttable
+                )
             except OSError as error:
                 self._remarks.append(f"prompts are not kept on disk: {error}")
         self._closing = threading.Event()
@@ -159,22 +164,20 @@ class Server:
         self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
         computing = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
         engine = _ServedEngine(config, model_index, budget, self._options, extras=computing, loaded=extras.resident + loaded, nextn=extras.nextn)
-        self._options = replace(self._options, kv_disk=self._disk_bound(engine.prompt_memory))
+        self._options = replace(self._options, kv_disk=self._disk_bound())
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:
             raise OptionError("`deterministic`: a simulated cache follows one text from its first token on, and a server goes on where others have begun")
         return engine
 
-    def _disk_bound(self, prompts: PromptMemory) -> int:
+    def _disk_bound(self) -> int:
         """Bytes for prompts on disk, where they can be gone on from."""
         options = self._options
         bound = _KV_DISK if options.kv_disk is None else options.kv_disk
         if options.embedding or options.rerank or not bound:
             return 0
         why = ""
-        if prompts.checkpoint:
-            why = "this model has states that cannot be cut to what two prompts have in common"
-        elif options.mmproj:
+        if options.mmproj:
             why = "prompts may hold pictures"
         elif any(argument.startswith("--lora") for argument in options.args):
             why = "requests choose adapters"
@@ -270,6 +273,18 @@ class Server:
         if (host := self._options.open_to) is not None:
             out.append(f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key")
         return out
+
+    def explain(self) -> dict[str, str]:
+        """What was chosen and why, a sentence each."""
+        prompts, disk = self.engine.prompt_memory, self._options.kv_disk
+        return explain(self.engine) | {
+            "slots": f"{self.n_parallel} answers at a time share the context (-np)",
+            "prompt cache": f"at most {format_size(prompts.cache_ram)} of the experts' memory for prompts outside the context (--cache-ram)",
+            "on disk": f"at most {format_size(disk)} of them (--kv-disk)" if disk else "none of them (--kv-disk)",
+            "checkpoints": f"{prompts.n_checkpoints} of {format_size(prompts.checkpoint)} for each slot"
+            if prompts.checkpoint
+            else "none: no slot has a state of its own",
+        }
 
     @property
     def n_parallel(self) -> int:

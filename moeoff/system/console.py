@@ -79,17 +79,21 @@ class ProgressLine:
         unit: "bytes" for sizes, else a word such as "tokens" behind the count.
         stream: to write to; None: standard error.
         delay: seconds before the line appears on a terminal; None: one.
+        slows: each unit takes longer than the one before it, as a prompt's tokens do, whose attention grows: the time that is left counts with that.
     """
 
-    def __init__(self, unit: str = "tokens", stream: TextIO | None = None, delay: float | None = None):
+    def __init__(self, unit: str = "tokens", stream: TextIO | None = None, delay: float | None = None, slows: bool = False):
         self._unit, self._stream, self._terminal, self._shown, self._done = unit, stream or sys.stderr, sys.stderr.isatty(), False, 0
         self._stage, self._started = "", time.monotonic()
+        self._slows, self._points = slows, list[tuple[int, float]]()  # units and seconds so far, of each update
         self._next = self._started + (LINE_MINUTE if not self._terminal else LINE_DELAY if delay is None else delay)
 
     def update(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if stage != self._stage:
-            self._stage, self._started, self._done = stage, now, done
+            self._stage, self._started, self._done, self._points = stage, now, done, []
+        if self._slows and done > self._done:
+            self._points.append((done - self._done, now - self._started))
         if now < self._next:
             return
         self._next = now + (LINE_INTERVAL if self._terminal else LINE_MINUTE)
@@ -98,11 +102,21 @@ class ProgressLine:
             text, speed = f"{stage}: {format_size(done)} of {format_size(total)}", f"{rate / 1e6:.0f} MB/s"
         else:
             text, speed = f"{stage}: {done} of {total} {self._unit}".rstrip() if total else stage, f"{rate:.3g} {'tok/s' if self._unit == 'tokens' else '/s'}"
-        text += f", {speed}, {_clock((total - done) / rate)} left" if rate and total else ""
+        text += f", {speed}, {_clock(self._left(total - done, rate))} left" if rate and total else ""
         self._shown = self._terminal
         if self._terminal:
             text = f"\r\x1b[2K\x1b[2m{text[: shutil.get_terminal_size().columns - 1]}\x1b[0m"
         print(text, end="" if self._terminal else "\n", file=self._stream, flush=True)
+
+    def _left(self, n: int, rate: float) -> float:
+        """Seconds for n more units. Where they slow down, all of them have taken a n + b n^2: a and b from now, and from when half as many were done."""
+        if not self._points:
+            return n / rate
+        done, seconds = self._points[-1]
+        half, at_half = min(self._points, key=lambda point: abs(2 * point[0] - done))
+        b = (seconds / done - at_half / half) / (done - half) if half < done else 0.0
+        b = min(max(b, 0.0), seconds / done**2)
+        return (seconds / done + b * n) * (done + n) - seconds
 
     def clear(self) -> None:
         if self._shown:

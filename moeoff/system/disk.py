@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import mmap
 import os
 import random
@@ -19,10 +20,10 @@ from .user_cache import CacheEntry
 IO_THREADS = 4  # where nothing says that others would be faster
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _F_NOCACHE = 48  # of macOS's fcntl.h
-LONGEST_READ = 4 << 20  # an I/O thread reads a slice in pieces of this size
-_COUNTS = (4, 1, 2, 8, 16)  # of threads that are compared
-_ROUNDS, _TURN, _LONGEST_SEARCH = 3, 0.1, 1.7  # seconds: of one count's turn in a round, and of all together
-_SEARCH_READ = 1 << 20  # bytes of a read in the search: sixteen threads' buffers must not take what a small budget has
+LONGEST_READ = 1 << 20  # an I/O thread reads a slice in pieces of this size
+_COUNTS = (IO_THREADS, 8, 16)  # of threads that are compared; fewer would leave what one waits for to the others' pace
+_ROUNDS, _TURN, _LONGEST_SEARCH = 3, 0.1, 1.0  # seconds: of one count's turn in a round, and of all together
+_LOOKS, _FRESH = 5, 24 * 3600.0  # that a mean is of, and seconds for which one is enough: a disk may be busy with something else
 LEAST_BYTES = 64 << 20  # of experts, for which it is worth while to compare numbers of threads
 _NEARLY = 0.9  # of the best rate: not plainly slower
 
@@ -160,16 +161,42 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class IoThreads:
-    """A number of I/O threads, and why it was taken."""
+    """A number of I/O threads: reads that may be under way at a time. Prefetches may be fewer (`moeoff-read-depth.h`)."""
 
     n: int
     reason: str
 
 
-def choose_io_threads(path: str | os.PathLike[str], block_bytes: int, total_bytes: int) -> IoThreads:
-    """The number of threads that read blocks of a file the fastest: `IO_THREADS` unless others are plainly faster.
+@dataclass(frozen=True)
+class _Looks:
+    """Bytes per second of `_COUNTS` threads, the mean of the last looks at a disk; 0: too slow to be tried. Raises `ValueError` for what cannot be."""
 
-    Measured in at most two seconds, once for the file system, the size of blocks and the machine. Where it cannot be measured or saved, `IO_THREADS`.
+    n: int
+    time: float
+    rate_4: float
+    rate_8: float
+    rate_16: float
+
+    def __post_init__(self) -> None:
+        if not (self.n >= 1 and 0 < self.rate_4 < math.inf and 0 <= self.rate_8 < math.inf and 0 <= self.rate_16 < math.inf):
+            raise ValueError("no rates of a disk")
+
+    @property
+    def rates(self) -> dict[int, float]:
+        return dict(zip(_COUNTS, (self.rate_4, self.rate_8, self.rate_16), strict=True))
+
+    def choice(self, kind: str) -> IoThreads:
+        """The usual number, unless another is plainly faster on this file system."""
+        n = next(n for n, rate in self.rates.items() if rate >= _NEARLY * max(self.rates.values()))
+        measured = ", ".join(f"{n}: {rate / 1e6:.0f}" for n, rate in self.rates.items() if rate)
+        return IoThreads(n, f"measured on this disk ({kind}) on {self.n} day{'s' * (self.n > 1)}, MB/s by number of threads: {measured}")
+
+
+def choose_io_threads(path: str | os.PathLike[str], block_bytes: int, total_bytes: int) -> IoThreads:
+    """The number of threads that read blocks of a file the fastest: `IO_THREADS` unless more are plainly faster.
+
+    Measured in a second, once a day for the file system, the size of blocks and the machine; the mean of the last days decides. Where it cannot be measured
+    or saved, `IO_THREADS`.
 
     Args:
         total_bytes: that may be read of the file; of less than `LEAST_BYTES` nothing is measured.
@@ -178,26 +205,29 @@ def choose_io_threads(path: str | os.PathLike[str], block_bytes: int, total_byte
         return IoThreads(IO_THREADS, "the usual number: the experts are too few to need another")
     path = os.fspath(path)
     try:
-        kind, block = file_system(path), min(_aligned(block_bytes), _SEARCH_READ)
+        kind, block = file_system(path), min(_aligned(block_bytes), LONGEST_READ)  # sixteen threads' buffers must not take what a small budget has
         if kind in IN_MEMORY:
             return IoThreads(IO_THREADS, f"the usual number: {kind} is no disk")
         entry = CacheEntry("disks.json", device=os.stat(path).st_dev, file_system=kind, block=block.bit_length(), machine=machine_name())
-        if (known := entry.load(IoThreads)) is not None and known.n in _COUNTS:
-            return known
+        before, now = entry.load(_Looks), time.time()
+        if before is not None and 0 <= now - before.time < _FRESH:
+            return before.choice(kind)
         if not os.access(folder := entry.path().parent, os.W_OK):  # it would be measured each time
             return IoThreads(IO_THREADS, f"the usual number: what is measured cannot be saved in {folder}")
         with _Blocks(path, block) as blocks:
             if not blocks.direct:
                 return IoThreads(IO_THREADS, f"the usual number: {kind} reads through the page cache here, so that the disk cannot be measured")
-            fastest = _fastest(_compare(blocks), kind)
-        entry.save(fastest)
-        return fastest
+            rates = _compare(blocks)
+        n, means = (1, rates) if before is None else (min(before.n + 1, _LOOKS), before.rates)
+        looks = _Looks(n, now, *(means[count] + (rate - means[count]) / n for count, rate in rates.items()))
+        entry.save(looks)
+        return looks.choice(kind)
     except (OSError, ModelError) as error:  # reading the model will say so, too, if it is the file
         return IoThreads(IO_THREADS, f"the usual number: the disk cannot be measured: {error}")
 
 
 def _compare(blocks: _Blocks) -> dict[int, float]:
-    """Bytes per second by number of threads, in turns, so that what else the disk does falls on all of them."""
+    """Bytes per second by number of threads, in turns, so that what else the disk does falls on all of them; 0: of too slow a disk."""
     rates: dict[int, list[float]] = {n: [] for n in _COUNTS}
     end, slowest = time.perf_counter() + _LONGEST_SEARCH, 0.0
     for _ in range(_ROUNDS):
@@ -206,14 +236,4 @@ def _compare(blocks: _Blocks) -> dict[int, float]:
             if time.perf_counter() + _TURN + last_reads < end:
                 rates[n].append(blocks.read(_TURN, n))
                 slowest = min(slowest or rates[n][-1], rates[n][-1])
-    return {n: sum(of) / len(of) for n, of in rates.items() if of}
-
-
-def _fastest(rates: dict[int, float], kind: str) -> IoThreads:
-    best = max(rates.values())
-    if rates[IO_THREADS] >= _NEARLY * best:
-        n = IO_THREADS
-    else:
-        n = min(n for n, rate in rates.items() if rate >= _NEARLY * best)
-    measured = ", ".join(f"{n}: {rate / 1e6:.0f}" for n, rate in sorted(rates.items()))
-    return IoThreads(n, f"measured on this disk ({kind}), MB/s by number of threads: {measured}")
+    return {n: sum(of) / len(of) if of else 0.0 for n, of in rates.items()}

@@ -1,27 +1,22 @@
-"""What single parts cost: the native store, its waiting, the row kernels, attention, the driver in Python, and rows of a table on disk.
+"""What single parts cost: the native store, its waiting, the row kernels and attention.
 
 usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/store.md
        micro.py switches [--threads 1,4,16]               sleeps, locks and CPU time of threads that wait for experts: store.md
        micro.py kernels  MODEL ... --text FILE            a token on one thread with everything in memory, stock's kernels and ours: kernels.md
        micro.py attention [--shapes 32/4x128,...]         a layer's attention by our kernels, ggml's, and ggml's without flash attention
-       micro.py rows     [--gb 4] [--folder .]            rows of a table on disk that nothing has in memory, and through a memory map
-       micro.py driver   [--shapes 48x128x8x2048,...]     made-up gate events through each part of the driver: docs/internals/papers.md
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -209,187 +204,6 @@ def attention(shapes: str, depths: str, tokens: int, threads: int, rounds: int, 
             for depth in map(int, depths.split(",")):
                 ms = time_attention(heads, depth, tokens, threads, rounds)
                 table.row(heads, f"{depth:,}", *(f"{each:.3f}" for each in ms), " ".join(f"{each / ms[0]:.1f} x" for each in ms[1:]))
-
-
-# --- rows of a table, as Qwen3.8-Flash-Next has them for its n-grams ---
-
-N_COLS, ROW_BYTES, ROWS_OF_A_TOKEN = 160, 90, 16  # in Q4_0
-
-
-@contextlib.contextmanager
-def rows_on_disk(path: Path, n_rows: int, n_tokens: int, n_threads: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Computes GET_ROWS of row numbers on the table that a file is."""
-    from helpers.ggml_api import I32, SUCCESS, Backend, Context, cpu_buffer_type, write
-    from moeoff.engine.buffer import ExpertBuffer
-    from moeoff.gguf.quantize import type_from_name
-    from moeoff.llamacpp import native
-
-    q4_0 = type_from_name("Q4_0")
-    with contextlib.ExitStack() as stack:
-        reserved, ops = stack.enter_context(contextlib.closing(Context())), stack.enter_context(contextlib.closing(Context(8, 1)))
-        buffer, backend = stack.enter_context(contextlib.closing(ExpertBuffer())), stack.enter_context(contextlib.closing(Backend()))
-        table = reserved.tensor(q4_0, N_COLS, n_rows, name="table.weight")
-        with buffer.loading():
-            reserved.allocate(native.buffer_type())
-        assert native.add_file(buffer.handle, os.fsencode(path)) == 0
-        assert native.set_row_table_source(buffer.handle, 0, native.Source(0, q4_0, 0, ROW_BYTES * n_rows, 0)) == 0
-        ids = ops.tensor(I32, n_tokens * ROWS_OF_A_TOKEN)
-        graph = ops.graph(ops.get_rows(table, ids))
-        ops.allocate(cpu_buffer_type())
-
-        def compute(rows: np.ndarray) -> None:
-            write(ids, rows)
-            assert backend.compute(graph, n_threads) == SUCCESS
-
-        yield compute
-
-
-@main.command()
-@click.option("--gb", default=4.0, show_default=True, help="Of the table.")
-@click.option("--folder", default=".", show_default=True, type=click.Path(file_okay=False), help="On the disk that is measured.")
-@click.option("--threads", default=2, show_default=True)
-@click.option("--rounds", default=9, show_default=True, help="Of which medians are told.")
-@JSON
-def rows(gb: float, folder: str, threads: int, rounds: int, json_file: str | None) -> None:
-    """16 random rows of 90 bytes for each token, none of them in memory."""
-    n_rows, rng = int(gb * 1e9) // ROW_BYTES, np.random.default_rng(0)
-    with tempfile.NamedTemporaryFile(dir=folder) as file, ResultsFile(json_file) as results:
-        piece = rng.integers(0, 256, (1 << 20, ROW_BYTES), np.uint8)
-        for first in range(0, n_rows, len(piece)):
-            file.write(piece[: n_rows - first].data)
-        file.flush()
-        os.fsync(file.fileno())
-        table = results.table("rows", f"rows of a table of {gb:g} GB: ms, on {threads} threads", ["tokens", "rows", "from the file", "through a memory map"])
-        for n_tokens in (1, 32, 2048):
-            with rows_on_disk(Path(file.name), n_rows, n_tokens, threads) as compute:
-
-                def through_map(ids: np.ndarray) -> None:
-                    np.memmap(file.name, np.uint8, "r", shape=(n_rows, ROW_BYTES))[ids]  # anew: what is mapped stays in memory
-
-                ms: list[list[float]] = [[], []]
-                for way, times in [(compute, ms[0]), (through_map, ms[1])] * rounds:
-                    ids = rng.integers(0, n_rows, n_tokens * ROWS_OF_A_TOKEN).astype(np.int32)
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                    began = time.perf_counter()
-                    way(ids)
-                    times.append(1e3 * (time.perf_counter() - began))
-            table.row(str(n_tokens), f"{n_tokens * ROWS_OF_A_TOKEN:,}", *(f"{statistics.median(each):.1f}" for each in ms))
-
-
-# --- the driver: what stands in for the library and the disk counts nothing ---
-
-DRIVER_SHAPES = "48x128x8x2048,24x32x4x2880,60x256x8x7168,12x32x4x512"  # gates x experts x used x n_embd
-POLICIES = ("lfu", "decay", "arc", "edgemoe", "hobbit", "score")
-PREDICTORS = ("gate", "stacked", "activation-path")
-ON = SimpleNamespace(on=True, gain=None, token=lambda ns: None)
-ABSENT = 0.1  # share of the experts that are not resident
-
-
-class StandInBuffer:
-    """As much of a buffer as a driver asks of one: a share of the experts is absent for ever."""
-
-    running = True
-
-    def __init__(self, n_gates: int, n_experts: int):
-        from moeoff.llamacpp import native
-
-        self.priorities = np.zeros((n_gates, n_experts), np.float32)
-        self.tensors = [SimpleNamespace(gate=g, matrix=m, ne=(1, 1, n_experts)) for g in range(n_gates) for m in (1, 2, 3)]
-        self.arena_full = 3 * n_gates * n_experts
-        self._residency = np.where(np.random.default_rng(1).random((n_gates, n_experts)) < ABSENT, 0, 0b1110).astype(np.uint8)
-        self._stats = native.Stats()
-
-    def set_gate_callback(self, callback: object) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
-
-    def publish(self) -> None:
-        pass
-
-    def residency(self) -> np.ndarray:
-        return self._residency.copy()
-
-    def stats(self) -> Any:
-        self._stats.io_thread_busy_ns += 20_000_000
-        self._stats.reads += 10
-        return self._stats
-
-    def prefetch(self, gate: int, experts: list[int], low: bool = False, limit: int = -1) -> int:
-        (ctypes.c_int32 * len(experts))(*experts)
-        return min(limit, 1)
-
-
-def made_up_events(router: Any, n_tokens: int) -> list[Any]:
-    """Of decode, one token each, one gate after the other, with inputs that drift from token to token and from layer to layer."""
-    from moeoff.routing.event import GateEvent
-
-    rng, d = np.random.default_rng(2), router.weights[0].shape[1]
-    events, stream = [], rng.standard_normal(d, np.float32)
-    for t in range(n_tokens):
-        stream = 0.6 * stream + 0.8 * rng.standard_normal(d, np.float32)
-        x = stream
-        for gate in range(router.n_gates):
-            x = 0.9 * x + 0.44 * rng.standard_normal(d, np.float32)
-            inputs = (x / np.linalg.norm(x))[None]
-            logits = router.logits(gate, inputs)
-            probs = router.gated(logits)
-            ids = router.select(gate, probs).astype(np.int32)
-            weights = np.take_along_axis(probs, ids, axis=1)
-            t_ns = 1 + 2_000_000 * (t * router.n_gates + gate)
-            events.append(GateEvent(gate, ids, weights, probs, inputs, None, gate, 3 * ids.size, 0, 1 + len(events), t_ns, logits))
-    return events
-
-
-def parts(router: Any) -> Iterator[tuple[str, Callable[[Any], object]]]:
-    from moeoff import policies
-    from moeoff.engine.driver import Driver, PolicyUpdates, Probabilities
-    from moeoff.engine.prefetcher import Prefetcher
-
-    n, e, k = router.n_gates, router.n_experts, router.n_used[0]
-    yield "probabilities", lambda event: router.gated(event.logits)
-    shape = policies.CacheShape(n, e, k, n * e * (1 - ABSENT))
-    for name in POLICIES:
-        yield f"policy {name}", policies.get_policy(name)(shape).update
-    for name in PREDICTORS:
-        yield f"predictor {name}", policies.get_predictor(name)(router).observe
-    for policy, predictor in (("score", None), ("score", "gate")):
-        buffer = StandInBuffer(n, e)
-        driver = Driver(buffer)
-        if predictor is not None:
-            prefetcher = Prefetcher(buffer, policies.get_predictor(predictor)(router), k, 4)
-            prefetcher.ab_test = ON
-            driver.add(prefetcher)
-        driver.add(Probabilities(router))
-        driver.add(PolicyUpdates(policies.get_policy(policy)(shape, buffer.priorities), buffer))
-        yield f"driver: {policy}" + (f" and {predictor}" if predictor else ""), driver.deliver
-
-
-@main.command("driver")
-@click.option("--shapes", default=DRIVER_SHAPES, show_default=True, help="Gates x experts x used x n_embd.")
-@click.option("--tokens", default=60, show_default=True)
-@JSON
-def time_driver(shapes: str, tokens: int, json_file: str | None) -> None:
-    """Medians over tokens, of the thread's CPU time."""
-    from moeoff.routing.router import Router
-
-    with ResultsFile(json_file) as results:
-        for text in shapes.split(","):
-            n_gates, n_experts, n_used, n_embd = map(int, text.split("x"))
-            rng = np.random.default_rng(0)
-            router = Router([rng.standard_normal((n_experts, n_embd), np.float32) for _ in range(n_gates)], [n_used] * n_gates, n_experts=n_experts)
-            events = made_up_events(router, tokens)
-            table = results.table(text, f"{text}: {tokens} tokens", ["part", "µs an event", "ms a token"])
-            for name, step in parts(router):
-                times = []
-                for at in range(0, len(events), n_gates):
-                    began = time.thread_time_ns()
-                    for event in events[at : at + n_gates]:
-                        step(event)
-                    times.append(time.thread_time_ns() - began)
-                ns = float(np.median(times[len(times) // 4 :]))
-                table.row(name, f"{ns / n_gates / 1e3:.1f}", f"{ns / 1e6:.2f}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ are pages below project/; what a link to a source file or a folder says stays as
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import posixpath
 import re
 import sys
@@ -89,10 +90,12 @@ def options_page() -> str:
     parts = [f"\n## {group}\n\n| option | in Python | llama-server's |\n|---|---|---|\n" + "\n".join(rows) + "\n" for group, rows in groups.items()]
     what = {habits.ANYWAY: "so it is anyway", habits.IDLE: "no effect", habits.REFUSED: "refused"}
     rows: dict[tuple[str, ...], list[str]] = {}
-    for program in ("run", "serve"):
-        for name, habit in habits.habits_of(program).items():
-            rows.setdefault((program, what[habit.verdict], habit.why), []).append(f"`{name}`")
-    lines = [f"| {program} | {', '.join(names)} | {verdict} | {why} |".replace("|off", "\\|off") for (program, verdict, why), names in rows.items()]
+    known = {program: habits.habits_of(program) for program in ("run", "serve")}
+    for name in dict.fromkeys(itertools.chain(*known.values())):
+        for habit in dict.fromkeys(of[name] for of in known.values() if name in of):
+            programs = ", ".join(program for program, of in known.items() if of.get(name) == habit)
+            rows.setdefault((programs, what[habit.verdict], habit.why), []).append(f"`{name}`")
+    lines = [f"| {programs} | {', '.join(names)} | {verdict} | {why} |".replace("|off", "\\|off") for (programs, verdict, why), names in rows.items()]
     page = HABITS.sub(lambda _: "\n| command | option | | because |\n|---|---|---|---|\n" + "\n".join(lines) + "\n\n", OPTIONS.read_text())
     return TABLE.sub(lambda _: "".join(parts) + "\n", page)
 

@@ -327,7 +327,7 @@ def kept_open(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
 def prompt_cache(llm: Any, path: Path) -> None:
     from moeoff.engine.prompt import PromptCache
 
-    if PromptCache(path, read_only=True).load(llm):
+    if PromptCache(path).load(llm):
         for _, _token in zip(range(2), llm.generate([*llm.input_ids[: llm.n_tokens].tolist(), 1], top_k=1, temp=0.0)):
             pass
 

@@ -34,7 +34,7 @@ MEMORY = 300 << 20  # of commands that have a budget
 DEVICES = {"null": 3, "zero": 5, "full": 7}  # minor numbers, on Linux
 UNBOUNDED = 700 << 20  # of the others: they read small files
 OUTCOMES = {0: "accepted", 1: "refused"}
-COMMANDS = ("run", "inspect", "convert", "verify", "merge", "eval", "calibrate", "simulate", "report", "doctor", "bench", "serve")
+COMMANDS = ("run", "inspect", "convert", "verify", "eval", "calibrate", "simulate", "report", "doctor", "bench", "serve")
 _RUNS = ["-t", "1", "--memory", str(MEMORY)]
 
 
@@ -72,7 +72,6 @@ def commands(folder: Path) -> dict[str, Command]:
         "inspect": [model, "--probe", "off"],
         "convert": [model, "--tiers", "original,Q4_0", "-o", out, "--force"],
         "verify": [str(folder / "m.experts.gguf"), "-m", model],
-        "merge": [model, "-o", out],
         "eval": ["-m", model, "--text", text, "--ctx", "32", "--chunks", "1", *_RUNS],
         "calibrate": [model, "--text", text, "--tokens", "512", "-o", out, *_RUNS],
         "simulate": [str(folder / "run.trace"), "--strategy", "lru"],

@@ -9,9 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-import micro
 import moeoff
 from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.waiting import wait_until_still
@@ -622,8 +620,3 @@ def test_several_sequences_have_one_place_for_each_expert():
         usefulness.predicted(1, np.array([0, 1, 2, 5, 6]), np.array([0, 0, 0, 1, 1]))  # of three sequences
         usefulness.selected(1, np.array([[0, 3], [1, 3], [2, 4]]).ravel())
     assert usefulness.n_paying(1) == 1
-
-
-def test_the_bench_of_the_driver_has_a_row_for_each_part():
-    done = CliRunner().invoke(micro.main, ["driver", "--shapes", "8x8x2x64", "--tokens", "4"])
-    assert done.exit_code == 0 and "| driver: score and gate |" in done.output, done.output

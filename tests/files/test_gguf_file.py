@@ -9,11 +9,8 @@ import os
 import random
 import re
 import struct
-import subprocess
-import sys
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -22,11 +19,9 @@ from gguf import GGMLQuantizationType as T
 from gguf import GGUFReader
 from llama_cpp import llama_cpp
 
-import moeoff
 from helpers.arch_models import write_model
 from helpers.files import DEMO
 from helpers.ggml_api import F32, Context
-from helpers.rewrite_experts import split_experts
 from model_writer import ModelWriter
 from moeoff.engine.buffer import ExpertBuffer
 from moeoff.errors import ModelError, WriteError
@@ -34,7 +29,6 @@ from moeoff.experts.sidecar import parse_slice_name, sidecar_path, slice_name
 from moeoff.gguf import file as reader
 from moeoff.gguf import model_index, preflight
 from moeoff.gguf.file import FileState, ModelFile, Tensor
-from moeoff.gguf.merge import merge, merged_path
 from moeoff.gguf.model_index import EMBEDDING, MATRICES, OUTPUT, ModelIndex, SplitName, TensorRole, is_expert, model_stem, parse_block_name, parse_tensor_name
 from moeoff.gguf.quantize import is_computed, row_bytes, type_from_name, type_name
 from moeoff.llamacpp import native
@@ -378,85 +372,12 @@ def test_slice_names():
     assert parse_slice_name("blk.0.ffn_up_exps.weight") is None
 
 
-# --- old files, with a tensor for each expert ---
-
-
-MOEOFF = str(Path(sys.executable).with_name("moeoff"))
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory):
-    path = tmp_path_factory.mktemp("old") / "old.gguf"
-    split_experts(DEMO, path)
-    return path
-
-
-def rewritten(old, path, change):
-    """A copy with other tensors: `change` gets each one and its bytes, and returns them or None."""
-    with ModelFile(old) as file:
-        found = [pair for name, tensor in file.tensors.items() if (pair := change(tensor, file.data(name).reshape(-1))) is not None]
-        with ModelWriter(path, file.metadata, [tensor for tensor, _ in found], file.alignment) as writer:
-            for _, data in found:
-                writer.write(data)
-    return path
-
-
-def test_the_command_to_merge_is_named(old):
-    done = subprocess.run([MOEOFF, "run", "-p", "x", "-m", str(old)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert done.stderr.strip() == f"Error: {old}: an old file with a tensor for each expert, which llama.cpp no longer reads: moeoff merge {old}"
-
-
-def test_merged_it_is_the_model(old):
-    done = subprocess.run([MOEOFF, "merge", str(old)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{merged_path(old)}: 1152 experts' tensors in 36, ")
-    with ModelFile(DEMO) as want, ModelFile(merged_path(old)) as got:
-        assert {t.name: t for t in want.tensors.values()} == {t.name: t for t in got.tensors.values()}
-        assert all(np.array_equal(want.data(name), got.data(name)) for name in want.tensors)
-        assert want.metadata == got.metadata
-
-
-def test_what_is_there_is_not_replaced_unasked(old, tmp_path):
-    target = tmp_path / "new.gguf"
-    target.write_bytes(b"mine")
-    with pytest.raises(moeoff.OptionError, match="exists already: give force=True"):
-        merge(old, target)
-    assert target.read_bytes() == b"mine"
-    merge(old, target, force=True)
-    assert len(ModelIndex.read(target).experts) == 36
-    with pytest.raises(moeoff.OptionError, match="which is in use"):
-        merge(old, old, force=True)
-
-
-def test_a_source_that_is_cut_meanwhile(old, tmp_path):
-    source = tmp_path / "old.gguf"
-    source.write_bytes(old.read_bytes())
-    with pytest.raises(moeoff.ModelError, match="was it cut while it was read"):
-        merge(source, progress=lambda done, total: os.truncate(source, os.path.getsize(source) // 2))
-    assert list(tmp_path.iterdir()) == [source]
-
-
-def test_experts_that_do_not_belong_together(old, tmp_path):
-    gone = rewritten(old, tmp_path / "gone.gguf", lambda tensor, data: None if tensor.name == "blk.3.ffn_up.7.weight" else (tensor, data))
-    with pytest.raises(moeoff.ModelError, match=r"blk\.3\.ffn_up has experts .*, expected 0 to 30"):
-        merge(gone)
-    f32 = 0
-
-    def other(tensor, data):
-        if tensor.name != "blk.3.ffn_up.7.weight":
-            return tensor, data
-        return type(tensor)(tensor.name, tensor.shape, f32), np.zeros(int(np.prod(tensor.shape)) * 4, np.uint8)
-
-    with pytest.raises(moeoff.ModelError, match="differ in shape or type"):
-        merge(rewritten(old, tmp_path / "other.gguf", other))
-    assert not Path(merged_path(tmp_path / "other.gguf")).exists()
-
-
-def test_a_file_of_today_has_nothing_to_merge(tmp_path):
-    with pytest.raises(moeoff.ModelError, match="nothing to merge"):
-        merge(DEMO, tmp_path / "new.gguf")
-    assert not any(tmp_path.iterdir())
+def test_a_tensor_for_each_expert_is_refused():
+    """Mixtral's files until April 2024."""
+    index = ModelIndex.read(DEMO)
+    span = next(iter(index.dense.values()))
+    with pytest.raises(ModelError, match="an old file with a tensor for each expert"):
+        replace(index, dense=index.dense | {"blk.0.ffn_gate.0.weight": span}).require_experts()
 
 
 # --- values that one architecture asserts: scripts/faults/damaged.py tries every header ---

@@ -17,7 +17,7 @@ from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import is_expert
 from moeoff.gguf.quantize import fits, needs_imatrix
 
-__all__ = ["Requantized", "requantize_experts", "split_experts"]
+__all__ = ["Requantized", "requantize_experts"]
 
 _CHUNK_VALUES = 1 << 20  # values quantized at once: 4 MiB of floats
 
@@ -64,19 +64,3 @@ def _chunks(model: ModelFile, tensor: Tensor):
     step = max(1, _CHUNK_VALUES // tensor.shape[-1])
     for start in range(0, n_rows, step):
         yield lambda start=start: model.rows(tensor.name, start, min(start + step, n_rows))
-
-
-def split_experts(model: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
-    """Write a tensor for each expert, as Mixtral's files had until April 2024: what `moeoff merge` puts together again."""
-    with ModelFile(model) as file:
-        tensors, pieces = [], []
-        for name, tensor in file.tensors.items():
-            n_experts = tensor.shape[0] if is_expert(name) else 1
-            data = file.data(name).reshape(n_experts, -1)
-            for expert in range(n_experts):
-                old = name.replace("_exps.", f".{expert}.") if is_expert(name) else name
-                tensors.append(Tensor(old, tensor.shape[1:] if is_expert(name) else tensor.shape, tensor.type))
-                pieces.append(data[expert])
-        with ModelWriter(output, file.metadata, tensors, file.alignment) as writer:
-            for piece in pieces:
-                writer.write(piece)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 
 import moeoff
-from helpers.files import CALIBRATION_TEXTS
 from helpers.rewrite_experts import requantize_experts
 from moeoff import ModelError, OptionError
 from moeoff.budget import plan as memory_plan
@@ -236,27 +234,6 @@ def test_all_experts_in_a_tier(measured, text):
         assert llm.engine.quality.selected.tier == "original" and llm.engine.quality.precision.lossless and llm.stats().precision_summary == ""
 
 
-@pytest.mark.slow
-def test_an_interrupted_search_goes_on(tau_alone, text, tmp_path, monkeypatch):
-    """What was measured is not measured again, and the result is the same."""
-    model = str(shutil.copy(tau_alone[0], tmp_path))
-    calls: list[float] = []
-    whole_measure = RuleEvaluator.measure
-
-    def measure(self, reference, precision):
-        calls.append(precision.tau)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return whole_measure(self, reference, precision)
-
-    monkeypatch.setattr(RuleEvaluator, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        search_precision(model, [text], BOUND, tokens=TOKENS, **OPTIONS)
-    found = search_precision(model, [text], BOUND, tokens=TOKENS, **OPTIONS)
-    assert len(calls) == len(set(calls)) + 1  # the interrupted one alone twice
-    assert found.measured == search_precision(model, [text], BOUND, tokens=TOKENS, **OPTIONS).measured
-
-
 def test_what_loses_more_on_own_text_is_given_up():
     """If it certainly does: the lower end of its interval is above the bound. The boldest goes first, in each share, and what would lose too much as well."""
     asked = []
@@ -271,14 +248,6 @@ def test_what_loses_more_on_own_text_is_given_up():
     assert 0.1 < kl < 0.17
     assert [(c.tau, c.resident) for c in keep_on_own_text(evaluator, by_share, 0.3)] == [(0.05, 0.25), (0.1, 0.25), (0.05, 0.5), (0.1, 0.5)]
     assert asked == [(0.2, 0.5), (0.1, 0.5)]
-
-
-def test_few_minutes_take_fewer_tokens_and_steps(tau_alone, text, tmp_path):
-    """As few windows as an interval needs, and of each share no second τ."""
-    model = str(shutil.copy(tau_alone[0], tmp_path))
-    found = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS).contract
-    assert found.n_windows == precision_search.MIN_WINDOWS
-    assert [c.resident for c in found.candidates] == list(precision_search.SHARES)
 
 
 def test_what_is_written_is_bounded_too(tau_alone, tmp_path, monkeypatch):
@@ -335,15 +304,6 @@ def test_own_text(demo, text):
         own = RuleEvaluator(llm, windows).own_text(Candidate("original", 1.0, 0.25, 0.0, 0.0, 0.0, 0.0), 2, 7)
     assert own.shape == (128 - OPENING,) and own.mean() > 0.02
     assert abs(np.mean(lost["lossless"])) < 5e-3 and np.mean(lost["wild"]) > 0.02
-
-
-def test_what_leaves_nothing_out_reads_as_much_as_the_lossless_model(demo):
-    """To the last miss: both are counted on all windows, of texts that differ."""
-    with open_model(demo, 128, precision=Precision(tau=1e-9, resident=0.25), deterministic=True, **OPTIONS) as llm:
-        evaluator = RuleEvaluator(llm, read_windows(llm, CALIBRATION_TEXTS, 128, 3))
-        with evaluator.reference() as reference:
-            found = evaluator.measure(reference, Precision(tau=1e-8, resident=0.25))
-    assert found.skipped == 0 and found.cost == 1.0
 
 
 def test_shares_are_of_what_decoded_tokens_chose(demo, text):
@@ -471,30 +431,3 @@ def test_a_moved_budget_keeps_the_bound(tau_alone):
     assert run.returncode == 0, run.stderr
     first, *moved = map(float, run.stdout.split())
     assert first > 0 and moved == [0, first, 0, first, 0, first]  # the last two: what is read ahead follows
-
-
-@pytest.mark.slow
-def test_a_repeatable_text_depends_on_the_contract_alone(tau_alone, invoke):
-    """Through the command, at budgets that hold some of the experts and all of them."""
-    found = {}
-    for memory in ("4M", "8M", "100M"):
-        ask = ["run", "-m", tau_alone[0], "-p", "Natalia sold", "--raw", "-n", "24", "--temp", "0.8", "--seed", "7", "-t", "2", "--warm", "off", "--json"]
-        answer = json.loads(invoke(*ask, "--max-loss", "5%", "--deterministic", "--expert-memory", memory).stdout)
-        found[memory] = answer["text"]
-        assert answer["stats"]["skipped"] > 0
-    assert len(set(found.values())) == 1
-
-
-@pytest.mark.slow
-def test_command(demo, text, tmp_path, invoke):
-    """What a person sees of a search, and what a run then says of it."""
-    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
-    done = invoke("calibrate", model, "--max-loss", "5%", "--text", text, "--tokens", "2048", "--minutes", "2", "-t", "2")
-    assert done.returncode == 0 and f"{profile_path(model)}: for moeoff run -m {model} --max-loss 5%" in done.stdout
-    assert "τ" in done.stdout and "left out" in done.stdout and "% of the experts in memory: τ" in done.stderr
-    ask = ["run", "-m", model, "-p", "Natalia sold", "--raw", "-n", "24", "--temp", "0", "-t", "1", "--warm", "off", "--json", "--expert-memory", str(SOME)]
-    stats = json.loads(invoke(*ask, "--max-loss", "5%").stdout)["stats"]
-    assert stats["skipped"] > 0 and stats["max_loss"] == 0.05 and stats["tau"] > 0
-    assert json.loads(invoke(*ask).stdout)["stats"]["skipped"] == 0
-    refused = invoke(*ask, "--max-loss", "much")
-    assert refused.returncode == 1 and "not a loss" in refused.stderr

@@ -23,7 +23,6 @@ from moeoff.routing.trace import Trace
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True}
 TAU = Precision(tau=0.1, resident=0.5)
-SKIPS = Precision(0.6, 0.6, resident=0.5)
 
 
 def logits(model, n=24, prompt=PROMPT, **options):
@@ -94,16 +93,15 @@ def test_what_weighs_little_is_left_out_for_every_kind_of_router(architecture, w
     assert n_light > n_left_out == stats.skipped > 5  # random routers use few experts
 
 
-@pytest.mark.parametrize("rule", [pytest.param(SKIPS, marks=pytest.mark.slow), TAU], ids=["T", "tau"])
-def test_deterministic(demo, rule):
+def test_deterministic(demo):
     """The same bits at every budget and with other strategies, whatever was asked before."""
-    first, stats = logits(demo, precision=rule, deterministic=True)
+    first, stats = logits(demo, precision=TAU, deterministic=True)
     assert stats.skipped > 20
     own, _ = logits(demo)
     assert (first != own).any()
     for options in ({"expert_memory": "1M"}, {"expert_memory": "1G", "io_threads": 1}, {"strategy": "lru", "expert_memory": "700K"}):
-        assert_bit_equal(logits(demo, precision=rule, deterministic=True, **options)[0], first)
-    alive, _ = logits(demo, precision=rule)
+        assert_bit_equal(logits(demo, precision=TAU, deterministic=True, **options)[0], first)
+    alive, _ = logits(demo, precision=TAU)
     assert (alive != first).any()  # what is resident in truth is something else
 
 
@@ -117,10 +115,7 @@ def test_a_text_does_not_depend_on_the_one_before(demo):
         assert llm(longer, max_tokens=4, temperature=0)["choices"][0]["text"]
 
 
-RULES = [Precision(0.6, 0.6, resident=0.4), Precision(0.4, 0.8, low_tier="Q4_0", resident=0.4), Precision(tau=0.12, resident=0.4)]
-
-
-@pytest.mark.parametrize("precision", RULES, ids=["T", "T, low", "tau"])
+@pytest.mark.parametrize("precision", [Precision(0.4, 0.8, low_tier="Q4_0", resident=0.4), Precision(tau=0.12, resident=0.4)], ids=["T", "tau"])
 def test_batches_are_priced_token_by_token(demo, text, precision, tmp_path):
     """ "simulated" computes in batches what a deterministic run computes one by one: the same choices, and so the same loss."""
     model = shutil.copy(demo, tmp_path)
@@ -164,14 +159,6 @@ def test_simulate_command(demo, tmp_path, invoke):
     assert found.decoded == sum(event.ids.size for event in trace.events if event.decode) > found.skipped > 0
     lru, *_, belady = (line for line in left_out.splitlines() if " lru " in line or " belady " in line)
     assert lru.endswith(f"{found.skipped / found.decoded:.1%}") and not belady.rstrip().endswith("0.0%")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"resident": -1}, {"resident": 1.1}, {"resident": float("nan")}, {"tau": -1}, {"tau": float("inf")}, {"tau": 0.1, "t1": 0.5}]
-)
-def test_bad_rules(fields):
-    with pytest.raises(OptionError, match="precision|tau is a weight|resident: lies between 0 and 1"):
-        Precision(**fields)
 
 
 def test_a_server_does_not_simulate(demo):

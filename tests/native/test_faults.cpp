@@ -92,16 +92,18 @@ int fstat(int fd, struct stat * st) noexcept {
 
 static thread_local std::function<bool(int fd)> before_read; // true: refuses this one
 
-ssize_t preadv(int fd, const struct iovec * to, int n, off_t at) {
-    static const auto next = real<ssize_t (*)(int, const struct iovec *, int, off_t)>("preadv");
+ssize_t preadv2(int fd, const struct iovec * to, int n, off_t at, int flags) {
+    static const auto next = real<ssize_t (*)(int, const struct iovec *, int, off_t, int)>("preadv2");
     if (before_read && before_read(fd)) {
         errno = EINVAL;
         return -1;
     }
     const iovec half = { to[0].iov_base, std::max<size_t>(to[0].iov_len / 2, 1) };
     ssize_t     result;
-    return struck(result, [&] { return next(fd, &half, 1, at); }) ? result : next(fd, to, n, at);
+    return struck(result, [&] { return next(fd, &half, 1, at, flags); }) ? result : next(fd, to, n, at, flags);
 }
+
+ssize_t preadv(int fd, const struct iovec * to, int n, off_t at) { return preadv2(fd, to, n, at, 0); }
 
 ssize_t pread(int fd, void * to, size_t n, off_t at) {
     static const auto next = real<ssize_t (*)(int, void *, size_t, off_t)>("pread");
@@ -414,6 +416,41 @@ TEST(a_disk_with_large_sectors_is_not_asked_for_pages) {
         REQUIRE(direct == (alignment <= page_size) && f.any_buffered() == !direct);
     }
     direct_alignment = 0;
+}
+
+// pages of the file that are in the page cache
+static int n_cached(int fd, size_t size) {
+    void * at = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
+    std::vector<unsigned char> is_cached(size / page_size);
+    REQUIRE(at != MAP_FAILED && mincore(at, size, is_cached.data()) == 0);
+    munmap(at, size);
+    return (int) std::count_if(is_cached.begin(), is_cached.end(), [](unsigned char c) { return c & 1; });
+}
+
+TEST(what_cannot_be_read_directly_does_not_stay_in_the_page_cache) {
+    constexpr size_t size = 1 << 20;
+    const slice_file file { size };
+    static uint8_t   bytes[size];
+    const int        fd = open(file.path.c_str(), O_RDONLY);
+    const iovec      one { bytes, 1 };
+    const bool       can_drop = preadv2(fd, &one, 1, 0, 0x80 /* RWF_DONTCACHE */) == 1;
+    direct_alignment = 4 * page_size; // refused
+    for (const bool tries_direct : { false, true }) {
+        REQUIRE(fsync(fd) == 0 && posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
+        if (n_cached(fd, size) > 0) {
+            break; // this file system has no other place for it
+        }
+        files       f;
+        std::string error;
+        bool        direct = false;
+        const file_range range { 0, size, bytes };
+        REQUIRE(f.add(file.path, tries_direct, error) == 0);
+        REQUIRE(f.read(0, &range, 1, size, nullptr, direct, error) == 0 && !direct && bytes[size - 1] == byte_at(size - 1));
+        const int n = n_cached(fd, size), n_pages = size / page_size;
+        REQUIRE(tries_direct && can_drop ? n < n_pages / 8 : n == n_pages);
+    }
+    direct_alignment = 0;
+    close(fd);
 }
 
 TEST(every_fault_while_loading) {

@@ -26,7 +26,7 @@ static void compare(const request_queue & queue, const std::deque<uint32_t> * ex
         REQUIRE(forward == expected[level] && backward == expected[level]);
         empty = empty && forward.empty();
     }
-    REQUIRE(queue.empty() == empty);
+    REQUIRE(queue.empty(PREFETCH) == empty);
 }
 
 TEST(a_queue_keeps_the_order_of_each_level) {

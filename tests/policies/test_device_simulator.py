@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ from moeoff.engine.prefetcher import Prefetcher
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.profile_fit import fit
-from moeoff.policies import PRESETS, CacheShape, FitOptions, Prediction, Predictor, get_policy, get_strategy, hobbit
-from moeoff.policies.hobbit import MissCost
+from moeoff.policies import PRESETS, CacheShape, FitOptions, Prediction, Predictor, get_strategy
 from moeoff.policies.replay import simulate
 from moeoff.routing.batch import Span
 from moeoff.routing.event import GateEvent
@@ -166,6 +164,7 @@ def read_order(demo, learned, strategy, n_tokens=128):
     return {g: (order, np.bincount(held.ids[:n_tokens, g].ravel(), minlength=32)) for g, order in asked.items() if g}
 
 
+@pytest.mark.slow
 def test_a_prompts_popular_experts_are_read_first(demo, learned):
     """Fate §4.3, in the first prompt of a process, of which nothing is known but the layer before: the experts of the most tokens come first."""
     share = {}
@@ -177,6 +176,7 @@ def test_a_prompts_popular_experts_are_read_first(demo, learned):
     assert share["fate"] > 0.85 * best and share["fate"] > 1.4 * share["lru+gate"]
 
 
+@pytest.mark.slow
 def test_the_meter_counts_what_was_there_in_time(demo, learned):
     """GoodPred's two factors are counts: over a link that takes no time everything predicted is there, over a slow one little, and accuracy is the
     predictor's own whatever the link. One layer more of distance costs accuracy and leaves more time (ProMoE §4.4)."""
@@ -190,36 +190,7 @@ def test_the_meter_counts_what_was_there_in_time(demo, learned):
     assert 0.02 < one.accuracy - two.accuracy < 0.15 and two.fetch_rate > one.fetch_rate + 0.01
 
 
-@pytest.mark.slow  # HOBBIT's weights are fitted on replays
-def test_hobbits_weights_help_on_text_they_have_not_seen(recording):
-    """What was fitted on four fifths of the text is worth it on the last: fewer misses are paid."""
-    train, held = (recording.take(part) for part in recording.split(0.2))
-    with mock.patch.object(hobbit, "MAX_EVENTS", 1200):  # of the trace that its weights are fitted on, 96 times or more
-        found = fit(train, FitOptions(), only={"hobbit"}, compare=False)["hobbit"]
-    trace = held.trace(400)
-    cost = MissCost(*(float(found[name]) for name in ("t1", "t2", "low_cost")))
-    arena = trace.model.full_bytes // 2
-
-    def paid(**weights):
-        return simulate(trace, "hobbit", arena, cost=cost, t1=cost.t1, **weights).miss_penalty
-
-    fitted = paid(**{name: float(found[name]) for name in ("lru", "lfu", "lhu", "fld")})
-    assert fitted < 0.98 * simulate(trace, "lru", arena, cost=cost).miss_penalty
-    assert all(fitted < 1.01 * paid(**{name: float(name == only) for name in ("lru", "lfu", "lhu", "fld")}) for only in ("lru", "lfu", "fld"))
-
-
 @pytest.mark.slow
-def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
-    """More of what is selected is predicted."""
-    held, profile = learned
-
-    def accuracy(strategy, known):
-        return meter(demo, (held, known), replace(strategy, policy=get_policy("lru"))).accuracy
-
-    assert accuracy(PRESETS["edgemoe"], profile) > accuracy(PRESETS["edgemoe"], None) + 0.1
-    assert accuracy(PRESETS["promoe"].with_stride(1), profile) > accuracy(PRESETS["fate"], profile) + 0.03
-
-
 def test_presets_are_what_their_papers_say(demo, learned):
     """By what they do: EAP keeps what Fate keeps (§5.1) and predicts otherwise; ProMoE keeps as many of each layer, and foresees the layer after the next."""
     held, profile = learned

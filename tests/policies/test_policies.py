@@ -366,6 +366,7 @@ def test_hobbit_weights_lower_the_penalty():
     for other in ({}, *({name: float(name == only) for name in weights} for only in weights)):
         assert fitted <= simulate(trace, "hobbit", arena, **other).miss_penalty * (1 + 1e-6)
     assert sum(Hobbit.defaults[n] for n in weights) == pytest.approx(1, abs=1e-3)
+    assert fit_weights(trace, None, until=0.0) == {name: Hobbit.defaults[name] for name in weights}  # the time is over: nothing is tried
 
 
 def test_the_penalty_is_the_models_own():

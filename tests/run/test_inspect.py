@@ -21,6 +21,7 @@ from moeoff.budget import compute_probe
 from moeoff.budget.dry_load import dry_load, memory_sizes, slice_kinds
 from moeoff.budget.inspection import examine, speed
 from moeoff.budget.plan import expected_bytes
+from moeoff.engine.explanation import explain
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.job import BenchTest
 from moeoff.measure.run import Grid
@@ -62,6 +63,20 @@ def test_text(demo, moeoff_command):
         "attention to 1,024 tokens",
     ):
         assert words in said, words
+
+
+def test_what_is_chosen_is_explained(demo, moeoff_command):
+    """By inspect before a model is loaded, by a model and a server of themselves."""
+    said = json.loads(moeoff_command("inspect", demo, "--explain", "--json", "-ub", "64").stdout)
+    assert "80% of what is available" in said["memory"] and said["micro-batch"].startswith("64 tokens: as given")
+    assert said["strategy"].startswith("auto: nothing to do, all experts fit") and said["prefetching"] == "none: all experts fit"
+    with moeoff.Llama(demo, expert_memory="4M", n_ctx=256, strategy="fate", flash_attn=True) as llm:
+        reasons, stats = explain(llm.engine), llm.stats()
+    assert f"{stats.micro_batch} tokens: {stats.micro_batch_reason};" in reasons["micro-batch"]
+    assert reasons["I/O threads"].startswith(f"{stats.io_threads}: {stats.io_threads_reason}")
+    assert reasons["experts"] == "4.00 MiB in memory of 18 MiB" and reasons["strategy"].startswith("fate: ") and reasons["prefetching"] == "by gate"
+    server = moeoff.Server(demo, port=0, expert_memory="4M", n_ctx=256, parallel=2, kv_disk=0).explain()
+    assert reasons.keys() < server.keys() and server["slots"].startswith("2 answers") and server["on disk"].startswith("none")
 
 
 def test_numbers_are_those_of_the_loaded_model(demo):

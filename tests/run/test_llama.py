@@ -3,7 +3,6 @@
 import copy
 import ctypes
 import multiprocessing
-import pickle
 import subprocess
 import sys
 import threading
@@ -153,16 +152,9 @@ def test_no_tensor_is_mapped(demo):
         assert llm.model_params.lazy_mode == api.LLAMA_LAZY_MODE_OFF
 
 
-COPIES = {
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "deepcopy": copy.deepcopy,
-}
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_a_copy_is_opened_with_the_same_options(demo, name):
+def test_a_copy_is_opened_with_the_same_options(demo):
     options = OPTIONS | {"expert_memory": "2M", "strategy": "lfu", "split_mode": 1, "logits_all": True, "type_k": "q8_0", "yarn_attn_factor": 1.0}
-    with moeoff.Llama(demo, **options) as llm, COPIES[name](llm) as other:
+    with moeoff.Llama(demo, **options) as llm, copy.deepcopy(llm) as other:
         assert other.engine.config == llm.engine.config
         assert without_identity(CALLS["completion"](other)) == without_identity(CALLS["completion"](llm))
 
@@ -390,9 +382,7 @@ def test_twenty_cycles_leave_nothing(demo):
     check_leaves_nothing(cycle, 20, 8 << 20, warm_ups=3)
 
 
-@pytest.mark.parametrize(
-    "order", ["a.close(); del b", "a.x = b; b.x = a", pytest.param("del a; del b", marks=pytest.mark.slow), pytest.param("pass", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("order", ["a.close(); del b", "a.x = b; b.x = a"])
 def test_any_order_at_interpreter_exit(demo, order):
     code = f"import moeoff\na = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\nb = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\na.eval([1, 2]); b.eval([3])\n{order}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import moeoff
 from helpers.arch_models import write_model
 from helpers.attention import kernels
-from helpers.files import PROSE, ROOT
+from helpers.files import ROOT
 from moeoff.budget.dry_load import usual_ctx
 from moeoff.budget.plan import DeviceBound
 from moeoff.cli.doctor import check_cpu
@@ -27,7 +23,6 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import llama as binding
 from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import KEYWORDS, api
-from moeoff.llamacpp.threads import PRIORITIES
 from moeoff.options import TABLE, Config, Sampling, ServerOptions, with_gpu, without_gpu
 from moeoff.precision import Precision
 from moeoff.server.arguments import arguments
@@ -55,7 +50,6 @@ REFUSED = [
     ({"yarn_orig_ctx": 64, "rope_scaling_type": "linear"}, "yarn_orig_ctx has no effect"),
     ({"rpc_servers": "host:1"}, "whole tensors, and addresses that mean nothing on another machine"),
     ({"numa": "odd"}, "numa: one of distribute, isolate, numactl, not 'odd'"),
-    ({"priority": 4}, "priority: -1 to 3, not 4"),
     ({"context_shift": True, "type_k": "q8_0"}, "context_shift: quantized keys of 32 numbers cannot be moved"),
     ({"n_ctx": 7}, "n_ctx: at least 8 tokens, or 0 for as many as the model was trained with, not 7"),
     ({"llama_cpp": {}}, "unknown option 'llama_cpp'"),
@@ -73,13 +67,6 @@ REFUSED = [
 def test_refused(demo, options, words):
     with pytest.raises(moeoff.OptionError, match=words):
         moeoff.Llama(demo, **SMALL | options)
-
-
-@pytest.mark.parametrize("command, also", [("run", ("-p", "Hi")), ("serve", ()), ("eval", ("--text", str(PROSE)))])
-def test_rpc_is_refused_in_one_sentence(demo, command, also):
-    done = CliRunner().invoke(main, [command, "-m", demo, "--rpc", "host:50052", *also])
-    assert done.exit_code == 1 and done.stderr.startswith("Error: --rpc: llama.cpp's RPC server") and done.stderr.count("\n") == 1
-    assert "moeoff.ray" in done.stderr
 
 
 def test_a_cache_type_that_rows_do_not_fit_is_refused_with_llama_cpps_reason(writer, folder):
@@ -204,7 +191,7 @@ def test_a_tensor_is_placed(demo):
 
 
 def test_commands_take_them(moeoff_command, demo):
-    common = ["-ctk", "q8_0", "-ctv", "q8_0", "--rope-freq-base", "20000", "--numa", "distribute", "--prio", "-1", "-ot", "attn_q=CPU"]
+    common = ["-ctk", "q8_0", "-ctv", "q8_0", "--rope-freq-base", "20000", "--numa", "distribute", "-ot", "attn_q=CPU"]
     run = moeoff_command("run", "-m", demo, "-p", "x", "-n", "4", "-c", "256", "-b", "64", "-ub", "32", "--swa-full", "on", *common)
     assert run.returncode == 0, run.stderr
     text = str(ROOT / "tests" / "data" / "prose.txt")
@@ -212,12 +199,6 @@ def test_commands_take_them(moeoff_command, demo):
     assert done.returncode == 0 and json.loads(done.stdout)["perplexity"] > 1, done.stderr
     both = moeoff_command("run", "-m", demo, "-p", "x", "--rope-scale", "2", "--rope-freq-scale", "0.5")
     assert both.returncode == 1 and "not both" in both.stderr
-
-
-def test_priority(demo):
-    code = "import os, sys, moeoff\nwith moeoff.Llama(sys.argv[1], expert_memory='1G', priority=-1): print(os.getpriority(os.PRIO_PROCESS, 0))"
-    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == max(PRIORITIES[-1], os.getpriority(os.PRIO_PROCESS, 0))
 
 
 # --- a context that is full ---
@@ -261,14 +242,6 @@ def test_context_shift_is_llama_cpps(demo, n_keep, type_k):
         assert shifted_by_hand(llm, prompt, 600, kept) == found
 
 
-@pytest.mark.slow
-def test_without_a_shift_the_answer_ends(invoke, demo):
-    command = ["run", "-m", demo, "--raw", "-p", "Once upon a time", "-c", "256", "-n", "600", "--ignore-eos", "--json", "--temp", "0"]
-    ended, shifted = (json.loads(invoke(*command, *more).stdout) for more in ([], ["--context-shift", "--keep", "4"]))
-    assert ended["usage"]["total_tokens"] == 256 and ended["finish_reason"] == "length"
-    assert shifted["usage"]["completion_tokens"] == 600 and shifted["text"].startswith(ended["text"][:100])
-
-
 def test_seeded_answers_go_on_behind_a_shift(demo):
     """The sampler goes on with the shift, it does not begin again with its seed."""
     with moeoff.Llama(demo, **SMALL, context_shift=True, seed=3) as llm:
@@ -300,21 +273,12 @@ def test_prompt_cache(invoke, demo, tmp_path):
     first, second = (json.loads(invoke("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).stdout) for _ in range(2))
     assert first["text"] == second["text"] and first["stats"]["prompt_tokens"] > 5
     assert second["stats"]["prompt_tokens"] == 0 and second["usage"] == first["usage"]  # its last token counts as generated
-    before = cache.read_bytes()
     longer = invoke("run", "-m", demo, *ASK, "-f", "/dev/null", "--prompt-cache", str(cache))
     assert longer.returncode == 1  # -p and -f
     ask = [word.replace("girl who", "girl who had a dog") for word in ASK]
-    read = json.loads(invoke("run", "-m", demo, *ask, "--prompt-cache", str(cache), "--prompt-cache-ro").stdout)
-    assert 1 <= read["stats"]["prompt_tokens"] < first["stats"]["prompt_tokens"] and cache.read_bytes() == before
+    read = json.loads(invoke("run", "-m", demo, *ask, "--prompt-cache", str(cache)).stdout)
+    assert 1 <= read["stats"]["prompt_tokens"] < first["stats"]["prompt_tokens"]
     assert list(tmp_path.iterdir()) == [cache]
-
-
-def test_prompt_cache_with_answers(invoke, demo, tmp_path):
-    cache = str(tmp_path / "prompt.cache")
-    first = json.loads(invoke("run", "-m", demo, *ASK, "--prompt-cache", cache, "--prompt-cache-all").stdout)
-    longer = [*ASK[:2], ASK[2] + first["text"], *ASK[3:]]
-    second = json.loads(invoke("run", "-m", demo, *longer, "--prompt-cache", cache).stdout)
-    assert second["stats"]["prompt_tokens"] < 4
 
 
 def test_prompt_caches_that_cannot_be_used(invoke, demo, grown, tmp_path):
@@ -325,16 +289,12 @@ def test_prompt_caches_that_cannot_be_used(invoke, demo, grown, tmp_path):
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
         return done.stderr
 
-    assert "there is no such prompt cache" in refused("--prompt-cache", str(cache), "--prompt-cache-ro")
-    assert "give one" in refused("--prompt-cache-all")
-    assert "keeps no answers" in refused("--prompt-cache", str(cache), "--prompt-cache-all", "--prompt-cache-ro")
     assert "no_such_folder" in refused("--prompt-cache", str(tmp_path / "no_such_folder" / "x"))
     assert invoke("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).returncode == 0
     good = cache.read_bytes()
     assert "not a prompt cache of this model" in refused("--prompt-cache", str(cache), model=grown)
-    for damaged in (good[: len(good) // 2], b"", b"x" * 100, good[:8] + b"\xff" * 8 + good[16:], good[:12] + b"\xff\xff\xff\x7f" + good[16:]):
-        cache.write_bytes(damaged)
-        assert "not a prompt cache of this model" in refused("--prompt-cache", str(cache))
+    cache.write_bytes(good[: len(good) // 2])
+    assert "not a prompt cache of this model" in refused("--prompt-cache", str(cache))
 
 
 def test_what_make_reads_may_be_numbers_too(demo):

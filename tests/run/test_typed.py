@@ -26,7 +26,6 @@ EXCEPT = {
     r"^(ray|serve run) ": "a cluster: tests/server/test_ray.py has one",
     r"^make (test|env)|^\. ": "what has made the environment that this test runs in",
     r"^make run": "test_a_fresh_clone_answers",
-    r"^moeoff merge OLD": "a Mixtral file from before April 2024: tests/files/test_convert.py makes one",
 }
 # what is said or written, by a pattern of the command; the first that fits
 SAYS = {

@@ -147,6 +147,7 @@ def test_a_draft_model(demo, tmp_path):
     assert found == expected and 0.5 * drafted < accepted <= drafted
 
 
+@pytest.mark.slow
 def test_a_read_error_in_the_models_own_layers(nextn, tmp_path):
     """Ends an answer with the file; once the file is whole again, the next one is right."""
     model = shutil.copy(nextn, tmp_path / "nextn.gguf")
@@ -190,20 +191,13 @@ def test_a_draft_model_counts_before_the_port_is_open(demo, grown):
     assert needed(demo, draft=grown, n_ctx=2048) > needed(demo, n_ctx=2048) + 100  # its file, and its cache
 
 
-def test_drafts_that_cannot_be_made(demo, nextn, grown, tmp_path):
+def test_drafts_that_cannot_be_made(demo, nextn, tmp_path):
     """Is said; a server that drafts nothing would be no answer."""
-    cut = tmp_path / "cut.gguf"
-    with open(demo, "rb") as file:
-        cut.write_bytes(file.read(9_000_000))
     damaged = with_metadata(demo, tmp_path / "damaged.gguf", {"qwen2moe.attention.layer_norm_rms_epsilon": math.nan})
     cases = [
-        ("-md no.gguf", "no.gguf: cannot be read"),
         (f"-md {damaged}", "expected a small positive number"),  # llama.cpp would end the process
-        (f"-md {cut}", "cut.gguf: truncated"),
-        (f"-md {__file__}", "not a GGUF file"),
         (f"-md {nextn}", "drafts cannot be made: "),  # its next-token layers belong to another model
         (f"-md {demo} --spec-type draft-eagle3", "drafts cannot be made: draft model is not eagle3"),
-        (f"-md {demo} --spec-type draft-dflash", "drafts cannot be made: "),
         ("--spec-type draft-simple", "drafts cannot be made: draft-simple requires"),
         ("--spec-type draft-mtp", "no next-token layers"),
     ]
@@ -274,6 +268,7 @@ def test_it_says_what_stock_says(demo, projector):
         assert [ask(it.url, body)[0] for body in bodies] == expected
 
 
+@pytest.mark.slow
 def test_a_read_error_while_a_picture_is_computed(demo, projector, tmp_path):
     """Is that request's, with the file's name, and the next one's answer is right."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
@@ -317,15 +312,11 @@ def test_projectors_that_cannot_be_used(demo, nextn, projector, tmp_path, invoke
     data = open(projector, "rb").read()
     width = ModelIndex.read(demo).hparams["embedding_length"]
     write_projector(tmp_path / "wide.gguf", 2 * width)
-    for name, content in (("cut.gguf", data[:-300]), ("head.gguf", data[:3000]), ("junk.gguf", b"no projector")):
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / "cut.gguf").write_bytes(data[:-300])
     (tmp_path / "lacks.gguf").write_bytes(data.replace(b"mm.2.bias", b"mm.2.none"))  # a null pointer, which llama.cpp computes with
     cases = {
         "lacks.gguf": "it lacks a tensor, or is damaged",
-        "missing.gguf": "No such file",
         "cut.gguf": "truncated",
-        "head.gguf": "truncated",
-        "junk.gguf": "not a GGUF file",
         "wide.gguf": f"{2 * width} numbers, expected {width}",
     }
     for name, said in cases.items():

@@ -17,6 +17,7 @@ from helpers.waiting import wait_until
 from moeoff.errors import ModelError
 from moeoff.server import prompts_on_disk
 from moeoff.server.prompts_on_disk import EvictedPrompt, PromptsOnDisk
+from shape_model import SHAPES, shape_model
 
 IDENTITY = b"0123456789abcdef"
 N, STATE, DRAFT = 300, 20_000, 1_000
@@ -26,8 +27,8 @@ FILE = 52 + 4 * N + STATE + DRAFT + 16  # bytes
 class Disk(PromptsOnDisk):
     """In a folder of a test's, of a server that computes 1000 tokens a second."""
 
-    def __init__(self, place: Path, bound: int = 1 << 20, identity: bytes = IDENTITY, rate: float = 1000.0):
-        super().__init__(place, bound, identity, lambda: rate)
+    def __init__(self, place: Path, bound: int = 1 << 20, identity: bytes = IDENTITY, rate: float = 1000.0, cuttable: float = 1e9):
+        super().__init__(place, bound, identity, lambda: rate, cuttable=cuttable)
 
     def keep(self, seed: int) -> bool:
         """Whether it was wanted; it is written then."""
@@ -59,7 +60,7 @@ def state(seed: int) -> bytes:
 
 def files(place: Path) -> list[Path]:
     """Of prompts, whole or not."""
-    return sorted(path for path in place.iterdir() if path.suffix != ".bound") if place.exists() else []
+    return sorted(place.iterdir()) if place.exists() else []
 
 
 def test_it_comes_back_to_this_server_and_to_the_next(tmp_path):
@@ -104,6 +105,16 @@ def test_reading_has_to_be_quicker(tmp_path, monkeypatch, read_rate):
     assert disk.find(words(1), N - 20) is None, "what is in memory already needs no file"
 
 
+def test_a_state_that_cannot_be_cut_is_of_use_as_a_whole(tmp_path):
+    """To what begins with all of the prompt and goes on. A longer one does not take the place of its beginning."""
+    disk = Disk(tmp_path, cuttable=N - 1)
+    assert disk.keep(1) and not disk.keep(1) and disk.comes_back(1)
+    assert disk.find(words(1), 0) is None and disk.find(np.concatenate([words(1)[:-1], words(2)]), 0) is None
+    disk.store(EvictedPrompt(np.concatenate([words(1), words(2)]), (memoryview(state(2)), memoryview(b"")), lambda: None))
+    disk._writer.join()
+    assert disk.comes_back(1) and len(files(tmp_path)) == 2
+
+
 def test_a_file_that_cannot_be_measured_goes(tmp_path, monkeypatch):
     def fails(*_args):
         raise ModelError("no")
@@ -123,15 +134,6 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
             assert disk.comes_back(1)  # and has been used since the second
         assert sum(path.stat().st_size for path in files(tmp_path)) <= 3 * FILE + 100
     assert [seed for seed in range(1, 6) if disk.comes_back(seed)] == [1, 4, 5]
-
-
-def test_of_two_servers_that_run_the_larger_bound_counts(tmp_path):
-    """Of one identity: the one with the smaller bound removes nothing that the other may keep, until that one has ended."""
-    large, small = Disk(tmp_path, bound=10 * FILE), Disk(tmp_path, bound=2 * FILE)
-    assert [large.keep(seed) for seed in range(4)] == [True] * 4
-    assert small.keep(4) and small.keep(5) and len(files(tmp_path)) == 6 and all(large.comes_back(seed) for seed in range(4))
-    large.close()
-    assert small.keep(6) and len(files(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("hours, remain", [(25, False), (1, True)])
@@ -284,6 +286,24 @@ def test_a_prompt_outlives_its_server(grown, cache):
         assert metrics(it)["moeoff_prompts_disk_read_total"] == 1
     with Served(grown, expert_memory=16 << 20, kv_disk="1G", type_k="q8_0", **OPTIONS) as it:
         assert ask(it, asked)[1]["prompt_n"] == 1600
+
+
+@pytest.mark.parametrize("shape", ["qwen3.6-35b-a3b", pytest.param("gemma-4-26b-a4b", marks=pytest.mark.slow)])
+def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, tmp_path, cache):
+    """Recurrent layers, sliding windows: the next turn begins with all that was computed."""
+    model, options = tmp_path / "model.gguf", {"n_ctx": 4096, "parallel": 1, "cache_ram": 0, "expert_memory": 16 << 20, "kv_disk": "1G"}
+    shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), model)
+    first, turn = words(1, 1100).tolist(), words(1, 1100).tolist() + words(3, 300).tolist()
+    with Served(model, **options) as it:
+        ask(it, first, 1)
+        expected, timings = ask(it, turn)
+        assert timings["prompt_n"] == 300
+        ask(it, first, 1)
+        it.process.send_signal(signal.SIGTERM)
+        assert it.process.wait(60) == 0
+    with Served(model, **options) as it:
+        text, timings = ask(it, turn)
+        assert (text, timings["prompt_n"], timings["cache_n"]) == (expected, 300, 1100)
 
 
 def test_a_file_that_was_damaged_costs_a_computation(grown, cache):

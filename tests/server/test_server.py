@@ -194,21 +194,9 @@ def test_prompt_longer_than_the_context(server):
     assert server.client().chat.completions.create(**ask("x", max_tokens=2)).usage.completion_tokens == 2
 
 
-def test_logprobs(server):
-    answer = server.client().chat.completions.create(**ask("x", logprobs=True, top_logprobs=2, max_tokens=3))
-    assert [len(token.top_logprobs) for token in answer.choices[0].logprobs.content] == [2, 2, 2]
-
-
 def test_responses(server):
     answer = server.client().responses.create(model="demo", input=PROMPTS[0], max_output_tokens=16, temperature=0)
     assert answer.output_text and answer.usage.output_tokens <= 16
-
-
-def test_curl(server):
-    body = json.dumps(ask(PROMPTS[0], stream=True))
-    headers = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
-    done = subprocess.run(["curl", "-sN", f"{server.url}/v1/chat/completions", *headers, "-d", body], capture_output=True, text=True, timeout=300)
-    assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")
 
 
 def test_a_streamed_answer_keeps_its_connection(server):

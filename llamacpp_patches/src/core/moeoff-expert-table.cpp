@@ -13,13 +13,8 @@ static constexpr const char * was_stopped = "the expert buffer was stopped while
 
 // --- queue ---
 
-bool request_queue::empty() const {
-    for (const auto & e : ends) {
-        if (e.next != none) {
-            return false;
-        }
-    }
-    return true;
+bool request_queue::empty(request_level least) const {
+    return std::all_of(ends + least, ends + N_REQUEST_LEVEL, [](const link & e) { return e.next == none; });
 }
 
 void request_queue::insert(request_level level, uint32_t i, uint32_t before, uint32_t after) {
@@ -391,6 +386,9 @@ bool expert_table::next_read(read_request & r) {
     bool got_no_slot = false, has_read = false;
     bool is_short_of[n_pools] = { false, false }; // an op waits for a slot of this pool, and may have any that nothing is being read into
     for (const request_level level : { DEMAND, GATE, PREFETCH }) {
+        if (level == PREFETCH && !may_prefetch) {
+            break;
+        }
         bool may_evict[n_pools] = { true, true };
         for (uint32_t i = queue.first(level); i != request_queue::none && !has_read; i = queue.next(i)) {
             r = numbered(i);
@@ -672,7 +670,7 @@ void expert_table::check_invariants() const {
         assert(pools[v].residents().size() == n_resident[v]);
         assert(pools[v].slots.committed_bytes() == committed[v] + pools[v].slots.free_bytes() + pools[v].slots.ahead_bytes());
     }
-    assert(!stopped || queue.empty());
+    assert(!stopped || queue.empty(PREFETCH));
     for (const auto & f : failures) {
         assert(all.experts[f.first / MOEOFF_N_MATRIX].failed() & set_of((int32_t) (f.first % MOEOFF_N_MATRIX)));
     }

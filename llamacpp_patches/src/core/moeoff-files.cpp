@@ -10,8 +10,11 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
+
+#if defined(__linux__) && !defined(RWF_DONTCACHE)
+#define RWF_DONTCACHE 0x80 // Linux 6.14
+#endif
 
 namespace moeoff {
 
@@ -70,6 +73,7 @@ int files::add(const std::string & path, bool direct, std::string & error) {
     if (direct) {
         e->fd_direct  = open_direct(path.c_str());
         e->is_refused = e->fd_direct < 0 || !takes_pages(e->fd_direct);
+        e->uncached   = true;
     }
 #ifdef POSIX_FADV_RANDOM
     // read-ahead would fetch neighbours that were not asked for
@@ -99,6 +103,20 @@ static int places_of(const file_range * ranges, int n, uint64_t at, uint64_t siz
     return n_out;
 }
 
+// Pages that were not in the cache leave it after the read, where the system can do that: what was read is in a slot
+ssize_t files::entry::read_buffered(const iovec * to, int n, uint64_t at) {
+#ifdef RWF_DONTCACHE
+    if (uncached) {
+        const ssize_t got = preadv2(fd_buffered, to, n, (off_t) at, RWF_DONTCACHE);
+        if (got >= 0 || errno == EINTR) {
+            return got;
+        }
+        uncached = false;
+    }
+#endif
+    return preadv(fd_buffered, to, n, (off_t) at);
+}
+
 int files::read(int file, const file_range * ranges, int n, uint64_t chunk, const std::atomic<bool> * cancel, bool & was_direct, std::string & error) {
     entry & e = *entries[file];
 
@@ -113,10 +131,9 @@ int files::read(int file, const file_range * ranges, int n, uint64_t chunk, cons
         if (cancel && cancel->load(std::memory_order_relaxed)) {
             return ECANCELED;
         }
-        iovec          to[max_ranges];
-        const int      fd   = was_direct ? e.fd_direct : e.fd_buffered; // both stay open, whatever other threads find out
-        const int      n_to = places_of(ranges, n, at, std::min(chunk, last.end() - at), to); // whole pages; at the end of the file they come back short
-        const ssize_t  got  = preadv(fd, to, n_to, (off_t) at);
+        iovec         to[max_ranges];
+        const int     n_to = places_of(ranges, n, at, std::min(chunk, last.end() - at), to); // whole pages; at the end of the file they come back short
+        const ssize_t got  = was_direct ? preadv(e.fd_direct, to, n_to, (off_t) at) : e.read_buffered(to, n_to, at); // both stay open, whatever other threads find out
         if (got < 0) {
             if (errno == EINTR) {
                 continue;

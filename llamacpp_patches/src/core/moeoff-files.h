@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/uio.h>
+
 namespace moeoff {
 
 constexpr size_t page_size = 4096; // O_DIRECT alignment of offset, length and address
@@ -46,11 +48,13 @@ class files {
   private:
     struct entry {
         ~entry();
+        ssize_t read_buffered(const iovec * to, int n, uint64_t at);
 
         std::string       path;
         int               fd_buffered = -1;
         int               fd_direct   = -1;
         std::atomic<bool> is_refused  {false}; // the file system has refused a direct read
+        std::atomic<bool> uncached    {false}; // direct reads were asked for: what comes through the page cache in their place shall not stay there
         uint64_t          size = 0;
     };
     std::vector<std::unique_ptr<entry>> entries;

@@ -40,11 +40,15 @@ void io_threads::run() {
             continue;
         }
         const int64_t t0 = now_ns();
-        int  n    = 0;
-        bool more = true;
+        const read_depth::start began = depth.begin(t0);
+        table.allow_prefetches(depth.has_room());
+        int      n      = 0;
+        uint64_t nbytes = 0;
+        bool     more   = true;
         while (more) {
             const read_request & last = r[n];
             to[n++] = { &table.source_of(*last.of, last.matrix), table.destination(last) };
+            nbytes += to[n - 1].source->nbytes;
             stats.queue_wait_ns += (uint64_t) (t0 - last.of->t_queued[(size_t) last.matrix]);
             more = n < files::max_ranges && table.next_behind(last, r[n]);
         }
@@ -64,6 +68,8 @@ void io_threads::run() {
 
         lock.lock();
         stats.io_thread_busy_ns += (uint64_t) (t1 - t0);
+        depth.end(t1, began, err == 0 ? nbytes : 0);
+        table.allow_prefetches(depth.has_room());
         for (int i = 0; i < n; i++) {
             end_read(r[i], t0, t1, direct, err, message);
         }

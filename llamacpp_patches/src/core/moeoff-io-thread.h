@@ -1,9 +1,11 @@
 #pragma once
 
 // The threads that read slices. Each takes the most urgent request that can get a slot, and what is queued of the same expert and lies behind it in
-// the file, reads it in one call without the mutex, and reports how it ended. Knows nothing of experts; the log of reads is kept here.
+// the file, reads it in one call without the mutex, and reports how it ended. Prefetches wait while the disk has as many reads as it gains from: a read
+// that compute waits for would share its rate with them. Knows nothing of experts; the log of reads is kept here.
 
 #include "moeoff-expert-table.h"
+#include "moeoff-read-depth.h"
 
 #include <deque>
 #include <functional>
@@ -45,6 +47,7 @@ class io_threads {
     slice_reader                  reader;  // set before the threads start
     std::vector<std::thread>      threads; // used by start() and stop() only
     bool                          stopping GUARDED_BY(store_mutex) = false;
+    read_depth                    depth    GUARDED_BY(store_mutex);
     std::deque<moeoff_read>       read_log GUARDED_BY(store_mutex);
     uint64_t                      n_logged GUARDED_BY(store_mutex) = 0;
 };

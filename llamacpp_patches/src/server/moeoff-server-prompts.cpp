@@ -19,7 +19,7 @@ static std::unique_ptr<evicted_prompt> beside; // the one that is written now, o
 
 static bool accepted(const server_prompt & prompt, size_t nbytes) {
     const moeoff_server_hooks * host = server_host();
-    if (host == nullptr || prompt.tokens.has_mtmd || !prompt.checkpoints.empty()) {
+    if (host == nullptr || prompt.tokens.has_mtmd) {
         return false;
     }
     const llama_tokens & text = prompt.tokens.get_tokens();
@@ -38,9 +38,10 @@ static void hand_over(std::unique_ptr<evicted_prompt> prompt) {
 }
 
 void server_prompt_evicted(server_prompt_cache_state & state) {
-    if (accepted(state.prompt, state.size())) {
+    if (accepted(state.prompt, state.data.main.size() + state.data.drft.size())) {
         auto prompt   = std::make_unique<evicted_prompt>();
         prompt->state = std::move(state);
+        prompt->state.prompt.checkpoints.clear(); // which stay behind
         hand_over(std::move(prompt));
     }
 }

@@ -1,0 +1,86 @@
+#pragma once
+
+// How many reads at a time a disk gains from, as the reads themselves tell.
+//
+// From some depth on a disk shares one rate among what is under way: one more makes all take longer. A read tells the rate of the disk: its own
+// times the mean number under way while it lasted. Where a disk serves one after the other instead, that promises more of depth than it gives: prefetches do
+// not wait then. Guarded by its owner.
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+namespace moeoff {
+
+class read_depth {
+  public:
+    static constexpr int unbounded = 64; // I/O threads at most
+
+    struct start {
+        int64_t t;
+        int64_t read_ns;
+    };
+
+    start begin(int64_t now) {
+        advance(now);
+        n_under_way++;
+        return { last, read_ns };
+    }
+    // a read of so many bytes has ended; 0: it has failed
+    void end(int64_t now, const start & began, uint64_t nbytes) {
+        advance(now);
+        n_under_way--;
+        if (nbytes > 0 && last > began.t) {
+            const double ns = (double) (last - began.t), depth = (double) (read_ns - began.read_ns) / ns;
+            sums & of = depths[(size_t) (depth + 0.5)];
+            of.bytes += depth * (double) nbytes;
+            of.ns    += ns;
+            if (++of.n_reads == memory) {
+                of = { memory / 2, of.bytes / 2, of.ns / 2 };
+            }
+        }
+    }
+
+    // The least depth whose rate is nearly the best, if that of a greater one is known
+    int enough() const {
+        double best    = 0;
+        int    deepest = 0;
+        for (int d = 1; d <= unbounded; d++) {
+            if (is_known(d)) {
+                best    = std::max(best, rate(d));
+                deepest = d;
+            }
+        }
+        for (int d = 1; d < deepest; d++) {
+            if (is_known(d) && rate(d) >= nearly * best) {
+                return d;
+            }
+        }
+        return unbounded;
+    }
+    bool has_room() const { return n_under_way < enough(); }
+
+  private:
+    struct sums {
+        int    n_reads = 0;
+        double bytes   = 0; // of all that were under way
+        double ns      = 0;
+    };
+    static constexpr int    few = 32, memory = 256; // reads
+    static constexpr double nearly = 0.95;
+
+    bool   is_known(int d) const { return depths[(size_t) d].n_reads >= few; }
+    double rate(int d) const { return depths[(size_t) d].bytes / depths[(size_t) d].ns; }
+    void   advance(int64_t now) {
+        now = std::max(now, last); // threads look at the clock before they have the mutex
+        read_ns += n_under_way * (now - last);
+        last = now;
+    }
+
+    std::array<sums, unbounded + 1> depths {}; // by the mean number of reads under way
+    int     n_under_way = 0;
+    int64_t last        = 0;
+    int64_t read_ns     = 0; // summed over the reads
+};
+
+} // namespace moeoff

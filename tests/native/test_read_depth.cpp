@@ -1,0 +1,139 @@
+// How many reads at a time are enough: by numbers alone, and as threads that read see it.
+
+#include "check.h"
+#include "slice_file.h"
+
+#include "moeoff-read-depth.h"
+#include "moeoff-store.h"
+
+#include <condition_variable>
+#include <mutex>
+
+using namespace moeoff;
+
+namespace {
+
+// Rounds of so many reads that begin and end together, of a disk with this rate in bytes per ns
+void read_at(read_depth & depth, int64_t & now, int n, double rate) {
+    constexpr uint64_t nbytes = 1 << 20;
+    for (int round = 0; round < 64; round++) {
+        std::vector<read_depth::start> began;
+        for (int i = 0; i < n; i++) {
+            began.push_back(depth.begin(now));
+        }
+        now += (int64_t) (n * nbytes / rate);
+        for (const auto & start : began) {
+            depth.end(now, start, nbytes);
+        }
+    }
+}
+
+// A disk that gives each of its reads a part in turn
+class served_in_turn {
+  public:
+    void serve(bool in_turn) {
+        std::unique_lock<std::mutex> lock(mutex);
+        const int mine = n_waiting++;
+        if (in_turn) {
+            changed.wait(lock, [&] { return n_served == mine; });
+        }
+        lock.unlock();
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+        lock.lock();
+        n_served++;
+        changed.notify_all();
+    }
+
+  private:
+    std::mutex              mutex;
+    std::condition_variable changed;
+    int                     n_waiting = 0, n_served = 0; // since the beginning
+};
+
+} // namespace
+
+TEST(a_read_more_is_worth_what_the_disk_gains_from_it) {
+    struct disk {
+        const char * name;
+        double       rates[4]; // with 1, 2, 4 and 8 reads at a time, bytes per ns; 0: it never had so many
+        int          enough;
+    };
+    for (const auto & d : {
+             disk { "shares one rate", { 2.0, 2.0, 1.9, 2.0 }, 1 },
+             disk { "has gaps between two reads", { 1.6, 2.0, 2.0, 2.0 }, 2 },
+             disk { "serves four at a time", { 0.5, 1.0, 2.0, 2.0 }, 4 },
+             disk { "gains to the end", { 0.5, 1.0, 2.0, 4.0 }, read_depth::unbounded },
+             disk { "was asked for one at a time", { 2.0, 0, 0, 0 }, read_depth::unbounded },
+             disk { "never had one alone", { 0, 0, 2.0, 2.0 }, 4 },
+         }) {
+        read_depth depth;
+        int64_t    now = 0;
+        REQUIRE(depth.enough() == read_depth::unbounded);
+        for (const int again : { 0, 1 }) {
+            for (int i = 0; i < 4; i++) {
+                if (d.rates[i] > 0) {
+                    read_at(depth, now, 1 << i, d.rates[i]);
+                }
+            }
+            if (depth.enough() != d.enough) {
+                fprintf(stderr, "%s: %d, try %d\n", d.name, depth.enough(), again);
+            }
+            REQUIRE(depth.enough() == d.enough);
+        }
+    }
+}
+
+TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {
+    constexpr int      n_expert = 64, n_threads = 4;
+    constexpr uint64_t nbytes   = 5000;
+    for (const bool is_shared : { true, false }) {
+        slice_file  file { n_expert * nbytes };
+        store       s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, n_threads, 0, page_size });
+        std::string error;
+        REQUIRE(s.add_file(file.path, error) == 0);
+        const tensor * t = s.add_tensor(tensor_info(0, MOEOFF_MATRIX_UP, n_expert), false);
+        std::vector<moeoff_source> sources;
+        std::vector<int32_t>       experts;
+        for (int e = 0; e < n_expert; e++) {
+            sources.push_back({ 0, 1, (uint64_t) e * nbytes, nbytes, 0 });
+            experts.push_back(e);
+        }
+        REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
+        REQUIRE(s.set_limits(s.experts().arena_full(HIGH), 0, error));
+        served_in_turn   disk;
+        std::atomic<int> n_under_way {0}, most {0};
+        s.set_reader(one_by_one([&](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
+            const int n = ++n_under_way;
+            for (int seen = most; seen < n && !most.compare_exchange_weak(seen, n);) {
+            }
+            for (int part = 0; part < 6; part++) {
+                disk.serve(is_shared);
+            }
+            n_under_way--;
+            return 0;
+        }));
+        REQUIRE(s.start(error));
+        const auto read = [&](const int32_t * e, int32_t n) {
+            REQUIRE(s.prefetch(0, e, n, n, ~0u, HIGH, false, -1) == n);
+            wait_until([&] { return std::all_of(e, e + n, [&](int32_t one) { return s.at(*t, one, HIGH).is_ready(); }); });
+        };
+        for (int round = 0; round < 10 && !(round > 2 && (most <= 2) == is_shared); round++) {
+            for (int32_t e = 0; e < 16; e++) {
+                read(&e, 1);
+            }
+            s.clear();
+            most = 0;
+            read(experts.data(), n_expert);
+            s.clear();
+        }
+        REQUIRE(is_shared ? most <= 2 : most == n_threads);
+        const std::vector<uint8_t> versions(n_expert, HIGH); // what compute waits for does not wait
+        most = 0;
+        s.pin(*t, experts.data(), versions.data(), n_expert);
+        for (const int32_t e : experts) {
+            wait_until([&] { return s.at(*t, e, HIGH).settled(); });
+            s.unpin(*t, e, HIGH);
+        }
+        REQUIRE(most == n_threads);
+    }
+}
