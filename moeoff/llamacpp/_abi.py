@@ -168,7 +168,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 ABI_VERSION = 20
-MAX_WAVES = 4
+MAX_WAVES = 8
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
