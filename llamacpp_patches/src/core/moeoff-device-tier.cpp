@@ -281,6 +281,7 @@ void uploader::take_back(const gate & g, std::vector<upload> & out) {
     while (announced.load(std::memory_order_acquire) > 0 || current == &g) { // whoever has announced one is about to add it
         lock.wait(changed);
     }
+    out.reserve(jobs.size()); // none is lost half way
     const auto is_of_gate = [&](const job & j) { return j.g == &g; };
     for (const job & j : jobs) {
         if (is_of_gate(j)) {

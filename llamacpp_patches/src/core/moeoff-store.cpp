@@ -328,32 +328,37 @@ bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & w
 }
 
 // In the smallest arena there is room for one expert: while another is read, none is held
-void store::upload_before_use(gate & g, const std::vector<upload> & all, int32_t * slot_of) {
-    static thread_local std::vector<upload> copying;
-    uint64_t   ns  = 0;
-    const auto end = [&] {
-        const int64_t t0 = now_ns();
-        if (std::any_of(copying.begin(), copying.end(), [](const upload & u) { return u.is_pinned; })) {
+void store::upload_before_use(gate & g, std::vector<upload> & all, int32_t * slot_of) {
+    size_t     first = 0, n = 0; // of all, those that are being copied
+    uint64_t   ns    = 0;
+    const auto end   = [&] {
+        if (n == 0) {
+            return;
+        }
+        const upload * const copied = &all[first];
+        const int64_t        t0     = now_ns();
+        if (std::any_of(copied, copied + n, [](const upload & u) { return u.is_pinned; })) {
             slots->wait(g.index, false);
         } else {
             slots->wait_on_device(g.index);
         }
-        end_uploads(g, copying.data(), copying.size(), ns + (uint64_t) (now_ns() - t0), true);
-        copying.clear();
+        end_uploads(g, copied, n, ns + (uint64_t) (now_ns() - t0), true);
+        n  = 0;
         ns = 0;
     };
-    for (upload u : all) {
-        if (fetch_and_hold(g, u, end)) {
-            slot_of[u.expert] = u.slot;
-            const int64_t t0 = now_ns();
-            write_expert(g, u, false);
-            ns += (uint64_t) (now_ns() - t0);
-            copying.push_back(u);
+    for (size_t i = 0; i < all.size(); i++) {
+        if (!fetch_and_hold(g, all[i], std::ref(end))) {
+            end();
+            continue;
         }
+        first = n == 0 ? i : first;
+        n++;
+        slot_of[all[i].expert] = all[i].slot;
+        const int64_t t0 = now_ns();
+        write_expert(g, all[i], false);
+        ns += (uint64_t) (now_ns() - t0);
     }
-    if (!copying.empty()) {
-        end();
-    }
+    end();
 }
 
 bool store::versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const {

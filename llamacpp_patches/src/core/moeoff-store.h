@@ -206,7 +206,7 @@ class store {
   private:
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
-    void upload_before_use(gate & g, const std::vector<upload> & all, int32_t * slot_of); // fills slot_of [n_experts] for those that are there then
+    void upload_before_use(gate & g, std::vector<upload> & all, int32_t * slot_of); // fills slot_of [n_experts] for those that are there then
     bool fetch_and_hold(gate & g, upload & u, const std::function<void()> & wait_before);
     void upload_held(gate & g, const upload & u); // on the thread of its own
     void write_expert(const gate & g, const upload & u, bool is_ahead);
