@@ -46,7 +46,7 @@ from moeoff.system.machine import n_cores
 from results import HELP, ResultsFile, commit, machine
 from time_parts import Ceiling, other_parts, read_parts, token_parts
 
-BASELINES, METER = (str(Path(__file__).with_name(name)) for name in ("baselines.py", "time_parts.py"))
+BASELINES, METER, GGML_ATTENTION = (str(Path(__file__).with_name(name)) for name in ("baselines.py", "time_parts.py", "ggml_attention.py"))
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
@@ -419,7 +419,7 @@ def depths(
     bench: Bench, depths: str, limit: int | None, in_memory: bool, contexts: str | None, keep: str | None, minutes: float
 ) -> dict[str, list[Comparison]]:
     """Everything in memory: stock llama.cpp with flash attention and without it, ours with its bits and with sums in f32. In a limit, with a context for the
-    deepest: what experts lose to a conversation that grows, and whether what is prefetched comes in time."""
+    deepest, ours with llama.cpp's attention and with our own: what experts lose to a conversation that grows, and whether what is prefetched comes in time."""
     out, hours = {}, 16 * TIMEOUT
     n_ctx = max(numbers(depths)) + bench.n_prompt + bench.n_decode
     bench = replace(bench, kept=Kept(keep, minutes))
@@ -432,9 +432,11 @@ def depths(
             jobs = {"stock": deep.stock(use_mmap=False), "stock, -fa off": deep.stock(use_mmap=False, flash_attn=False),
                     "moeoff": deep.job(expert_memory=EVERYTHING), "moeoff, f32": deep.job(expert_memory=EVERYTHING, attention="f32")}  # fmt: skip
         if limit:
-            jobs[f"moeoff in {limit} MiB"] = metered(deep.job(limit << 20, memory=within(limit), n_ctx=n_ctx))
+            job = deep.job(limit << 20, memory=within(limit), n_ctx=n_ctx)
+            jobs["llama.cpp's attention"] = metered(replace(job, registers=(*job.registers, GGML_ATTENTION)))
+            jobs[f"moeoff in {limit} MiB"] = metered(job)
         if contexts and depth and not bench.kept.ended:  # by the quickest
-            measure(replace(jobs["moeoff"] if in_memory else next(iter(jobs.values())), tests=(BenchTest(1, 0, depth),), meter=""), timeout=hours)
+            measure(replace(jobs["moeoff"] if in_memory else list(jobs.values())[-1], tests=(BenchTest(1, 0, depth),), meter=""), timeout=hours)
         out[f"behind {depth:,}"] = deep.compare(jobs, hours)
     return out
 
