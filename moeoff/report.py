@@ -167,6 +167,7 @@ class MoreMemory(NamedTuple):
 _MEMORY = {
     "experts": "experts",
     "weights": "other weights",
+    "row_cache": "rows of tables on disk",
     "token_embedding": "token embedding",
     "state": "KV cache and state",
     "compute_buffers": "compute buffers",

@@ -19,7 +19,7 @@ from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
 from ..llamacpp.devices import buffer_types
 from ..llamacpp.llama import PatchedLlama, api, assertions_raise, set_log
-from ..llamacpp.native import TensorOverrides, cpu_buffer_type, memory_of_context
+from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
 from ..system.memory import rss, slot_bytes, trim
 from .plan import ALLOCATED, MemoryPlan, planned_process
 
@@ -119,6 +119,8 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         weights=max(planned.weights - model_index.expert_bytes - sum(on_disk.values()), 0),
         embedding=embedding.nbytes if embedding and EMBEDDING not in on_disk else 0,
         on_disk=sum(on_disk.values()),
+        row_cache=ROW_CACHE_BYTES * len(on_disk),
+        work=max(planned.work, ROW_READ_BYTES if on_disk else 0),
         process=planned_process(rss()),
         extras=extras,
         arena_floor=2 * max((nbytes for nbytes, _ in slots), default=0),

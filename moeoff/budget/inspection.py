@@ -81,6 +81,7 @@ class Report:
     slices: tuple[SliceKind, ...]
     ctx_size: int
     host_weight_bytes: int
+    row_cache_bytes: int
     kv_bytes: int
     compute_bytes: int
     work_bytes: int
@@ -229,6 +230,7 @@ def examine(
         slices=tuple(kinds),
         ctx_size=plan.n_ctx,
         host_weight_bytes=plan.weights,
+        row_cache_bytes=plan.row_cache,
         kv_bytes=plan.state,
         compute_bytes=plan.compute,
         work_bytes=plan.work,

@@ -26,6 +26,7 @@ class MemoryPlan:
         weights: outside the routed experts, without tables that stay on disk.
         embedding: of the weights, the token embedding.
         on_disk: of tables whose rows are read as they are used, as the token embedding. Not in memory, and in no total.
+        row_cache: for rows of these tables that were used last.
         state: KV cache and recurrent state.
         compute: graph buffers for the largest batch; they, `work` and `outputs` are resident only once such a batch has come.
         work: the CPU backend's work area for it; of a planned model as ordinary experts would need it, a little more than those in
@@ -42,6 +43,7 @@ class MemoryPlan:
     weights: int = 0
     embedding: int = 0
     on_disk: int = 0
+    row_cache: int = 0
     state: int = 0
     compute: int = 0
     work: int = 0
@@ -65,7 +67,7 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """Everything but the experts."""
-        return self.process + self.llama_cpp + self.extras + RESERVE
+        return self.process + self.llama_cpp + self.row_cache + self.extras + RESERVE
 
     @property
     def floor(self) -> int:
@@ -109,6 +111,7 @@ class MemoryPlan:
             "python": self.process,
             "token_embedding": embedding,
             "weights": self.weights - embedding,
+            **({"row_cache": self.row_cache} if self.row_cache else {}),
             "state": self.state,
             "compute_buffers": self.compute,
             "work_area": self.work,
@@ -120,10 +123,11 @@ class MemoryPlan:
 
     def _refusal(self, budget: int, n_ctx: int) -> BudgetError:
         needed = self.floor
+        rows = f"{format_size(self.row_cache)} for rows of tables on disk, " if self.row_cache else ""
         extras = f"{format_size(self.extras)} for prompts outside the context, samplers and other files, " if self.extras else ""
         return BudgetError(
             f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
-            f"{format_size(self.weights)} for weights outside the experts, {format_size(self.state)} for the KV cache at {self.n_ctx} tokens, "
+            f"{format_size(self.weights)} for weights outside the experts, {rows}{format_size(self.state)} for the KV cache at {self.n_ctx} tokens, "
             f"{format_size(self.computing)} for computing, {extras}{format_size(self.process + RESERVE)} for Python and a reserve, "
             f"and at least {format_size(self.arena_floor)} for experts",
             hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx else {}),

@@ -97,6 +97,7 @@ def _print(r: Report) -> None:
         "Python and libraries": r.process_bytes,
         **({"token embedding": embedding} if embedding else {}),
         "weights outside the experts" + on_disk: r.host_weight_bytes - embedding,
+        **({"rows of tables on disk": r.row_cache_bytes} if r.row_cache_bytes else {}),
         "KV cache and other state": r.kv_bytes,
         "compute buffers": r.compute_bytes,
         "work area": r.work_bytes,

@@ -118,6 +118,11 @@ class Stats:
     evictions: int = _figure("Expert slices dropped for others.", "slices", counter=True, metric="expert_evictions")
     bytes_read: int = _figure("Bytes of experts read from disk.", "bytes", counter=True, metric="expert_read_bytes")
     low_bytes_read: int = _figure("Of these, bytes of low versions.", "bytes", counter=True)
+    row_hits: int = _figure(
+        "Rows of tables on disk that tokens named and that were in memory; of a batch each counts once.", "rows", counter=True, metric="row_hits"
+    )
+    row_misses: int = _figure("Rows that were read from disk.", "rows", counter=True, metric="row_misses")
+    row_bytes_read: int = _figure("Bytes read for them, in whole pages.", "bytes", counter=True, metric="row_read_bytes")
     stall_seconds: float = _figure("Time compute waited for experts, mean over its threads.", "seconds", 0.0, counter=True, metric="stall_seconds")
     io_thread_busy_seconds: float = _figure(
         "Time that reads took, summed over them: its rate is the mean number of reads in flight.", "seconds", 0.0, counter=True, metric="read_seconds"

@@ -27,6 +27,8 @@ from .llama import lib
 
 __all__ = [
     "ABI_VERSION",
+    "ROW_CACHE_BYTES",
+    "ROW_READ_BYTES",
     "MAX_WAVES",
     "FLAG_KEEP",
     "FLAG_EAGER",
@@ -167,7 +169,9 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return declared
 
 
-ABI_VERSION = 20
+ABI_VERSION = 21
+ROW_CACHE_BYTES = 2097152
+ROW_READ_BYTES = 524288
 MAX_WAVES = 8
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -325,6 +329,9 @@ class Stats(Structure):
         ("device_ahead", c_uint64),
         ("device_ahead_used", c_uint64),
         ("device_experts", c_uint64),
+        ("row_hits", c_uint64),
+        ("row_misses", c_uint64),
+        ("row_bytes_read", c_uint64),
     ]
 
 

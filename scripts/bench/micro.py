@@ -1,7 +1,8 @@
-"""What single parts cost: the native store, its waiting, the row kernels and attention.
+"""What single parts cost: the native store, its waiting, rows of tables on disk, the row kernels and attention.
 
 usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/store.md
        micro.py switches [--threads 1,4,16]               sleeps, locks and CPU time of threads that wait for experts: store.md
+       micro.py rows     FILE [--batches 16,32768]        random rows of a file of any content, out of a cold page cache
        micro.py kernels  MODEL ... --text FILE            a token on one thread with everything in memory, stock's kernels and ours: kernels.md
        micro.py attention [--shapes 32/4x128,...]         a layer's attention by our kernels, ggml's, and ggml's without flash attention
 """
@@ -110,6 +111,41 @@ def switches(threads: str, rounds: int, json_file: str | None) -> None:
             for loop in LOOPS:
                 runs = [run_switches(program, n_threads, loop=loop) for _ in range(rounds)]
                 table.row(loop, *(str(statistics.median(each[column] for each in runs)) for column in SWITCHES))
+
+
+# --- rows of tables on disk, one op at a time ---
+
+
+@main.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--batches", default="16,32768", show_default=True, help="Rows of a batch: those of a token, and of 2,048, where each has 16.")
+@click.option("--row", default=100, show_default=True, help="Bytes of a row.")
+@click.option("--threads", default=2, show_default=True)
+@click.option("--rounds", default=7, show_default=True, help="Of which medians are told.")
+@JSON
+def rows(file: Path, batches: str, row: int, threads: int, rounds: int, json_file: str | None) -> None:
+    """The file is taken for a table of float32. Beside ours stands what llama.cpp does: ggml's op on a map of the file, which reads no page ahead."""
+    from helpers.ggml_api import F32, Backend
+    from helpers.row_tables import MAPPED, ON_DISK, Rows
+
+    shape, rng, backend = (file.stat().st_size // row, row // 4), np.random.default_rng(0), Backend()
+    with ResultsFile(json_file) as results:
+        columns = ["rows", "ours, ms", "ours through the page cache, ms", "from a map, ms", "pages read, each"]
+        table = results.table("rows", f"random rows of {row} bytes of a file of {file.stat().st_size / 1e9:.1f} GB, {threads} threads", columns)
+        for n in map(int, batches.split(",")):
+            with Rows(file, F32, shape, n) as direct, Rows(file, F32, shape, n, direct_io=False) as buffered:
+                ways, ms = ((direct, ON_DISK), (buffered, ON_DISK), (direct, MAPPED)), np.zeros((rounds, 3))
+                for turn in range(rounds):
+                    ids = rng.integers(0, shape[0], n)
+                    for i, (lookups, way) in enumerate(ways):
+                        lookups.prepare(ids)
+                        lookups.leave_page_cache()
+                        began = time.perf_counter()
+                        lookups.compute(backend, way, threads)
+                        ms[turn, i] = 1e3 * (time.perf_counter() - began)
+                stats = direct.buffer.stats()
+                pages = stats.row_bytes_read / 4096 / max(stats.row_misses, 1)
+                table.row(f"{n:,}", *(f"{each:.2f}" for each in np.median(ms, axis=0)), f"{pages:.2f}")
 
 
 # --- row kernels, in models that are opened three times ---

@@ -70,7 +70,7 @@ with moeoff.Server(sys.argv[1], port=0, **options) as server:
     print(server.url, flush=True)
     for line in sys.stdin:
         found = parts.buffer.stats()
-        said = {"rss": rss(), "experts": found.arena_committed, "budget": parts.plan.budget, "misses": found.demand_misses, "interrupts": interrupts}
+        said = {"rss": rss(), "experts": found.arena_committed, "budget": parts.plan.budget, "misses": found.demand_misses, "rows": found.row_misses, "interrupts": interrupts}
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 2 * took))
         while True:
             try:
@@ -279,7 +279,8 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
     wrong = [*soak.wrong, *check_answers(model, list(soak.answers), console)]
     wrong += [f"{hung} clients hung"] * bool(hung) + [f"exit code {code}"] * bool(code) + ["over the budget"] * (peak > budget)
     wrong += [f"memory without experts grew from {format_size(before)} to {format_size(after)}"] * (after > FLAT * before and minutes >= LEAST)
-    wrong += ["no expert was ever missing"] * (not held or not held[-1]["misses"])
+    for name, read in (("misses", "expert"), ("rows", "row of a table on disk")):
+        wrong += [f"no {read} was ever missing"] * (not held or not held[-1][name])
     soak.seconds.sort()
     with ResultsFile(json_file) as results:
         title = f"{seconds / 60:.4g} minutes, {clients} clients that think {think:g} s between requests, {memory} at most, at {commit()}"

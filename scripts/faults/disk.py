@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import signal
@@ -148,6 +149,22 @@ def cut_while_it_runs(folder: Path) -> str:
     with open_model(model) as llm:
         assert answer(llm) == expected
     return said
+
+
+@case
+def rows_that_cannot_be_read(folder: Path) -> str:
+    """of the token embedding, which stays on disk: it fails, or the file ends there: one sentence that says where, then the same text"""
+    from moeoff.gguf.model_index import EMBEDDING, ModelIndex
+
+    model, expected, said = model_in(folder), reference(), []
+    table = ModelIndex.read(model).row_tables[EMBEDDING]
+    for kind, value in ((Kind.ERROR, errno.EIO), (Kind.END, 0)):
+        with open_model(model, strategy="lru") as llm:
+            with Fault(Call.READ, kind, value, 1, of=NATIVE):
+                said.append(error_of(lambda llm=llm: answer(llm), "model.gguf: read of "))
+            assert table.offset <= int(re.search(r"at offset (\d+)", said[-1])[1]) < table.offset + table.nbytes, said[-1]
+            assert answer(llm) == expected
+    return "; ".join(said)
 
 
 @case

@@ -19,6 +19,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -222,6 +223,23 @@ ssize_t read(int fd, void * data, size_t n) {
         return -1;
     }
     return real(fd, data, n);
+}
+
+// Reads of which many are begun with one call are refused while reads are struck: they come one by one then, as preads
+long syscall(long number, ...) {
+    REAL(long, "syscall", long, ...)
+    va_list list;
+    va_start(list, number);
+    long a[6];
+    for (int i = 0; i < 6; i++) {
+        a[i] = va_arg(list, long);
+    }
+    va_end(list);
+    if (number == SYS_io_submit && atomic_load(&armed.call) == READ) {
+        errno = ENOSYS;
+        return -1;
+    }
+    return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
 
 #define MAPS(name)                                                              \

@@ -103,6 +103,10 @@ _new_graph = _function("ggml_new_graph", c_void_p, c_void_p)
 _build_forward_expand = _function("ggml_build_forward_expand", None, c_void_p, c_void_p)
 # ggml_backend_buffer_t ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_buffer_type_t buft);
 _alloc_ctx_tensors = _function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)
+# ggml_backend_buffer_t ggml_backend_cpu_buffer_from_ptr(void * ptr, size_t size);
+_buffer_from_ptr = _function("ggml_backend_cpu_buffer_from_ptr", c_void_p, c_void_p, c_size_t)
+# enum ggml_status ggml_backend_tensor_alloc(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, void * addr);
+_tensor_alloc = _function("ggml_backend_tensor_alloc", c_int, c_void_p, c_void_p, c_void_p)
 # void moeoff_adopt_dense(ggml_backend_buffer_t buffer);
 _adopt_dense = _function("moeoff_adopt_dense", None, c_void_p)
 # void ggml_backend_buffer_free(ggml_backend_buffer_t buffer);
@@ -259,6 +263,11 @@ class Context:
     def allocate(self, buffer_type: int) -> None:
         self._buffer = _alloc_ctx_tensors(self._handle, buffer_type)
         assert self._buffer, "the buffer type gave no buffer"
+
+    def place(self, tensor: int, memory: np.ndarray, offset: int) -> None:
+        """Into memory that outlives this, instead of `allocate`."""
+        self._buffer = _buffer_from_ptr(memory.ctypes.data, memory.nbytes)
+        assert _tensor_alloc(self._buffer, tensor, memory.ctypes.data + offset) == SUCCESS
 
     def adopt(self) -> None:
         """Marks what is allocated as dense weights of the model that is being loaded."""

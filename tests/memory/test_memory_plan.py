@@ -52,9 +52,9 @@ def test_pools_share_the_arena(floor, more, low_floor, low_more, extra, share):
 
 def test_items_of_a_plan_are_its_parts():
     sizes = {"weights": 300, "embedding": 100, "state": 20, "compute": 10, "work": 2, "outputs": 1, "process": 60, "arena_floor": 8, "arena_full": 10_000}
-    plan = MemoryPlan(512, **{name: n * MIB for name, n in sizes.items()}).within(1000 * MIB)
+    plan = MemoryPlan(512, row_cache=4 * MIB, **{name: n * MIB for name, n in sizes.items()}).within(1000 * MIB)
     items = plan.items()
-    assert items["token_embedding"] == 100 * MIB and items["weights"] == 200 * MIB and items["experts"] == plan.arena
+    assert items["token_embedding"] == 100 * MIB and items["weights"] == 200 * MIB and items["row_cache"] == 4 * MIB and items["experts"] == plan.arena
     assert sum(items.values()) == plan.budget
 
 

@@ -13,101 +13,101 @@ import pytest
 import moeoff
 from helpers.arch_models import open_moeoff, open_stock, run, write_model
 from helpers.budgets import needed
-from helpers.ggml_api import ABORTED, F32, I32, SUCCESS, Backend, Context, cpu_buffer_type, quantizable_types, quantized, read, write
+from helpers.ggml_api import ABORTED, F32, Context, quantizable_types
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.models import split_model, write_per_layer_model
+from helpers.row_tables import MAPPED, ON_DISK, Rows
 from model_writer import ModelWriter
 from moeoff import ModelError, ReadError
 from moeoff.budget.dry_load import memory_sizes
 from moeoff.engine.buffer import ExpertBuffer
 from moeoff.gguf.file import ModelFile, unpack
 from moeoff.gguf.model_index import EMBEDDING, OUTPUT, ModelIndex
+from moeoff.gguf.quantize import row_bytes
 from moeoff.llamacpp import native
 from moeoff.system import cgroup
 from moeoff.system.memory import MIB
 
 TYPES = quantizable_types()
-N_ROWS, N_COLS, OFFSET = 300, 512, 4128
+N_ROWS, N_COLS, OFFSET = 120, 256, 4128
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "logits_all": True, "verbose": False}
 
 
-class Rows:
-    """GET_ROWS of the same ids from a table in memory and from one on disk, the second of two, one graph each."""
+@pytest.fixture
+def rows(tmp_path):
+    """Opens lookups of n tokens in a table of a type, of random bytes between others."""
+    with contextlib.ExitStack() as stack:
 
-    def __init__(self, path: Path, type: int, n_tokens: int):
-        data = quantized(np.random.default_rng(type).standard_normal((1, N_ROWS, N_COLS), np.float32), type)
-        path.write_bytes(b"\xff" * OFFSET + data.tobytes() + b"\xff" * 100)
-        self.path, self.row_bytes = path, data.nbytes // N_ROWS
-        self.buffer = ExpertBuffer()
-        self._weights, self._reserved, self._ops = Context(), Context(), Context(8, 4)
-        plain = self._weights.tensor(type, N_COLS, N_ROWS)
-        self._weights.allocate(cpu_buffer_type())
-        write(plain, data)
-        self._reserved.tensor(F32, 32, 4, name="other.weight")
-        on_disk = self._reserved.tensor(type, N_COLS, N_ROWS, name="table.weight")
-        with self.buffer.loading():
-            self._reserved.allocate(native.buffer_type())
-        assert native.add_file(self.buffer.handle, str(path).encode()) == 0
-        assert native.set_row_table_source(self.buffer.handle, 1, native.Source(0, type, OFFSET, data.nbytes, 0)) == 0
-        self._shape = (n_tokens, N_COLS)
-        self._ids = self._ops.tensor(I32, n_tokens)
-        self._outputs = [self._ops.get_rows(tensor, self._ids) for tensor in (plain, on_disk)]
-        self._casts = [self._ops.cast(self._ops.view_2d(tensor, N_COLS, 1, self.row_bytes, 3 * self.row_bytes), F32) for tensor in (plain, on_disk)]
-        self._graphs = [self._ops.graph(out) for out in (*self._outputs, *self._casts)]
-        self._ops.allocate(cpu_buffer_type())
+        def open_rows(type: int, n_tokens: int, **options) -> Rows:
+            path = tmp_path / str(type)
+            if not path.exists():
+                path.write_bytes(np.random.default_rng(type).bytes(OFFSET + N_ROWS * row_bytes(type, N_COLS) + 100))  # all bits mean something
+            return stack.enter_context(Rows(path, type, (N_ROWS, N_COLS), n_tokens, OFFSET, **options))
 
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(self, *_exc) -> None:
-        self.buffer.close()
-        for context in (self._ops, self._reserved, self._weights):
-            context.close()
-
-    def compute(self, backend: Backend, i: int, ids: np.ndarray, n_threads: int = 2, status: int = SUCCESS) -> np.ndarray:
-        write(self._ids, ids.astype(np.int32))
-        write(self._outputs[i], np.full(self._shape, 0x7FBADBAD, np.uint32))  # a NaN where nothing is written
-        assert backend.compute(self._graphs[i], n_threads) == status
-        return read(self._outputs[i], self._shape)
-
-    def cast_third(self, backend: Backend, i: int, n_threads: int) -> np.ndarray:
-        assert backend.compute(self._graphs[2 + i], n_threads) == SUCCESS
-        return read(self._casts[i], (N_COLS,))
+        yield open_rows
 
 
 @pytest.mark.parametrize("name", ["F16", "F32", "Q4_K", "Q8_0"])
-def test_a_row_that_is_cast(name, tmp_path, backend):
+def test_a_row_that_is_cast(name, rows, backend):
     """As gemma4 takes the first one in the place of a picture's."""
-    with Rows(tmp_path / "rows", TYPES[name], 1) as rows:
-        for n_threads in (1, 2):
-            np.testing.assert_array_equal(rows.cast_third(backend, 1, n_threads), rows.cast_third(backend, 0, n_threads))
+    table = rows(TYPES[name], 1)
+    for n_threads in (1, 2):
+        np.testing.assert_array_equal(table.cast_third(backend, ON_DISK, n_threads), table.cast_third(backend, MAPPED, n_threads))
+
+
+def assert_same(table: Rows, backend, ids: np.ndarray, n_threads: int) -> None:
+    table.prepare(ids)
+    for way in (ON_DISK, MAPPED):
+        table.compute(backend, way, n_threads)
+    np.testing.assert_array_equal(table.result(ON_DISK), table.result(MAPPED))
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_every_type(name, tmp_path, backend):
+def test_every_type(name, rows, backend):
     rng = np.random.default_rng(1)
     for n_tokens in (1, 2, 7, 400):
-        with Rows(tmp_path / "rows", TYPES[name], n_tokens) as rows:
-            for n_threads in (1, 2, 4):
-                for ids in (rng.integers(0, N_ROWS, n_tokens), np.full(n_tokens, N_ROWS - 1), np.arange(n_tokens)[::-1] % N_ROWS):
-                    np.testing.assert_array_equal(rows.compute(backend, 1, ids, n_threads), rows.compute(backend, 0, ids, n_threads))
+        table = rows(TYPES[name], n_tokens)
+        for n_threads in (1, 2, 4):
+            for ids in (rng.integers(0, N_ROWS, n_tokens), np.full(n_tokens, N_ROWS - 1), np.arange(n_tokens)[::-1] % N_ROWS):
+                assert_same(table, backend, ids, n_threads)
+
+
+def test_through_the_page_cache(rows, backend):
+    table = rows(TYPES["Q8_0"], 400, direct_io=False)
+    assert_same(table, backend, np.random.default_rng(1).integers(0, N_ROWS, 400), 2)
+
+
+def test_what_lookups_are_counted(rows, backend):
+    """A row once a batch; those on one page are one read."""
+    table, ids = rows(TYPES["Q8_0"], 32), np.repeat(np.arange(0, 128, 8), 2) % N_ROWS  # two rows of each page, each twice
+    for hits in (0, 15):
+        assert_same(table, backend, ids, 2)
+        stats = table.buffer.stats()
+        assert (stats.row_hits, stats.row_misses, stats.row_bytes_read) == (hits, 15, 8 * 4096)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 4])
-def test_a_file_cut_off(n_threads, tmp_path, backend):
-    """The graph ends with a message that names file and offset; what is in the file still can be read."""
-    with Rows(tmp_path / "rows", TYPES["Q8_0"], 8) as rows:
-        content = rows.path.read_bytes()
-        with open(rows.path, "r+b") as file:
-            file.truncate(OFFSET + 100 * rows.row_bytes + 10)
-        backend.set_abort_callback(native.should_abort, rows.buffer.handle)
-        ids = np.array([1, 2, 3, 4, 5, 6, 7, 100])
-        rows.compute(backend, 1, ids, n_threads, status=ABORTED)
-        with pytest.raises(ReadError, match=f"^{rows.path}: read of {rows.row_bytes} bytes at offset {OFFSET + 100 * rows.row_bytes} failed: the file ends at"):
-            rows.buffer.check()
-        rows.path.write_bytes(content)
-        np.testing.assert_array_equal(rows.compute(backend, 1, ids, n_threads), rows.compute(backend, 0, ids, n_threads))
-        backend.set_abort_callback(None, None)
+def test_a_graph_that_cannot_be_computed(n_threads, rows, backend):
+    """A file cut off, or a row that is not in the table: the graph ends with a message, and the next one is right."""
+    table = rows(TYPES["Q8_0"], 8)
+    content = table.path.read_bytes()
+    ids = np.array([1, 2, 3, 4, 5, 6, 7, 100])
+    begin = OFFSET + 100 * table.row_bytes
+    backend.set_abort_callback(native.should_abort, table.buffer.handle)
+    with open(table.path, "r+b") as file:
+        file.truncate(begin + 10)
+    for batch, message in (
+        (ids, f"^{table.path}: read of {table.row_bytes} bytes at offset {begin} failed: the file ends at {begin + 10} "),
+        (ids + N_ROWS - 100, f"^table.weight: a token names row {N_ROWS} of {N_ROWS}"),
+        (ids - 5, f"^table.weight: a token names row -4 of {N_ROWS}"),
+    ):
+        table.prepare(batch)
+        table.compute(backend, ON_DISK, n_threads, status=ABORTED)
+        with pytest.raises(ReadError, match=message):
+            table.buffer.check()
+    table.path.write_bytes(content)
+    assert_same(table, backend, ids, n_threads)
+    backend.set_abort_callback(None, None)
 
 
 def logits(model, n_steps: int = 6) -> np.ndarray:

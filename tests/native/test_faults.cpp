@@ -19,6 +19,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/syscall.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -28,6 +29,8 @@ enum call { OPEN, STAT, READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ
 
 static std::atomic<int>  armed {-1};
 static std::atomic<long> nth {0}, n_seen {0}, n_fired {0};
+
+static std::atomic<long> forbidden {-1}; // a system call, by its number
 
 static bool strikes(int call) {
     if (armed.load() != call || ++n_seen != nth.load()) {
@@ -109,6 +112,22 @@ ssize_t pread(int fd, void * to, size_t n, off_t at) {
     static const auto next = real<ssize_t (*)(int, void *, size_t, off_t)>("pread");
     ssize_t result;
     return struck(result, [&] { return next(fd, to, n / 2, at); }) ? result : next(fd, to, n, at);
+}
+
+long syscall(long number, ...) noexcept {
+    static const auto next = real<long (*)(long, ...)>("syscall");
+    va_list list;
+    va_start(list, number);
+    long a[6];
+    for (long & argument : a) {
+        argument = va_arg(list, long);
+    }
+    va_end(list);
+    if (number == forbidden) {
+        errno = ENOSYS;
+        return -1;
+    }
+    return next(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
 
 void * mmap(void * at, size_t n, int prot, int flags, int fd, off_t offset) noexcept {
@@ -358,12 +377,14 @@ TEST(a_row_is_read_to_its_end_or_says_why_not) {
     };
     for (const auto & [call, message] : cases) {
         for (const bool is_struck : { true, false }) { // and then once more
-            uint8_t out[row_bytes];
+            alignas(page_size) static uint8_t room[2 * page_size];
+            uint8_t       out[row_bytes];
+            const int32_t row = call;
             nth     = 1;
             n_seen  = n_fired = 0;
             armed   = is_struck ? call : -1;
             error.clear();
-            const bool is_read = rows.read(call, out, error);
+            const bool is_read = rows.read(&row, 1, out, room, 1, [](size_t) {}, error);
             armed = -1;
             REQUIRE(n_fired == is_struck);
             REQUIRE(is_read == (error.empty()) && is_read == (!is_struck || !*message) && error.find(is_struck ? message : "") != std::string::npos);
@@ -371,6 +392,28 @@ TEST(a_row_is_read_to_its_end_or_says_why_not) {
                 REQUIRE(out[i] == byte_at((uint64_t) call * row_bytes + i));
             }
         }
+    }
+}
+
+TEST(rows_are_read_where_the_system_forbids_many_reads_at_a_time) {
+    constexpr uint64_t row_bytes = 1000, n_rows = 300;
+    const slice_file   file { row_bytes * n_rows };
+    for (const long number : { SYS_io_setup, SYS_io_submit, SYS_io_getevents }) {
+        std::thread([&] { // which has asked for none before
+            moeoff_tensor_info info = {};
+            info.ne[0] = info.nbytes = row_bytes;
+            info.ne[1] = n_rows;
+            files       in;
+            row_table   rows(info);
+            std::string error;
+            REQUIRE(in.add(file.path, true, error) == 0 && rows.set_source({ 0, 0, 0, row_bytes * n_rows, 0 }, in, error));
+            alignas(page_size) static uint8_t room[4][2 * page_size];
+            const int32_t ids[] = { 0, 9, 10, 100, 150, 200, 299 };
+            uint8_t       row[row_bytes];
+            forbidden = number;
+            REQUIRE(rows.read(ids, 7, row, room[0], 4, [&](size_t i) { REQUIRE(row[999] == byte_at((uint64_t) ids[i] * row_bytes + 999)); }, error));
+            forbidden = -1;
+        }).join();
     }
 }
 

@@ -39,7 +39,7 @@ def test_json(invoke, demo):
     assert report["token_bytes"] * 8 == report["expert_bytes"]
     assert {(kind["matrix"], kind["type"], kind["count"]) for kind in report["slices"]} == {(m, "Q8_0", 384) for m in ("gate", "up", "down")}
     assert report["disk"] is None and report["ctx_size"] == 256
-    items = ("process", "host_weight", "kv", "compute", "work", "output", "reserve", "arena_floor")
+    items = ("process", "host_weight", "row_cache", "kv", "compute", "work", "output", "reserve", "arena_floor")
     assert 0 <= report["floor_bytes"] - sum(report[f"{item}_bytes"] for item in items) < MIB and all(report[f"{item}_bytes"] > 0 for item in items)
     assert report["embedding_bytes"] == 0 < report["row_table_bytes"] < report["dense_bytes"]
     assert all(row["tps"] is None for row in report["budgets"])

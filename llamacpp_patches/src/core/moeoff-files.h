@@ -44,6 +44,7 @@ class files {
     int count() const { return (int) entries.size(); }
     const std::string & path(int file) const { return entries[file]->path; }
     int descriptor(int file) const { return entries[file]->fd_buffered; } // reads through the page cache
+    int direct_descriptor(int file) const { return entries[file]->is_refused ? -1 : entries[file]->fd_direct; } // reads whole pages around it, or -1
 
   private:
     struct entry {

@@ -9,8 +9,19 @@
 
 namespace moeoff {
 
+// bytes of a file that will be read soon, through the page cache
+static void ask_for(int fd, uint64_t begin, uint64_t end) {
+#ifdef POSIX_FADV_WILLNEED
+    posix_fadvise(fd, (off_t) begin, (off_t) (end - begin), POSIX_FADV_WILLNEED);
+#else
+    (void) fd;
+    (void) begin;
+    (void) end;
+#endif
+}
+
 row_table::row_table(const moeoff_tensor_info & i) : info(i) {
-    const uint64_t n = std::clamp<uint64_t>(cache_bytes / info.nbytes, 1, (uint64_t) info.ne[1]);
+    const uint64_t n = std::clamp<uint64_t>(MOEOFF_ROW_CACHE_BYTES / (info.nbytes + sizeof(int32_t)), 1, (uint64_t) info.ne[1]);
     rows_in.assign(n, -1);
     cache.reset(new uint8_t[n * info.nbytes]);
 }
@@ -26,59 +37,130 @@ bool row_table::set_source(const moeoff_source & source, const files & in, std::
         error = std::string(info.name) + " lies beyond the end of its file";
         return false;
     }
-    offset = source.offset;
-    path   = in.path(source.file);
-    fd     = in.descriptor(source.file);
+    offset    = source.offset;
+    path      = in.path(source.file);
+    fd        = in.descriptor(source.file);
+    fd_direct = in.direct_descriptor(source.file);
     return true;
 }
 
-void row_table::expect(const int32_t * rows, size_t n) {
-#ifdef POSIX_FADV_WILLNEED
-    for (size_t i = 0; i < n; i++) {
-        {
-            checked_lock lock(mutex);
-            if (cached(rows[i])) {
-                continue;
+bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, uint8_t * room, size_t n_reads, const std::function<void(size_t)> & use, std::string & error) {
+    struct pieces_under_way {
+        async_reads & reads;
+        const size_t  n_places;
+        size_t        n_begun = 0, n_ended = 0;
+        piece         all[async_reads::max_under_way] = {};
+
+        size_t n() const { return n_begun - n_ended; }
+        ~pieces_under_way() { // nothing is written into room any more
+            while (n() > 0) {
+                reads.end(n_ended++ % n_places);
             }
         }
-        posix_fadvise(fd, offset_of(rows[i]), (off_t) info.nbytes, POSIX_FADV_WILLNEED);
+    };
+    pieces_under_way pieces { async_reads::of_this_thread(), std::min(n_reads, async_reads::max_under_way) };
+    size_t           next = 0; // of the rows
+    while (next < n || pieces.n() > 0) {
+        if (pieces.n() <= pieces.n_places / 2) { // many are submitted with one call
+            while (next < n && pieces.n() < pieces.n_places) {
+                if (copy_cached(rows[next], row)) {
+                    use(next++);
+                    continue;
+                }
+                const size_t   i     = pieces.n_begun++ % pieces.n_places;
+                const piece    p     = pieces.all[i] = piece_from(rows, n, next);
+                const uint64_t begin = page_floor(begin_of(rows[p.first])), end = page_ceil(end_of(rows[p.last - 1]));
+                if (!pieces.reads.begin(i, fd_direct, room + i * read_bytes(), end - begin, begin)) {
+                    ask_for(fd, begin, end);
+                }
+                next = p.last;
+            }
+            pieces.reads.submit();
+        }
+        if (pieces.n() > 0) {
+            const size_t  i       = pieces.n_ended++ % pieces.n_places;
+            const ssize_t n_bytes = pieces.reads.end(i);
+            if (!use_piece(rows, pieces.all[i], row, room + i * read_bytes(), n_bytes, use, error)) {
+                return false;
+            }
+        }
     }
-#else
-    (void) rows;
-    (void) n;
-#endif
+    return true;
 }
 
-bool row_table::read(int32_t row, uint8_t * out, std::string & error) {
-    {
-        checked_lock lock(mutex);
-        if (cached(row)) {
-            memcpy(out, place(row), info.nbytes);
-            return true;
-        }
-        reads++;
+// n_bytes: that a direct read has given, or a negative errno
+bool row_table::use_piece(const int32_t * rows, const piece & p, uint8_t * row, uint8_t * pages, ssize_t n_bytes, const std::function<void(size_t)> & use,
+                          std::string & error) {
+    const uint64_t begin = begin_of(rows[p.first]), end = end_of(rows[p.last - 1]), first_page = page_floor(begin);
+    if (n_bytes == -EINVAL) {
+        fd_direct = -1;
     }
-    for (uint64_t done = 0; done < info.nbytes;) {
-        const ssize_t got = pread(fd, out + done, info.nbytes - done, offset_of(row) + (off_t) done);
+    if (n_bytes < (ssize_t) (end - first_page) && !read_buffered(begin, end, pages + (begin - first_page), error)) {
+        return false;
+    }
+    for (size_t i = p.first; i < p.last; i++) {
+        memcpy(row, pages + (begin_of(rows[i]) - first_page), info.nbytes);
+        add_to_cache(rows[i], row);
+        use(i);
+    }
+    checked_lock lock(mutex);
+    n_misses     += p.last - p.first;
+    n_bytes_read += page_ceil(end) - first_page;
+    return true;
+}
+
+// a row, and those behind it that share pages with it
+row_table::piece row_table::piece_from(const int32_t * rows, size_t n, size_t first) const {
+    piece p = { first, first + 1 };
+    while (p.last < n && share_page(rows[p.last - 1], rows[p.last]) && page_ceil(end_of(rows[p.last])) - page_floor(begin_of(rows[first])) <= read_bytes()) {
+        p.last++;
+    }
+    return p;
+}
+
+// What direct reads did not give: where there are none, and where a message has to say why
+bool row_table::read_buffered(uint64_t begin, uint64_t end, uint8_t * out, std::string & error) const {
+    for (uint64_t next = begin; next < end;) {
+        const ssize_t got = pread(fd, out + (next - begin), end - next, (off_t) next);
         if (got < 0 && errno == EINTR) {
             continue;
         }
         if (got <= 0) {
-            error = path + ": read of " + std::to_string(info.nbytes) + " bytes at offset " + std::to_string(offset_of(row)) + " failed: " +
-                    (got < 0 ? strerror(errno) : "the file ends at " + std::to_string(offset_of(row) + (off_t) done) + " (was it truncated or replaced?)");
+            error = path + ": read of " + std::to_string(end - begin) + " bytes at offset " + std::to_string(begin) + " failed: " +
+                    (got < 0 ? strerror(errno) : "the file ends at " + std::to_string(next) + " (was it truncated or replaced?)");
             return false;
         }
-        done += (uint64_t) got;
+        next += (uint64_t) got;
     }
-    checked_lock lock(mutex);
-    memcpy(place(row), out, info.nbytes);
-    rows_in[(size_t) row % rows_in.size()] = row;
     return true;
 }
 
-uint64_t row_table::n_reads() const {
+bool row_table::copy_cached(int32_t row, uint8_t * out) {
     checked_lock lock(mutex);
-    return reads;
+    if (rows_in[(size_t) row % rows_in.size()] != row) {
+        return false;
+    }
+    n_hits++;
+    memcpy(out, place(row), info.nbytes);
+    return true;
+}
+
+void row_table::add_to_cache(int32_t row, const uint8_t * bytes) {
+    checked_lock lock(mutex);
+    rows_in[(size_t) row % rows_in.size()] = row;
+    memcpy(place(row), bytes, info.nbytes);
+}
+
+void row_table::add_stats(moeoff_stats & out) const {
+    checked_lock lock(mutex);
+    out.row_hits       += n_hits;
+    out.row_misses     += n_misses;
+    out.row_bytes_read += n_bytes_read;
+}
+
+void row_table::reset_stats() {
+    checked_lock lock(mutex);
+    n_hits = n_misses = n_bytes_read = 0;
 }
 
 } // namespace moeoff

@@ -705,6 +705,9 @@ void store::get_stats(moeoff_stats & out) const {
     }
     out.stall_ns = total_stall_ns.load(std::memory_order_relaxed);
     driver.add_stats(out);
+    for (const auto & rows : tables) {
+        rows->add_stats(out);
+    }
 }
 
 void store::reset_stats() {
@@ -717,6 +720,9 @@ void store::reset_stats() {
         ns = 0;
     }
     driver.reset_stats();
+    for (const auto & rows : tables) {
+        rows->reset_stats();
+    }
 }
 
 bool store::get_stall(uint64_t * ns, int32_t n_gates, std::string & error) const {

@@ -27,7 +27,9 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 20
+#define MOEOFF_ABI_VERSION 21
+#define MOEOFF_ROW_CACHE_BYTES 2097152 // of rows of a table on disk that stay in memory, at most
+#define MOEOFF_ROW_READ_BYTES 524288 // of reads of rows that an op has under way; one for each thread are more where rows are that long
 #define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
@@ -197,6 +199,9 @@ struct moeoff_stats {
     uint64_t device_ahead;      // of device_uploads, those that began before a router selected their expert
     uint64_t device_ahead_used; // of these, those that it then did
     uint64_t device_experts;    // on devices now
+    uint64_t row_hits;          // rows of tables on disk that batches named, each once a batch, and that were in memory
+    uint64_t row_misses;        // those that were read
+    uint64_t row_bytes_read;    // for them, in whole pages
 };
 
 // a read that has ended. level: of the most urgent request for it until then, 0 prefetch, 1 gate, 2 demand: compute was waiting

@@ -1,5 +1,5 @@
-// GET_ROWS on a table that is on disk. Rows are converted by ggml-cpu's own kernel, one at a time, so that the results are equal bit for
-// bit whatever the type.
+// GET_ROWS on a table that is on disk. A batch's rows are sorted once, and each is read once; threads share them by pages. They are converted by
+// ggml-cpu's own kernel, one at a time, so that the results are equal bit for bit whatever the type.
 
 #include "moeoff-buffer-type.h"
 
@@ -14,7 +14,6 @@
 namespace moeoff {
 
 constexpr size_t cache_line = 64;
-constexpr size_t n_ahead    = 32; // rows that a thread asks for before it reads them: more are no faster, and would push each other out where memory is short
 
 // a token of the batch
 struct token_row {
@@ -22,8 +21,38 @@ struct token_row {
     int32_t token;
 };
 
+// what an op's first thread tells the others
+struct sorted_batch {
+    uint64_t          graph;
+    const token_row * tokens; // in the order of their rows; nullptr: the graph ends
+};
+
+static row_table & table_of(const ggml_tensor * op) {
+    return *reserved_row_table(op->op == GGML_OP_GET_ROWS ? op->src[0] : op->src[0]->view_src);
+}
+
+// An op's memory, from a page on: pages for each thread's reads, a row for each, the batch
+struct work_area {
+    size_t n_reads; // under way, of a thread
+    size_t pages, row; // bytes of a thread
+
+    work_area(const ggml_tensor * op, int n_threads) {
+        const row_table & rows   = table_of(op);
+        const size_t      n_rows = op->op == GGML_OP_GET_ROWS ? (size_t) op->src[1]->ne[0] : 1;
+        n_reads = std::max<size_t>(std::min({ n_rows, async_reads::max_under_way, MOEOFF_ROW_READ_BYTES / rows.read_bytes() }) / (size_t) n_threads, 1);
+        pages   = n_reads * rows.read_bytes();
+        row     = GGML_PAD(rows.info.nbytes, cache_line);
+    }
+    size_t begin_of_rows(int n_threads) const { return (size_t) n_threads * pages; }
+    size_t begin_of_batch(int n_threads) const { return (size_t) n_threads * (pages + row); }
+};
+
 size_t get_rows_work_size(int n_threads, const ggml_tensor * op) {
-    return (size_t) n_threads * GGML_PAD(op->src[0]->nb[1], cache_line) + 2 * cache_line; // behind the rows the graph; wdata itself may be unaligned
+    size_t most = 0;
+    for (int n = 1; n <= n_threads; n++) { // as many as then compute it
+        most = std::max(most, work_area(op, n).begin_of_batch(n) + sizeof(sorted_batch));
+    }
+    return page_size + most; // wdata itself may be unaligned
 }
 
 // the op for one token, whose row is at data
@@ -42,85 +71,101 @@ static void convert_row(const ggml_compute_params * params, const ggml_tensor * 
     ggml_compute_forward_get_rows(&one, &dst);
 }
 
-// tokens [t0, t1): in the order of their rows, so that each is read once and of a page all are
-static void get_share(const ggml_compute_params * params, ggml_tensor * op, store & owner, uint64_t graph, row_table & rows, int32_t t0, int32_t t1, uint8_t * data) {
-    static thread_local std::vector<token_row> rows_of_tokens; // keep their capacity
-    static thread_local std::vector<int32_t>    distinct;
-    rows_of_tokens.clear();
-    distinct.clear();
-    for (int32_t t = t0; t < t1; t++) {
-        const int32_t row = *(const int32_t *) ((const char *) op->src[1]->data + (size_t) t * op->src[1]->nb[0]);
-        GGML_ASSERT(row >= 0 && row < op->src[0]->ne[1]);
-        rows_of_tokens.push_back({ row, t });
+// The batch's tokens in the order of their rows, until this thread's next batch; nullptr with error set if one names a row that is not in the table
+static const token_row * sort_tokens(const ggml_tensor * op, std::string & error) {
+    static thread_local std::vector<token_row> tokens; // keeps its capacity
+    tokens.clear();
+    for (int64_t t = 0; t < op->src[1]->ne[0]; t++) {
+        tokens.push_back({ *(const int32_t *) ((const char *) op->src[1]->data + (size_t) t * op->src[1]->nb[0]), (int32_t) t });
     }
-    std::sort(rows_of_tokens.begin(), rows_of_tokens.end(), [](const auto & a, const auto & b) { return a.row < b.row; });
-    for (const auto & w : rows_of_tokens) {
-        if (distinct.empty() || distinct.back() != w.row) {
-            distinct.push_back(w.row);
+    std::sort(tokens.begin(), tokens.end(), [](const auto & a, const auto & b) { return a.row < b.row; });
+    if (tokens.front().row < 0 || tokens.back().row >= op->src[0]->ne[1]) {
+        error = std::string(op->src[0]->name) + ": a token names row " + std::to_string(tokens.front().row < 0 ? tokens.front().row : tokens.back().row) + " of " +
+                std::to_string(op->src[0]->ne[1]);
+        return nullptr;
+    }
+    return tokens.data();
+}
+
+// the first token of a thread's share, which reads no page that the share before it reads
+static int64_t first_token(const ggml_tensor * op, const token_row * tokens, int ith, int nth) {
+    const int64_t n = op->src[1]->ne[0];
+    int64_t       t = n * ith / nth;
+    while (t > 0 && t < n && table_of(op).share_page(tokens[t - 1].row, tokens[t].row)) {
+        t++;
+    }
+    return t;
+}
+
+// of a thread; error is set if the file does not give it
+static void get_share(const ggml_compute_params * params, const ggml_tensor * op, const token_row * tokens, uint8_t * work, std::string & error) {
+    static thread_local std::vector<int32_t> rows;  // each once
+    static thread_local std::vector<int64_t> first; // token of each; behind them where the share ends
+    rows.clear();
+    first.clear();
+    const int64_t end = first_token(op, tokens, params->ith + 1, params->nth);
+    for (int64_t t = first_token(op, tokens, params->ith, params->nth); t < end; t++) {
+        if (rows.empty() || rows.back() != tokens[t].row) {
+            rows.push_back(tokens[t].row);
+            first.push_back(t);
         }
     }
-    std::string error;
-    int32_t     last       = -1;
-    size_t      n_expected = distinct.size() > 1 ? 0 : 1, n_read = 0;
-    for (const auto & w : rows_of_tokens) {
-        if (error.empty() && w.row != last) {
-            const size_t end = std::min(n_read++ + n_ahead, distinct.size());
-            rows.expect(distinct.data() + n_expected, end - n_expected);
-            n_expected = end;
-            if (!rows.read(w.row, data, error)) {
-                owner.fail(graph, error.c_str());
-            }
+    first.push_back(end);
+    const work_area area(op, params->nth);
+    uint8_t *       row     = work + area.begin_of_rows(params->nth) + (size_t) params->ith * area.row;
+    const auto      convert = [&](size_t i) {
+        for (int64_t t = first[i]; t < first[i + 1]; t++) {
+            convert_row(params, op, row, tokens[t].token);
         }
-        last = w.row;
-        if (error.empty()) {
-            convert_row(params, op, data, w.token);
-        } else {
-            memset((char *) op->data + (size_t) w.token * op->nb[1], 0, (size_t) op->ne[0] * op->nb[0]); // the graph ends
-        }
-    }
+    };
+    table_of(op).read(rows.data(), rows.size(), row, work + (size_t) params->ith * area.pages, area.n_reads, std::ref(convert), error);
 }
 
 void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
     if (params->ith > 0) {
         return;
     }
-    const ggml_tensor * view  = op->src[0];
-    row_table &         rows  = *reserved_row_table(view->view_src);
-    store &             owner = reserved_store(view->view_src);
+    const ggml_tensor * view = op->src[0];
+    row_table &         rows = table_of(op);
     GGML_ASSERT(op->type == GGML_TYPE_F32 && ggml_nelements(view) == view->view_src->ne[0] && view->view_offs % rows.info.nbytes == 0);
-    std::string error;
-    if (!rows.read((int32_t) (view->view_offs / rows.info.nbytes), (uint8_t *) params->wdata, error)) {
-        owner.fail(graph_of_this_thread(), error.c_str());
-        memset(op->data, 0, ggml_nbytes(op)); // the graph ends
+    const int32_t id   = (int32_t) (view->view_offs / rows.info.nbytes);
+    uint8_t *     work = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, page_size);
+    uint8_t *     row  = work + rows.read_bytes();
+    std::string   error;
+    if (!rows.read(&id, 1, row, work, 1, [](size_t) {}, error)) {
+        reserved_store(view->view_src).fail(graph_of_this_thread(), error.c_str());
     } else if (const auto to_float = ggml_get_type_traits(view->type)->to_float) {
-        to_float(params->wdata, (float *) op->data, ggml_nelements(view));
+        to_float(row, (float *) op->data, ggml_nelements(view));
     } else {
-        memcpy(op->data, params->wdata, rows.info.nbytes); // F32
+        memcpy(op->data, row, rows.info.nbytes); // F32
     }
 }
 
 void get_rows(const ggml_compute_params * params, ggml_tensor * op) {
     store & owner = reserved_store(op->src[0]);
     GGML_ASSERT(op->src[0]->ne[2] == 1 && op->src[0]->ne[3] == 1); // so the ids are one row, too
-    const int32_t n     = (int32_t) op->src[1]->ne[0];
-    const int32_t share = (n + params->nth - 1) / params->nth;
-    const int32_t t0    = std::min(share * params->ith, n);
-    const int32_t t1    = std::min(t0 + share, n);
-    uint8_t * wdata = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, cache_line);
-    const size_t row = GGML_PAD(op->src[0]->nb[1], cache_line);
-    GGML_ASSERT((size_t) (wdata - (uint8_t *) params->wdata) + (size_t) params->nth * row + cache_line <= params->wsize);
-    auto * graph = (uint64_t *) (wdata + (size_t) params->nth * row);
-    if (params->ith == 0) {
-        *graph = graph_of_this_thread();
+    uint8_t * work  = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, page_size);
+    auto *    batch = (sorted_batch *) (work + work_area(op, params->nth).begin_of_batch(params->nth));
+    GGML_ASSERT((uint8_t *) (batch + 1) <= (uint8_t *) params->wdata + params->wsize);
+    std::string error;
+    try {
+        if (params->ith == 0) {
+            *batch = { graph_of_this_thread(), nullptr };
+            batch->tokens = sort_tokens(op, error);
+        }
+    } catch (const std::bad_alloc &) { // ggml is C
+        error = "out of memory";
     }
     ggml_barrier(params->threadpool);
-    if (t0 == t1) {
-        return;
-    }
     try {
-        get_share(params, op, owner, *graph, *reserved_row_table(op->src[0]), t0, t1, wdata + (size_t) params->ith * row);
-    } catch (const std::bad_alloc &) { // ggml is C
-        owner.fail(*graph, "out of memory");
+        if (batch->tokens) {
+            get_share(params, op, batch->tokens, work, error);
+        }
+    } catch (const std::bad_alloc &) {
+        error = "out of memory";
+    }
+    if (!error.empty()) {
+        owner.fail(batch->graph, error.c_str()); // the graph ends
     }
 }
 
