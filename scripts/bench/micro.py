@@ -42,7 +42,6 @@ def main() -> None:
 STORE_SHAPES = "4x8x2,12x32x4,28x128x8,48x128x8,130x256x8,1302x256x8"  # gates x experts x used, with three matrices each
 BATCH = 512  # tokens
 PUBLISHED = {"none": "nothing", "six": "6 rows", "all": "all rows"}  # before each event
-LOOPS = ["visits", "op_run"]  # each thread visits each item and all wake for whatever settles; the loop that MUL_MAT_ID has
 SWITCHES = ["threads", "misses", "voluntary_switches", "of_computing_threads", "locks", "cpu_ms"]
 
 
@@ -63,9 +62,9 @@ def run_store(program: Path, shape: str, n_tokens: int, n_events: int) -> dict[s
     return run(program, *shape.split("x"), n_tokens, n_events)
 
 
-def run_switches(program: Path, n_threads: int, hit_rate: float = 0.79, loop: str = "op_run") -> dict[str, Any]:
+def run_switches(program: Path, n_threads: int, hit_rate: float = 0.79) -> dict[str, Any]:
     """SWITCHES, for each of 20 tokens of a model of 48 gates x 128 experts x 3 matrices that uses 8; four I/O threads take 200 µs for a slice."""
-    return run(program, loop, n_threads, hit_rate, 200, 20, 4)
+    return run(program, n_threads, hit_rate, 200, 20, 4)
 
 
 @main.command()
@@ -106,11 +105,10 @@ def switches(threads: str, rounds: int, json_file: str | None) -> None:
     """Nothing is computed: counts hardly depend on the machine or its load, CPU time does."""
     with tempfile.TemporaryDirectory() as folder, ResultsFile(json_file) as results:
         program = build("bench_switches", Path(folder))
-        table = results.table("switches", "for each token", ["loop", *(column.replace("_", " ") for column in SWITCHES)])
+        table = results.table("switches", "for each token", [column.replace("_", " ") for column in SWITCHES])
         for n_threads in map(int, threads.split(",")):
-            for loop in LOOPS:
-                runs = [run_switches(program, n_threads, loop=loop) for _ in range(rounds)]
-                table.row(loop, *(str(statistics.median(each[column] for each in runs)) for column in SWITCHES))
+            runs = [run_switches(program, n_threads) for _ in range(rounds)]
+            table.row(*(str(statistics.median(each[column] for each in runs)) for column in SWITCHES))
 
 
 # --- rows of tables on disk, one op at a time ---

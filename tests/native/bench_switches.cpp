@@ -4,8 +4,7 @@
 // time is left out, which is the machine's.
 // Built and run by scripts/bench/micro.py.
 //
-// usage: bench_switches LOOP N_THREADS HIT_RATE READ_US TOKENS IO_THREADS; prints one JSON object
-// LOOP: op_run, as MUL_MAT_ID has it; or visits, the loop that it had before: each thread visits each item, and all wake for whatever settles
+// usage: bench_switches N_THREADS HIT_RATE READ_US TOKENS IO_THREADS; prints one JSON object
 
 #include "check.h"
 #include "slice_file.h"
@@ -64,7 +63,6 @@ class barrier {
 };
 
 struct model {
-    const bool  visits; // as the loop before op_run
     const int   n_threads;
     const int   n_io_threads;
     slice_file  file { 1 << 16 };
@@ -76,11 +74,10 @@ struct model {
     std::vector<op_item>       items { n_used };
     std::vector<int32_t>       ids   = std::vector<int32_t>(n_used);
     alignas(op_run) char       run[sizeof(op_run)];
-    const tensor *             visited = nullptr;
     std::mt19937               rng { 1 };
     std::vector<int32_t>       next_absent = std::vector<int32_t>(n_layers, n_expert / 2); // of each layer
 
-    model(bool visits, int n_threads, int n_io_threads, int read_us) : visits(visits), n_threads(n_threads), n_io_threads(n_io_threads) {
+    model(int n_threads, int n_io_threads, int read_us) : n_threads(n_threads), n_io_threads(n_io_threads) {
         std::string error;
         REQUIRE(s.add_file(file.path, error) == 0);
         for (int layer = 0; layer < n_layers; layer++) {
@@ -131,35 +128,8 @@ struct model {
         }
     }
 
-    void visit(const tensor & t) { // each thread
-        std::vector<char> is_done(n_used, 0);
-        for (int32_t left = n_used; left > 0;) {
-            const uint32_t seen   = s.generation();
-            const int32_t  before = left;
-            for (size_t i = 0; i < items.size(); i++) {
-                op_item & item = items[i];
-                if (!is_done[i] && s.at(t, item.expert, HIGH).settled()) {
-                    while (item.next_part.fetch_add(1, std::memory_order_relaxed) < item.n_parts) {
-                    }
-                    is_done[i] = 1;
-                    left--;
-                    if (item.n_computed.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
-                        s.unpin(t, item.expert, HIGH);
-                    }
-                }
-            }
-            if (left == before) {
-                s.wait(seen, t, n_threads);
-            }
-        }
-    }
-
     void compute(int ith) {
-        if (visits) {
-            visit(*visited);
-        } else {
-            ((op_run *) run)->compute(ith, [](const op_item &, const slice &, const uint8_t * data, int32_t) { REQUIRE(data); });
-        }
+        ((op_run *) run)->compute(ith, [](const op_item &, const slice &, const uint8_t * data, int32_t) { REQUIRE(data); });
     }
 
     void op(int32_t ti) {
@@ -174,16 +144,7 @@ struct model {
             items[i].n_rows  = 1;
             items[i].n_parts = n_chunks < 4 * n_threads ? n_threads : n_chunks;
         }
-        if (visits) {
-            visited = &t;
-            for (auto & item : items) {
-                item.next_part  = 0;
-                item.n_computed = 0;
-            }
-            s.pin(t, ids.data(), versions.data(), n_used);
-        } else {
-            new (run) op_run(s, t, 0, items.data(), ids.data(), versions.data(), n_used, n_threads);
-        }
+        new (run) op_run(s, t, 0, items.data(), ids.data(), versions.data(), n_used, n_threads);
         meet.wait();
         compute(0);
         meet.wait();
@@ -241,10 +202,10 @@ static double cpu_ms(const rusage & u) {
 }
 
 int main(int argc, char ** argv) {
-    REQUIRE(argc == 7);
-    const double hit_rate = atof(argv[3]);
-    const int    n_tokens = atoi(argv[5]);
-    model m(argv[1] == std::string("visits"), atoi(argv[2]), atoi(argv[6]), atoi(argv[4]));
+    REQUIRE(argc == 6);
+    const double hit_rate = atof(argv[2]);
+    const int    n_tokens = atoi(argv[4]);
+    model m(atoi(argv[1]), atoi(argv[5]), atoi(argv[3]));
     moeoff_stats before, after;
     rusage       u0, u1;
     m.token(hit_rate);
