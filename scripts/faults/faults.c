@@ -322,13 +322,3 @@ int rename(const char * from, const char * to) {
     }
     return real(from, to);
 }
-
-// MOEOFF_FAULT=CALL:KIND:VALUE:NTH:FOLDER, all but the folder as numbers: from the start of a process that faults.py does not steer
-__attribute__((constructor)) static void from_environment(void) {
-    const char * text = getenv("MOEOFF_FAULT");
-    int call, kind, value, length = 0;
-    long nth;
-    if (text && sscanf(text, "%d:%d:%d:%ld:%n", &call, &kind, &value, &nth, &length) == 4 && length) {
-        faults_arm(call, kind, value, nth, "", text + length);
-    }
-}

@@ -29,11 +29,11 @@ struct table_file {
     }
     // all of them, and each once, with the bytes of the file
     bool read(const std::vector<int32_t> & ids, size_t n_reads = 1, std::string * message = nullptr) {
-        alignas(page_size) static thread_local uint8_t room[64 * 2 * page_size];
+        const std::unique_ptr<uint8_t, decltype(&free)> room { (uint8_t *) aligned_alloc(page_size, n_reads * rows.read_bytes()), free };
         uint8_t          row[row_bytes];
         std::string      failure;
         std::vector<int> n_uses(ids.size());
-        const bool is_read = rows.read(ids.data(), ids.size(), row, room, n_reads, [&](size_t i) {
+        const bool is_read = rows.read(ids.data(), ids.size(), row, room.get(), n_reads, [&](size_t i) {
             n_uses[i]++;
             for (uint64_t k = 0; k < row_bytes; k++) {
                 REQUIRE(row[k] == byte_at(first + (uint64_t) ids[i] * row_bytes + k));
@@ -86,10 +86,9 @@ TEST(a_row_larger_than_the_cache_is_read_all_the_same) {
     std::string error;
     REQUIRE(in.add(file.path, true, error) == 0 && rows.set_source({ 0, 0, 0, 2 * nbytes, 0 }, in, error));
     std::vector<uint8_t> row(nbytes);
-    uint8_t * room = (uint8_t *) aligned_alloc(page_size, rows.read_bytes());
+    const std::unique_ptr<uint8_t, decltype(&free)> room { (uint8_t *) aligned_alloc(page_size, rows.read_bytes()), free };
     const int32_t last = 1;
-    REQUIRE(rows.read(&last, 1, row.data(), room, 1, [](size_t) {}, error) && row[0] == byte_at(nbytes) && row[nbytes - 1] == byte_at(2 * nbytes - 1));
-    free(room);
+    REQUIRE(rows.read(&last, 1, row.data(), room.get(), 1, [](size_t) {}, error) && row[0] == byte_at(nbytes) && row[nbytes - 1] == byte_at(2 * nbytes - 1));
 }
 
 TEST(rows_that_share_pages_are_read_together) {
