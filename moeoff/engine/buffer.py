@@ -333,10 +333,6 @@ class ExpertBuffer:
             raise OptionError(f"gate {gate} has no such experts, or no such versions of them, or the buffer has not been started")
         return queued
 
-    def prefetch_cancel(self, gate: int = -1) -> int:
-        """Gives up prefetches for a gate, or for all; returns how many were queued or in flight."""
-        return int(native.prefetch_cancel(self.handle, gate))
-
     def residency(self, *, low: bool = False) -> np.ndarray:
         """[n_gates, n_experts] uint8; bit i is set where the slice of `native.MATRICES[i]` is resident, in its low version if so asked."""
         out = np.zeros(self.priorities.shape, np.uint8)

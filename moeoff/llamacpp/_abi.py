@@ -98,7 +98,6 @@ __all__ = [
     "publish",
     "prefetch",
     "preload",
-    "prefetch_cancel",
     "residency",
     "force_versions",
     "set_gate_callback",
@@ -473,8 +472,6 @@ publish = function("moeoff_publish", None, c_void_p)
 prefetch = function("moeoff_prefetch", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_int32, c_uint32, c_int32, c_int32)
 # int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 preload = function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32, c_int32)
-# int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate);
-prefetch_cancel = function("moeoff_prefetch_cancel", c_int32, c_void_p, c_int32)
 # int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
 residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uint8))
 # int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);

@@ -328,8 +328,6 @@ def test_prefetch_by_version(tmp_path, backend):
         stats = buffer.stats()
         assert (stats.prefetch_useful, stats.demand_misses) == (2 * N_USED, 2 * N_USED)
         assert block.resident(False).sum() == N_USED  # passed over, but resident all the same
-
-        buffer.prefetch_cancel()
         assert buffer.prefetch(0, range(N_EXPERT), low=True) == 2 * (N_EXPERT - N_USED)  # the others are served high
 
 

@@ -360,15 +360,14 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
         while (!stop) {
             const int32_t gate = (int32_t) (r() % n_layers);
             const int32_t experts[2] = { (int32_t) (r() % n_expert), (int32_t) (r() % n_expert) };
-            switch (r() % 12) {
-                case 0: s.prefetch_cancel(r() % 2 ? -1 : gate); break;
-                case 1: {
+            switch (r() % 11) {
+                case 0: {
                     const float p = (float) (r() % 5);
                     __atomic_store(&s.priorities()[(size_t) gate * n_expert + experts[0]], &p, __ATOMIC_RELAXED);
                     s.publish();
                     break;
                 }
-                case 2: {
+                case 1: {
                     std::string e;
                     const float t[] = { 0.0f, 0.3f, 0.4f, 0.9f, 1.0f };
                     const size_t i = r() % 5, j = i + r() % (5 - i);
@@ -379,7 +378,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
                     REQUIRE(s.set_options(options, e) || !(two_versions || by_own_weight));
                     break;
                 }
-                case 3: {
+                case 2: {
                     std::string e;
                     moeoff_options options = s.get_options();
                     options.simulated_share = r() % 2 ? (float) (r() % 5) / 4 : -1.0f;
@@ -388,7 +387,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
                     REQUIRE(s.force(v, 1 + r() % 6, e) > 0);
                     break;
                 }
-                case 4: {
+                case 3: {
                     std::string e;
                     moeoff_options options = s.get_options();
                     options.max_gate_rows = (int32_t) (r() % 4);
@@ -446,7 +445,6 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
     for (auto & t : threads) {
         t.join();
     }
-    s.prefetch_cancel(-1);
     s.drain();
     REQUIRE(s.set_limits(floor, low_floor, error));
     for (int i = 0; i < 200; i++) { // what is in flight lands

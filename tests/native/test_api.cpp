@@ -148,7 +148,6 @@ TEST(what_runs_while_the_model_computes_takes_no_memory) {
     REQUIRE(moeoff_residency(b.eb, 0, residency.data()) == 0 && residency[0] && !residency[2]);
     REQUIRE(moeoff_set_arena_bytes(b.eb, moeoff_arena_floor(b.eb, 0), moeoff_arena_floor(b.eb, 1)) == 0);
     moeoff_publish(b.eb);
-    moeoff_prefetch_cancel(b.eb, -1);
     moeoff_clear(b.eb);
     moeoff_drain(b.eb);
     moeoff_get_stats(b.eb, &stats);

@@ -59,6 +59,13 @@ struct scripted_store {
         s.pin(*t, experts.data(), versions.data(), (int32_t) experts.size());
     }
 
+    void event(int32_t id) {
+        const float weight = 1.0f;
+        moeoff_gate_event e = {};
+        e.n_tokens = 1; e.n_used = 1; e.ids = &id; e.weights = &weight;
+        s.gate_event(s.experts().gate_at(0), e, { sizeof(id), sizeof(weight), sizeof(float) });
+    }
+
     uint8_t state(int expert) const {
         return state_of(s.at(*t, expert, HIGH));
     }
@@ -105,11 +112,11 @@ TEST(a_stop_fails_what_is_queued_and_pinned) {
 
 TEST(a_read_that_was_given_up_and_wanted_again_fails_at_the_stop) {
     scripted_store x(1);
-    const int32_t expert = 0, other = 1;
+    const int32_t expert = 0;
     REQUIRE(x.s.prefetch(0, &expert, 1, 1, ~0u, HIGH, true, -1) == 1);
-    REQUIRE(x.s.prefetch(0, &other, 1, 1, ~0u, HIGH, false, -1) == 1);
     wait_until([&] { return x.reads[0].started.load(); });
-    REQUIRE(x.s.prefetch_cancel(-1) == 1);
+    x.event(1);
+    REQUIRE(x.state(0) == LOADING && x.state(1) == QUEUED);
     x.pin({ 0 }); // wanted again, after the read has seen that it was not
     std::thread stopper([&] { x.s.stop(); });
     wait_until([&] { return x.state(1) == ABSENT; }); // the stop has emptied the queue
@@ -167,11 +174,7 @@ TEST(what_a_gate_has_chosen_is_read_again_for_its_op) {
     scripted_store x(1);
     x.reads[1].result   = EIO;
     x.reads[1].released = true;
-    const int32_t id = 1;
-    const float   weight = 1.0f;
-    moeoff_gate_event e = {};
-    e.n_tokens = 1; e.n_used = 1; e.ids = &id; e.weights = &weight;
-    x.s.gate_event(x.s.experts().gate_at(0), e, { sizeof(id), sizeof(weight), sizeof(float) });
+    x.event(1);
     moeoff_stats stats = {};
     wait_until([&] {
         x.s.get_stats(stats);

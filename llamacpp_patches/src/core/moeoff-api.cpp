@@ -151,8 +151,6 @@ int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * 
     return queued(eb, gate, experts, n, n, matrices, version, false, -1);
 }
 
-int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }
-
 int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out) {
     return guarded(-1, [&] {
         if (!is_version(version)) {

@@ -309,13 +309,11 @@ void expert_table::prefetch(expert_state & x, int32_t matrix, bool is_expected, 
     }
 }
 
-int32_t expert_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
-    int32_t n    = 0;
-    size_t  n_noted = 0; // still expected
+void expert_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
+    size_t n_noted = 0; // still expected
     for (const uint32_t i : g.noted) {
         expert_state & x = all.experts[i];
-        if (x.expected && !(is_chosen && is_chosen[x.expert] & (1 << x.version))) {
-            n                      += n_in(x.queued) + n_in(x.loading);
+        if (x.expected && !(is_chosen[x.expert] & (1 << x.version))) {
             stats.prefetch_dropped += (uint64_t) n_in(x.queued);
             drop_queued(x, PREFETCH);
             if (x.loading != 0) {
@@ -331,7 +329,6 @@ int32_t expert_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
         }
     }
     g.noted.resize(n_noted);
-    return n;
 }
 
 // A warm start has the time in which nothing computes. Afterwards it would delay what is needed now and, with the arena full,

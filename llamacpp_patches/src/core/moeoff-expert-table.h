@@ -119,9 +119,8 @@ class expert_table {
     void    prefetch(expert_state & x, int32_t matrix, bool is_expected, bool * may_evict) REQUIRES(store_mutex);
     // those of these matrices that are absent and worth it
     matrix_set to_prefetch(const expert_state & x, matrix_set matrices) const REQUIRES(store_mutex) { return all.is_superfluous(x) ? 0 : (matrix_set) (x.absent() & matrices); }
-    // gives up what was expected of this gate and not chosen: is_chosen[e] has bit 1 << version set, nullptr: nothing is. Returns
-    // how many slices were queued or in flight
-    int32_t cancel_unchosen(gate & g, const uint8_t * is_chosen) REQUIRES(store_mutex);
+    // gives up what was expected of this gate and not chosen: is_chosen[e] has bit 1 << version set
+    void    cancel_unchosen(gate & g, const uint8_t * is_chosen) REQUIRES(store_mutex);
     void    drop_preloads() REQUIRES(store_mutex);
     void    wake_workers() REQUIRES(store_mutex);
     bool    has_requests() const REQUIRES(store_mutex) { return !queue.empty(may_prefetch ? PREFETCH : GATE); }

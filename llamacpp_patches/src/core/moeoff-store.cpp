@@ -557,15 +557,6 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
     return n_queued;
 }
 
-int32_t store::prefetch_cancel(int32_t gi) {
-    store_lock lock(sync);
-    int32_t n = 0;
-    for (int32_t i = 0; i < map.n_gates(); i++) {
-        n += gi < 0 || i == gi ? table.cancel_unchosen(map.gate_at(i), nullptr) : 0;
-    }
-    return n;
-}
-
 void store::clear() {
     store_lock lock(sync);
     table.evict_unwanted();

@@ -183,7 +183,6 @@ class store {
     void    publish() { table.space.publish(); }
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
     int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit);
-    int32_t prefetch_cancel(int32_t gate);
     void    clear();
     bool    set_limits(uint64_t high, uint64_t low, std::string & error);
     moeoff_options get_options() const;

@@ -298,7 +298,6 @@ MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit);
 // queues what is absent, to be loaded until the next gate event, whatever it selects, and does not count it as prefetched: a warm start
 MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
-MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
 // [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice's version is resident; the high one also where a device holds it
 MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
 
