@@ -385,7 +385,7 @@ def test_imatrix(tmp_path, form):
         for n, s in sums.items():
             parts += [struct.pack("<i", len(n)), n.encode(), struct.pack("<ii", 4, s.size), s.tobytes()]
         path.write_bytes(b"".join(parts))
-    made = convert(model, tiers="IQ2_XS,Q2_K", imatrix=path)
+    made = convert(model, tiers="IQ2_XXS,Q2_K", imatrix=path)
     sidecar = Sidecar(made.path)
     assert "m.imatrix" in sidecar.quantized
     with open(made.path, "rb") as file:

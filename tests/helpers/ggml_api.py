@@ -181,9 +181,20 @@ def is_dense(tensor: int) -> bool:
     return ctypes.cast(buffer, POINTER(c_void_p))[_RESET] is not None
 
 
+SLOW_TO_QUANTIZE = ("IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")  # ggml makes tables first, in up to half a minute
+
+
 def random_experts(type: int, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Bytes of normal random weights: shape [n_expert, n_rows, n_cols] -> uint8 [n_expert, bytes of one expert]."""
-    return quantized(rng.standard_normal(shape, np.float32), type)
+    """Bytes of random weights: shape [n_expert, n_rows, n_cols] -> uint8 [n_expert, bytes of one expert]."""
+    name = type_name(type)
+    if name not in SLOW_TO_QUANTIZE:
+        return quantized(rng.standard_normal(shape, np.float32), type)
+    blocks = rng.integers(0, 256, (shape[0], shape[1] * shape[2] // 256, row_bytes(type, 256)), np.uint8)
+    if name == "IQ1_M":  # a scale of 1/64, in the upper halves of four bytes
+        blocks[..., 49::2] = blocks[..., 49::2] & 0x0F | np.array([0, 0, 0x40, 0x20], np.uint8)
+    else:
+        blocks[..., :2] = 0, 0x24
+    return blocks.reshape(shape[0], -1)
 
 
 def quantized(weights: np.ndarray, type: int) -> np.ndarray:

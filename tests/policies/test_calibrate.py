@@ -298,6 +298,7 @@ def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
     assert get_predictor("learned").fit(recording, FitOptions(hidden=1 << 16, room=room)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_little_text_warns_of_nothing(demo, tmp_path):
     """Some experts are never chosen, and a layer's inputs may all be the same."""

@@ -32,9 +32,9 @@ from speed import Kept, cold, in_time, prompt_then_tokens, take_turns
 
 
 @pytest.fixture(scope="module")
-def small(moeoff_command, grown) -> int:
+def small(invoke, grown) -> int:
     """MiB in which about a tenth of the grown model's experts stay."""
-    return named(moeoff_command("bench", "-m", grown, "-p", "16", "-n", "8", "-r", "1", "--memory", "1M").stdout)
+    return named(invoke("bench", "-m", grown, "-p", "16", "-n", "8", "-r", "1", "--memory", "1M").stdout)
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,14 @@ def quick(grown, small) -> tuple[str, ...]:
     return "-m", grown, "-p", "16", "-n", "8", "-r", "2", "--memory", f"{small}M"
 
 
-def measured(moeoff_command, *args: str) -> list[dict[str, Any]]:
-    done = moeoff_command("bench", *args, "-o", "json")
+def measured(invoke, *args: str) -> list[dict[str, Any]]:
+    done = invoke("bench", *args, "-o", "json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_rows_and_their_table(moeoff_command, quick, small):
-    found = measured(moeoff_command, *quick, "--strategy", "lru,auto")
+def test_rows_and_their_table(invoke, quick, small):
+    found = measured(invoke, *quick, "--strategy", "lru,auto")
     for row in found:
         assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
         assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
@@ -87,16 +87,15 @@ def test_values_between_commas_and_ranges():
     assert numbers(0)("0-4096+2048,7") == [0, 2048, 4096, 7]
 
 
-@pytest.mark.parametrize("bad", [("-p", "x"), ("-p", "0", "-n", "0"), ("--memory", "lots"), ("--strategy", "nonsense"), ("-m", "missing.gguf"),
-                                 ("--text", "missing.txt"), ("-t", "0"), ("--memory", "1M"), ("-fa", "2"), ("-c", "64", "-p", "512")])  # fmt: skip
+@pytest.mark.parametrize("bad", [("-p", "x"), ("--strategy", "nonsense"), ("--text", "missing.txt"), ("-t", "0"), ("--memory", "1M"), ("-fa", "2")])
 def test_nonsense_is_one_sentence(bad):
     done = CliRunner().invoke(main, ["bench", "-r", "1", *bad])
     assert done.exit_code != 0 and not isinstance(done.exception, Exception)
     assert "int()" not in done.output and "unpack" not in done.output  # Python's own words for it
 
 
-def test_depth_and_one_table_for_several_memories(moeoff_command):
-    done = moeoff_command("bench", "-p", "0", "-n", "4", "-d", "0,64", "-r", "1", "--memory", "200M,250M", "--no-warmup", "-o", "json")
+def test_depth_and_one_table_for_several_memories(invoke):
+    done = invoke("bench", "-p", "0", "-n", "4", "-d", "0,64", "-r", "1", "--memory", "200M,250M", "--no-warmup", "-o", "json")
     assert done.returncode == 0, done.stderr
     assert [(row["test"], row["memory"] >> 20) for row in json.loads(done.stdout)] == [*(("tg4", 200), ("tg4 @ d64", 200), ("tg4", 250), ("tg4 @ d64", 250))]
 
@@ -232,8 +231,8 @@ def test_prefetches_in_time():
 
 
 @pytest.mark.slow  # stock thrashes in the cgroup
-def test_stock_beside_it(moeoff_command, quick, small):
-    found = measured(moeoff_command, *quick, "--compare-stock")
+def test_stock_beside_it(invoke, quick, small):
+    found = measured(invoke, *quick, "--compare-stock")
     assert [row["strategy"] for row in found] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
     where = f"in a cgroup of {small} MiB" if unavailable() is None else "no limit around it"
     assert all(where in row["mode"] for row in found), found

@@ -208,11 +208,6 @@ def test_no_warning_of_numpy_reaches_a_person():
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
-def test_arguments_of_the_server_are_no_model(invoke):
-    for model in (("missing.gguf",), ("-m", "missing.gguf")):
-        assert "missing.gguf: cannot be read" in invoke("serve", *model, "--", "--top-k", "4").stderr
-
-
 def test_one_line_about_a_long_context(moeoff_command):
     """That the model was trained on a shorter one is said in our words: llama.cpp's are not for everyone."""
     done = moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024")

@@ -72,6 +72,7 @@ MISTAKES = [
     ("run -p x --stats-json /nowhere/s.json", 1, "there is no such folder"),
     ("run -p x --stats-json /tmp", 2, "is a directory"),
     ("run -p x --trace /nowhere/t", 1, "there is no such folder"),
+    ("run -p x --prompt-cache /nowhere/x", 1, "there is no such folder"),
     ("run -p x --profile missing.npz", 1, "missing.npz"),
     # lower precision
     ("run -p x --max-loss 1%", 1, "moeoff calibrate"),

@@ -422,7 +422,7 @@ assert llm.create_completion("Hello", max_tokens=4, temperature=0)["choices"] ==
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_budget_moves_whole_or_not_at_all(demo, step):
     """Wherever the move is interrupted: the arenas have what the plan says, and the next move and answer are as ever."""
     with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20)}) as llm:

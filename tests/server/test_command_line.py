@@ -98,8 +98,10 @@ def test_a_command_line_is_the_model_the_commands_own_options_and_others(line, a
     ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf", "LLAMA_ARG_CTX_SIZE": "x"}, "-c 512 --memory 10M", "a whole number"),
     ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf"}, "--memory 10M", "/nowhere/a.gguf"),
 ])  # fmt: skip
-def test_the_model_is_found_wherever_it_stands_and_before_a_variables(demo, moeoff_command, variables, args, said):
-    done = moeoff_command("serve", *args.replace("DEMO", demo).split(), env=os.environ | variables)
+def test_the_model_is_found_wherever_it_stands_and_before_a_variables(demo, invoke, monkeypatch, variables, args, said):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = invoke("serve", *args.replace("DEMO", demo).split())
     line = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and said.replace("DEMO", "expert") in line and "not both" not in line, done.stderr
 

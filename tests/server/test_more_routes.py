@@ -29,6 +29,19 @@ def test_what_one_model_cannot(served, path):
     assert answer.status_code == 501 and "one model" in answer.json()["error"]
 
 
+def test_ollamas_embeddings(served):
+    def post(path: str, **body) -> dict:
+        return httpx.post(f"{served.url}/api/{path}", json={"model": "demo"} | body, timeout=300).raise_for_status().json()
+
+    several = post("embed", input=["one", "two words"])
+    first, second = several["embeddings"]
+    assert len(first) == len(second) == 128 and first != second and several["prompt_eval_count"] >= 3
+    (alone,) = post("embed", input="one")["embeddings"]
+    assert alone == pytest.approx(first, abs=1e-3) and post("embeddings", prompt="one")["embedding"] == pytest.approx(alone, abs=1e-3)
+    assert post("embed", input=[])["embeddings"] == []
+    assert "embedding" in post("show")["capabilities"]
+
+
 def test_no_format_of_embeddings_is_the_usual_one(served):
     body = {"model": "demo", "input": "a dog", "encoding_format": None}
     assert len(httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=300).json()["data"][0]["embedding"]) == 128

@@ -270,16 +270,8 @@ def test_version_and_the_page_at_the_root(served):
     assert httpx.get(f"{served.url}/", timeout=300).text != "Ollama is running"  # as Ollama says there
 
 
-def test_embeddings(demo, served):
+def test_a_server_without_embeddings(served):  # test_more_routes.py has one with them
     assert "embedding" in error(post(served, "/api/embed", input="one"), 501)
-    with Served(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo", embedding=True, args=["--pooling", "mean"]) as it:
-        several = post(it, "/api/embed", input=["one", "two words"]).json()
-        first, second = several["embeddings"]
-        assert len(first) == len(second) == 128 and first != second and several["prompt_eval_count"] >= 3
-        (alone,) = post(it, "/api/embed", input="one").json()["embeddings"]
-        assert alone == pytest.approx(first, abs=1e-3) and post(it, "/api/embeddings", prompt="one").json()["embedding"] == pytest.approx(alone, abs=1e-3)
-        assert post(it, "/api/embed", input=[]).json()["embeddings"] == []
-        assert "embedding" in post(it, "/api/show").json()["capabilities"]
 
 
 # --- errors ---
@@ -303,14 +295,6 @@ def test_requests_that_are_no_good(served):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_prompt_that_is_too_long(served, stream):
     assert "context" in error(post(served, "/api/generate", prompt="heron " * 3000, stream=stream), 400)
-
-
-def test_the_key_is_asked_for(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, api_key="secret") as it:
-        for method, path in (("GET", "/api/tags"), ("GET", "/api/version"), ("POST", "/api/chat"), ("POST", "/api/show")):
-            assert httpx.request(method, f"{it.url}{path}", timeout=300).status_code == 401
-        client = ollama.Client(it.url, headers={"Authorization": "Bearer secret"})
-        assert client.chat("demo", MESSAGES, options=GREEDY).message.content
 
 
 # --- Ollama's client ---

@@ -269,23 +269,21 @@ def fill(served: Served, prompts: list[list[int]]) -> None:
 
 
 def test_a_prompt_outlives_its_server(grown, cache):
-    """Which has ended in good order. The next one computes what is new, and says the same; with another type of cache it is another prompt."""
+    """Which has ended in good order. The next one computes what is new, and says the same."""
     long, asked = words(1, 700).tolist(), words(1, 700).tolist() + words(3, 900).tolist()
-    with Served(grown, memory=(needed(grown, **OPTIONS) + 60) << 20, **OPTIONS) as it:
+    with Served(grown, expert_memory=60 << 20, **OPTIONS) as it:
         ask(it, long)
         expected, timings = ask(it, asked)
         assert timings["prompt_n"] == 900
-    with Served(grown, memory=(needed(grown, **OPTIONS) + 60) << 20, kv_disk="1G", **OPTIONS) as it:
+    with Served(grown, expert_memory=60 << 20, kv_disk="1G", **OPTIONS) as it:
         fill(it, [words(4, 300).tolist(), long])
         assert metrics(it)["moeoff_prompts_disk_bytes"] == sum(path.stat().st_size for path in files(cache)) > 1 << 20
         it.process.send_signal(signal.SIGTERM)
         assert it.process.wait(60) == 0
-    with Served(grown, memory=(needed(grown, **OPTIONS) + 90) << 20, kv_disk="1G", **OPTIONS) as it:
+    with Served(grown, expert_memory=80 << 20, kv_disk="1G", **OPTIONS) as it:
         text, timings = ask(it, asked)
         assert text == expected and timings["cache_n"] >= 700 and timings["prompt_n"] <= 964
         assert metrics(it)["moeoff_prompts_disk_read_total"] == 1
-    with Served(grown, expert_memory=16 << 20, kv_disk="1G", type_k="q8_0", **OPTIONS) as it:
-        assert ask(it, asked)[1]["prompt_n"] == 1600
 
 
 @pytest.mark.parametrize("shape", ["qwen3.6-35b-a3b", pytest.param("gemma-4-26b-a4b", marks=pytest.mark.slow)])

@@ -255,11 +255,10 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
             assert {answer.status_code for answer in answers[:-1]} == {503} and answers[-1].status_code == 200
 
 
-@pytest.mark.parametrize("options, said", [({"memory": "1M"}, "too small"), ({"args": ["--sleep-idle-seconds", "3"]}, "cannot be passed"),
+@pytest.mark.parametrize("options, said", [({"args": ["--sleep-idle-seconds", "3"]}, "cannot be passed"),
                                            ({"spec_type": "nonsense"}, "unknown speculative type"),
                                            ({"args": ["--top_k", "many"]}, "--top-k many: llama-server does not take this"),
-                                           ({"args": ["--top-k"]}, "--top-k needs a value"), ({"args": ["-ot", "exps=CPU"]}, "routed experts lie in"),
-                                           ({"args": ["--sleep-idle-seconds=3"]}, "put together again"), ({"args": ["--rpc", "host:1"]}, "slice by slice"),
+                                           ({"args": ["-ot", "exps=CPU"]}, "routed experts lie in"), ({"args": ["--sleep-idle-seconds=3"]}, "put together again"),
                                            ({"tier": "Q4_0", "experts": False}, "needs a sidecar"), ({"api_key": ""}, "an empty key"),
                                            ({"api_key": " ,"}, "an empty key"), ({"api_key_file": "/dev/null"}, "/dev/null"),
                                            ({"api_key_file": "/nowhere"}, "/nowhere")])  # fmt: skip
@@ -382,6 +381,26 @@ def test_conversations_that_share_a_full_context_make_room_for_each_other(demo):
         for prompt in (first, second, first):
             timings = complete(it.url, [*prompt, *words(3, 8)])["timings"]
             assert timings["cache_n"] >= len(prompt) and timings["prompt_n"] <= 9
+
+
+@pytest.mark.parametrize("cache", ["q8_0", pytest.param("f16", marks=pytest.mark.slow)])
+def test_a_slots_file_that_the_context_has_no_room_for_is_refused(demo, tmp_path, cache):
+    """Also with states of another length for each token; and the server goes on."""
+    prompt = words(1, 700)
+    options = {"expert_memory": 2 << 20, "parallel": 1, "type_k": cache, "type_v": cache, "args": ["--slot-save-path", str(tmp_path), *LONGER]}
+
+    def answer(url: str) -> str:
+        return complete(url, prompt[:400], n_predict=4, id_slot=0)["content"]
+
+    with Served(demo, n_ctx=1024, **options) as it:
+        expected = answer(it.url)
+        complete(it.url, prompt, n_predict=1, id_slot=0)
+        assert httpx.post(f"{it.url}/slots/0?action=save", json={"filename": cache}, timeout=300).json()["n_saved"] >= 700
+    with Served(demo, n_ctx=512, **options) as it:
+        assert answer(it.url) == expected
+        refused = httpx.post(f"{it.url}/slots/0?action=restore", json={"filename": cache}, timeout=300)
+        assert refused.status_code == 400 and "Unable to restore slot: No available space" in refused.json()["error"]["message"]
+        assert answer(it.url) == expected
 
 
 def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):

@@ -90,17 +90,16 @@ def test_a_server_starts_with_less_context_in_the_place_of_a_refusal(grown):
         assert slots["default_generation_settings"]["n_ctx"] < 4096 * 4
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_what_is_planned_for_a_divided_context_is_what_is_taken(demo, divided):
+def test_what_is_planned_for_a_divided_context_is_what_is_taken(demo):
     code = """
 import json, sys
 import moeoff
-with moeoff.Server(sys.argv[1], port=0, n_ctx=2048, parallel=4, memory="200M", kv_unified=sys.argv[2] == "on", cache_ram=0) as server:
+with moeoff.Server(sys.argv[1], port=0, n_ctx=2048, parallel=4, memory="200M", kv_unified=False, cache_ram=0) as server:
     print(json.dumps(server.stats().memory))
 """
-    done = subprocess.run([sys.executable, "-c", code, demo, "off" if divided else "on"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300)
     taken = json.loads(done.stdout)
-    plan = dry_load(ModelIndex.read(demo), 2048, Config.make(demo, n_ctx=2048, flash_attn=True).keywords, n_sequences=4, unified=not divided)
+    plan = dry_load(ModelIndex.read(demo), 2048, Config.make(demo, n_ctx=2048, flash_attn=True).keywords, n_sequences=4, unified=False)
     assert plan.state == taken["state"] and plan.compute == pytest.approx(taken["compute_buffers"], abs=1 << 20)
     assert sum(taken.values()) <= 200 << 20
 
