@@ -178,7 +178,7 @@ def calibrated(demo, tmp_path_factory):
         model = shutil.copy(demo, folder / "model.gguf")
         Profile.write(profile_path(model), ModelIndex.read(model), {"precision": {"bits": np.arange(3)}})
         said: list[tuple[str, int, int]] = []
-        with mock.patch.object(hobbit, "MAX_EVENTS", 768):  # of the trace that its weights are fitted on, 96 times or more
+        with mock.patch.object(hobbit, "MAX_EVENTS", 240):  # of the trace that its weights are fitted on, 96 times or more
             done = calibrate(model, text=CALIBRATION_TEXTS, tokens=1024, hidden=16, progress=lambda *args: said.append(args))
         (folder / "result").write_bytes(pickle.dumps((str(model), done, said)))
 

@@ -1,25 +1,9 @@
-"""scripts/server_conformance.py, but for the run itself, which is `make server-conformance`."""
+"""scripts/build/server_conformance.py, but for the run itself, which is `make server-conformance`."""
 
 import server_conformance
 from moeoff.options import Config, ServerOptions
 
-SUITE = [
-    "--port",
-    "8123",
-    "--temp",
-    "0.8",
-    "--n-predict",
-    "-1",
-    "--host",
-    "127.0.0.1",
-    "--model",
-    "m.gguf",
-    "--batch-size",
-    "32",
-    "--no-slots",
-    "--alias",
-    "a,b",
-]
+SUITE = "--port 8123 --temp 0.8 --n-predict -1 --host 127.0.0.1 --model m.gguf --batch-size 32 --no-slots --alias a,b".split()
 
 
 def test_what_moeoff_has_an_option_for_becomes_that_option():

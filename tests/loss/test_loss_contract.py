@@ -48,7 +48,7 @@ WHOLE_OWN_TEXT_LOSS = RuleEvaluator.own_text_loss
 def smaller():
     """A search of fewer steps, which writes no text of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"SHARES": (0.25, 0.5), "QUANTILES": (0.2, 0.5), "SAMPLE": 2, "OWN_TOKENS": 512, "MOST_OWN_TOKENS": 512}.items():
+        for name, value in {"SHARES": (0.25, 0.5), "STEP": 1.3, "QUANTILES": (0.2, 0.5), "SAMPLE": 2, "OWN_TOKENS": 512, "MOST_OWN_TOKENS": 512}.items():
             patch.setattr(precision_search, name, value)
         patch.setattr(RuleEvaluator, "own_text_loss", lambda *_: Estimate(0.0, None, None))
         yield

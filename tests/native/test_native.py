@@ -20,9 +20,9 @@ import micro
 CORE = ROOT / "llamacpp_patches" / "src" / "core"
 FILES = sorted((ROOT / "tests" / "native").glob("test_*.cpp"))
 OWN_NEW = [ROOT / "tests" / "native" / "test_faults.cpp"]  # stands before libc and operator new itself: a program of its own
-ALONE = [*OWN_NEW, *(ROOT / "tests" / "native" / f"test_{name}.cpp" for name in ("api", "main"))]  # what no namespace can hold
+API, MAIN = (ROOT / "tests" / "native" / f"test_{name}.cpp" for name in ("api", "main"))  # what no namespace can hold, too
 NAMES = {name: file for file in FILES for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)}
-FLAGS = "-std=c++17 -O0 -g -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
+FLAGS = "-std=c++17 -O0 -g1 -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
 ANALYSIS = "-std=c++17 -fsyntax-only -Wall -Wextra -Wthread-safety -Wthread-safety-beta -Werror".split()
 
 pytestmark = pytest.mark.cores  # to compile on
@@ -34,13 +34,13 @@ with_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="no clan
 def programs(tmp_path_factory) -> list[Path]:
     """The unit tests, and those that have a program of their own."""
     folder = tmp_path_factory.mktemp("native")
-    together = [file for file in FILES if file not in ALONE]
-    includes = dict.fromkeys(line for file in together for line in re.findall("^#include .*", file.read_text(), re.M))
+    together = [file for file in FILES if file not in (*OWN_NEW, API, MAIN)]
+    includes = dict.fromkeys(line for file in (*together, API) for line in re.findall("^#include .*", file.read_text(), re.M))
     # most of the time goes to headers
     sources = {
         "core": [f'#include "{file}"' for file in sorted(CORE.glob("*.cpp"))],
-        "units": [*includes, *(f'namespace {file.stem} {{\n#include "{file}"\n}}' for file in together)],
-        **{file.stem: [f'#include "{file}"'] for file in ALONE},
+        "units": [*includes, *(f'namespace {file.stem} {{\n#include "{file}"\n}}' for file in together), f'#include "{API}"'],
+        **{file.stem: [f'#include "{file}"'] for file in (*OWN_NEW, MAIN)},
     }
 
     def compile(name: str) -> Path:
