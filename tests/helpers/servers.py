@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 
@@ -59,6 +60,16 @@ class Served:
     def __exit__(self, *_) -> None:
         self.process.kill()
         self.process.communicate()
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the process has held at most."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+    def metrics(self) -> dict[str, float]:
+        lines = httpx.get(f"{self.url}/metrics", timeout=300).text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
     def complete(self, text: str | list[str], n: int):
         return self.client.completions.create(model="x", prompt=text, max_tokens=n, temperature=0, extra_body={"ignore_eos": True})

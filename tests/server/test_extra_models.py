@@ -239,11 +239,6 @@ def refusal(url: str, body: dict, status: int) -> str:
     return answer.json()["error"]["message"]
 
 
-def peak(process: subprocess.Popen) -> int:
-    with open(f"/proc/{process.pid}/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
-
-
 def test_an_answer_depends_on_the_picture_and_not_on_the_memory(demo, projector, tmp_path):
     trace = tmp_path / "t"
     with Served(demo, mmproj=projector, trace=str(trace), **PICTURES) as it:
@@ -292,12 +287,12 @@ def test_the_budget_holds_with_a_picture(grown, tmp_path):
     with Served(grown, mmproj=str(tmp_path / "mmproj.gguf"), memory=f"{budget}M", args=arguments, **options) as it:
         it.complete(PROSE.read_text()[:3000], 8)  # experts take what there is for them
         assert ask(it.url, question(picture(0, 1000, 800)))[1]["usage"]["prompt_tokens"] > 1024
-        assert peak(it.process) <= budget << 20
+        assert it.peak <= budget << 20
         huge = io.BytesIO()
         Image.new("RGB", (9000, 9000)).save(huge, "PNG")
         assert "GiB to read" in refusal(it.url, question("data:image/png;base64," + base64.b64encode(huge.getvalue()).decode()), 400)
         assert ask(it.url, question(picture(1)))[0]
-        assert peak(it.process) <= budget << 20
+        assert it.peak <= budget << 20
 
 
 def test_a_projector_counts_before_the_port_is_open(demo, tmp_path):

@@ -45,7 +45,7 @@ def test_answers_say_what_was_left_out(demo, tmp_path):
     Profile.write(profile_path(model), ModelIndex.read(model), {SECTION: LossContract(0, 1, 32, 100, 64, tuple(rules)).to_section()})
     with Served(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as it, ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda text: it.complete(text, 64), ["The heron stood", "Count to a hundred, slowly:"]))
-        counted = metrics(it.url)['moeoff_expert_uses_total{precision="none"}']
+        counted = it.metrics()['moeoff_expert_uses_total{precision="none"}']
     said = [answer.moeoff for answer in answers]
     assert all(block["skipped"] > 10 for block in said)
     assert counted == pytest.approx(sum(block["skipped"] for block in said), abs=2)
@@ -339,8 +339,8 @@ def test_a_stream_that_nobody_listens_to_ends(demo):
         body = {"prompt": words(1, 20), "n_predict": -1, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{it.url}/completion", json=body, headers={"X-Conversation-Id": "a"}, timeout=300) as answer:
             next(answer.iter_lines())
-        wait_until_still(lambda: metrics(it.url)["moeoff_decoded_tokens_total"], 3)
-        assert 0 < metrics(it.url)["moeoff_decoded_tokens_total"] < 8000
+        wait_until_still(lambda: it.metrics()["moeoff_decoded_tokens_total"], 3)
+        assert 0 < it.metrics()["moeoff_decoded_tokens_total"] < 8000
 
 
 def test_a_conversation_that_nothing_keeps_stays_where_others_are_empty(demo):
@@ -352,11 +352,6 @@ def test_a_conversation_that_nothing_keeps_stays_where_others_are_empty(demo):
         assert complete(it.url, first + other)["timings"]["cache_n"] > 590
         complete(it.url, first[:50] + other[::-1])  # none is empty: that of the shorter prompt
         assert complete(it.url, first + other[:5])["timings"]["cache_n"] > 590
-
-
-def metrics(url: str) -> dict[str, float]:
-    lines = httpx.get(f"{url}/metrics", timeout=300).text.splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
 def complete(url: str, prompt: list[int], **more) -> dict:
@@ -410,8 +405,8 @@ def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
 
         def after(seed: int) -> float:
             complete(it.url, words(seed, 1500), n_predict=8)
-            wait_until_still(lambda: metrics(it.url)["moeoff_arena_bytes"])
-            return metrics(it.url)["moeoff_arena_bytes"]
+            wait_until_still(lambda: it.metrics()["moeoff_arena_bytes"])
+            return it.metrics()["moeoff_arena_bytes"]
 
         arenas = [after(seed) for seed in range(2)]
         assert arenas[0] - arenas[1] > 1 << 20
@@ -422,13 +417,13 @@ def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Served(demo, warm=True, expert_memory=6 << 20, n_ctx=2048, strategy="score", args=LONGER) as it:
         prompt = words(1, 24)
-        wait_until(lambda: metrics(it.url)["moeoff_expert_read_bytes_total"] > 4 << 20)
+        wait_until(lambda: it.metrics()["moeoff_expert_read_bytes_total"] > 4 << 20)
         complete(it.url, prompt, n_predict=400, cache_prompt=False)
-        assert metrics(it.url)["moeoff_expert_evictions_total"] > 0
-        wait_until(lambda: metrics(it.url)["moeoff_prefetch_issued_total"] > 0)
-        wait_until_still(lambda: metrics(it.url)["moeoff_expert_read_bytes_total"])
+        assert it.metrics()["moeoff_expert_evictions_total"] > 0
+        wait_until(lambda: it.metrics()["moeoff_prefetch_issued_total"] > 0)
+        wait_until_still(lambda: it.metrics()["moeoff_expert_read_bytes_total"])
         complete(it.url, prompt, cache_prompt=False)
-        assert metrics(it.url)["moeoff_prefetch_useful_total"] > 0
+        assert it.metrics()["moeoff_prefetch_useful_total"] > 0
 
 
 @pytest.mark.slow
@@ -437,10 +432,10 @@ def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
     options = {"n_ctx": 2048, "parallel": 1, "warm": False, "args": LONGER}
     with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as it:
         complete(it.url, words(1, 1500), n_predict=12, cache_prompt=False)  # the work area of a long prompt stays as large as it is
-        wait_until_still(lambda: metrics(it.url)["moeoff_arena_bytes"])
-        before = metrics(it.url)["moeoff_arena_bytes"]
+        wait_until_still(lambda: it.metrics()["moeoff_arena_bytes"])
+        before = it.metrics()["moeoff_arena_bytes"]
         complete(it.url, words(2, 1500), n_predict=1, cache_prompt=False)
-        wait_until(lambda: metrics(it.url)["moeoff_arena_bytes"] > before - (4 << 20), 60)
+        wait_until(lambda: it.metrics()["moeoff_arena_bytes"] > before - (4 << 20), 60)
 
 
 def test_budget_is_kept_under_clients(grown):
@@ -450,9 +445,7 @@ def test_budget_is_kept_under_clients(grown):
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda n: it.ask("word " * (100 + 20 * n), max_tokens=16), range(16)))
         assert all(answer.usage.completion_tokens for answer in answers)
-        with open(f"/proc/{it.process.pid}/status") as file:
-            peak = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
-        assert peak <= budget
+        assert it.peak <= budget
 
 
 # in a process of its own
