@@ -394,6 +394,7 @@ def test_ctrl_c_leaves_no_profile(demo, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["cache", "model.gguf", "text.txt"]
 
 
+@pytest.mark.slow
 def test_a_written_text_depends_on_its_seed(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     texts = []

@@ -196,6 +196,7 @@ def test_an_answer_of_its_own(demo):
     assert measure(replace(job, engine=STOCK, answer=other)).closed["answer"][:3] == [*other]
 
 
+@pytest.mark.slow
 def test_a_context_is_computed_once(demo, tmp_path):
     """Read by jobs that are behind the same tokens, gone on from by one that is behind more: with the answers of one that computes all of it."""
 

@@ -249,7 +249,7 @@ print(accepted)
 """
 
 
-@pytest.mark.parametrize("seed, n", [(1, 40), pytest.param(2, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed, n", [(1, 16), pytest.param(2, 400, marks=pytest.mark.slow)])
 def test_mutated_headers_never_crash(demo, tmp_path, seed, n):
     """Any header is read or refused: no signal, no other exception."""
     with open(demo, "rb") as file:
