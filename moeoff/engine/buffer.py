@@ -27,6 +27,7 @@ from ..llamacpp.turns import require_process
 from ..precision import Precision
 from ..routing.event import GateEvent
 from ..system.memory import slot_bytes
+from .gate_predictor import GatePredictor
 
 READ_CHUNK = 1 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
@@ -104,6 +105,7 @@ class ExpertBuffer:
         self._closing = threading.RLock()  # a signal handler may cancel what its own thread computes
         self._closed = False
         self._callback = native.GateCallback()  # kept for as long as native may call it
+        self._predictor: GatePredictor | None = None  # the same
         self._exception: BaseException | None = None
         self.tensors: list[native.TensorInfo] = []
         self._slots: tuple[dict[int, np.ndarray], ...] = ({}, {})
@@ -389,12 +391,15 @@ class ExpertBuffer:
 
     # --- events ---
 
-    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, queue_bytes: int = QUEUE_BYTES) -> None:
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, queue_bytes: int = QUEUE_BYTES, predictor: GatePredictor | None = None) -> None:
         """Calls back for every gate event on the native driver thread; compute waits for it in `drain` alone.
 
         Of the events that have to wait, `queue_bytes` are kept, or a few if they are larger; `stats().events_dropped` counts the others.
 
         What the callback raises is kept, ends the callbacks, and is raised by `check()`.
+
+        Args:
+            predictor: predicts on that thread before the callback.
         """
         if callback is None:
             delivery = native.GateCallback()
@@ -415,8 +420,9 @@ class ExpertBuffer:
                         self._exception = error
 
             delivery = native.GateCallback(deliver)
-        self._check(native.set_gate_callback(self.handle, delivery, None, queue_bytes))  # the old one is no longer called
-        self._callback = delivery
+        settings = None if predictor is None else predictor.settings
+        self._check(native.set_gate_callback(self.handle, delivery, None, queue_bytes, settings))  # the old one is no longer called
+        self._callback, self._predictor = delivery, predictor
 
     def set_gate_rows(self, max_rows: int = 0) -> None:
         """For larger batches, events carry gate input and logits of at most `max_rows` tokens, evenly spread; 0: of all, as at first."""

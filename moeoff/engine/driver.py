@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import OptionError
 from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex
-from ..policies import CacheShape, Policy, Predictor, Strategy, get_predictor
+from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_predictor
 from ..precision import LOSSLESS, Precision
 from ..routing.batch import Span
 from ..routing.event import GateEvent, Observer
@@ -219,8 +219,12 @@ class Driver:
             parts.append(_Records(buffer, writer, None if prefetcher is None else prefetcher.meter))
         if policy is not None and updates:
             parts.append(PolicyUpdates(policy, buffer, model))
-        if parts and not self.observers:
-            buffer.set_gate_callback(self.deliver)
+        ahead = None
+        if prefetcher is not None and isinstance(buffer, ExpertBuffer):
+            ahead = prefetcher.go_native(policy.group if isinstance(policy, GroupedPolicy) and writer is None and replay is None else 1)
+        if parts and (ahead is not None or not self.observers):
+            buffer.drain()
+            buffer.set_gate_callback(self.deliver, predictor=ahead)
         # together, wherever an interrupt comes
         self.observers, self.policy, self.prefetcher, self._trace, self.attached = [*parts, *self.observers], policy, prefetcher, writer, True
 

@@ -1,7 +1,8 @@
 """Prefetching: predicted experts are protected from eviction, and read as far as the time between two gates allows.
 
 Runs on the driver thread; owns no memory and no policy. A prefetch queues behind all demand. Where the router does not select
-its expert, the native buffer cancels it, before or between its chunks (ProMoE §5, early preemption).
+its expert, the native buffer cancels it, before or between its chunks (ProMoE §5, early preemption). Where tokens are decoded, routers of the next gates
+predict natively (`GatePredictor`): what they may read is decided here, once a token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..precision import LOSSLESS, Precision
 from ..routing.event import GateEvent, Observer
 from .buffer import ExpertBuffer
 from .comparison import ABTest
+from .gate_predictor import GatePredictor
 
 _MOST_EXPERTS_SHARE = 0.75  # share of a gate's experts; a batch that selects fewer leaves the next gate to the predictor
 _KEEP = 0.5  # what a count keeps from batch to batch
@@ -167,6 +169,9 @@ class Usefulness:
     Args:
         n_gates, n_experts: of the priority table.
         n_places: candidates of a prediction.
+
+    Attributes:
+        n_paying: [n_gates] up to which place the likeliest candidates of a gate are read if they are absent.
     """
 
     def __init__(self, n_gates: int, n_experts: int, n_places: int):
@@ -178,11 +183,7 @@ class Usefulness:
         self._gates = np.arange(n_gates)
         self._absent, self._useful = np.zeros(n_places), np.zeros(n_places)
         self._expected_of, self._useful_of = np.zeros(n_gates), np.zeros(n_gates)
-        self._n_paying = [n_places] * n_gates
-
-    def n_paying(self, gate: int) -> int:
-        """Up to which place the likeliest candidates of a gate are read if they are absent."""
-        return self._n_paying[gate]
+        self.n_paying = [n_places] * n_gates
 
     def predicted(self, gate: int, best: np.ndarray, places: np.ndarray | None = None) -> None:
         """The candidates [n] of a gate for its next token, each once, and the place of each; None: the likeliest first."""
@@ -218,7 +219,7 @@ class Usefulness:
         self._expected_of += np.bincount(gates, share[places], n_gates)
         in_gate = (self._useful_of + _PRIOR) / (self._expected_of + _PRIOR)
         pays = in_gate[:, None] * share >= MIN_USEFUL_SHARE
-        self._n_paying = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
+        self.n_paying = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
         self._ids, self._best, self._places = ([_NO_EXPERTS] * n_gates for _ in range(3))
         self._resident[:] = resident
 
@@ -294,6 +295,8 @@ class Prefetcher(Observer):
         self._n_used, self._io_threads = n_used, io_threads
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
         self._n_experts = n_experts
+        self._native: GatePredictor | None = None
+        self._n_together = 1
         self._n_matrices = int(max(np.bincount([t.gate for t in buffer.tensors])))
         self._most = float(n_used * self._n_matrices)  # slices that one gate can select
         self.ab_test = ABTest() if ab_tested else None
@@ -327,10 +330,30 @@ class Prefetcher(Observer):
             self.ab_test = ABTest()
             self._ab_tests = {self._n_rows: self.ab_test}
             self._token_t = 0
+        self._tell_native()
 
     def _set_precision(self, precision: Precision) -> None:
         self.precision = self._read_ahead.precision = precision
         self._as_weighed = not precision.lossless and not precision.mispredicted_low  # else what is predicted is read in high precision
+
+    def go_native(self, n_together: int) -> GatePredictor | None:
+        """Before the first event: predictions and prefetches that the buffer's driver thread shall make from now on; None: it cannot.
+
+        Args:
+            n_together: events of a token that other observers may see together, behind the last of them.
+        """
+        if self._usefulness is not None and self._bounded and GatePredictor.can_take(self.predictor):
+            self._native = GatePredictor(self.predictor, self._n_experts, self._n_candidates, SAMPLE)
+            self._n_together = n_together
+            self._tell_native()
+        return self._native
+
+    def _tell_native(self) -> None:
+        if self._native is None:
+            return
+        settings, weighed = self._native.settings, self._as_weighed  # what is weighed needs the scores: it is predicted here
+        settings.is_on, settings.n_together = self._predicts and not weighed, 1 if weighed else self._n_together
+        settings.earned, settings.most = self._earned, self._most
 
     @property
     def on(self) -> bool:
@@ -350,6 +373,9 @@ class Prefetcher(Observer):
         """After a router has selected."""
         if event.gate_input is None and self._fallback is not None:
             self.predictor, self._fallback = self._fallback, None
+            if self._native is not None:
+                self._native.stop()
+                self._native = None
         tau = self.precision.tau
         if tau:
             self._weights.selected(event.gate, event.weights[:SAMPLE])
@@ -370,6 +396,8 @@ class Prefetcher(Observer):
         if event.gate == 0:
             self._next_token(event)
         self._missed += event.n_miss
+        if self._native is not None and not self._as_weighed:
+            return
         self._credit = min(self._credit + self._earned, self._most)
         if self._predicts:
             self._act(self.predictor.observe(event.sample(SAMPLE)), True)
@@ -390,7 +418,11 @@ class Prefetcher(Observer):
         busy, reads = stats.io_thread_busy_ns - self._seen[0], stats.reads - self._seen[1]
         self._seen = (stats.io_thread_busy_ns, stats.reads)
         if self._usefulness is not None and self._predicts:
+            for prediction in () if self._native is None else self._native.predictions():
+                self._usefulness.predicted(*prediction)
             self._usefulness.next_token(self._buffer.residency() == self._matrices)
+            if self._native is not None:
+                self._native.n_paying[:] = self._usefulness.n_paying
         if self._token_t and n_rows == self._n_rows:
             ns = now - self._token_t
             if self.ab_test is not None:
@@ -408,6 +440,7 @@ class Prefetcher(Observer):
             if self.ab_test is not None:
                 self.ab_test = self._ab_tests.setdefault(n_rows, ABTest())
         self._token_t, self._n_rows, self._missed = now, n_rows, 0
+        self._tell_native()
 
     def _act(self, predictions: list[Prediction], decode: bool, stops: bool = True) -> None:
         """stops: where something of a gate is absent, later ones are left alone (HOBBIT §3.3); not before a prompt, whose layers all have to be read."""
@@ -424,7 +457,7 @@ class Prefetcher(Observer):
             n_paying = len(best)
             versions = self._would_serve(p, top) if self._as_weighed else None
             if self._usefulness is not None:
-                n_paying = self._usefulness.n_paying(p.gate)
+                n_paying = self._usefulness.n_paying[p.gate]
                 if places is not None:
                     n_paying = int(np.searchsorted(places, n_paying))
                 if versions is None or not self.precision.tau:

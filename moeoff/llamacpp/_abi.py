@@ -60,6 +60,8 @@ __all__ = [
     "Source",
     "TensorInfo",
     "GateEvent",
+    "RoutersAhead",
+    "Prefetching",
     "Stats",
     "Read",
     "STRUCTS",
@@ -168,7 +170,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return declared
 
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 ROW_CACHE_BYTES = 2097152
 ROW_READ_BYTES = 524288
 MAX_WAVES = 8
@@ -286,6 +288,40 @@ class GateEvent(Structure):
     ]
 
 
+class RoutersAhead(Structure):
+    """struct moeoff_routers_ahead"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("bias", POINTER(c_float)),
+        ("selection_bias", POINTER(c_float)),
+        ("nbytes", c_uint64),
+        ("type", c_int32),
+        ("n_embd", c_int32),
+        ("n_expert", c_int32),
+        ("n_ahead", c_int32),
+    ]
+
+
+class Prefetching(Structure):
+    """struct moeoff_prefetching"""
+
+    _fields_ = [
+        ("routers", POINTER(RoutersAhead)),
+        ("n_paying", POINTER(c_int32)),
+        ("experts", POINTER(c_int32)),
+        ("places", POINTER(c_int32)),
+        ("n_predicted", POINTER(c_int32)),
+        ("credit", c_double),
+        ("earned", c_double),
+        ("most", c_double),
+        ("is_on", c_int32),
+        ("n_candidates", c_int32),
+        ("max_rows", c_int32),
+        ("n_together", c_int32),
+    ]
+
+
 class Stats(Structure):
     """struct moeoff_stats"""
 
@@ -358,6 +394,8 @@ STRUCTS: dict[str, type[Structure]] = {
     "moeoff_source": Source,
     "moeoff_tensor_info": TensorInfo,
     "moeoff_gate_event": GateEvent,
+    "moeoff_routers_ahead": RoutersAhead,
+    "moeoff_prefetching": Prefetching,
     "moeoff_stats": Stats,
     "moeoff_read": Read,
 }
@@ -476,8 +514,8 @@ preload = function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32
 residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uint8))
 # int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
-# int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
-set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64)
+# int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, struct moeoff_prefetching * prefetching);
+set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64, POINTER(Prefetching))
 # void moeoff_drain(moeoff_expert_buffer * eb);
 drain = function("moeoff_drain", None, c_void_p)
 # int32_t moeoff_take_reads(moeoff_expert_buffer * eb, struct moeoff_read * out, int32_t n);

@@ -31,7 +31,11 @@ from .strategy import Strategy, register
 
 
 class RoutersAhead(Predictor):
-    """Routers of the next gates on a gate's input, in one matrix product, for HOBBIT's stack too: call `look_ahead` in `start`."""
+    """Routers of the next gates on a gate's input, in one matrix product, for HOBBIT's stack too: call `look_ahead` in `start`.
+
+    Attributes:
+        steps: of each gate, the routers of the gates behind it, one below the other, their bias, and these gates; None where there are none.
+    """
 
     wants_gate_input = True
     profile_section = "gate"
@@ -47,7 +51,7 @@ class RoutersAhead(Predictor):
         if norm is None and self.arrays is not None:
             require_arrays(self.arrays, {"next_norm": ("b", (router.n_gates,))})
             measured = self.arrays["next_norm"]
-        self._steps: list[tuple[Rows, np.ndarray | None, list[int]] | None] = []
+        self.steps: list[tuple[Rows, np.ndarray | None, list[int]] | None] = []
         for gate in range(router.n_gates):
             parts: list[tuple[int, tuple[np.ndarray, np.ndarray | None]]] = []
             for target in range(gate + 1, min(gate + p, router.n_gates - 1) + 1):
@@ -57,17 +61,17 @@ class RoutersAhead(Predictor):
                     break  # the look ahead ends at a layer that routes by token, or whose router has another shape
                 parts.append((target, ahead))
             if not parts:
-                self._steps.append(None)
+                self.steps.append(None)
                 continue
             weight = np.concatenate([w for _, (w, _) in parts])
             if any(b is not None for _, (_, b) in parts):
-                bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b for _, (w, b) in parts])
+                bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b for _, (w, b) in parts], dtype=np.float32)
             else:
                 bias = None
-            self._steps.append((Rows(weight), bias, [target for target, _ in parts]))
+            self.steps.append((Rows(weight), bias, [target for target, _ in parts]))
 
     def observe(self, event: GateEvent) -> list[Prediction]:
-        step = self._steps[event.gate]
+        step = self.steps[event.gate]
         if step is None or event.gate_input is None:
             return []
         rows, bias, targets = step

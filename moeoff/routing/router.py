@@ -296,14 +296,17 @@ class Rows:
 
     Args:
         weight: [m, d] float.
+
+    Attributes:
+        type, address: ggml's number of the type, and where the rows are.
     """
 
     def __init__(self, weight: np.ndarray):
         self.n_rows, self.n_cols = weight.shape
         name = "Q8_0" if fits(type_from_name("Q8_0"), self.n_cols) else "F32"
-        self._type = type_from_name(name)
-        self._rows = quantize(weight, self._type)
-        self._address = self._rows.ctypes.data
+        self.type = type_from_name(name)
+        self._rows = quantize(weight, self.type)
+        self.address: int = self._rows.ctypes.data
         from ..llamacpp import native  # what only replays traces loads no llama.cpp
 
         self._row_products = native.row_products
@@ -316,6 +319,6 @@ class Rows:
         """x @ weight.T: [n, m] float32 of [n, d], on the calling thread alone (see `matmul`)."""
         x = np.ascontiguousarray(x, np.float32)
         out = np.empty((len(x), self.n_rows), np.float32)
-        if self._row_products(self._type, self._address, self.n_rows, self.n_cols, x.ctypes.data, len(x), out.ctypes.data) != 0:
+        if self._row_products(self.type, self.address, self.n_rows, self.n_cols, x.ctypes.data, len(x), out.ctypes.data) != 0:
             raise MemoryError("no memory for one row of a router")
         return out

@@ -50,6 +50,32 @@ def test_lossless_and_ahead(calibrated, reference, strategy):
     assert stats.prefetch_on is not None
 
 
+@pytest.mark.parametrize("strategy, n_ahead", [("auto", 1), ("score+stacked", 3)])
+def test_the_driver_thread_predicts_as_python_would(demo, monkeypatch, strategy, n_ahead):
+    """From the same rows, at once; what Python is told together comes in order."""
+    monkeypatch.setattr(Prefetcher, "_predicts", True)
+    monkeypatch.setattr("moeoff.policies.base.UPDATES", 3)
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy=strategy, **OPTIONS) as llm:
+        prefetcher, events = llm.engine.driver.prefetcher, []
+        llm.eval([10])
+        llm.set_gate_callback(events.append)
+        monkeypatch.setattr(prefetcher, "_act", None)  # what would predict in Python
+        for token in range(3):
+            events.clear()
+            llm.eval([100 + token])
+            llm.engine.buffer.drain()
+            assert [event.gate for event in events] == list(range(12))
+            found = {gate: experts.tolist() for gate, experts, _ in prefetcher._native.predictions()}
+            expected = {}
+            for event in events:
+                for p in prefetcher.predictor.observe(event)[:n_ahead]:
+                    expected[p.gate] = [*expected.get(p.gate, []), np.argsort(-p.scores[0])[: prefetcher._n_candidates].tolist()]
+            assert len(found) == len(expected) == 11
+            assert all(found[gate] in expected[gate] for gate in found)  # of several layers ahead the last that was predicted
+            assert all(found[gate] == expected[gate][-1] for gate in found if n_ahead == 1)
+        assert llm.stats().prefetch_issued > 0
+
+
 def test_prompts_are_read_ahead(calibrated):
     model, _, _ = calibrated
 
@@ -582,7 +608,7 @@ def run(share_of_place, n_tokens=200, n_gates=6, n_experts=16, resident=0.5, bad
             right = rng.random(len(best)) < (0.1 if target == bad_gate else np.array(share_of_place))
             if target:
                 waiting[target] = best[right]
-    return [usefulness.n_paying(gate) for gate in range(1, n_gates)]
+    return usefulness.n_paying[1:]
 
 
 @pytest.mark.parametrize("shares, n", [((0.9, 0.8, 0.7, 0.6), 4), ((0.9, 0.8, 0.3, 0.2), 2), ((0.2, 0.2, 0.1, 0.1), 0)])
@@ -591,7 +617,7 @@ def test_reads_the_places_that_are_more_useful_than_not(shares, n):
 
 
 def test_begins_with_all_places():
-    assert Usefulness(3, 8, 4).n_paying(2) == 4
+    assert Usefulness(3, 8, 4).n_paying[2] == 4
 
 
 def test_a_gate_that_is_hard_to_foresee_reads_less():
@@ -608,7 +634,7 @@ def test_what_is_resident_says_nothing():
         usefulness.next_token(resident)
         usefulness.predicted(1, np.array([0, 5]))
         usefulness.selected(1, np.array([0]))  # the resident one is right, the absent one never
-    assert usefulness.n_paying(1) < 2
+    assert usefulness.n_paying[1] < 2
 
 
 def test_several_sequences_have_one_place_for_each_expert():
@@ -619,4 +645,4 @@ def test_several_sequences_have_one_place_for_each_expert():
         usefulness.next_token(resident)
         usefulness.predicted(1, np.array([0, 1, 2, 5, 6]), np.array([0, 0, 0, 1, 1]))  # of three sequences
         usefulness.selected(1, np.array([[0, 3], [1, 3], [2, 4]]).ravel())
-    assert usefulness.n_paying(1) == 1
+    assert usefulness.n_paying[1] == 1

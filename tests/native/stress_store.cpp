@@ -256,12 +256,34 @@ static void on_gate(const moeoff_gate_event * e, void *) {
     delivered++;
 }
 
+// what a driver's thread predicts from: up to two gates ahead, anything
+struct predictions {
+    std::array<moeoff_routers_ahead, n_layers>  routers     = {};
+    std::array<int32_t, n_layers>               n_paying    = {}, n_predicted = {};
+    std::array<int32_t, n_layers * n_expert>    experts     = {}, places = {};
+    moeoff_prefetching                          shared      = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), 0, 2, 9, 1, 3, 4, 3 };
+
+    predictions() {
+        n_paying.fill(2);
+        for (int32_t gate = 0; gate + 1 < n_layers; gate++) {
+            routers[(size_t) gate] = { this, nullptr, nullptr, 2, 0, 16, n_expert, gate + 2 < n_layers ? 2 : 1 };
+        }
+    }
+    static int multiply(int32_t, const void *, int32_t n_rows, int32_t, const float *, int32_t n_x, float * out) {
+        static std::atomic<int> n {0};
+        for (int32_t i = 0; i < n_rows * n_x; i++) {
+            out[i] = (float) (n++ * 7 % 23);
+        }
+        return 0;
+    }
+};
+
 // stops and starts the driver until told to stop; two threads do it at once
-static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned seed) {
+static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned seed, predictions & ahead) {
     std::mt19937 rng(seed);
     while (!stop) {
         if (rng() % 3) {
-            s.set_gate_callback(on_gate, nullptr, 1 << (10 + rng() % 5));
+            s.set_gate_callback(on_gate, nullptr, 1 << (10 + rng() % 5), rng() % 2 ? &ahead.shared : nullptr);
         } else {
             s.set_gate_callback(nullptr, nullptr, 0);
         }
@@ -272,6 +294,7 @@ static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned s
 
 static void round_of(const std::string & path, double seconds, unsigned seed, moeoff_device_mode mode) {
     std::mt19937 rng(seed);
+    predictions  ahead;
     moeoff_params params = {};
     params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
     params.n_io_threads     = 1 + (int32_t) (rng() % 4);
@@ -281,6 +304,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
     arena::pin_bytes   = 8 * page_size;
     store s(params);
     std::string error;
+    s.set_router_product(predictions::multiply);
     REQUIRE(s.add_file(path, error) == 0);
 
     uint64_t offset = 32; // slices begin anywhere, as in an ordinary GGUF
@@ -432,7 +456,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
         }
     });
     for (const unsigned i : { 300u, 301u }) {
-        threads.emplace_back([&s, &stop, seed, i] { restart_driver(s, stop, seed + i); });
+        threads.emplace_back([&s, &stop, &ahead, seed, i] { restart_driver(s, stop, seed + i, ahead); });
     }
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
     const bool stops_early = rng() % 2;

@@ -90,7 +90,7 @@ TEST(set_up_without_memory_fails_and_can_be_repeated) {
     REQUIRE(calls_until_success([&] { return moeoff_force_versions(b.eb, &low, 1) == 1; }) >= 0);
     const std::vector<uint8_t> many(100000, low);
     REQUIRE(calls_until_success([&] { return moeoff_force_versions(b.eb, many.data(), (int64_t) many.size()) == 1 + (int64_t) many.size(); }) > 1);
-    REQUIRE(calls_until_success([&] { return moeoff_set_gate_callback(b.eb, [](const moeoff_gate_event *, void *) {}, nullptr, 4096) == 0; }) > 0);
+    REQUIRE(calls_until_success([&] { return moeoff_set_gate_callback(b.eb, [](const moeoff_gate_event *, void *) {}, nullptr, 4096, nullptr) == 0; }) > 0);
     moeoff_tensor_info info;
     uint64_t           stall;
     REQUIRE(calls_until_success([&] { return moeoff_tensor(b.eb, 99, &info) == -1 && strstr(moeoff_last_error(), "no tensor"); }) >= 0);

@@ -167,9 +167,9 @@ int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * version
 
 // --- events ---
 
-int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes) {
+int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching) {
     return guarded(-1, [&] {
-        eb->store->set_gate_callback(callback, user, max_bytes);
+        eb->store->set_gate_callback(callback, user, max_bytes, prefetching);
         return 0;
     });
 }

@@ -1,15 +1,16 @@
 #pragma once
 
-// Gate events on their way to the driver: a bounded queue and the thread that delivers them. Posting never waits; when the queue
+// Gate events on their way to the driver: a bounded queue and the thread that predicts from them and delivers them. Posting never waits; when the queue
 // is full the event is counted as dropped. It takes memory for what waits only. Any thread may call any function; start() and stop() wait for each other, and
 // neither may be called from the callback, which runs while no lock is held.
 
+#include "moeoff-gate-predictor.h"
 #include "moeoff.h"
 #include "moeoff-thread-safety.h"
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <thread>
 
@@ -24,7 +25,8 @@ class event_driver {
   public:
     ~event_driver() { stop(); }
 
-    void start(moeoff_gate_callback callback, void * user, uint64_t max_bytes) EXCLUDES(control, mutex); // stops first
+    // stops first. With a predictor, which sees each event at once, it says which are told together
+    void start(moeoff_gate_callback callback, void * user, uint64_t max_bytes, std::unique_ptr<gate_predictor> predictor = nullptr) EXCLUDES(control, mutex);
     void stop() EXCLUDES(control, mutex); // delivers nothing more
     bool running() const { return active.load(std::memory_order_acquire); }
 
@@ -52,15 +54,16 @@ class event_driver {
     mutable checked_mutex   mutex;
     std::condition_variable work;             // the driver thread: an event, or the end
     std::condition_variable idle;             // drain()
-    std::deque<record>      queue     GUARDED_BY(mutex);
-    size_t                  used      GUARDED_BY(mutex) = 0; // bytes that wait or are being delivered
+    std::list<record>       queue     GUARDED_BY(mutex);
+    size_t                  used      GUARDED_BY(mutex) = 0; // bytes that wait, there or on the thread, or are being delivered
     size_t                  max_bytes GUARDED_BY(mutex) = 0;
     bool                    stopping  GUARDED_BY(mutex) = true; // no thread takes events, or the one that does is about to end
-    bool                    busy      GUARDED_BY(mutex) = false;
+    int                     n_draining GUARDED_BY(mutex) = 0; // callers of drain()
     uint64_t                dropped   GUARDED_BY(mutex) = 0;
     uint64_t                cpu_ns    GUARDED_BY(mutex) = 0;
     moeoff_gate_callback    callback  GUARDED_BY(mutex) = nullptr;
     void *                  user      GUARDED_BY(mutex) = nullptr;
+    std::unique_ptr<gate_predictor> predictor GUARDED_BY(mutex); // until the thread has it
 };
 
 int64_t now_ns();        // CLOCK_MONOTONIC

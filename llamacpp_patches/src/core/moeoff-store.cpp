@@ -557,6 +557,12 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
     return n_queued;
 }
 
+bool store::lacks(int32_t gi, const int32_t * experts, int32_t n) const {
+    const gate & g = map.gate_at(gi);
+    store_lock lock(sync);
+    return std::any_of(experts, experts + n, [&](int32_t e) REQUIRES(store_mutex) { return !table.is_resident(g, e, HIGH); });
+}
+
 void store::clear() {
     store_lock lock(sync);
     table.evict_unwanted();
@@ -668,12 +674,20 @@ int64_t store::force(const uint8_t * versions, int64_t n, std::string & error) {
 
 // --- watching ---
 
-void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes) {
-    if (callback) {
-        driver.start(callback, user, max_bytes);
-    } else {
+void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching) {
+    if (!callback) {
         driver.stop();
+        return;
     }
+    std::unique_ptr<gate_predictor> predictor;
+    if (prefetching) {
+        const auto reads = [this](int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, int32_t limit) {
+            return prefetch(gate, experts, n, n_read, (1u << MOEOFF_N_MATRIX) - 1, HIGH, true, limit);
+        };
+        const auto are_absent = [this](int32_t gate, const int32_t * experts, int32_t n) { return lacks(gate, experts, n); };
+        predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent);
+    }
+    driver.start(callback, user, max_bytes, std::move(predictor));
 }
 
 void store::residency(version v, uint8_t * out) const {

@@ -11,7 +11,7 @@
 //     uploader       the thread that writes them                   has a mutex of its own
 //     graph_failures what went wrong in which graph               guarded
 //     io_threads     the threads that read
-//     event_driver   tells the driver of gate events               has a mutex of its own
+//     event_driver   predicts from gate events, tells of them       has a mutex of its own
 //     row_table      rows that batches name, of tensors on disk    has a mutex of its own
 //
 // Lock order: the store's mutex before the others. Today no thread holds two, and callbacks run under none. What compute
@@ -123,6 +123,7 @@ class store {
     tensor * add_tensor(const moeoff_tensor_info & info, bool second_block) { return map.add_tensor(info, second_block, this); }
     int      add_file(const std::string & path, std::string & error);
     void     set_type_size(type_size f) { map.set_type_size(f); }
+    void     set_router_product(router_product f) { product = f; }
     bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, std::string & error);
     row_table * add_row_table(const moeoff_tensor_info & info);
     const std::vector<std::unique_ptr<row_table>> & row_tables() const { return tables; }
@@ -183,6 +184,7 @@ class store {
     void    publish() { table.space.publish(); }
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
     int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit);
+    bool    lacks(int32_t gate, const int32_t * experts, int32_t n) const; // one of them is not in memory
     void    clear();
     bool    set_limits(uint64_t high, uint64_t low, std::string & error);
     moeoff_options get_options() const;
@@ -191,7 +193,7 @@ class store {
     void    set_cancelled(bool on); // by the user, until taken back: ends graphs, and their waits for what is being read
 
     // --- watching ---
-    void    set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes);
+    void    set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching = nullptr);
     void    drain() { driver.drain(); }
     void    residency(version v, uint8_t * out) const;
     int32_t take_reads(moeoff_read * out, int32_t n);
@@ -233,6 +235,7 @@ class store {
     std::atomic<uint32_t>      flags;     // moeoff_flag
     io_threads                 workers { table, sync, flags };
     event_driver               driver;
+    router_product             product = nullptr;
     std::vector<std::unique_ptr<row_table>> tables;
     slice_reader               read;
     std::atomic<uint8_t>       phase {SETUP};

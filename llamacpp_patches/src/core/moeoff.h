@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 21
+#define MOEOFF_ABI_VERSION 22
 #define MOEOFF_ROW_CACHE_BYTES 2097152 // of rows of a table on disk that stay in memory, at most
 #define MOEOFF_ROW_READ_BYTES 524288 // of reads of rows that an op has under way; one for each thread are more where rows are that long
 #define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
@@ -158,6 +158,37 @@ struct moeoff_gate_event {
     const float   * logits;      // [n_rows, n_expert] or NULL: of the router, before its gating function
     const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, the thresholds leave no choice
     const uint8_t * on_device;   // [n_tokens, n_used] 1: a device computes with it, or NULL: with none
+};
+
+// Routers of the next gates for the input of one, one below the other
+struct moeoff_routers_ahead {
+    const void  * rows;      // [n_ahead * n_expert] of n_embd numbers, of any type that the CPU multiplies; NULL: nothing is predicted from this gate
+    const float * bias;      // [n_ahead * n_expert], added to the products, or NULL
+    const float * selection_bias; // [n_ahead * n_expert], added to the sigmoid of that, or NULL: they are compared as they are
+    uint64_t      nbytes;    // of the rows
+    int32_t       type;      // ggml_type
+    int32_t       n_embd;
+    int32_t       n_expert;
+    int32_t       n_ahead;   // the last of these gates exists
+};
+
+// What the driver's thread predicts by itself where tokens are decoded, from gate inputs: the experts of the highest products are the likeliest of the
+// next gate; of the one behind it if all of these are in memory. Read and written on that thread alone; by others while nothing computes and all events
+// have been told
+struct moeoff_prefetching {
+    const struct moeoff_routers_ahead * routers; // [n_gates]
+    const int32_t * n_paying;    // [n_gates] how many places of a prediction are read if they are absent; the others are protected if they are there
+    int32_t       * experts;     // [n_gates, n_experts] the last prediction for each gate: of several tokens those in the first places first, each expert once
+    int32_t       * places;      // [n_gates, n_experts] of these, from 0
+    int32_t       * n_predicted; // [n_gates] of these
+    double          credit;      // slices that may be read ahead
+    double          earned;      // what each event adds
+    double          most;        // and the bound of it
+    int32_t         is_on;       // 0: nothing is predicted
+    int32_t         n_candidates; // places: experts of a prediction for each token
+    int32_t         max_rows;    // tokens that are predicted for, evenly spread
+    int32_t         n_together;  // events of a decoded token that are told together, at least 1: up to the gate whose number, from 1, is a multiple of it; the
+                                 // first and the last gate's are told at once
 };
 
 struct moeoff_stats {
@@ -308,8 +339,9 @@ MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_
 // --- events ---
 
 // starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. max_bytes bounds what may
-// wait for it, but a few events may always; memory is taken for what waits only
-MOEOFF_API int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
+// wait for it, but a few events may always; memory is taken for what waits only. With prefetching, which must outlive the thread, it predicts and
+// prefetches by itself before it calls back; at a token's first gate behind that
+MOEOFF_API int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, struct moeoff_prefetching * prefetching);
 // returns when every event posted so far has been delivered
 MOEOFF_API void moeoff_drain(moeoff_expert_buffer * eb);
 

@@ -292,6 +292,7 @@ int moeoff_load_begin(moeoff_expert_buffer * eb) {
         }
         return (uint64_t) ggml_row_size((ggml_type) type, ne[0]) * (uint64_t) ne[1];
     });
+    eb->store->set_router_product(moeoff_row_products);
     moeoff::loading = std::shared_ptr<moeoff::store>(eb->self, eb->store.get());
     return 0;
 }
