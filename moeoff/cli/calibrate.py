@@ -100,6 +100,7 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
+        progress("opening the model", 0, 0)
         done = search_precision(model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, warn=note, **options)
     contract = done.contract
     rows = []
@@ -138,11 +139,11 @@ def _write_plan(
         raise OptionError(f"{path}: exists: move it away, or name another with -o")
     model_index = ModelIndex.read(model)
     ctx = min(CTX, model_index.n_ctx_train or CTX)
-    with progress_bar() as progress, Planner(
-        model, text, types=types.split(",") if types else None, measure=measure, ctx=ctx,
-        progress=progress, warn=note, **options,
-    ) as planner:  # fmt: skip
-        plan = planner.plan(bound)
+    with progress_bar() as progress:
+        progress("opening the model", 0, 0)
+        names = types.split(",") if types else None
+        with Planner(model, text, types=names, measure=measure, ctx=ctx, progress=progress, warn=note, **options) as planner:
+            plan = planner.plan(bound)
     with atomic_file(path) as file:
         file.write(plan.to_json().encode())
     rows = [[name, format_size(nbytes), interval(q.distance.loss, "{:+.2%}")] for name, (nbytes, q) in plan.uniform.items()]

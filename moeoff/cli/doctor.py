@@ -150,7 +150,7 @@ def check_files() -> Iterator[Finding]:
     yield judged("open files", soft == resource.RLIM_INFINITY or soft >= FEW_FILES, f"at most {soft}", way_out)
 
 
-def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
+def check_disk(path: str, block_bytes: int = BLOCK_BYTES, expert_bytes: int | None = None) -> Iterator[Finding]:
     """The file system and the disk under a file, or under a folder, in which a file is made and removed again."""
     if not os.path.exists(path):
         yield Finding("file system", PROBLEM, f"{path} does not exist", "give a model or a folder that does")
@@ -163,7 +163,7 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
         warning = f"{where} is reached over a network or a host: reads are slow to begin"
         yield judged("file system", kind not in REMOTE, where, "put the model on a local disk", warning)
     if os.path.isfile(path):
-        yield from _disk_of(path, block_bytes)
+        yield from _disk_of(path, block_bytes, expert_bytes)
         return
     with os.scandir(path) as entries:
         models = [entry for entry in entries if entry.name.endswith(".gguf") and entry.is_file()]
@@ -181,12 +181,14 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
         yield Finding("disk", WARNING, f"not measured: nothing can be written to {path} ({error.strerror})", "give a model with -m")
 
 
-def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
+def _disk_of(path: str, block_bytes: int, expert_bytes: int | None = None) -> Iterator[Finding]:
     warning = "not possible here: reads go through the page cache, which counts against a container's limit"
     yield judged("direct reads", direct_io(path), "work here", "put the model on a local disk", warning)
     rate = probe(path, block_bytes, PROBE_SECONDS)
     text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(rate.block_bytes)}{'' if rate.direct_io else ', perhaps of the page cache'}"
     yield judged("disk rate", rate.bytes_per_second >= SLOW_DISK, text, "slow for offloading: use an SSD, or a budget that holds most experts")
+    threads = choose_io_threads(path, block_bytes, os.path.getsize(path) if expert_bytes is None else expert_bytes)
+    yield Finding("I/O threads", OK, f"{threads.n}: {threads.reason}")
 
 
 def check_model(path: str) -> Iterator[Finding]:
@@ -205,10 +207,7 @@ def check_model(path: str) -> Iterator[Finding]:
     text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, {format_size(size.fixed + size.arena_full)} with all experts in memory"
     way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
     yield Finding("model", PROBLEM, text, way_out) if size.floor > available() else Finding("model", OK, text)
-    block = max(kind.nbytes for kind in slice_kinds(model_index))
-    yield from check_disk(path, block)
-    threads = choose_io_threads(path, block, size.arena_full)
-    yield Finding("I/O threads", OK, f"{threads.n}: {threads.reason}")
+    yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(model_index)), size.arena_full)
 
 
 def run_checks(*, model: str | None = None, as_json: bool = False) -> bool:

@@ -38,6 +38,7 @@ def test_this_machine(moeoff_command, demo):
         "file system",
         "direct reads",
         "disk rate",
+        "I/O threads",
     }
     assert "+moeoff." in found["fork"]["text"] and "GOMP_SPINCOUNT=10000, threads bound" in found["openmp"]["text"]
     assert all(finding["way_out"] for finding in found.values() if finding["state"] != "ok")
@@ -47,7 +48,7 @@ def test_text_and_a_folder(invoke, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
     done = invoke("doctor", "-m", str(tmp_path))
     assert done.returncode == 0, done.stdout
-    assert "disk rate" in done.stdout and str(tmp_path) in done.stdout and not list(tmp_path.iterdir())
+    assert "disk rate" in done.stdout and "I/O threads" in done.stdout and str(tmp_path) in done.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", ["missing.gguf", __file__])
