@@ -1,7 +1,7 @@
 """The server under one client and several: tokens per second of all together, and stock llama-server beside it.
 
 usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 5] [--stock] [--json FILE]
-       bench_server.py -m MODEL --text FILE [--memory 1045M] --strangers 5 [--rounds 3] [--json FILE]
+       bench_server.py -m MODEL --text FILE --turns 6656 [--stock] [--json FILE]     in a memory cgroup of so many MiB (root)
 
 Each server is a process of its own. Clients ask for tokens of different prompts at the same time; what counts is the time in which all of them
 are answered, from the last one's first token to the first one's last. *alone* is `moeoff.Llama` in a process, on the first client's prompt. Each has
@@ -9,23 +9,26 @@ had some seconds to load in the background, and has given one answer of as many 
 `--stock` runs llama-server of the same build beside it, with plain kernels (`--no-repack`), without its memory map and without a memory limit: for
 budgets that hold everything; once with a context that all answers share, which is its default and ours, once with one divided among them.
 
-`--strangers` measures something else: two turns of a long conversation, then so many people who ask something short under the same system prompt, one after
-the other, then the third turn. How much of it is computed, and when its first token comes, is compared with what is new in it; once with the defaults, and once
-as llama-server chooses slots (a similarity of 0.1, no prompt cache of ours).
+`--turns` measures something else: a conversation of ten turns of 20 to 4,000 new tokens, before each of them a short question of somebody else under the same
+system prompt, then the server's end and a new one, and one more turn: what of each is computed, and when its first token comes. --memory is 5 % below the
+cgroup's limit. `--stock` runs llama-server after it, with its defaults but for a prompt cache of 1 GiB, without a limit and without its memory map: the file
+is in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +40,14 @@ import httpx
 from rich.console import Console
 
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.system.cgroup import memory_cgroup, unavailable
 from results import HELP, ResultsFile
 
 ROOT = Path(__file__).resolve().parents[2]
 N_PROMPT = 64  # tokens, about
-N_LONG, N_ANSWER = 500, 32  # tokens of a long conversation's first message, about, and of each answer
+TURNS = (60, 150, 20, 300, 40, 4000, 20, 800, 500, 60, 20)  # new tokens; the last turn is a new server's
+N_SYSTEM, N_ANSWER = 40, 24
+OURS, THEIRS = r"on (http://\S+)/v1", r"listening on (http://\S+)"  # what servers say
 LOADING = 5.0  # seconds, for what is loaded in the background
 ALONE = """
 import json, sys, time
@@ -57,9 +63,9 @@ print((len(times) - 2) / (times[-2] - times[0]))
 
 
 @contextlib.contextmanager
-def served(command: list[str], pattern: str) -> Iterator[str]:
-    """The URL of a server that says it on its standard error."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+def served(command: list[str], pattern: str, enter: Callable[[], None] | None = None) -> Iterator[str]:
+    """The URL of a server that says it on its standard error. enter: what the process calls first."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", preexec_fn=enter) as process:
         said = []
         try:
             for line in process.stderr:
@@ -110,69 +116,80 @@ def together(url: str, prompts: list[str], n: int) -> float:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer in a conversation: its text, tokens of the whole prompt, of what was computed of it and of the answer, and seconds to the first token."""
+    """One answer in a conversation: its tokens, those of the prompt that were computed for it, and seconds to its first."""
 
-    text: str
-    n_prompt: int
+    tokens: list[int]
     n_computed: int
-    n_answer: int
     first: float
 
 
-def turn(url: str, messages: list[dict[str, str]], n: int) -> Turn:
-    body = {"messages": messages, "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    asked, first, text, usage, timings = time.perf_counter(), 0.0, "", {}, {}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as answer:
+def turn(url: str, prompt: list[int], n: int) -> Turn:
+    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "stream": True, "return_tokens": True}
+    asked, first, tokens, timings = time.perf_counter(), 0.0, [], {}
+    with httpx.stream("POST", f"{url}/completion", json=body, timeout=1200) as answer:
         for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            usage, timings = event.get("usage") or usage, event.get("timings") or timings
-            if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
-                first = first or time.perf_counter() - asked
-                text += piece
-    return Turn(text, usage["prompt_tokens"], timings["prompt_n"], usage["completion_tokens"], first)
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                tokens += event.get("tokens", [])
+                first = first or (time.perf_counter() - asked if tokens else 0.0)
+                timings = event.get("timings", timings)
+    return Turn(tokens, timings["prompt_n"], first)
 
 
-def third_turn(url: str, words: str, n_strangers: int) -> tuple[Turn, int]:
-    """The third turn of a long conversation, and the tokens that are new in it: what comes behind the answer of the second."""
-    messages = [{"role": "system", "content": "You are a careful reader. Answer in one sentence."}]
+def conversation(server: Callable[[], contextlib.AbstractContextManager[str]], words: str) -> list[Turn]:
+    """Its turns, in a first server and in a second one."""
+    turns: list[Turn] = []
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(ready(server()))
+        tokens = itertools.cycle(httpx.post(f"{url}/tokenize", json={"content": words}, timeout=60).json()["tokens"])
+        texts = [list(itertools.islice(tokens, n)) for n in (N_SYSTEM, *TURNS, *[12] * len(TURNS))]
+        system = random.sample(texts[0], N_SYSTEM)  # another one each time: of an earlier run prompts may be on disk
+        talk = list(system)
+        for index in range(len(TURNS)):
+            if index == len(TURNS) - 1:
+                stack.close()
+                url = stack.enter_context(ready(server()))
+            else:
+                turn(url, system + texts[1 + len(TURNS) + index], 8)
+            talk += texts[1 + index]
+            turns.append(turn(url, talk, N_ANSWER))
+            talk += turns[-1].tokens
+            Console(stderr=True).print(f"turn {index + 1}: {turns[-1].n_computed} computed, {turns[-1].first:.1f} s", style="dim")
+    return turns
 
-    def say(text: str) -> Turn:
-        messages.append({"role": "user", "content": text})
-        answer = turn(url, messages, N_ANSWER)
-        messages.append({"role": "assistant", "content": answer.text})
-        return answer
 
-    say(words[: 4 * N_LONG] + " What is this about?")
-    second = say("Who is named in it, and where does it take place?")
-    for i in range(n_strangers):
-        turn(url, [messages[0], {"role": "user", "content": f"How many legs have {i + 2} spiders, and how many have as many dogs?"}], N_ANSWER)
-    third = say("And what came of it in the end?")
-    return third, third.n_prompt - second.n_prompt - second.n_answer
+@contextlib.contextmanager
+def ready(server: contextlib.AbstractContextManager[str]) -> Iterator[str]:
+    """The server, when it answers and has loaded in the background."""
+    with server as url:
+        while httpx.get(f"{url}/health", timeout=60).status_code != 200:
+            time.sleep(0.2)
+        time.sleep(LOADING)
+        yield url
 
 
-def strangers(model: str, words: str, memory: str, n_strangers: int, rounds: int, json_file: str | None) -> None:
-    n_ctx = 4 * (2 * N_LONG)
-    longer = ["--override-kv", f"{ModelIndex.read(model).architecture}.context_length=int:{n_ctx}"]
-    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", "-m", model, "-c", str(n_ctx), "--port", "0", "--memory", memory, "--", *longer]
-    contenders = {"moeoff serve": ours, "similarity 0.1, no prompt cache": [*ours, "--slot-prompt-similarity", "0.1", "--cache-ram", "0"]}
-    found: dict[str, list[tuple[Turn, int]]] = {name: [] for name in contenders}
-    for index in range(rounds):
-        for name, command in contenders.items():
-            Console(stderr=True).print(f"round {index + 1}: {name}", style="dim")
-            with served(command, r"on (http://\S+)/v1") as url:
-                time.sleep(LOADING)
-                found[name].append(third_turn(url, words, n_strangers))
+def measure_turns(model: str, words: str, limit: int, threads: int, stock: bool, json_file: str | None) -> None:
+    if why := unavailable():
+        raise click.ClickException(why)
+    common = ["-m", model, "-c", "8192", "-t", str(threads), "--port"]
+    with memory_cgroup(limit << 20) as group:
+        ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", f"{int(0.95 * limit)}M"]
+        contenders = {"moeoff": conversation(lambda: served(ours, OURS, group.enter), words)}
+    if stock:
+        theirs = [llama_server(), *common, "18080", "--load-mode", "none", "--cache-ram", "1024", "-lv", "4"]
+        contenders["llama-server"] = conversation(lambda: served(theirs, THEIRS), words)
     with ResultsFile(json_file) as results:
-        table = results.table(
-            "strangers",
-            f"The third turn of a long conversation, after {n_strangers} strangers' questions, {memory}",
-            ["", "tokens of the prompt", "new", "computed", "seconds to the first token"],
-        )
-        for name, turns in found.items():
-            of = [[t.n_prompt for t, _ in turns], [new for _, new in turns], [t.n_computed for t, _ in turns]]
-            table.row(name, *(_spread(values, 0) for values in of), _spread([t.first for t, _ in turns], 2))
+        columns = [text for name in contenders for text in (f"{name}: computed", f"{name}: first token (s)")]
+        table = results.table("turns", f"Ten turns, others' questions between them, and one after a restart; {limit} MiB", ["turn", "new tokens", *columns])
+        for index, n in enumerate(TURNS):
+            cells = [cell for turns in contenders.values() for cell in (str(turns[index].n_computed), f"{turns[index].first:.1f}")]
+            table.row(str(index + 1) if index < len(TURNS) - 1 else "after a restart", str(n), *cells)
+
+
+def llama_server() -> str:
+    """The path of stock's program, of the same build."""
+    built = subprocess.run([sys.executable, str(ROOT / "scripts/build/fork.py"), "llama-server"], stdout=subprocess.PIPE, text=True, check=True)
+    return built.stdout.split()[-1]
 
 
 @click.command()
@@ -185,7 +202,7 @@ def strangers(model: str, words: str, memory: str, n_strangers: int, rounds: int
 @click.option("-t", "--threads", default=0, help="Compute threads. Default: every core.")
 @click.option("--strategy", default="auto", show_default=True)
 @click.option("--stock", is_flag=True)
-@click.option("--strangers", "n_strangers", type=int, help="Measure the third turn of a conversation after so many questions of others, and nothing else.")
+@click.option("--turns", "limit", type=int, metavar="MIB", help="Measure a conversation's turns in so much memory, and nothing else.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 def main(
     model: str,
@@ -197,15 +214,15 @@ def main(
     threads: int,
     strategy: str,
     stock: bool,
-    n_strangers: int | None,
+    limit: int | None,
     json_file: str | None,
 ) -> None:
-    if n_strangers is not None:
-        return strangers(model, Path(text).read_text(), memory, n_strangers, rounds, json_file)
-    console = Console(stderr=True)
-    counts = [int(n) for n in clients.split(",")]
     threads = threads or len(os.sched_getaffinity(0))
     words = Path(text).read_text()
+    if limit is not None:
+        return measure_turns(model, words, limit, threads, stock, json_file)
+    console = Console(stderr=True)
+    counts = [int(n) for n in clients.split(",")]
     step = len(words) // max(counts)
     if step < 4 * N_PROMPT:
         raise click.UsageError(f"{text} is too short for prompts of {max(counts)} clients")
@@ -215,13 +232,11 @@ def main(
     longer = ["--override-kv", f"{architecture}.context_length=int:{n_ctx}"]  # the reference model was trained on 256 tokens
     common = ["-m", model, "-c", str(n_ctx), "-t", str(threads), "-np", str(max(counts)), "--port"]
     ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", memory, "--strategy", strategy]
-    said = r"on (http://\S+)/v1"
-    contenders = {"moeoff serve": ([*ours, "--", *longer], said)}
+    contenders = {"moeoff serve": ([*ours, "--", *longer], OURS)}
     if stock:
-        binary = subprocess.run([sys.executable, str(ROOT / "scripts/build/fork.py"), "llama-server"], stdout=subprocess.PIPE, text=True, check=True)
-        program = [binary.stdout.split()[-1], *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0", *longer]
-        contenders["llama-server"] = ([*program, "--kv-unified"], r"listening on (http://\S+)")
-        contenders["llama-server, context divided"] = (program, r"listening on (http://\S+)")
+        program = [llama_server(), *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0", *longer]
+        contenders["llama-server"] = ([*program, "--kv-unified"], THEIRS)
+        contenders["llama-server, context divided"] = (program, THEIRS)
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in [*contenders, "alone"]}
     for index in range(rounds):
         console.print(f"round {index + 1}: alone", style="dim")
