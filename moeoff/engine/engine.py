@@ -122,6 +122,7 @@ class Engine:
         profile: of the model's calibration, what the strategy may take.
         driver: delivers gate events, to a strategy's policy and predictor among others.
         sizer: after `loaded`.
+        expert_uses: experts that a token uses, in all layers together.
         unfinished_tokens: of the last prompt_tokens, those of a batch that was ended, which are not in the context.
 
     Raises:
@@ -162,6 +163,7 @@ class Engine:
         self._prompt_uses: PromptUses | None = None
         self.budget = budget or Budget.of(config.memory, config.expert_memory)
         model_index.require_experts()
+        self.expert_uses = max(model_index.n_expert_used, 1) * len((model_index if nextn else model_index.without_nextn()).gates)
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
         self.device_tier: DeviceTier | None = None
         self.device_remark = ""
@@ -573,9 +575,8 @@ class Engine:
     def prompt_tokens(self) -> int:
         """That have been computed since statistics began; of a batch in progress as many as its routers' selections so far amount to. From any thread."""
         total = self._timing.prompt_tokens  # first: a batch that ends meanwhile would count twice
-        before, each = self._uses_before, max(self.model_index.n_expert_used, 1) * self.buffer.priorities.shape[0]
-        part = 0 if before is None else max(self.buffer.stats().expert_uses - before, 0) // max(each, 1)
-        return total + part
+        before = self._uses_before
+        return total + (0 if before is None else max(self.buffer.stats().expert_uses - before, 0) // self.expert_uses)
 
     def reset_stats(self) -> None:
         self.buffer.reset_stats()

@@ -422,6 +422,7 @@ class ServerHooks(Structure):
         ("overrides", c_void_p),
         ("ending", POINTER(c_int32)),
         ("drafting", POINTER(c_int32)),
+        ("expert_uses", c_int64),
         ("loaded", CFUNCTYPE(c_int, c_void_p, c_void_p)),
         ("ready", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)),
         ("listening", CFUNCTYPE(None, c_char_p)),

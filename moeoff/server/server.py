@@ -331,6 +331,7 @@ class Server:
                 overrides=overrides.address,
                 ending=ctypes.pointer(self._ending),
                 drafting=ctypes.pointer(self._drafting),
+                expert_uses=engine.expert_uses,
                 page=_PAGE.read_bytes(),
                 **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._on_request},
             )

@@ -4,6 +4,7 @@ who started it. Each server here is in a process of its own, as its globals want
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -330,6 +331,22 @@ def test_a_conversation_computes_what_is_new(demo, parallel, cache_ram, thinks):
             answer = complete(it.url, talk, n_predict=32, return_tokens=True)
             assert turn == 0 or answer["timings"]["prompt_n"] <= len(talk) - n_before + 20
             talk += answer["tokens"][:said]
+
+
+def test_progress_within_a_batch(demo):
+    """Of one that takes long: the process is stopped again and again, and computes for twentieths of a second."""
+    with Served(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER) as it:
+        body, processed = {"prompt": words(1, 1900), "n_predict": 1, "stream": True, "return_progress": True}, []
+        with httpx.stream("POST", f"{it.url}/completion", json=body, timeout=300) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {") and (progress := json.loads(line[6:]).get("prompt_progress")):
+                    processed.append(progress["processed"])
+                    if len(processed) < 8:
+                        threading.Event().wait(0.05)
+                        it.process.send_signal(signal.SIGSTOP)
+                        threading.Event().wait(0.3)
+                        it.process.send_signal(signal.SIGCONT)
+        assert processed == sorted(processed) and processed[0] == 0 and processed[-1] == 1900 and any(0 < n < 1900 for n in processed), processed
 
 
 @pytest.mark.slow

@@ -9,9 +9,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <mutex>
 #include <stdexcept>
+#include <system_error>
 
 // of stb_image, in libmtmd
 extern "C" int stbi_info_from_memory(const unsigned char * data, int size, int * width, int * height, int * n_channels);
@@ -209,6 +211,42 @@ int server_decode::after(int result) {
 void server_decode::charge(server_usage & usage) const {
     for (size_t i = 0; i < tokens.size(); i++) {
         usage.add(share);
+    }
+}
+
+bool server_decode::tells_progress() const {
+    return server_hooks != nullptr && asks_progress && std::find(is_prompt.begin(), is_prompt.end(), 1) != is_prompt.end();
+}
+
+double server_decode::computed() const {
+    moeoff_stats now;
+    moeoff_get_stats(server_hooks->buffer, &now);
+    return std::min((double) (now.expert_uses - (*seen).expert_uses) / ((double) tokens.size() * server_hooks->expert_uses), 1.0);
+}
+
+server_progress::server_progress(const server_decode & decode, std::function<void(double)> tell) {
+    if (!decode.tells_progress()) {
+        return;
+    }
+    try {
+        thread = std::thread([this, &decode, tell] {
+            std::unique_lock<std::mutex> lock(mutex);
+            while (!ends.wait_for(lock, std::chrono::milliseconds(250), [this] { return ended; })) {
+                tell(decode.computed());
+            }
+        });
+    } catch (const std::system_error &) { // the system gives this process no more threads
+    }
+}
+
+server_progress::~server_progress() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        ended = true;
+    }
+    ends.notify_one();
+    if (thread.joinable()) {
+        thread.join();
     }
 }
 

@@ -6,9 +6,13 @@
 
 #include "json.h"
 
+#include <condition_variable>
+#include <functional>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
@@ -56,6 +60,7 @@ class server_decode {
         for (const Slot & slot : all) {
             if (slot.is_processing()) { // also where the batch has no tokens of it
                 add_task(slot.task->id);
+                asks_progress = asks_progress || (slot.task->params.stream && slot.task->params.return_progress);
             }
         }
         before();
@@ -76,11 +81,28 @@ class server_decode {
 
     void charge(server_usage & usage) const; // with all of it
 
+    bool   tells_progress() const; // it reads a prompt, and a client asks how far that is
+    double computed() const;       // the share of it that routers have selected experts for; any thread
+
   private:
     std::vector<int32_t> tokens, positions, slots;
     std::vector<uint8_t> is_prompt;
     std::set<int>        tasks;
-    bool                 runs = false;
+    bool                 runs          = false;
+    bool                 asks_progress = false;
+};
+
+// While one lives, a thread tells what share of a decode is computed, four times a second, if somebody asks.
+class server_progress {
+  public:
+    server_progress(const server_decode & decode, std::function<void(double)> tell);
+    ~server_progress();
+
+  private:
+    std::mutex              mutex;
+    std::condition_variable ends;
+    bool                    ended = false;
+    std::thread             thread;
 };
 
 // While one lives, what ggml asserts on this thread is an exception.

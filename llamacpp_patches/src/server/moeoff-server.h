@@ -43,6 +43,8 @@ struct moeoff_server_hooks {
 
     // The model is loaded and nothing has been computed; nonzero refuses it.
     int (*loaded)(struct llama_model * model, struct llama_context * ctx);
+    int64_t expert_uses; // of one token: experts that it uses, in all layers together
+
 
     // All that the server allocates is allocated; nonzero ends it. ctx_draft may be null. no_drafts: why drafts cannot be made, empty if nobody
     // asked for them; null: they can.
