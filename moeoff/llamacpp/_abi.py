@@ -407,10 +407,10 @@ class Prompt(Structure):
     _fields_ = [
         ("tokens", POINTER(c_int32)),
         ("n_tokens", c_int32),
-        ("state_data", POINTER(c_uint8)),
-        ("state_size", c_uint64),
-        ("draft_data", POINTER(c_uint8)),
-        ("draft_size", c_uint64),
+        ("n_checkpoints", c_int32),
+        ("checkpoints", c_int32 * 6),
+        ("states", POINTER(c_uint8) * 8),
+        ("sizes", c_uint64 * 8),
     ]
 
 

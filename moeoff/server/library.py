@@ -19,13 +19,10 @@ from ..llamacpp._abi import SERVER_FUNCTIONS, SERVER_STRUCTS, Prompt, ServerHook
 _NAME = "libllama-server-impl.so"
 
 
-def states(prompt: Prompt) -> tuple[memoryview, memoryview]:
-    """Bytes of both states of a prompt."""
-    return _bytes_at(prompt.state_data, prompt.state_size), _bytes_at(prompt.draft_data, prompt.draft_size)
-
-
-def _bytes_at(data: Any, size: int) -> memoryview:
-    return np.ctypeslib.as_array(data, (size,)).data if size else memoryview(b"")
+def states(prompt: Prompt) -> tuple[memoryview, ...]:
+    """Bytes of a prompt's states: both behind all of it, then three of each checkpoint."""
+    listed = zip(prompt.states, prompt.sizes[: 2 + 3 * prompt.n_checkpoints])
+    return tuple(np.ctypeslib.as_array(data, (size,)).data if size else memoryview(b"") for data, size in listed)
 
 
 def hooks(**fields: Any) -> ServerHooks:

@@ -1,9 +1,9 @@
 """Prompts on disk: those that fall out of a server's memory, at its end all of them, and come back where reading is quicker than computing.
 
-A prompt is its tokens, and behind them the state of the model, and of the one that makes drafts, as llama.cpp writes it. They lie in one folder for all
-servers of a user: a file for each prompt, whole or not at all, with a digest of every byte. Its name begins with the identity of what computed it, and
-no other file is read. When the bound is reached, those go first that were used the longest ago. Files of other models count, and go, when nobody has
-used them for a day: until then they are another server's, which has a bound of its own.
+A prompt is its tokens, and behind them the state of the model, and of the one that makes drafts, as llama.cpp writes it; of a state that cannot be cut also
+the checkpoints that it can go back to. They lie in one folder for all servers of a user: a file for each prompt, whole or not at all, with a digest of every
+byte. Its name begins with the identity of what computed it, and no other file is read. When the bound is reached, those go first that were used the longest
+ago. Files of other models count, and go, when nobody has used them for a day: until then they are another server's, which has a bound of its own.
 
 Knows neither llama.cpp nor the server: bytes come as buffers, rates from a function.
 """
@@ -35,8 +35,9 @@ from ..system.files import atomic_file, cache_folder, open_file
 Tokens = npt.NDArray[np.int32]
 
 _SUFFIX = ".kv"
-_MAGIC = b"moeoffK1"
-_HEADER = struct.Struct("<8s16sIQQd")  # magic, identity, tokens, bytes of both states, tokens per second when they were computed
+_MAGIC = b"moeoffK2"
+_HEADER = struct.Struct("<8s16sIId")  # magic, identity, tokens, checkpoints, tokens per second when they were computed; then a table
+_CHECKPOINTS = 2  # of a prompt, at most
 _DIGEST = 16  # bytes
 _PIECE = 8 << 20  # bytes that are read or written at a time
 _SYNCED = 64 << 20  # bytes after which what is written goes to the disk: pages that wait for it count in a cgroup's memory
@@ -69,11 +70,18 @@ def identity(engine: Engine, options: ServerOptions, files: Sequence[str]) -> by
 
 @dataclass(frozen=True)
 class EvictedPrompt:
-    """A prompt that has fallen out of memory. parts: both states. free: gives their memory back."""
+    """A prompt that has fallen out of memory.
+
+    Attributes:
+        parts: both states behind it, and three of each checkpoint.
+        free: gives their memory back.
+        checkpoints: of each the tokens before it, and the first and the last position that it has.
+    """
 
     tokens: Tokens
-    parts: tuple[memoryview, memoryview]
+    parts: tuple[memoryview, ...]
     free: Callable[[], None]
+    checkpoints: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -82,16 +90,22 @@ class EvictedPrompt:
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """A file, as its header says. rate: tokens per second when it was computed; 0: not known."""
+    """A file, as its header says. sizes: of its parts, in bytes. rate: tokens per second when it was computed; 0: not known."""
 
     path: Path
     tokens: Tokens
-    sizes: tuple[int, int]
+    sizes: tuple[int, ...]
     rate: float
+    checkpoints: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def table(self) -> bytes:
+        """The sizes of its parts, and its checkpoints, in the file."""
+        return struct.pack(f"<{len(self.sizes)}Q{len(self.checkpoints)}i", *self.sizes, *self.checkpoints)
 
 
 class _Closed(Exception):
@@ -106,7 +120,9 @@ class PromptsOnDisk:
         bound: bytes of its files, and of those that nobody uses.
         identity: of what computes.
         prompt_rate: tokens per second of the prompts that were computed; 0: not known yet.
-        cuttable: tokens behind which a state cannot be cut, being recurrent or a sliding window's: a longer prompt is of use to one that goes on behind all of it.
+        cuttable: tokens behind which a state cannot be cut, being recurrent or a sliding window's: a longer prompt is of use to one that goes on behind all
+            of it, or behind a checkpoint.
+        n_checkpoints: that a slot has room for; prompts with more stay on disk.
         on_freed: called with each prompt's bytes when its memory has been given back, on the thread that writes.
 
     Attributes:
@@ -115,8 +131,8 @@ class PromptsOnDisk:
     """
 
     def __init__(self, folder: Path, bound: int, identity: bytes, prompt_rate: Callable[[], float], on_freed: Callable[[int], object] = lambda _nbytes: None,
-                 cuttable: float = math.inf):  # fmt: skip
-        self._folder, self._bound, self._identity, self._cuttable = folder, bound, identity, cuttable
+                 cuttable: float = math.inf, n_checkpoints: int = 0):  # fmt: skip
+        self._folder, self._bound, self._identity, self._cuttable, self._n_checkpoints = folder, bound, identity, cuttable, n_checkpoints
         self._prompt_rate, self._on_freed = prompt_rate, on_freed
         self._read_rate = 0.0  # bytes per second; 0: not known yet
         self.n_written = self.n_read = 0
@@ -173,10 +189,11 @@ class PromptsOnDisk:
             self._free(prompt)
 
     def _write_file(self, prompt: EvictedPrompt) -> None:
-        stored = StoredPrompt(self._path(prompt.tokens), prompt.tokens, (prompt.parts[0].nbytes, prompt.parts[1].nbytes), self._prompt_rate())
+        sizes = tuple(part.nbytes for part in prompt.parts)
+        stored = StoredPrompt(self._path(prompt.tokens), prompt.tokens, sizes, self._prompt_rate(), prompt.checkpoints)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._make_room(self._file_size(len(stored.tokens), stored.nbytes)):
+            if not self._make_room(self._file_size(len(stored.tokens), stored.nbytes, len(stored.checkpoints) // 3)):
                 self._complain(f"{self._folder}: the disk is nearly full: prompts are not kept there")
                 return
         except OSError as error:
@@ -184,8 +201,8 @@ class PromptsOnDisk:
         with atomic_file(stored.path) as file:
             fd, digest, unsynced = file.fileno(), hashlib.blake2b(digest_size=_DIGEST), 0
             os.fchmod(fd, 0o600)
-            header = _HEADER.pack(_MAGIC, self._identity, len(stored.tokens), *stored.sizes, stored.rate)
-            for part in (memoryview(header), stored.tokens.data.cast("B"), *prompt.parts):
+            header = _HEADER.pack(_MAGIC, self._identity, len(stored.tokens), len(stored.checkpoints) // 3, stored.rate)
+            for part in (memoryview(header + stored.table), stored.tokens.data.cast("B"), *prompt.parts):
                 for offset in range(0, part.nbytes, _PIECE):
                     if self._closing:
                         raise _Closed
@@ -236,7 +253,9 @@ class PromptsOnDisk:
         most, measured = 0.0, self._prompt_rate()
         for n, prompt in common:
             rate = measured or prompt.rate
-            if n - n_have < _LEAST or rate <= 0 or (len(prompt.tokens) > self._cuttable and not n == len(prompt.tokens) < len(tokens)):
+            if len(prompt.tokens) > self._cuttable and not n == len(prompt.tokens) < len(tokens):
+                n = max((place for place in prompt.checkpoints[::3] if place <= min(n, len(tokens) - 1)), default=0)
+            if n - n_have < _LEAST or rate <= 0 or len(prompt.checkpoints) > 3 * self._n_checkpoints:
                 continue
             if not self._read_rate:
                 self._measure(prompt)
@@ -252,10 +271,10 @@ class PromptsOnDisk:
         try:
             with open_file(prompt.path) as file:
                 digest = hashlib.blake2b(digest_size=_DIGEST)
-                head = _read_all(file, memoryview(bytearray(_HEADER.size + prompt.tokens.nbytes)))
+                known = prompt.table + prompt.tokens.tobytes()
+                head = _read_all(file, memoryview(bytearray(_HEADER.size + len(known))))
                 digest.update(head)
-                size = os.fstat(file.fileno()).st_size
-                whole = size == self._file_size(len(prompt.tokens), prompt.nbytes) and head[_HEADER.size :] == prompt.tokens.data.cast("B")
+                whole = os.fstat(file.fileno()).st_size == len(head) + prompt.nbytes + _DIGEST and head[_HEADER.size :] == known
                 for part in into:
                     for offset in range(0, part.nbytes, _PIECE):
                         digest.update(_read_all(file, part[offset : offset + _PIECE]))
@@ -304,21 +323,26 @@ class PromptsOnDisk:
                         out.append((Path(entry.path), entry.stat().st_size, entry.stat().st_mtime))
         return out
 
-    def _file_size(self, n_tokens: int, nbytes: int) -> int:
-        return _HEADER.size + 4 * n_tokens + nbytes + _DIGEST
+    def _file_size(self, n_tokens: int, nbytes: int, n_checkpoints: int = 0) -> int:
+        return _HEADER.size + 8 * (2 + 3 * n_checkpoints) + 12 * n_checkpoints + 4 * n_tokens + nbytes + _DIGEST
 
     def _open(self, path: Path) -> StoredPrompt | None:
         """None: it is no such file, and goes."""
         try:
             with open_file(path) as file:
-                magic, identity, n, size, draft_size, rate = _HEADER.unpack(_read_all(file, memoryview(bytearray(_HEADER.size))))
-                if magic != _MAGIC or identity != self._identity or n < _LEAST or os.fstat(file.fileno()).st_size != self._file_size(n, size + draft_size):
+                magic, identity, n, n_checkpoints, rate = _HEADER.unpack(_read_all(file, memoryview(bytearray(_HEADER.size))))
+                if magic != _MAGIC or identity != self._identity or n < _LEAST or n_checkpoints > _CHECKPOINTS:
+                    raise OSError(0, "damaged")
+                table = struct.Struct(f"<{2 + 3 * n_checkpoints}Q{3 * n_checkpoints}i")
+                numbers = table.unpack(_read_all(file, memoryview(bytearray(table.size))))
+                sizes, checkpoints = numbers[: 2 + 3 * n_checkpoints], numbers[2 + 3 * n_checkpoints :]
+                if os.fstat(file.fileno()).st_size != self._file_size(n, sum(sizes), n_checkpoints) or not all(0 < place <= n for place in checkpoints[::3]):
                     raise OSError(0, "damaged")
                 tokens = np.frombuffer(_read_all(file, memoryview(bytearray(4 * n))), np.int32)
         except OSError as error:
             self._drop(path, error.strerror or str(error))
             return None
-        return StoredPrompt(path, tokens, (size, draft_size), rate)
+        return StoredPrompt(path, tokens, sizes, rate, checkpoints)
 
     def _drop(self, path: Path, why: str) -> bool:
         if path.exists():  # else another server has removed it

@@ -133,11 +133,11 @@ class Server:
         self._stored: StoredPrompt | None = None
         if self._options.kv_disk:
             try:
-                window = self.engine.model_index.hparams.get("attention.sliding_window")
-                cuttable = 0 if self.engine.prompt_memory.checkpoint else window if isinstance(window, int) and window else math.inf
-                self._disk = PromptsOnDisk(
-                    folder(), self._options.kv_disk, self._identity, self._prompt_rate, lambda nbytes: self._reserve(more=-nbytes), cuttable
-                )
+                window, prompts = self.engine.model_index.hparams.get("attention.sliding_window"), self.engine.prompt_memory
+                cuttable = window if self.engine.config.swa_full is False and isinstance(window, int) and window else math.inf
+                cuttable = 0 if prompts.checkpoint else cuttable
+                self._disk = PromptsOnDisk(folder(), self._options.kv_disk, self._identity, self._prompt_rate,
+                                           lambda nbytes: self._reserve(more=-nbytes), cuttable, prompts.n_checkpoints)  # fmt: skip
             except OSError as error:
                 self._remarks.append(f"prompts are not kept on disk: {error}")
         self._closing = threading.Event()
@@ -504,7 +504,8 @@ class Server:
     def _store_prompt(self, pointer: Any) -> None:
         assert self._disk is not None  # it was asked before
         it, free = pointer.contents, self._lib.moeoff_prompt_free
-        prompt = EvictedPrompt(np.ctypeslib.as_array(it.tokens, (it.n_tokens,)).copy(), states(it), lambda: free(pointer))
+        tokens, checkpoints = np.ctypeslib.as_array(it.tokens, (it.n_tokens,)).copy(), it.checkpoints[: 3 * it.n_checkpoints]
+        prompt = EvictedPrompt(tokens, states(it), lambda: free(pointer), tuple(checkpoints))
         with self._between:
             self._cached, self._evicted = self._cached - prompt.nbytes, self._evicted + prompt.nbytes
         self._disk.store(prompt)
@@ -513,8 +514,9 @@ class Server:
         self._stored = None if self._disk is None else self._disk.find(np.ctypeslib.as_array(tokens, (n,)), n_have)
         if self._stored is None:
             return 0
-        pointer.contents.n_tokens = len(self._stored.tokens)
-        pointer.contents.state_size, pointer.contents.draft_size = self._stored.sizes
+        it, sizes, checkpoints = pointer.contents, self._stored.sizes, self._stored.checkpoints
+        it.n_tokens, it.n_checkpoints = len(self._stored.tokens), len(checkpoints) // 3
+        it.sizes[: len(sizes)], it.checkpoints[: len(checkpoints)] = sizes, checkpoints
         return 1
 
     def _read_prompt(self, pointer: Any) -> int:

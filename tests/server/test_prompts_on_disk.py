@@ -21,14 +21,14 @@ from shape_model import SHAPES, shape_model
 
 IDENTITY = b"0123456789abcdef"
 N, STATE, DRAFT = 300, 20_000, 1_000
-FILE = 52 + 4 * N + STATE + DRAFT + 16  # bytes
+FILE = 56 + 4 * N + STATE + DRAFT + 16  # bytes
 
 
 class Disk(PromptsOnDisk):
     """In a folder of a test's, of a server that computes 1000 tokens a second."""
 
-    def __init__(self, place: Path, bound: int = 1 << 20, identity: bytes = IDENTITY, rate: float = 1000.0, cuttable: float = 1e9):
-        super().__init__(place, bound, identity, lambda: rate, cuttable=cuttable)
+    def __init__(self, place: Path, bound: int = 1 << 20, identity: bytes = IDENTITY, rate: float = 1000.0, **states):
+        super().__init__(place, bound, identity, lambda: rate, **states)
 
     def keep(self, seed: int) -> bool:
         """Whether it was wanted; it is written then."""
@@ -115,6 +115,20 @@ def test_a_state_that_cannot_be_cut_is_of_use_as_a_whole(tmp_path):
     assert disk.comes_back(1) and len(files(tmp_path)) == 2
 
 
+def test_a_checkpoint_is_of_use_to_what_begins_with_it(tmp_path):
+    """Also to another server, with room for it."""
+    parts = tuple(memoryview(state(seed)[:size]) for seed, size in enumerate((STATE, DRAFT, 500, 0, 7)))
+    disk, begins = Disk(tmp_path, cuttable=0, n_checkpoints=2), np.concatenate([words(1)[:210], words(2)])
+    disk.store(EvictedPrompt(words(1), parts, lambda: None, (200, 0, 199)))
+    disk._writer.join()
+    for server in (disk, Disk(tmp_path, cuttable=0, n_checkpoints=1)):
+        found = server.find(begins, 0)
+        into = [memoryview(bytearray(size)) for size in found.sizes]
+        assert found.checkpoints == (200, 0, 199) and server.read(found, into) and into == list(parts)
+        assert server.find(begins, 150) is None and server.find(np.concatenate([words(1)[:199], words(2)]), 0) is None
+    assert Disk(tmp_path, cuttable=0).find(begins, 0) is None
+
+
 def test_a_file_that_cannot_be_measured_goes(tmp_path, monkeypatch):
     def fails(*_args):
         raise ModelError("no")
@@ -151,7 +165,7 @@ def test_files_of_others_go_when_nobody_uses_them(tmp_path, hours, remain):
 
 
 # where each field begins
-@pytest.mark.parametrize("at", [0, 8, 24, 28, 36, 44, 48 + 4 * N, 52 + 4 * N, 52 + 4 * N + STATE, FILE - 16, FILE - 1])
+@pytest.mark.parametrize("at", [0, 8, 24, 28, 32, 40, 48, 52 + 4 * N, 56 + 4 * N, 56 + 4 * N + STATE, FILE - 16, FILE - 1])
 def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
     assert Disk(tmp_path).keep(1)
     path = files(tmp_path)[0]
@@ -163,7 +177,7 @@ def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
     assert "is removed" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("size", [0, 51, 60, 52 + 4 * N, FILE - 1, FILE + 1])
+@pytest.mark.parametrize("size", [0, 39, 50, 60, 56 + 4 * N, FILE - 1, FILE + 1])
 @pytest.mark.parametrize("known", [False, True])
 def test_so_is_one_of_another_length(tmp_path, monkeypatch, size, known):
     """Whether it was so at the start, or has become so since."""
@@ -286,12 +300,26 @@ def test_a_prompt_outlives_its_server(grown, cache):
         assert metrics(it)["moeoff_prompts_disk_read_total"] == 1
 
 
-@pytest.mark.parametrize("shape", ["qwen3.6-35b-a3b", pytest.param("gemma-4-26b-a4b", marks=pytest.mark.slow)])
-def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, tmp_path, cache):
-    """Recurrent layers, sliding windows: the next turn begins with all that was computed."""
-    model, options = tmp_path / "model.gguf", {"n_ctx": 4096, "parallel": 1, "cache_ram": 0, "expert_memory": 16 << 20, "kv_disk": "1G"}
+def likely(served: Served, prompt: list[int], **more) -> tuple[dict[int, float], int]:
+    """Logarithms of the likeliest next tokens' probabilities, and how many of the prompt's tokens were computed."""
+    import httpx
+
+    answer = httpx.post(f"{served.url}/completion", json={"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 10, **more}, timeout=300).json()
+    return {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}, answer["timings"]["prompt_n"]
+
+
+@pytest.mark.parametrize("shape, swa_full, n_again", [
+    ("qwen3.6-35b-a3b", None, 117),
+    ("gemma-4-26b-a4b", None, 0),
+    pytest.param("gemma-4-26b-a4b", False, 117, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, swa_full, n_again, tmp_path, cache):
+    """Recurrent layers, sliding windows: the next turn begins with all that was computed, another chat with all of its beginning, where a window keeps it, else
+    behind the first checkpoint, so many tokens before. Behind a part of its window a token would have other numbers."""
+    model, options = tmp_path / "model.gguf", {"n_ctx": 4096, "parallel": 1, "cache_ram": 0, "ctx_checkpoints": 2, "swa_full": swa_full}
+    options |= {"expert_memory": 16 << 20, "kv_disk": "1G"}
     shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), model)
-    first, turn = words(1, 1100).tolist(), words(1, 1100).tolist() + words(3, 300).tolist()
+    first, turn, other = words(1, 1400).tolist(), words(1, 1400).tolist() + words(3, 300).tolist(), words(1, 1000).tolist() + words(4, 100).tolist()
     with Served(model, **options) as it:
         ask(it, first, 1)
         expected, timings = ask(it, turn)
@@ -300,8 +328,12 @@ def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, tmp
         it.process.send_signal(signal.SIGTERM)
         assert it.process.wait(60) == 0
     with Served(model, **options) as it:
+        few = 2 if swa_full is False else 0  # tokens of a window that is kept alone are computed again
+        for prompt, n in ((other, 100 + n_again), ([*first, *words(5, 300).tolist()], 300 + few)):
+            found, n_computed = likely(it, prompt)
+            assert n_computed <= n and likely(it, prompt, cache_prompt=False) == (pytest.approx(found, abs=1e-3), len(prompt))
         text, timings = ask(it, turn)
-        assert (text, timings["prompt_n"], timings["cache_n"]) == (expected, 300, 1100)
+        assert text == expected and timings["prompt_n"] <= 5
 
 
 def test_a_file_that_was_damaged_costs_a_computation(grown, cache):

@@ -4,8 +4,10 @@
 
 #include "../server-task.h"
 
+#include <iterator>
 #include <memory>
 #include <new>
+#include <numeric>
 
 namespace moeoff {
 
@@ -26,34 +28,68 @@ static bool accepted(const server_prompt & prompt, size_t nbytes) {
     return host->accept_prompt(text.data(), (int32_t) text.size(), nbytes) != 0;
 }
 
+// Where the states of a prompt lie.
+static void point_at(moeoff_prompt & prompt, server_prompt_cache_state & state) {
+    int n = 0;
+    prompt.n_checkpoints = 0;
+    for (std::vector<uint8_t> * data : { &state.data.main, &state.data.drft }) {
+        prompt.states[n]  = data->data();
+        prompt.sizes[n++] = data->size();
+    }
+    for (common_prompt_checkpoint & checkpoint : state.prompt.checkpoints) {
+        int32_t * numbers = prompt.checkpoints + 3 * prompt.n_checkpoints++;
+        numbers[0] = (int32_t) checkpoint.n_tokens;
+        numbers[1] = checkpoint.pos_min;
+        numbers[2] = checkpoint.pos_max;
+        for (std::vector<uint8_t> * data : { &checkpoint.data_tgt, &checkpoint.data_dft, &checkpoint.data_spec }) {
+            prompt.states[n]  = data->data();
+            prompt.sizes[n++] = data->size();
+        }
+    }
+}
+
 static void hand_over(std::unique_ptr<evicted_prompt> prompt) {
-    prompt->text       = prompt->state.prompt.tokens.get_tokens();
-    prompt->tokens     = prompt->text.data();
-    prompt->n_tokens   = (int32_t) prompt->text.size();
-    prompt->state_data = prompt->state.data.main.data();
-    prompt->state_size = prompt->state.data.main.size();
-    prompt->draft_data = prompt->state.data.drft.data();
-    prompt->draft_size = prompt->state.data.drft.size();
+    prompt->text     = prompt->state.prompt.tokens.get_tokens();
+    prompt->tokens   = prompt->text.data();
+    prompt->n_tokens = (int32_t) prompt->text.size();
+    point_at(*prompt, prompt->state);
     server_host()->store_prompt(prompt.release());
 }
 
 void server_prompt_evicted(server_prompt_cache_state & state) {
-    if (accepted(state.prompt, state.data.main.size() + state.data.drft.size())) {
+    auto & checkpoints = state.prompt.checkpoints;
+    while (checkpoints.size() > 2) { // another chat goes back to the first, behind the system prompt; the next turn to the last
+        checkpoints.erase(std::next(checkpoints.begin()));
+    }
+    if (accepted(state.prompt, state.size())) {
         auto prompt   = std::make_unique<evicted_prompt>();
         prompt->state = std::move(state);
-        prompt->state.prompt.checkpoints.clear(); // which stay behind
         hand_over(std::move(prompt));
     }
 }
 
 server_prompt_cache_state * server_prompt_to_host(const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size) {
-    if (!accepted(prompt, size + draft_size) || !server_resize_prompt_cache(cache.size() + size + draft_size)) {
+    std::vector<const common_prompt_checkpoint *> checkpoints; // as above
+    if (!prompt.checkpoints.empty()) {
+        checkpoints.push_back(&prompt.checkpoints.front());
+    }
+    if (prompt.checkpoints.size() > 1) {
+        checkpoints.push_back(&prompt.checkpoints.back());
+    }
+    size_t total = size + draft_size;
+    for (const common_prompt_checkpoint * checkpoint : checkpoints) {
+        total += checkpoint->size();
+    }
+    if (!accepted(prompt, total) || !server_resize_prompt_cache(cache.size() + total)) {
         return nullptr;
     }
     try {
         beside = std::make_unique<evicted_prompt>();
         beside->state.data.main.resize(size);
         beside->state.data.drft.resize(draft_size);
+        for (const common_prompt_checkpoint * checkpoint : checkpoints) {
+            beside->state.prompt.checkpoints.push_back(*checkpoint);
+        }
     } catch (const std::bad_alloc &) {
         beside.reset();
         server_resize_prompt_cache(cache.size());
@@ -84,19 +120,26 @@ bool server_prompt_from_host(server_prompt_cache & cache, const server_tokens & 
     }
     const llama_tokens & text = tokens.get_tokens();
     if (!host->find_prompt(text.data(), (int32_t) text.size(), (int32_t) n_have, &stored) ||
-        !server_resize_prompt_cache(cache.size() + stored.state_size + stored.draft_size)) {
+        !server_resize_prompt_cache(cache.size() + std::accumulate(stored.sizes, stored.sizes + 2 + 3 * stored.n_checkpoints, (size_t) 0))) {
         return false;
     }
     try {
-        llama_tokens       whole(stored.n_tokens);
-        server_prompt_data data;
-        data.main.resize(stored.state_size);
-        data.drft.resize(stored.draft_size);
-        stored.tokens     = whole.data();
-        stored.state_data = data.main.data();
-        stored.draft_data = data.drft.data();
+        llama_tokens              whole(stored.n_tokens);
+        server_prompt_cache_state state;
+        state.data.main.resize(stored.sizes[0]);
+        state.data.drft.resize(stored.sizes[1]);
+        for (int i = 0; i < stored.n_checkpoints; i++) {
+            common_prompt_checkpoint & checkpoint = state.prompt.checkpoints.emplace_back();
+            checkpoint.update_pos(stored.checkpoints[3 * i], stored.checkpoints[3 * i + 1], stored.checkpoints[3 * i + 2]);
+            checkpoint.data_tgt.resize(stored.sizes[2 + 3 * i]);
+            checkpoint.data_dft.resize(stored.sizes[3 + 3 * i]);
+            checkpoint.data_spec.resize(stored.sizes[4 + 3 * i]);
+        }
+        stored.tokens = whole.data();
+        point_at(stored, state);
         if (host->read_prompt(&stored) == 0) {
-            cache.states.push_front({ { server_tokens(whole, /* has_mtmd */ false), {} }, std::move(data) });
+            state.prompt.tokens = server_tokens(whole, /* has_mtmd */ false);
+            cache.states.push_front(std::move(state));
             return true;
         }
     } catch (const std::bad_alloc &) {

@@ -22,14 +22,16 @@ struct llama_model;
 struct llama_model_tensor_buft_override;
 struct moeoff_expert_buffer;
 
-// A prompt outside the context: its tokens, and the states that the model, and the one that makes drafts, had behind it.
+// A prompt outside the context: its tokens, and the states that the model, and the one that makes drafts, had behind it. Where states cannot be cut, also
+// behind two of its beginnings, which are its checkpoints: of each three numbers, its tokens and its first and last position, and three states, the last
+// of what makes drafts.
 struct moeoff_prompt {
     int32_t * tokens;
     int32_t   n_tokens;
-    uint8_t * state_data;
-    uint64_t  state_size;
-    uint8_t * draft_data;
-    uint64_t  draft_size;
+    int32_t   n_checkpoints;
+    int32_t   checkpoints[6];
+    uint8_t * states[8];
+    uint64_t  sizes[8];
 };
 
 struct moeoff_server_hooks {
@@ -41,10 +43,10 @@ struct moeoff_server_hooks {
 
     const int32_t * drafting; // 0: no drafts are made now, though there is something to make them with
 
-    // The model is loaded and nothing has been computed; nonzero refuses it.
-    int (*loaded)(struct llama_model * model, struct llama_context * ctx);
     int64_t expert_uses; // of one token: experts that it uses, in all layers together
 
+    // The model is loaded and nothing has been computed; nonzero refuses it.
+    int (*loaded)(struct llama_model * model, struct llama_context * ctx);
 
     // All that the server allocates is allocated; nonzero ends it. ctx_draft may be null. no_drafts: why drafts cannot be made, empty if nobody
     // asked for them; null: they can.
@@ -75,7 +77,7 @@ struct moeoff_server_hooks {
     void (*answered)(const char * method, const char * path, int32_t status, const char * took);
 
     // Whether a prompt of so many tokens that is evicted from the prompt cache would be stored. If so, it is handed over, and lives until
-    // moeoff_prompt_free(). Neither is asked of prompts with pictures, nor of those with states to go back to.
+    // moeoff_prompt_free(). Neither is asked of prompts with pictures.
     int (*accept_prompt)(const int32_t * tokens, int32_t n_tokens, uint64_t nbytes);
     void (*store_prompt)(struct moeoff_prompt * prompt);
 
