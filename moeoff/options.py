@@ -260,6 +260,9 @@ class Config:
                                   help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
     swa_full: bool | None = _context("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), commands=f"{_RUN_EVAL} inspect", server="",
                                      help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
+    spec_type: str | None = option("--spec-type", metavar="NAME", group="Context and batches", commands="run serve", server=True,
+                                   help="Draft tokens ahead and verify several at once: ngram-simple, from the text itself; serve also draft-mtp, with the "
+                                        "model's own layers, and llama-server's others.")  # fmt: skip
     context_shift: bool = _context("--context-shift", default=False, commands=_OPEN, llama=False,
                                    help="When the context is full, forget the older half of it and go on.")  # fmt: skip
     n_keep: int = _context("--keep", metavar="N", parse=integer(-MOST), default=0, commands=_OPEN, llama=False,
@@ -542,8 +545,6 @@ class ServerOptions(Options):
                                           help="Checkpoints of each answer's recurrent state, part of --memory. Default: up to 8, as they fit.")  # fmt: skip
     mmproj: str | None = _server("--mmproj", metavar="FILE", is_file=True, help="Projector for images and sound.")
     draft: str | None = _server("-md", "--model-draft", metavar="FILE", is_file=True, help="Draft model for speculative decoding.")
-    spec_type: str | None = _server("--spec-type", metavar="NAME",
-                                    help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another of llama-server's.")  # fmt: skip
     embedding: bool = _server("--embedding", default=False, help="Serve embeddings.")
     pooling: str | None = _server("--pooling", metavar="TYPE", parse=one_of(_POOLINGS), choices=_POOLINGS,
                                   help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip
@@ -557,11 +558,6 @@ class ServerOptions(Options):
             return None
         hosts = [host.strip() for host in self.host.split(",")]
         return next((host for host in hosts if not (host.endswith(".sock") or host in ("localhost", "::1", "") or host.startswith("127."))), None)
-
-    @property
-    def drafts(self) -> bool:
-        """True if there is something to make drafts with."""
-        return bool(self.draft or self.spec_type)
 
 
 TABLE: dict[str, Option] = {name: line for kind in (Config, Precision, Sampling, ServerOptions) for name, line in table_of(kind).items()}

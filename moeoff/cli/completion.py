@@ -160,9 +160,9 @@ class Completer:
         ended = time.perf_counter()
         stats = llm.stats().since(before)
         if stats.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
-            stats = replace(stats, gen_tps=stats.gen_tokens / (ended - started - stats.prompt_seconds))
+            stats = replace(stats, gen_tps=(stats.gen_tokens - stats.drafts_rejected) / (ended - started - stats.prompt_seconds))
         n_tokens = llm.n_tokens + llm.n_discarded
-        n_computed = stats.prompt_tokens - llm.engine.unfinished_tokens + stats.gen_tokens
+        n_computed = stats.prompt_tokens - llm.engine.unfinished_tokens + stats.gen_tokens - stats.drafts_rejected
         return Completion(
             text="".join(text),
             finish_reason=reason,

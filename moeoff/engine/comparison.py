@@ -1,6 +1,6 @@
 """Online comparisons: ways of computing the same are tried in turn while tokens are computed, and the fastest stays.
 
-`ABTest` compares something (prefetching, drafts) with going without it, `DeviceJudge` devices with the CPU alone.
+`ABTest` compares prefetching with going without it, `DeviceJudge` devices with the CPU alone.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ from .arena_sizer import ArenaSizer, Borrowed, BorrowedBuffers, BorrowedCache
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
+from .drafts import MOST
 from .driver import Callback, Driver, require_calibration, sections, wants_gate_logits
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
@@ -157,6 +158,7 @@ class Engine:
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing, self._cpu_start = Timing(), time.process_time()
+        self._drafted: dict[int, int] = {}  # sequences whose draft the batch before has verified, and where it ends
         self._callback: Callback | None = None
         self._layer_hits: LayerHits | None = None
         self._watches = False
@@ -220,12 +222,17 @@ class Engine:
         """The plan at another context, or with other keywords of llama_cpp.Llama."""
         return replace(self._dry_load(n_ctx, **keywords), extras=self.planned.extras, process=self.planned.process)
 
+    @property
+    def n_draft(self) -> int:
+        """Tokens of the longest draft that a batch verifies."""
+        return MOST if self.config.spec_type else 0
+
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""
 
     def _dry_load(self, n_ctx: int, **keywords: Any) -> MemoryPlan:
         return dry_load(self.model_index, n_ctx, self.keywords | keywords, self.tensor_buffers, n_sequences=self._n_sequences,
-                        extras=self._extras + self._loaded, nextn=self._nextn, unified=self._unified)  # fmt: skip
+                        extras=self._extras + self._loaded, nextn=self._nextn, unified=self._unified, n_draft=self.n_draft)  # fmt: skip
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
@@ -430,11 +437,18 @@ class Engine:
         if self._device_judge is not None and self.device_tier is not None:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
         self.buffer.set_batch_kind(decodes)
+        self.reject_drafts({sequence: span.first for sequence, span in spans.items()})
+        self._drafted = {sequence: span.end for sequence, span in spans.items() if decodes and span.n_tokens > 1}
         self.quality.begin(spans)
         self.driver.begin(tokens, spans, decodes)
         if not decodes:
             self._prompt_meter.begin(max(span.first for span in spans.values()))
             self._uses_before = self.buffer.stats().expert_uses
+
+    def reject_drafts(self, ends: Mapping[int, int]) -> None:
+        """What the batch before decoded behind these positions of its sequences was drafted and rejected: nothing that was generated."""
+        drafted, self._drafted = self._drafted, {}
+        self._timing.drafts_rejected += sum(max(drafted.get(sequence, end) - end, 0) for sequence, end in ends.items())
 
     def _moves_state(self, spans: Mapping[int, Span]) -> bool:
         """Whether llama.cpp first moves what is cached behind a gap in a sequence."""

@@ -8,6 +8,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent
 from ..system.console import loading_bar
+from .drafts import MOST, TEXT_DRAFTS, TextDrafts
 from .engine import Engine
 from .stats import Stats
 
@@ -139,6 +141,8 @@ class Llama(PatchedLlama):
     _context_shift: ContextShift | None = None
     _decodes: bool | None = None  # what batches are, if a caller says so
     _raised: BaseException | None = None  # by a callback
+    _drafts: TextDrafts | None = None
+    _drawn_behind = 0  # tokens of the context that the latest one was drawn behind: the rest of a draft is not verified
 
     def __init__(
         self,
@@ -152,7 +156,7 @@ class Llama(PatchedLlama):
         if not isinstance(model_path, Engine):
             model_path = Engine(Config.make(model_path, **options))
         engine = self._engine = model_path
-        self._one_output = not engine.config.gate_input
+        self._one_output, self._n_draft = not engine.config.gate_input, engine.n_draft
         set_log(engine.keywords["verbose"])
         try:
             with engine.loading() as self._overrides:
@@ -166,12 +170,26 @@ class Llama(PatchedLlama):
             engine.attach(self.context_handle)
             engine.loaded(self.context_handle, functools.partial(memory_sizes, self), adapters=bool(engine.config.llama_cpp.get("lora_path")))
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
+            if engine.config.spec_type:
+                self._make_drafts()
             if engine.config.context_shift:
                 self._context_shift = ContextShift(self, engine.config.n_keep)
                 self.unbounded_context()
         except BaseException:
             self.close()
             raise
+
+    def _make_drafts(self) -> None:
+        """Raises OptionError for what the server alone can do, or nobody."""
+        config = self.engine.config
+        if config.spec_type != TEXT_DRAFTS:
+            raise OptionError(f"`spec_type` {config.spec_type}: moeoff serve makes such drafts; here they are made from the text itself ({TEXT_DRAFTS})")
+        if config.context_shift or config.repeatable:
+            raise OptionError("`spec_type`: neither with `context_shift` nor in a run that repeats: how long a draft is depends on time")
+        if self.n_batch <= MOST:
+            raise OptionError(f"`spec_type`: needs batches (`n_batch`) of more than {MOST} tokens")
+        self._drafts = TextDrafts()
+        self.draft_with(self._drafts)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, here or in another process, is opened with: the same options, and a text of its own."""
@@ -226,7 +244,20 @@ class Llama(PatchedLlama):
         self.engine.sizer.before(1, moves_state=True)
         return function()
 
-    eval = _in_turn("eval")
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As llama_cpp's; the tokens of a draft give logits, each of them."""
+        self._turn(self._eval, tokens)
+
+    def _eval(self, tokens: Sequence[int]) -> None:
+        n_draft = 0
+        if self._drafts is not None:
+            n_draft, self._drafts.n = self._drafts.n, 0
+        if not 1 < len(tokens) <= n_draft + 1:
+            super().eval(tokens)
+            return
+        with self.batches_as(decode=True):
+            self.verify_draft(tokens)
+
     reset = _in_turn("reset")
     embed = _in_turn("embed")
     save_state = _in_turn("save_state", changes=False)
@@ -242,6 +273,8 @@ class Llama(PatchedLlama):
 
     def sample(self, *args: Any, **options: Any) -> int:
         """As llama_cpp's, but not with the settings of the answer before."""
+        idx = options.get("idx")
+        self._drawn_behind = self.n_tokens if idx is None else idx + 1
         return super().sample(*args, **options) if self.turns.inside else self._turn(functools.partial(self._sample, *args, **options), changes=False)
 
     def _sample(self, *args: Any, **options: Any) -> int:
@@ -265,6 +298,8 @@ class Llama(PatchedLlama):
         decodes = is_decode(spans)
         engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes)
         started = time.perf_counter()
+        if self._drafts is not None:
+            self._drafts.length.begin(spans, decodes, started)
         cancellation = engine.cancellation
         with cancellation.in_progress(), self._core_binding or contextlib.nullcontext(), errors_unless(lambda: cancellation.requested):
             try:
@@ -301,13 +336,19 @@ class Llama(PatchedLlama):
     def _generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         before = self.stats()
         answer = super().generate
+        if self._drafts is not None:
+            self._drafts.n, self._drawn_behind = 0, self.n_ctx()
         if self.engine.quality.simulates:
             self._forget_what_was_not_followed(args[0] if args else kwargs["tokens"])
         try:
             yield from self._context_shift.generate(self, answer, *args, **kwargs) if self._context_shift else answer(*args, **kwargs)
         finally:
-            if self._on_stats and self.turns.here and not self.turns.closed:
-                self._tell(self._on_stats, self.stats().since(before))
+            if self.turns.here and not self.turns.closed:
+                if self._drafts is not None:  # it may end within a draft
+                    self.forget_behind(self._drawn_behind)
+                    self.engine.reject_drafts({0: self.n_tokens})
+                if self._on_stats:
+                    self._tell(self._on_stats, self.stats().since(before))
 
     def _tell(self, on_stats: Callable[[Stats], None], stats: Stats) -> None:
         """What it raises would end nowhere where llama_cpp drops the generator of tokens: the turn raises it."""
@@ -352,7 +393,9 @@ class Llama(PatchedLlama):
 
     def stats(self) -> Stats:
         """Statistics since the model was opened, or since `reset_stats()`."""
-        return self.turns.read(self.engine.stats)
+        stats: Stats = self.turns.read(self.engine.stats)
+        length = self._drafts.length if self._drafts else None
+        return stats if length is None else replace(stats, draft_length=length.best, drafts_gain=length.gain)
 
     def reset_stats(self) -> None:
         self.turns.read(self.engine.reset_stats)

@@ -36,6 +36,7 @@ class Timing:
     prompt_seconds: float = 0.0
     gen_tokens: int = 0
     gen_seconds: float = 0.0
+    drafts_rejected: int = 0
 
     def add(self, n_tokens: int, seconds: float, decode: bool) -> None:
         if decode:
@@ -105,7 +106,7 @@ class Stats:
     prompt_tps: float = _figure("Their rate.", "tokens per second", 0.0)
     gen_tokens: int = _figure("Tokens that were decoded, of all answers.", "tokens", counter=True, metric="decoded_tokens")
     gen_seconds: float = _figure("Time inside llama_decode for them.", "seconds", 0.0, counter=True)
-    gen_tps: float = _figure("Their rate.", "tokens per second", 0.0)
+    gen_tps: float = _figure("Their rate, without the tokens of drafts that were rejected.", "tokens per second", 0.0)
     cpu_seconds: float = _figure("CPU time of the process, of all threads.", "seconds", 0.0, counter=True)
     driver_seconds: float = _figure("Time in which policies and predictors ran.", "seconds", 0.0, counter=True)
     events_dropped: int = _figure(
@@ -138,8 +139,11 @@ class Stats:
     )
     fetch_rate: float | None = _figure("Of these, the share that was resident when their router selected.", "share", None)
     good_pred: float | None = _figure("prediction_accuracy times fetch_rate.", "share", None)
-    drafts_on: bool | None = _figure("Whether a server's drafts pay at the moment, as measured; None: it makes none.", default=None, metric="drafts_on")
-    drafts_gain: float | None = _figure("Speed with them relative to without, minus 1, when it was last compared.", "share", None)
+    draft_length: int | None = _figure("Tokens that are drafted at a time, as it pays at the moment; None: no drafts.", default=None, metric="draft_length")
+    drafts_rejected: int = _figure("Of gen_tokens, those of drafts that were rejected.", "tokens", counter=True, metric="drafts_rejected")
+    drafts_gain: float | None = _figure(
+        "Speed with drafts relative to without, minus 1, by what batches took and how many tokens were accepted.", "share", None
+    )
 
     expert_uses: int = _figure("Experts that gates chose for a token.", "experts", counter=True)
     experts_per_token: int = _figure("Experts that all gates together choose for a token.", "experts")
@@ -242,7 +246,8 @@ def _native_name(name: str) -> str:
 
 def _rates(counted: Mapping[str, float]) -> dict[str, Any]:
     uses = counted["demand_hits"] + counted["demand_misses"]
-    rates = {f"{kind}_tps": counted[f"{kind}_tokens"] / seconds if (seconds := counted[f"{kind}_seconds"]) else 0.0 for kind in ("prompt", "gen")}
+    n_tokens = {"prompt": counted["prompt_tokens"], "gen": counted["gen_tokens"] - counted["drafts_rejected"]}
+    rates = {f"{kind}_tps": n / seconds if (seconds := counted[f"{kind}_seconds"]) else 0.0 for kind, n in n_tokens.items()}
     return rates | {"hit_rate": counted["demand_hits"] / uses if uses else 0.0}
 
 

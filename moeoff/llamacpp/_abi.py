@@ -421,7 +421,7 @@ class ServerHooks(Structure):
         ("buffer", c_void_p),
         ("overrides", c_void_p),
         ("ending", POINTER(c_int32)),
-        ("drafting", POINTER(c_int32)),
+        ("draft_max", POINTER(c_int32)),
         ("expert_uses", c_int64),
         ("loaded", CFUNCTYPE(c_int, c_void_p, c_void_p)),
         ("ready", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)),

@@ -253,7 +253,7 @@ class _Sampler(_internals.LlamaSampler):
                 raise MoeoffError(str(error)) from None
         scores = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),)).copy()
         for processor in self.processors:
-            scores[:] = processor(llama._input_ids, scores)
+            scores[:] = processor(llama._input_ids[: llama.n_tokens + 1 + idx], scores)  # behind it are drafts
         tokens = np.zeros(len(scores), _TOKENS)
         tokens["id"], tokens["logit"] = np.arange(len(scores)), scores
         array = api.llama_token_data_array(tokens.ctypes.data_as(api.llama_token_data_p), len(tokens), -1, False)
@@ -354,6 +354,7 @@ class PatchedLlama(_AnyLlama):
     _sampler_class = _Sampler
     _n_sequences = 1  # that the context holds side by side
     _unified = False  # they share all of it, and have not a part of it each
+    _n_draft = 0  # tokens of a draft in a batch, which give logits as well
     _keeps_sampler = False
     _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
 
@@ -381,7 +382,7 @@ class PatchedLlama(_AnyLlama):
 
         self._progress_callback = api.llama_progress_callback(report)
         wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
-        self._n_outputs_max = self._n_sequences if self._one_output and not wants_all else 0
+        self._n_outputs_max = self._n_sequences + self._n_draft if self._one_output and not wants_all else 0
         with _collected_errors() as errors:
             try:
                 with assertions_raise():
@@ -446,7 +447,7 @@ class PatchedLlama(_AnyLlama):
     @property
     def output_bytes(self) -> int:
         """Bytes of the logits that llama.cpp and llama_cpp keep."""
-        rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
+        rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences + self._n_draft
         return 4 * self._n_vocab * rows
 
     def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
@@ -531,6 +532,29 @@ class PatchedLlama(_AnyLlama):
         for i in range(len(tokens)):
             batch.batch.logits[i] = n_past + i >= first_output
         self._ctx.decode(batch)
+
+    def draft_with(self, drafts: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Has `generate` verify, together with each token that it drew, those that `drafts` returns for the text so far.
+
+        Raises:
+            OptionError: the model cannot forget those that it rejects.
+        """
+        if self._is_recurrent or self._is_hybrid:
+            raise OptionError("`spec_type`: this model's recurrent layers cannot go back behind a draft that is rejected; moeoff serve keeps their states")
+        self.draft_model = drafts  # to the constructor it would mean that the logits of the whole context are kept
+
+    def verify_draft(self, tokens: Sequence[int]) -> None:
+        """As `eval`, but each token gives logits, for `sample` to draw behind."""
+        n = self.n_tokens
+        self._ctx.kv_cache_seq_rm(-1, n, -1)
+        self.decode_batch(tokens, n)
+        self.input_ids[n : n + len(tokens)] = tokens
+        self.n_tokens, self._requires_eval = n + len(tokens), False
+
+    def forget_behind(self, n: int) -> None:
+        """Forgets what was computed behind the first n tokens of the text."""
+        if n < self.n_tokens:
+            self.n_tokens, self._requires_eval = n, True
 
     def batch_logits(self, n: int) -> np.ndarray:
         """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""

@@ -1,4 +1,4 @@
-"""Models that a server loads in addition: a projector for pictures and sound, a draft model. What they take, and when drafts pay.
+"""Models that a server loads in addition: a projector for pictures and sound, a draft model. What they take.
 
 Knows llama.cpp's plans of them, and of the budget only whether it holds their headers: nothing is loaded here.
 """
@@ -9,18 +9,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..budget.dry_load import dry_load_whole, embedding_width
 from ..budget.plan import require_header_room
-from ..engine.comparison import ABTest
 from ..errors import ModelError, OptionError
 from ..gguf.model_index import ModelIndex
 from ..gguf.preflight import preflight
-from ..options import ServerOptions
-from ..routing.batch import Span
+from ..options import Config, ServerOptions
 
 _OWN_LAYERS = "draft-mtp"
 _DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself
@@ -28,7 +24,6 @@ _TOLD_BY_FILE = ("dflash",)  # and where it does
 _WANT_SECTIONS, _SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"  # pictures of theirs have positions in three directions, if the file says how
 # a projector is planned in a process of its own, which ends if the file lacks what llama.cpp computes with
 _PLAN = "import json, sys; from moeoff.server.library import projector_memory; print(json.dumps(projector_memory(sys.argv[1:])))"
-WINDOW = 4  # batches whose tokens and time are taken together: one alone may have gained 1 token or all of its draft
 
 
 @dataclass(frozen=True)
@@ -48,12 +43,12 @@ class ExtraModels:
     nextn: bool = False
 
     @classmethod
-    def of(cls, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, budget: int) -> ExtraModels:
+    def of(cls, model_index: ModelIndex, n_ctx: int, config: Config, options: ServerOptions, budget: int) -> ExtraModels:
         """Looks at their files.
 
         Args:
             model_index: of the model.
-            keywords: of llama_cpp.Llama, with which the model is opened.
+            config: with which the model is opened.
             budget: of the process.
 
         Raises:
@@ -62,9 +57,10 @@ class ExtraModels:
             OptionError: the model has not what drafts shall be made with.
         """
         resident = computing = 0
+        keywords = config.keywords
         if options.mmproj is not None:
             resident, computing = _projector(model_index, options.mmproj, options, bool(keywords.get("flash_attn")), budget)
-        spec_type, draft = options.spec_type, None
+        spec_type, draft = config.spec_type, None
         if options.draft is not None:
             draft = ModelIndex.read(options.draft)
             require_header_room(options.draft, draft.header_memory, budget)
@@ -110,51 +106,3 @@ def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash
             f"{path}: makes embeddings of {width} numbers, expected {expected} as in {os.path.basename(model_index.files[0])}: it belongs to another model"
         )
     return weights + header_memory, computing
-
-
-class DraftJudge:
-    """Turns drafts off while they cost more, in reads of tokens that are thrown away, than they gain: compares windows of a few batches each.
-
-    Told of every batch before it is computed. The drafts of a batch are made already when it begins: what is said counts for the next.
-    """
-
-    def __init__(self) -> None:
-        self._test = ABTest(block=1, skip=0)
-        self._firsts: dict[int, int] = {}  # of each sequence in the batch before, its first position
-        self._last = 0.0
-        self._clear()
-
-    def _clear(self) -> None:
-        """A new window begins with the next batch but one, the first that was drafted, or not, as is said now."""
-        self._n, self._tokens, self._seconds = -1, 0, 0.0
-
-    @property
-    def on(self) -> bool:
-        return self._test.on
-
-    @property
-    def gain(self) -> float | None:
-        """Tokens per second with drafts, relative to without, minus 1, as last compared."""
-        return self._test.gain
-
-    def begin(self, spans: Mapping[int, Span], decodes: bool, now: float) -> None:
-        """A sequence has gained what its first position has moved by since the batch before: what was accepted of a draft, and one more.
-
-        Args:
-            decodes: nothing of the batch is a prompt.
-            now: in seconds.
-        """
-        seconds, self._last = now - self._last, now
-        before, self._firsts = self._firsts, {sequence: span.first for sequence, span in spans.items()} if decodes else {}
-        if not decodes or before.keys() != self._firsts.keys():  # others decode now, or a prompt came between
-            self._clear()
-            return
-        self._n += 1
-        if self._n == 0:
-            return
-        self._tokens += sum(first - before[sequence] for sequence, first in self._firsts.items())
-        self._seconds += seconds
-        if self._n == WINDOW:
-            if self._tokens > 0:
-                self._test.token(int(1e9 * self._seconds / self._tokens))
-            self._clear()

@@ -20,6 +20,7 @@ import numpy as np
 
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
 from ..budget.plan import MemoryPlan, require_header_room
+from ..engine.drafts import DraftLength
 from ..engine.engine import Engine
 from ..engine.explanation import explain
 from ..engine.stats import LayerHits, Metric, Stats
@@ -32,7 +33,7 @@ from ..routing.batch import is_decode, spans_of
 from ..system.console import note
 from ..system.memory import Budget, format_size, rss, share_malloc_arenas, trim
 from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
-from .extra_models import DraftJudge, ExtraModels
+from .extra_models import ExtraModels
 from .library import c_arguments, check_arguments, check_templates, hooks, library, states, write_text
 from .log import ErrorPipe, first_error
 from .prompts_on_disk import EvictedPrompt, PromptsOnDisk, StoredPrompt, folder, identity
@@ -77,6 +78,10 @@ class _ServedEngine(Engine):
         unified, n = options.kv_unified, options.parallel or PARALLEL
         super().__init__(config, model_index, budget, n_sequences=n, extras=extras, loaded=loaded, nextn=nextn, unified=unified)
         self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
+
+    @property
+    def n_draft(self) -> int:
+        return 0  # llama-server plans for drafts by itself
 
     def _plan_more(self) -> None:
         room = self.budget.most - self.planned.fixed
@@ -123,8 +128,8 @@ class Server:
         self._started, self._decodes = 0.0, True
         self._batch_error: Exception | None = None
         self._between = threading.Lock()  # what happens between decodes, on the serving thread and on others
-        self._judge = DraftJudge() if self._options.drafts else None
-        self._ending, self._drafting = c_int32(0), c_int32(1)
+        self._drafts = DraftLength() if self._options.draft or self.engine.config.spec_type else None
+        self._ending, self._draft_max = c_int32(0), c_int32(self._drafts.best if self._drafts else 0)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
         self._n_batches, self._computes = 0, False
@@ -159,9 +164,10 @@ class Server:
         config = replace(config, n_ctx=n_ctx)
         embedding = model_index.dense.get(EMBEDDING)
         n_vocab = embedding.shape[1] if embedding else _MANY
-        extras = ExtraModels.of(model_index, n_ctx, config.keywords, options, budget.most)
+        extras = ExtraModels.of(model_index, n_ctx, config, options, budget.most)
         pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
-        self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
+        config = replace(config, spec_type=extras.spec_type)
+        self._options = replace(options, pooling="mean" if pools else options.pooling)
         computing = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
         engine = _ServedEngine(config, model_index, budget, self._options, extras=computing, loaded=extras.resident + loaded, nextn=extras.nextn)
         self._options = replace(self._options, kv_disk=self._disk_bound())
@@ -305,7 +311,7 @@ class Server:
         """What happened since the start."""
         with self._between:
             stats = self.engine.stats()
-        return stats if self._judge is None else replace(stats, drafts_on=self._judge.on, drafts_gain=self._judge.gain)
+        return stats if self._drafts is None else replace(stats, draft_length=self._drafts.best, drafts_gain=self._drafts.gain)
 
     def set_memory(self, memory: str | int) -> None:
         """Moves the budget; answers that are computed go on.
@@ -330,7 +336,7 @@ class Server:
                 buffer=engine.buffer.handle,
                 overrides=overrides.address,
                 ending=ctypes.pointer(self._ending),
-                drafting=ctypes.pointer(self._drafting),
+                draft_max=ctypes.pointer(self._draft_max),
                 expert_uses=engine.expert_uses,
                 page=_PAGE.read_bytes(),
                 **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._on_request},
@@ -386,7 +392,7 @@ class Server:
 
     def _ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None) -> int:
         """Everything that the server allocates is allocated: the arena gets what is left."""
-        if self._options.drafts and no_drafts is not None:
+        if self._drafts is not None and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         engine = self.engine
 
@@ -400,7 +406,7 @@ class Server:
         adapters = any(argument.startswith("--lora") for argument in self._options.args)
         engine.loaded(ctx, sizes, adapters=adapters, watches=engine.config.warm)
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
-        if engine.keywords.get("numa") is None and not self._options.drafts and not self._options.mmproj:
+        if engine.keywords.get("numa") is None and self._drafts is None and not self._options.mmproj:
             self._core_binding = CoreBinding(ctx)
         return int(self._stopping)
 
@@ -417,9 +423,9 @@ class Server:
             self._decodes = is_decode(spans)
             self._n_batches, self._computes = self._n_batches + 1, True
             self._started = time.perf_counter()
-            if self._judge is not None:
-                self._judge.begin(spans, self._decodes, self._started)
-                self._drafting.value = self._judge.on
+            if self._drafts is not None:
+                self._drafts.begin(spans, self._decodes, self._started)
+                self._draft_max.value = self._drafts.best
             if self._serves.is_set():
                 with self._between:
                     self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes)

@@ -1,4 +1,4 @@
-"""Models that a server loads in addition: what drafts, a draft model or the model's own next-token layers, changes no text, and is judged by what it gains;
+"""Models that a server loads in addition: what drafts, a draft model or the model's own next-token layers, changes no text;
 pictures, through a small random projector, change it as in llama-server."""
 
 from __future__ import annotations
@@ -22,54 +22,17 @@ from helpers.files import PROSE, flip_bit
 from helpers.models import with_metadata
 from helpers.servers import Served, needed, said_of_each, stock_server
 from moeoff.budget.dry_load import dry_load
-from moeoff.engine.comparison import HOLD
 from moeoff.experts.convert import convert
 from moeoff.experts.profile import Profile, profile_path
 from moeoff.experts.sidecar import Sidecar
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config
 from moeoff.policies.score import NAMES
-from moeoff.routing.batch import Span
 from moeoff.routing.trace import Trace
-from moeoff.server.extra_models import WINDOW, DraftJudge
 
 DRAFTS = {"n_ctx": 256, "parallel": 1, "n_threads": 2, "expert_memory": 8 << 20}
 PROMPTS = ["one two three", "The heron stood in the", "4 + 4 ="]
 PICTURES = {"n_ctx": 512, "parallel": 1, "n_threads": 2, "expert_memory": 4 << 20}
-
-
-# the judge of drafts, on made-up answers: each batch with drafts gains some tokens and takes longer
-
-
-def drafted_share(judge: DraftJudge, batches: int, accepted: float, costs: float, n_slots: int = 2) -> float:
-    """Returns the share of batches that had drafts. A batch without takes 10 ms; with, `costs` as long."""
-    rng, now, drafted, n_drafted = np.random.default_rng(0), 0.0, judge.on, 0
-    first = np.zeros(n_slots, int)
-    for _ in range(batches):
-        judge.begin({slot: Span(int(f), int(f) + 1, 1, True) for slot, f in enumerate(first)}, True, now)
-        n_drafted += drafted
-        now += 0.01 * rng.uniform(0.95, 1.05) * (costs if drafted else 1.0)
-        first += 1 + (rng.binomial(4, accepted / 4, n_slots) if drafted else 0)
-        drafted = judge.on  # drafts of the next batch are made before it begins
-    return n_drafted / batches
-
-
-@pytest.mark.parametrize("accepted, costs, faster", [(2.0, 1.5, True), (0.5, 2.5, False), (1.0, 2.5, False), (1.0, 1.2, True)])
-def test_keeps_what_is_faster(accepted, costs, faster):
-    judge = DraftJudge()
-    drafted_share(judge, 64 * (WINDOW + 1) + 10, accepted, costs)
-    assert judge.on == faster and judge.gain == pytest.approx((1 + accepted) / costs - 1, abs=0.2)
-
-
-def test_what_does_not_pay_is_seldom_tried():
-    assert drafted_share(DraftJudge(), 16 * HOLD * WINDOW, 0.2, 2.0) < 0.05
-
-
-def test_a_prompt_between_is_no_time_of_an_answer():
-    judge = DraftJudge()
-    for i in range(1000):
-        judge.begin({0: Span(i, i + 1, 1, True)}, i % WINDOW != 0, float(i))
-    assert judge.gain is None
 
 
 # drafts
@@ -143,7 +106,7 @@ def test_a_draft_model(demo, tmp_path):
         expected = texts(it.url)[0]
     with Served(demo, draft=demo, **DRAFTS) as it:
         found, drafted, accepted = texts(it.url)
-        assert "moeoff_drafts_on" in httpx.get(f"{it.url}/metrics", timeout=300).text
+        assert "moeoff_draft_length" in httpx.get(f"{it.url}/metrics", timeout=300).text
     assert found == expected and 0.5 * drafted < accepted <= drafted
 
 

@@ -362,7 +362,7 @@ def test_drafts_change_no_text(server, demo):
     request = {"model": "demo", "prompt": "one two three one two three one two", "max_tokens": 100, "temperature": 0}
     drafting = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "-np", "1", "-q", "--spec-type", "ngram-simple")
     texts = [one.client().completions.create(**request).choices[0].text for one in (server, drafting)]
-    assert texts[0] == texts[1] and "moeoff_drafts_on" in drafting.metrics() and "moeoff_drafts_on" not in server.metrics()
+    assert texts[0] == texts[1] and "moeoff_draft_length" in drafting.metrics() and "moeoff_draft_length" not in server.metrics()
     code, text = drafting.stop(signal.SIGTERM)
     assert code == 0 and request_lines(text) == []
 

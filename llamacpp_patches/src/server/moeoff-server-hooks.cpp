@@ -385,8 +385,8 @@ void server_listens(const std::string & url) {
     }
 }
 
-bool server_drafting() {
-    return server_hooks == nullptr || *server_hooks->drafting != 0;
+int32_t server_draft_max() {
+    return server_hooks == nullptr ? INT32_MAX : *server_hooks->draft_max;
 }
 
 bool server_ends_on_purpose() {

@@ -41,7 +41,7 @@ struct moeoff_server_hooks {
 
     const int32_t * ending; // not 0: what is computed is ended, and then the server
 
-    const int32_t * drafting; // 0: no drafts are made now, though there is something to make them with
+    const int32_t * draft_max; // tokens of a draft, at most; it may change between batches
 
     int64_t expert_uses; // of one token: experts that it uses, in all layers together
 

@@ -1,0 +1,143 @@
+"""Speculative decoding: how many tokens are drafted ahead of the model, and drafts that are found in the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..routing.batch import Span
+
+MOST = 16  # tokens of a draft
+TEXT_DRAFTS = "ngram-simple"  # llama-server's name
+_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # that a token is accepted, and how many tries that counts as
+_FORGET = 0.94  # what a try counts after the next one: acceptance changes with the text
+_SMOOTH = 0.25  # weight of a batch's time
+_SLOPE = 0.25  # of a token more in a batch, before one was timed: less than it will be, so that it is tried
+_MARGIN = 1.02  # a draft is worth no less
+_WAIT, _LONGEST_WAIT = 8, 256  # batches between two tries of another length
+_NGRAM = 3
+
+
+class DraftLength:
+    """Chooses, batch by batch, how many tokens to draft: as many as give the most tokens per second.
+
+    A batch of n tokens reads the union of their experts, so what a draft costs depends on model, cache and disk, and what it gains on the text. Both are
+    measured: the share in which a draft's first, second, ... token is accepted where those before it were, and the seconds of a batch of n tokens.
+    Lengths that were not timed yet are taken for cheap, and now and then another one is tried; the longer drafts do not pay, the more seldom.
+
+    Told of every batch before it is computed. The drafts of a batch may be made already when it begins: `best` counts for the next.
+    """
+
+    def __init__(self, most: int = MOST):
+        self._most = most
+        self._tried, self._accepted = np.zeros(most), np.zeros(most)
+        self._seconds: dict[int, float] = {}  # by tokens for each sequence
+        self._spans: dict[int, Span] = {}  # of the batch before, if it was decoded
+        self._last = 0.0
+        self._wait, self._since, self._longer = _WAIT, 0, False
+        self._paid = True
+        self._trial: int | None = None
+        self._best = 1
+
+    @property
+    def best(self) -> int:
+        """Tokens to draft for each sequence, at most."""
+        return self._best if self._trial is None else self._trial
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens per second with drafts of this length, relative to none, minus 1; None before both were timed."""
+        rates = self._rates() if len(self._seconds) > 1 else None
+        return None if rates is None else float(rates[self._best] / rates[0] - 1)
+
+    def begin(self, spans: Mapping[int, Span], decodes: bool, now: float) -> None:
+        """Learns from the batch before: a sequence has gained what its first position has moved by, one token and what was accepted of its draft.
+
+        Args:
+            decodes: nothing of the batch is a prompt.
+            now: in seconds.
+        """
+        seconds, self._last = now - self._last, now
+        before, self._spans = self._spans, dict(spans) if decodes else {}
+        if not before or before.keys() != self._spans.keys():  # a prompt came between, or others decode now
+            self._since = self._wait  # another text
+            return
+        n_drafted = [span.n_tokens - 1 for span in before.values()]
+        n_accepted = [min(max(spans[sequence].first - span.first - 1, 0), span.n_tokens - 1) for sequence, span in before.items()]
+        for drafted, accepted in zip(n_drafted, n_accepted):
+            self._count(drafted, accepted)
+        if min(n_drafted) == max(n_drafted) <= self._most:
+            n, usual = n_drafted[0] + 1, self._seconds.get(n_drafted[0] + 1)
+            self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
+        self._choose(max(n_drafted), n_accepted == n_drafted)
+
+    def _count(self, n_drafted: int, n_accepted: int) -> None:
+        n = min(n_drafted, n_accepted + 1, self._most)  # what comes behind a rejected token was not tried
+        self._tried[:n] = 1 + _FORGET * self._tried[:n]
+        self._accepted[:n] *= _FORGET
+        self._accepted[: min(n_accepted, n)] += 1
+
+    def _rates(self) -> np.ndarray | None:
+        """[most + 1] tokens per second by length of the draft."""
+        if not self._seconds:
+            return None
+        chance, chances = _PRIOR, np.empty(self._most)
+        for i, (tried, accepted) in enumerate(zip(self._tried, self._accepted)):
+            chance = chances[i] = (accepted + _PRIOR_WEIGHT * chance) / (tried + _PRIOR_WEIGHT)
+        gained = 1 + np.concatenate([[0], np.cumsum(np.cumprod(chances))])
+        timed = sorted(self._seconds)
+        times = [self._seconds[n] for n in timed]
+        one = self._seconds.get(1) or times[0] / (1 + _SLOPE * (timed[0] - 1))
+        slope = (times[-1] - one) / (timed[-1] - 1) if timed[-1] > 1 else _SLOPE * one
+        lengths = np.arange(1, self._most + 2)
+        seconds = np.where(lengths > timed[-1], times[-1] + max(slope, 0) * (lengths - timed[-1]), np.interp(lengths, [1, *timed], [one, *times]))
+        rates: np.ndarray = gained / seconds
+        return rates
+
+    def _choose(self, n_drafted: int, were_accepted: bool) -> None:
+        """Behind a batch with so long a draft, of which nothing was rejected."""
+        rates = self._rates()
+        if rates is None:
+            return
+        longest = int(np.argmax(rates))
+        self._best = longest if rates[longest] > _MARGIN * rates[0] else 0
+        if self._trial is not None and (n_drafted > 0) == (self._trial > 0):  # it was tried; a text without a draft cannot try one
+            self._trial = None
+            if n_drafted > 0 and self._best == 0 and were_accepted:  # perhaps the text repeats itself from here on
+                self._since = self._wait
+        self._since += 1
+        if self._since < self._wait:
+            return
+        pays = self._best > 0
+        self._wait = _WAIT if pays != self._paid else min(2 * self._wait, _LONGEST_WAIT)
+        self._paid, self._since, self._longer = pays, 0, not self._longer
+        self._trial = min(2 * self._best, self._most) if self._longer and pays else self._best // 2 if pays else 1
+
+
+class TextDrafts:
+    """Drafts from the text itself: what followed when its last three tokens stood there before (prompt lookup). For code that is edited, JSON, quotes.
+
+    Attributes:
+        length: how long they are.
+        n: tokens of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.length = DraftLength()
+        self.n = 0
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        """The draft for a text [n], at most `length.best` tokens."""
+        best, n_seen = self.length.best, len(tokens) - _NGRAM
+        draft = tokens[:0]
+        if best > 0 and n_seen > 0:
+            is_same = np.ones(n_seen, bool)
+            for i in range(_NGRAM):
+                is_same &= tokens[i : n_seen + i] == tokens[n_seen + i]
+            places = np.flatnonzero(is_same)
+            if len(places):
+                start = int(places[-1]) + _NGRAM
+                draft = tokens[start : start + best]
+        self.n = len(draft)
+        return draft.copy()
