@@ -32,9 +32,9 @@ class DraftLength:
     def __init__(self, most: int = MOST):
         self._most = most
         self._tried, self._accepted = np.zeros(most), np.zeros(most)
-        self._seconds: dict[int, float] = {}  # by tokens for each sequence
+        self._seconds: dict[int, float] = {}  # by tokens of a sequence, in the mean
         self._spans: dict[int, Span] = {}  # of the batch before, if it was decoded
-        self._last = 0.0
+        self._n_sequences, self._last = 0, 0.0
         self._wait, self._since, self._longer = _WAIT, 0, False
         self._paid = True
         self._trial: int | None = None
@@ -63,12 +63,16 @@ class DraftLength:
         if not before or before.keys() != self._spans.keys():  # a prompt came between, or others decode now
             self._since = self._wait  # another text
             return
+        if len(before) != self._n_sequences:  # whose times cannot be compared
+            self._n_sequences = len(before)
+            self._seconds.clear()
         n_drafted = [span.n_tokens - 1 for span in before.values()]
         n_accepted = [min(max(spans[sequence].first - span.first - 1, 0), span.n_tokens - 1) for sequence, span in before.items()]
         for drafted, accepted in zip(n_drafted, n_accepted):
             self._count(drafted, accepted)
-        if min(n_drafted) == max(n_drafted) <= self._most:
-            n, usual = n_drafted[0] + 1, self._seconds.get(n_drafted[0] + 1)
+        n = 1 + round(sum(n_drafted) / len(n_drafted))
+        if n <= self._most + 1:
+            usual = self._seconds.get(n)
             self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
         self._choose(max(n_drafted), n_accepted == n_drafted)
 
