@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from llama_cpp import LogitsProcessorList
 
 import moeoff
 from moeoff import OptionError
@@ -83,7 +84,7 @@ CALLS = {
     "a processor that looks at the text": {
         "temperature": 0,
         "max_tokens": 40,
-        "logits_processor": lambda ids, scores: np.where(np.arange(len(scores)) == ids[-5], -np.inf, scores).astype(np.float32),
+        "logits_processor": LogitsProcessorList([lambda ids, scores: np.where(np.arange(len(scores)) == ids[-5], -np.inf, scores).astype(np.float32)]),
     },
     "greedy again": {"temperature": 0, "max_tokens": 100},
 }
