@@ -144,4 +144,4 @@ class TextDrafts:
                 start = int(places[-1]) + _NGRAM
                 draft = tokens[start : start + best]
         self.n = len(draft)
-        return draft.copy()
+        return np.array(draft)

@@ -541,7 +541,7 @@ class PatchedLlama(_AnyLlama):
         """
         if self._is_recurrent or self._is_hybrid:
             raise OptionError("`spec_type`: this model's recurrent layers cannot go back behind a draft that is rejected; moeoff serve keeps their states")
-        self.draft_model = drafts  # to the constructor it would mean that the logits of the whole context are kept
+        self.draft_model = drafts  # type: ignore[assignment]  # any callable does; to the constructor it would mean that the logits of the whole context are kept
 
     def verify_draft(self, tokens: Sequence[int]) -> None:
         """As `eval`, but each token gives logits, for `sample` to draw behind."""

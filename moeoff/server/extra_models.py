@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from ..budget.dry_load import dry_load_whole, embedding_width
 from ..budget.plan import require_header_room
@@ -68,7 +69,9 @@ class ExtraModels:
             spec_type = spec_type or _spec_type(draft)
         nextn = _OWN_LAYERS in (spec_type or "").split(",")
         if draft is not None:
-            shared = {name: keywords[name] for name in ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn") if name in keywords}
+            shared: dict[str, Any] = {
+                name: keywords[name] for name in ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn") if name in keywords
+            }
             resident += draft.header_memory + dry_load_whole(draft, n_ctx, shared, (), options.parallel or 1, nextn).llama_cpp
         elif nextn and not model_index.n_nextn:
             raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
