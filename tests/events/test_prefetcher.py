@@ -204,7 +204,7 @@ with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_t
     needs, buffer = llm.engine.plan.fixed, llm.engine.buffer
     llm.set_memory(needs + (12 << 20))
     llm.eval([10, 300, 500, 700])
-    for mib in (4, 14, 14):
+    for mib in (2, 14, 14):
         llm.set_memory(needs + (mib << 20))
         before = None
         while before != (before := buffer.stats().arena_bytes):  # what is lent changes behind a batch, and is told with the next
@@ -220,7 +220,7 @@ def test_the_policy_follows_the_budget(demo, strategy):
     done = subprocess.run([sys.executable, "-c", FOLLOWS, demo, strategy], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     low, *high = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
-    assert len(high) == 2 and min(high)[0] > 1.4 * low[0]  # all 384 experts, and 255 or some more as the process takes less
+    assert len(high) == 2 and min(high)[0] > 1.4 * low[0]  # all 384 experts, and about 290, since rows that no token named leave their cache to experts
     for told, holds in (low, *high):
         assert told == pytest.approx(holds, rel=0.02, abs=1)  # a change of less than 1 % is not told
 
