@@ -189,7 +189,7 @@ class Llama(PatchedLlama):
         if self.n_batch <= MOST:
             raise OptionError(f"`spec_type`: needs batches (`n_batch`) of more than {MOST} tokens")
         self._drafts = TextDrafts()
-        self.draft_with(self._drafts)
+        self._draft_with(self._drafts)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, here or in another process, is opened with: the same options, and a text of its own."""
@@ -256,7 +256,7 @@ class Llama(PatchedLlama):
             super().eval(tokens)
             return
         with self.batches_as(decode=True):
-            self.verify_draft(tokens)
+            self._verify_draft(tokens)
 
     reset = _in_turn("reset")
     embed = _in_turn("embed")
@@ -345,7 +345,7 @@ class Llama(PatchedLlama):
         finally:
             if self.turns.here and not self.turns.closed:
                 if self._drafts is not None:  # it may end within a draft
-                    self.forget_behind(self._drawn_behind)
+                    self._forget_behind(self._drawn_behind)
                     self.engine.reject_drafts({0: self.n_tokens})
                 if self._on_stats:
                     self._tell(self._on_stats, self.stats().since(before))

@@ -533,7 +533,7 @@ class PatchedLlama(_AnyLlama):
             batch.batch.logits[i] = n_past + i >= first_output
         self._ctx.decode(batch)
 
-    def draft_with(self, drafts: Callable[[np.ndarray], np.ndarray]) -> None:
+    def _draft_with(self, drafts: Callable[[np.ndarray], np.ndarray]) -> None:
         """Has `generate` verify, together with each token that it drew, those that `drafts` returns for the text so far.
 
         Raises:
@@ -543,7 +543,7 @@ class PatchedLlama(_AnyLlama):
             raise OptionError("`spec_type`: this model's recurrent layers cannot go back behind a draft that is rejected; moeoff serve keeps their states")
         self.draft_model = drafts  # type: ignore[assignment]  # any callable does; to the constructor it would mean that the logits of the whole context are kept
 
-    def verify_draft(self, tokens: Sequence[int]) -> None:
+    def _verify_draft(self, tokens: Sequence[int]) -> None:
         """As `eval`, but each token gives logits, for `sample` to draw behind."""
         n = self.n_tokens
         self._ctx.kv_cache_seq_rm(-1, n, -1)
@@ -551,7 +551,7 @@ class PatchedLlama(_AnyLlama):
         self.input_ids[n : n + len(tokens)] = tokens
         self.n_tokens, self._requires_eval = n + len(tokens), False
 
-    def forget_behind(self, n: int) -> None:
+    def _forget_behind(self, n: int) -> None:
         """Forgets what was computed behind the first n tokens of the text."""
         if n < self.n_tokens:
             self.n_tokens, self._requires_eval = n, True

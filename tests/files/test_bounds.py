@@ -394,7 +394,7 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
     done = said_and_taken(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
     assert all(re.search(words, said) and peak < 200 for said, peak in done) and len(done) == 3, done
     index = ModelIndex.read(demo)
-    usual, long = (ExtraModels.of(index, 256, {}, ServerOptions(draft=draft), 2 << 30).resident for draft in (demo, path))
+    usual, long = (ExtraModels.of(index, 256, Config.make(demo), ServerOptions(draft=draft), 2 << 30).resident for draft in (demo, path))
     assert long - usual > 3.9 * (60 << 20)
 
 
