@@ -35,8 +35,8 @@ def measured(length: DraftLength, n: int, accepted, seconds, n_sequences: int = 
     return first.sum() / now, lengths
 
 
-@pytest.mark.parametrize("slope", [0.15, 0.45, 0.8])
-@pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.9, 0.98])
+@pytest.mark.parametrize("slope", [0.15, 0.8])
+@pytest.mark.parametrize("chance", [0.05, 0.6, 0.98])
 @pytest.mark.parametrize("n_sequences", [1, 3])
 def test_nearly_as_fast_as_the_best_length(slope, chance, n_sequences):
     def seconds(n):
