@@ -33,7 +33,7 @@ class DraftLength:
         self._most = most
         self._tried, self._accepted = np.zeros(most), np.zeros(most)
         self._seconds: dict[int, float] = {}  # by tokens of a sequence, in the mean
-        self._spans: dict[int, Span] = {}  # of the batch before, if it was decoded
+        self._spans: dict[int, Span] = {}  # of the batch before
         self._n_sequences, self._last = 0, 0.0
         self._wait, self._since, self._longer = _WAIT, 0, False
         self._paid = True
@@ -51,30 +51,42 @@ class DraftLength:
         rates = self._rates() if len(self._seconds) > 1 else None
         return None if rates is None else float(rates[self._best] / rates[0] - 1)
 
-    def begin(self, spans: Mapping[int, Span], decodes: bool, now: float) -> None:
+    def begin(self, spans: Mapping[int, Span], now: float) -> int:
         """Learns from the batch before: a sequence has gained what its first position has moved by, one token and what was accepted of its draft.
 
         Args:
-            decodes: nothing of the batch is a prompt.
             now: in seconds.
+
+        Returns:
+            Tokens of drafts that the batch before has rejected.
         """
         seconds, self._last = now - self._last, now
-        before, self._spans = self._spans, dict(spans) if decodes else {}
-        if not before or before.keys() != self._spans.keys():  # a prompt came between, or others decode now
+        before, self._spans = self._spans, dict(spans)
+        drafts = [  # tokens of each, and how many of them were accepted
+            (span.n_tokens - 1, min(max(spans[sequence].first - span.first - 1, 0), span.n_tokens - 1))
+            for sequence, span in before.items()
+            if span.decode and sequence in spans and spans[sequence].decode
+        ]
+        n_rejected = sum(drafted - accepted for drafted, accepted in drafts)
+        if not drafts or not len(drafts) == len(before) == len(spans):  # a prompt came between, or others decode now
             self._since = self._wait  # another text
-            return
-        if len(before) != self._n_sequences:  # whose times cannot be compared
-            self._n_sequences = len(before)
+            return n_rejected
+        if len(drafts) != self._n_sequences:  # whose times cannot be compared
+            self._n_sequences = len(drafts)
             self._seconds.clear()
-        n_drafted = [span.n_tokens - 1 for span in before.values()]
-        n_accepted = [min(max(spans[sequence].first - span.first - 1, 0), span.n_tokens - 1) for sequence, span in before.items()]
-        for drafted, accepted in zip(n_drafted, n_accepted):
+        for drafted, accepted in drafts:
             self._count(drafted, accepted)
-        n = 1 + round(sum(n_drafted) / len(n_drafted))
+        n = 1 + round(sum(drafted for drafted, _ in drafts) / len(drafts))
         if n <= self._most + 1:
             usual = self._seconds.get(n)
             self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
-        self._choose(max(n_drafted), n_accepted == n_drafted)
+        self._choose(max(drafted for drafted, _ in drafts), n_rejected == 0)
+        return n_rejected
+
+    def end(self, sequence: int, end: int) -> int:
+        """An answer has ended before this position. Returns tokens of its last draft that are behind it."""
+        span = self._spans.pop(sequence, None)
+        return 0 if span is None or not span.decode else max(span.end - end, 0)
 
     def _count(self, n_drafted: int, n_accepted: int) -> None:
         n = min(n_drafted, n_accepted + 1, self._most)  # what comes behind a rejected token was not tried
@@ -122,18 +134,20 @@ class DraftLength:
 class TextDrafts:
     """Drafts from the text itself: what followed when its last three tokens stood there before (prompt lookup). For code that is edited, JSON, quotes.
 
-    Attributes:
+    Args:
         length: how long they are.
+
+    Attributes:
         n: tokens of the last one.
     """
 
-    def __init__(self) -> None:
-        self.length = DraftLength()
+    def __init__(self, length: DraftLength):
+        self._length = length
         self.n = 0
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray:
         """The draft for a text [n], at most `length.best` tokens."""
-        best, n_seen = self.length.best, len(tokens) - _NGRAM
+        best, n_seen = self._length.best, len(tokens) - _NGRAM
         draft = tokens[:0]
         if best > 0 and n_seen > 0:
             is_same = np.ones(n_seen, bool)

@@ -44,7 +44,7 @@ from .arena_sizer import ArenaSizer, Borrowed, BorrowedBuffers, BorrowedCache
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
-from .drafts import MOST
+from .drafts import MOST, DraftLength
 from .driver import Callback, Driver, require_calibration, sections, wants_gate_logits
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
@@ -123,7 +123,8 @@ class Engine:
         profile: of the model's calibration, what the strategy may take.
         driver: delivers gate events, to a strategy's policy and predictor among others.
         sizer: after `loaded`.
-        expert_uses: experts that a token uses, in all layers together.
+        drafts: how long drafts are, if any are made.
+        experts_per_token: that it uses, in all layers together.
         unfinished_tokens: of the last prompt_tokens, those of a batch that was ended, which are not in the context.
 
     Raises:
@@ -158,14 +159,14 @@ class Engine:
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing, self._cpu_start = Timing(), time.process_time()
-        self._drafted: dict[int, int] = {}  # sequences whose draft the batch before has verified, and where it ends
+        self.drafts = DraftLength() if config.spec_type else None
         self._callback: Callback | None = None
         self._layer_hits: LayerHits | None = None
         self._watches = False
         self._prompt_uses: PromptUses | None = None
         self.budget = budget or Budget.of(config.memory, config.expert_memory)
         model_index.require_experts()
-        self.expert_uses = max(model_index.n_expert_used, 1) * len((model_index if nextn else model_index.without_nextn()).gates)
+        self.experts_per_token = (model_index if nextn else model_index.without_nextn()).experts_per_token
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
         self.device_tier: DeviceTier | None = None
         self.device_remark = ""
@@ -437,18 +438,18 @@ class Engine:
         if self._device_judge is not None and self.device_tier is not None:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
         self.buffer.set_batch_kind(decodes)
-        self.reject_drafts({sequence: span.first for sequence, span in spans.items()})
-        self._drafted = {sequence: span.end for sequence, span in spans.items() if decodes and span.n_tokens > 1}
+        if self.drafts is not None:
+            self._timing.drafts_rejected += self.drafts.begin(spans, time.perf_counter())
         self.quality.begin(spans)
         self.driver.begin(tokens, spans, decodes)
         if not decodes:
             self._prompt_meter.begin(max(span.first for span in spans.values()))
             self._uses_before = self.buffer.stats().expert_uses
 
-    def reject_drafts(self, ends: Mapping[int, int]) -> None:
-        """What the batch before decoded behind these positions of its sequences was drafted and rejected: nothing that was generated."""
-        drafted, self._drafted = self._drafted, {}
-        self._timing.drafts_rejected += sum(max(drafted.get(sequence, end) - end, 0) for sequence, end in ends.items())
+    def end_answer(self, n_tokens: int) -> None:
+        """The context's only sequence has ended behind so many tokens; what a draft had beyond them was not generated."""
+        if self.drafts is not None:
+            self._timing.drafts_rejected += self.drafts.end(0, n_tokens)
 
     def _moves_state(self, spans: Mapping[int, Span]) -> bool:
         """Whether llama.cpp first moves what is cached behind a gap in a sequence."""
@@ -562,6 +563,8 @@ class Engine:
             facts |= {"prefetch_on": prefetcher.on, "prefetch_gain": prefetcher.gain}
             if (meter := prefetcher.meter) is not None:
                 facts |= {"prediction_accuracy": meter.accuracy, "fetch_rate": meter.fetch_rate, "good_pred": meter.good_pred}
+        if self.drafts is not None:
+            facts |= {"draft_length": self.drafts.best, "drafts_gain": self.drafts.gain}
         if (promised := self.quality.selected) is not None:
             facts |= {"max_loss": promised.max_loss, "estimated_loss": promised.estimated_loss}
         return Stats.of(
@@ -572,7 +575,7 @@ class Engine:
             tier=self.quality.source.tier,
             tau=self.quality.precision.tau,
             cpu_seconds=time.process_time() - self._cpu_start,
-            experts_per_token=sum(self.model_index.experts_used(layer) for layer in {t.gate: t.layer for t in self.buffer.tensors}.values()),
+            experts_per_token=self.experts_per_token,
             budget_bytes=plan.budget,
             peak_rss_bytes=peak_rss(),
             direct_io=not self.buffer.buffered and counters.direct_reads == counters.reads,
@@ -590,7 +593,7 @@ class Engine:
         """That have been computed since statistics began; of a batch in progress as many as its routers' selections so far amount to. From any thread."""
         total = self._timing.prompt_tokens  # first: a batch that ends meanwhile would count twice
         before = self._uses_before
-        return total + (0 if before is None else max(self.buffer.stats().expert_uses - before, 0) // self.expert_uses)
+        return total + (0 if before is None else max(self.buffer.stats().expert_uses - before, 0) // self.experts_per_token)
 
     def reset_stats(self) -> None:
         self.buffer.reset_stats()

@@ -8,12 +8,12 @@ import functools
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..budget.dry_load import memory_sizes, usual_ctx
+from ..budget.micro_batch import USUAL
 from ..errors import Cancelled, ComputeError, ModelError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
 from ..llamacpp.llama import LoadError, PatchedLlama, errors_unless, set_log
@@ -156,6 +156,8 @@ class Llama(PatchedLlama):
         if not isinstance(model_path, Engine):
             model_path = Engine(Config.make(model_path, **options))
         engine = self._engine = model_path
+        if engine.drafts is not None:
+            self._check_drafts(engine)
         self._one_output, self._n_draft = not engine.config.gate_input, engine.n_draft
         set_log(engine.keywords["verbose"])
         try:
@@ -170,8 +172,9 @@ class Llama(PatchedLlama):
             engine.attach(self.context_handle)
             engine.loaded(self.context_handle, functools.partial(memory_sizes, self), adapters=bool(engine.config.llama_cpp.get("lora_path")))
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
-            if engine.config.spec_type:
-                self._make_drafts()
+            if engine.drafts is not None:
+                self._drafts = TextDrafts(engine.drafts)
+                self._draft_with(self._drafts)
             if engine.config.context_shift:
                 self._context_shift = ContextShift(self, engine.config.n_keep)
                 self.unbounded_context()
@@ -179,17 +182,16 @@ class Llama(PatchedLlama):
             self.close()
             raise
 
-    def _make_drafts(self) -> None:
+    @staticmethod
+    def _check_drafts(engine: Engine) -> None:
         """Raises OptionError for what the server alone can do, or nobody."""
-        config = self.engine.config
+        config = engine.config
         if config.spec_type != TEXT_DRAFTS:
             raise OptionError(f"`spec_type` {config.spec_type}: moeoff serve makes such drafts; here they are made from the text itself ({TEXT_DRAFTS})")
         if config.context_shift or config.repeatable:
             raise OptionError("`spec_type`: neither with `context_shift` nor in a run that repeats: how long a draft is depends on time")
-        if self.n_batch <= MOST:
+        if engine.keywords.get("n_batch", USUAL) <= MOST:
             raise OptionError(f"`spec_type`: needs batches (`n_batch`) of more than {MOST} tokens")
-        self._drafts = TextDrafts()
-        self._draft_with(self._drafts)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, here or in another process, is opened with: the same options, and a text of its own."""
@@ -298,8 +300,6 @@ class Llama(PatchedLlama):
         decodes = is_decode(spans)
         engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes)
         started = time.perf_counter()
-        if self._drafts is not None:
-            self._drafts.length.begin(spans, decodes, started)
         cancellation = engine.cancellation
         with cancellation.in_progress(), self._core_binding or contextlib.nullcontext(), errors_unless(lambda: cancellation.requested):
             try:
@@ -346,7 +346,7 @@ class Llama(PatchedLlama):
             if self.turns.here and not self.turns.closed:
                 if self._drafts is not None:  # it may end within a draft
                     self._forget_behind(self._drawn_behind)
-                    self.engine.reject_drafts({0: self.n_tokens})
+                    self.engine.end_answer(self.n_tokens)
                 if self._on_stats:
                     self._tell(self._on_stats, self.stats().since(before))
 
@@ -393,9 +393,7 @@ class Llama(PatchedLlama):
 
     def stats(self) -> Stats:
         """Statistics since the model was opened, or since `reset_stats()`."""
-        stats: Stats = self.turns.read(self.engine.stats)
-        length = self._drafts.length if self._drafts else None
-        return stats if length is None else replace(stats, draft_length=length.best, drafts_gain=length.gain)
+        return self.turns.read(self.engine.stats)
 
     def reset_stats(self) -> None:
         self.turns.read(self.engine.reset_stats)

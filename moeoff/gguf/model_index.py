@@ -168,6 +168,11 @@ class ModelIndex:
         return int(used[layer]) if isinstance(used, tuple) and layer < len(used) else self.n_expert_used
 
     @property
+    def experts_per_token(self) -> int:
+        """Experts that a token uses, in all layers together."""
+        return sum(self.experts_used(parse_tensor_name(spans[0].name).layer) for spans in self.gates)
+
+    @property
     def dense_bytes(self) -> int:
         return sum(span.nbytes for span in self.dense.values())
 

@@ -77,6 +77,8 @@ class _ServedEngine(Engine):
         self._options = options
         unified, n = options.kv_unified, options.parallel or PARALLEL
         super().__init__(config, model_index, budget, n_sequences=n, extras=extras, loaded=loaded, nextn=nextn, unified=unified)
+        if options.draft:
+            self.drafts = DraftLength()
         self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
 
     @property
@@ -128,8 +130,7 @@ class Server:
         self._started, self._decodes = 0.0, True
         self._batch_error: Exception | None = None
         self._between = threading.Lock()  # what happens between decodes, on the serving thread and on others
-        self._drafts = DraftLength() if self._options.draft or self.engine.config.spec_type else None
-        self._ending, self._draft_max = c_int32(0), c_int32(self._drafts.best if self._drafts else 0)
+        self._ending, self._draft_max = c_int32(0), c_int32(1)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
         self._n_batches, self._computes = 0, False
@@ -310,8 +311,7 @@ class Server:
     def stats(self) -> Stats:
         """What happened since the start."""
         with self._between:
-            stats = self.engine.stats()
-        return stats if self._drafts is None else replace(stats, draft_length=self._drafts.best, drafts_gain=self._drafts.gain)
+            return self.engine.stats()
 
     def set_memory(self, memory: str | int) -> None:
         """Moves the budget; answers that are computed go on.
@@ -337,7 +337,7 @@ class Server:
                 overrides=overrides.address,
                 ending=ctypes.pointer(self._ending),
                 draft_max=ctypes.pointer(self._draft_max),
-                expert_uses=engine.expert_uses,
+                expert_uses=engine.experts_per_token,
                 page=_PAGE.read_bytes(),
                 **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._on_request},
             )
@@ -392,7 +392,7 @@ class Server:
 
     def _ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None) -> int:
         """Everything that the server allocates is allocated: the arena gets what is left."""
-        if self._drafts is not None and no_drafts is not None:
+        if self.engine.drafts is not None and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         engine = self.engine
 
@@ -406,7 +406,7 @@ class Server:
         adapters = any(argument.startswith("--lora") for argument in self._options.args)
         engine.loaded(ctx, sizes, adapters=adapters, watches=engine.config.warm)
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
-        if engine.keywords.get("numa") is None and self._drafts is None and not self._options.mmproj:
+        if engine.keywords.get("numa") is None and engine.drafts is None and not self._options.mmproj:
             self._core_binding = CoreBinding(ctx)
         return int(self._stopping)
 
@@ -423,12 +423,11 @@ class Server:
             self._decodes = is_decode(spans)
             self._n_batches, self._computes = self._n_batches + 1, True
             self._started = time.perf_counter()
-            if self._drafts is not None:
-                self._drafts.begin(spans, self._decodes, self._started)
-                self._draft_max.value = self._drafts.best
             if self._serves.is_set():
                 with self._between:
                     self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes)
+                if self.engine.drafts is not None:
+                    self._draft_max.value = self.engine.drafts.best
             if self._core_binding is not None:
                 self._core_binding.__enter__()  # until `_after`, which comes whatever becomes of the batch
         except Exception as error:  # the batch is computed all the same, and then fails with this

@@ -26,7 +26,7 @@ def measured(length: DraftLength, n: int, accepted, seconds, n_sequences: int = 
     rng, now, n_drafted, lengths = np.random.default_rng(0), 0.0, length.best, []
     first = np.zeros(n_sequences, int)
     for batch in range(n):
-        length.begin({i: Span(int(f), int(f) + 1 + n_drafted, 1 + n_drafted, True) for i, f in enumerate(first)}, True, now)
+        length.begin({i: Span(int(f), int(f) + 1 + n_drafted, 1 + n_drafted, True) for i, f in enumerate(first)}, now)
         lengths.append(n_drafted)
         now += seconds(1 + n_drafted) * rng.uniform(0.95, 1.05)
         for i in range(n_sequences):
@@ -56,13 +56,24 @@ def test_a_text_that_begins_to_repeat_itself_gets_drafts():
 def test_a_prompt_between_is_no_time_of_an_answer():
     length = DraftLength()
     for i in range(1000):
-        length.begin({0: Span(i, i + 1, 1, True)}, i % 2 == 0, float(i))
+        length.begin({0: Span(i, i + 1, 1, i % 2 == 0)}, float(i))
     assert length.gain is None
 
 
+def test_what_was_rejected():
+    """Also where a prompt of somebody else is read beside it. Not what a new question in an answer's place leaves out of that."""
+    length = DraftLength()
+    assert length.begin({0: Span(10, 14, 4, True), 1: Span(0, 5, 5, False)}, 0.0) == 0
+    assert length.begin({0: Span(12, 17, 5, True)}, 1.0) == 2
+    assert length.begin({0: Span(13, 14, 1, True)}, 2.0) == 4
+    assert length.begin({0: Span(14, 18, 4, True)}, 3.0) == 0
+    assert length.begin({0: Span(3, 9, 6, False)}, 4.0) == 0
+    length.begin({0: Span(20, 24, 4, True)}, 5.0)
+    assert length.end(0, 22) == 2 and length.end(0, 22) == 0
+
+
 def test_what_followed_before():
-    drafts = TextDrafts()
-    drafts.length.begin({0: Span(0, 1, 1, True)}, True, 0.0)
+    drafts = TextDrafts(DraftLength())
     tokens = np.array([5, 1, 2, 3, 9, 8, 5, 1, 2, 3], np.intc)
     assert drafts(tokens).tolist() == [9] and drafts.n == 1
     assert drafts(tokens[:6]).tolist() == [] and drafts.n == 0
