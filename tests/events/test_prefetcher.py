@@ -220,7 +220,7 @@ def test_the_policy_follows_the_budget(demo, strategy):
     done = subprocess.run([sys.executable, "-c", FOLLOWS, demo, strategy], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     low, *high = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
-    assert len(high) == 2 and min(high)[0] > 1.4 * low[0]  # all 384 experts, and about 290, since rows that no token named leave their cache to experts
+    assert len(high) == 2 and min(high)[0] > 1.4 * low[0]  # all 384 experts, and at most 239 where rows that no token named leave their cache to experts
     for told, holds in (low, *high):
         assert told == pytest.approx(holds, rel=0.02, abs=1)  # a change of less than 1 % is not told
 

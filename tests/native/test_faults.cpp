@@ -362,16 +362,30 @@ TEST(a_read_goes_on_when_another_one_is_refused) {
     }
 }
 
+constexpr uint64_t row_bytes = 1000;
+
+// A table that is a file of its own
+struct rows_in_file {
+    const slice_file file;
+    files            in;
+    row_table        rows;
+    std::string      error;
+
+    rows_in_file(uint64_t n_rows, bool direct) : file(row_bytes * n_rows), rows(info(n_rows)) {
+        REQUIRE(in.add(file.path, direct, error) == 0 && rows.set_source({ 0, 0, 0, row_bytes * n_rows, 0 }, in, error));
+    }
+
+    static moeoff_tensor_info info(uint64_t n_rows) {
+        moeoff_tensor_info info = {};
+        info.ne[0] = info.nbytes = row_bytes;
+        info.ne[1] = (int64_t) n_rows;
+        return info;
+    }
+};
+
 TEST(a_row_is_read_to_its_end_or_says_why_not) {
-    constexpr uint64_t row_bytes = 1000, n_rows = N_CALLS;
-    const slice_file   file { row_bytes * n_rows };
-    moeoff_tensor_info info = {};
-    info.ne[0] = info.nbytes = row_bytes;
-    info.ne[1] = n_rows;
-    files       in;
-    row_table   rows(info);
-    std::string error;
-    REQUIRE(in.add(file.path, false, error) == 0 && rows.set_source({ 0, 0, 0, row_bytes * n_rows, 0 }, in, error));
+    rows_in_file table(N_CALLS, false);
+    auto & [file, in, rows, error] = table;
     static const struct { int call; const char * message; } cases[] = {
         { READ_SHORT, "" }, { READ_INTERRUPTED, "" }, { READ_ERROR, "Input/output error" }, { READ_END, "the file ends at" },
     };
@@ -396,22 +410,14 @@ TEST(a_row_is_read_to_its_end_or_says_why_not) {
 }
 
 TEST(rows_are_read_where_the_system_forbids_many_reads_at_a_time) {
-    constexpr uint64_t row_bytes = 1000, n_rows = 300;
-    const slice_file   file { row_bytes * n_rows };
     for (const long number : { SYS_io_setup, SYS_io_submit, SYS_io_getevents }) {
         std::thread([&] { // which has asked for none before
-            moeoff_tensor_info info = {};
-            info.ne[0] = info.nbytes = row_bytes;
-            info.ne[1] = n_rows;
-            files       in;
-            row_table   rows(info);
-            std::string error;
-            REQUIRE(in.add(file.path, true, error) == 0 && rows.set_source({ 0, 0, 0, row_bytes * n_rows, 0 }, in, error));
+            rows_in_file table(300, true);
             alignas(page_size) static uint8_t room[4][2 * page_size];
             const int32_t ids[] = { 0, 9, 10, 100, 150, 200, 299 };
             uint8_t       row[row_bytes];
             forbidden = number;
-            REQUIRE(rows.read(ids, 7, row, room[0], 4, [&](size_t i) { REQUIRE(row[999] == byte_at((uint64_t) ids[i] * row_bytes + 999)); }, error));
+            REQUIRE(table.rows.read(ids, 7, row, room[0], 4, [&](size_t i) { REQUIRE(row[999] == byte_at((uint64_t) ids[i] * row_bytes + 999)); }, table.error));
             forbidden = -1;
         }).join();
     }
