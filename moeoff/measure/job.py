@@ -46,8 +46,8 @@ class Job:
     Attributes:
         model: path of the GGUF.
         engine: MOEOFF, or STOCK: llama_cpp.Llama from the same library.
-        options: of `moeoff.Llama`, objects that can be pickled, or for stock of `moeoff.llamacpp.llama.StockLlama`, and `cpu_moe`: experts stay in the CPU's memory, as
-            with `--cpu-moe` of llama.cpp's programs.
+        options: of `moeoff.Llama`, objects that can be pickled, or for stock of `moeoff.llamacpp.llama.StockLlama`, and `n_cpu_moe`: the experts of so many first
+            layers stay in the CPU's memory, as with `--n-cpu-moe` of llama.cpp's programs.
         tests: run one after the other; what one leaves in memory is there for the next.
         repetitions: of each test, each on another piece of the text.
         warm_up: one more before them, that is not counted.

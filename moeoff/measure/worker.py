@@ -126,8 +126,9 @@ class _Engine:
             from ..options import llama_keywords
 
             use_attention_kernels(False)  # they would serve every model of the process
-            if options.pop("cpu_moe", False):
-                options["overrides"] = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type())])
+            if n_cpu_moe := options.pop("n_cpu_moe", 0):
+                layers = "|".join(map(str, range(n_cpu_moe)))
+                options["overrides"] = TensorOverrides([(EXPERT_PATTERN.replace("[0-9]+", layers), cpu_buffer_type())])
             self.llm = StockLlama(job.model, **llama_keywords(options))
         if self._moeoff is not None and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
             load_everything(self._moeoff.engine.buffer)

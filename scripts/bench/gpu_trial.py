@@ -1,14 +1,15 @@
 """The trial on a GPU, in steps: what is there, the device's bits against stock's, transfer rates, and the table of modes, presets and stock.
 
 usage: gpu_trial.py [-o results] [--minutes N] [--fake | --small] [STEP...]     the named steps, or all that have no result yet
-       gpu_trial.py --list | --table                                            the steps, or what the results say
+       gpu_trial.py --list | --table [--json FILE]                              the steps, or what the results say
        gpu_trial.py --pack WHEEL -o FILE.tar.xz [--python 3.12,...]             an archive that gpu_trial.sh runs from, with a wheel of cuda.py in it
 
 A step is a process that ends within nine minutes, or is ended then. Its result is a JSON file of its name, written when it has ended. With --minutes a step
 after the first that has not ended by then is ended without a result, and none begins in the last half minute: so the trial goes on, call by call, where a machine
 is lent for some minutes at a time. A step that failed has a result that says why, and is run again only by its name. Models are made on the spot: the demo model
 grown to 1.63 GiB, and the shape of Qwen3-30B-A3B (18 GB) with the routing of models that answer. A row is a share of the experts' bytes on the device, host memory
-for all experts or a quarter of them, and who computes: five prompts of 512 tokens, then five answers of 128 tokens, the model's own, behind 64 tokens of text each; one more of both, the first, does not count.
+for all experts or a quarter of them, and who computes: five prompts of 512 tokens, then five answers of 128 tokens, the model's own, behind 64 tokens of text each;
+one more of both, the first, does not count. STEP@2 is the step once more, in a process of its own, so that contenders take turns: the table has both.
 
 --small takes the demo model in the place of both and short texts, for a software driver (GGML_VK_VISIBLE_DEVICES=0). --fake does the same without any device:
 every step runs its own code, and what would be on a device is on the CPU; its results say so, and their figures are those of the CPU.
@@ -23,10 +24,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import itertools
 import json
 import lzma
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -35,13 +38,18 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from results import HEAD, ResultsFile, commit, machine, write
+
+PACKED_COMMIT = ROOT / "commit"  # of an archive
 DEMO = ROOT / "moeoff/data/demo-moe-q8_0.gguf"
 STEP_SECONDS = 520  # of nine minutes, the rest is for beginning and ending
 LEAST_SECONDS = 30  # in which some step may end
@@ -90,7 +98,6 @@ def check(trial: Trial) -> dict[str, Any]:
     """Devices, and what `moeoff doctor` finds; without a device nothing else can run."""
     from moeoff import __version__
     from moeoff.llamacpp.devices import backends, devices
-    from results import machine
 
     doctor = subprocess.run([sys.executable, "-m", "moeoff.cli", "doctor", "--json"], capture_output=True, text=True)
     if not doctor.stdout:
@@ -103,6 +110,7 @@ def check(trial: Trial) -> dict[str, Any]:
         "moeoff": __version__,
         "python": sys.version.split()[0],
         "machine": machine(),
+        "commit": PACKED_COMMIT.read_text() if PACKED_COMMIT.exists() else commit(),
         "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
         "devices": found,
         "doctor": json.loads(doctor.stdout),
@@ -204,7 +212,10 @@ def model(trial: Trial, name: str) -> dict[str, Any]:
 
 
 def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: int = 0, host: str = "") -> dict[str, Any]:
-    """Prompts and single tokens of one contender, by `moeoff bench`'s own measurement, in a process of its own."""
+    """Prompts and single tokens of one contender, by `moeoff bench`'s own measurement, in a process of its own.
+
+    Stock's share is whole layers, the last ones, as with --n-cpu-moe.
+    """
     from moeoff.engine.driver import require_calibration
     from moeoff.errors import OptionError
     from moeoff.experts.profile import Profile
@@ -223,7 +234,9 @@ def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: in
         return {"left_out": str(error)}
     rest = sum(Path(file).stat().st_size for file in index.files) - index.expert_bytes
     beside = BESIDE // 4 if trial.small else BESIDE
-    if share:
+    if stock:
+        options = {"n_cpu_moe": index.n_layer - index.n_layer * share // 100}
+    elif share:
         options = options | trial.vram(index.expert_bytes * share // 100 + rest + beside, options["vram_mode"])
         if trial.fake:
             del options["vram_mode"]
@@ -263,8 +276,7 @@ def steps(trial: Trial) -> dict[str, Callable[[], dict[str, Any]]]:
         if not trial.small:
             out[f"model-{name}"] = partial(model, trial, name)
         run = partial(row, trial, name)
-        out[f"{name}-stock-gpu"] = partial(run, {}, True)
-        out[f"{name}-stock-cpu-moe"] = partial(run, {"cpu_moe": True}, True)
+        out |= {f"{name}-stock-{share}": partial(run, {}, True, share) for share in (0, *SHARES)}
         out[f"{name}-experts-on-cpu"] = partial(run, {}, False)
         for share, host in SMALL if trial.small else itertools.product(SHARES, HOST):
             for mode in VRAM_MODES:
@@ -324,31 +336,62 @@ def run(trial: Trial, names: list[str], minutes: float | None) -> int:
     return min(failed, 1)
 
 
-def table(folder: Path) -> Iterator[str]:
-    """The rows that are there, as Markdown."""
-    yield "| step | tests, tokens/s | on GPU | slots |"
-    yield "|---|---|---|---|"
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
-        found = json.loads(path.read_text())
-        name = found["step"] + (" (fake)" if found["fake"] else "")
-        if found["error"]:
-            yield f"| {name} | {found['error']} | | |"
-        elif left_out := (found["result"] or {}).get("left_out"):
-            yield f"| {name} | {left_out} | | |"
-        elif "same" in (found["result"] or {}):
-            differ = ", ".join(f"{run}: {bits['differ']}" for run, bits in found["result"]["runs"].items())
-            yield f"| {name} | numbers that differ from stock's: {differ} | | |"
-        elif rows := (found["result"] or {}).get("rows"):
-            speeds = ", ".join(_speed(one) for one in rows if one["avg_ts"] is not None)
-            hits = rows[-1]["device_hit_rate"]
-            slots = ", ".join(f"{use['n_slots']} on {device}" for device, use in found["result"].get("device_memory", {}).items())
-            yield f"| {name} | {speeds} | {'' if hits is None else f'{hits:.0%}'} | {slots} |"
+def save_tables(folder: Path, path: Path | None) -> None:
+    """Prints what the results say, and writes it as a data file of where they were measured."""
+    results = sorted(folder.glob("*.json"), key=lambda result: result.stat().st_mtime)
+    steps = {result.stem: json.loads(result.read_text()) for result in results}
+    kept = ResultsFile(None)
+    tables(steps, kept)
+    if path:
+        found = steps["check"]["result"]
+        place = ", ".join([found["machine"], *(device["description"] for device in found["devices"])])
+        day = datetime.date.fromtimestamp(results[0].stat().st_mtime).isoformat()
+        head = (shlex.join(["python", "scripts/bench/gpu_trial.py", *steps]), place, day, found["commit"])
+        write(path, dict(zip(HEAD, head)) | {"tables": [vars(table) for table in kept.tables]})
 
 
-def _speed(row: dict[str, Any]) -> str:
-    """The median of its repetitions behind the first, and their range."""
-    rates = row["samples_ts"][1:] or row["samples_ts"]
-    return f"{row['test']} {statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"
+def tables(steps: dict[str, dict[str, Any]], kept: ResultsFile) -> None:
+    """What the results say; the failed steps last."""
+    done = {name: step["result"] for name, step in steps.items() if step["result"]}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, result in done.items():
+        if "rows" in result:
+            rows.setdefault(name.partition("@")[0] + " (fake)" * steps[name]["fake"], []).append(result)
+    if rows:
+        tests = [test["test"] for test in next(iter(rows.values()))[0]["rows"]]
+        speeds = kept.table("rows", "Tokens/s, the model's share on the device, host memory and contender", ["", *tests, "of the experts on the GPU", "slots"])
+        for name, processes in rows.items():
+            rates = [_speed([process["rows"][i]["samples_ts"] for process in processes]) for i in range(len(tests))]
+            hits = [process["rows"][-1]["device_hit_rate"] for process in processes]
+            slots = {use["n_slots"] for use in processes[0].get("device_memory", {}).values()}
+            speeds.row(name, *rates, "" if None in hits else f"{statistics.median(hits):.0%}", ", ".join(map(str, slots)))
+        longest = max(len(result["rows"][0]["samples_ts"]) for result in done.values() if "rows" in result)
+        prompts = kept.table("prompts", f"Each {tests[0]} in turn: tokens/s", ["", *map(str, range(1, longest + 1))])
+        for name, processes in rows.items():
+            for process in processes:
+                rates = [f"{rate:.0f}" for rate in process["rows"][0]["samples_ts"]]
+                prompts.row(name, *rates, *[""] * (longest - len(rates)))
+    if "transfers" in done:
+        transfers = kept.table("transfers", "To and from the device", ["", "GB/s"])
+        for device, rates in done["transfers"].items():
+            for way, rate in rates.items():
+                transfers.row(f"{device}, {way}", f"{rate / 1e9:.1f}")
+    if "bits" in done:
+        bits = kept.table("bits", "Numbers that differ from stock's", ["", "differ", "of", "experts uploaded"])
+        for name, run in done["bits"]["runs"].items():
+            bits.row(name, str(run["differ"]), str(run["of"]), str(run["uploads"]))
+    reasons = {name: step["error"] or step["result"].get("left_out") for name, step in steps.items()}
+    if any(reasons.values()):
+        failed = kept.table("failed", "Steps without a result", ["", "why"])
+        for name, why in reasons.items():
+            if why:
+                failed.row(name, why)
+
+
+def _speed(processes: list[list[float]]) -> str:
+    """The median of all repetitions behind the first of each process, and their range."""
+    rates = [rate for samples in processes for rate in samples[1:] or samples]
+    return f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"
 
 
 # --- the archive ---
@@ -383,6 +426,7 @@ def pack(wheel: Path, out: Path, pythons: list[str]) -> int:
             target = home / "tree" / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
+        (home / "tree/commit").write_text(commit())
         script = home / "gpu_trial.sh"
         script.write_bytes((ROOT / "scripts/bench/gpu_trial.sh").read_bytes())
         script.chmod(0o755)
@@ -423,23 +467,23 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--json", type=Path, help="with --table: a data file of the tables, too")
     parser.add_argument("--pack", type=Path, metavar="WHEEL")
     parser.add_argument("--python", default="3.10,3.11,3.12,3.13", help="that the archive has numpy for")
     parser.add_argument("--do", help=argparse.SUPPRESS)
     options = parser.parse_args()
     trial = Trial(options.out.resolve(), options.small or options.fake, options.fake)
     known = steps(trial)
-    if wrong := sorted({*options.steps, *([options.do] if options.do else [])} - set(known)):
+    if wrong := sorted({name.partition("@")[0] for name in (*options.steps, options.do or "check")} - set(known)):
         parser.error(f"no step {wrong[0]!r}; --list has them")
     if options.list:
         print("\n".join(known))
     elif options.table:
-        print("\n".join(table(trial.folder)))
+        save_tables(trial.folder, options.json)
     elif options.pack:
         print(f"{pack(options.pack, options.out, options.python.split(',')) / (1 << 20):.1f} MiB")
     elif options.do:
-        sys.path[:0] = [str(ROOT / "scripts")]
-        print(json.dumps(known[options.do]()))
+        print(json.dumps(known[options.do.partition("@")[0]]()))
     else:
         return run(trial, options.steps, options.minutes)
     return 0

@@ -136,4 +136,5 @@ def test_a_faked_trial_runs_to_its_end(tmp_path):
     again = run_trial(tmp_path, "--fake")
     assert again.returncode == 0 and not again.stdout
     table = run_trial(tmp_path, "--table").stdout
-    assert table.count("(fake)") == 1 + 3 + len(gpu_trial.VRAM_MODES) + len(gpu_trial.PRESETS)
+    n_rows = 1 + 1 + len(gpu_trial.SHARES) + len(gpu_trial.VRAM_MODES) + len(gpu_trial.PRESETS) - 1
+    assert table.count("(fake)") == 2 * n_rows and "| demo-25-short-promoe |" in table
