@@ -9,7 +9,7 @@ from typing import Any
 
 from ..gguf.model_index import ModelIndex, parse_tensor_name
 from ..llamacpp.devices import devices
-from ..system.disk import DiskRate, choose_io_threads, probe
+from ..system.disk import DiskRate, probe
 from ..system.machine import n_cores
 from ..system.memory import MIB, available, rss
 from .compute_probe import attention_seconds, token_seconds
@@ -192,8 +192,7 @@ def examine(
     per_token, disk, compute, attention = token_bytes(model_index), None, None, None
     if probe_disk:
         file = next(iter(model_index.experts.values())).file
-        largest = max(kind.nbytes for kind in kinds)
-        disk = probe(model_index.files[file], largest, PROBE_SECONDS, choose_io_threads(model_index.files[file], largest, plan.arena_full).n)
+        disk = probe(model_index.files[file], max(kind.nbytes for kind in kinds), PROBE_SECONDS)
         n_threads = keywords.get("n_threads") or n_cores()
         compute = token_seconds(model_index, n_threads)
         attention = attention_seconds(model_index, plan.n_ctx, keywords, n_threads)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
+from ..budget.dry_load import dry_load, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates, remember_rates
 from ..budget.plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
@@ -38,7 +38,6 @@ from ..options import Config, in_flags
 from ..routing.batch import Span
 from ..routing.event import GateEvent
 from ..system.arrays import require_arrays
-from ..system.disk import IO_THREADS, IoThreads, choose_io_threads
 from ..system.memory import Budget, parse_size, peak_rss, rss
 from .arena_sizer import ArenaSizer, Borrowed, BorrowedBuffers, BorrowedCache
 from .buffer import ExpertBuffer
@@ -177,10 +176,9 @@ class Engine:
         self.quality = Quality(config, model_index, self.profile, self.planned.usual_share, self.budget)
         if not self.quality.precision.tau and not self._holds_everything():
             require_calibration(config.strategy, self.profile, model_index)
-        self.io_threads = self._choose_io_threads()
         strategy = config.strategy
         self.buffer = ExpertBuffer(
-            io_threads=self.io_threads.n,
+            io_threads=config.io_threads,
             keep=strategy.keep,
             eager=strategy.eager,
             direct_io=config.direct_io,
@@ -267,19 +265,6 @@ class Engine:
         planned = self.planned
         return self.budget.left(planned.fixed - planned.computing - planned.state) >= planned.arena_full
 
-    def _choose_io_threads(self) -> IoThreads:
-        """As the user says, or by what the disk of the experts reads the fastest with, where experts will have to be read while tokens are computed."""
-        config, planned = self.config, self.planned
-        if config.io_threads is not None:
-            return IoThreads(config.io_threads, "as given")
-        if self.budget.left(planned.fixed) >= planned.arena_full:
-            return IoThreads(IO_THREADS, "the usual number: all experts fit into memory")
-        if not config.direct_io:
-            return IoThreads(IO_THREADS, "the usual number: reads go through the page cache")
-        sidecar, first = self.quality.source.repacked, next(iter(self.model_index.experts.values()))
-        path = self.model_index.files[first.file] if sidecar is None else sidecar.path
-        return choose_io_threads(path, max(kind.nbytes for kind in slice_kinds(self.model_index)), planned.arena_full)
-
     # --- around the load ---
 
     def loading(self) -> AbstractContextManager[Any]:
@@ -358,7 +343,7 @@ class Engine:
             self.buffer.start(*self.sizer.arenas)
         self._ran, self._followed = True, self.plan.budget
         self._ends = {}
-        self._prompt_meter = PromptMeter(self.buffer, self.io_threads.n)
+        self._prompt_meter = PromptMeter(self.buffer, self.config.io_threads)
         if not precision.lossless:
             self.quality.use(precision)
 
@@ -378,7 +363,7 @@ class Engine:
         self.driver.attach(
             config.strategy,
             self.model_index,
-            io_threads=self.io_threads.n,
+            io_threads=config.io_threads,
             trace=config.trace,
             profile=self.profile,
             precision=self.quality.precision,
@@ -580,8 +565,7 @@ class Engine:
             peak_rss_bytes=peak_rss(),
             direct_io=not self.buffer.buffered and counters.direct_reads == counters.reads,
             row_table_bytes=self.buffer.row_table_bytes,
-            io_threads=self.io_threads.n,
-            io_threads_reason=self.io_threads.reason,
+            io_threads=self.config.io_threads,
             micro_batch=self.micro_batch.n_tokens,
             micro_batch_reason=self.micro_batch.reason,
             memory=plan.items(),

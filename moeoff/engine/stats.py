@@ -98,7 +98,6 @@ class Stats:
     micro_batch: int = _figure("Tokens of a prompt that are computed at once.", "tokens")
     micro_batch_reason: str = _figure("Why so many.", default="")
     io_threads: int = _figure("Reads that may be in flight at a time: threads that read experts.", metric="io_threads")
-    io_threads_reason: str = _figure("Why so many.", default="")
     direct_io: bool = _figure("Whether every read went around the page cache.", default=False)
 
     prompt_tokens: int = _figure("Tokens of prompts that were computed.", "tokens", counter=True, metric="prompt_tokens")

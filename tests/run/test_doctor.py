@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 import os
 import resource
 import subprocess
@@ -11,9 +10,7 @@ import sys
 import pytest
 
 import moeoff
-from moeoff.budget.dry_load import dry_load
 from moeoff.cli import doctor
-from moeoff.gguf.model_index import ModelIndex
 from moeoff.system import disk as disk_probe
 
 
@@ -153,60 +150,11 @@ def test_reads_around_the_cache_are_a_property_of_the_descriptor(tmp_path, monke
     assert disk_probe.probe(path, 1 << 16, seconds=0.05).direct_io
 
 
-@pytest.fixture
-def file_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = tmp_path / "experts"
-    path.write_bytes(os.urandom(1 << 20) * 64)
-    if disk_probe.file_system(path) in disk_probe.IN_MEMORY or not disk_probe.direct_io(path):
-        pytest.skip("no disk here that can be read around the page cache")
-    return path
-
-
-def test_threads_are_compared_on_a_disk_once_a_day(file_on_disk, tmp_path, monkeypatch):
-    """One look is noise: one thread stayed for ever where a look had found 1600, 1376, 1157 MB/s with 1, 2 and 4."""
-
-    def choose(*rates):
-        monkeypatch.setattr(disk_probe, "_compare", lambda blocks: dict(zip((4, 8, 16), rates, strict=True)))
-        threads = disk_probe.choose_io_threads(file_on_disk, 100_000, 64 << 20)
-        (entry,) = (tmp_path / "cache" / "moeoff" / "disks").iterdir()
-        return threads.n, threads.reason, entry
-
-    n, reason, entry = choose(1e9, 3e9, 2.9e9)
-    assert n == 8 and reason.endswith("on 1 day, MB/s by number of threads: 4: 1000, 8: 3000, 16: 2900")
-    assert choose(9e9, 0.0, 0.0)[:2] == (n, reason)  # on the same day
-    facts = json.loads(entry.read_text())
-    for day, chosen in enumerate((8, 8, 4)):
-        entry.write_text(json.dumps(json.loads(entry.read_text()) | {"time": 0.0}))
-        n, reason, _ = choose(1e9, 0.9e9, 0.0)
-        assert n == chosen and f"on {day + 2} days" in reason
-    for damaged in ({"rate_4": 0.0}, {"rate_8": math.inf}, {"n": 0}, {"n": 1.0}):
-        entry.write_text(json.dumps(facts | damaged))
-        assert choose(3e9, 2e9, 1e9)[1].endswith("on 1 day, MB/s by number of threads: 4: 3000, 8: 2000, 16: 1000")
-
-
-def test_the_usual_number_where_nothing_can_be_compared(file_on_disk, tmp_path, monkeypatch):
-    usual = disk_probe.IO_THREADS
-    assert disk_probe.choose_io_threads(file_on_disk, 100_000, 63 << 20).n == usual
-    missing = disk_probe.choose_io_threads(tmp_path / "missing", 100_000, 64 << 20)
-    assert missing.n == usual and "cannot be measured" in missing.reason
-    if disk_probe.file_system("/dev/shm") == "tmpfs":
-        assert "tmpfs is no disk" in disk_probe.choose_io_threads("/dev/shm", 100_000, 64 << 20).reason
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in it
-    assert disk_probe.choose_io_threads(file_on_disk, 100_000, 64 << 20).n == usual
-
-
-def test_an_opened_model_says_how_many_threads_read_it(grown, file_on_disk, tmp_path):
-    options = {"n_ctx": 64, "n_threads": 2}
-    full = dry_load(ModelIndex.read(grown), 64).arena_full
-    with moeoff.Llama(grown, expert_memory=full, **options) as llm:
-        assert (llm.stats().io_threads, llm.stats().io_threads_reason) == (4, "the usual number: all experts fit into memory")
-    assert not (tmp_path / "cache" / "moeoff" / "disks").exists()
-    with moeoff.Llama(grown, expert_memory=full // 4, io_threads=3, **options) as llm:
-        assert (llm.stats().io_threads, llm.stats().io_threads_reason) == (3, "as given")
-    with moeoff.Llama(grown, expert_memory=full // 4, **options) as llm:
-        found = llm.stats()
-        assert "measured on this disk" in found.io_threads_reason and llm.engine.io_threads.n == found.io_threads
-    with moeoff.Llama(grown, expert_memory=full // 4, **options) as llm:
-        assert (llm.stats().io_threads, llm.stats().io_threads_reason) == (found.io_threads, found.io_threads_reason)
+@pytest.mark.parametrize("n, rate, direct, state", [(4, 1e9, True, "ok"), (16, 1.4e9, True, "ok"), (16, 1.6e9, True, "warning"), (16, 9e9, False, "ok")])
+def test_more_threads_are_proposed_where_they_read_much_faster(demo, monkeypatch, n, rate, direct, state):
+    """Of reads through the page cache nothing is said."""
+    monkeypatch.setattr(
+        doctor, "probe", lambda path, block_bytes, seconds, n_threads: disk_probe.DiskRate(rate if n_threads == n else 1e9, block_bytes, direct, seconds)
+    )
+    found = {finding.name: finding for finding in doctor.check_disk(demo)}["I/O threads"]
+    assert found.state == state and f"{rate / 1e9:.1f} times" in found.text and ("--io-threads 4,16" in found.way_out) == (state == "warning")

@@ -73,7 +73,7 @@ def test_what_is_chosen_is_explained(demo, invoke):
     with moeoff.Llama(demo, expert_memory="4M", n_ctx=256, strategy="fate", flash_attn=True) as llm:
         reasons, stats = explain(llm.engine), llm.stats()
     assert f"{stats.micro_batch} tokens: {stats.micro_batch_reason};" in reasons["micro-batch"]
-    assert reasons["I/O threads"].startswith(f"{stats.io_threads}: {stats.io_threads_reason}")
+    assert reasons["I/O threads"].startswith(f"{stats.io_threads} read")
     assert reasons["experts"] == "4.00 MiB in memory of 18 MiB" and reasons["strategy"].startswith("fate: ") and reasons["prefetching"] == "by gate"
     server = moeoff.Server(demo, port=0, expert_memory="4M", n_ctx=256, parallel=2, kv_disk=0).explain()
     assert reasons.keys() < server.keys() and server["slots"].startswith("2 answers") and server["on disk"].startswith("none")
