@@ -17,8 +17,6 @@ from .system.memory import MIB
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Option", "Options", "integer", "number", "one_of", "option", "parse_switch", "read", "table_of"]
-
 MOST = 2**31 - 1
 
 

@@ -30,20 +30,6 @@ if TYPE_CHECKING:
     from .gguf.model_index import ModelIndex
     from .policies import Strategy
 
-__all__ = [
-    "NO_RPC",
-    "TABLE",
-    "Config",
-    "Sampling",
-    "ServerOptions",
-    "in_flags",
-    "llama_keywords",
-    "parse_loss",
-    "spelled",
-    "with_gpu",
-    "without_gpu",
-]
-
 Path = str | os.PathLike[str]
 
 # ggml's numbers of these types; llama.cpp's programs take no others

@@ -12,8 +12,6 @@ from typing import Any
 from .errors import OptionError
 from .option import number, option, read, table_of
 
-__all__ = ["INT4", "LOSSLESS", "LOWEST", "Precision"]
-
 LOWEST, INT4 = "lowest", "int4"  # asked for in the place of a tier's name: that of the fewest bits, and one of about four
 LOW_SHARE = 0.05  # of the experts' memory, for low versions: measured by the research scripts
 _OPENS = "run serve report eval"

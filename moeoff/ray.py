@@ -40,8 +40,6 @@ try:
 except ImportError:
     raise OptionError("moeoff.ray needs Ray Serve: pip install 'moeoff[ray]'") from None
 
-__all__ = ["deployment"]
-
 _SILENT = 2  # health checks without an answer, after which a server is ended: Ray ends an actor after three, and the server would be left
 _ANSWERS = 10.0  # seconds for one
 _ACTOR = 256 * MIB  # what a replica's actor takes besides the server's own process

@@ -19,8 +19,6 @@ from ..precision import Precision
 from ..system.arrays import Layout, WrongArrays, require_arrays
 from .plan import expected_bytes
 
-__all__ = ["Candidate", "LossContract", "SelectedPrecision"]
-
 SECTION = "precision"
 USUAL_SHARE = 0.5  # of the experts, that a run takes for resident which must be the same in any memory
 VERSION = 3  # of the section; until 2 it held thresholds on sums of weights

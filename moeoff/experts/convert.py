@@ -37,8 +37,6 @@ from ..system.memory import available, format_size
 from .sidecar import ALIGNMENT, AUTO, FORMAT_VERSION, Hasher, hash64, hash_range, seal, sidecar_path, slice_name, source_sample
 from .tiers import Tier, read_plan
 
-__all__ = ["Converted", "convert"]
-
 _PIECE_VALUES = 1 << 20  # converted at once: 4 MiB of floats on each thread
 _PIECE_BYTES = 4 << 20  # copied at once
 

@@ -22,8 +22,6 @@ from ..system.files import atomic_file, cache_folder, demo_model
 from ..system.memory import available
 from .sidecar import source_sample
 
-__all__ = ["VERSION", "Profile", "profile_output", "profile_path"]
-
 VERSION = 1
 _HEADER = "moeoff"  # key of the header: JSON in bytes
 _LONGEST_HEADER = 1 << 20  # bytes

@@ -17,8 +17,6 @@ from .sidecar import AUTO, BITS, ORIGINAL
 
 _LONGEST_PLAN = 16 << 20  # bytes of JSON
 
-__all__ = ["Tier", "lower_type", "nearest", "read_plan"]
-
 # what tier "auto" makes of each; docs/reference/sidecar.md has the errors this rests on. What is not listed stays as it is
 _LOWER_TYPES = {
     **dict.fromkeys(["F32", "F16", "BF16"], "Q4_K"),

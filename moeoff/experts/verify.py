@@ -12,8 +12,6 @@ from ..gguf.model_index import ModelBytes, ModelIndex
 from ..system.machine import n_cores
 from .sidecar import Sidecar, hash_range, slice_name
 
-__all__ = ["Verified", "verify"]
-
 _SHOWN = 5  # damaged slices that a message names
 
 

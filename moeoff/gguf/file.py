@@ -27,8 +27,6 @@ from ..system.files import open_file
 from ..system.memory import format_size
 from .quantize import dequantize, row_bytes, type_name
 
-__all__ = ["FileState", "ModelFile", "Tensor", "parse", "read_range", "unpack"]
-
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # the same arrangement; 1 had 32-bit counts and is long gone
 UINT32, STRING, ARRAY = 4, 8, 9  # gguf.GGUFValueType

@@ -16,8 +16,6 @@ from ..system.files import open_file, read_file
 from ..system.memory import available
 from .file import ModelFile
 
-__all__ = ["Imatrix"]
-
 
 @dataclass(frozen=True)
 class Imatrix:

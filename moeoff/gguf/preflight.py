@@ -16,8 +16,6 @@ from ..errors import ModelError
 from .model_index import ModelBytes, ModelIndex, count, parse_tensor_name
 from .quantize import I32, is_computed, type_name
 
-__all__ = ["preflight"]
-
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 _MAX_INT = (1 << 31) - 1  # llama_cpp takes it as a signed number
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # those that llama.cpp knows

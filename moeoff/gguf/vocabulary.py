@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 
 from .file import parse
 
-__all__ = ["vocabulary_fault"]
-
 _BYTES = range(256)
 _BPE = ("gpt2", "hybriddna", "whitespace")
 # ids of the tokens that begin a text, end it, and end a part of it, where the file names none (llama-vocab.cpp)

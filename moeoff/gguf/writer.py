@@ -11,8 +11,6 @@ from gguf.gguf_writer import WriterState
 
 from .file import Tensor, parse
 
-__all__ = ["Value", "header_bytes"]
-
 Value = bytes | str | bool | int | float | np.generic | np.ndarray | Sequence[str]
 _TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from . import _abi as ggml
 from .llama import find_devices
 
-__all__ = ["Device", "backends", "buffer_types", "devices", "why_none"]
-
 _CPU = 0  # enum ggml_backend_dev_type
 _WITHOUT_DEVICES = ("CPU", "BLAS")
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from ..errors import OptionError
 
-__all__ = ["ANYWAY", "IDLE", "REFUSED", "Habit", "habits_of", "without_habits"]
-
 ANYWAY, IDLE, REFUSED = range(3)  # it is so anyway; it has no effect, which is said; it cannot be, which ends the program
 
 

@@ -16,27 +16,12 @@ from ..system import machine
 from . import _abi
 from ._abi import *  # noqa: F403
 from ._abi import ABI_VERSION, N_MATRIX, STRUCTS, VERSION_HIGH, VERSION_LOW, VERSION_SKIP, abi_layout, abi_version
-from .llama import api, lib
+from .llama import api
 
 MATRICES = ("gate_up", "up", "gate", "down")  # enum moeoff_matrix, in the order the graph computes them
 ALL_MATRICES = (1 << N_MATRIX) - 1
 
 HIGH, LOW, SKIP = VERSION_HIGH, VERSION_LOW, VERSION_SKIP  # of a slice; skip is a decision about an expert, its output is zero
-
-__all__ = [
-    *_abi.__all__,
-    "ALL_MATRICES",
-    "HIGH",
-    "LOW",
-    "MATRICES",
-    "SKIP",
-    "TensorOverrides",
-    "device_memory_of",
-    "layout",
-    "lib",
-    "memory_of_batches",
-    "memory_of_context",
-]
 
 
 class TensorOverrides:

@@ -15,8 +15,6 @@ from typing import Any
 
 from ..errors import ModelError
 
-__all__ = ["Environment", "TemplateBoundError", "TemplateError", "check", "check_bounds", "program", "render"]
-
 SECONDS = 10  # templates of today take milliseconds
 _MEMORY, _TIMES = 32 << 20, 64  # bytes, and for each byte of the conversation
 _LONGEST = 1 << 17  # characters of an ordinary conversation of a few words; templates with instructions for tools write thousands

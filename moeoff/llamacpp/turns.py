@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from ..errors import MoeoffError
 
-__all__ = ["Stream", "Turns", "computes_here", "require_computable", "require_process"]
-
 T = TypeVar("T")
 _LOOK = 0.5  # seconds after which a waiting thread looks whether the reader that it waits for still runs
 _computed_in = 0  # the process in which llama.cpp has computed, whose threads a copy lacks

@@ -35,8 +35,6 @@ from .perplexity import Reference, Window, evaluate, open_model, read_windows
 from .statistics import Estimate, Quality
 from .writer import texts_or_written
 
-__all__ = ["BitsPlan", "Planner", "Trial", "default_types", "estimate_importance", "measure_importance"]
-
 _LADDER = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K"), ("Q8_0", "Q5_0", "Q4_0", "Q2_0")  # rows of whole blocks of 256, and others
 
 

@@ -17,8 +17,6 @@ from ..system.files import atomic_file, cache_folder
 from ..system.memory import available
 from ..system.user_cache import digest
 
-__all__ = ["Checkpoint"]
-
 Arrays = dict[str, np.ndarray]
 
 

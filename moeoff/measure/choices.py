@@ -13,8 +13,6 @@ import numpy as np
 
 from ..routing.event import GateEvent
 
-__all__ = ["Choices"]
-
 _KEPT_BY_TOKEN = np.float32(0.98)  # of a count
 _LARGEST_UNIT = np.float32(1e18)
 

@@ -12,8 +12,6 @@ import numpy as np
 from ..engine.llama import Llama
 from .statistics import log_probs
 
-__all__ = ["OPENING", "score", "write_freely"]
-
 OPENING = 32  # tokens that are given
 
 

@@ -31,8 +31,6 @@ from ..system.files import read_text
 from ..system.memory import format_size, trim
 from .statistics import Quality, Scores, divergence, log_probs
 
-__all__ = ["Evaluation", "MODES", "Reference", "Window", "evaluate", "evaluate_model", "interruptible", "n_scored", "open_model", "read_windows"]
-
 N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
 MODES = ("prefill", "decode", "simulated")
 _CHUNK = 1 << 18  # logits turned into probabilities at once: about 1 MB for each temporary

@@ -48,8 +48,6 @@ from .perplexity import Reference, Window, evaluate, interruptible, n_scored, op
 from .statistics import Distance, Estimate, Scores, one_sided, upper_loss
 from .writer import texts_or_written
 
-__all__ = ["MeasuredCandidate", "RuleEvaluator", "SearchResult", "search_precision"]
-
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
 STEP = 1.12  # from one τ to the next, at least
 START = 0.7  # of the divergence that should take the upper bound to the limit, what is expected at the first τ of a share

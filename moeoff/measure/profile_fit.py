@@ -33,8 +33,6 @@ from .perplexity import interruptible
 from .record import LENGTH, record, recordable, recording_bytes, recording_limit, sequences
 from .writer import texts_or_written
 
-__all__ = ["Calibrated", "calibrate", "cap_hidden", "fit"]
-
 DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
 _LEAST = 8  # sequences: fewer teach nothing, however long they take

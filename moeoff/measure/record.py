@@ -28,8 +28,6 @@ from ..system.files import open_file
 from ..system.memory import available, rss
 from .checkpoint import Checkpoint
 
-__all__ = ["LENGTH", "batch_size", "record", "recordable", "recording_bytes", "recording_limit", "sequences"]
-
 Model = TypeVar("Model", bound=Llama)
 LENGTH = 256  # tokens of a sequence
 LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an eighth of what is available of each

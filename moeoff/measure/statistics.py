@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-__all__ = ["Distance", "Estimate", "Quality", "Scores", "divergence", "interval", "log_probs", "one_sided", "student", "upper_loss"]
-
 
 def log_probs(logits: np.ndarray) -> np.ndarray:
     """[n, n_vocab] float32 logits to natural logarithms of probabilities. As in llama-perplexity the sum is a double."""

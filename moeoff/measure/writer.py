@@ -27,8 +27,6 @@ from ..system.memory import Budget, trim
 from .checkpoint import Checkpoint
 from .perplexity import interruptible
 
-__all__ = ["Writer", "sequences_within", "texts_or_written", "written_text"]
-
 # sequences side by side, and their tokens, beginnings among them: the more sequences, the fewer bytes are read for each
 SHAPES = ((64, 256), (64, 128), (64, 96), (32, 128), (32, 96), (16, 128), (16, 96), (8, 96))
 _STATE_SHARE = 0.15  # of the budget, for the KV cache of all of them

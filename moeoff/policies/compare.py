@@ -13,8 +13,6 @@ from .hobbit import PAPERS_COST, MissCost
 from .replay import Result, simulate
 from .strategy import policy_of
 
-__all__ = ["compare", "gap_recovered", "left_out"]
-
 
 def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
     """Those of these policies and strategies that cannot be replayed as they would run live, by name, and why.

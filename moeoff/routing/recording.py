@@ -10,8 +10,6 @@ from .event import GateEvent
 from .router import Router
 from .trace import Trace, TraceHeader
 
-__all__ = ["Recording"]
-
 
 @dataclass
 class Recording:

@@ -15,8 +15,6 @@ from ..gguf.model_index import EMBEDDING, ModelBytes, ModelIndex
 from ..gguf.quantize import I32, dequantize, fits, quantize, type_from_name
 from ..system.console import note
 
-__all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "Rows", "gating_of", "matmul"]
-
 # enum llama_expert_gating_func_type
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS = 1, 2, 3, 4
 # architectures whose graph in llama.cpp names the function itself and ignores the GGUF's; all not named here: softmax

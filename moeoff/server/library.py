@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ForkError, ModelError, OptionError
 from ..gguf.file import LONGEST_TEMPLATE, ModelFile, unpack
-from ..llamacpp import native, templates
+from ..llamacpp import llama, native, templates
 from ..llamacpp._abi import SERVER_FUNCTIONS, SERVER_STRUCTS, Prompt, ServerHooks
 
 _NAME = "libllama-server-impl.so"
@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL:
         OptionError: this build has no server.
         ForkError: it has another one.
     """
-    folder = os.path.dirname(str(native.lib._name))
+    folder = os.path.dirname(str(llama.lib._name))
     try:
         lib = ctypes.CDLL(os.path.join(folder, _NAME))
     except OSError as error:

@@ -19,8 +19,6 @@ from typing import Any
 
 from ..errors import MoeoffError
 
-__all__ = ["ServerProcess"]
-
 _STOPPING = 20.0  # seconds that answers, and what is remembered for a warm start, have to end in
 
 

@@ -19,8 +19,6 @@ from ..errors import MoeoffError
 from .files import open_file
 from .memory import format_size
 
-__all__ = ["ArchiveError", "NoArchive", "TooLargeArchive", "WrongArrays", "read_npz", "require_arrays"]
-
 _DIRECTORY = 1 << 20  # bytes of an archive's table of contents: some ten thousand members
 _HEADER = 1 << 14  # bytes of a member's description
 

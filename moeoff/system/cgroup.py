@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cgroup", "controller", "make_folder", "memory_cgroup", "set_value", "unavailable"]
-
 _ROOT = "/sys/fs/cgroup"
 
 

@@ -18,20 +18,6 @@ from typing import BinaryIO, NoReturn
 from ..errors import MoeoffError, OptionError, WriteError
 from .memory import format_size
 
-__all__ = [
-    "SMALL",
-    "TEXT",
-    "atomic_file",
-    "cache_folder",
-    "demo_model",
-    "machine_wide_file",
-    "open_file",
-    "publish",
-    "read_file",
-    "read_text",
-    "require_new",
-]
-
 SMALL = 1 << 16  # bytes of a file that holds a few facts
 TEXT = 16 << 20  # bytes of a prompt, or of a text to measure on: several books
 

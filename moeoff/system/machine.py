@@ -16,8 +16,6 @@ from pathlib import Path
 
 from ..errors import OptionError
 
-__all__ = ["LEVEL", "cpu_name", "load", "machine_name", "n_cores", "wants_row_kernels"]
-
 ENVIRONMENT = "MOEOFF_CPU_LEVEL"
 ROW_KERNELS = "MOEOFF_ROW_KERNELS"
 _BACKEND = "libggml-cpu.so"

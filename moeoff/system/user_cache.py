@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from .arrays import Layout
 
-__all__ = ["CacheEntry", "digest"]
-
 _Facts = TypeVar("_Facts")
 
 

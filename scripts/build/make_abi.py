@@ -194,32 +194,24 @@ def field_table(header: Header, name: str) -> str:
 
 def mirror(header: Header, functions: Sequence[Header] = (), server: Header | None = None) -> str:
     """moeoff/llamacpp/_abi.py: the whole of a header, functions of others, and a library's of which nothing is loaded yet."""
-    body: list[str] = []
-    exported: list[str] = []
-    for name, value in header.constants:
-        exported.append(name.removeprefix("MOEOFF_"))
-        body.append(f"{exported[-1]} = {value}")
+    body = [f"{name.removeprefix('MOEOFF_')} = {value}" for name, value in header.constants]
     for each, table in [(header, "STRUCTS"), *([(server, "SERVER_STRUCTS")] if server else [])]:
         for struct, fields in each.structs.items():
-            exported.append(camel(struct))
             body += ["", "", f"class {camel(struct)}(Structure):", f'    """struct {struct}"""', "", "    _fields_ = ["]
             for declared, name, length in fields:
                 body.append(f'        ("{name}", {each.ctype(declared)}{f" * {length}" if length else ""}),')
             body.append("    ]")
-        exported.append(table)
         body += ["", "", f"{table}: dict[str, type[Structure]] = {{", *(f'    "{name}": {camel(name)},' for name in each.structs), "}"]
     body.append("")
     for name, declaration, listed in header.callbacks:
-        exported.append(camel(name))
         types = ", ".join("c_void_p" if argument.endswith("*") else header.ctype(argument) for argument in listed)
         body += [f"# {declaration}  -- pointers as addresses, which costs less for each call", f"{camel(name)} = CFUNCTYPE(None, {types})", ""]
     for each in (header, *functions):
         for name, declaration, result, listed in each.functions:
-            exported.append(re.sub("^(moeoff|ggml_backend|ggml|llama)_", "", name))
+            ours = re.sub("^(moeoff|ggml_backend|ggml|llama)_", "", name)
             kinds = ["c_void_p" if argument.endswith("float *") else each.ctype(argument) for argument in listed]  # numpy's arrays, as addresses
-            body += [f"# {declaration}", *call(f"{exported[-1]} = function", [f'"{name}"', each.ctype(result), *kinds])]
+            body += [f"# {declaration}", *call(f"{ours} = function", [f'"{name}"', each.ctype(result), *kinds])]
     if server:
-        exported.append("SERVER_FUNCTIONS")
         body += ["", "SERVER_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, then arguments"]
         for name, declaration, result, listed in server.functions:
             kinds = ", ".join(server.ctype(kind) for kind in (result, *listed))
@@ -227,7 +219,6 @@ def mirror(header: Header, functions: Sequence[Header] = (), server: Header | No
         body.append("}")
     text = "\n".join(body) + "\n"
     names = sorted(name for name in {*SCALARS.values(), "c_void_p", "c_char_p", "CFUNCTYPE", "POINTER", "Structure"} if re.search(rf"\b{name}\b", text))
-    listed = "\n".join(f'    "{name}",' for name in exported)
     head = [
         '"""The ctypes mirror of our C headers, made by scripts/build/make_abi.py: do not edit. The headers say what each thing means."""',
         "",
@@ -240,10 +231,6 @@ def mirror(header: Header, functions: Sequence[Header] = (), server: Header | No
         "",
         "from ..errors import ForkError",
         "from .llama import lib",
-        "",
-        "__all__ = [",
-        listed,
-        "]",
         "",
     ]
     return "\n".join(head) + FUNCTION + text
