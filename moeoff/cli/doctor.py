@@ -5,6 +5,7 @@ Every check is a function that returns findings; none of them changes anything, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import click
 from .. import __version__
 from ..budget.plan import DeviceBound
 from ..errors import MoeoffError
-from ..options import in_flags
+from ..options import in_flags, with_gpu
 from ..system import machine
 from ..system.console import table_console
 from ..system.disk import IN_MEMORY, IO_THREADS, direct_io, file_system, probe
@@ -197,6 +198,8 @@ def check_model(path: str) -> Iterator[Finding]:
     """The model's headers, its floor against what is available, and the disk at its slices' size."""
     from ..budget.dry_load import dry_load, slice_kinds, usual_ctx
     from ..budget.micro_batch import SMALLEST
+    from ..engine.explanation import explain
+    from ..engine.llama import open_engine
     from ..gguf.model_index import ModelIndex
 
     try:
@@ -208,7 +211,14 @@ def check_model(path: str) -> Iterator[Finding]:
     size = dry_load(model_index, usual_ctx(model_index), {"flash_attn": True} | SMALLEST)
     text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, {format_size(size.fixed + size.arena_full)} with all experts in memory"
     way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
-    yield Finding("model", PROBLEM, text, way_out) if size.floor > available() else Finding("model", OK, text)
+    if size.floor > available():
+        yield Finding("model", PROBLEM, text, way_out)
+    else:
+        yield Finding("model", OK, text)
+        options: dict[str, Any] = {"flash_attn": True}
+        with_gpu(options)
+        with contextlib.closing(open_engine(path, **options)) as engine:
+            yield from (Finding(name, OK, reason) for name, reason in explain(engine).items() if name not in ("memory", "I/O threads"))  # told elsewhere
     yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(model_index)))
 
 

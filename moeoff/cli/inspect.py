@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import MoeoffError
 from ..options import Config, llama_keywords, with_gpu
 from ..system.console import progress_bar, table, table_console, wrapped
 from ..system.memory import MIB, format_size
-from .options import command, model_argument, option, remark_on_context, table_options
+from .options import command, model_argument, option, remark_on_context, sentence, table_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ _SMALL = 2e-4  # seconds of products in a layer; chosen, not measured: the demo 
 @model_argument("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
 @table_options("inspect")
 @option("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Read from the file for 2 seconds to tell its speed.")
-@option("--explain", is_flag=True, help="Instead: what run would choose with these options, and why.")
+@option("--explain", is_flag=True, help="Instead: what run and serve would choose with these options, and why.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(model: str, probe: str, explain: bool, as_json: bool, **options: Any) -> None:
     """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
@@ -51,14 +52,21 @@ def inspect(model: str, probe: str, explain: bool, as_json: bool, **options: Any
 def _explain(model: str, as_json: bool, options: dict[str, Any]) -> None:
     from ..engine.explanation import explain
     from ..engine.llama import open_engine
+    from ..server.server import Server
 
     with_gpu(options)
     with contextlib.closing(open_engine(model, **options)) as engine:
         reasons = explain(engine)
+    try:
+        server = Server(model, **options)
+        with contextlib.closing(server.engine):
+            served = {name: text for name, text in server.explain().items() if text != reasons.get(name)}
+    except MoeoffError as error:  # it needs more, or this build has none
+        served = {"": sentence(error)}
     if as_json:
-        return click.echo(json.dumps(reasons, indent=2))
+        return click.echo(json.dumps(reasons | {"serve": served}, indent=2))
     console = table_console()
-    for name, text in reasons.items():
+    for name, text in {**reasons, "serve": "where it differs:", **{f"  {name}": text for name, text in served.items()}}.items():
         _line(console, name, text)
 
 

@@ -158,7 +158,7 @@ class Server:
         require_header_room(config.model_path, model_index.header_memory, budget.most)
         check_templates(config.model_path)
         config = replace(config, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
-        size = self._choose_context(config, model_index, budget)
+        self._size = size = self._choose_context(config, model_index, budget)
         if size.remark is not None:
             self._remarks.append(size.remark)
         n_ctx, options = size.n_ctx, replace(options, parallel=size.n_parallel)
@@ -285,10 +285,10 @@ class Server:
         """What was chosen and why, a sentence each."""
         prompts, disk = self.engine.prompt_memory, self._options.kv_disk
         return explain(self.engine) | {
-            "slots": f"{self.n_parallel} answers at a time share the context (-np)",
-            "prompt cache": f"at most {format_size(prompts.cache_ram)} of the experts' memory for prompts outside the context (--cache-ram)",
+            "slots": self._size.remark or f"{self.n_parallel} answers at a time {'share' if self._options.kv_unified else 'divide'} the context (-np)",
+            "prompt cache": f"at most {format_size(prompts.cache_ram)} of the experts' memory for prompts outside the context: {prompts.reason} (--cache-ram)",
             "on disk": f"at most {format_size(disk)} of them (--kv-disk)" if disk else "none of them (--kv-disk)",
-            "checkpoints": f"{prompts.n_checkpoints} of {format_size(prompts.checkpoint)} for each slot"
+            "checkpoints": f"{prompts.n_checkpoints} of {format_size(prompts.checkpoint)} for each slot (--ctx-checkpoints)"
             if prompts.checkpoint
             else "none: no slot has a state of its own",
         }

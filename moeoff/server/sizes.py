@@ -76,12 +76,14 @@ class PromptMemory:
 
     Attributes:
         cache_ram: of prompts outside the context.
+        reason: why so much.
         n_checkpoints: of each answer.
         checkpoint: of one.
         n_slots: answers at a time.
     """
 
     cache_ram: int = 0
+    reason: str = ""
     n_checkpoints: int = 0
     checkpoint: int = 0
     n_slots: int = 1
@@ -102,14 +104,12 @@ class PromptMemory:
             n_slots: answers at a time.
         """
         spare = max(room - planned.arena_full, room // _SHARE, 0)
-        n_checkpoints, checkpoint = 0, sequence
-        if options.ctx_checkpoints is not None:
-            n_checkpoints = options.ctx_checkpoints
-        elif sequence:
-            n_checkpoints = min(_CHECKPOINTS, spare // (sequence * n_slots))
-        # a cache that holds the whole context once more
-        tokens = max(planned.state - sequence * n_slots, 0)
-        cache_ram = options.cache_ram
+        own, n_checkpoints = sequence * n_slots, options.ctx_checkpoints
+        if n_checkpoints is None:
+            n_checkpoints = min(_CHECKPOINTS, spare // own) if own else 0
+        cache_ram, reason = options.cache_ram, "as given"
         if cache_ram is None:
-            cache_ram = min(tokens + sequence * n_slots, max(spare - n_checkpoints * sequence * n_slots, 0)) // MIB * MIB
-        return cls(cache_ram, n_checkpoints, checkpoint, n_slots)
+            whole, left = max(planned.state, own), max(spare - n_checkpoints * own, 0)
+            cache_ram = min(whole, left) // MIB * MIB
+            reason = "the whole context once more" if whole <= left else f"1/{_SHARE} of what experts would have, or what they cannot use, less the checkpoints"
+        return cls(cache_ram, reason, n_checkpoints, sequence, n_slots)

@@ -32,6 +32,8 @@ def test_this_machine(moeoff_command, demo):
         "memory",
         "open files",
         "model",
+        "micro-batch",
+        "strategy",
         "file system",
         "direct reads",
         "disk rate",

@@ -66,7 +66,7 @@ def test_text(demo, moeoff_command):
 
 
 def test_what_is_chosen_is_explained(demo, invoke):
-    """By inspect before a model is loaded, by a model and a server of themselves."""
+    """By inspect before a model is loaded, by a model and a server of themselves. Inspect says what a server chooses otherwise, and why one cannot be."""
     said = json.loads(invoke("inspect", demo, "--explain", "--json", "-ub", "64").stdout)
     assert "80% of what is available" in said["memory"] and said["micro-batch"].startswith("64 tokens: as given")
     assert said["strategy"].startswith("auto: nothing to do, all experts fit") and said["prefetching"] == "none: all experts fit"
@@ -77,6 +77,9 @@ def test_what_is_chosen_is_explained(demo, invoke):
     assert reasons["experts"] == "4.00 MiB in memory of 18 MiB" and reasons["strategy"].startswith("fate: ") and reasons["prefetching"] == "by gate"
     server = moeoff.Server(demo, port=0, expert_memory="4M", n_ctx=256, parallel=2, kv_disk=0).explain()
     assert reasons.keys() < server.keys() and server["slots"].startswith("2 answers") and server["on disk"].startswith("none")
+    assert said["serve"].keys() == {"memory", "context", *server.keys() - reasons.keys()} and said["serve"]["slots"].startswith("4 answers")
+    floor = json.loads(invoke("inspect", demo, "--json", "--probe", "off").stdout)["floor_bytes"]
+    assert "this model needs" in json.loads(invoke("inspect", demo, "--explain", "--json", "--memory", str(floor)).stdout)["serve"][""]
 
 
 def test_numbers_are_those_of_the_loaded_model(demo):

@@ -4,6 +4,7 @@
 
 #include "../server-task.h"
 
+#include <algorithm>
 #include <iterator>
 #include <memory>
 #include <new>
@@ -56,11 +57,13 @@ static void hand_over(std::unique_ptr<evicted_prompt> prompt) {
     server_host()->store_prompt(prompt.release());
 }
 
+// Of a prompt's checkpoints two are stored: another chat goes back to the first, behind the system prompt; the next turn to the last.
+static bool is_stored(const common_prompt_checkpoint & checkpoint, const server_prompt & prompt) {
+    return &checkpoint == &prompt.checkpoints.front() || &checkpoint == &prompt.checkpoints.back();
+}
+
 void server_prompt_evicted(server_prompt_cache_state & state) {
-    auto & checkpoints = state.prompt.checkpoints;
-    while (checkpoints.size() > 2) { // another chat goes back to the first, behind the system prompt; the next turn to the last
-        checkpoints.erase(std::next(checkpoints.begin()));
-    }
+    state.prompt.checkpoints.remove_if([&](const auto & checkpoint) { return !is_stored(checkpoint, state.prompt); });
     if (accepted(state.prompt, state.size())) {
         auto prompt   = std::make_unique<evicted_prompt>();
         prompt->state = std::move(state);
@@ -69,16 +72,9 @@ void server_prompt_evicted(server_prompt_cache_state & state) {
 }
 
 server_prompt_cache_state * server_prompt_to_host(const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size) {
-    std::vector<const common_prompt_checkpoint *> checkpoints; // as above
-    if (!prompt.checkpoints.empty()) {
-        checkpoints.push_back(&prompt.checkpoints.front());
-    }
-    if (prompt.checkpoints.size() > 1) {
-        checkpoints.push_back(&prompt.checkpoints.back());
-    }
     size_t total = size + draft_size;
-    for (const common_prompt_checkpoint * checkpoint : checkpoints) {
-        total += checkpoint->size();
+    for (const common_prompt_checkpoint & checkpoint : prompt.checkpoints) {
+        total += is_stored(checkpoint, prompt) ? checkpoint.size() : 0;
     }
     if (!accepted(prompt, total) || !server_resize_prompt_cache(cache.size() + total)) {
         return nullptr;
@@ -87,9 +83,8 @@ server_prompt_cache_state * server_prompt_to_host(const server_prompt_cache & ca
         beside = std::make_unique<evicted_prompt>();
         beside->state.data.main.resize(size);
         beside->state.data.drft.resize(draft_size);
-        for (const common_prompt_checkpoint * checkpoint : checkpoints) {
-            beside->state.prompt.checkpoints.push_back(*checkpoint);
-        }
+        std::copy_if(prompt.checkpoints.begin(), prompt.checkpoints.end(), std::back_inserter(beside->state.prompt.checkpoints),
+                     [&](const auto & checkpoint) { return is_stored(checkpoint, prompt); });
     } catch (const std::bad_alloc &) {
         beside.reset();
         server_resize_prompt_cache(cache.size());
