@@ -308,15 +308,16 @@ def likely(served: Served, prompt: list[int], **more) -> tuple[dict[int, float],
     return {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}, answer["timings"]["prompt_n"]
 
 
-@pytest.mark.parametrize("shape, swa_full, n_again", [
-    ("qwen3.6-35b-a3b", None, 117),
-    ("gemma-4-26b-a4b", None, 0),
-    pytest.param("gemma-4-26b-a4b", False, 117, marks=[pytest.mark.slow, pytest.mark.xfail(reason="numbers behind a restored window differ by 0.02")]),
+@pytest.mark.parametrize("shape, more, n_again", [
+    ("qwen3.6-35b-a3b", {}, 117),
+    ("gemma-4-26b-a4b", {}, 0),
+    # restored cells lie in another order than a window's ring that has come round: sums rounded to f16 differ by that, as they do between micro-batches
+    pytest.param("gemma-4-26b-a4b", {"swa_full": False, "attention": "f32"}, 117, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, swa_full, n_again, tmp_path, cache):
+def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, more, n_again, tmp_path, cache):
     """Recurrent layers, sliding windows: the next turn begins with all that was computed, another chat with all of its beginning, where a window keeps it, else
     behind the first checkpoint, so many tokens before. Behind a part of its window a token would have other numbers."""
-    model, options = tmp_path / "model.gguf", {"n_ctx": 4096, "parallel": 1, "cache_ram": 0, "ctx_checkpoints": 2, "swa_full": swa_full}
+    model, options = tmp_path / "model.gguf", {"n_ctx": 4096, "parallel": 1, "cache_ram": 0, "ctx_checkpoints": 2, **more}
     options |= {"expert_memory": 16 << 20, "kv_disk": "1G"}
     shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), model)
     first, turn, other = words(1, 1400).tolist(), words(1, 1400).tolist() + words(3, 300).tolist(), words(1, 1000).tolist() + words(4, 100).tolist()
@@ -328,7 +329,7 @@ def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, swa
         it.process.send_signal(signal.SIGTERM)
         assert it.process.wait(60) == 0
     with Served(model, **options) as it:
-        few = 2 if swa_full is False else 0  # tokens of a window that is kept alone are computed again
+        few = 5 if more else 0  # behind the last checkpoint: a window that is kept alone
         for prompt, n in ((other, 100 + n_again), ([*first, *words(5, 300).tolist()], 300 + few)):
             found, n_computed = likely(it, prompt)
             assert n_computed <= n and likely(it, prompt, cache_prompt=False) == (pytest.approx(found, abs=1e-3), len(prompt))
