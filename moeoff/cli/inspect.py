@@ -66,7 +66,10 @@ def _explain(model: str, as_json: bool, options: dict[str, Any]) -> None:
     if as_json:
         return click.echo(json.dumps(reasons | {"serve": served}, indent=2))
     console = table_console()
-    for name, text in {**reasons, "serve": "where it differs:", **{f"  {name}": text for name, text in served.items()}}.items():
+    for name, text in reasons.items():
+        _line(console, name, text)
+    console.print("\nserve, where it differs:")
+    for name, text in served.items():
         _line(console, name, text)
 
 

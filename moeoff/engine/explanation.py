@@ -16,7 +16,7 @@ def explain(engine: Engine) -> dict[str, str]:
         memory = f"{format_size(room)} for experts (--expert-memory); the rest of the process is not bounded"
     else:
         source = f"{DEFAULT_SHARE:.0%} of what is available" if budget.is_default else "--memory"
-        memory = f"{format_size(budget.process)} ({source}), {format_size(planned.fixed)} of it for all but experts; {format_size(planned.floor)} would do"
+        memory = f"{format_size(budget.process)} ({source}), {format_size(planned.fixed)} of it for all but experts"
     trained = engine.model_index.n_ctx_train
     out = {
         "memory": memory,
