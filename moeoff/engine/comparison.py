@@ -23,14 +23,15 @@ class ABTest:
 
     Args:
         block, skip: times in a block, and how many of its first are left out.
+        hopeless: where going without takes so many times as long, it is not tried again before the longest hold has passed.
 
     Attributes:
         on: what to do for the token that begins now.
         gain: speed with, relative to without, minus 1, as last measured; None before the first comparison has ended.
     """
 
-    def __init__(self, block: int = BLOCK, skip: int = SKIP) -> None:
-        self._n_block, self._skip = block, skip
+    def __init__(self, block: int = BLOCK, skip: int = SKIP, hopeless: float = math.inf) -> None:
+        self._n_block, self._skip, self._hopeless = block, skip, hopeless
         self.gain: float | None = None
         self._last: bool | None = None
         self._hold = HOLD
@@ -72,7 +73,10 @@ class ABTest:
         if not last_round and abs(gain) <= PLAIN * noise:
             return False
         self.gain, self.on = gain, gain > noise
-        self._hold = min(2 * self._hold, LONGEST_HOLD) if self.on == self._last else HOLD
+        if without >= self._hopeless * with_:
+            self._hold = LONGEST_HOLD
+        else:
+            self._hold = min(2 * self._hold, LONGEST_HOLD) if self.on == self._last else HOLD
         self._last, self._left = self.on, self._hold
         return True
 
@@ -157,7 +161,7 @@ class _Contest:
             self._next()
 
     def _next(self) -> None:
-        self._test = ABTest(_BLOCK, _SKIP)
+        self._test = ABTest(_BLOCK, _SKIP, _HOPELESS)
         self._pair = (self._left[0], self._left[1]) if len(self._left) > 1 else (WITHOUT, self._left[0])  # off, on
 
 

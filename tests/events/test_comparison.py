@@ -115,6 +115,11 @@ def test_it_is_compared_again():
     assert judge.decode_mode == "cooperative" and judge.gain > 0.8
 
 
+def test_a_cpu_that_takes_twice_as_long_is_not_tried_again_soon():
+    modes = decode(DeviceJudge(("cooperative", "centric")), {"cooperative": 0.012, "centric": 0.008, "cpu": 0.025}, 3000)
+    assert modes[:200].count("cpu") == 32 and set(modes[200:]) == {"centric"}
+
+
 def test_batches_of_other_sizes_are_compared_apart():
     judge = DeviceJudge(("cooperative",))
     decode(judge, {"cooperative": 0.05, "cpu": 0.1}, 150)
