@@ -52,7 +52,7 @@ def test_every_measured_table_is_on_a_page():
 
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     shown = [match["name"] for match in results.BLOCK.finditer(text)]
-    linked = re.findall(r"\(data/([\w-]+)\.json\)", text)  # long tables are data
+    linked = re.findall(r"\((?:../results/)?data/([\w-]+)\.json\)", text)  # long tables are data
     assert len(shown) == len(re.findall(r"^<!-- (?:results|end) ", text, re.MULTILINE)) // 2, "a marker that is none"
     assert (set(shown) | set(linked) | set(results.SCENARIOS)) - set(results.GATHERED) == {path.stem for path in results.DATA.iterdir()}
 
@@ -114,7 +114,7 @@ def test_numbers_have_a_source():
     wrong = []
     for page in (ROOT / "docs" / "results").glob("*.md"):
         text = page.read_text()
-        names = {*re.findall(r"\(data/([\w-]+)\.json\)", text), *(match["name"] for match in results.BLOCK.finditer(text))} - set(results.GATHERED)
+        names = {*re.findall(r"\((?:../results/)?data/([\w-]+)\.json\)", text), *(match["name"] for match in results.BLOCK.finditer(text))} - set(results.GATHERED)
         data = "".join((results.DATA / f"{name}.json").read_text() for name in names) + str(results.SHAPES)
         known = set(map(float, re.findall(r"\d+(?:\.\d+)?", data.replace(",", ""))))
         rows = re.findall(r"^\|.*$", hand_written(page), re.MULTILINE)
