@@ -114,7 +114,8 @@ def test_numbers_have_a_source():
     wrong = []
     for page in (ROOT / "docs" / "results").glob("*.md"):
         text = page.read_text()
-        names = {*re.findall(r"\((?:../results/)?data/([\w-]+)\.json\)", text), *(match["name"] for match in results.BLOCK.finditer(text))} - set(results.GATHERED)
+        linked = re.findall(r"\((?:../results/)?data/([\w-]+)\.json\)", text)
+        names = {*linked, *(match["name"] for match in results.BLOCK.finditer(text))} - set(results.GATHERED)
         data = "".join((results.DATA / f"{name}.json").read_text() for name in names) + str(results.SHAPES)
         known = set(map(float, re.findall(r"\d+(?:\.\d+)?", data.replace(",", ""))))
         rows = re.findall(r"^\|.*$", hand_written(page), re.MULTILINE)
