@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,7 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
 def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int | None, repetitions: int, text: str | None, compare_stock: bool,
            no_warmup: bool, **options: Any) -> list[Grid]:  # fmt: skip
     from ..gguf.model_index import ModelIndex
-    from ..measure.job import read_text
+    from ..measure.job import Job, read_text
     from ..measure.run import Grid
 
     read_text(text)  # raises before the work
@@ -160,7 +161,8 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int 
         remark_on_context(n_ctx or 0, model_index.n_ctx_train, options)
     flags = flags_as_typed(click.get_current_context())
     axes = {name: options.pop(name) or [TABLE[name].usual] for name in AXES}
-    return [Grid(path, tests, axes, options | {"n_ctx": n_ctx}, repetitions, not no_warmup, text, compare_stock, flags=flags) for path in models]
+    job = Job("", options=options | {"n_ctx": n_ctx}, tests=tests, repetitions=repetitions, warm_up=not no_warmup, text=text, flags=flags)
+    return [Grid(replace(job, model=path), axes, compare_stock) for path in models]
 
 
 def _listener(job: Job) -> Listener:

@@ -39,8 +39,8 @@ def simulate(
     tau: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
-    from ..policies.compare import compare, gap_recovered, left_out
     from ..policies.hobbit import MissCost
+    from ..policies.replay import compare, gap_recovered, left_out
     from ..routing.trace import Trace
 
     trace = Trace.join([Trace.read(path) for path in traces])

@@ -50,7 +50,6 @@ class BitsPlan:
         quality: as planned, on the calibration text.
         uniform: by type, for all experts at once: (bytes, quality).
         importance: by (layer, expert): KL in nats, or what was estimated.
-        tolerance: as asked for.
     """
 
     upper: str
@@ -61,7 +60,6 @@ class BitsPlan:
     quality: Quality
     uniform: dict[str, tuple[int, Quality]]
     importance: dict[tuple[int, int], float]
-    tolerance: float
 
     def to_json(self) -> str:
         """The plan as `moeoff convert --bits` reads it."""
@@ -69,36 +67,6 @@ class BitsPlan:
         for layer, expert in sorted(self.low):
             layers.setdefault(str(layer), {})[str(expert)] = self.lower
         return json.dumps({"default": self.upper, "layers": layers}, indent=1) + "\n"
-
-
-class Trial:
-    """Tries tiers for experts: a sidecar that holds them all, calibration windows, and the lossless model's predictions for them."""
-
-    def __init__(self, model: str, sidecar: Sidecar, windows: Sequence[Window], reference: Reference, **options: Any):
-        self.sidecar, self.windows = sidecar, windows
-        self._model, self.reference, self._options = model, reference, options
-        self.model_index = ModelIndex.read(model)
-        self.experts = sorted({(role.layer, e) for name, e, _ in sidecar.slices if not (role := parse_tensor_name(name)).chunk})
-
-    def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
-        """Evaluates the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""
-        composite = CompositeSidecar(self.sidecar, default, others)
-        with open_model(self._model, len(self.windows[0].tokens), experts=composite, tier=composite.tiers[0], **self._options) as llm:
-            return evaluate(llm, self.windows, self.reference).quality()
-
-    def n_bytes(self, default: str, others: dict[tuple[int, int], str] = {}) -> int:  # noqa: B006
-        composite = CompositeSidecar(self.sidecar, default, others)
-        return sum(s.nbytes for span in self.model_index.experts.values() for s in composite.sources(span, composite.tiers[0]))
-
-    def gained(self, upper: str, lower: str) -> dict[tuple[int, int], int]:
-        """Bytes that each (layer, expert) saves in the lower tier: what it would no longer have to be read for (EdgeMoE §3.2)."""
-        out = dict.fromkeys(self.experts, 0)
-        sizes = [CompositeSidecar(self.sidecar, tier, {}) for tier in (upper, lower)]
-        for span in self.model_index.experts.values():
-            layer = parse_tensor_name(span.name).layer
-            for expert, (high, low) in enumerate(zip(*(c.sources(span, c.tiers[0]) for c in sizes))):
-                out[layer, expert] += high.nbytes - low.nbytes
-        return out
 
 
 def default_types(model_index: ModelIndex) -> list[str]:
@@ -156,9 +124,10 @@ class Planner:
             self._checkpoint = Checkpoint("bits", self.model_index, self._options, self._warn, tokens=self._tokens)
             how = {name: value for name, value in self._options.items() if name != "flash_attn"}
             with texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **how) as files:
-                windows, reference = self._lossless(files)
+                self.windows, self.reference = self._lossless(files)
             made = convert(self._model, output=out, tiers=tiers, progress=lambda done, total: self._tell("converting", done, total))
-            self.trial = Trial(self._model, Sidecar(made.path), windows, reference, **self._options)
+            self.sidecar = Sidecar(made.path)
+            self.experts = sorted({(role.layer, e) for name, e, _ in self.sidecar.slices if not (role := parse_tensor_name(name)).chunk})
         except BaseException:
             self._stack.close()
             raise
@@ -168,6 +137,26 @@ class Planner:
         self._stack.close()
         if exc_type is None:
             self._checkpoint.remove()
+
+    def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
+        """Evaluates the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""
+        composite = CompositeSidecar(self.sidecar, default, others)
+        with open_model(self._model, len(self.windows[0].tokens), experts=composite, tier=composite.tiers[0], **self._options) as llm:
+            return evaluate(llm, self.windows, self.reference).quality()
+
+    def n_bytes(self, default: str, others: dict[tuple[int, int], str] = {}) -> int:  # noqa: B006
+        composite = CompositeSidecar(self.sidecar, default, others)
+        return sum(s.nbytes for span in self.model_index.experts.values() for s in composite.sources(span, composite.tiers[0]))
+
+    def gained(self, upper: str, lower: str) -> dict[tuple[int, int], int]:
+        """Bytes that each (layer, expert) saves in the lower tier: what it would no longer have to be read for (EdgeMoE §3.2)."""
+        out = dict.fromkeys(self.experts, 0)
+        sizes = [CompositeSidecar(self.sidecar, tier, {}) for tier in (upper, lower)]
+        for span in self.model_index.experts.values():
+            layer = parse_tensor_name(span.name).layer
+            for expert, (high, low) in enumerate(zip(*(c.sources(span, c.tiers[0]) for c in sizes))):
+                out[layer, expert] += high.nbytes - low.nbytes
+        return out
 
     def _lossless(self, text: Sequence[str]) -> tuple[list[Window], Reference]:
         with open_model(self._model, self._ctx, experts=False, **self._options) as llm:
@@ -179,10 +168,10 @@ class Planner:
         """By type, all experts in it: bytes and quality, the most bytes first."""
         if not self._uniform:
             lossless = Quality(0, 0, 0, 0, Estimate(0, 0, 0), Estimate(0, 0, 0), Estimate(1, 1, 1))
-            uniform = {ORIGINAL: (self.trial.n_bytes(ORIGINAL), lossless)}
+            uniform = {ORIGINAL: (self.n_bytes(ORIGINAL), lossless)}
             for i, name in enumerate(self.types):
                 self._tell("types", i, len(self.types))
-                uniform[name] = (self.trial.n_bytes(name), self.trial.quality(name))
+                uniform[name] = (self.n_bytes(name), self.quality(name))
             self._uniform = dict(sorted(uniform.items(), key=lambda item: -item[1][0]))
         return self._uniform
 
@@ -190,54 +179,52 @@ class Planner:
         """By (layer, expert), with `lower` for the lower type."""
         if lower not in self._importance:
             if self._measure:
-                importance = measure_importance(self.trial, lower, lambda done, total: self._tell("experts", done, total))
+                importance = self._measured_importance(lower)
             else:
                 self._tell("estimating", 0, 1)
-                importance = estimate_importance(self.model_index, self.trial.sidecar, lower, self.trial.windows, **self._options)
+                importance = estimate_importance(self.model_index, self.sidecar, lower, self.windows, **self._options)
             self._importance[lower] = importance
         return self._importance[lower]
+
+    def _measured_importance(self, lower: str) -> dict[tuple[int, int], float]:
+        """Mean KL against the lossless model with each expert alone in the lower tier.
+
+        KL and not the increase of perplexity: one expert of hundreds moves perplexity by less than its noise, and as often down
+        as up; KL is never negative.
+        """
+        out = {}
+        for i, key in enumerate(self.experts):
+            self._tell("experts", i, len(self.experts))
+            out[key] = self.quality(ORIGINAL, {key: lower}).distance.kl.value
+        return out
 
     def plan(self, tolerance: float) -> BitsPlan:
         """The plan with the fewest bytes whose loss on the text is within the tolerance: 0.05 is 5 % of perplexity."""
         if not 0 < tolerance < 10:
             raise OptionError(f"a tolerance is a relative increase of perplexity, as 0.05 or 5%, not {tolerance}")
-        uniform, trial = self.uniform(), self.trial
+        uniform = self.uniform()
         order = list(uniform)
         # the first that is too bad ends the ladder: a smaller one that happens to be good again is chance
         within = next((i for i, name in enumerate(order) if uniform[name][1].distance.loss.value > tolerance), len(order))
         upper = order[within - 1]
         if within == len(order):
-            return BitsPlan(upper, upper, (), len(trial.experts), *uniform[upper], uniform, {}, tolerance)
+            return BitsPlan(upper, upper, (), len(self.experts), *uniform[upper], uniform, {})
         lower = order[within]
-        importance, gained = self.importance(lower), trial.gained(upper, lower)
-        ranked = by_importance({key: importance[key] for key in trial.experts}, gained)
+        importance, gained = self.importance(lower), self.gained(upper, lower)
+        ranked = by_importance({key: importance[key] for key in self.experts}, gained)
         best, quality = 0, uniform[upper][1]
         bad, step = len(ranked), 0
         while bad - best > 1:
             self._tell("low experts", step, len(ranked).bit_length())
             step += 1
             middle = (best + bad) // 2
-            tried = trial.quality(upper, dict.fromkeys(ranked[:middle], lower))
+            tried = self.quality(upper, dict.fromkeys(ranked[:middle], lower))
             if tried.distance.loss.value <= tolerance:
                 best, quality = middle, tried
             else:
                 bad = middle
         low = tuple(ranked[:best])
-        return BitsPlan(upper, lower, low, len(trial.experts), trial.n_bytes(upper, dict.fromkeys(low, lower)), quality, uniform, importance, tolerance)
-
-
-def measure_importance(trial: Trial, lower: str, progress: Callable[[int, int], None] | None = None) -> dict[tuple[int, int], float]:
-    """By (layer, expert): mean KL against the lossless model with this expert alone in the lower tier.
-
-    KL and not the increase of perplexity: one expert of hundreds moves perplexity by less than its noise, and as often down
-    as up; KL is never negative.
-    """
-    out = {}
-    for i, key in enumerate(trial.experts):
-        if progress:
-            progress(i, len(trial.experts))
-        out[key] = trial.quality(ORIGINAL, {key: lower}).distance.kl.value
-    return out
+        return BitsPlan(upper, lower, low, len(self.experts), self.n_bytes(upper, dict.fromkeys(low, lower)), quality, uniform, importance)
 
 
 N_SAMPLES = 512  # tokens whose inputs are kept, of each gate

@@ -9,8 +9,8 @@ raises it as long as the upper bound of the loss keeps the limit, and ends at th
 for the number of sequences (`upper_loss`). How far it goes at a time depends on the divergence, whose error is small, and not on the loss, which alone decides
 where it ends.
 
-A rule that looks at what is resident feeds on itself, so the boldest then write text freely (`moeoff.measure.own_text`): if one certainly loses more than the
-bound on that, the largest τ of each share is given up.
+A rule that looks at what is resident feeds on itself, since what is chosen stays in memory, and text of others does not show that. So the boldest then write text
+freely, and the lossless model says how likely it finds it: if one certainly loses more than the bound on that, the largest τ of each share is given up.
 
 `minutes` is a deadline: the lossless model reads as many windows as a part of it has time for, no further τ is begun that would pass its part, and what was
 measured by then counts. Everything measured is kept for a search that is interrupted or given more time.
@@ -43,9 +43,8 @@ from ..system.files import require_new
 from ..system.memory import Budget, rss
 from .checkpoint import Checkpoint
 from .choices import Choices
-from .own_text import OPENING, score, write_freely
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
-from .statistics import Distance, Estimate, Scores, one_sided, upper_loss
+from .statistics import Distance, Estimate, Scores, log_probs, one_sided, upper_loss
 from .writer import texts_or_written
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
@@ -53,6 +52,7 @@ STEP = 1.12  # from one τ to the next, at least
 START = 0.7  # of the divergence that should take the upper bound to the limit, what is expected at the first τ of a share
 QUANTILES = (0.15, 0.4, 0.65)  # of the weights: the τ that are tried with nothing resident, on a few windows
 SAMPLE = 4  # windows that are enough for what needs no interval
+OPENING = 32  # tokens of own text that are given
 OWN_TOKENS = 8192  # at least, that what was found writes, and at most
 MOST_OWN_TOKENS = 4 * OWN_TOKENS
 DEFAULT_MINUTES = 15
@@ -92,6 +92,37 @@ class SearchResult:
     contract: LossContract
     max_loss: float
     measured: tuple[MeasuredCandidate, ...]
+
+
+def write_freely(llm: Llama, window: Sequence[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """A text behind the opening of a window, as long as the window, computed token by token with the model's present precision.
+
+    Returns:
+        its tokens [n_ctx] int32, the opening included; and [n_ctx - OPENING] float64 log-probabilities of those that were written, by their writer.
+    """
+    rng = np.random.default_rng(seed)
+    text = np.array(window, np.int32)
+    log_p = np.empty(len(text) - OPENING)
+    llm.clear_context()
+    llm.decode_batch(text[:OPENING].tolist(), 0, OPENING - 1)
+    for i in range(OPENING, len(text)):
+        row = log_probs(llm.batch_logits(1))[0].astype(np.float64)
+        likely = np.exp(row)
+        text[i] = rng.choice(len(row), p=likely / likely.sum())
+        log_p[i - OPENING] = row[text[i]]
+        llm.decode_batch([int(text[i])], i, i)
+    llm.clear_context()
+    return text, log_p
+
+
+def score(llm: Llama, text: np.ndarray) -> np.ndarray:
+    """[n_ctx - OPENING] float64: what this model thinks of each token that was written; the whole text at once."""
+    llm.clear_context()
+    llm.decode_batch(text[:-1].tolist(), 0, OPENING - 1)
+    logp = log_probs(llm.batch_logits(len(text) - OPENING)).astype(np.float64)
+    llm.clear_context()
+    out: np.ndarray = logp[np.arange(len(logp)), text[OPENING:]]
+    return out
 
 
 class RuleEvaluator:

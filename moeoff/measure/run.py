@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..budget.dry_load import context_for
@@ -21,7 +21,7 @@ from ..gguf.model_index import ModelIndex
 from ..system.cgroup import memory_cgroup, unavailable
 from ..system.machine import n_cores
 from ..system.memory import cgroup_limit, format_size, parse_size
-from .job import MOEOFF, STOCK, BenchTest, Job, Measurement, Sample
+from .job import MOEOFF, STOCK, Job, Measurement, Sample
 from .rows import Row, rows
 
 _KILLED = -9
@@ -106,44 +106,35 @@ class Grid:
     """Every combination of options, one after the other.
 
     Attributes:
-        model: path of the GGUF.
-        tests: of each configuration.
+        job: what they have in common.
         axes: options of `moeoff.Llama`, with all values of each; memory as people write it, or None.
-        options: the others, one value each.
         compare_stock: stock llama.cpp, too, at each memory, with its repacked kernels and with plain ones; each in a cgroup with that limit where
             one can be made.
-        flags: as those of a `Job`.
     """
 
-    model: str
-    tests: tuple[BenchTest, ...]
+    job: Job
     axes: Mapping[str, Sequence[Any]]
-    options: Mapping[str, Any]
-    repetitions: int = 5
-    warm_up: bool = True
-    text: str | None = None
     compare_stock: bool = False
-    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def n_ctx(self) -> int:
         """Tokens of the context, unless one is given: those of `moeoff run`, so that the numbers are those of a run; more if a test needs them."""
-        return context_for(ModelIndex.read(self.model), max(test.depth + test.n_tokens for test in self.tests))
+        return context_for(ModelIndex.read(self.job.model), max(test.depth + test.n_tokens for test in self.job.tests))
 
     def jobs(self) -> list[tuple[Job, int, str]]:
         """Each with its bound of memory (0: none) and a note about its surroundings."""
-        expert_bytes, n_ctx = ModelIndex.read(self.model).expert_bytes, self.n_ctx
+        expert_bytes, n_ctx = ModelIndex.read(self.job.model).expert_bytes, self.n_ctx
         combinations = [dict(zip(self.axes, values)) for values in itertools.product(*self.axes.values())]
         out: list[tuple[Job, int, str]] = []
         stock: dict[str, tuple[Job, int, str]] = {}
         for chosen in combinations:
-            options = {name: value for name, value in (dict(self.options) | chosen).items() if value is not None}
+            options = {name: value for name, value in (dict(self.job.options) | chosen).items() if value is not None}
             options.setdefault("n_ctx", n_ctx)
             memory = parse_size(options["memory"]) if "memory" in options else 0
             if memory:
                 options["memory"] = memory
             limit, note = _limit(memory) if self.compare_stock else (None, "")
-            job = Job(self.model, MOEOFF, options, self.tests, self.repetitions, self.warm_up, self.text, limit_bytes=limit, flags=self.flags)
+            job = replace(self.job, options=options, limit_bytes=limit)
             out.append((job, memory, note))
             if self.compare_stock:
                 theirs = {"n_threads": n_cores(), **{name: options[name] for name in _SHARED if name in options}}
@@ -153,7 +144,7 @@ class Grid:
                     options = theirs | {"use_extra_bufts": extra}
                     stock.setdefault(
                         f"{memory} {options}",
-                        (replace(job, engine=STOCK, options=options, warm_up=self.warm_up and not slow, seconds=STOCK_SECONDS), memory, note),
+                        (replace(job, engine=STOCK, options=options, warm_up=job.warm_up and not slow, seconds=STOCK_SECONDS), memory, note),
                     )
         return out + list(stock.values())
 

@@ -1,4 +1,4 @@
-"""Replays traces through the live policies, with the native buffer's rules of eviction.
+"""Replays traces through the live policies, with the native buffer's rules of eviction, and compares policies by that.
 
 The same objects, the same order: a policy gets an event only after its gate has its slices. So the replay of a run whose
 policy kept up with it evicts exactly what the run evicted. Where the arena cannot hold one gate's selection (large
@@ -11,18 +11,20 @@ their table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..errors import BudgetError
+from ..errors import BudgetError, OptionError
 from ..routing.event import GateEvent
 from ..routing.trace import Trace, TraceHeader
 from ..system.memory import format_size
 from . import CacheShape, Policy, get_policy
 from .hobbit import HIGH, PAPERS_COST, SKIP, MissCost
+from .strategy import policy_of
 
 
 class SimulatedArena:
@@ -272,3 +274,53 @@ def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
         n = trace.model.n_experts
         trace.miss_costs = cost, np.stack([cost.of(event, n) for event in trace.events]) if trace.events else np.zeros((0, n), np.float32)
     return trace.miss_costs[1]
+
+
+# --- several policies on one trace, with LRU and Belady's optimum between which one can win ---
+
+
+def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
+    """Those of these policies and strategies that cannot be replayed as they would run live, by name, and why.
+
+    Raises:
+        OptionError: there is no such policy.
+    """
+    if any(event.probs is not None for event in trace.events):
+        return {}
+    why = "it reads the routers' probabilities of all experts, and the trace has none"
+    return {name: why for name in policies if policy_of(name).wants_probs}
+
+
+def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, tau: float = 0.0,
+            cost: MissCost = PAPERS_COST, progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
+    """Replays a trace through each policy at each size; LRU comes first and Belady's optimum last at every size.
+
+    Args:
+        policies: names, of strategies, too; those of LRU and Belady need not be given.
+        arenas: bytes of the experts' arena.
+        tau: of all but Belady's optimum, which knows what the routers chose.
+        cost: of misses, for the penalty; a policy that weighs precision gets its T1.
+        progress: called with what is replayed, events done, and all.
+
+    Raises:
+        OptionError: the trace is empty, or there is no such policy.
+        BudgetError: an arena is below the floor.
+    """
+    if not trace.events:
+        raise OptionError("there is no gate event in the trace")
+    names = list(dict.fromkeys(["lru", *policies, "belady"]))
+    policy = {name: policy_of(name) for name in names}
+    results = []
+    runs = [(arena, name) for arena in arenas for name in names]
+    for i, (arena, name) in enumerate(runs, 1):
+        report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
+        options: dict[str, Any] = {"t1": cost.t1} if "t1" in policy[name].defaults else {}
+        done = simulate(trace, policy[name].name, arena, seed=seed, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
+        results.append(replace(done, policy=name))  # a strategy's or variant's result is named after it, not after its policy
+    return results
+
+
+def gap_recovered(result: Result, results: list[Result]) -> float | None:
+    """Share of the way from LRU's hit rate to Belady's at the same size."""
+    rate = {r.policy: r.hit_rate for r in results if r.arena_bytes == result.arena_bytes and r.policy in ("lru", "belady")}
+    return (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"]) if rate["belady"] > rate["lru"] else None

@@ -11,7 +11,6 @@ allows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -23,12 +22,12 @@ from ..errors import OptionError
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.trace import Trace
-from ..system.arrays import ArchiveError, WrongArrays, read_npz, require_arrays
+from ..system.arrays import read_npz, require_arrays
 from .base import DEFAULT_FIT, CacheShape, FitOptions, GroupedPolicy, Progress, chosen
 from .fate import CrossLayerGate
 from .strategy import Strategy, register
 
-MAX_BYTES = 256 << 20  # of a file of weights
+MAX_BYTES = 256 << 20  # of the file of weights that comes with moeoff
 NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
 FLOOR = 1e-4  # under the logarithm
 STATE_RATE = 0.15  # of the running mean of log probabilities that the bottleneck sees
@@ -45,8 +44,8 @@ class Score(GroupedPolicy):
     """Priority = the estimated discount^(tokens until the next use).
 
     Options:
-        weights: what `fit_score` returns, or the path of an .npz with it. None: those that moeoff has for
-            this model (by its file's name), or else generic coefficients without the bottleneck; "generic" takes these.
+        weights: what `fit_score` returns. None: those that moeoff has for this model (by its file's name), or else generic coefficients without
+            the bottleneck; "generic" takes these.
 
     Raises:
         OptionError: weights of another shape.
@@ -185,38 +184,24 @@ def load_weights(shape: CacheShape, source: str | Mapping[str, np.ndarray] | Non
     """Weights for a model of this shape, ready for `Score`, or None if there are none."""
     if source == "generic":
         return None
-    bundled = source is None
-    if bundled:
+    if source is not None and not isinstance(source, Mapping):
+        raise OptionError(f"the score's weights are arrays, as fit_score returns them, or generic, not {source!r}")
+    arrays = source
+    if arrays is None:
         file = resources.files("moeoff") / "data" / f"score-{Path(shape.model).name.split('-q')[0]}.npz"
         if not shape.model or not file.is_file():
             return None
-        source = str(file)
-    arrays = source if isinstance(source, Mapping) else _read(str(source))
+        arrays = read_npz(str(file), MAX_BYTES)
     n, e, trained = shape.n_gates, shape.n_experts, np.shape(arrays["bias"] if "bias" in arrays else ())[1:]
-    if trained != (n, e) and bundled:  # another model of that name
+    if trained != (n, e) and source is None:  # another model of that name
         return None
     if trained != (n, e) and len(trained) == 2:
         raise OptionError(f"the score's weights are for {trained} gates and experts, the model has {n, e}")
-    try:
-        require_arrays(arrays, {
-            "project": ("f", (n, "rank", 2 * e)), "back": ("f", ("horizons", n, e, "rank")), "mean": ("f", (n, 2 * e)), "bias": ("f", ("horizons", n, e)),
-            "coef": ("f", ("horizons", n, len(PROB_RATES) + len(USE_RATES))), "position": ("f", ("horizons",)), "share": ("f", ("horizons",)),
-        })  # fmt: skip
-    except WrongArrays as error:
-        if isinstance(source, Mapping):
-            raise
-        raise OptionError(f"{source}: are no weights of the score: {error}") from None
+    require_arrays(arrays, {
+        "project": ("f", (n, "rank", 2 * e)), "back": ("f", ("horizons", n, e, "rank")), "mean": ("f", (n, 2 * e)), "bias": ("f", ("horizons", n, e)),
+        "coef": ("f", ("horizons", n, len(PROB_RATES) + len(USE_RATES))), "position": ("f", ("horizons",)), "share": ("f", ("horizons",)),
+    })  # fmt: skip
     return {name: np.ascontiguousarray(arrays[name], np.float32) for name in NAMES}
-
-
-@functools.lru_cache(maxsize=4)
-def _read(path: str) -> dict[str, np.ndarray]:
-    try:
-        return read_npz(path, MAX_BYTES)
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ArchiveError as error:
-        raise OptionError(f"{path}: are no weights of the score: {error}") from None
 
 
 # --- the fit ---
@@ -280,7 +265,7 @@ def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 def fit_score(
     trace: Trace, rank: int | None = None, horizons: Sequence[tuple[float, float, float]] = HORIZONS, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
-    """Arrays for `Score(weights=...)`, or for an .npz of `np.savez`.
+    """Arrays for `Score(weights=...)`.
 
     Args:
         trace: decoded token by token, of text like that to come; its kinds of text in turn rather than one after the other.

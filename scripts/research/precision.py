@@ -25,9 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from moeoff.experts.convert import convert
 from moeoff.experts.sidecar import ORIGINAL, Sidecar, relative_bytes
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.measure.own_text import OPENING
 from moeoff.measure.perplexity import open_model, read_windows
-from moeoff.measure.precision_search import RuleEvaluator, search_precision
+from moeoff.measure.precision_search import OPENING, RuleEvaluator, search_precision
 from moeoff.measure.statistics import Distance, Estimate, interval
 from moeoff.options import parse_loss
 from moeoff.precision import Precision

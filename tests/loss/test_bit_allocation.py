@@ -50,7 +50,7 @@ def test_plan(planner, plan):
     per_expert = [uniform[name][0] // 384 for name in ("Q4_0", "Q2_0")]
     assert plan.n_bytes == per_expert[0] * (384 - len(plan.low)) + per_expert[1] * len(plan.low)
     # the least important come first, and one more would be too much for the bisection's last trial
-    rest = [plan.importance[key] for key in planner.trial.experts if key not in set(plan.low)]
+    rest = [plan.importance[key] for key in planner.experts if key not in set(plan.low)]
     assert max(plan.importance[key] for key in plan.low) <= min(rest)
 
 
@@ -61,28 +61,27 @@ def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
     assert len(read_plan(tmp_path / "plan.json", ModelIndex.read(model).experts).plan) == 1 + len(plan.low)
     made = convert(model, bits=tmp_path / "plan.json")
     assert made.tiers["bits"] == plan.n_bytes
-    composite = CompositeSidecar(planner.trial.sidecar, plan.upper, dict.fromkeys(plan.low, plan.lower))
+    composite = CompositeSidecar(planner.sidecar, plan.upper, dict.fromkeys(plan.low, plan.lower))
     slices = Sidecar(made.path).slices
     for span in ModelIndex.read(model).experts.values():
         for expert, tried in enumerate(composite.sources(span, "bits")):
             assert slices[span.name, expert, "bits"].hash == tried.hash
     with open_model(model, 64, tier="bits", flash_attn=True, **OPTIONS) as llm:
-        quality = evaluate(llm, planner.trial.windows, planner.trial.reference).quality()
+        quality = evaluate(llm, planner.windows, planner.reference).quality()
     assert quality == plan.quality
 
 
 @pytest.mark.slow
 def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
     """EdgeMoE §3.2: an expert whose lower version saves more is lowered earlier than one that is as important; what saves nothing never is."""
-    trial = planner.trial
-    gained = trial.gained(plan.upper, plan.lower)
-    assert sum(gained.values()) == trial.n_bytes(plan.upper) - trial.n_bytes(plan.lower) and min(gained.values()) > 0
-    ranked = sorted(trial.experts, key=lambda key: plan.importance[key])
+    gained = planner.gained(plan.upper, plan.lower)
+    assert sum(gained.values()) == planner.n_bytes(plan.upper) - planner.n_bytes(plan.lower) and min(gained.values()) > 0
+    ranked = sorted(planner.experts, key=lambda key: plan.importance[key])
     used = [key for key in ranked if plan.importance[key] > 0]
     large, useless = used[-1], ranked[0]
     others = gained | {large: gained[large] * 10**6, useless: 0}
-    monkeypatch.setattr(trial, "gained", lambda upper, lower: others)
-    found = planner.plan(plan.tolerance)
+    monkeypatch.setattr(planner, "gained", lambda upper, lower: others)
+    found = planner.plan(TOLERANCE)
     assert large in found.low and large not in plan.low and useless in plan.low and useless not in found.low
 
 
@@ -90,7 +89,7 @@ def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
 def test_order_matters(planner, plan):
     """As many experts of the other end of the order lose more."""
     ranked = sorted(plan.importance, key=plan.importance.get)
-    worst = planner.trial.quality(plan.upper, dict.fromkeys(ranked[-len(plan.low) :], plan.lower))
+    worst = planner.quality(plan.upper, dict.fromkeys(ranked[-len(plan.low) :], plan.lower))
     assert worst.kl.value > 1.5 * plan.quality.kl.value
 
 
@@ -106,8 +105,8 @@ def test_one_type_is_enough_or_none_is(planner):
 @pytest.mark.slow
 def test_estimate_against_measurement(planner, plan):
     """Of one expert in eight: the estimate ranks them much as quantizing one at a time does. Unused experts matter nothing in both."""
-    keys = planner.trial.experts[::8]
-    measured = np.array([planner.trial.quality(ORIGINAL, {key: "Q2_0"}).kl.value for key in keys])
+    keys = planner.experts[::8]
+    measured = np.array([planner.quality(ORIGINAL, {key: "Q2_0"}).kl.value for key in keys])
     estimated = np.array([plan.importance[key] for key in keys])
     assert spearmanr(measured, estimated).statistic > 0.5
     assert (measured[estimated == 0] < 1e-6).all() and (measured[estimated > 0] > 0).all()

@@ -29,9 +29,8 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
 from moeoff.measure import precision_search
 from moeoff.measure.choices import Choices
-from moeoff.measure.own_text import OPENING, score, write_freely
 from moeoff.measure.perplexity import Reference, Window, evaluate, open_model, read_windows
-from moeoff.measure.precision_search import Growth, RuleEvaluator, SearchResult, keep_on_own_text, search_precision
+from moeoff.measure.precision_search import OPENING, Growth, RuleEvaluator, SearchResult, keep_on_own_text, score, search_precision, write_freely
 from moeoff.measure.statistics import Estimate, one_sided, upper_loss
 from moeoff.options import parse_loss
 from moeoff.precision import Precision

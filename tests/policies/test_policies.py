@@ -467,20 +467,9 @@ def test_the_larger_the_buffer_the_longer_the_horizon(fitted):
     assert all((b == w.astype(np.float32)).all() for b, w in zip(backs, fitted["back"], strict=True)) and len(HORIZONS) == 3
 
 
-def test_weights_from_a_file_are_those_of_the_dict(fitted, tmp_path):
-    np.savez(tmp_path / "w.npz", **fitted)
-    trace, arena = walk(100, seed=2), MODEL.full_bytes // 2
-    results = [simulate(trace, "score", arena, weights=w) for w in (fitted, str(tmp_path / "w.npz"))]
-    assert (results[0].event_hits == results[1].event_hits).all()
-
-
-def test_refuses_weights(fitted, tmp_path):
+def test_refuses_weights(fitted):
     with pytest.raises(OptionError, match="weights are for"):
         get_policy("score")(CacheShape(3, 16, 2, 8), weights=fitted)
-    (tmp_path / "w.npz").write_bytes(b"nothing")
-    for path, words in ((tmp_path / "w.npz", "no weights of the score"), (tmp_path / "absent.npz", "absent.npz: cannot be read: No such file")):
-        with pytest.raises(OptionError, match=words):
-            get_policy("score")(CacheShape(3, 16, 2, 8), weights=str(path))
 
 
 def test_refuses_traces():

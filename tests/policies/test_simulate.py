@@ -14,8 +14,7 @@ from moeoff.engine.driver import Driver, PolicyUpdates
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.writer import ParallelLlama
 from moeoff.policies import CacheShape, Policy, get_policy, policy_names
-from moeoff.policies.compare import compare, gap_recovered, left_out
-from moeoff.policies.replay import Result, simulate
+from moeoff.policies.replay import Result, compare, gap_recovered, left_out, simulate
 from moeoff.routing.event import GateEvent, Observer
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader, TraceWriter
 

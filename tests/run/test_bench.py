@@ -273,7 +273,7 @@ def test_stock_inside_a_cgroup(quick, small):
 
 def test_stock_without_the_right_to_make_a_cgroup(monkeypatch, demo):
     monkeypatch.setattr(module, "unavailable", lambda: "no memory cgroup can be made here: Permission denied")
-    grid = Grid(demo, (BenchTest(8, 0),), {"memory": ["120M"]}, {}, 1, False, compare_stock=True)
+    grid = Grid(Job(demo, tests=(BenchTest(8, 0),), repetitions=1, warm_up=False), {"memory": ["120M"]}, compare_stock=True)
     jobs = grid.jobs()
     assert [job.engine for job, _, _ in jobs] == ["moeoff", STOCK, STOCK]
     assert all(job.limit_bytes is None and "Permission denied" in note for job, _, note in jobs)

@@ -23,7 +23,7 @@ from moeoff.budget.inspection import examine, speed
 from moeoff.budget.plan import expected_bytes
 from moeoff.engine.explanation import explain
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.measure.job import BenchTest
+from moeoff.measure.job import BenchTest, Job
 from moeoff.measure.run import Grid
 from moeoff.system import cgroup
 from moeoff.system.memory import MIB, slot_bytes
@@ -126,8 +126,8 @@ def test_one_share(grown, moeoff_command, tmp_path):
 
 
 def test_bench_has_the_context_of_a_run(demo):
-    grid = Grid(demo, (BenchTest(300, 0),), {}, {})
-    assert grid.n_ctx == 512 and Grid(demo, (BenchTest(8, 0),), {}, {}).n_ctx == 256
+    grids = [Grid(Job(demo, tests=(BenchTest(n, 0),)), {}) for n in (300, 8)]
+    assert [grid.n_ctx for grid in grids] == [512, 256]
 
 
 def test_speed():
