@@ -33,9 +33,8 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
     help="What a low version has of a high one's bytes, for the penalty. Default: 0.25, int4 of float16.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
 def simulate(
-    traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, as_json: bool, seed: int,
+    traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, as_json: bool,
     tau: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
@@ -50,7 +49,7 @@ def simulate(
     names = [name for name in names if name not in without]
     cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
     with progress_bar("events") as progress:
-        results = compare(trace, names, arenas, seed=seed, tau=tau, cost=cost, progress=progress)
+        results = compare(trace, names, arenas, tau=tau, cost=cost, progress=progress)
     rows = [r.to_dict() | {"gap_recovered": gap_recovered(r, results)} for r in results]
     if as_json:
         head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "left_out": without}

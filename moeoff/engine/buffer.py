@@ -336,7 +336,7 @@ class ExpertBuffer:
         return queued
 
     def residency(self, *, low: bool = False) -> np.ndarray:
-        """[n_gates, n_experts] uint8; bit i is set where the slice of `native.MATRICES[i]` is resident, in its low version if so asked."""
+        """[n_gates, n_experts] uint8; bit i is set where the slice of `moeoff.gguf.model_index.MATRICES[i]` is resident, in its low version if so asked."""
         out = np.zeros(self.priorities.shape, np.uint8)
         self._check(native.residency(self.handle, native.LOW if low else native.HIGH, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
         return out

@@ -23,7 +23,6 @@ class Verified:
     tiers: tuple[str, ...]
     n_slices: int
     n_bytes: int
-    quantized: str
     model: str | None
 
 
@@ -75,4 +74,4 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
             raise ModelError(f"{sidecar.path}: damaged in {len(damaged)} of {len(ranges)} slices: {names}; convert the model again")
         raise ModelError(f"{model}: not the model that {sidecar.path} was made of: {names} changed since; convert the model again")
     n_bytes = sum(s.nbytes for s in sidecar.slices.values())
-    return Verified(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, sidecar.quantized, None if model is None else os.fspath(model))
+    return Verified(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, None if model is None else os.fspath(model))

@@ -29,7 +29,7 @@ _COPIES, _STRING = 4, 150  # of a value, and bytes for each string, as measured 
 _LONGEST_VALUE = 1 << 16  # bytes of a value that is read: what is longer is not about the architecture
 
 
-MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes them, as `native.MATRICES`
+MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes them; places are those of enum moeoff_matrix
 # for Python's re and for llama.cpp's std::regex: no named groups. arctic's ffn_norm_exps is no expert
 EXPERT_PATTERN = r"^blk\.([0-9]+)\.ffn_(gate_up|up|gate|down)_(ch)?exps\.weight$"
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"  # a model without the second uses the first for both

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -126,7 +125,6 @@ class Policy(StrategyPart):
     Args:
         shape: of the model and buffer.
         table: [n_gates, n_experts] float32 to write into, the native one when live; a new one by default.
-        seed: of whatever is random in the policy.
         options: the policy's own; each defaults to its entry in `defaults`.
 
     Raises:
@@ -138,20 +136,14 @@ class Policy(StrategyPart):
     wants_probs = False  # reads GateEvent.probs
     precision_section: str | None = None  # of a profile, for `fitted_precision`
 
-    def __init__(self, shape: CacheShape, table: np.ndarray | None = None, seed: int = 0, **options: Any):
+    def __init__(self, shape: CacheShape, table: np.ndarray | None = None, **options: Any):
         self.check(options)
         self.shape = shape
         self.priorities = np.zeros((shape.n_gates, shape.n_experts), np.float32) if table is None else table
         if self.priorities.shape != (shape.n_gates, shape.n_experts):
             raise OptionError(f"{self.name}: a table of {self.priorities.shape} does not fit {shape}")
         self.options = self.defaults | options
-        self._seed = seed
         self.start()
-
-    @cached_property
-    def rng(self) -> np.random.Generator:
-        """Chance that `seed` repeats. Made when a policy asks for it: numpy.random takes 4 MiB."""
-        return np.random.default_rng(self._seed)
 
     @classmethod
     def from_profile(cls: type[P], arrays: Mapping[str, np.ndarray] | None, shape: CacheShape, table: np.ndarray | None = None, **options: Any) -> P:
@@ -182,7 +174,7 @@ class Policy(StrategyPart):
         return precision
 
     def start(self) -> None:
-        """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""
+        """Sets up state; `shape`, `options` and `priorities` are there."""
 
     def update(self, event: GateEvent) -> bool | None:
         """Changes `priorities` in place after a router has selected. False where it left them as they were: nothing has to be published."""

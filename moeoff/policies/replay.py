@@ -205,7 +205,7 @@ class Result:
         }
 
 
-def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
+def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, lag: str = "event", tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
     """Replays a trace; the same arguments give the same result.
 
     Args:
@@ -223,7 +223,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     model = trace.model
     arena_bytes = min(arena_bytes, model.full_bytes)
     if isinstance(policy, str):
-        policy = get_policy(policy)(CacheShape.of(model, arena_bytes), seed=seed, **options)
+        policy = get_policy(policy)(CacheShape.of(model, arena_bytes), **options)
     policy.prepare(trace.events)
     replay = SimulatedArena(model, arena_bytes)
     table = policy.priorities if lag == "event" else policy.priorities.copy()
@@ -291,7 +291,7 @@ def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
     return {name: why for name in policies if policy_of(name).wants_probs}
 
 
-def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, tau: float = 0.0,
+def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, tau: float = 0.0,
             cost: MissCost = PAPERS_COST, progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
     """Replays a trace through each policy at each size; LRU comes first and Belady's optimum last at every size.
 
@@ -315,7 +315,7 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     for i, (arena, name) in enumerate(runs, 1):
         report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
         options: dict[str, Any] = {"t1": cost.t1} if "t1" in policy[name].defaults else {}
-        done = simulate(trace, policy[name].name, arena, seed=seed, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
+        done = simulate(trace, policy[name].name, arena, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
         results.append(replace(done, policy=name))  # a strategy's or variant's result is named after it, not after its policy
     return results
 

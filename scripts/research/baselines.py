@@ -27,8 +27,11 @@ class Random(Policy):
 
     name, summary = "random", "evicts at random"
 
+    def start(self) -> None:
+        self._rng = np.random.default_rng(0)
+
     def update(self, event: GateEvent) -> None:
-        self.priorities[event.gate] = self.rng.random(self.shape.n_experts)
+        self.priorities[event.gate] = self._rng.random(self.shape.n_experts)
 
 
 @register

@@ -79,7 +79,7 @@ class Block:
 
     def resident(self, low: bool) -> np.ndarray:
         """[n_expert] bool: all matrices are there."""
-        mask = sum(1 << native.MATRICES.index(m) for m in MATRICES)
+        mask = sum(1 << getattr(native, f"MATRIX_{m.upper()}") for m in MATRICES)
         return self.buffer.residency(low=low)[0] == mask
 
 

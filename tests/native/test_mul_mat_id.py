@@ -216,7 +216,7 @@ def test_large_arena_reads_once(tmp_path, backend):
         stats = reserved.buffer.stats()
         assert (stats.evictions, stats.reads, stats.resident_slices) == (0, N_EXPERT, N_EXPERT)
         assert stats.bytes_read == sum(source.nbytes for source in reserved.sources)
-        assert (reserved.buffer.residency() == 1 << native.MATRICES.index("up")).all()
+        assert (reserved.buffer.residency() == 1 << native.MATRIX_UP).all()
 
 
 def test_resizing_between_computes(tmp_path, backend):

@@ -56,7 +56,7 @@ class TestContract:
     def test_deterministic(self, name):
         tables = []
         for _ in range(2):
-            policy = get_policy(name)(SHAPE, seed=3)
+            policy = get_policy(name)(SHAPE)
             events = random_events(90)
             policy.prepare(events)
             for i, event in enumerate(events):
