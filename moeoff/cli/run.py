@@ -276,7 +276,12 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
             note(remark)
         if server.engine.config.verbose:
             _explain(server.explain())
-        remark_on_context(server.n_ctx_each, server.engine.model_index.n_ctx_train, options)
+        model_index, each = server.engine.model_index, server.n_ctx_each
+        trained, longer = model_index.n_ctx_train, f"{model_index.architecture}.context_length=int:"
+        if any(longer in word for word in args):
+            remark_on_context(each, trained, options)
+        elif 0 < trained < each:
+            note(f"a conversation ends at {trained} tokens, which the model was trained for: --override-kv {longer}{each} gives it more")
         page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
         context = f"{server.engine.planned.n_ctx} tokens of context for {server.n_parallel} answers at a time"
         experts = f"experts in {format_size(server.stats().arena_bytes)}"

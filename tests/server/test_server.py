@@ -315,13 +315,14 @@ def test_no_tools_and_the_page_is_told_so(server):
 
 def test_signals_end_it_well(demo):
     """Where Ctrl-C is ignored when it starts, as by a script's &, and comes twice, from a terminal and a program in it."""
-    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", shell='trap \'\' INT; "$0" "$@" & wait $!')
+    server = Server("-m", demo, "-c", "2048", "--expert-memory", "4M", shell='trap \'\' INT; "$0" "$@" & wait $!')
     with open(f"/proc/{server.process.pid}/task/{server.process.pid}/children") as file:
         child = int(file.read())  # sh waits, and does not pass it on
     for _ in range(2):
         os.kill(child, signal.SIGINT)
     text = server.process.communicate(timeout=300)[1]
     assert server.process.returncode == 0 and text.count("SIGINT: every answer ends") == 1 and "Traceback" not in text
+    assert "a conversation ends at 256 tokens" in server.said and "--override-kv qwen2moe.context_length=int:512 " in server.said
 
 
 def test_ctrl_c_in_a_terminal(demo):
