@@ -350,14 +350,14 @@ class Config:
             raise OptionError(
                 "`vram`: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs `vram_mode` centric or waves"
             )
-        if self.vram_mode in _ALL_UPLOADED and (self.max_loss is not None or not self.precision.lossless):
-            raise OptionError(f"`vram_mode` {self.vram_mode}: a device computes with experts in their own precision alone")
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
 
     def check_adapters(self, adapters: bool) -> None:
         """Checks that not both a device and the CPU compute with experts, if there are adapters. Raises OptionError."""
         if adapters and self.vram is not None and self.vram_mode not in ("centric", "cpu"):
             raise OptionError(f"`vram_mode` {self.vram_mode}: adapters (LoRA) are computed on one side alone; give `vram_mode` centric or cpu")
+        if adapters and self.vram is not None and self.vram_mode == "centric" and self.precision.uses_low:
+            raise OptionError("`vram_mode` centric: adapters (LoRA) are not computed with low versions of experts; give `vram_mode` cpu")
 
     def check_precision(self, precision: Precision) -> None:
         """Checks that the strategy can serve experts in this precision, and repeat a run's decisions. Raises OptionError."""
@@ -451,8 +451,7 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
     chosen = values.get("strategy") or _strategy("auto")
     strategy = chosen if values.get("stride") is None else chosen.with_stride(values["stride"])
     precision = values.get("precision") or chosen.precision  # naming the strategy is asking for it
-    # a device cannot compute with the experts of a lossy run
-    vram_mode = values.get("vram_mode") or (chosen.vram_mode if values.get("max_loss") is None and precision.lossless else "auto")
+    vram_mode = values.get("vram_mode") or chosen.vram_mode
     if values.get("rope_scale") is not None:
         if values.get("rope_freq_scale") is not None:
             raise OptionError("give `rope_scale` or `rope_freq_scale`, not both: one is 1 divided by the other")

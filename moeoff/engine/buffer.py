@@ -261,11 +261,11 @@ class ExpertBuffer:
 
     # --- devices ---
 
-    def set_device_slots(self, slots: Sequence[tuple[int, int]], mode: int = native.DEVICE_OFF, n_used: int = 1, n_uploads: int = 0) -> None:
+    def set_device_slots(self, slots: Sequence[tuple[int, int, int]], mode: int = native.DEVICE_OFF, n_used: int = 1, n_uploads: int = 0) -> None:
         """Between decodes: slots for experts in devices' memory; those that were there are given back first. `native.replan` must follow.
 
         Args:
-            slots: of each gate, (ggml_backend_dev_t or 0, number). Empty: none.
+            slots: of each gate, (ggml_backend_dev_t or 0, number, number of low versions). Empty: none.
             mode: native.DEVICE_...
             n_used: experts that serve a token.
             n_uploads: experts that a gate may get at each of its events.
@@ -274,9 +274,9 @@ class ExpertBuffer:
             MoeoffError: a device has no room for them.
         """
         n = self.priorities.shape[0]
-        rows = list(slots) or [(0, 0)] * n
-        handles, numbers = (ctypes.c_uint64 * n)(*(device for device, _ in rows)), (ctypes.c_int32 * n)(*(number for _, number in rows))
-        self._check(native.set_device_slots(self.handle, mode, handles, numbers, n, n_used, n_uploads))
+        handles, high, low = zip(*(list(slots) or [(0, 0, 0)] * n), strict=True)
+        numbers = ctypes.c_int32 * n
+        self._check(native.set_device_slots(self.handle, mode, (ctypes.c_uint64 * n)(*handles), numbers(*high), numbers(*low), n, n_used, n_uploads))
 
     def set_device_mode(self, mode: int) -> None:
         """Between decodes: how devices compute with the slots that are there (`native.DEVICE_OFF`: not at all). What they hold stays.
@@ -286,9 +286,9 @@ class ExpertBuffer:
         """
         self._check(native.set_device_mode(self.handle, mode))
 
-    def device_slot_bytes(self, device: int, gate: int, n_slots: int, n_used: int) -> int:
+    def device_slot_bytes(self, device: int, gate: int, n_slots: int, n_used: int, *, low: bool = False) -> int:
         """Bytes that a gate's slots take on a device (ggml_backend_dev_t); 0: it cannot compute with these experts."""
-        return int(native.device_slot_bytes(self.handle, device, gate, n_slots, n_used))
+        return int(native.device_slot_bytes(self.handle, device, gate, native.LOW if low else native.HIGH, n_slots, n_used))
 
     def clear(self) -> None:
         """Drops every resident expert."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ..budget.plan import DeviceBound, DeviceRoom, slots_that_fit
@@ -27,10 +28,10 @@ class DeviceTier:
 
     Args:
         ctx: the llama_context that will compute; no other one's graphs use the slots.
+        mode: of `MODES`, or `AUTO`: begins cooperative, and `use` says how it goes on.
         n_used: experts that serve a token.
         free: by device, bytes that were free before the model was loaded.
-
-        mode: of `MODES`, or `AUTO`: begins cooperative, and `use` says how it goes on.
+        low_share: of the slots' memory, for low versions, if there are any and the mode uploads them.
 
     Attributes:
         uses: by the name of each device with slots: their number in each of its layers with experts, and bytes of `experts` and `llama_cpp`.
@@ -40,18 +41,20 @@ class DeviceTier:
         BudgetError: not one slot fits, or the bound is more than a device has.
     """
 
-    def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int]):
+    def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int], low_share: float):
         self._buffer, self._ctx, self._n_used, self._free = buffer, ctx, n_used, free
         self._mode = self._placed_as = "cooperative" if mode == AUTO else mode
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
         if not any(self._devices):
             raise OptionError("`vram`: no layer with experts is computed on a device", hint={"n_gpu_layers": ...})
+        self._has_low = buffer.low_arena_full > 0 and mode != "cooperative"
         # a block whose experts are of several types, or of one that its device cannot compute with, has no slots
-        self._devices = [handle if handle and buffer.device_slot_bytes(handle, gate, 1, n_used) else 0 for gate, handle in enumerate(self._devices)]
+        self._devices = [handle if handle and self._can_compute(handle, gate) else 0 for gate, handle in enumerate(self._devices)]
         if not any(self._devices):
             raise OptionError("`vram`: the experts of no layer are of one type that its device can compute with")
         self._n_experts = buffer.priorities.shape[1]
+        self._low_for_high = low_share / max(1 - low_share, 0.01) * buffer.arena_full / max(buffer.low_arena_full, 1)
         self.uses: dict[str, dict[str, int]] = {}
         self._is_placed = False
         self._place(bound)
@@ -110,7 +113,8 @@ class DeviceTier:
     def _allocate(self, slots: dict[int, int]) -> str:
         """Slots for each layer by its device, and llama.cpp's buffers for them. Empty, or why there is no room; then there are none."""
         try:
-            self._buffer.set_device_slots([(handle, slots.get(handle, 0)) for handle in self._devices], MODES[self._placed_as], self._n_used, _UPLOADS)
+            rows = [(handle, n := slots.get(handle, 0), self._n_low(n)) for handle in self._devices]
+            self._buffer.set_device_slots(rows, MODES[self._placed_as], self._n_used, _UPLOADS)
             self._replan()
         except MoeoffError as error:
             self._free_slots()
@@ -132,9 +136,23 @@ class DeviceTier:
                 rooms[device.handle] = DeviceRoom(device.name, limit, llama_cpp + max(less.get(device.handle, 0), 0), free)
         return rooms
 
+    def _can_compute(self, handle: int, gate: int) -> bool:
+        return all(self._buffer.device_slot_bytes(handle, gate, 1, self._n_used, low=low) for low in (False, True)[: 1 + self._has_low])
+
+    def _n_low(self, n: int) -> int:
+        """Slots for low versions beside so many: their share of the memory, but as many as a token takes, and the waves of any batch."""
+        least = max(self._n_used, -(-self._n_experts // native.MAX_WAVES))
+        return min(max(math.ceil(n * self._low_for_high), least), self._n_experts) if n and self._has_low else 0
+
     def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
         def of(gate: int) -> Callable[[int], int]:
-            return lambda n: self._buffer.device_slot_bytes(handle, gate, n, self._n_used)
+            def nbytes(n: int) -> int:
+                low = self._n_low(n)
+                return self._buffer.device_slot_bytes(handle, gate, n, self._n_used) + (
+                    low and self._buffer.device_slot_bytes(handle, gate, low, self._n_used, low=True)
+                )
+
+            return nbytes
 
         return [of(gate) for gate, device in enumerate(self._devices) if device == handle]
 

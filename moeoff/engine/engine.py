@@ -313,15 +313,16 @@ class Engine:
             room = self.budget.left(self.planned.fixed)  # about what the arena will have, by which its pages are laid out
             buffer.start(min(max(room, buffer.arena_floor), buffer.arena_full), buffer.low_arena_floor)
         try:
-            self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, max(self.model_index.n_expert_used, 1), self._free_on_devices)
+            n_used, low_share = max(self.model_index.n_expert_used, 1), self.quality.precision.low_share
+            self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, n_used, self._free_on_devices, low_share)
         except (BudgetError, OptionError) as error:
             if not config.vram.auto:
                 raise
             self.device_remark = f"no experts on the GPU: {in_flags(error)}"
             return
-        ways = self.device_tier.ways if self.quality.precision.lossless else self.device_tier.ways[:1]
         if config.vram_mode == AUTO:
-            self._device_judge = DeviceJudge(ways, (ways[0], WAVES, WITHOUT) if self.quality.precision.lossless else ())
+            ways = self.device_tier.ways
+            self._device_judge = DeviceJudge(ways, (ways[0], WAVES, WITHOUT))
         elif config.vram_mode == "centric" and not config.repeatable and not adapters:
             self._device_judge = DeviceJudge(("centric",), ("centric", WAVES), compares=False)
 

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,6 +15,10 @@ from companions import write_expert_adapter
 from helpers.arch_models import ARCHITECTURES, WITHOUT_BLOCK, WITHOUT_MEMORY, write_model
 from helpers.device_runs import ENVIRONMENT, device_runs, why_no_device
 from helpers.logits import assert_bit_equal
+from helpers.rewrite_experts import requantize_experts
+from moeoff.experts.convert import convert
+from moeoff.gguf.quantize import type_from_name
+from moeoff.llamacpp.native import HIGH, LOW, SKIP
 
 pytestmark = pytest.mark.skipif(bool(why_no_device()), reason=why_no_device())
 
@@ -75,6 +81,70 @@ def test_in_waves(demo, tmp_path):
         assert stats[name]["device_wait_seconds"] == stats[name]["device_upload_seconds"] > 0
 
 
+@pytest.fixture(scope="module")
+def two_precisions(demo, tmp_path_factory) -> tuple[str, str]:
+    """The demo model (Q8_0) with a sidecar in Q4_0; and it with the experts of every second layer in that type."""
+    folder = tmp_path_factory.mktemp("precisions")
+    model, mixed = folder / "two.gguf", folder / "mixed.gguf"
+    shutil.copy(demo, model)
+    convert(model, tiers="Q4_0")
+    requantize_experts(demo, mixed, type_from_name("Q4_0"), only=r"blk\.\d?[02468]\.")
+    return str(model), str(mixed)
+
+
+def in_layers(batches: list[int], of_layer: Callable[[int], list[int]]) -> list[int]:
+    """Versions for the uses of a batch's experts, four of each token: those of a layer repeated."""
+    return [v for n in batches for layer in range(12) for v in np.resize(of_layer(layer), 4 * n).tolist()]
+
+
+def test_low_versions_in_slots_of_their_own(two_precisions, tmp_path):
+    """Layer by layer in high and in low precision: as stock computes a model that has these types, in waves and one by one."""
+    model, mixed = two_precisions
+    ours = {"vram": "1G", "slots": 8, "precision": {"low_tier": "Q4_0"}}
+    batches = {"waves": [40, 1, 9, 1], "centric": SINGLE[:12]}
+    runs = {mode: ours | {"vram_mode": mode, "batches": b, "versions": in_layers(b, lambda layer: [HIGH if layer % 2 else LOW])} for mode, b in batches.items()}
+    logits, stats = device_runs(model, tmp_path, runs)
+    stock, _ = device_runs(mixed, tmp_path, {mode: {"stock": "device", "batches": b} for mode, b in batches.items()})
+    for mode, b in batches.items():
+        assert_bit_equal(logits[mode], stock[mode])
+        assert stats[mode]["served_low"] == 6 * 4 * sum(b) and 0 < stats[mode]["device_hits"] < stats[mode]["demand_hits"] + stats[mode]["demand_misses"]
+        assert 0 < stats[mode]["device_uploads"]
+
+
+def test_a_token_in_both_precisions(two_precisions, tmp_path):
+    """High, low and left out within a token: the same bits however many slots there are, and near the CPU's with the same decisions."""
+    mixture = [HIGH, LOW, LOW, HIGH, SKIP, HIGH, LOW]
+    runs = {}
+    for name, batches in (("single", SINGLE[:8]), ("batch", [9, 1])):
+        same = {"vram": "1G", "batches": batches, "precision": {"low_tier": "Q4_0"}, "versions": in_layers(batches, lambda layer: [*mixture[layer % 5 :], LOW])}
+        runs |= {f"{name} {mode} {slots}": same | {"vram_mode": mode, "slots": slots} for mode, slots in (("waves", 6), ("waves", 32), ("cpu", 32))}
+        runs[f"{name} cooperative 8"] = same | {"vram_mode": "cooperative", "slots": 8, "passes": 2}
+        runs[f"{name} stock CPU"] = {"stock": "CPU", "batches": batches}
+    runs["single centric 4"] = runs["single waves 6"] | {"vram_mode": "centric", "slots": 4}
+    logits, stats = device_runs(two_precisions[0], tmp_path, runs)
+    assert_bit_equal(logits["single centric 4"], logits["single waves 32"])
+    for name in ("single", "batch"):
+        assert_bit_equal(logits[f"{name} waves 6"], logits[f"{name} waves 32"])
+        cpu = logits[f"{name} cpu 32"]
+        given_up = np.abs(cpu - logits[f"{name} stock CPU"]).mean()
+        for ours in ("waves 6", "cooperative 8"):
+            s = stats[f"{name} {ours}"]
+            assert s["served_low"] > 0 < s["skipped"] and s["device_hits"] > 0
+            assert 0 < np.abs(logits[f"{name} {ours}"] - cpu).mean() < given_up / 10
+
+
+@pytest.mark.parametrize("strategy, precision", [("hobbit", {"t1": 0.4, "t2": 0.8}), ("fate", {"prefill_low_fraction": 0.5, "mispredicted_low": True})])
+def test_a_lossy_run_comes_back_from_its_trace(two_precisions, tmp_path, strategy, precision):
+    """What is decided by what is in memory, and predicted, and uploaded: the same bits where the decisions are the same, with other memory and slots."""
+    ours = {"vram": "1G", "vram_mode": "waves", "batches": [9, *[1] * 16], "precision": precision | {"low_tier": "Q4_0"}, "strategy": strategy, "memory": None}
+    trace = str(tmp_path / "trace")
+    logits, stats = device_runs(two_precisions[0], tmp_path, {"run": ours | {"expert_memory": "2M", "slots": 6, "trace": trace}})
+    again, replayed = device_runs(two_precisions[0], tmp_path, {"run": ours | {"expert_memory": "12M", "slots": 20, "replay": trace}})
+    assert_bit_equal(again["run"], logits["run"])
+    assert (replayed["run"]["served_low"], replayed["run"]["skipped"]) == (stats["run"]["served_low"], stats["run"]["skipped"])
+    assert stats["run"]["served_low"] > 0 and stats["run"]["device_hits"] > 0
+
+
 def test_what_loses_its_slot_goes_back_to_host_memory(demo, tmp_path):
     """Both memories together have room for all experts, and neither has: none is read twice."""
     batches = [1] * 60
@@ -131,9 +201,14 @@ def test_adapters_of_experts(demo, tmp_path):
     logits, _ = device_runs(demo, tmp_path, runs)
     assert np.abs(logits["plain"] - logits["device"]).max() > 0.1
     assert_bit_equal(logits["all"], logits["device"])
-    for mode in ("cooperative", "auto"):
-        _, refused = device_runs(demo, tmp_path, {"run": base | {"vram": "1G", "vram_mode": mode}})
-        assert refused["run"]["error"] == f"vram_mode {mode}: adapters (LoRA) are computed on one side alone; give vram_mode centric or cpu"
+    one_side = "adapters (LoRA) are computed on one side alone; give vram_mode centric or cpu"
+    for mode, precision, why in (
+        ("cooperative", {}, one_side),
+        ("auto", {}, one_side),
+        ("centric", {"prefill_low_fraction": 0.5, "low_tier": "Q4_0"}, "adapters (LoRA) are not computed with low versions of experts; give vram_mode cpu"),
+    ):
+        _, refused = device_runs(demo, tmp_path, {"run": base | {"vram": "1G", "vram_mode": mode, "precision": precision}})
+        assert refused["run"]["error"] == f"vram_mode {mode}: {why}"
 
 
 def test_a_device_that_gives_less_than_it_said(demo, tmp_path):
@@ -248,7 +323,6 @@ REFUSED = [
     (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
     (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, waves, cpu, auto, not 'fast'"),
-    (["--vram", "1G", "--vram-mode", "centric", "--max-loss", "1%"], "a device computes with experts in their own precision alone"),
     (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs --vram-mode centric or waves"),
     (["--vram", "1G", "-ngl", "0"], "--vram has no effect while no layer goes to the GPU"),
     (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),

@@ -39,7 +39,7 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
     Args:
         runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "uploads": at
             each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
-            after the first pass, of two; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
+            after the first pass, of two; "precision": fields of `Precision`; "versions": what serves each use of an expert, in the order of gate events; "trace" and "replay": files; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
     job = json.dumps({"model": model, "runs": runs})
@@ -62,9 +62,12 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     from moeoff.gguf.model_index import EXPERT_PATTERN
     from moeoff.llamacpp.llama import llama_cpp
     from moeoff.llamacpp.native import TensorOverrides, cpu_buffer_type
+    from moeoff.precision import Precision
 
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
-    then, second = run.pop("then", None), run.pop("second", False)
+    then, second, versions = run.pop("then", None), run.pop("second", False), run.pop("versions", [])
+    if precision := run.pop("precision", None):
+        run["precision"] = Precision(**precision)
     devices = counted_devices() if run.pop("count", False) else None
     device_tier._UPLOADS = run.pop("uploads", 2)
     if block := run.pop("block", None):
@@ -87,6 +90,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
         llm.clear_context() if not where else llm.reset()
         if not where:
             llm.reset_stats()
+            llm.engine.buffer.force(np.array(versions, np.uint8))
         rows, elsewhere, counts, first = [], [], [], 0
         ctx = llama_cpp.llama_init_from_model(llm.model, llm.context_params) if second else None
         for n in batches:
@@ -117,7 +121,7 @@ def _limit_room(room: int) -> None:
     allocate = ExpertBuffer.set_device_slots
 
     def with_less(self: ExpertBuffer, slots: Any, *arguments: Any) -> None:
-        if any(n > room for _, n in slots):
+        if any(n > room for _, n, _ in slots):
             raise MoeoffError("Vulkan0 has no room for 123456 bytes of experts of layer 3")
         allocate(self, slots, *arguments)
 

@@ -8,6 +8,7 @@ for tests, not for quality.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,8 +31,10 @@ class Requantized:
     left: tuple[str, ...]
 
 
-def requantize_experts(source: str | os.PathLike[str], out: str | os.PathLike[str], type: int, *, overwrite: bool = False, threads: int = 2) -> Requantized:
-    """Write `source` to `out` with the routed experts' weights in ggml type `type`, where their row length allows it.
+def requantize_experts(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], type: int, *, overwrite: bool = False, threads: int = 2, only: str = ""
+) -> Requantized:
+    """Write `source` to `out` with the routed experts' weights in ggml type `type`, where their row length allows it, and `only`, a regular expression, is in their tensors' names.
 
     Metadata, tensor order and all other tensors stay bit for bit (so general.file_type may no longer describe the
     file).
@@ -41,7 +44,7 @@ def requantize_experts(source: str | os.PathLike[str], out: str | os.PathLike[st
         tensors: list[Tensor] = []
         changed, left = [], []
         for tensor in model.tensors.values():
-            if is_expert(tensor.name):
+            if is_expert(tensor.name) and re.search(only, tensor.name):
                 if fits(type, tensor.shape[-1]) and tensor.type != type:
                     changed.append(tensor.name)
                     tensor = replace(tensor, type=int(type))

@@ -22,9 +22,9 @@ class fake_device : public moeoff::slot_memory {
         std::lock_guard<std::mutex> lock(mutex);
         REQUIRE(pinned.erase((uintptr_t) data) == 1);
     }
-    void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) override {
+    void write(int32_t gate, moeoff::version v, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) override {
         std::lock_guard<std::mutex> lock(mutex);
-        queues[is_ahead].push_back({ { gate, matrix, slot }, data, nbytes, is_pinned });
+        queues[is_ahead].push_back({ { gate, v, matrix, slot }, data, nbytes, is_pinned });
         n_writes++;
         n_pinned += is_pinned;
         if (!is_pinned) {
@@ -37,25 +37,25 @@ class fake_device : public moeoff::slot_memory {
     }
     void wait_on_device(int32_t gate) override { wait(gate, false); }
     void set_computing(int32_t, void *) override {}
-    void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override {
+    void read(int32_t gate, moeoff::version v, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override {
         std::lock_guard<std::mutex> lock(mutex);
-        const auto & bytes = slots.at({ gate, matrix, slot });
+        const auto & bytes = slots.at({ gate, v, matrix, slot });
         REQUIRE(bytes.size() == nbytes);
         memcpy(data, bytes.data(), nbytes);
     }
-    void * tensor(int32_t, int32_t) const override { return nullptr; }
+    void * tensor(int32_t, moeoff::version, int32_t) const override { return nullptr; }
 
     // empty: nothing was written there
-    std::vector<uint8_t> read(int32_t gate, int32_t matrix, int32_t slot) {
+    std::vector<uint8_t> read(int32_t gate, moeoff::version v, int32_t matrix, int32_t slot) {
         std::lock_guard<std::mutex> lock(mutex);
-        return slots[{ gate, matrix, slot }];
+        return slots[{ gate, v, matrix, slot }];
     }
 
     bool pins = false; // it can
     std::atomic<uint64_t> n_writes {0}, n_pinned {0}; // the second: of the first
 
   private:
-    using place = std::tuple<int32_t, int32_t, int32_t>;
+    using place = std::tuple<int32_t, int32_t, int32_t, int32_t>;
     struct queued {
         place           to;
         const uint8_t * data;

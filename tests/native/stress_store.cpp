@@ -67,19 +67,23 @@ struct context {
     std::vector<op_item> items { n_expert * (SKIP + 1) };
     std::vector<std::array<std::atomic<int>, max_parts>> n_computed { items.size() }; // of each part of each item
     alignas(op_run) char run_of_op[sizeof(op_run)];
-    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0}, on_device {0}, n_later_waves {0};
+    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0}, on_device {0}, n_low_on_device {0}, n_later_waves {0};
     fake_device * device = nullptr;
-    std::vector<int32_t> slots, host; // of the last event; empty: the device has no part in it
+    std::vector<int32_t> slots, host; // of the last event; empty: the device has no part in it. Behind the slots those of low versions
 
     void check_device(const gate & g, const std::vector<int32_t> & ids) {
         for (size_t i = 0; i < host.size(); i++) {
-            REQUIRE(host[i] == (slots[i] < s.n_device_slots(g) ? -1 : ids[i]));
+            const version v    = slots[ids.size() + i] < s.n_device_slots(g, LOW) ? LOW : HIGH;
+            const int32_t slot = slots[(v == LOW ? ids.size() : 0) + i];
+            REQUIRE(slots[i] >= s.n_device_slots(g) || v == HIGH);
+            REQUIRE(host[i] == (slot < s.n_device_slots(g, v) ? -1 : ids[i]));
             for (int m = 0; host[i] < 0 && m < MOEOFF_N_MATRIX; m++) {
                 if (g.tensors[m] < 0) {
                     continue;
                 }
-                const moeoff_source & source = *s.experts().source_of(g, m, ids[i], HIGH);
-                const auto bytes = device->read(g.index, m, slots[i]);
+                n_low_on_device += v == LOW;
+                const moeoff_source & source = *s.experts().source_of(g, m, ids[i], v);
+                const auto bytes = device->read(g.index, v, m, slot);
                 REQUIRE(bytes.size() == source.nbytes);
                 for (uint64_t b = 0; b < source.nbytes; b += 97) {
                     REQUIRE(bytes[b] == byte_at(source.offset + b));
@@ -167,13 +171,13 @@ struct context {
                 const bool has_gate = rng() % 50 != 0; // some graphs have no gate node
                 const bool decides = has_gate && s.started();
                 const bool has_device = decides && device && s.device_mode(g, this, n_used, n_tokens) != MOEOFF_DEVICE_OFF;
-                slots.assign(has_device ? ids.size() : 0, 0);
-                host.assign(slots.size(), 0);
+                slots.assign(has_device ? 2 * ids.size() : 0, s.n_device_slots(g, LOW));
+                host.assign(slots.size() / 2, 0);
                 if (decides) {
                     moeoff_gate_event e = {};
                     e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16; e.n_expert = 4;
                     e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data(); e.logits = input.data();
-                    const device_ids out = { slots.data(), host.data() };
+                    const device_ids out = { slots.data(), host.data(), s.n_device_slots(g, LOW) > 0 && s.device_uploads_all() ? slots.data() + ids.size() : nullptr };
                     s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float) }, has_device ? &out : nullptr);
                     check_device(g, ids);
                     std::string of_upload;
@@ -182,11 +186,11 @@ struct context {
                         decided[ids[i]] = of_row[i] = e.versions[i];
                     }
                 }
-                const int n_waves = has_device ? s.device_waves(g, n_used, n_tokens) : 1;
+                const int n_waves = has_device ? std::max(s.device_waves(g, HIGH, n_used, n_tokens), s.device_waves(g, LOW, n_used, n_tokens)) : 1;
                 for (int wave = 1; wave < n_waves; wave++) {
                     s.next_wave(g, ids.data(), n_used * sizeof(int32_t), n_tokens, n_used, slots.data());
                     for (size_t i = 0; i < ids.size(); i++) {
-                        host[i] = slots[i] < s.n_device_slots(g) ? -1 : ids[i];
+                        host[i] = slots[i] < s.n_device_slots(g) || slots[ids.size() + i] < s.n_device_slots(g, LOW) ? -1 : ids[i];
                     }
                     check_device(g, ids);
                     std::string of_upload;
@@ -242,7 +246,7 @@ struct context {
 };
 
 static std::atomic<uint64_t> delivered {0};
-static uint64_t served_by_device = 0, later_waves = 0; // slices, and waves behind the first, in all rounds
+static uint64_t served_by_device = 0, low_by_device = 0, later_waves = 0; // slices, low ones of them, and waves behind the first, in all rounds
 
 static void on_gate(const moeoff_gate_event * e, void *) {
     if (!e) {
@@ -369,7 +373,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
         device = memory.get();
         device->pins = true;
         // not for the layer with experts that have no bytes
-        s.set_device(mode, 1 + (int32_t) (rng() % 3), 3, { 4, n_expert, 0, 9, 3 }, std::move(memory));
+        s.set_device(mode, 1 + (int32_t) (rng() % 3), 3, { 4, n_expert, 0, 9, 3 }, std::move(memory), two_versions ? std::vector<int32_t> { 3, 5, 0, n_expert, 4 } : std::vector<int32_t> {});
     }
 
     std::vector<std::unique_ptr<context>> contexts;
@@ -489,6 +493,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
         low      += c->low;
         skipped  += c->skipped;
         on_device += c->on_device;
+        low_by_device += c->n_low_on_device;
         later_waves += c->n_later_waves;
     }
     REQUIRE(computed > 0 && (on_device > 0) <= (device != nullptr));
@@ -513,7 +518,7 @@ int main(int argc, char ** argv) {
     for (int i = 0; i < n_rounds; i++) {
         round_of(file.path, seconds / n_rounds, seed + 1000u * (unsigned) i, (moeoff_device_mode) ((seed + (unsigned) i) % 4)); // each mode in every run
     }
-    REQUIRE(delivered > 0 && served_by_device > 0 && later_waves > 0);
+    REQUIRE(delivered > 0 && served_by_device > 0 && low_by_device > 0 && later_waves > 0);
     puts("clean");
     return 0;
 }

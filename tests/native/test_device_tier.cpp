@@ -81,7 +81,7 @@ struct device_store {
     fake_device * device = nullptr;
     const int     n_spare = 2;
 
-    explicit device_store(moeoff_device_mode mode, int n_slots, int n_uploads, uint64_t arena = 0, int n_gates = 1)
+    explicit device_store(moeoff_device_mode mode, int n_slots, int n_uploads, uint64_t arena = 0, int n_gates = 1, int n_low_slots = 0)
         : s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 2, 0, page_size }) {
         std::string error;
         REQUIRE(s.add_file(file.path, error) == 0);
@@ -93,12 +93,16 @@ struct device_store {
                 sources.push_back({ 0, 1, offset(matrix, e), nbytes, 0 });
             }
             REQUIRE(s.set_sources(s.experts().n_tensors() - 1, HIGH, sources.data(), n_expert, error));
+            for (auto & source : sources) { // the first half of the same bytes
+                source.nbytes /= 2;
+            }
+            REQUIRE(n_low_slots == 0 || s.set_sources(s.experts().n_tensors() - 1, LOW, sources.data(), n_expert, error));
         }
-        REQUIRE(s.set_limits(arena ? arena : s.experts().arena_full(HIGH), 0, error));
+        REQUIRE(s.set_limits(arena ? arena : s.experts().arena_full(HIGH), s.experts().arena_full(LOW), error));
         REQUIRE(s.start(error));
         auto memory = std::make_unique<fake_device>();
         device = memory.get();
-        s.set_device(mode, n_uploads, n_spare, std::vector<int32_t>((size_t) n_gates, n_slots), std::move(memory));
+        s.set_device(mode, n_uploads, n_spare, std::vector<int32_t>((size_t) n_gates, n_slots), std::move(memory), std::vector<int32_t>((size_t) n_gates, n_low_slots));
     }
 
     static uint64_t offset(int matrix, int expert) { return (uint64_t) ((matrix == MOEOFF_MATRIX_DOWN ? n_expert : 0) + expert) * nbytes; }
@@ -131,11 +135,11 @@ struct device_store {
         return t;
     }
 
-    void check(int expert, int slot, int gate) {
+    void check(int expert, int slot, int gate, version v = HIGH) {
         for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
-            const auto bytes = device->read(gate, matrix, slot);
-            REQUIRE(bytes.size() == nbytes);
-            for (uint64_t b = 0; b < nbytes; b++) {
+            const auto bytes = device->read(gate, v, matrix, slot);
+            REQUIRE(bytes.size() == (v == LOW ? nbytes / 2 : nbytes));
+            for (uint64_t b = 0; b < bytes.size(); b++) {
                 REQUIRE(bytes[b] == byte_at(offset(matrix, expert) + b));
             }
         }
@@ -184,6 +188,65 @@ TEST(centric_uploads_every_chosen_expert_before_its_use) {
     }
     // two matrices each: 1 in the second event and, used more often than what gave way, in the fourth; 0 in the last
     REQUIRE(x.stats().device_hits == 3 * 2 && x.stats().device_uploads == 7);
+}
+
+// a batch of two experts a token, served in these versions: each once, from a slot of that version, in one of the waves
+static void low_event(device_store & x, std::vector<int32_t> ids, const std::vector<uint8_t> & versions) {
+    std::string error;
+    REQUIRE(x.s.force(versions.data(), (int64_t) versions.size(), error) == (int64_t) versions.size());
+    std::vector<float>   weights(ids.size(), 0.5f);
+    std::vector<int32_t> slots(2 * ids.size()), host(ids.size());
+    moeoff_gate_event e = {};
+    e.n_tokens = (int32_t) ids.size() / 2; e.n_used = 2; e.ids = ids.data(); e.weights = weights.data();
+    const device_ids out = { slots.data(), host.data(), slots.data() + ids.size() };
+    x.s.gate_event(x.g(), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0 }, &out);
+    const int n_waves = std::max(x.s.device_waves(x.g(), HIGH, 2, e.n_tokens), x.s.device_waves(x.g(), LOW, 2, e.n_tokens));
+    std::vector<int> n_served(ids.size(), 0);
+    for (int wave = 0; wave < n_waves; wave++) {
+        if (wave > 0) {
+            x.s.next_wave(x.g(), ids.data(), 2 * sizeof(int32_t), e.n_tokens, 2, slots.data());
+        }
+        for (const version v : { HIGH, LOW }) {
+            for (size_t i = 0; i < ids.size(); i++) {
+                const int32_t slot = slots[(v == LOW ? ids.size() : 0) + i], n = x.s.n_device_slots(x.g(), v);
+                REQUIRE(slot < n || slot == n + (int32_t) i % 2);
+                if (slot < n) {
+                    REQUIRE(versions[i] == v);
+                    x.check(ids[i], slot, 0, v);
+                    n_served[i]++;
+                }
+            }
+        }
+    }
+    for (size_t i = 0; i < ids.size(); i++) {
+        REQUIRE(n_served[i] == (versions[i] != SKIP));
+    }
+}
+
+TEST(low_versions_have_slots_of_their_own) {
+    static const int user = 0;
+    for (const auto mode : { MOEOFF_DEVICE_CENTRIC, MOEOFF_DEVICE_WAVES }) {
+        device_store x(mode, 3, 0, 0, 1, 2);
+        low_event(x, { 0, 1 }, { HIGH, LOW });
+        REQUIRE(x.stats().device_uploads == 2 && x.stats().device_bytes == 2 * (nbytes + nbytes / 2));
+        low_event(x, { 1, 0 }, { LOW, SKIP });
+        low_event(x, { 0, 2 }, { LOW, LOW });
+        REQUIRE(x.stats().device_uploads == 4 && x.stats().device_hits == 2 && x.stats().device_experts == 3);
+        if (mode == MOEOFF_DEVICE_WAVES) { // more of both than there are slots
+            low_event(x, { 0, 1, 2, 3, 4, 5, 1, 0 }, { HIGH, HIGH, LOW, LOW, HIGH, LOW, HIGH, HIGH });
+            low_event(x, { 5, 4, 3, 2, 1, 0 }, { HIGH, HIGH, HIGH, HIGH, HIGH, HIGH });
+            low_event(x, { 5, 4, 3, 2, 1, 0 }, { LOW, LOW, LOW, LOW, SKIP, LOW });
+        }
+        REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == mode);
+    }
+}
+
+TEST(without_slots_for_low_versions_the_cpu_computes_all) {
+    static const int user = 0;
+    device_store x(MOEOFF_DEVICE_CENTRIC, 3, 0, 0, 1, 2);
+    x.s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::make_unique<fake_device>());
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_OFF);
+    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE) && x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
 }
 
 TEST(centric_works_in_the_smallest_arena) {
@@ -351,7 +414,7 @@ TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
     for (const uint64_t arena : { (uint64_t) 0, 2 * 2 * arena::slot_bytes(nbytes) }) { // everything, and the smallest
         device_store x(MOEOFF_DEVICE_WAVES, 2, 0, arena);
         const int user = 0;
-        REQUIRE(x.s.device_mode(x.g(), &user, 2, 3) == MOEOFF_DEVICE_WAVES && x.s.device_waves(x.g(), 2, 3) == 3 && x.s.device_waves(x.g(), 2, 1) == 1);
+        REQUIRE(x.s.device_mode(x.g(), &user, 2, 3) == MOEOFF_DEVICE_WAVES && x.s.device_waves(x.g(), HIGH, 2, 3) == 3 && x.s.device_waves(x.g(), HIGH, 2, 1) == 1);
         x.event({ 4, 5 }); // they have the slots
         std::vector<int32_t> ids = { 0, 1, 2, 3, 4, 0 }; // three tokens
         std::vector<float>   weights(ids.size(), 0.5f);
@@ -377,7 +440,7 @@ TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
     }
     device_store few(MOEOFF_DEVICE_WAVES, 1, 0);
     const int user = 0;
-    REQUIRE(few.s.device_mode(few.g(), &user, 2, 2) == MOEOFF_DEVICE_WAVES && few.s.device_waves(few.g(), 2, 3) == 6);
+    REQUIRE(few.s.device_mode(few.g(), &user, 2, 2) == MOEOFF_DEVICE_WAVES && few.s.device_waves(few.g(), HIGH, 2, 3) == 6);
 }
 
 TEST(another_mode_begins_when_the_uploads_of_the_last_one_have_ended) {

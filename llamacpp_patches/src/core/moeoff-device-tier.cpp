@@ -91,31 +91,37 @@ int32_t device_slots::count_ahead(const std::vector<int32_t> & chosen) {
 
 // --- tier ---
 
-void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots, const expert_map & map, expert_table & table) {
+void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots, const std::vector<int32_t> & n_low_slots, const expert_map & map, expert_table & table) {
     table.space.clear_on_device();
-    slots.clear();
     user        = nullptr;
+    has_low     = map.has_low();
     last_gate   = -1;
-    left.clear();
     expected.assign((size_t) map.n_experts(), 0);
     mode        = next;
     max_uploads = n_uploads;
     n_spare     = spare;
-    for (size_t i = 0; i < n_slots.size(); i++) {
-        slots.push_back(n_slots[i] > 0 ? std::make_unique<device_slots>(map.n_experts(), n_slots[i]) : nullptr);
+    for (const version v : { HIGH, LOW }) {
+        slots[v].clear();
+        left[v].clear();
+        for (const int32_t n : v == HIGH ? n_slots : n_low_slots) {
+            slots[v].push_back(n > 0 ? std::make_unique<device_slots>(map.n_experts(), n) : nullptr);
+        }
     }
 }
 
 bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, expert_table & table) {
-    if (slots.empty()) {
+    if (slots[HIGH].empty()) {
         return false;
     }
     mode = next;
     table.space.clear_on_device();
     for (int32_t i = 0; i < map.n_gates() && is_on(); i++) {
-        for (int32_t e = 0; e < map.gate_at(i).n_expert && slots[(size_t) i]; e++) {
-            if (slots[(size_t) i]->find(e) >= 0) {
-                table.space.set_on_device(map.gate_at(i), e, true);
+        const gate & g = map.gate_at(i);
+        for (const version v : { HIGH, LOW }) {
+            for (int32_t e = 0; e < g.n_expert && has_slots(g, v); e++) {
+                if (slots_of(g, v)->find(e) >= 0) {
+                    table.space.set_on_device(g, e, v, true);
+                }
             }
         }
     }
@@ -124,17 +130,22 @@ bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, expe
 
 int32_t device_tier::n_served() const {
     int32_t n = 0;
-    for (const auto & s : slots) {
-        n += s ? s->n_served() : 0;
+    for (const auto & of_version : slots) {
+        for (const auto & s : of_version) {
+            n += s ? s->n_served() : 0;
+        }
     }
     return n;
 }
 
 moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int64_t n_used, int64_t n_tokens) {
-    if (!is_on() || n_slots(g) == 0 || n_used > n_spare || n_tokens == 0 || !asker || (user && user != asker)) {
+    if (!is_on() || n_slots(g, HIGH) == 0 || n_used > n_spare || n_tokens == 0 || !asker || (user && user != asker)) {
         return MOEOFF_DEVICE_OFF;
     }
-    if (uploads_all() && n_waves(g, n_used, n_tokens) > (mode == MOEOFF_DEVICE_WAVES ? MOEOFF_MAX_WAVES : 1)) {
+    if (uploads_all() && has_low && n_slots(g, LOW) == 0) {
+        return MOEOFF_DEVICE_OFF; // it could not compute with all that is chosen
+    }
+    if (uploads_all() && std::max(n_waves(g, HIGH, n_used, n_tokens), n_waves(g, LOW, n_used, n_tokens)) > (mode == MOEOFF_DEVICE_WAVES ? MOEOFF_MAX_WAVES : 1)) {
         return MOEOFF_DEVICE_OFF; // the batch may need more experts than there are slots
     }
     user = asker;
@@ -146,34 +157,49 @@ bool device_tier::begin_event(const gate & g) {
     return uploads_all();
 }
 
-int32_t device_tier::n_waves(const gate & g, int64_t n_used, int64_t n_tokens) const {
-    const int64_t n = uploads_all() ? n_slots(g) : 0;
-    return n == 0 ? 1 : (int32_t) ((std::min<int64_t>(n_used * n_tokens, g.n_expert) + n - 1) / n);
+int32_t device_tier::n_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const {
+    if (!uploads_all() || n_slots(g, v) == 0) {
+        return v == HIGH ? 1 : 0;
+    }
+    const int64_t n = n_slots(g, v);
+    return (int32_t) ((std::min<int64_t>(n_used * n_tokens, g.n_expert) + n - 1) / n);
 }
 
-void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) {
+void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) {
     int32_t displaced;
-    const int32_t slot = slots[(size_t) g.index]->take(expert, table.space.keys_of(g), is_needed, forced, displaced);
+    const int32_t slot = slots_of(g, v)->take(expert, table.space.keys_of(g), is_needed, forced, displaced);
     if (displaced >= 0) {
-        table.space.set_on_device(g, displaced, false);
+        table.space.set_on_device(g, displaced, v, false);
     }
     if (slot >= 0) {
-        uploads.push_back({ expert, slot, displaced, 0 });
+        uploads.push_back({ expert, slot, displaced, v });
     }
 }
 
 void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) {
+    table.counters().device_ahead_used += (uint64_t) slots_of(g, HIGH)->count_ahead(all.chosen);
+    for (const version v : { HIGH, LOW }) {
+        left[v].clear();
+        if (has_slots(g, v)) {
+            assign(g, v, event, all, table, n_most);
+        }
+    }
+}
+
+void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) {
     const int32_t  n = std::min(n_most, max_uploads);
-    device_slots & s = *slots[(size_t) g.index];
+    device_slots & s = *slots_of(g, v);
     candidates.clear();
     s.next_step();
-    table.counters().device_ahead_used += (uint64_t) s.count_ahead(all.chosen);
     for (const int32_t e : all.chosen) {
+        if (!(all.is_chosen[e] & 1u << v)) {
+            continue;
+        }
         s.use(e);
-        all.slot_of[e] = all.is_chosen[e] == 1u << HIGH ? s.find(e) : -1;
-        if (all.slot_of[e] >= 0) {
-            table.count_on_device(g, e, event);
-        } else if (all.is_chosen[e] == 1u << HIGH && (uploads_all() || table.is_in_memory(g, e))) {
+        all.slot_of[v][e] = s.find(e);
+        if (all.slot_of[v][e] >= 0) {
+            table.count_on_device(g, e, v, event);
+        } else if (uploads_all() || table.is_in_memory(g, e)) {
             candidates.push_back(e);
         }
     }
@@ -182,40 +208,41 @@ void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & 
         std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
         candidates.resize((size_t) n);
     }
-    left.clear();
     for (const int32_t e : candidates) {
         const size_t n_before = all.uploads.size();
-        begin_upload(g, e, uploads_all(), all.is_chosen.data(), all.uploads, table);
+        begin_upload(g, v, e, uploads_all(), all.is_chosen.data(), all.uploads, table);
         if (uploads_all() && all.uploads.size() == n_before) {
-            left.push_back(e);
+            left[v].push_back(e);
         }
     }
 }
 
 void device_tier::next_wave(const gate & g, expert_table & table, std::vector<upload> & uploads) {
-    const size_t n = std::min(left.size(), (size_t) n_slots(g));
-    for (size_t i = 0; i < n; i++) {
-        expected[(size_t) left[i]] = 1; // none of them gives its slot to another
+    for (const version v : { HIGH, LOW }) {
+        const size_t n = std::min(left[v].size(), (size_t) n_slots(g, v));
+        for (size_t i = 0; i < n; i++) {
+            expected[(size_t) left[v][i]] = 1; // none of them gives its slot to another
+        }
+        for (size_t i = 0; i < n; i++) {
+            begin_upload(g, v, left[v][i], true, expected.data(), uploads, table);
+        }
+        for (size_t i = 0; i < n; i++) {
+            expected[(size_t) left[v][i]] = 0;
+        }
+        left[v].erase(left[v].begin(), left[v].begin() + (ptrdiff_t) n);
     }
-    for (size_t i = 0; i < n; i++) {
-        begin_upload(g, left[i], true, expected.data(), uploads, table);
-    }
-    for (size_t i = 0; i < n; i++) {
-        expected[(size_t) left[i]] = 0;
-    }
-    left.erase(left.begin(), left.begin() + (ptrdiff_t) n);
 }
 
 void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) {
-    if (!is_on() || n_slots(g) == 0 || !user || last_gate == g.index) {
+    if (!is_on() || n_slots(g, HIGH) == 0 || !user || last_gate == g.index) {
         return;
     }
     for (int32_t i = 0; i < n; i++) {
         expected[(size_t) experts[i]] = 1;
     }
     for (int32_t i = 0; i < std::min(n, n_spare) && (int32_t) uploads.size() < std::min(n_most, max_uploads); i++) {
-        if (!table.space.on_device(g, experts[i]) && table.is_in_memory(g, experts[i])) {
-            begin_upload(g, experts[i], uploads_all(), expected.data(), uploads, table);
+        if (!table.space.on_device(g, experts[i], HIGH) && table.is_in_memory(g, experts[i])) {
+            begin_upload(g, HIGH, experts[i], uploads_all(), expected.data(), uploads, table);
         }
     }
     for (upload & u : uploads) {
@@ -227,17 +254,17 @@ void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, e
 }
 
 void device_tier::finish(const gate & g, const upload & u, bool is_complete, expert_table & table) {
-    slots[(size_t) g.index]->finish(u, is_complete);
+    slots_of(g, u.precision)->finish(u, is_complete);
     table.counters().device_ahead += is_complete && u.is_ahead;
     if (is_complete && is_on()) {
-        table.space.set_on_device(g, u.expert, true);
+        table.space.set_on_device(g, u.expert, u.precision, true);
     }
 }
 
 void device_tier::take_back(const gate & g, const upload & u, expert_table & table) {
-    slots[(size_t) g.index]->take_back(u);
+    slots_of(g, u.precision)->take_back(u);
     if (u.displaced >= 0 && is_on()) {
-        table.space.set_on_device(g, u.displaced, true);
+        table.space.set_on_device(g, u.displaced, u.precision, true);
     }
 }
 

@@ -25,12 +25,13 @@ struct upload {
     int32_t  expert;
     int32_t  slot;
     int32_t  displaced = -1; // whose slot it was
+    version  precision = HIGH; // of the expert, and of the slot
     uint32_t downloads = 0;  // of its matrices, those that go back to host memory first: bit 1 << moeoff_matrix
     bool     is_ahead  = false; // decided before its router selected
     bool     is_pinned = false; // the device reads it where it is (arena)
 };
 
-// The experts of one gate that are in a device's memory: which slot each is in, and which of them gives its slot to another. A slot
+// The experts of one gate that are in a device's memory in one version: which slot each is in, and which of them gives its slot to another. A slot
 // holds all matrices of one expert; it is free, being written (its expert is not found yet), or serves its expert.
 //
 // What ranks lowest gives way: by priority, then by heat, a count of uses that halves every 180 steps. Of equal priority only what has
@@ -78,7 +79,7 @@ class slot_memory : public arena::pinner {
   public:
     // A matrix of an expert, into a slot that nothing reads. The bytes are there after one of the next two, and until then stay where they are if is_pinned.
     // What is_ahead has a queue of its own; one thread at a time has each
-    virtual void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) = 0;
+    virtual void write(int32_t gate, version v, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) = 0;
     // returns when all that was written to the gate's device through this queue is there
     virtual void wait(int32_t gate, bool is_ahead) = 0;
     // what was not written ahead is there before the device computes what it is given from now on; the caller is the thread that gives it
@@ -86,16 +87,16 @@ class slot_memory : public arena::pinner {
     // one of the ggml_backend_t that a graph is computed with; kept if it is the gate's device's
     virtual void set_computing(int32_t gate, void * backend) = 0;
     // what was written there last; nothing is being written. Returns when the bytes are in data
-    virtual void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const = 0;
-    // the ggml_tensor of all slots of a matrix, or nullptr
-    virtual void * tensor(int32_t gate, int32_t matrix) const = 0;
+    virtual void read(int32_t gate, version v, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const = 0;
+    // the ggml_tensor of all slots of a matrix in a version, or nullptr
+    virtual void * tensor(int32_t gate, version v, int32_t matrix) const = 0;
 };
 
 class device_tier {
   public:
-    // Between decodes. n_slots [n_gates], 0: the gate has none. n_spare: slots behind these that hold zeros, as many as experts serve a
+    // Between decodes. n_slots and n_low_slots [n_gates], 0: the gate has none; low versions are served by these where every chosen expert is uploaded, else by the CPU. n_spare: slots behind these that hold zeros, as many as experts serve a
     // token. n_uploads: of a gate at each of its events, unless every chosen expert is uploaded
-    void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
+    void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const std::vector<int32_t> & n_low_slots, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
     // Another mode for the slots that are there, between decodes; what they hold stays. While they are off, host memory is as if there were
     // none. false: there are none
     bool set_mode(moeoff_device_mode mode, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
@@ -103,17 +104,17 @@ class device_tier {
     bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC || mode == MOEOFF_DEVICE_WAVES; }
     // The gate's router has selected for the user's graph: from here on nothing is uploaded ahead for it. Whether every chosen expert is uploaded
     bool begin_event(const gate & g) REQUIRES(store_mutex);
-    // How often the slots are filled for a batch, each time with other experts; 1 unless every chosen expert is uploaded
-    int32_t n_waves(const gate & g, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
+    // How often the slots of a version are filled for a batch, each time with other experts; unless every chosen expert is uploaded, 1 and none of low versions
+    int32_t n_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
     // What is uploaded for the next of the waves behind the first, which assign() has begun: the device has finished the one before. Empty: none is left
     void next_wave(const gate & g, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
-    int32_t n_slots(const gate & g) const REQUIRES(store_mutex) { return slots.empty() || !slots[(size_t) g.index] ? 0 : slots[(size_t) g.index]->n_slots(); }
+    int32_t n_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) ? slots_of(g, v)->n_slots() : 0; }
     int32_t n_served() const REQUIRES(store_mutex);
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
     moeoff_device_mode mode_for(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) REQUIRES(store_mutex);
 
     // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter at most so many, unless every chosen
-    // expert is uploaded. Only what is to be served in high precision takes part
+    // expert is uploaded
     void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
     // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, of the first ones, as many as serve a
     // token. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
@@ -124,15 +125,20 @@ class device_tier {
     void take_back(const gate & g, const upload & u, expert_table & table) REQUIRES(store_mutex);
 
   private:
-    void begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) REQUIRES(store_mutex);
+    device_slots * slots_of(const gate & g, version v) const REQUIRES(store_mutex) { return slots[v].empty() ? nullptr : slots[v][(size_t) g.index].get(); }
+    // those that it has in this mode
+    bool has_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) && (v == HIGH || uploads_all()); }
+    void assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
+    void begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) REQUIRES(store_mutex);
 
     moeoff_device_mode mode      GUARDED_BY(store_mutex) = MOEOFF_DEVICE_OFF;
     int32_t            max_uploads GUARDED_BY(store_mutex) = 0;
     int32_t            n_spare   GUARDED_BY(store_mutex) = 0;
     const void *       user      GUARDED_BY(store_mutex) = nullptr;
-    std::vector<std::unique_ptr<device_slots>> slots GUARDED_BY(store_mutex); // by gate, nullptr: none
+    bool               has_low   GUARDED_BY(store_mutex) = false; // experts have low versions
+    std::vector<std::unique_ptr<device_slots>> slots[n_pools] GUARDED_BY(store_mutex); // by gate, nullptr: none
     int32_t              last_gate  GUARDED_BY(store_mutex) = -1; // of the user's events
-    std::vector<int32_t> left       GUARDED_BY(store_mutex); // of the last event's experts, those for the waves to come
+    std::vector<int32_t> left[n_pools] GUARDED_BY(store_mutex); // of the last event's experts, those for the waves to come
     std::vector<int32_t> candidates GUARDED_BY(store_mutex); // scratch
     std::vector<uint8_t> expected   GUARDED_BY(store_mutex); // likewise
 };

@@ -356,17 +356,17 @@ void expert_table::wake_workers() {
     }
 }
 
-bool expert_table::is_resident(const gate & g, int32_t expert, version v) const { return (v == HIGH && space.on_device(g, expert)) || state_of(g, expert, v).is_whole(); }
+bool expert_table::is_resident(const gate & g, int32_t expert, version v) const { return space.on_device(g, expert, v) || state_of(g, expert, v).is_whole(); }
 
 bool expert_table::is_coming(const gate & g, int32_t expert) const {
     const expert_state & x = state_of(g, expert, HIGH);
-    return space.on_device(g, expert) || !(x.absent() | x.failed());
+    return space.on_device(g, expert, HIGH) || !(x.absent() | x.failed());
 }
 
 // --- devices ---
 
-void expert_table::count_on_device(const gate & g, int32_t expert, moeoff_gate_event & event) {
-    expert_state & x = state_of(g, expert, HIGH);
+void expert_table::count_on_device(const gate & g, int32_t expert, version v, moeoff_gate_event & event) {
+    expert_state & x = state_of(g, expert, v);
     const int n = n_in(x.has);
     stats.demand_hits += (uint64_t) n;
     stats.device_hits += (uint64_t) n;

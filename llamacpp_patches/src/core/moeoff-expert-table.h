@@ -110,7 +110,11 @@ class expert_table {
     bool    is_short() const { return wants_slots.load(std::memory_order_relaxed); }
     // an upload to a device uses an expert that is whole: it is not evicted until it is released. No use by the graph
     // hold: whether its memory is pinned until then (arena), which release is told
-    void    set_pinner(arena::pinner * p) REQUIRES(store_mutex) { pools[HIGH].slots.set_pinner(p); }
+    void    set_pinner(arena::pinner * p) REQUIRES(store_mutex) {
+        for (pool & of_version : pools) {
+            of_version.slots.set_pinner(p);
+        }
+    }
     bool    hold(expert_state & x) REQUIRES(store_mutex);
     void    release(expert_state & x, bool is_pinned, bool keep) REQUIRES(store_mutex);
     // what is in memory of an expert that is expected stays until its router has selected
@@ -124,12 +128,12 @@ class expert_table {
     void    drop_preloads() REQUIRES(store_mutex);
     void    wake_workers() REQUIRES(store_mutex);
     bool    has_requests() const REQUIRES(store_mutex) { return !queue.empty(may_prefetch ? PREFETCH : GATE); }
-    bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices; in high precision also on a device
+    bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices, or on a device
     bool    is_coming(const gate & g, int32_t expert) const REQUIRES(store_mutex); // the same, or all that is not has been asked for
     bool    is_expected(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return state_of(g, expert, HIGH).expected; } // a prefetch has asked for its high version
     bool    is_in_memory(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return state_of(g, expert, HIGH).is_whole(); }
     // counts the use of an expert that a router has selected and a device serves
-    void    count_on_device(const gate & g, int32_t expert, moeoff_gate_event & event) REQUIRES(store_mutex);
+    void    count_on_device(const gate & g, int32_t expert, version v, moeoff_gate_event & event) REQUIRES(store_mutex);
 
     // --- reading ---
     // false: prefetches wait, as the disk would gain nothing from one more read

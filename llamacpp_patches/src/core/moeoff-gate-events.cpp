@@ -10,7 +10,9 @@ void selection::collect(const choice & c, int32_t n_experts) {
         is_chosen[e]  = 0;
         version_of[e] = HIGH;
         count[e]      = 0;
-        slot_of[e]    = -1;
+        for (auto & slots : slot_of) {
+            slots[e] = -1;
+        }
     }
     chosen.clear();
     uploads.clear();
@@ -18,7 +20,9 @@ void selection::collect(const choice & c, int32_t n_experts) {
         is_chosen.resize(n_experts, 0);
         version_of.resize(n_experts, HIGH);
         count.resize(n_experts, 0);
-        slot_of.resize(n_experts, -1);
+        for (auto & slots : slot_of) {
+            slots.resize(n_experts, -1);
+        }
         chosen.reserve(n_experts);
     }
     for (int32_t t = 0; t < c.event.n_tokens; t++) {
@@ -171,7 +175,7 @@ void gate_events::request(gate & g, moeoff_gate_event & event, const selection &
     const auto each_expert = [&](const auto & f) REQUIRES(store_mutex) {
         for (const int32_t e : all.chosen) {
             for (const version v : { HIGH, LOW }) {
-                if (all.slot_of[e] < 0 && all.is_chosen[e] & (1u << v)) {
+                if (all.slot_of[v][e] < 0 && all.is_chosen[e] & (1u << v)) {
                     f(table.state_of(g, e, v));
                 }
             }

@@ -143,7 +143,7 @@ eviction_rank pool::rank_of(const expert_state & x) const {
     if (x.resident_i < 0 || x.pins > 0 || x.loading != 0 || all.is_chosen(x)) {
         return {};
     }
-    const bool is_spare = all.on_device[all.leaf_of(x)] || all.is_superfluous(x);
+    const bool is_spare = all.is_on_device(x) || all.is_superfluous(x);
     return { x.expected ? eviction_rank::expected : is_spare ? eviction_rank::spare : all.keys[all.leaf_of(x)], all.index_of(x), x.last_use };
 }
 
@@ -293,8 +293,9 @@ void room::reconsider_low(const expert_state & high) {
     }
 }
 
-void room::set_on_device(const gate & g, int32_t expert, bool is_there) {
-    all.on_device[leaf_of(g, expert)] = is_there;
+void room::set_on_device(const gate & g, int32_t expert, version v, bool is_there) {
+    uint8_t & of_expert = all.on_device[leaf_of(g, expert)];
+    of_expert = (uint8_t) (is_there ? of_expert | 1u << v : of_expert & ~(1u << v));
     const expert_state & high = all.experts[leaf_of(g, expert)];
     reconsider(high);
     reconsider_low(high);
@@ -303,8 +304,10 @@ void room::set_on_device(const gate & g, int32_t expert, bool is_there) {
 void room::clear_on_device() {
     for (int32_t i = 0; i < map.n_gates(); i++) {
         for (int32_t e = 0; e < map.gate_at(i).n_expert; e++) {
-            if (on_device(map.gate_at(i), e)) {
-                set_on_device(map.gate_at(i), e, false);
+            for (const version v : { HIGH, LOW }) {
+                if (on_device(map.gate_at(i), e, v)) {
+                    set_on_device(map.gate_at(i), e, v, false);
+                }
             }
         }
     }
@@ -315,8 +318,8 @@ void room::residency(version v, uint8_t * out) const {
     for (const uint32_t i : pools[v].residents()) {
         out[all.leaf_of(all.experts[i])] = all.experts[i].resident();
     }
-    for (size_t leaf = 0; v == HIGH && leaf < all.on_device.size(); leaf++) {
-        out[leaf] = all.on_device[leaf] ? all.experts[leaf].has : out[leaf];
+    for (size_t leaf = 0; leaf < all.on_device.size(); leaf++) {
+        out[leaf] = all.on_device[leaf] & 1u << v ? all.experts[leaf + (v == LOW ? all.n_high : 0)].has : out[leaf];
     }
 }
 

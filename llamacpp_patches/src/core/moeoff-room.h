@@ -68,7 +68,7 @@ struct catalog {
     uint64_t           n_events  GUARDED_BY(store_mutex) = 0; // gate events so far
     int32_t            n_chosen  GUARDED_BY(store_mutex) = 0; // experts that the last one chose
     bool               low_spare GUARDED_BY(store_mutex) = true; // a low version is of no use while the high one is resident
-    // [n_gates, n_experts], 1: a device holds the expert in high precision, and neither version is of use in memory
+    // [n_gates, n_experts], 1 << version: a device holds the expert in it; if that is the high one, neither is of use in memory
     std::vector<uint8_t> on_device GUARDED_BY(store_mutex);
 
     static constexpr uint64_t chosen_window = 8; // gate events after which a choice that no op has used is forgotten
@@ -76,6 +76,8 @@ struct catalog {
     bool     has_low() const { return experts.size() > n_high; }
     uint32_t index_of(const expert_state & x) const { return (uint32_t) (&x - experts.data()); }
     uint32_t leaf_of(const expert_state & x) const { return index_of(x) - (x.version == LOW ? n_high : 0); }
+    // a device holds it, or its high version
+    bool     is_on_device(const expert_state & x) const REQUIRES(store_mutex) { return on_device[leaf_of(x)] & (1u << HIGH | 1u << x.version); }
     bool     is_chosen(const expert_state & x) const REQUIRES(store_mutex) { return x.chosen != 0 && x.chosen_seq + chosen_window > n_events; }
     // a prompt's tokens choose much of a layer at once
     bool     chooses_many() const REQUIRES(store_mutex) { return 3 * n_chosen > n_experts; }
@@ -143,8 +145,9 @@ class room {
     void next_event() REQUIRES(store_mutex);
     void choose(expert_state & x, matrix_set matrices) REQUIRES(store_mutex); // of the last event: until their ops have used them, or the window ends
     void set_low_spare(bool spare) REQUIRES(store_mutex);
-    bool on_device(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return all.on_device[leaf_of(g, expert)]; }
-    void set_on_device(const gate & g, int32_t expert, bool is_there) REQUIRES(store_mutex);
+    // this version, or the high one
+    bool on_device(const gate & g, int32_t expert, uint8_t v) const REQUIRES(store_mutex) { return all.on_device[leaf_of(g, expert)] & (1u << HIGH | 1u << v); }
+    void set_on_device(const gate & g, int32_t expert, version v, bool is_there) REQUIRES(store_mutex);
     void clear_on_device() REQUIRES(store_mutex);
     // something has changed that its place in the order depends on
     void reconsider(const expert_state & x) REQUIRES(store_mutex) { pools[x.version].reconsider(x); }

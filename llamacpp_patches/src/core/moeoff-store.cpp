@@ -163,20 +163,24 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     }
     if (out) {
         if (is_inline) {
-            upload_before_use(g, all.uploads, all.slot_of.data());
+            upload_before_use(g, all.uploads, all.slot_of);
         } else {
             for (const upload & u : all.uploads) {
                 uploads.add(g, u);
             }
         }
-        const int32_t n_slots = n_device_slots(g);
+        const int32_t n_slots = n_device_slots(g, HIGH), n_low_slots = n_device_slots(g, LOW);
         all.on_device.resize((size_t) event.n_tokens * (size_t) event.n_used);
         for (int32_t t = 0, i = 0; t < event.n_tokens; t++) {
             for (int32_t k = 0; k < event.n_used; k++, i++) {
-                const int32_t e = c.id(t, k), slot = all.slot_of[e];
-                out->slots[i] = slot >= 0 ? slot : n_slots + k; // a device's kernels take a token's ids for distinct
+                const uint8_t v = event.versions ? event.versions[i] : (uint8_t) HIGH;
+                const int32_t e = c.id(t, k), slot = v == SKIP ? -1 : all.slot_of[v][e];
+                out->slots[i] = v == HIGH && slot >= 0 ? slot : n_slots + k; // a device's kernels take a token's ids for distinct
                 out->host[i]  = slot >= 0 ? -1 : e;
-                all.on_device[(size_t) i] = slot >= 0 || (is_inline && all.is_chosen[e] == 1u << HIGH); // of a later wave: without a slot yet
+                if (out->low_slots) {
+                    out->low_slots[i] = v == LOW && slot >= 0 ? slot : n_low_slots + k;
+                }
+                all.on_device[(size_t) i] = slot >= 0 || (is_inline && v != SKIP); // of a later wave: without a slot yet
             }
         }
         event.on_device = all.on_device.data();
@@ -191,18 +195,26 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
 
 void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * out) {
     std::vector<upload>  now;
-    std::vector<int32_t> slot_of((size_t) g.n_expert, -1);
+    std::vector<int32_t> slot_of[n_pools];
+    for (auto & slots_of_version : slot_of) {
+        slots_of_version.assign((size_t) g.n_expert, -1);
+    }
     {
         store_lock lock(sync);
         device.next_wave(g, table, now);
     }
-    upload_before_use(g, now, slot_of.data());
-    const int32_t n_slots = n_device_slots(g);
-    for (int32_t t = 0, i = 0; t < n_tokens; t++) {
-        const int32_t * row = (const int32_t *) ((const char *) ids + (size_t) t * stride);
-        for (int32_t k = 0; k < n_used; k++, i++) {
-            const int32_t slot = slot_of[(size_t) row[k]];
-            out[i] = slot >= 0 ? slot : n_slots + k;
+    upload_before_use(g, now, slot_of);
+    std::vector<uint8_t> version_of((size_t) g.n_expert), by_row((size_t) n_tokens * (size_t) n_used);
+    const bool is_by_row = versions(map.tensor_at(*std::max_element(g.tensors.begin(), g.tensors.end())), ids, version_of.data(), by_row.data(), by_row.size());
+    for (const version v : { HIGH, LOW }) {
+        const int32_t n_slots = n_device_slots(g, v);
+        for (int32_t t = 0, i = 0; n_slots > 0 && t < n_tokens; t++) {
+            const int32_t * row = (const int32_t *) ((const char *) ids + (size_t) t * stride);
+            for (int32_t k = 0; k < n_used; k++, i++) {
+                const size_t  e    = (size_t) row[k];
+                const int32_t slot = (is_by_row ? by_row[(size_t) i] : version_of[e]) == v ? slot_of[v][e] : -1;
+                *out++ = slot >= 0 ? slot : n_slots + k;
+            }
         }
     }
 }
@@ -215,7 +227,7 @@ void store::take_back_uploads(gate & g) {
     if (!undone.empty()) {
         store_lock lock(sync);
         for (const upload & u : undone) {
-            table.release(table.state_of(g, u.expert, HIGH), u.is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
+            table.release(table.state_of(g, u.expert, u.precision), u.is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
             device.take_back(g, u, table);
         }
     }
@@ -225,12 +237,12 @@ void store::take_back_uploads(gate & g) {
 // room is left
 void store::announce(const gate & g, std::vector<upload> & all) {
     for (upload & u : all) {
-        u.is_pinned = table.hold(table.state_of(g, u.expert, HIGH));
+        u.is_pinned = table.hold(table.state_of(g, u.expert, u.precision));
         uploads.announce();
     }
     for (upload & u : all) {
         if (u.displaced >= 0 && get_flags() & MOEOFF_FLAG_KEEP && !device.uploads_all()) {
-            u.downloads = table.begin_download(table.state_of(g, u.displaced, HIGH));
+            u.downloads = table.begin_download(table.state_of(g, u.displaced, u.precision));
         }
     }
 }
@@ -241,10 +253,10 @@ void store::bring_down(const gate & g, const upload & u) {
         if (!(u.downloads & (1u << m))) {
             continue;
         }
-        const read_request    r      = { &table.state_of(g, u.displaced, HIGH), m };
+        const read_request    r      = { &table.state_of(g, u.displaced, u.precision), m };
         const moeoff_source & source = table.source_of(*r.of, m);
         const int64_t         t0     = now_ns();
-        slots->read(g.index, m, u.slot, table.destination(r) + source.offset % page_size, source.nbytes);
+        slots->read(g.index, u.precision, m, u.slot, table.destination(r) + source.offset % page_size, source.nbytes);
         store_lock lock(sync);
         moeoff_stats & stats = table.counters();
         stats.device_downloads++;
@@ -259,8 +271,8 @@ void store::bring_down(const gate & g, const upload & u) {
 void store::write_expert(const gate & g, const upload & u, bool is_ahead) {
     for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
         if (g.tensors[m] >= 0) {
-            const slice s = at(map.tensor_at(g.tensors[m]), u.expert, HIGH);
-            slots->write(g.index, m, u.slot, s.data(), s.source.nbytes, is_ahead, u.is_pinned);
+            const slice s = at(map.tensor_at(g.tensors[m]), u.expert, u.precision);
+            slots->write(g.index, u.precision, m, u.slot, s.data(), s.source.nbytes, is_ahead, u.is_pinned);
         }
     }
 }
@@ -270,11 +282,11 @@ void store::end_uploads(const gate & g, const upload * all, size_t n, uint64_t n
     store_lock lock(sync);
     moeoff_stats & stats = table.counters();
     for (const upload * u = all; u < all + n; u++) {
-        table.release(table.state_of(g, u->expert, HIGH), u->is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
+        table.release(table.state_of(g, u->expert, u->precision), u->is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
         device.finish(g, *u, true, table);
         stats.device_uploads++;
         for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
-            stats.device_bytes += g.tensors[m] >= 0 ? table.source_of(table.state_of(g, u->expert, HIGH), m).nbytes : 0;
+            stats.device_bytes += g.tensors[m] >= 0 ? table.source_of(table.state_of(g, u->expert, u->precision), m).nbytes : 0;
         }
     }
     stats.device_upload_ns += ns;
@@ -291,7 +303,7 @@ void store::upload_held(gate & g, const upload & u) {
 
 // all of it is ready, and held until its upload ends; what host memory lacks is read, and wait_before is called before it is waited for. false: it cannot be read
 bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & wait_before) {
-    const uint8_t v = HIGH;
+    const uint8_t v = u.precision;
     bool is_whole = true, is_cancelled = false;
     for (const int32_t m : graph_order) {
         if (g.tensors[(size_t) m] < 0) {
@@ -315,7 +327,7 @@ bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & w
     }
     store_lock lock(sync);
     if (is_whole) {
-        u.is_pinned = table.hold(table.state_of(g, u.expert, HIGH));
+        u.is_pinned = table.hold(table.state_of(g, u.expert, v));
     } else {
         device.finish(g, u, false, table);
     }
@@ -328,7 +340,7 @@ bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & w
 }
 
 // In the smallest arena there is room for one expert: while another is read, none is held
-void store::upload_before_use(gate & g, std::vector<upload> & all, int32_t * slot_of) {
+void store::upload_before_use(gate & g, std::vector<upload> & all, std::vector<int32_t> * slot_of) {
     size_t     first = 0, n = 0; // of all, those that are being copied
     uint64_t   ns    = 0;
     const auto end   = [&] {
@@ -353,7 +365,7 @@ void store::upload_before_use(gate & g, std::vector<upload> & all, int32_t * slo
         }
         first = n == 0 ? i : first;
         n++;
-        slot_of[all[i].expert] = all[i].slot;
+        slot_of[all[i].precision][(size_t) all[i].expert] = all[i].slot;
         const int64_t t0 = now_ns();
         write_expert(g, all[i], false);
         ns += (uint64_t) (now_ns() - t0);
@@ -448,7 +460,8 @@ void store::fail(uint64_t graph, const slice & s) {
 
 // --- devices ---
 
-void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory) {
+void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory,
+                       const std::vector<int32_t> & n_low_slots) {
     if (memory && !has_uploader) {
         uploads.start([this](gate & g, const upload & u) { upload_held(g, u); });
         has_uploader = true;
@@ -459,7 +472,7 @@ void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spa
     }
     uploads.drain();
     store_lock lock(sync);
-    device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, map, table);
+    device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, n_low_slots, map, table);
     table.set_pinner(memory.get());
     slots = std::move(memory);
 }
@@ -474,9 +487,9 @@ bool store::set_device_mode(moeoff_device_mode mode) {
     return is_set;
 }
 
-int32_t store::device_waves(const gate & g, int64_t n_used, int64_t n_tokens) const {
+int32_t store::device_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const {
     store_lock lock(sync);
-    return device.n_waves(g, n_used, n_tokens);
+    return device.n_waves(g, v, n_used, n_tokens);
 }
 
 moeoff_device_mode store::device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const {
@@ -489,9 +502,9 @@ bool store::device_uploads_all() const {
     return device.uploads_all();
 }
 
-int32_t store::n_device_slots(const gate & g) const {
+int32_t store::n_device_slots(const gate & g, version v) const {
     store_lock lock(sync);
-    return device.n_slots(g);
+    return device.n_slots(g, v);
 }
 
 // --- policy ---
@@ -515,13 +528,13 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
             ahead.reserve(max_pending_uploads); // a slot that is taken is then written to
         }
         for (int32_t i = 0; i < n && expected; i++) { // what is resident is protected first: no read may evict it
-            if (!table.space.on_device(g, experts[i])) {
+            if (!table.space.on_device(g, experts[i], v)) {
                 table.expect(table.state_of(g, experts[i], v));
             }
         }
         // The first few take what the limit leaves, each with all its matrices as far as it goes: each costs a slot
         const auto absent = [&](int32_t i) REQUIRES(store_mutex) {
-            return table.space.on_device(g, experts[i]) ? (matrix_set) 0 : table.to_prefetch(table.state_of(g, experts[i], v), (matrix_set) matrices);
+            return table.space.on_device(g, experts[i], v) ? (matrix_set) 0 : table.to_prefetch(table.state_of(g, experts[i], v), (matrix_set) matrices);
         };
         int32_t    n_read_now = 0, left = limit;
         matrix_set of_last    = 0; // of the last of them

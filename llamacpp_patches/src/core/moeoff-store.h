@@ -112,6 +112,7 @@ struct op_item;
 struct device_ids {
     int32_t * slots; // the slot that serves each expert; where none does, the k-th slot of zeros for the token's k-th
     int32_t * host;  // the expert that the CPU computes, or -1: a slot serves it
+    int32_t * low_slots = nullptr; // as slots, those of low versions; nullptr: there are none
 };
 
 class store {
@@ -142,7 +143,7 @@ class store {
     // event: what the graph knows, with a row of gate input and logits for each token. out: of a graph of which a device computes a
     // part, else nullptr
     void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out = nullptr);
-    // Of a batch in waves, behind its gate event: uploads what the next wave computes with, and fills slots as device_ids::slots; what is another
+    // Of a batch in waves, behind its gate event: uploads what the next wave computes with, and fills slots as device_ids::slots, and low_slots behind them if the gate has any; what is another
     // wave's has the slots of zeros. The device has finished the wave before. ids [n_tokens, n_used], rows in so many bytes
     void next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * slots);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high. True if it
@@ -167,16 +168,17 @@ class store {
     void fail(uint64_t graph, const slice & s); // that its op has pinned: the graph ends if it is FAILED
 
     // --- devices ---
-    // between decodes; slots [n_gates] in memory, which has n_spare more of each gate. Without memory there are none
-    void set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory);
+    // between decodes; slots [n_gates] in memory, which has n_spare more of each gate and version. Without memory there are none
+    void set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory,
+                    const std::vector<int32_t> & n_low_slots = {});
     // between decodes; false: there are no slots
     bool set_device_mode(moeoff_device_mode mode);
     // how the user's graph computes a batch, see device_tier
     moeoff_device_mode device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const;
     bool device_uploads_all() const;
-    int32_t device_waves(const gate & g, int64_t n_used, int64_t n_tokens) const;
+    int32_t device_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const;
     slot_memory * device_memory() const { return slots.get(); }
-    int32_t n_device_slots(const gate & g) const;
+    int32_t n_device_slots(const gate & g, version v = HIGH) const;
     int32_t n_pending_uploads() const { return uploads.n_pending(); }
 
     // --- policy ---
@@ -207,7 +209,7 @@ class store {
   private:
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
-    void upload_before_use(gate & g, std::vector<upload> & all, int32_t * slot_of); // fills slot_of [n_experts] for those that are there then
+    void upload_before_use(gate & g, std::vector<upload> & all, std::vector<int32_t> * slot_of); // fills slot_of [n_pools][n_experts] for those that are there then
     bool fetch_and_hold(gate & g, upload & u, const std::function<void()> & wait_before);
     void upload_held(gate & g, const upload & u); // on the thread of its own
     void write_expert(const gate & g, const upload & u, bool is_ahead);

@@ -16,14 +16,14 @@ static ggml_context_ptr make_context() {
 }
 
 // the type that all of a tensor's experts are read in, or GGML_TYPE_COUNT
-static ggml_type type_of(const expert_map & map, int32_t tensor) {
-    const auto & sources = map.sources_of(tensor, HIGH);
+static ggml_type type_of(const expert_map & map, int32_t tensor, version v) {
+    const auto & sources = map.sources_of(tensor, v);
     const bool   is_one  = !sources.empty() && std::all_of(sources.begin(), sources.end(), [&](const moeoff_source & s) { return s.type == sources[0].type; });
     return is_one && sources[0].type >= 0 ? (ggml_type) sources[0].type : GGML_TYPE_COUNT;
 }
 
 // false: the device cannot compute with them
-static bool make_tensors(ggml_context * ctx, const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n, slot_tensors & out) {
+static bool make_tensors(ggml_context * ctx, const expert_map & map, const gate & g, version v, ggml_backend_dev_t device, int32_t n, slot_tensors & out) {
     static const char * const names[MOEOFF_N_MATRIX] = { "gate_up", "up", "gate", "down" };
     const ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
     for (int m = 0; m < MOEOFF_N_MATRIX; m++) {
@@ -31,7 +31,7 @@ static bool make_tensors(ggml_context * ctx, const expert_map & map, const gate 
             continue;
         }
         const auto &    info = map.tensor_at(g.tensors[m]).info;
-        const ggml_type type = type_of(map, g.tensors[m]);
+        const ggml_type type = type_of(map, g.tensors[m], v);
         if (type == GGML_TYPE_COUNT || info.ne[0] % ggml_blck_size(type) != 0) {
             return false;
         }
@@ -41,7 +41,7 @@ static bool make_tensors(ggml_context * ctx, const expert_map & map, const gate 
         if (!ggml_backend_dev_supports_op(device, ggml_mul_mat_id(ctx, t, x, i)) || ggml_backend_buft_get_alloc_size(buft, t) > ggml_backend_buft_get_max_size(buft)) {
             return false;
         }
-        ggml_format_name(t, "blk.%d.ffn_%s_exps.slots", g.layer, names[m]);
+        ggml_format_name(t, "blk.%d.ffn_%s_exps.%sslots", g.layer, names[m], v == LOW ? "low_" : "");
         out[(size_t) m] = t;
     }
     return true;
@@ -140,22 +140,22 @@ static size_t bytes_of(const slot_tensors & tensors, ggml_backend_dev_t device) 
     return sum;
 }
 
-size_t device_slot_bytes(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare) {
+size_t device_slot_bytes(const expert_map & map, const gate & g, version v, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare) {
     const auto   ctx = make_context();
     slot_tensors tensors {};
-    return ctx && make_tensors(ctx.get(), map, g, device, n_slots + n_spare, tensors) ? bytes_of(tensors, device) : 0;
+    return ctx && make_tensors(ctx.get(), map, g, v, device, n_slots + n_spare, tensors) ? bytes_of(tensors, device) : 0;
 }
 
-bool device_memory::add(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error) {
+bool device_memory::add(const expert_map & map, const gate & g, version v, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error) {
     const auto   planned = make_context();
     const auto   name    = std::string(ggml_backend_dev_name(device));
     slot_tensors tensors {};
-    if (!planned || !make_tensors(planned.get(), map, g, device, n_slots + n_spare, tensors)) {
+    if (!planned || !make_tensors(planned.get(), map, g, v, device, n_slots + n_spare, tensors)) {
         error = name + " cannot compute with the experts of layer " + std::to_string(g.layer);
         return false;
     }
     const size_t nbytes = bytes_of(tensors, device);
-    block &      b      = blocks[(size_t) g.index];
+    slots &      b      = blocks[(size_t) g.index].versions[v];
     b.ctx.reset(ggml_init({ MOEOFF_N_MATRIX * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
     for (int m = 0; b.ctx && m < MOEOFF_N_MATRIX; m++) {
         b.tensors[(size_t) m] = tensors[(size_t) m] ? ggml_dup_tensor(b.ctx.get(), tensors[(size_t) m]) : nullptr;
@@ -168,7 +168,7 @@ bool device_memory::add(const expert_map & map, const gate & g, ggml_backend_dev
         error = name + " has no room for " + std::to_string(nbytes) + " bytes of experts of layer " + std::to_string(g.layer);
         return false;
     }
-    b.queues = &queues.try_emplace(device, device).first->second;
+    blocks[(size_t) g.index].queues = &queues.try_emplace(device, device).first->second;
     ggml_backend_buffer_clear(b.buffer.get(), 0); // the slots of zeros stay so
     ggml_backend_buffer_set_usage(b.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     return true;
@@ -190,8 +190,8 @@ bool device_memory::pin(void * data, size_t nbytes) {
 
 void device_memory::unpin(void * data) { ((unregister_memory) function_of(queues.begin()->first, "ggml_backend_unregister_host_buffer"))(data); }
 
-void device_memory::write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) {
-    ggml_tensor * t = blocks[(size_t) gate].tensors[(size_t) matrix];
+void device_memory::write(int32_t gate, version v, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) {
+    ggml_tensor * t = blocks[(size_t) gate].versions[v].tensors[(size_t) matrix];
     GGML_ASSERT(nbytes == t->nb[2]);
     blocks[(size_t) gate].queues->of(is_ahead).set(t, (size_t) slot * t->nb[2], data, nbytes, is_pinned);
 }
@@ -201,14 +201,15 @@ void device_memory::wait(int32_t gate, bool is_ahead) { blocks[(size_t) gate].qu
 void device_memory::wait_on_device(int32_t gate) { blocks[(size_t) gate].queues->of(false).wait_on(blocks[(size_t) gate].computing); }
 
 void device_memory::set_computing(int32_t gate, void * backend) {
-    block & b = blocks[(size_t) gate];
-    if (b.buffer && ggml_backend_get_device((ggml_backend_t) backend) == ggml_backend_buft_get_device(ggml_backend_buffer_get_type(b.buffer.get()))) {
+    block &     b      = blocks[(size_t) gate];
+    const auto & buffer = b.versions[HIGH].buffer;
+    if (buffer && ggml_backend_get_device((ggml_backend_t) backend) == ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer.get()))) {
         b.computing = (ggml_backend_t) backend;
     }
 }
 
-void device_memory::read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const {
-    const ggml_tensor * t = blocks[(size_t) gate].tensors[(size_t) matrix];
+void device_memory::read(int32_t gate, version v, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const {
+    const ggml_tensor * t = blocks[(size_t) gate].versions[v].tensors[(size_t) matrix];
     GGML_ASSERT(nbytes == t->nb[2]);
     ggml_backend_tensor_get(t, data, (size_t) slot * t->nb[2], nbytes);
 }
@@ -217,9 +218,10 @@ void device_memory::read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * d
 
 // --- moeoff.h: devices ---
 
-uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t n_slots, int32_t n_spare) {
+uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t version, int32_t n_slots, int32_t n_spare) {
     const auto & map = eb->store->experts();
-    return gate < 0 || gate >= map.n_gates() || n_slots < 0 || n_spare < 0 ? 0 : moeoff::device_slot_bytes(map, map.gate_at(gate), (ggml_backend_dev_t) device, n_slots, n_spare);
+    const bool is_valid = gate >= 0 && gate < map.n_gates() && (version == MOEOFF_VERSION_HIGH || version == MOEOFF_VERSION_LOW) && n_slots >= 0 && n_spare >= 0;
+    return is_valid ? moeoff::device_slot_bytes(map, map.gate_at(gate), (moeoff::version) version, (ggml_backend_dev_t) device, n_slots, n_spare) : 0;
 }
 
 int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode) {
@@ -231,7 +233,7 @@ int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode) {
     });
 }
 
-int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads) {
+int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, const int32_t * n_low_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads) {
     return moeoff::guarded(-1, [&]() -> int {
         moeoff::store & s   = *eb->store;
         const auto &    map = s.experts();
@@ -242,19 +244,23 @@ int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint6
         auto        memory = std::make_unique<moeoff::device_memory>(n_gates);
         std::string error;
         bool        is_any = false;
-        std::vector<int32_t> slots((size_t) n_gates, 0);
+        std::vector<int32_t> slots((size_t) n_gates, 0), low_slots((size_t) n_gates, 0);
         for (int32_t i = 0; i < n_gates && mode != MOEOFF_DEVICE_OFF; i++) {
             if (!devices[i] || n_slots[i] < 1) {
                 continue;
             }
-            if (!memory->add(map, map.gate_at(i), (ggml_backend_dev_t) devices[i], n_slots[i], n_spare, error)) {
-                return moeoff::set_last_error(error);
+            slots[(size_t) i]     = n_slots[i];
+            low_slots[(size_t) i] = map.has_low() ? n_low_slots[i] : 0;
+            for (const auto v : { moeoff::HIGH, moeoff::LOW }) {
+                const int32_t n = v == moeoff::LOW ? low_slots[(size_t) i] : slots[(size_t) i];
+                if (n > 0 && !memory->add(map, map.gate_at(i), v, (ggml_backend_dev_t) devices[i], n, n_spare, error)) {
+                    return moeoff::set_last_error(error);
+                }
             }
-            slots[(size_t) i] = n_slots[i];
             is_any = true;
         }
         if (is_any) {
-            s.set_device((moeoff_device_mode) mode, n_uploads, n_spare, slots, std::move(memory));
+            s.set_device((moeoff_device_mode) mode, n_uploads, n_spare, slots, std::move(memory), low_slots);
         }
         return 0;
     });

@@ -1,6 +1,6 @@
 #pragma once
 
-// Slots in devices' memory as ggml tensors: of each gate one buffer, in it one tensor for each matrix, [row length, rows, slots + zeros].
+// Slots in devices' memory as ggml tensors: of each gate and version one buffer, in it one tensor for each matrix, [row length, rows, slots + zeros].
 
 #include "moeoff-store.h"
 
@@ -14,8 +14,8 @@
 
 namespace moeoff {
 
-// bytes of n_slots + n_spare slots of the gate on the device; 0: it cannot compute with them, or the gate's experts are of several types
-size_t device_slot_bytes(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare);
+// bytes of n_slots + n_spare slots of the gate on the device; 0: it cannot compute with them, or the gate's experts are of several types in this version
+size_t device_slot_bytes(const expert_map & map, const gate & g, version v, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare);
 
 // Copies to one device, queued beside what it computes: of pinned memory, which the device reads without the CPU's help, from where it is, and of
 // other memory from a ring of pinned buffers. Where the backend has no such memory, each copy is waited for. One thread at a time
@@ -50,15 +50,15 @@ class device_memory : public slot_memory {
     explicit device_memory(int32_t n_gates) : blocks((size_t) n_gates) {}
 
     // all zeros; false: the device has no room for them, or cannot compute with them
-    bool add(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error);
+    bool add(const expert_map & map, const gate & g, version v, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error);
     bool pin(void * data, size_t nbytes) override;
     void unpin(void * data) override;
-    void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) override;
+    void write(int32_t gate, version v, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) override;
     void wait(int32_t gate, bool is_ahead) override;
     void wait_on_device(int32_t gate) override;
     void set_computing(int32_t gate, void * backend) override;
-    void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override;
-    void * tensor(int32_t gate, int32_t matrix) const override { return blocks[(size_t) gate].tensors[(size_t) matrix]; }
+    void read(int32_t gate, version v, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override;
+    void * tensor(int32_t gate, version v, int32_t matrix) const override { return blocks[(size_t) gate].versions[v].tensors[(size_t) matrix]; }
 
   private:
     struct streams {
@@ -67,10 +67,13 @@ class device_memory : public slot_memory {
 
         upload_stream before_use, ahead;
     };
-    struct block {
+    struct slots {
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buffer;
         std::array<ggml_tensor *, MOEOFF_N_MATRIX> tensors {};
+    };
+    struct block {
+        slots                   versions[n_pools];
         streams *               queues    = nullptr; // its device's
         ggml_backend_t          computing = nullptr;
     };

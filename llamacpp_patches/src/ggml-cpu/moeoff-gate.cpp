@@ -34,15 +34,25 @@ int moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used
 
 bool moeoff_gate_uploads_all(const void * gate) { return ((const moeoff::gate *) gate)->owner->device_uploads_all(); }
 
-int moeoff_gate_n_waves(const void * gate, int64_t n_used, int64_t n_tokens) {
+int moeoff_gate_n_waves(const void * gate, int version, int64_t n_used, int64_t n_tokens) {
     const auto & g = *(const moeoff::gate *) gate;
-    return g.owner->device_waves(g, n_used, n_tokens);
+    return g.owner->device_waves(g, (moeoff::version) version, n_used, n_tokens);
 }
 
 ggml_tensor * moeoff_device_slots_of(const ggml_tensor * tensor) {
     const moeoff::tensor *      t     = moeoff::reserved_tensor(tensor);
     const moeoff::slot_memory * slots = t ? t->owner->device_memory() : nullptr;
-    return slots ? (ggml_tensor *) slots->tensor(t->info.gate, t->info.matrix) : nullptr;
+    return slots ? (ggml_tensor *) slots->tensor(t->info.gate, moeoff::HIGH, t->info.matrix) : nullptr;
+}
+
+ggml_tensor * moeoff_device_low_slots_of(const void * gate, const ggml_tensor * slots) {
+    const auto & g      = *(const moeoff::gate *) gate;
+    const auto * memory = g.owner->device_memory();
+    int32_t      matrix = 0;
+    while (memory->tensor(g.index, moeoff::HIGH, matrix) != slots) {
+        matrix++;
+    }
+    return (ggml_tensor *) memory->tensor(g.index, moeoff::LOW, matrix);
 }
 
 void moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched) {
@@ -52,17 +62,23 @@ void moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched) {
     }
 }
 
-// where the device's ids and those of the CPU go; before they are known, all is the CPU's
-static moeoff::device_ids device_ids_of(const ggml_tensor * dst, const moeoff::gate & gate, const ggml_tensor * ids) {
-    const moeoff::device_ids out = { (int32_t *) dst->data, (int32_t *) ((char *) dst->data + dst->nb[2]) };
-    const int32_t n_slots = gate.owner->n_device_slots(gate), n_used = (int32_t) ids->ne[0];
-    for (int64_t t = 0; t < ids->ne[1]; t++) {
-        memcpy(out.host + t * n_used, (const char *) ids->data + t * ids->nb[1], (size_t) n_used * sizeof(int32_t));
-        for (int32_t k = 0; k < n_used; k++) {
-            out.slots[t * n_used + k] = n_slots + k;
-        }
+// a plane of a node's ids: the k-th slot of zeros for each token's k-th expert
+static int32_t * with_zeros(const ggml_tensor * dst, int plane, const moeoff::gate & gate, moeoff::version v) {
+    int32_t * const out     = (int32_t *) ((char *) dst->data + plane * dst->nb[2]);
+    const int32_t   n_slots = gate.owner->n_device_slots(gate, v);
+    for (int64_t i = 0; i < dst->ne[0] * dst->ne[1]; i++) {
+        out[i] = n_slots + (int32_t) (i % dst->ne[0]);
     }
     return out;
+}
+
+// where the device's ids and those of the CPU go; before they are known, all is the CPU's
+static moeoff::device_ids device_ids_of(const ggml_tensor * dst, const moeoff::gate & gate, const ggml_tensor * ids) {
+    int32_t * const host = (int32_t *) ((char *) dst->data + dst->nb[2]);
+    for (int64_t t = 0; t < ids->ne[1]; t++) {
+        memcpy(host + t * ids->ne[0], (const char *) ids->data + t * ids->nb[1], (size_t) ids->ne[0] * sizeof(int32_t));
+    }
+    return { with_zeros(dst, 0, gate, moeoff::HIGH), host, dst->ne[2] == 3 ? with_zeros(dst, 2, gate, moeoff::LOW) : nullptr };
 }
 
 static void post_event(ggml_tensor * dst, moeoff::gate & gate) {
@@ -70,7 +86,7 @@ static void post_event(ggml_tensor * dst, moeoff::gate & gate) {
     const ggml_tensor * weights = dst->src[1];
     const ggml_tensor * input   = dst->src[2];
     const ggml_tensor * logits  = dst->src[3];
-    const bool               has_device = dst->ne[2] == 2;
+    const bool               has_device = dst->ne[2] > 1;
     const moeoff::device_ids out        = has_device ? device_ids_of(dst, gate, ids) : moeoff::device_ids {};
     moeoff_gate_event    event   = {};
     moeoff::gate_strides strides = { ids->nb[1], weights->nb[2], weights->nb[1] };
@@ -115,9 +131,8 @@ void moeoff_wave_node(ggml_tensor * dst, int ith, int, void * of) {
     try {
         gate.owner->next_wave(gate, (const int32_t *) ids->data, ids->nb[1], n_tokens, n_used, (int32_t *) dst->data);
     } catch (const std::bad_alloc &) { // ggml is C
-        const int32_t n_slots = gate.owner->n_device_slots(gate);
-        for (int32_t i = 0; i < n_tokens * n_used; i++) {
-            ((int32_t *) dst->data)[i] = n_slots + i % n_used;
+        for (int plane = 0; plane < dst->ne[2]; plane++) {
+            with_zeros(dst, plane, gate, plane == 0 ? moeoff::HIGH : moeoff::LOW);
         }
         gate.owner->fail(moeoff::graph_of_this_thread(), "out of memory");
     }

@@ -23,17 +23,19 @@ MOEOFF_API uint32_t moeoff_gate_flags(const void * gate); // moeoff_flag
 MOEOFF_API int    moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens);
 // MOEOFF_DEVICE_CENTRIC, MOEOFF_DEVICE_WAVES: the device computes with all
 MOEOFF_API bool   moeoff_gate_uploads_all(const void * gate);
-// in how many waves; 1: at once
-MOEOFF_API int    moeoff_gate_n_waves(const void * gate, int64_t n_used, int64_t n_tokens);
+// in how many waves with this version of experts; 1: at once; 0: it has no slots
+MOEOFF_API int    moeoff_gate_n_waves(const void * gate, int version, int64_t n_used, int64_t n_tokens);
 // The scheduler of a graph that has a gate node of which a device computes a part
 MOEOFF_API void   moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched);
 // the slots of a device that hold some of a tensor's experts, or NULL
 MOEOFF_API struct ggml_tensor * moeoff_device_slots_of(const struct ggml_tensor * tensor);
+// those that hold the low versions of what these hold
+MOEOFF_API struct ggml_tensor * moeoff_device_low_slots_of(const void * gate, const struct ggml_tensor * slots);
 // ggml_custom_op_t; sources: ids, weights, gate input or NULL, logits or NULL; userdata: the gate. The result is nothing, or if a device computes with some
-// of the experts [n_used, n_tokens, 2]: the device's ids and those of the CPU (moeoff::device_ids)
+// of the experts [n_used, n_tokens, 2 or 3]: the device's ids, those of the CPU, and those of low versions (moeoff::device_ids)
 MOEOFF_API void   moeoff_gate_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
 // the same for each wave behind the first, whose ids the gate node has given; sources: ids, and anything of the wave before, for which the device
-// is waited. The result is the device's ids, dense
+// is waited. The result is the device's ids, dense [n_used, n_tokens, 1 or 2]: and those of low versions
 MOEOFF_API void   moeoff_wave_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
 
 #ifdef __cplusplus

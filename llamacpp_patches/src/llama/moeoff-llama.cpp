@@ -65,10 +65,12 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
     const bool     with_logits = flags & MOEOFF_FLAG_GATE_LOGITS && logits && logits->ne[0] == n_expert; // grovemoe's chunks have the logits of others
     ggml_tensor *  args[4]     = { ids, weights, flags & MOEOFF_FLAG_GATE_INPUT ? gate_input : nullptr, with_logits ? logits : nullptr };
     const bool has_device = moeoff_gate_device_mode(gate, user, ids->ne[0], ids->ne[1]) != MOEOFF_DEVICE_OFF;
+    int n_planes = 1;
     if (has_device) {
         moeoff_gate_set_sched(gate, sched);
+        n_planes = moeoff_gate_n_waves(gate, MOEOFF_VERSION_LOW, ids->ne[0], ids->ne[1]) > 0 ? 3 : 2;
     }
-    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, has_device ? ids->ne[0] : 1, has_device ? ids->ne[1] : 1, has_device ? 2 : 1, 1, args, 4, moeoff_gate_node, 1, gate);
+    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, has_device ? ids->ne[0] : 1, has_device ? ids->ne[1] : 1, n_planes, 1, args, 4, moeoff_gate_node, 1, gate);
     ggml_set_name(node, gate_name);
     ggml_build_forward_expand(gf, node);
 }
@@ -105,9 +107,9 @@ static ggml_tensor * build_product(ggml_context * ctx, const ggml_tensor * like,
     return node;
 }
 
-// of the device's ids, or the CPU's
-static ggml_tensor * plane_of(ggml_context * ctx, ggml_tensor * gate_node, int plane) {
-    return ggml_view_2d(ctx, gate_node, gate_node->ne[0], gate_node->ne[1], gate_node->nb[1], (size_t) plane * gate_node->nb[2]);
+// of a gate node's ids, or a wave's
+static ggml_tensor * plane_of(ggml_context * ctx, ggml_tensor * node, int plane) {
+    return ggml_view_2d(ctx, node, node->ne[0], node->ne[1], node->nb[1], (size_t) plane * node->nb[2]);
 }
 
 static bool is_product_of(const ggml_tensor * t, const ggml_tensor * gate_node) {
@@ -173,27 +175,41 @@ static void share_ids(const std::vector<ggml_tensor *> & products, const ggml_te
     }
 }
 
-// Of a block's last product: the sum of as many as there are waves, each from its own first products. The experts of another wave give zeros.
+// Of a block's last product: the sum of as many as there are waves, with high and with low versions, each from its own first products. What another
+// one serves gives zeros.
 static ggml_tensor * build_waves(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * first_wave, ggml_tensor * gate_node, void * gate) {
-    const int     n_waves = moeoff_gate_n_waves(gate, gate_node->ne[0], gate_node->ne[1]);
-    ggml_tensor * sum     = first_wave;
+    const int     n_waves     = moeoff_gate_n_waves(gate, MOEOFF_VERSION_HIGH, gate_node->ne[0], gate_node->ne[1]);
+    const int     n_low_waves = moeoff_gate_n_waves(gate, MOEOFF_VERSION_LOW, gate_node->ne[0], gate_node->ne[1]);
+    ggml_tensor * sum         = first_wave;
     block_copy    probe   = { ctx, "", [gate_node](ggml_tensor * t) { return is_product_of(t, gate_node) ? t : nullptr; } };
     probe.of(first_wave->src[1]);
     if (probe.products.empty()) { // one of the block's first: the last one adds the waves
         return first_wave;
     }
     share_ids(probe.products, first_wave);
-    for (int wave = 1; wave < n_waves; wave++) {
+    const auto add = [&](ggml_tensor * ids, bool is_low) {
+        const auto slots_of = [&](ggml_tensor * product) { return is_low ? moeoff_device_low_slots_of(gate, product->src[0]) : product->src[0]; };
+        block_copy copy = { ctx, is_low ? "low" : wave_name, [&](ggml_tensor * t) { return is_product_of(t, gate_node) ? build_product(ctx, t, slots_of(t), ids) : nullptr; } };
+        ggml_tensor * product = build_product(ctx, first_wave, slots_of(first_wave), ids);
+        product->src[1]       = copy.of(first_wave->src[1]);
+        sum = ggml_add(ctx, sum, product);
+    };
+    if (n_low_waves > 0) {
+        add(plane_of(ctx, gate_node, 2), true);
+    }
+    for (int wave = 1; wave < std::max(n_waves, n_low_waves); wave++) {
         // the view has the scheduler wait for the wave before: its slots are written next
         ggml_tensor * args[2] = { gate_node->src[0], ggml_view_1d(ctx, sum, 1, 0) };
-        ggml_tensor * ids     = ggml_custom_4d(ctx, GGML_TYPE_I32, gate_node->ne[0], gate_node->ne[1], 1, 1, args, 2, moeoff_wave_node, 1, gate);
+        ggml_tensor * ids     = ggml_custom_4d(ctx, GGML_TYPE_I32, gate_node->ne[0], gate_node->ne[1], n_low_waves > 0 ? 2 : 1, 1, args, 2, moeoff_wave_node, 1, gate);
         ggml_set_name(ids, wave_name);
-        block_copy copy = { ctx, wave_name, [&](ggml_tensor * t) { return is_product_of(t, gate_node) ? build_product(ctx, t, t->src[0], ids) : nullptr; } };
-        ggml_tensor * product = build_product(ctx, first_wave, first_wave->src[0], ids);
-        product->src[1]       = copy.of(first_wave->src[1]);
         ggml_build_forward_expand(gf, sum);
         ggml_build_forward_expand(gf, ids);
-        sum = ggml_add(ctx, sum, product);
+        if (wave < n_waves) {
+            add(plane_of(ctx, ids, 0), false);
+        }
+        if (wave < n_low_waves) {
+            add(plane_of(ctx, ids, 1), true);
+        }
     }
     return sum;
 }
@@ -201,7 +217,7 @@ static ggml_tensor * build_waves(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
 ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product) {
     ggml_tensor * slots     = moeoff_device_slots_of(product->src[0]);
     ggml_tensor * gate_node = slots ? find_node(gf, gate_name, product->src[2]) : nullptr;
-    if (!gate_node || gate_node->ne[2] != 2) {
+    if (!gate_node || gate_node->ne[2] == 1) {
         return product;
     }
     void *        gate      = moeoff_gate_of(product->src[0]);
@@ -235,7 +251,7 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
 }
 
 uint32_t moeoff_n_more_nodes(const llama_model & model) {
-    constexpr uint32_t n_per_block = (MOEOFF_MAX_WAVES - 1) * 14; // a wave's view, ids, products, biases, scales, activation and sum
+    constexpr uint32_t n_per_block = MOEOFF_MAX_WAVES * 30; // a wave's view and ids, and of both versions: view, products, biases, scales, activation and sum
     uint32_t n = 0;
     for (const auto & layer : model.layers) {
         for (const ggml_tensor * t : { layer.ffn_down_exps, layer.ffn_down_chexps }) {
