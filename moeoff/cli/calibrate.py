@@ -190,15 +190,7 @@ def eval_(
         click.echo(json.dumps(result))
         return
     compared = done.quality.kl is not None
-    lossy = (
-        f"at most {100 * stats.max_loss:g}% lost"
-        if stats.max_loss
-        else stats.tier
-        if stats.tier != ORIGINAL
-        else "as its thresholds say"
-        if compared
-        else "lossless"
-    )
+    lossy = f"at most {100 * stats.max_loss:g}% lost" if stats.max_loss else stats.tier if stats.tier != ORIGINAL else "lossy" if compared else "lossless"
     rows = []
     for path, q in [*zip(text, done.texts), *([("all", done.quality)] if len(text) > 1 else [])]:
         distance = [interval(value, form) for value, form in zip(q.distance, ("{:+.2%}", "{:.5f}", "{:.2%}"))] if compared else []

@@ -273,7 +273,8 @@ class Evaluation:
     bytes_read: int
 
 
-_LOSSY = {"tier", "precision", "max_loss", "deterministic", "stride", *table_of(Precision)}  # options without which a model is lossless
+_CONTEXT = ("attention", "type_k", "type_v")  # of a lossless model f16
+_LOSSY = {"tier", "precision", "max_loss", "deterministic", "stride", *table_of(Precision), *_CONTEXT}  # options without which a model is lossless
 
 
 def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: int | None = None, mode: str = "prefill",
@@ -308,8 +309,9 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
 
     # what is wrong with the options comes before minutes of computing, and what is given up is known with the strategy's own
     with open_model(model, ctx, **options) as llm:
-        quality = llm.engine.quality
+        quality, config = llm.engine.quality, llm.engine.config
         lossy = quality.selected is not None or not quality.precision.lossless or quality.source.tier != ORIGINAL
+        lossy |= any(getattr(config, name) not in (None, "f16") for name in _CONTEXT)
         done = None if lossy else measured(llm, None)
     if done is None:
         with open_model(model, ctx, **lossless) as llm, interruptible(llm) as call:

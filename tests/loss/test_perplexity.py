@@ -127,6 +127,12 @@ def test_what_a_preset_gives_up_is_measured(demo, text, tmp_path):
     assert "all experts in Q4_0, " in done.stats.precision_summary and "in low precision" in done.stats.precision_summary
 
 
+@pytest.mark.parametrize("options", [{"attention": "f32"}, {"type_k": "q8_0", "type_v": "q8_0"}])
+def test_other_sums_and_caches_are_compared_with_f16(demo, text, options):
+    done = evaluate_model(demo, [text], ctx=CTX, chunks=3, mode="decode", n_threads=1, flash_attn=True, **options)
+    assert 0 < done.quality.kl.value < 1e-3 and done.precision.lossless
+
+
 def test_weights_that_are_no_numbers(demo, text, tmp_path, invoke):
     """A router of NaN: a sentence, and no perplexity."""
     model = shutil.copy(demo, tmp_path / "nan.gguf")
