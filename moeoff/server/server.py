@@ -285,7 +285,7 @@ class Server:
         """What was chosen and why, a sentence each."""
         prompts, disk = self.engine.prompt_memory, self._options.kv_disk
         return explain(self.engine) | {
-            "slots": self._size.remark or f"{self.n_parallel} answers at a time {'share' if self._options.kv_unified else 'divide'} the context (-np)",
+            "slots": self._size.remark or f"answers at a time: {self.n_parallel}, which {'share' if self._options.kv_unified else 'divide'} the context (-np)",
             "prompt cache": f"at most {format_size(prompts.cache_ram)} of the experts' memory for prompts outside the context: {prompts.reason} (--cache-ram)",
             "on disk": f"at most {format_size(disk)} of them (--kv-disk)" if disk else "none of them (--kv-disk)",
             "checkpoints": f"{prompts.n_checkpoints} of {format_size(prompts.checkpoint)} for each slot (--ctx-checkpoints)"

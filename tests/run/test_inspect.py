@@ -76,8 +76,8 @@ def test_what_is_chosen_is_explained(demo, invoke):
     assert reasons["I/O threads"].startswith(f"{stats.io_threads} read")
     assert reasons["experts"] == "4.00 MiB in memory of 18 MiB" and reasons["strategy"].startswith("fate: ") and reasons["prefetching"] == "by gate"
     server = moeoff.Server(demo, port=0, expert_memory="4M", n_ctx=256, parallel=2, kv_disk=0).explain()
-    assert reasons.keys() < server.keys() and server["slots"].startswith("2 answers") and server["on disk"].startswith("none")
-    assert said["serve"].keys() == {"memory", "context", *server.keys() - reasons.keys()} and said["serve"]["slots"].startswith("4 answers")
+    assert reasons.keys() < server.keys() and server["slots"].startswith("answers at a time: 2,") and server["on disk"].startswith("none")
+    assert said["serve"].keys() == {"memory", "context", *server.keys() - reasons.keys()} and said["serve"]["slots"].startswith("answers at a time: 4,")
     floor = json.loads(invoke("inspect", demo, "--json", "--probe", "off").stdout)["floor_bytes"]
     assert "this model needs" in json.loads(invoke("inspect", demo, "--explain", "--json", "--memory", str(floor)).stdout)["serve"][""]
 
@@ -271,7 +271,7 @@ print(compute_probe.token_seconds(None, 1))
 def test_computing_is_timed_with_the_kernels_of_a_run():
     """Row kernels are for weights of a model that is loaded beside an expert buffer, and for the probe's."""
     seconds = {"on": [], "off": []}
-    for wish in ("on", "off", "on", "off"):
+    for wish in ("on", "off") * 4:  # the quickest of several, next to other programs
         done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True, env=os.environ | {"MOEOFF_ROW_KERNELS": wish})
         seconds[wish].append(float(done.stdout))
     assert min(seconds["on"]) < 0.8 * min(seconds["off"]), seconds
