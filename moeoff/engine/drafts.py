@@ -29,9 +29,8 @@ class DraftLength:
     Told of every batch before it is computed. The drafts of a batch may be made already when it begins: `best` counts for the next.
     """
 
-    def __init__(self, most: int = MOST):
-        self._most = most
-        self._tried, self._accepted = np.zeros(most), np.zeros(most)
+    def __init__(self) -> None:
+        self._tried, self._accepted = np.zeros(MOST), np.zeros(MOST)
         self._seconds: dict[int, float] = {}  # by tokens of a sequence, in the mean
         self._spans: dict[int, Span] = {}  # of the batch before
         self._n_sequences, self._last = 0, 0.0
@@ -77,7 +76,7 @@ class DraftLength:
         for drafted, accepted in drafts:
             self._count(drafted, accepted)
         n = 1 + round(sum(drafted for drafted, _ in drafts) / len(drafts))
-        if n <= self._most + 1:
+        if n <= MOST + 1:
             usual = self._seconds.get(n)
             self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
         self._choose(max(drafted for drafted, _ in drafts), n_rejected == 0)
@@ -89,16 +88,16 @@ class DraftLength:
         return 0 if span is None or not span.decode else max(span.end - end, 0)
 
     def _count(self, n_drafted: int, n_accepted: int) -> None:
-        n = min(n_drafted, n_accepted + 1, self._most)  # what comes behind a rejected token was not tried
+        n = min(n_drafted, n_accepted + 1, MOST)  # what comes behind a rejected token was not tried
         self._tried[:n] = 1 + _FORGET * self._tried[:n]
         self._accepted[:n] *= _FORGET
         self._accepted[: min(n_accepted, n)] += 1
 
     def _rates(self) -> np.ndarray | None:
-        """[most + 1] tokens per second by length of the draft."""
+        """[MOST + 1] tokens per second by length of the draft."""
         if not self._seconds:
             return None
-        chance, chances = _PRIOR, np.empty(self._most)
+        chance, chances = _PRIOR, np.empty(MOST)
         for i, (tried, accepted) in enumerate(zip(self._tried, self._accepted)):
             chance = chances[i] = (accepted + _PRIOR_WEIGHT * chance) / (tried + _PRIOR_WEIGHT)
         gained = 1 + np.concatenate([[0], np.cumsum(np.cumprod(chances))])
@@ -106,7 +105,7 @@ class DraftLength:
         times = [self._seconds[n] for n in timed]
         one = self._seconds.get(1) or times[0] / (1 + _SLOPE * (timed[0] - 1))
         slope = (times[-1] - one) / (timed[-1] - 1) if timed[-1] > 1 else _SLOPE * one
-        lengths = np.arange(1, self._most + 2)
+        lengths = np.arange(1, MOST + 2)
         seconds = np.where(lengths > timed[-1], times[-1] + max(slope, 0) * (lengths - timed[-1]), np.interp(lengths, [1, *timed], [one, *times]))
         rates: np.ndarray = gained / seconds
         return rates
@@ -128,7 +127,7 @@ class DraftLength:
         pays = self._best > 0
         self._wait = _WAIT if pays != self._paid else min(2 * self._wait, _LONGEST_WAIT)
         self._paid, self._since, self._longer = pays, 0, not self._longer
-        self._trial = min(2 * self._best, self._most) if self._longer and pays else self._best // 2 if pays else 1
+        self._trial = min(2 * self._best, MOST) if self._longer and pays else self._best // 2 if pays else 1
 
 
 class TextDrafts:

@@ -35,13 +35,13 @@ _GOLDEN = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill a
 _OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
 
 
-def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int, length: int = LENGTH) -> list[list[int]]:
-    """Pieces of `length` tokens from all of each text, as many from each, about `n_tokens` in all; any first of them lie all over the texts.
+def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int) -> list[list[int]]:
+    """Pieces of `LENGTH` tokens from all of each text, as many from each, about `n_tokens` in all; any first of them lie all over the texts.
 
     Raises:
         OptionError: a text is empty, or cannot be read.
     """
-    per_text = max(round(n_tokens / length / len(texts)), 1)
+    per_text = max(round(n_tokens / LENGTH / len(texts)), 1)
     out = []
     for path in texts:
         pieces = []
@@ -49,8 +49,8 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 for i in sorted(range(per_text), key=lambda piece: piece * _GOLDEN % 1):  # a fit may keep only the first tokens
-                    piece = os.pread(file.fileno(), min(12 * length, -(-size // per_text)), size * i // per_text)
-                    pieces.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:length])
+                    piece = os.pread(file.fileno(), min(12 * LENGTH, -(-size // per_text)), size * i // per_text)
+                    pieces.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:LENGTH])
         except OSError as error:
             raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
         pieces = [tokens for tokens in pieces if len(tokens) > 1]
@@ -61,9 +61,9 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
     return [pieces[i] for i in range(per_text) for pieces in out if i < len(pieces)]
 
 
-def batch_size(n_vocab: int, n_embd: int, length: int = LENGTH) -> int:
+def batch_size(n_vocab: int, n_embd: int) -> int:
     """Tokens of a batch: logits and one gate's event stay small."""
-    return int(max(min(length, _OUTPUT_BYTES // (4 * n_vocab), (1 << 20) // (4 * max(n_embd, 1))), 16))
+    return int(max(min(LENGTH, _OUTPUT_BYTES // (4 * n_vocab), (1 << 20) // (4 * max(n_embd, 1))), 16))
 
 
 def _evaluate(model: Llama, tokens: list[int]) -> Iterator[int]:

@@ -28,17 +28,13 @@ def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return kl
 
 
-def student(n: int, at_once: int = 1) -> float:
-    """Half the width, in standard errors, of the 95 % interval of a mean of n values, n > 1.
-
-    Args:
-        at_once: so many intervals hold their values together with that confidence (Bonferroni).
-    """
-    return float(stdtrit(n - 1, 1 - 0.025 / at_once))
+def student(n: int) -> float:
+    """Half the width, in standard errors, of the 95 % interval of a mean of n values, n > 1."""
+    return float(stdtrit(n - 1, 0.975))
 
 
 def one_sided(n: int, at_once: int = 1) -> float:
-    """How far the bound that a mean of n values does not exceed, with 95 % confidence, lies above it, in standard errors; n and at_once as for `student`."""
+    """How far the bound that a mean of n values does not exceed, with 95 % confidence, lies above it, in standard errors; at_once as for `upper_loss`."""
     return float(stdtrit(n - 1, 1 - 0.05 / at_once))
 
 
