@@ -119,18 +119,18 @@ def test_a_token_in_both_precisions(two_precisions, tmp_path):
         same = {"vram": "1G", "batches": batches, "precision": {"low_tier": "Q4_0"}, "versions": in_layers(batches, lambda layer: [*mixture[layer % 5 :], LOW])}
         runs |= {f"{name} {mode} {slots}": same | {"vram_mode": mode, "slots": slots} for mode, slots in (("waves", 6), ("waves", 32), ("cpu", 32))}
         runs[f"{name} cooperative 8"] = same | {"vram_mode": "cooperative", "slots": 8, "passes": 2}
-        runs[f"{name} stock CPU"] = {"stock": "CPU", "batches": batches}
+        runs |= {f"{name} stock {where}": {"stock": where, "batches": batches} for where in ("CPU", "device")}
     runs["single centric 4"] = runs["single waves 6"] | {"vram_mode": "centric", "slots": 4}
     logits, stats = device_runs(two_precisions[0], tmp_path, runs)
     assert_bit_equal(logits["single centric 4"], logits["single waves 32"])
     for name in ("single", "batch"):
         assert_bit_equal(logits[f"{name} waves 6"], logits[f"{name} waves 32"])
         cpu = logits[f"{name} cpu 32"]
-        given_up = np.abs(cpu - logits[f"{name} stock CPU"]).mean()
+        usual = np.abs(logits[f"{name} stock CPU"] - logits[f"{name} stock device"]).mean()
         for ours in ("waves 6", "cooperative 8"):
             s = stats[f"{name} {ours}"]
             assert s["served_low"] > 0 < s["skipped"] and s["device_hits"] > 0
-            assert 0 < np.abs(logits[f"{name} {ours}"] - cpu).mean() < given_up / 10
+            assert 0 < np.abs(logits[f"{name} {ours}"] - cpu).mean() < 3 * usual
 
 
 @pytest.mark.parametrize("strategy, precision", [("hobbit", {"t1": 0.4, "t2": 0.8}), ("fate", {"prefill_low_fraction": 0.5, "mispredicted_low": True})])

@@ -91,7 +91,8 @@ int32_t device_slots::count_ahead(const std::vector<int32_t> & chosen) {
 
 // --- tier ---
 
-void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots, const std::vector<int32_t> & n_low_slots, const expert_map & map, expert_table & table) {
+void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots,
+                        const std::vector<int32_t> & n_low_slots, const expert_map & map, expert_table & table) {
     table.space.clear_on_device();
     user        = nullptr;
     has_low     = map.has_low();

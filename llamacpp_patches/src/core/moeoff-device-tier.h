@@ -94,9 +94,11 @@ class slot_memory : public arena::pinner {
 
 class device_tier {
   public:
-    // Between decodes. n_slots and n_low_slots [n_gates], 0: the gate has none; low versions are served by these where every chosen expert is uploaded, else by the CPU. n_spare: slots behind these that hold zeros, as many as experts serve a
-    // token. n_uploads: of a gate at each of its events, unless every chosen expert is uploaded
-    void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const std::vector<int32_t> & n_low_slots, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
+    // Between decodes. n_slots and n_low_slots [n_gates], 0: the gate has none. Low versions are in slots where every chosen expert is uploaded, else the
+    // CPU serves them. n_spare: slots behind these that hold zeros, as many as experts serve a token. n_uploads: of a gate at each of its events, unless
+    // every chosen expert is uploaded
+    void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const std::vector<int32_t> & n_low_slots,
+               const expert_map & map, expert_table & table) REQUIRES(store_mutex);
     // Another mode for the slots that are there, between decodes; what they hold stays. While they are off, host memory is as if there were
     // none. false: there are none
     bool set_mode(moeoff_device_mode mode, const expert_map & map, expert_table & table) REQUIRES(store_mutex);

@@ -143,8 +143,8 @@ class store {
     // event: what the graph knows, with a row of gate input and logits for each token. out: of a graph of which a device computes a
     // part, else nullptr
     void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out = nullptr);
-    // Of a batch in waves, behind its gate event: uploads what the next wave computes with, and fills slots as device_ids::slots, and low_slots behind them if the gate has any; what is another
-    // wave's has the slots of zeros. The device has finished the wave before. ids [n_tokens, n_used], rows in so many bytes
+    // Of a batch in waves, behind its gate event: uploads what the next wave computes with, and fills slots as device_ids::slots and, behind them, low_slots,
+    // if the gate has any; what is another wave's has the slots of zeros. The device has finished the wave before. ids [n_tokens, n_used], rows in so many bytes
     void next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * slots);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high. True if it
     // decided for each of n_rows rows instead, then by_row has them

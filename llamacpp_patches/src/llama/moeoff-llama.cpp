@@ -189,7 +189,8 @@ static ggml_tensor * build_waves(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
     share_ids(probe.products, first_wave);
     const auto add = [&](ggml_tensor * ids, bool is_low) {
         const auto slots_of = [&](ggml_tensor * product) { return is_low ? moeoff_device_low_slots_of(gate, product->src[0]) : product->src[0]; };
-        block_copy copy = { ctx, is_low ? "low" : wave_name, [&](ggml_tensor * t) { return is_product_of(t, gate_node) ? build_product(ctx, t, slots_of(t), ids) : nullptr; } };
+        const auto other    = [&](ggml_tensor * t) { return is_product_of(t, gate_node) ? build_product(ctx, t, slots_of(t), ids) : nullptr; };
+        block_copy copy     = { ctx, is_low ? "low" : wave_name, other };
         ggml_tensor * product = build_product(ctx, first_wave, slots_of(first_wave), ids);
         product->src[1]       = copy.of(first_wave->src[1]);
         sum = ggml_add(ctx, sum, product);
@@ -251,11 +252,13 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
 }
 
 uint32_t moeoff_n_more_nodes(const llama_model & model) {
-    constexpr uint32_t n_per_block = MOEOFF_MAX_WAVES * 30; // a wave's view and ids, and of both versions: view, products, biases, scales, activation and sum
+    constexpr uint32_t n_per_version = MOEOFF_MAX_WAVES * 15; // a wave's views, ids, products, biases, scales, activation and sum
     uint32_t n = 0;
     for (const auto & layer : model.layers) {
         for (const ggml_tensor * t : { layer.ffn_down_exps, layer.ffn_down_chexps }) {
-            n += t && moeoff_device_slots_of(t) ? n_per_block : 0;
+            if (const ggml_tensor * slots = t ? moeoff_device_slots_of(t) : nullptr) {
+                n += n_per_version * (moeoff_device_low_slots_of(moeoff_gate_of(t), slots) ? 2 : 1);
+            }
         }
     }
     return n;
