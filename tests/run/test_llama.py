@@ -244,7 +244,7 @@ def test_set_memory(demo):
     with moeoff.Llama(demo, memory=rss() + (150 << 20), **OPTIONS) as llm:
         expected = without_identity(CALLS["completion"](llm))
         full = llm.stats().arena_bytes
-        needed = llm.engine.plan.fixed + (2 << 20)
+        needed = llm.engine.plan.fixed + (8 << 20)
         llm.set_memory(needed)
         small = llm.stats()
         assert small.budget_bytes == needed and small.arena_bytes < full
