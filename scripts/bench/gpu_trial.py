@@ -343,10 +343,10 @@ def save_tables(folder: Path, path: Path | None) -> None:
     kept = ResultsFile(None)
     tables(steps, kept)
     if path:
-        found = steps["check"]["result"]
-        place = ", ".join([found["machine"], *(device["description"] for device in found["devices"])])
+        facts = steps["check"]["result"]
+        place = ", ".join([facts["machine"], *(device["description"] for device in facts["devices"])])
         day = datetime.date.fromtimestamp(results[0].stat().st_mtime).isoformat()
-        head = (shlex.join(["python", "scripts/bench/gpu_trial.py", *steps]), place, day, found["commit"])
+        head = (shlex.join(["python", "scripts/bench/gpu_trial.py", *steps]), place, day, facts["commit"])
         write(path, dict(zip(HEAD, head)) | {"tables": [vars(table) for table in kept.tables]})
 
 
