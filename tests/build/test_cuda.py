@@ -135,6 +135,10 @@ def test_a_faked_trial_runs_to_its_end(tmp_path):
     assert rows[0]["arena"] < result(tmp_path, "demo-experts-on-cpu")["result"]["rows"][0]["arena"]
     again = run_trial(tmp_path, "--fake")
     assert again.returncode == 0 and not again.stdout
-    table = run_trial(tmp_path, "--table").stdout
+    data = tmp_path / "tables.data"
+    table = run_trial(tmp_path, "--table", "--json", str(data)).stdout
+    kept = json.loads(data.read_text())
+    assert [one["name"] for one in kept["tables"]] == ["rows", "prompts", "transfers", "bits", "failed"]
+    assert kept["commit"] == result(tmp_path, "check")["result"]["commit"] and kept["command"].split()[2] == "check"
     n_rows = 1 + 1 + len(gpu_trial.SHARES) + len(gpu_trial.VRAM_MODES) + len(gpu_trial.PRESETS) - 1
     assert table.count("(fake)") == 2 * n_rows and "| demo-25-short-promoe |" in table
