@@ -261,7 +261,9 @@ class ExpertBuffer:
 
     # --- devices ---
 
-    def set_device_slots(self, slots: Sequence[tuple[int, int, int]], mode: int = native.DEVICE_OFF, n_used: int = 1, n_uploads: int = 0) -> None:
+    def set_device_slots(
+        self, slots: Sequence[tuple[int, int, int]], mode: int = native.DEVICE_OFF, n_used: int = 1, n_uploads: int = 0, stage: tuple[int, int] = (0, 0)
+    ) -> None:
         """Between decodes: slots for experts in devices' memory; those that were there are given back first. `native.replan` must follow.
 
         Args:
@@ -269,6 +271,7 @@ class ExpertBuffer:
             mode: native.DEVICE_...
             n_used: experts that serve a token.
             n_uploads: experts that a gate may get at each of its events.
+            stage: slots of each stage, and how many stages each device has: 0, 1 or 2.
 
         Raises:
             MoeoffError: a device has no room for them.
@@ -276,7 +279,7 @@ class ExpertBuffer:
         n = self.priorities.shape[0]
         handles, high, low = zip(*(list(slots) or [(0, 0, 0)] * n), strict=True)
         numbers = ctypes.c_int32 * n
-        self._check(native.set_device_slots(self.handle, mode, (ctypes.c_uint64 * n)(*handles), numbers(*high), numbers(*low), n, n_used, n_uploads))
+        self._check(native.set_device_slots(self.handle, mode, (ctypes.c_uint64 * n)(*handles), numbers(*high), numbers(*low), n, n_used, n_uploads, *stage))
 
     def set_device_mode(self, mode: int) -> None:
         """Between decodes: how devices compute with the slots that are there (`native.DEVICE_OFF`: not at all). What they hold stays.
@@ -289,6 +292,10 @@ class ExpertBuffer:
     def device_slot_bytes(self, device: int, gate: int, n_slots: int, n_used: int, *, low: bool = False) -> int:
         """Bytes that a gate's slots take on a device (ggml_backend_dev_t); 0: it cannot compute with these experts."""
         return int(native.device_slot_bytes(self.handle, device, gate, native.LOW if low else native.HIGH, n_slots, n_used))
+
+    def device_stage_bytes(self, device: int, gates: Sequence[int], n_slots: int, n_used: int) -> int:
+        """Bytes that one stage of these gates takes on a device (ggml_backend_dev_t)."""
+        return int(native.device_stage_bytes(self.handle, device, (ctypes.c_int32 * len(gates))(*gates), len(gates), n_slots, n_used))
 
     def clear(self) -> None:
         """Drops every resident expert."""

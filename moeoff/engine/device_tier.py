@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ AUTO = "auto"  # whichever is the fastest, by measuring
 # how devices compute with experts; docs/internals/gpu.md
 WAVES = "waves"  # centric, of batches that need more experts than there are slots, too
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC, WAVES: native.DEVICE_WAVES}
+_STAGE_SHARE = 0.25  # of a device's room for experts, for the stage: what prompts gain by it, tokens lose by fewer slots
 _UPLOADS = 2  # experts that a layer may get in a step: more would keep the bus busy with what is used once
 
 
@@ -32,17 +34,18 @@ class DeviceTier:
         n_used: experts that serve a token.
         free: by device, bytes that were free before the model was loaded.
         low_share: of the slots' memory, for low versions, if there are any and the mode uploads them.
+        staged: large batches may be computed in `WAVES`: there is a stage for them, if it takes no more than a quarter of the room.
 
     Attributes:
-        uses: by the name of each device with slots: their number in each of its layers with experts, and bytes of `experts` and `llama_cpp`.
+        uses: by the name of each device with slots: their number in each of its layers with experts, and bytes of `experts` (with the stage) and `llama_cpp`.
 
     Raises:
         OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
         BudgetError: not one slot fits, or the bound is more than a device has.
     """
 
-    def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int], low_share: float):
-        self._buffer, self._ctx, self._n_used, self._free = buffer, ctx, n_used, free
+    def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int], low_share: float, *, staged: bool):
+        self._buffer, self._ctx, self._n_used, self._free, self._staged = buffer, ctx, n_used, free, staged
         self._mode = self._placed_as = "cooperative" if mode == AUTO else mode
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
@@ -98,6 +101,7 @@ class DeviceTier:
         less: dict[int, int] = {}
         for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
             rooms = self._rooms(bound, less)
+            self._stage = self._stage_that_fits(rooms)
             slots = {handle: slots_that_fit(room, self._bytes_of(handle), self._n_experts) for handle, room in rooms.items()}
             if reason := self._allocate(slots):
                 raise self._no_room(rooms, slots, reason)
@@ -114,7 +118,7 @@ class DeviceTier:
         """Slots for each layer by its device, and llama.cpp's buffers for them. Empty, or why there is no room; then there are none."""
         try:
             rows = [(handle, n := slots.get(handle, 0), self._n_low(n)) for handle in self._devices]
-            self._buffer.set_device_slots(rows, MODES[self._placed_as], self._n_used, _UPLOADS)
+            self._buffer.set_device_slots(rows, MODES[self._placed_as], self._n_used, _UPLOADS, self._stage)
             self._replan()
         except MoeoffError as error:
             self._free_slots()
@@ -144,7 +148,28 @@ class DeviceTier:
         least = max(self._n_used, -(-self._n_experts // native.MAX_WAVES))
         return min(max(math.ceil(n * self._low_for_high), least), self._n_experts) if n and self._has_low else 0
 
+    def _stage_that_fits(self, rooms: dict[int, DeviceRoom]) -> tuple[int, int]:
+        """(slots of each stage, stages): two with all experts of a layer, or one, or one with as many as fit if a batch then has few enough waves."""
+
+        def fits(n: int, n_stages: int = 1) -> bool:
+            return all(n_stages * self._stage_bytes(handle, n) <= _STAGE_SHARE * room.for_experts for handle, room in rooms.items())
+
+        self._stage = (0, 0)
+        if not self._staged or any(sum(of(1) for of in self._bytes_of(handle)) > (1 - _STAGE_SHARE) * room.for_experts for handle, room in rooms.items()):
+            return 0, 0
+        if fits(self._n_experts):
+            return self._n_experts, 1 + fits(self._n_experts, 2)
+        sizes = range(-(-self._n_experts // native.MAX_WAVES), self._n_experts)
+        n = bisect.bisect_left(sizes, True, key=lambda n: not fits(n))
+        return (sizes[n - 1], 1) if n else (0, 0)
+
+    def _stage_bytes(self, handle: int, n: int) -> int:
+        gates = [gate for gate, device in enumerate(self._devices) if device == handle]
+        return self._buffer.device_stage_bytes(handle, gates, n, self._n_used) if n else 0
+
     def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
+        """Of each layer there, what n slots take; and what the stage does."""
+
         def of(gate: int) -> Callable[[int], int]:
             def nbytes(n: int) -> int:
                 low = self._n_low(n)
@@ -154,7 +179,9 @@ class DeviceTier:
 
             return nbytes
 
-        return [of(gate) for gate, device in enumerate(self._devices) if device == handle]
+        n, n_stages = self._stage
+        stages = n_stages * self._stage_bytes(handle, n)
+        return [*(of(gate) for gate, device in enumerate(self._devices) if device == handle), lambda _: stages]
 
     def _llama_cpp(self, handle: int) -> int:
         """Bytes that llama.cpp takes there."""

@@ -313,8 +313,10 @@ class Engine:
             room = self.budget.left(self.planned.fixed)  # about what the arena will have, by which its pages are laid out
             buffer.start(min(max(room, buffer.arena_floor), buffer.arena_full), buffer.low_arena_floor)
         try:
+            reads_in_waves = not config.repeatable and not adapters
             n_used, low_share = max(self.model_index.n_expert_used, 1), self.quality.precision.low_share
-            self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, n_used, self._free_on_devices, low_share)
+            staged = config.vram_mode in (AUTO, WAVES) or (config.vram_mode == "centric" and reads_in_waves)
+            self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, n_used, self._free_on_devices, low_share, staged=staged)
         except (BudgetError, OptionError) as error:
             if not config.vram.auto:
                 raise
@@ -322,9 +324,9 @@ class Engine:
             return
         if config.vram_mode == AUTO:
             ways = self.device_tier.ways
-            self._device_judge = DeviceJudge(ways, (ways[0], WAVES, WITHOUT))
-        elif config.vram_mode == "centric" and not config.repeatable and not adapters:
-            self._device_judge = DeviceJudge(("centric",), ("centric", WAVES), compares=False)
+            self._device_judge = DeviceJudge(ways, (WAVES, ways[0], WITHOUT))
+        elif config.vram_mode == "centric" and reads_in_waves:
+            self._device_judge = DeviceJudge(("centric",), (WAVES, "centric"), compares=False)
 
     def _start(self, allocated: MemoryPlan, ctx: int) -> None:
         precision = self.quality.precision

@@ -39,7 +39,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return declared
 
 
-ABI_VERSION = 23
+ABI_VERSION = 24
 ROW_CACHE_BYTES = 2097152
 ROW_READ_BYTES = 524288
 MAX_WAVES = 8
@@ -366,7 +366,7 @@ get_options = function("moeoff_get_options", None, c_void_p, POINTER(Options))
 set_options = function("moeoff_set_options", c_int, c_void_p, POINTER(Options))
 # void moeoff_clear(moeoff_expert_buffer * eb);
 clear = function("moeoff_clear", None, c_void_p)
-# int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, const int32_t * n_low_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads);
+# int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, const int32_t * n_low_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads, int32_t n_stage, int32_t n_stages);
 set_device_slots = function(
     "moeoff_set_device_slots",
     c_int,
@@ -378,11 +378,15 @@ set_device_slots = function(
     c_int32,
     c_int32,
     c_int32,
+    c_int32,
+    c_int32,
 )
 # int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode);
 set_device_mode = function("moeoff_set_device_mode", c_int, c_void_p, c_int32)
 # uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t version, int32_t n_slots, int32_t n_spare);
 device_slot_bytes = function("moeoff_device_slot_bytes", c_uint64, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32)
+# uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * device, const int32_t * gates, int32_t n_gates, int32_t n_stage, int32_t n_spare);
+device_stage_bytes = function("moeoff_device_stage_bytes", c_uint64, c_void_p, c_void_p, POINTER(c_int32), c_int32, c_int32, c_int32)
 # float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
 priorities = function("moeoff_priorities", POINTER(c_float), c_void_p, POINTER(c_int32), POINTER(c_int32))
 # void moeoff_publish(moeoff_expert_buffer * eb);

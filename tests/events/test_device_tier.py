@@ -70,15 +70,25 @@ def test_single_tokens_with_a_few_slots(demo, tmp_path, slots):
 
 
 def test_in_waves(demo, tmp_path):
-    """A batch that needs more experts than there are slots: as if all had been there."""
-    batches = [40, 1, 9, 1]
+    """A batch that needs more experts than there are slots: as if all had been there. In waves, and at once on one stage or on two in turn."""
+    batches = [40, 1, 9, 1, 40, 30]
     waves = {"vram": "1G", "vram_mode": "waves", "batches": batches}
-    runs = {"stock": {"stock": "device", "batches": batches}, "four": waves | {"slots": 8}, "two": waves | {"slots": 16, "memory": None, "expert_memory": "3M"}}
+    small = {"memory": None, "expert_memory": "3M"}
+    runs = {
+        "stock": {"stock": "device", "batches": batches},
+        "four": waves | {"slots": 8},
+        "two": waves | {"slots": 16} | small,
+        "stage": waves | {"slots": 8, "stage": (32, 1)} | small,
+        "half": waves | {"slots": 4, "stage": (16, 1)},
+        "stages": waves | {"slots": 8, "stage": (32, 2)},
+        "small stages": waves | {"slots": 16, "stage": (32, 2)} | small,
+    }
     logits, stats = device_runs(demo, tmp_path, runs)
-    for name, slots in (("four", 8), ("two", 16)):
+    for name, run in list(runs.items())[1:]:
         assert_bit_equal(logits[name], logits["stock"])
-        assert stats[name]["device_experts"] <= 12 * slots and stats[name]["device_uploads"] > 12 * slots
-        assert stats[name]["device_wait_seconds"] == stats[name]["device_upload_seconds"] > 0
+        assert stats[name]["device_experts"] <= 12 * run["slots"] and stats[name]["device_uploads"] > 12 * run["slots"]
+        assert stats[name]["device_upload_seconds"] >= stats[name]["device_wait_seconds"] > 0
+        assert (stats[name]["device_ahead_used"] > 0) == (name == "stages")  # with little host memory nothing of the next layer is there
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +113,9 @@ def test_low_versions_in_slots_of_their_own(two_precisions, tmp_path):
     ours = {"vram": "1G", "slots": 8, "precision": {"low_tier": "Q4_0"}}
     batches = {"waves": [40, 1, 9, 1], "centric": SINGLE[:12]}
     runs = {mode: ours | {"vram_mode": mode, "batches": b, "versions": in_layers(b, lambda layer: [HIGH if layer % 2 else LOW])} for mode, b in batches.items()}
-    logits, stats = device_runs(model, tmp_path, runs)
+    logits, stats = device_runs(model, tmp_path, runs | {"staged": runs["waves"] | {"stage": (32, 2)}})
     stock, _ = device_runs(mixed, tmp_path, {mode: {"stock": "device", "batches": b} for mode, b in batches.items()})
+    assert_bit_equal(logits["staged"], stock["waves"])
     for mode, b in batches.items():
         assert_bit_equal(logits[mode], stock[mode])
         assert stats[mode]["served_low"] == 6 * 4 * sum(b) and 0 < stats[mode]["device_hits"] < stats[mode]["demand_hits"] + stats[mode]["demand_misses"]
@@ -118,6 +129,7 @@ def test_a_token_in_both_precisions(two_precisions, tmp_path):
     for name, batches in (("single", SINGLE[:8]), ("batch", [9, 1])):
         same = {"vram": "1G", "batches": batches, "precision": {"low_tier": "Q4_0"}, "versions": in_layers(batches, lambda layer: [*mixture[layer % 5 :], LOW])}
         runs |= {f"{name} {mode} {slots}": same | {"vram_mode": mode, "slots": slots} for mode, slots in (("waves", 6), ("waves", 32), ("cpu", 32))}
+        runs[f"{name} staged 6"] = runs[f"{name} waves 6"] | {"stage": (32, 2)}
         runs[f"{name} cooperative 8"] = same | {"vram_mode": "cooperative", "slots": 8, "passes": 2}
         runs |= {f"{name} stock {where}": {"stock": where, "batches": batches} for where in ("CPU", "device")}
     runs["single centric 4"] = runs["single waves 6"] | {"vram_mode": "centric", "slots": 4}
@@ -125,6 +137,7 @@ def test_a_token_in_both_precisions(two_precisions, tmp_path):
     assert_bit_equal(logits["single centric 4"], logits["single waves 32"])
     for name in ("single", "batch"):
         assert_bit_equal(logits[f"{name} waves 6"], logits[f"{name} waves 32"])
+        assert_bit_equal(logits[f"{name} staged 6"], logits[f"{name} waves 32"])
         cpu = logits[f"{name} cpu 32"]
         usual = np.abs(logits[f"{name} stock CPU"] - logits[f"{name} stock device"]).mean()
         for ours in ("waves 6", "cooperative 8"):
@@ -292,7 +305,7 @@ ARCHITECTURES_ON_DEVICES = [
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES_ON_DEVICES)
 def test_architectures(architecture, writer, folder):
-    """Random models of 8 experts, 2 used: every expert on the device, 3 of them, 3 in turn, and none."""
+    """Random models of 8 experts, 2 used: every expert on the device, 3 of them, 3 in turn, 3 and a stage, and none."""
     path = write_model(writer, folder, architecture, "F32")
     batches = [9, 1, 2, *[1] * 6]
     runs = {
@@ -303,6 +316,7 @@ def test_architectures(architecture, writer, folder):
         "single": {"stock": "device", "batches": [1] * 12},
         "few": {"vram": "1G", "slots": 3, "vram_mode": "centric", "batches": [1] * 12},
         "waves": {"vram": "1G", "slots": 3, "vram_mode": "waves", "batches": batches},
+        "staged": {"vram": "1G", "slots": 3, "vram_mode": "waves", "batches": batches, "stage": (8, 2)},
     }
     logits, stats = device_runs(str(path), folder, runs)
     if architecture == "grovemoe":  # with experts on the CPU alone, the second of its two routers is computed there, too
@@ -315,7 +329,8 @@ def test_architectures(architecture, writer, folder):
     assert_bit_equal(logits["all"], logits["device"])
     assert_bit_equal(logits["few"], logits["single"])
     assert_bit_equal(logits["waves"], logits["device"])
-    assert all(stats[name]["device_uploads"] > 0 for name in ("all", "few", "waves"))
+    assert_bit_equal(logits["staged"], logits["device"])
+    assert all(stats[name]["device_uploads"] > 0 for name in ("all", "few", "waves", "staged"))
 
 
 REFUSED = [

@@ -37,7 +37,7 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
     """(logits [positions, n_vocab], stats) of each run by its name.
 
     Args:
-        runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "uploads": at
+        runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "stage": slots of a stage and stages, likewise, by default none, "uploads": at
             each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
             after the first pass, of two; "precision": fields of `Precision`; "versions": what serves each use of an expert, in the order of gate events; "trace" and "replay": files; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
     """
@@ -74,6 +74,8 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
         comparison._BLOCK, comparison._SKIP = block, 0
     if slots:
         device_tier.slots_that_fit = lambda *_: slots
+        stage = tuple(run.pop("stage", (0, 0)))
+        device_tier.DeviceTier._stage_that_fits = lambda self, _: stage  # type: ignore[method-assign]
     if (room := run.pop("room", None)) is not None:
         _limit_room(room)
     options = COMMON | run

@@ -67,23 +67,29 @@ struct context {
     std::vector<op_item> items { n_expert * (SKIP + 1) };
     std::vector<std::array<std::atomic<int>, max_parts>> n_computed { items.size() }; // of each part of each item
     alignas(op_run) char run_of_op[sizeof(op_run)];
-    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0}, on_device {0}, n_low_on_device {0}, n_later_waves {0};
+    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0}, on_device {0}, n_low_on_device {0}, n_later_waves {0}, n_staged {0};
     fake_device * device = nullptr;
     std::vector<int32_t> slots, host; // of the last event; empty: the device has no part in it. Behind the slots those of low versions
 
+    static constexpr int n_used = 3;
+
+    int32_t n_slots(const gate & g, version v, const std::vector<int32_t> & ids) const { return s.n_device_slots(g, v, n_used, (int64_t) ids.size() / n_used); }
+
     void check_device(const gate & g, const std::vector<int32_t> & ids) {
+        const bool is_staged = s.is_staged(g, n_used, (int64_t) ids.size() / n_used);
         for (size_t i = 0; i < host.size(); i++) {
-            const version v    = slots[ids.size() + i] < s.n_device_slots(g, LOW) ? LOW : HIGH;
+            const version v    = slots[ids.size() + i] < n_slots(g, LOW, ids) ? LOW : HIGH;
             const int32_t slot = slots[(v == LOW ? ids.size() : 0) + i];
-            REQUIRE(slots[i] >= s.n_device_slots(g) || v == HIGH);
-            REQUIRE(host[i] == (slot < s.n_device_slots(g, v) ? -1 : ids[i]));
+            REQUIRE(slots[i] >= n_slots(g, HIGH, ids) || v == HIGH);
+            REQUIRE(host[i] == (slot < n_slots(g, v, ids) ? -1 : ids[i]));
             for (int m = 0; host[i] < 0 && m < MOEOFF_N_MATRIX; m++) {
                 if (g.tensors[m] < 0) {
                     continue;
                 }
                 n_low_on_device += v == LOW;
+                n_staged        += v == HIGH && is_staged;
                 const moeoff_source & source = *s.experts().source_of(g, m, ids[i], v);
-                const auto bytes = device->read(g.index, v, m, slot);
+                const auto bytes = device->read(g.index, v == HIGH && is_staged ? STAGE : (slot_set) v, m, slot);
                 REQUIRE(bytes.size() == source.nbytes);
                 for (uint64_t b = 0; b < source.nbytes; b += 97) {
                     REQUIRE(bytes[b] == byte_at(source.offset + b));
@@ -158,7 +164,6 @@ struct context {
         while (!stop) {
             for (int layer = 0; layer < n_layers; layer++) {
                 const int n_tokens = rng() % 4 ? 1 : 5;
-                const int n_used   = 3;
                 std::vector<int32_t> ids((size_t) n_tokens * n_used);
                 std::vector<float>   weights(ids.size(), 0.5f); // unimportance 0, 1/3, 2/3
                 std::vector<uint8_t> decided(n_expert, HIGH), said(n_expert);
@@ -171,13 +176,13 @@ struct context {
                 const bool has_gate = rng() % 50 != 0; // some graphs have no gate node
                 const bool decides = has_gate && s.started();
                 const bool has_device = decides && device && s.device_mode(g, this, n_used, n_tokens) != MOEOFF_DEVICE_OFF;
-                slots.assign(has_device ? 2 * ids.size() : 0, s.n_device_slots(g, LOW));
+                slots.assign(has_device ? 2 * ids.size() : 0, n_slots(g, LOW, ids));
                 host.assign(slots.size() / 2, 0);
                 if (decides) {
                     moeoff_gate_event e = {};
                     e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16; e.n_expert = 4;
                     e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data(); e.logits = input.data();
-                    const device_ids out = { slots.data(), host.data(), s.n_device_slots(g, LOW) > 0 && s.device_uploads_all() ? slots.data() + ids.size() : nullptr };
+                    const device_ids out = { slots.data(), host.data(), n_slots(g, LOW, ids) > 0 && s.device_uploads_all() ? slots.data() + ids.size() : nullptr };
                     s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float) }, has_device ? &out : nullptr);
                     check_device(g, ids);
                     std::string of_upload;
@@ -190,7 +195,7 @@ struct context {
                 for (int wave = 1; wave < n_waves; wave++) {
                     s.next_wave(g, ids.data(), n_used * sizeof(int32_t), n_tokens, n_used, slots.data());
                     for (size_t i = 0; i < ids.size(); i++) {
-                        host[i] = slots[i] < s.n_device_slots(g) || slots[ids.size() + i] < s.n_device_slots(g, LOW) ? -1 : ids[i];
+                        host[i] = slots[i] < n_slots(g, HIGH, ids) || slots[ids.size() + i] < n_slots(g, LOW, ids) ? -1 : ids[i];
                     }
                     check_device(g, ids);
                     std::string of_upload;
@@ -373,7 +378,10 @@ static void round_of(const std::string & path, double seconds, unsigned seed, mo
         device = memory.get();
         device->pins = true;
         // not for the layer with experts that have no bytes
-        s.set_device(mode, 1 + (int32_t) (rng() % 3), 3, { 4, n_expert, 0, 9, 3 }, std::move(memory), two_versions ? std::vector<int32_t> { 3, 5, 0, n_expert, 4 } : std::vector<int32_t> {});
+        const int32_t n_stages = (int32_t) (rng() % 3), n_stage = n_stages > 1 || rng() % 2 ? n_expert : 5;
+        device->n_stages = std::max(n_stages, 1);
+        s.set_device(mode, 1 + (int32_t) (rng() % 3), 3, { 4, n_expert, 0, 9, 3 }, std::move(memory), two_versions ? std::vector<int32_t> { 3, 5, 0, n_expert, 4 } : std::vector<int32_t> {},
+                     n_stage, n_stages);
     }
 
     std::vector<std::unique_ptr<context>> contexts;

@@ -125,7 +125,7 @@ struct device_store {
         t.n_hit = e.n_hit;
         t.n_miss = e.n_miss;
         for (size_t i = 0; i < ids.size(); i++) {
-            REQUIRE((t.host[i] < 0) == (t.slots[i] < s.n_device_slots(g(gate))));
+            REQUIRE((t.host[i] < 0) == (t.slots[i] < s.n_device_slots(g(gate), HIGH, (int64_t) ids.size(), 1)));
             REQUIRE(t.host[i] < 0 || t.host[i] == ids[i]);
             if (t.host[i] < 0) {
                 check(ids[i], t.slots[i], gate);
@@ -135,10 +135,10 @@ struct device_store {
         return t;
     }
 
-    void check(int expert, int slot, int gate, version v = HIGH) {
+    void check(int expert, int slot, int gate, slot_set set = HIGH_SLOTS) {
         for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
-            const auto bytes = device->read(gate, v, matrix, slot);
-            REQUIRE(bytes.size() == (v == LOW ? nbytes / 2 : nbytes));
+            const auto bytes = device->read(gate, set, matrix, slot);
+            REQUIRE(bytes.size() == (set == LOW_SLOTS ? nbytes / 2 : nbytes));
             for (uint64_t b = 0; b < bytes.size(); b++) {
                 REQUIRE(bytes[b] == byte_at(offset(matrix, expert) + b));
             }
@@ -208,11 +208,11 @@ static void low_event(device_store & x, std::vector<int32_t> ids, const std::vec
         }
         for (const version v : { HIGH, LOW }) {
             for (size_t i = 0; i < ids.size(); i++) {
-                const int32_t slot = slots[(v == LOW ? ids.size() : 0) + i], n = x.s.n_device_slots(x.g(), v);
+                const int32_t slot = slots[(v == LOW ? ids.size() : 0) + i], n = x.s.n_device_slots(x.g(), v, 2, e.n_tokens);
                 REQUIRE(slot < n || slot == n + (int32_t) i % 2);
                 if (slot < n) {
                     REQUIRE(versions[i] == v);
-                    x.check(ids[i], slot, 0, v);
+                    x.check(ids[i], slot, 0, (slot_set) v);
                     n_served[i]++;
                 }
             }
@@ -247,6 +247,56 @@ TEST(without_slots_for_low_versions_the_cpu_computes_all) {
     x.s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::make_unique<fake_device>());
     REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_OFF);
     REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE) && x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
+}
+
+// a batch of two experts a token on the stage, wave by wave, while the next gate's experts are written
+static void staged_event(device_store & x, std::vector<int32_t> ids, int gate) {
+    static const int     user = 0;
+    const int32_t        n_tokens = (int32_t) ids.size() / 2;
+    std::vector<float>   weights(ids.size(), 0.5f);
+    std::vector<int32_t> slots(ids.size()), host(ids.size()), n_served(ids.size(), 0);
+    REQUIRE(x.s.device_mode(x.g(gate), &user, 2, n_tokens) == MOEOFF_DEVICE_WAVES && x.s.is_staged(x.g(gate), 2, n_tokens));
+    moeoff_gate_event e = {};
+    e.gate = e.layer = gate; e.n_tokens = n_tokens; e.n_used = 2; e.ids = ids.data(); e.weights = weights.data();
+    const device_ids out = { slots.data(), host.data() };
+    x.s.gate_event(x.g(gate), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0 }, &out);
+    for (int wave = 0; wave < x.s.device_waves(x.g(gate), HIGH, 2, n_tokens); wave++) {
+        if (wave > 0) {
+            x.s.next_wave(x.g(gate), ids.data(), 2 * sizeof(int32_t), n_tokens, 2, slots.data());
+        }
+        for (size_t i = 0; i < ids.size(); i++) {
+            const int32_t n = x.s.n_device_slots(x.g(gate), HIGH, 2, n_tokens);
+            REQUIRE(slots[i] < n || slots[i] == n + (int32_t) i % 2);
+            if (slots[i] < n) {
+                x.check(ids[i], slots[i], gate, STAGE);
+                n_served[i]++;
+            }
+        }
+    }
+    REQUIRE(n_served == std::vector<int32_t>(ids.size(), 1));
+}
+
+TEST(a_batch_that_needs_more_than_its_gates_slots_is_computed_on_the_stage) {
+    const std::vector<std::vector<int32_t>> prompts { { 0, 1, 2, 3, 4, 5 }, { 5, 4, 3, 2, 1, 0 }, { 0, 1, 1, 2, 2, 3, 3, 0 }, { 4, 5, 0, 1, 4, 0 } };
+    for (const auto & [n_stage, n_stages] : std::vector<std::pair<int, int>> { { 6, 2 }, { 6, 1 }, { 4, 1 } }) {
+        device_store x(MOEOFF_DEVICE_WAVES, 2, 0, 0, 3);
+        auto memory = std::make_unique<fake_device>();
+        x.device = memory.get();
+        x.device->pins     = true;
+        x.device->n_stages = n_stages;
+        x.s.set_device(MOEOFF_DEVICE_WAVES, 0, x.n_spare, { 2, 2, 2 }, std::move(memory), {}, n_stage, n_stages);
+        for (const auto & ids : prompts) {
+            for (int gate = 0; gate < 3; gate++) {
+                staged_event(x, ids, gate);
+            }
+            REQUIRE(x.stats().device_experts == 3 * 2); // the first has filled the slots, and none takes another's
+        }
+        REQUIRE(x.device->n_copies > 0 && x.stats().device_hits > 0);
+        const moeoff_stats before = x.stats();
+        REQUIRE((before.device_ahead > 0) == (n_stages == 2) && before.device_ahead_used <= before.device_ahead);
+        REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 })); // from their own slots
+        REQUIRE(x.stats().device_hits == before.device_hits + 2 * 2 && x.stats().device_uploads == before.device_uploads);
+    }
 }
 
 TEST(centric_works_in_the_smallest_arena) {
@@ -569,7 +619,7 @@ TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
 TEST(who_waits_for_uploads_wakes_when_one_ends_after_the_stop) {
     uploader          uploads;
     std::atomic<bool> drains {false};
-    uploads.start([&](gate &, const upload &) {
+    uploads.start([&](gate &, const std::vector<upload> &) {
         while (!drains) {
             std::this_thread::yield();
         }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace moeoff {
 
@@ -39,11 +40,8 @@ int32_t device_slots::take(int32_t expert, const uint32_t * keys, const uint8_t 
     if (std::find(expert_in.begin(), expert_in.end(), expert) != expert_in.end()) {
         return -1; // served, or on its way
     }
-    int32_t slot = -1;
-    if (!free_list.empty()) {
-        slot = free_list.back();
-        free_list.pop_back();
-    } else {
+    int32_t slot = take_free(expert);
+    if (slot < 0) {
         for (int32_t i = 0; i < n_slots(); i++) {
             const int32_t e = expert_in[i];
             if (slot_of[e] != i || is_needed[e]) { // being written, or needed
@@ -59,7 +57,17 @@ int32_t device_slots::take(int32_t expert, const uint32_t * keys, const uint8_t 
             return -1;
         }
         slot_of[displaced] = -1;
+        expert_in[slot]    = expert;
     }
+    return slot;
+}
+
+int32_t device_slots::take_free(int32_t expert) {
+    if (free_list.empty()) {
+        return -1;
+    }
+    const int32_t slot = free_list.back();
+    free_list.pop_back();
     expert_in[slot] = expert;
     return slot;
 }
@@ -92,7 +100,7 @@ int32_t device_slots::count_ahead(const std::vector<int32_t> & chosen) {
 // --- tier ---
 
 void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots,
-                        const std::vector<int32_t> & n_low_slots, const expert_map & map, expert_table & table) {
+                        const std::vector<int32_t> & n_low_slots, int32_t stage_slots, int32_t n_stages, const expert_map & map, expert_table & table) {
     table.space.clear_on_device();
     user        = nullptr;
     has_low     = map.has_low();
@@ -101,6 +109,12 @@ void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spar
     mode        = next;
     max_uploads = n_uploads;
     n_spare     = spare;
+    n_stage     = stage_slots;
+    on_stage    = false;
+    stages.assign((size_t) n_stages, {});
+    std::vector<int32_t> all((size_t) map.n_experts());
+    std::iota(all.begin(), all.end(), 0);
+    last_staged.assign(n_stages > 0 ? n_slots.size() : 0, all);
     for (const version v : { HIGH, LOW }) {
         slots[v].clear();
         left[v].clear();
@@ -140,10 +154,10 @@ int32_t device_tier::n_served() const {
 }
 
 moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int64_t n_used, int64_t n_tokens) {
-    if (!is_on() || n_slots(g, HIGH) == 0 || n_used > n_spare || n_tokens == 0 || !asker || (user && user != asker)) {
+    if (!is_on() || n_own_slots(g, HIGH) == 0 || n_used > n_spare || n_tokens == 0 || !asker || (user && user != asker)) {
         return MOEOFF_DEVICE_OFF;
     }
-    if (uploads_all() && has_low && n_slots(g, LOW) == 0) {
+    if (uploads_all() && has_low && n_own_slots(g, LOW) == 0) {
         return MOEOFF_DEVICE_OFF; // it could not compute with all that is chosen
     }
     if (uploads_all() && std::max(n_waves(g, HIGH, n_used, n_tokens), n_waves(g, LOW, n_used, n_tokens)) > (mode == MOEOFF_DEVICE_WAVES ? MOEOFF_MAX_WAVES : 1)) {
@@ -159,11 +173,24 @@ bool device_tier::begin_event(const gate & g) {
 }
 
 int32_t device_tier::n_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const {
-    if (!uploads_all() || n_slots(g, v) == 0) {
+    if (!uploads_all() || n_own_slots(g, v) == 0) {
         return v == HIGH ? 1 : 0;
     }
-    const int64_t n = n_slots(g, v);
+    const int64_t n = n_slots(g, v, n_used, n_tokens);
     return (int32_t) ((std::min<int64_t>(n_used * n_tokens, g.n_expert) + n - 1) / n);
+}
+
+bool device_tier::is_staged(const gate & g, int64_t n_used, int64_t n_tokens) const {
+    const int32_t n = n_own_slots(g, HIGH);
+    return mode == MOEOFF_DEVICE_WAVES && !stages.empty() && n > 0 && std::min<int64_t>(n_used * n_tokens, g.n_expert) > n;
+}
+
+int32_t device_tier::n_slots(const gate & g, version v, int64_t n_used, int64_t n_tokens) const {
+    return v == HIGH && is_staged(g, n_used, n_tokens) ? n_stage : n_own_slots(g, v);
+}
+
+device_tier::staged * device_tier::ahead_of(const gate & g) {
+    return stages.size() == 2 && n_stage >= g.n_expert ? &stages[(size_t) g.index % 2] : nullptr;
 }
 
 void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) {
@@ -179,16 +206,20 @@ void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool f
 
 void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) {
     table.counters().device_ahead_used += (uint64_t) slots_of(g, HIGH)->count_ahead(all.chosen);
+    on_stage = is_staged(g, event.n_used, event.n_tokens);
     for (const version v : { HIGH, LOW }) {
         left[v].clear();
         if (has_slots(g, v)) {
             assign(g, v, event, all, table, n_most);
         }
     }
+    if (on_stage) {
+        last_staged[(size_t) g.index] = left[HIGH];
+    }
 }
 
 void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) {
-    const int32_t  n = std::min(n_most, max_uploads);
+    const int32_t  n = std::max(std::min(n_most, max_uploads), 0);
     device_slots & s = *slots_of(g, v);
     candidates.clear();
     s.next_step();
@@ -200,6 +231,11 @@ void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, s
         all.slot_of[v][e] = s.find(e);
         if (all.slot_of[v][e] >= 0) {
             table.count_on_device(g, e, v, event);
+        }
+        if (v == HIGH && on_stage) {
+            left[v].push_back(e);
+        } else if (all.slot_of[v][e] >= 0) {
+            continue;
         } else if (uploads_all() || table.is_in_memory(g, e)) {
             candidates.push_back(e);
         }
@@ -218,24 +254,58 @@ void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, s
     }
 }
 
-void device_tier::next_wave(const gate & g, expert_table & table, std::vector<upload> & uploads) {
-    for (const version v : { HIGH, LOW }) {
-        const size_t n = std::min(left[v].size(), (size_t) n_slots(g, v));
-        for (size_t i = 0; i < n; i++) {
-            expected[(size_t) left[v][i]] = 1; // none of them gives its slot to another
+void device_tier::next_wave(const gate & g, version v, expert_table & table, std::vector<upload> & uploads) {
+    const bool   is_on_stage = v == HIGH && on_stage;
+    const size_t n = std::min(left[v].size(), (size_t) (is_on_stage ? n_stage : n_own_slots(g, v)));
+    staged *     ahead = is_on_stage ? ahead_of(g) : nullptr;
+    for (size_t i = 0; i < n; i++) {
+        expected[(size_t) left[v][i]] = 1; // none of them gives its slot to another
+    }
+    for (size_t i = 0; i < n; i++) {
+        const int32_t e = left[v][i];
+        if (!is_on_stage) {
+            begin_upload(g, v, e, true, expected.data(), uploads, table);
+            continue;
         }
-        for (size_t i = 0; i < n; i++) {
-            begin_upload(g, v, left[v][i], true, expected.data(), uploads, table);
+        upload u { e, slots_of(g, v)->find(e) };
+        u.stage = ahead ? e : (int32_t) i;
+        if (u.slot >= 0) {
+            u.from = upload::OWN_SLOT;
+        } else {
+            u.slot = slots_of(g, v)->take_free(e);
+            u.from = ahead && ahead->gate == g.index && ahead->is_there[(size_t) e] ? upload::THERE : upload::HOST;
+            table.counters().device_ahead_used += u.from == upload::THERE;
         }
-        for (size_t i = 0; i < n; i++) {
-            expected[(size_t) left[v][i]] = 0;
+        uploads.push_back(u);
+    }
+    for (size_t i = 0; i < n; i++) {
+        expected[(size_t) left[v][i]] = 0;
+    }
+    left[v].erase(left[v].begin(), left[v].begin() + (ptrdiff_t) n);
+    if (ahead) {
+        ahead->gate = -1;
+    }
+}
+
+void device_tier::stage_ahead(const gate & g, expert_table & table, std::vector<upload> & uploads) {
+    staged * ahead = ahead_of(g);
+    if (!ahead || n_own_slots(g, HIGH) == 0 || !on_stage) {
+        return;
+    }
+    ahead->gate = g.index;
+    ahead->is_there.assign((size_t) g.n_expert, 0);
+    for (const int32_t e : last_staged[(size_t) g.index]) {
+        if (e < g.n_expert && slots_of(g, HIGH)->find(e) < 0 && table.is_in_memory(g, e)) {
+            upload u { e, -1 };
+            u.stage    = e;
+            u.is_ahead = true;
+            uploads.push_back(u);
         }
-        left[v].erase(left[v].begin(), left[v].begin() + (ptrdiff_t) n);
     }
 }
 
 void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) {
-    if (!is_on() || n_slots(g, HIGH) == 0 || !user || last_gate == g.index) {
+    if (!is_on() || n_own_slots(g, HIGH) == 0 || !user || last_gate == g.index) {
         return;
     }
     for (int32_t i = 0; i < n; i++) {
@@ -255,14 +325,26 @@ void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, e
 }
 
 void device_tier::finish(const gate & g, const upload & u, bool is_complete, expert_table & table) {
-    slots_of(g, u.precision)->finish(u, is_complete);
     table.counters().device_ahead += is_complete && u.is_ahead;
+    if (u.is_ahead && u.stage >= 0 && is_complete) {
+        staged * ahead = ahead_of(g);
+        if (ahead && ahead->gate == g.index) {
+            ahead->is_there[(size_t) u.expert] = 1;
+        }
+    }
+    if (u.slot < 0) {
+        return;
+    }
+    slots_of(g, u.precision)->finish(u, is_complete);
     if (is_complete && is_on()) {
         table.space.set_on_device(g, u.expert, u.precision, true);
     }
 }
 
 void device_tier::take_back(const gate & g, const upload & u, expert_table & table) {
+    if (u.slot < 0) {
+        return;
+    }
     slots_of(g, u.precision)->take_back(u);
     if (u.displaced >= 0 && is_on()) {
         table.space.set_on_device(g, u.displaced, u.precision, true);
@@ -271,7 +353,7 @@ void device_tier::take_back(const gate & g, const upload & u, expert_table & tab
 
 // --- uploader ---
 
-void uploader::start(std::function<void(gate & g, const upload & u)> w) {
+void uploader::start(std::function<void(gate & g, const std::vector<upload> & some)> w) {
     write = std::move(w);
     {
         checked_lock lock(mutex);
@@ -290,34 +372,30 @@ void uploader::add(gate & g, const upload & u) {
             return;
         }
     }
-    write(g, u);
+    write(g, { u });
     checked_lock lock(mutex);
-    finish_one();
+    finish(1);
 }
 
 // under the mutex, or a drain() could look before and sleep after
-void uploader::finish_one() {
-    pending.fetch_sub(1, std::memory_order_acq_rel);
+void uploader::finish(int32_t n) {
+    pending.fetch_sub(n, std::memory_order_acq_rel);
     changed.notify_all();
 }
 
-void uploader::take_back(const gate & g, std::vector<upload> & out) {
+void uploader::take_back(const gate & g, std::vector<job> & out) {
     if (n_pending() == 0) {
         return;
     }
     checked_lock lock(mutex);
-    while (announced.load(std::memory_order_acquire) > 0 || current == &g) { // whoever has announced one is about to add it
+    while (announced.load(std::memory_order_acquire) > 0 || current == &g || (current && stages)) { // whoever has announced one is about to add it
         lock.wait(changed);
     }
     out.reserve(jobs.size()); // none is lost half way
-    const auto is_of_gate = [&](const job & j) { return j.g == &g; };
-    for (const job & j : jobs) {
-        if (is_of_gate(j)) {
-            out.push_back(j.u);
-            finish_one();
-        }
-    }
-    jobs.erase(std::remove_if(jobs.begin(), jobs.end(), is_of_gate), jobs.end());
+    const auto is_undone = [&](const job & j) { return j.g == &g || j.u.stage >= 0; };
+    std::copy_if(jobs.begin(), jobs.end(), std::back_inserter(out), is_undone);
+    jobs.erase(std::remove_if(jobs.begin(), jobs.end(), is_undone), jobs.end());
+    finish((int32_t) out.size());
 }
 
 void uploader::drain() {
@@ -340,19 +418,26 @@ void uploader::stop() {
 
 void uploader::run() {
     checked_lock lock(mutex);
+    std::vector<upload> some;
+    some.reserve(max_at_once);
     while (!jobs.empty() || !stopped) {
         if (jobs.empty()) {
             lock.wait(changed);
             continue;
         }
-        const job next = jobs.front();
-        jobs.pop_front();
-        current = next.g;
+        gate * const g = jobs.front().g;
+        stages = jobs.front().u.stage >= 0;
+        some.clear();
+        while (!jobs.empty() && jobs.front().g == g && (jobs.front().u.stage >= 0) == stages && some.size() < max_at_once) {
+            some.push_back(jobs.front().u);
+            jobs.pop_front();
+        }
+        current = g;
         lock.unlock();
-        write(*next.g, next.u);
+        write(*g, some);
         lock.lock();
         current = nullptr;
-        finish_one();
+        finish((int32_t) some.size());
     }
 }
 

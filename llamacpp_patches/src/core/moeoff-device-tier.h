@@ -20,12 +20,20 @@ namespace moeoff {
 
 struct selection;
 
-// an expert to be written into a slot
+// Where a device has experts: a gate's own slots for each version, and the stage, where all that a gate's batch needs is while the device computes it, if that is
+// more than its own slots hold. The gates of a device share the stage, or two of them in turn: then the next gate's experts are written while one computes.
+enum slot_set : uint8_t { HIGH_SLOTS = HIGH, LOW_SLOTS = LOW, STAGE = n_pools, n_slot_sets };
+
+// an expert to be written into a slot, onto the stage, or both
 struct upload {
+    enum origin : uint8_t { HOST, OWN_SLOT, THERE }; // what is to be on the stage: host memory has it, or its slot, or it is on the stage
+
     int32_t  expert;
-    int32_t  slot;
+    int32_t  slot;           // of its gate, -1: none
     int32_t  displaced = -1; // whose slot it was
     version  precision = HIGH; // of the expert, and of the slot
+    int32_t  stage     = -1; // its slot there
+    origin   from      = HOST;
     uint32_t downloads = 0;  // of its matrices, those that go back to host memory first: bit 1 << moeoff_matrix
     bool     is_ahead  = false; // decided before its router selected
     bool     is_pinned = false; // the device reads it where it is (arena)
@@ -52,6 +60,8 @@ class device_slots {
     // A slot to write the expert into: a free one, else that of the lowest of those that is_needed [n_experts] is 0 for, forced or if
     // that gives way. -1: none. displaced: whose slot it was, or -1; it is not found any more
     int32_t take(int32_t expert, const uint32_t * keys, const uint8_t * is_needed, bool forced, int32_t & displaced);
+    // a free slot, or -1
+    int32_t take_free(int32_t expert);
     // the upload has ended; only a complete one is found from now on
     void    finish(const upload & u, bool is_complete);
     // nothing was written: whose slot it was has it again
@@ -79,7 +89,9 @@ class slot_memory : public arena::pinner {
   public:
     // A matrix of an expert, into a slot that nothing reads. The bytes are there after one of the next two, and until then stay where they are if is_pinned.
     // What is_ahead has a queue of its own; one thread at a time has each
-    virtual void write(int32_t gate, version v, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) = 0;
+    virtual void write(int32_t gate, slot_set set, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) = 0;
+    // between a gate's high slot and one of its stage, behind what was written before and not ahead
+    virtual void copy(int32_t gate, int32_t matrix, int32_t slot, int32_t stage, bool to_stage) = 0;
     // returns when all that was written to the gate's device through this queue is there
     virtual void wait(int32_t gate, bool is_ahead) = 0;
     // what was not written ahead is there before the device computes what it is given from now on; the caller is the thread that gives it
@@ -87,18 +99,18 @@ class slot_memory : public arena::pinner {
     // one of the ggml_backend_t that a graph is computed with; kept if it is the gate's device's
     virtual void set_computing(int32_t gate, void * backend) = 0;
     // what was written there last; nothing is being written. Returns when the bytes are in data
-    virtual void read(int32_t gate, version v, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const = 0;
-    // the ggml_tensor of all slots of a matrix in a version, or nullptr
-    virtual void * tensor(int32_t gate, version v, int32_t matrix) const = 0;
+    virtual void read(int32_t gate, slot_set set, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const = 0;
+    // the ggml_tensor of all slots of a matrix in a set, or nullptr
+    virtual void * tensor(int32_t gate, slot_set set, int32_t matrix) const = 0;
 };
 
 class device_tier {
   public:
     // Between decodes. n_slots and n_low_slots [n_gates], 0: the gate has none. Low versions are in slots where every chosen expert is uploaded, else the
     // CPU serves them. n_spare: slots behind these that hold zeros, as many as experts serve a token. n_uploads: of a gate at each of its events, unless
-    // every chosen expert is uploaded
+    // every chosen expert is uploaded. n_stages: 0 to 2, of n_stage slots
     void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const std::vector<int32_t> & n_low_slots,
-               const expert_map & map, expert_table & table) REQUIRES(store_mutex);
+               int32_t n_stage, int32_t n_stages, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
     // Another mode for the slots that are there, between decodes; what they hold stays. While they are off, host memory is as if there were
     // none. false: there are none
     bool set_mode(moeoff_device_mode mode, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
@@ -108,15 +120,20 @@ class device_tier {
     bool begin_event(const gate & g) REQUIRES(store_mutex);
     // How often the slots of a version are filled for a batch, each time with other experts; unless every chosen expert is uploaded, 1 and none of low versions
     int32_t n_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
-    // What is uploaded for the next of the waves behind the first, which assign() has begun: the device has finished the one before. Empty: none is left
-    void next_wave(const gate & g, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
-    int32_t n_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) ? slots_of(g, v)->n_slots() : 0; }
+    // What is uploaded for the next of a version's waves: the device has finished the one before. Of slots of the gate's own assign() has begun the first
+    void next_wave(const gate & g, version v, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
+    // of what a batch is computed with
+    int32_t n_slots(const gate & g, version v, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
+    // Whether the gate's high versions are on the stage while a batch is computed, because it may need more of them than there are slots
+    bool is_staged(const gate & g, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
+    // The gate's batch is staged as the one before it was, and the device will compute it next: what it chose in the batch before, and host memory has
+    void stage_ahead(const gate & g, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     int32_t n_served() const REQUIRES(store_mutex);
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
     moeoff_device_mode mode_for(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) REQUIRES(store_mutex);
 
     // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter at most so many, unless every chosen
-    // expert is uploaded
+    // expert is uploaded, and none of what will be on the stage
     void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
     // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, of the first ones, as many as serve a
     // token. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
@@ -127,7 +144,16 @@ class device_tier {
     void take_back(const gate & g, const upload & u, expert_table & table) REQUIRES(store_mutex);
 
   private:
+    // What a stage holds of the gate that used it last, or will use it next
+    struct staged {
+        int32_t              gate = -1;
+        std::vector<uint8_t> is_there; // by expert: written ahead
+    };
+
     device_slots * slots_of(const gate & g, version v) const REQUIRES(store_mutex) { return slots[v].empty() ? nullptr : slots[v][(size_t) g.index].get(); }
+    int32_t n_own_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) ? slots_of(g, v)->n_slots() : 0; }
+    // where the gate's experts are written ahead; nullptr: nowhere, or in waves
+    staged * ahead_of(const gate & g) REQUIRES(store_mutex);
     // those that it has in this mode
     bool has_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) && (v == HIGH || uploads_all()); }
     void assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
@@ -141,6 +167,10 @@ class device_tier {
     std::vector<std::unique_ptr<device_slots>> slots[n_pools] GUARDED_BY(store_mutex); // by gate, nullptr: none
     int32_t              last_gate  GUARDED_BY(store_mutex) = -1; // of the user's events
     std::vector<int32_t> left[n_pools] GUARDED_BY(store_mutex); // of the last event's experts, those for the waves to come
+    int32_t              n_stage    GUARDED_BY(store_mutex) = 0;
+    std::vector<staged>  stages     GUARDED_BY(store_mutex);
+    bool                 on_stage   GUARDED_BY(store_mutex) = false; // what is left of the high ones
+    std::vector<std::vector<int32_t>> last_staged GUARDED_BY(store_mutex); // by gate: what its last staged batch chose
     std::vector<int32_t> candidates GUARDED_BY(store_mutex); // scratch
     std::vector<uint8_t> expected   GUARDED_BY(store_mutex); // likewise
 };
@@ -148,39 +178,44 @@ class device_tier {
 // The thread that writes experts into slots while a graph goes on: what an upload is, the store says. Its mutex is never held together with the store's
 class uploader {
   public:
+    struct job {
+        gate * g;
+        upload u;
+    };
+
     ~uploader() { stop(); }
 
-    // once, before the first add(). write may not throw
-    void start(std::function<void(gate & g, const upload & u)> write);
+    // once, before the first add(). write may not throw; it has some uploads of one gate
+    void start(std::function<void(gate & g, const std::vector<upload> & some)> write);
     // one that is decided: a drain() waits for it. Then, and under no lock:
     void announce() {
         pending.fetch_add(1, std::memory_order_acq_rel);
         announced.fetch_add(1, std::memory_order_acq_rel);
     }
     void add(gate & g, const upload & u) EXCLUDES(mutex); // after a stop: done at once, by the caller
-    // Early preemption (ProMoE §5.2): the gate's that have not begun will not be done, and are the caller's; one that has begun has ended
-    void take_back(const gate & g, std::vector<upload> & out) EXCLUDES(mutex);
+    // Early preemption (ProMoE §5.2): the gate's, and whosever go onto a stage, that have not begun will not be done, and are the caller's; those that have
+    // begun have ended
+    void take_back(const gate & g, std::vector<job> & out) EXCLUDES(mutex);
     void drain() EXCLUDES(mutex); // returns when nothing is left to do
     void stop() EXCLUDES(mutex);  // the same, and ends the thread
     // uploads that were announced and have not ended
     int32_t n_pending() const { return pending.load(std::memory_order_acquire); }
 
   private:
-    struct job {
-        gate * g;
-        upload u;
-    };
-    void run() EXCLUDES(mutex);
-    void finish_one() REQUIRES(mutex);
+    static constexpr size_t max_at_once = 8; // waited for together, and by whoever takes back
 
-    std::function<void(gate & g, const upload & u)> write;
+    void run() EXCLUDES(mutex);
+    void finish(int32_t n) REQUIRES(mutex);
+
+    std::function<void(gate & g, const std::vector<upload> & some)> write;
     std::atomic<int32_t>    pending {0};
     std::atomic<int32_t>    announced {0}; // of these, not added yet
     std::condition_variable changed;
     checked_mutex           mutex;
     std::deque<job>         jobs    GUARDED_BY(mutex);
     bool                    stopped GUARDED_BY(mutex) = true;
-    const gate *            current GUARDED_BY(mutex) = nullptr; // of the one that is being done
+    const gate *            current GUARDED_BY(mutex) = nullptr; // of what is being done
+    bool                    stages  GUARDED_BY(mutex) = false;   // it goes onto a stage
     std::thread             thread;
 };
 

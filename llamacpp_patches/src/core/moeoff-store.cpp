@@ -156,6 +156,10 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         if (is_eager) {
             events.request(g, event, all);
         }
+        if (out && device.is_staged(g, event.n_used, event.n_tokens)) {
+            std::fill(all.slot_of[HIGH].begin(), all.slot_of[HIGH].end(), -1); // a slot of its own serves no product of this batch
+            device.next_wave(g, HIGH, table, all.uploads);
+        }
         if (!is_inline) {
             announce(g, all.uploads);
         }
@@ -164,12 +168,14 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     if (out) {
         if (is_inline) {
             upload_before_use(g, all.uploads, all.slot_of);
+            stage_ahead(g, event.n_used, event.n_tokens);
         } else {
             for (const upload & u : all.uploads) {
                 uploads.add(g, u);
             }
         }
-        const int32_t n_slots = n_device_slots(g, HIGH), n_low_slots = n_device_slots(g, LOW);
+        const auto    n_of    = [&](version v) { return n_device_slots(g, v, event.n_used, event.n_tokens); };
+        const int32_t n_slots = n_of(HIGH), n_low_slots = n_of(LOW);
         all.on_device.resize((size_t) event.n_tokens * (size_t) event.n_used);
         for (int32_t t = 0, i = 0; t < event.n_tokens; t++) {
             for (int32_t k = 0; k < event.n_used; k++, i++) {
@@ -201,13 +207,15 @@ void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_to
     }
     {
         store_lock lock(sync);
-        device.next_wave(g, table, now);
+        for (const version v : { HIGH, LOW }) {
+            device.next_wave(g, v, table, now);
+        }
     }
     upload_before_use(g, now, slot_of);
     std::vector<uint8_t> version_of((size_t) g.n_expert), by_row((size_t) n_tokens * (size_t) n_used);
     const bool is_by_row = versions(map.tensor_at(*std::max_element(g.tensors.begin(), g.tensors.end())), ids, version_of.data(), by_row.data(), by_row.size());
     for (const version v : { HIGH, LOW }) {
-        const int32_t n_slots = n_device_slots(g, v);
+        const int32_t n_slots = n_device_slots(g, v, n_used, n_tokens);
         for (int32_t t = 0, i = 0; n_slots > 0 && t < n_tokens; t++) {
             const int32_t * row = (const int32_t *) ((const char *) ids + (size_t) t * stride);
             for (int32_t k = 0; k < n_used; k++, i++) {
@@ -221,15 +229,34 @@ void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_to
 
 // A router has selected before they were done: its experts' slots are needed now
 void store::take_back_uploads(gate & g) {
-    static thread_local std::vector<upload> undone;
+    static thread_local std::vector<uploader::job> undone;
     undone.clear();
     uploads.take_back(g, undone);
     if (!undone.empty()) {
         store_lock lock(sync);
-        for (const upload & u : undone) {
-            table.release(table.state_of(g, u.expert, u.precision), u.is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
-            device.take_back(g, u, table);
+        for (const auto & [of, u] : undone) {
+            table.release(table.state_of(*of, u.expert, u.precision), u.is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
+            device.take_back(*of, u, table);
         }
+    }
+}
+
+// The next gate's experts, while the device computes with this one's
+void store::stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens) {
+    if (g.index + 1 == map.n_gates()) {
+        return;
+    }
+    gate & next = map.gate_at(g.index + 1);
+    std::vector<upload> ahead;
+    {
+        store_lock lock(sync);
+        if (device.is_staged(g, n_used, n_tokens) && device.is_staged(next, n_used, n_tokens)) {
+            device.stage_ahead(next, table, ahead);
+            announce(next, ahead);
+        }
+    }
+    for (const upload & u : ahead) {
+        uploads.add(next, u);
     }
 }
 
@@ -256,7 +283,7 @@ void store::bring_down(const gate & g, const upload & u) {
         const read_request    r      = { &table.state_of(g, u.displaced, u.precision), m };
         const moeoff_source & source = table.source_of(*r.of, m);
         const int64_t         t0     = now_ns();
-        slots->read(g.index, u.precision, m, u.slot, table.destination(r) + source.offset % page_size, source.nbytes);
+        slots->read(g.index, (slot_set) u.precision, m, u.slot, table.destination(r) + source.offset % page_size, source.nbytes);
         store_lock lock(sync);
         moeoff_stats & stats = table.counters();
         stats.device_downloads++;
@@ -267,12 +294,19 @@ void store::bring_down(const gate & g, const upload & u) {
     }
 }
 
-// queues the copies of an expert that is held
+// queues the copies of an expert, which is held if host memory is where it comes from
 void store::write_expert(const gate & g, const upload & u, bool is_ahead) {
+    const bool is_staged = u.stage >= 0;
     for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
-        if (g.tensors[m] >= 0) {
+        if (g.tensors[m] < 0) {
+            continue;
+        }
+        if (u.from == upload::HOST) {
             const slice s = at(map.tensor_at(g.tensors[m]), u.expert, u.precision);
-            slots->write(g.index, u.precision, m, u.slot, s.data(), s.source.nbytes, is_ahead, u.is_pinned);
+            slots->write(g.index, is_staged ? STAGE : (slot_set) u.precision, m, is_staged ? u.stage : u.slot, s.data(), s.source.nbytes, is_ahead, u.is_pinned);
+        }
+        if (is_staged && u.slot >= 0) {
+            slots->copy(g.index, m, u.slot, u.stage, u.from == upload::OWN_SLOT);
         }
     }
 }
@@ -293,12 +327,16 @@ void store::end_uploads(const gate & g, const upload * all, size_t n, uint64_t n
     stats.device_wait_ns   += is_awaited ? ns : 0;
 }
 
-void store::upload_held(gate & g, const upload & u) {
-    bring_down(g, u);
+void store::upload_held(gate & g, const std::vector<upload> & some) {
+    for (const upload & u : some) {
+        bring_down(g, u);
+    }
     const int64_t t0 = now_ns();
-    write_expert(g, u, true);
+    for (const upload & u : some) {
+        write_expert(g, u, true);
+    }
     slots->wait(g.index, true);
-    end_uploads(g, &u, 1, (uint64_t) (now_ns() - t0), false);
+    end_uploads(g, some.data(), some.size(), (uint64_t) (now_ns() - t0), false);
 }
 
 // all of it is ready, and held until its upload ends; what host memory lacks is read, and wait_before is called before it is waited for. false: it cannot be read
@@ -343,6 +381,22 @@ bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & w
 void store::upload_before_use(gate & g, std::vector<upload> & all, std::vector<int32_t> * slot_of) {
     size_t     first = 0, n = 0; // of all, those that are being copied
     uint64_t   ns    = 0;
+    const auto has_it = [](const upload & u) { return u.from != upload::HOST; };
+    const bool any_on_device = std::any_of(all.begin(), all.end(), has_it);
+    for (const upload & u : all) {
+        if (has_it(u)) {
+            write_expert(g, u, false);
+            slot_of[u.precision][(size_t) u.expert] = u.stage;
+        }
+        if (u.from == upload::THERE && u.slot >= 0) {
+            store_lock lock(sync);
+            device.finish(g, u, true, table);
+        }
+    }
+    all.erase(std::remove_if(all.begin(), all.end(), has_it), all.end());
+    if (any_on_device) {
+        slots->wait_on_device(g.index); // none of these copies is behind those that the host has to wait for
+    }
     const auto end   = [&] {
         if (n == 0) {
             return;
@@ -365,7 +419,7 @@ void store::upload_before_use(gate & g, std::vector<upload> & all, std::vector<i
         }
         first = n == 0 ? i : first;
         n++;
-        slot_of[all[i].precision][(size_t) all[i].expert] = all[i].slot;
+        slot_of[all[i].precision][(size_t) all[i].expert] = all[i].stage >= 0 ? all[i].stage : all[i].slot;
         const int64_t t0 = now_ns();
         write_expert(g, all[i], false);
         ns += (uint64_t) (now_ns() - t0);
@@ -461,9 +515,9 @@ void store::fail(uint64_t graph, const slice & s) {
 // --- devices ---
 
 void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory,
-                       const std::vector<int32_t> & n_low_slots) {
+                       const std::vector<int32_t> & n_low_slots, int32_t n_stage, int32_t n_stages) {
     if (memory && !has_uploader) {
-        uploads.start([this](gate & g, const upload & u) { upload_held(g, u); });
+        uploads.start([this](gate & g, const std::vector<upload> & some) { upload_held(g, some); });
         has_uploader = true;
     }
     {
@@ -472,7 +526,7 @@ void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spa
     }
     uploads.drain();
     store_lock lock(sync);
-    device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, n_low_slots, map, table);
+    device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, n_low_slots, n_stage, n_stages, map, table);
     table.set_pinner(memory.get());
     slots = std::move(memory);
 }
@@ -502,9 +556,14 @@ bool store::device_uploads_all() const {
     return device.uploads_all();
 }
 
-int32_t store::n_device_slots(const gate & g, version v) const {
+int32_t store::n_device_slots(const gate & g, version v, int64_t n_used, int64_t n_tokens) const {
     store_lock lock(sync);
-    return device.n_slots(g, v);
+    return device.n_slots(g, v, n_used, n_tokens);
+}
+
+bool store::is_staged(const gate & g, int64_t n_used, int64_t n_tokens) const {
+    store_lock lock(sync);
+    return device.is_staged(g, n_used, n_tokens);
 }
 
 // --- policy ---

@@ -168,9 +168,9 @@ class store {
     void fail(uint64_t graph, const slice & s); // that its op has pinned: the graph ends if it is FAILED
 
     // --- devices ---
-    // between decodes; slots [n_gates] in memory, which has n_spare more of each gate and version. Without memory there are none
+    // between decodes; slots [n_gates] in memory, which has n_spare more of each gate and version, and n_stages of n_stage. Without memory there are none
     void set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory,
-                    const std::vector<int32_t> & n_low_slots = {});
+                    const std::vector<int32_t> & n_low_slots = {}, int32_t n_stage = 0, int32_t n_stages = 0);
     // between decodes; false: there are no slots
     bool set_device_mode(moeoff_device_mode mode);
     // how the user's graph computes a batch, see device_tier
@@ -178,7 +178,9 @@ class store {
     bool device_uploads_all() const;
     int32_t device_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const;
     slot_memory * device_memory() const { return slots.get(); }
-    int32_t n_device_slots(const gate & g, version v = HIGH) const;
+    // of what a batch is computed with: those behind are of zeros
+    int32_t n_device_slots(const gate & g, version v, int64_t n_used, int64_t n_tokens) const;
+    bool    is_staged(const gate & g, int64_t n_used, int64_t n_tokens) const;
     int32_t n_pending_uploads() const { return uploads.n_pending(); }
 
     // --- policy ---
@@ -211,7 +213,8 @@ class store {
 
     void upload_before_use(gate & g, std::vector<upload> & all, std::vector<int32_t> * slot_of); // fills slot_of [n_pools][n_experts] for those that are there then
     bool fetch_and_hold(gate & g, upload & u, const std::function<void()> & wait_before);
-    void upload_held(gate & g, const upload & u); // on the thread of its own
+    void upload_held(gate & g, const std::vector<upload> & some); // on the thread of its own
+    void stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens);
     void write_expert(const gate & g, const upload & u, bool is_ahead);
     void end_uploads(const gate & g, const upload * all, size_t n, uint64_t ns, bool is_awaited);
     void take_back_uploads(gate & g);

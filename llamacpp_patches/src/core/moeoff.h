@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 23
+#define MOEOFF_ABI_VERSION 24
 #define MOEOFF_ROW_CACHE_BYTES 2097152 // of rows of a table on disk that stay in memory, at most
 #define MOEOFF_ROW_READ_BYTES 524288 // of reads of rows that an op has under way; one for each thread are more where rows are that long
 #define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
@@ -72,7 +72,8 @@ enum moeoff_device_mode {
     MOEOFF_DEVICE_OFF         = 0, // not at all
     MOEOFF_DEVICE_COOPERATIVE = 1, // with those that are there; the CPU computes with the others
     MOEOFF_DEVICE_CENTRIC     = 2, // with all that were chosen, each uploaded before its use; a batch that may need more than there are slots: the CPU
-    MOEOFF_DEVICE_WAVES       = 3, // the same, but such a batch in up to MOEOFF_MAX_WAVES waves, each with as many experts as there are slots. No adapters
+    MOEOFF_DEVICE_WAVES       = 3, // the same, but such a batch on the stage if there is one, and in up to MOEOFF_MAX_WAVES waves, each with as many experts as
+                                   // there are slots. No adapters
 };
 
 enum moeoff_thresholds_flag {
@@ -306,15 +307,17 @@ MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 
 // Between decodes: of each gate on device devices[gate] (the address of a ggml_backend_dev_t, 0: none) n_slots[gate] slots that each hold all matrices of
 // an expert, n_low_slots[gate] of its low version (which are used where every chosen expert is uploaded; without them the CPU computes then), and n_spare
-// more of either, as many as experts serve a token. n_uploads: of a gate at each of its events (MOEOFF_DEVICE_COOPERATIVE). Slots
-// that were there are given back first. Graphs that were built before must not be computed again: moeoff_context_memory() plans new ones.
+// more of either, as many as experts serve a token. n_uploads: of a gate at each of its events (MOEOFF_DEVICE_COOPERATIVE). n_stages: 0 to 2 stages of
+// n_stage slots on each device, which its gates share, in turn if there are two. Slots that were there are given back first. Graphs that were built before must not be computed again: moeoff_context_memory() plans new ones.
 // -1: no memory, or a device that cannot compute with these experts; then there are none
-MOEOFF_API int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, const int32_t * n_low_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads);
+MOEOFF_API int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, const int32_t * n_low_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads, int32_t n_stage, int32_t n_stages);
 // Between decodes: computes in another mode with the slots that are there; what they hold stays, also while they are off. The same of graphs
 // that were built before. -1: there are none
 MOEOFF_API int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode);
 // bytes of a gate's n slots of a version and n_spare more on a device; 0 where that cannot compute with its experts, or where they are of several types
 MOEOFF_API uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t version, int32_t n_slots, int32_t n_spare);
+// bytes of one stage of these gates [n_gates] on a device
+MOEOFF_API uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * device, const int32_t * gates, int32_t n_gates, int32_t n_stage, int32_t n_spare);
 
 // --- policy ---
 

@@ -9,8 +9,6 @@
 
 namespace moeoff {
 
-using slot_tensors = std::array<ggml_tensor *, MOEOFF_N_MATRIX>;
-
 static ggml_context_ptr make_context() {
     return ggml_context_ptr(ggml_init({ 16 * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
 }
@@ -103,6 +101,25 @@ void upload_stream::set(ggml_tensor * tensor, size_t offset, const uint8_t * dat
     }
 }
 
+// one of them as a tensor of its own; no view, whose own tensor would have to live as long
+static ggml_tensor expert_of(const ggml_tensor * t, int32_t expert) {
+    ggml_tensor x = *t;
+    x.ne[2] = 1;
+    x.nb[3] = t->nb[2];
+    x.data  = (char *) t->data + (size_t) expert * t->nb[2];
+    return x;
+}
+
+void upload_stream::copy(ggml_tensor * from, int32_t expert_from, ggml_tensor * to, int32_t expert_to) {
+    ggml_tensor src = expert_of(from, expert_from), dst = expert_of(to, expert_to);
+    if (backend) {
+        ggml_backend_tensor_copy_async(backend.get(), backend.get(), &src, &dst);
+        is_busy = true;
+    } else {
+        ggml_backend_tensor_copy(&src, &dst);
+    }
+}
+
 void upload_stream::free_piece() {
     if (copied[piece]) {
         ggml_backend_event_synchronize(copied[piece].get());
@@ -146,6 +163,71 @@ size_t device_slot_bytes(const expert_map & map, const gate & g, version v, ggml
     return ctx && make_tensors(ctx.get(), map, g, v, device, n_slots + n_spare, tensors) ? bytes_of(tensors, device) : 0;
 }
 
+// calls f with each matrix's tensor on a stage of the gate
+template <typename F>
+static bool each_on_stage(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n, const F & f) {
+    const auto   ctx = make_context();
+    slot_tensors tensors {};
+    if (!ctx || !make_tensors(ctx.get(), map, g, HIGH, device, n, tensors)) {
+        return false;
+    }
+    for (int m = 0; m < MOEOFF_N_MATRIX; m++) {
+        if (const ggml_tensor * t = tensors[(size_t) m]) {
+            slot_tensors one {};
+            one[(size_t) m] = tensors[(size_t) m];
+            f(m, stage_key { device, m, t->type, t->ne[0], t->ne[1] }, one);
+        }
+    }
+    return true;
+}
+
+size_t device_stage_bytes(const expert_map & map, const int32_t * gates, int32_t n_gates, ggml_backend_dev_t device, int32_t n_stage, int32_t n_spare) {
+    std::map<stage_key, size_t> bytes;
+    for (int32_t i = 0; i < n_gates; i++) {
+        each_on_stage(map, map.gate_at(gates[i]), device, n_stage + n_spare, [&](int, const stage_key & key, const slot_tensors & one) { bytes[key] = bytes_of(one, device); });
+    }
+    size_t sum = 0;
+    for (const auto & [key, n] : bytes) {
+        sum += n;
+    }
+    return sum;
+}
+
+bool device_memory::allocate(const slot_tensors & planned, ggml_backend_dev_t device, memory & to, slot_tensors & out) {
+    to.ctx.reset(ggml_init({ MOEOFF_N_MATRIX * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
+    for (size_t m = 0; to.ctx && m < planned.size(); m++) {
+        if (planned[m]) {
+            out[m] = ggml_dup_tensor(to.ctx.get(), planned[m]);
+            ggml_set_name(out[m], planned[m]->name);
+        }
+    }
+    to.buffer.reset(to.ctx ? ggml_backend_alloc_ctx_tensors_from_buft(to.ctx.get(), ggml_backend_dev_buffer_type(device)) : nullptr);
+    if (to.buffer) {
+        ggml_backend_buffer_clear(to.buffer.get(), 0); // the slots of zeros stay so
+        ggml_backend_buffer_set_usage(to.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    }
+    return to.buffer != nullptr;
+}
+
+bool device_memory::add_stage(const expert_map & map, const gate & g, int32_t turn, int32_t n_stage, int32_t n_spare, std::string & error) {
+    block &    b      = blocks[(size_t) g.index];
+    const auto device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(b.versions[HIGH].buffer.get()));
+    bool       is_allocated = true;
+    each_on_stage(map, g, device, n_stage + n_spare, [&](int m, const stage_key & key, const slot_tensors & one) {
+        auto & [to, t] = stages[{ turn, key }];
+        slot_tensors out {};
+        if (!t && is_allocated) {
+            is_allocated = allocate(one, device, to, out);
+            t            = out[(size_t) m];
+        }
+        b.tensors[STAGE][(size_t) m] = t;
+    });
+    if (!is_allocated) {
+        error = std::string(ggml_backend_dev_name(device)) + " has no room for all experts of layer " + std::to_string(g.layer) + " at once";
+    }
+    return is_allocated;
+}
+
 bool device_memory::add(const expert_map & map, const gate & g, version v, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error) {
     const auto   planned = make_context();
     const auto   name    = std::string(ggml_backend_dev_name(device));
@@ -154,23 +236,12 @@ bool device_memory::add(const expert_map & map, const gate & g, version v, ggml_
         error = name + " cannot compute with the experts of layer " + std::to_string(g.layer);
         return false;
     }
-    const size_t nbytes = bytes_of(tensors, device);
-    slots &      b      = blocks[(size_t) g.index].versions[v];
-    b.ctx.reset(ggml_init({ MOEOFF_N_MATRIX * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
-    for (int m = 0; b.ctx && m < MOEOFF_N_MATRIX; m++) {
-        b.tensors[(size_t) m] = tensors[(size_t) m] ? ggml_dup_tensor(b.ctx.get(), tensors[(size_t) m]) : nullptr;
-        if (b.tensors[(size_t) m]) {
-            ggml_set_name(b.tensors[(size_t) m], tensors[(size_t) m]->name);
-        }
-    }
-    b.buffer.reset(b.ctx ? ggml_backend_alloc_ctx_tensors_from_buft(b.ctx.get(), ggml_backend_dev_buffer_type(device)) : nullptr);
-    if (!b.buffer) {
-        error = name + " has no room for " + std::to_string(nbytes) + " bytes of experts of layer " + std::to_string(g.layer);
+    block & b = blocks[(size_t) g.index];
+    if (!allocate(tensors, device, b.versions[v], b.tensors[v])) {
+        error = name + " has no room for " + std::to_string(bytes_of(tensors, device)) + " bytes of experts of layer " + std::to_string(g.layer);
         return false;
     }
-    blocks[(size_t) g.index].queues = &queues.try_emplace(device, device).first->second;
-    ggml_backend_buffer_clear(b.buffer.get(), 0); // the slots of zeros stay so
-    ggml_backend_buffer_set_usage(b.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    b.queues = &queues.try_emplace(device, device).first->second;
     return true;
 }
 
@@ -190,8 +261,19 @@ bool device_memory::pin(void * data, size_t nbytes) {
 
 void device_memory::unpin(void * data) { ((unregister_memory) function_of(queues.begin()->first, "ggml_backend_unregister_host_buffer"))(data); }
 
-void device_memory::write(int32_t gate, version v, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) {
-    ggml_tensor * t = blocks[(size_t) gate].versions[v].tensors[(size_t) matrix];
+void device_memory::copy(int32_t gate, int32_t matrix, int32_t slot, int32_t stage, bool to_stage) {
+    const block &       b   = blocks[(size_t) gate];
+    ggml_tensor * const own = b.tensors[HIGH_SLOTS][(size_t) matrix], * const staged = b.tensors[STAGE][(size_t) matrix];
+    upload_stream &     s   = b.queues->of(false);
+    if (to_stage) {
+        s.copy(own, slot, staged, stage);
+    } else {
+        s.copy(staged, stage, own, slot);
+    }
+}
+
+void device_memory::write(int32_t gate, slot_set set, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) {
+    ggml_tensor * t = blocks[(size_t) gate].tensors[set][(size_t) matrix];
     GGML_ASSERT(nbytes == t->nb[2]);
     blocks[(size_t) gate].queues->of(is_ahead).set(t, (size_t) slot * t->nb[2], data, nbytes, is_pinned);
 }
@@ -208,8 +290,8 @@ void device_memory::set_computing(int32_t gate, void * backend) {
     }
 }
 
-void device_memory::read(int32_t gate, version v, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const {
-    const ggml_tensor * t = blocks[(size_t) gate].versions[v].tensors[(size_t) matrix];
+void device_memory::read(int32_t gate, slot_set set, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const {
+    const ggml_tensor * t = blocks[(size_t) gate].tensors[set][(size_t) matrix];
     GGML_ASSERT(nbytes == t->nb[2]);
     ggml_backend_tensor_get(t, data, (size_t) slot * t->nb[2], nbytes);
 }
@@ -224,6 +306,12 @@ uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int3
     return is_valid ? moeoff::device_slot_bytes(map, map.gate_at(gate), (moeoff::version) version, (ggml_backend_dev_t) device, n_slots, n_spare) : 0;
 }
 
+uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * device, const int32_t * gates, int32_t n_gates, int32_t n_stage, int32_t n_spare) {
+    const auto & map = eb->store->experts();
+    const bool is_valid = n_stage >= 0 && n_spare >= 0 && std::all_of(gates, gates + n_gates, [&](int32_t g) { return g >= 0 && g < map.n_gates(); });
+    return is_valid ? moeoff::device_stage_bytes(map, gates, n_gates, (ggml_backend_dev_t) device, n_stage, n_spare) : 0;
+}
+
 int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode) {
     return moeoff::guarded(-1, [&]() -> int {
         if (mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || !eb->store->set_device_mode((moeoff_device_mode) mode)) {
@@ -233,12 +321,12 @@ int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode) {
     });
 }
 
-int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, const int32_t * n_low_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads) {
+int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, const int32_t * n_low_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads, int32_t n_stage, int32_t n_stages) {
     return moeoff::guarded(-1, [&]() -> int {
         moeoff::store & s   = *eb->store;
         const auto &    map = s.experts();
-        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || n_gates != map.n_gates() || n_spare < 1 || n_uploads < 0) {
-            return moeoff::set_last_error("the buffer is not running, or there is no such mode, or not as many gates");
+        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || n_gates != map.n_gates() || n_spare < 1 || n_uploads < 0 || n_stages < 0 || n_stages > 2 || n_stage < n_stages) {
+            return moeoff::set_last_error("the buffer is not running, or there is no such mode, or not as many gates or stages");
         }
         s.set_device(MOEOFF_DEVICE_OFF, 0, 0, {}, nullptr); // what was there gives its memory back first
         auto        memory = std::make_unique<moeoff::device_memory>(n_gates);
@@ -257,10 +345,13 @@ int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint6
                     return moeoff::set_last_error(error);
                 }
             }
+            if (n_stages > 0 && !memory->add_stage(map, map.gate_at(i), i % n_stages, n_stage, n_spare, error)) {
+                return moeoff::set_last_error(error);
+            }
             is_any = true;
         }
         if (is_any) {
-            s.set_device((moeoff_device_mode) mode, n_uploads, n_spare, slots, std::move(memory), low_slots);
+            s.set_device((moeoff_device_mode) mode, n_uploads, n_spare, slots, std::move(memory), low_slots, n_stage, n_stages);
         }
         return 0;
     });

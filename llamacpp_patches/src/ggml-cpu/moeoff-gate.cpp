@@ -39,20 +39,24 @@ int moeoff_gate_n_waves(const void * gate, int version, int64_t n_used, int64_t 
     return g.owner->device_waves(g, (moeoff::version) version, n_used, n_tokens);
 }
 
-ggml_tensor * moeoff_device_slots_of(const ggml_tensor * tensor) {
+ggml_tensor * moeoff_device_slots_of(const ggml_tensor * tensor, int64_t n_used, int64_t n_tokens) {
     const moeoff::tensor *      t     = moeoff::reserved_tensor(tensor);
     const moeoff::slot_memory * slots = t ? t->owner->device_memory() : nullptr;
-    return slots ? (ggml_tensor *) slots->tensor(t->info.gate, moeoff::HIGH, t->info.matrix) : nullptr;
+    if (!slots) {
+        return nullptr;
+    }
+    const bool is_staged = t->owner->is_staged(t->owner->experts().gate_of(*t), n_used, n_tokens);
+    return (ggml_tensor *) slots->tensor(t->info.gate, is_staged ? moeoff::STAGE : moeoff::HIGH_SLOTS, t->info.matrix);
 }
 
 ggml_tensor * moeoff_device_low_slots_of(const void * gate, const ggml_tensor * slots) {
     const auto & g      = *(const moeoff::gate *) gate;
     const auto * memory = g.owner->device_memory();
     int32_t      matrix = 0;
-    while (memory->tensor(g.index, moeoff::HIGH, matrix) != slots) {
+    while (memory->tensor(g.index, moeoff::HIGH_SLOTS, matrix) != slots && memory->tensor(g.index, moeoff::STAGE, matrix) != slots) {
         matrix++;
     }
-    return (ggml_tensor *) memory->tensor(g.index, moeoff::LOW, matrix);
+    return (ggml_tensor *) memory->tensor(g.index, moeoff::LOW_SLOTS, matrix);
 }
 
 void moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched) {
@@ -65,7 +69,7 @@ void moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched) {
 // a plane of a node's ids: the k-th slot of zeros for each token's k-th expert
 static int32_t * with_zeros(const ggml_tensor * dst, int plane, const moeoff::gate & gate, moeoff::version v) {
     int32_t * const out     = (int32_t *) ((char *) dst->data + plane * dst->nb[2]);
-    const int32_t   n_slots = gate.owner->n_device_slots(gate, v);
+    const int32_t   n_slots = gate.owner->n_device_slots(gate, v, dst->ne[0], dst->ne[1]);
     for (int64_t i = 0; i < dst->ne[0] * dst->ne[1]; i++) {
         out[i] = n_slots + (int32_t) (i % dst->ne[0]);
     }

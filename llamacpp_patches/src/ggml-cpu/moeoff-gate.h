@@ -27,8 +27,8 @@ MOEOFF_API bool   moeoff_gate_uploads_all(const void * gate);
 MOEOFF_API int    moeoff_gate_n_waves(const void * gate, int version, int64_t n_used, int64_t n_tokens);
 // The scheduler of a graph that has a gate node of which a device computes a part
 MOEOFF_API void   moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched);
-// the slots of a device that hold some of a tensor's experts, or NULL
-MOEOFF_API struct ggml_tensor * moeoff_device_slots_of(const struct ggml_tensor * tensor);
+// the slots of a device that hold a tensor's experts while a batch is computed (without tokens: some of them), or NULL
+MOEOFF_API struct ggml_tensor * moeoff_device_slots_of(const struct ggml_tensor * tensor, int64_t n_used, int64_t n_tokens);
 // those that hold the low versions of what these hold
 MOEOFF_API struct ggml_tensor * moeoff_device_low_slots_of(const void * gate, const struct ggml_tensor * slots);
 // ggml_custom_op_t; sources: ids, weights, gate input or NULL, logits or NULL; userdata: the gate. The result is nothing, or if a device computes with some

@@ -216,7 +216,7 @@ static ggml_tensor * build_waves(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
 }
 
 ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product) {
-    ggml_tensor * slots     = moeoff_device_slots_of(product->src[0]);
+    ggml_tensor * slots     = moeoff_device_slots_of(product->src[0], product->src[2]->ne[0], product->src[2]->ne[1]);
     ggml_tensor * gate_node = slots ? find_node(gf, gate_name, product->src[2]) : nullptr;
     if (!gate_node || gate_node->ne[2] == 1) {
         return product;
@@ -256,7 +256,7 @@ uint32_t moeoff_n_more_nodes(const llama_model & model) {
     uint32_t n = 0;
     for (const auto & layer : model.layers) {
         for (const ggml_tensor * t : { layer.ffn_down_exps, layer.ffn_down_chexps }) {
-            if (const ggml_tensor * slots = t ? moeoff_device_slots_of(t) : nullptr) {
+            if (const ggml_tensor * slots = t ? moeoff_device_slots_of(t, 0, 0) : nullptr) {
                 n += n_per_version * (moeoff_device_low_slots_of(moeoff_gate_of(t), slots) ? 2 : 1);
             }
         }
