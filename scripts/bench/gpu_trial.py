@@ -133,6 +133,7 @@ def bits(trial: Trial) -> dict[str, Any]:
         "stock, CPU": stock | {"stock": "CPU"},
         "centric, all in slots": ours | every | {"vram_mode": "centric"},
         "waves, a quarter in slots": ours | ({} if trial.fake else {"slots": 8}) | {"vram_mode": "waves"},
+        "staged, a quarter in slots": ours | ({} if trial.fake else {"slots": 8, "stage": (32, 2)}) | {"vram_mode": "waves"},
         "cooperative, all in slots": ours | every | learned,
         "cooperative, none in slots": ours | {"uploads": 0},
     }
