@@ -91,10 +91,10 @@ def _trimmed(times: list[float]) -> tuple[float, float]:
 
 WITHOUT = "cpu"
 _BLOCK, _SKIP = 16, 8  # tokens: an expert that was on the device alone has to be read again when the CPU needs it
-_PROMPT = 32  # tokens of a batch that is compared as a prompt
+_PROMPT, _LONG = 32, 128  # tokens of a batch that is compared as a prompt, and of the longest in which anything is tried for a first time
 _EACH = 2  # batches that each way is measured by, before one is chosen
 _HOPELESS = 2.0  # times the best: once is enough
-_AGAIN = 16  # batches after which the other way is measured again
+_AGAIN, _HOPELESS_AGAIN = 16, 256  # batches after which another way is measured again, and one that was hopeless
 
 
 class DeviceJudge:
@@ -109,7 +109,9 @@ class DeviceJudge:
     def __init__(self, ways: Sequence[str], prompts: Sequence[str] = (), *, compares: bool = True):
         self._ways, self._compares = tuple(ways), compares
         self._contests: dict[int, _Contest] = {}  # by tokens of a batch: their times cannot be compared
-        self._prompts = _Prompts(tuple(prompts) or (self._ways[0], WITHOUT))
+        self._short = _Prompts(tuple(prompts) or (self._ways[0], WITHOUT))
+        self._long = _Prompts(self._short.ways, self._short)
+        self._has_read = False
         self.mode = self._ways[0]
 
     @property
@@ -127,7 +129,7 @@ class DeviceJudge:
         if decodes:
             self.mode = self._contests.setdefault(n_tokens, _Contest(self._ways)).mode if self._compares else self._ways[0]
         elif n_tokens >= _PROMPT:
-            self.mode = self._prompts.next()
+            self.mode = self._prompts(n_tokens).next()
         return self.mode
 
     def end(self, n_tokens: int, seconds: float, decodes: bool) -> None:
@@ -136,7 +138,12 @@ class DeviceJudge:
             if n_tokens in self._contests:
                 self._contests[n_tokens].token(int(1e9 * seconds))
         elif n_tokens >= _PROMPT:
-            self._prompts.add(self.mode, seconds / n_tokens)
+            if self._has_read:  # the first had to read the experts from disk
+                self._prompts(n_tokens).add(self.mode, seconds / n_tokens)
+            self._has_read = True
+
+    def _prompts(self, n_tokens: int) -> _Prompts:
+        return self._short if n_tokens <= _LONG else self._long
 
 
 class _Contest:
@@ -166,25 +173,39 @@ class _Contest:
 
 
 class _Prompts:
-    """Ways to read text, by the best time for a token that each has had lately."""
+    """Ways to read text, by the best time for a token that each has had lately.
 
-    def __init__(self, ways: tuple[str, ...]):
+    Args:
+        shorter: of shorter batches. A way is first tried with those, where it costs less; what is hopeless there, or was not tried there, is tried late here.
+    """
+
+    def __init__(self, ways: tuple[str, ...], shorter: _Prompts | None = None):
+        self.ways = ways
         self._times: dict[str, list[float]] = {way: [] for way in ways}
         self._n = Counter[str]()
-        self._since = 0
+        self._since = 0  # batches, that another way than the best was taken
+        self._shorter = shorter
+
+    @property
+    def _best(self) -> str:
+        return min(self._times, key=lambda way: min(self._times[way], default=math.inf))
 
     def next(self) -> str:
-        best = min(self._times, key=lambda way: min(self._times[way], default=math.inf))
-        undecided = [way for way in self._times if self._n[way] < _EACH and self._is_near(way, best)]
-        if undecided:
-            return min(undecided, key=lambda way: self._n[way])
-        return min((way for way in self._times if way != best), key=lambda way: self._n[way]) if self._since >= _AGAIN else best
+        best, n = self._best, self._n
+        if undecided := [way for way in self.ways if n[way] < _EACH and self._is_near(way, best) and self._may_try(way, best)]:
+            return min(undecided, key=lambda way: n[way])
+        due = [way for way in self.ways if way != best and self._since >= (_AGAIN if self._is_near(way, best) else _HOPELESS_AGAIN)]
+        return min(due, key=lambda way: n[way], default=best)
 
     def _is_near(self, way: str, best: str) -> bool:
         return not self._times[way] or min(self._times[way]) <= _HOPELESS * min(self._times[best])
 
+    def _may_try(self, way: str, best: str) -> bool:
+        other = self._shorter
+        return not other or way == best or bool(self._times[way]) or (bool(other._times[way]) and other._is_near(way, other._best))
+
     def add(self, way: str, seconds: float) -> None:
-        best = min(self._times, key=lambda w: min(self._times[w], default=0.0))
+        best = self._best if any(self._times.values()) else way
         self._since = 0 if way != best else self._since + 1
         self._times[way] = [*self._times[way][1 - _EACH :], seconds]
         self._n[way] += 1

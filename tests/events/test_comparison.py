@@ -150,6 +150,21 @@ def test_a_way_that_is_much_slower_is_tried_once():
     assert modes[:5] == ["cooperative", "waves", "cpu", "waves", "waves"] and modes.count("waves") >= 36
 
 
+@pytest.mark.parametrize("cpu, n_cpu", [(0.004, 0), (0.0008, 30)], ids=["hopeless", "the best"])
+def test_what_a_short_prompt_showed_spares_long_ones_the_trial(cpu, n_cpu):
+    judge = DeviceJudge(("cooperative",), ("waves", "cpu"))
+
+    def read(n):
+        mode = judge.begin(n, False)
+        judge.end(n, n * {"waves": 0.001, "cpu": cpu}[mode], False)
+        return mode
+
+    assert [read(512) for _ in range(10)] == ["waves"] * 10
+    assert {read(64) for _ in range(6)} == {"waves", "cpu"}
+    modes = [read(512) for _ in range(40)]
+    assert modes.count("cpu") >= n_cpu and (n_cpu or "cpu" not in modes)
+
+
 def test_prompts():
     """Each way twice, then the faster one, and the other again now and then; short ones are not compared."""
     judge = DeviceJudge(("cooperative", "centric"))
@@ -161,6 +176,6 @@ def test_prompts():
 
     assert [read(8, {"cooperative": 9}) for _ in range(3)] == ["cooperative"] * 3
     modes = [read(100, {"cooperative": 0.02, "cpu": 0.01}) for _ in range(40)]
-    assert modes[:4].count("cpu") == 2 and modes[4:].count("cooperative") in (1, 2)
+    assert modes[1:5].count("cpu") == 2 and modes[5:].count("cooperative") in (1, 2)  # the first had to read the experts
     modes = [read(100, {"cooperative": 0.005, "cpu": 0.01}) for _ in range(60)]
     assert modes[-15:].count("cooperative") >= 14
