@@ -192,17 +192,19 @@ class _Prompts:
 
     def next(self) -> str:
         best, n = self._best, self._n
-        if undecided := [way for way in self.ways if n[way] < _EACH and self._is_near(way, best) and self._may_try(way, best)]:
+        if undecided := [way for way in self.ways if n[way] < _EACH and (way == best or self._promises(way, best))]:
             return min(undecided, key=lambda way: n[way])
-        due = [way for way in self.ways if way != best and self._since >= (_AGAIN if self._is_near(way, best) else _HOPELESS_AGAIN)]
+        due = [way for way in self.ways if way != best and self._since >= (_HOPELESS_AGAIN if self._is_hopeless(way, best) else _AGAIN)]
         return min(due, key=lambda way: n[way], default=best)
 
-    def _is_near(self, way: str, best: str) -> bool:
-        return not self._times[way] or min(self._times[way]) <= _HOPELESS * min(self._times[best])
+    def _is_hopeless(self, way: str, best: str) -> bool:
+        if self._times[way]:
+            return min(self._times[way]) > _HOPELESS * min(self._times[best])
+        return self._shorter is not None and self._shorter._is_hopeless(way, self._shorter._best)
 
-    def _may_try(self, way: str, best: str) -> bool:
-        other = self._shorter
-        return not other or way == best or bool(self._times[way]) or (bool(other._times[way]) and other._is_near(way, other._best))
+    def _promises(self, way: str, best: str) -> bool:
+        is_known = self._shorter is None or bool(self._times[way] or self._shorter._times[way])
+        return is_known and not self._is_hopeless(way, best)
 
     def add(self, way: str, seconds: float) -> None:
         best = self._best if any(self._times.values()) else way

@@ -202,7 +202,7 @@ class uploader {
     int32_t n_pending() const { return pending.load(std::memory_order_acquire); }
 
   private:
-    static constexpr size_t max_at_once = 32; // waited for together, and by whoever takes back: while few are under way the bus rests between them
+    static constexpr size_t max_at_once = 8; // waited for together, and by whoever takes back
 
     void run() EXCLUDES(mutex);
     void finish(int32_t n) REQUIRES(mutex);
