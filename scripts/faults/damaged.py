@@ -245,10 +245,10 @@ def read_sidecar(folder: Path) -> Reader:
     model_index = ModelIndex.read(folder / "m.gguf")
 
     def read(path: Path, _rng: random.Random) -> None:
-        found = Sidecar(path)
-        found.check_belongs(model_index)
+        sidecar = Sidecar(path)
+        sidecar.check_belongs(model_index)
         for span in model_index.experts.values():
-            list(found.sources(span, "original"))
+            list(sidecar.sources(span, "original"))
 
     return read
 
@@ -291,13 +291,13 @@ def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Rea
     """A model is opened with the file, under one of these strategies, and answers."""
 
     def use(folder: Path) -> Reader:
-        given = {key: str(folder / value) if key == "experts" else value for key, value in others.items()}
+        paths = {key: str(folder / value) if key == "experts" else value for key, value in others.items()}
 
         def read(path: Path, rng: random.Random) -> None:
             if option == "warm":
                 shutil.copy(path, warm_file())
             options = {option: True if option == "warm" else str(path), "strategy": rng.choice(strategies or ("lru",))}
-            with open_model(str(folder / "m.gguf"), **OPENED | {"expert_memory": "200K"} | given | options) as llm:
+            with open_model(str(folder / "m.gguf"), **OPENED | {"expert_memory": "200K"} | paths | options) as llm:
                 answer(llm)
 
         return read
@@ -316,8 +316,8 @@ def kept_open(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
             try:
                 read(llm, path)
             finally:
-                if (found := answer(llm)) != expected:
-                    raise AssertionError(f"the next answer is {found}, expected {expected}")
+                if (tokens := answer(llm)) != expected:
+                    raise AssertionError(f"the next answer is {tokens}, expected {expected}")
 
         return check
 
@@ -480,4 +480,4 @@ def files(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...],
     with findings_by_seed(json_file, "files", "damaged files", columns, seeds) as (tables, problems), tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = name
         for seed, table in tables:
-            problems += tell_all(table, "", check_files(count, first, seed, only), f"--seed {seed}")
+            problems += tell_all(table, check_files(count, first, seed, only), f"--seed {seed}")

@@ -23,8 +23,7 @@ from gguf import GGMLQuantizationType
 import moeoff
 from companions import write_expert_adapter
 from helpers.files import DEMO, SMALL_TRACE
-from helpers.models import with_template
-from model_writer import ModelWriter
+from helpers.models import rewritten, with_template
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
 from moeoff.engine.prompt import PromptCache, Template
@@ -48,14 +47,6 @@ LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]) << 20, int(sys.argv[1]) << 20))
 """
-
-
-def with_values(out, source=DEMO, **values) -> str:
-    """The demo model, or another file, with other metadata."""
-    with ModelFile(source) as model, ModelWriter(out, model.metadata | values, list(model.tensors.values())) as writer:
-        for name in model.tensors:
-            writer.write(model.data(name))
-    return str(out)
 
 
 @pytest.fixture(params=["pipe", "socket", "device", "folder"])
@@ -83,7 +74,7 @@ def no_file(request, tmp_path):
 
 def test_more_values_than_any_model_has(tmp_path):
     """llama.cpp would take minutes to look at 100,000."""
-    path = with_values(tmp_path / "model.gguf", **{f"moeoff.{i}": i for i in range(5000)})
+    path = rewritten(DEMO, tmp_path / "model.gguf", {f"moeoff.{i}": i for i in range(5000)})
     with pytest.raises(ModelError, match=r"damaged: 50\d\d values, expected at most 4096"):
         ModelFile(path)
 
@@ -296,7 +287,7 @@ def test_pairs_of_experts_are_checked():
 
 def test_headers_that_are_too_long(tmp_path):
     with pytest.raises(ModelError, match="header is damaged: it is longer than 64 MiB"):
-        ModelIndex.read(with_values(tmp_path / "a.gguf", **{"general.description": "x" * (65 << 20)}))
+        ModelIndex.read(rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (65 << 20)}))
     raw = DEMO.read_bytes()
     path = tmp_path / "b.gguf"
     path.write_bytes(raw[:8] + struct.pack("<q", 1 << 40) + raw[16:])
@@ -305,7 +296,7 @@ def test_headers_that_are_too_long(tmp_path):
 
 
 def test_long_values_are_not_kept(tmp_path):
-    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (20 << 20), "general.tags": ["abc"] * 400_000, "general.last": 7})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (20 << 20), "general.tags": ["abc"] * 400_000, "general.last": 7})
     with ModelFile(path) as whole, ModelFile(path, longest=1000) as short, ModelFile(DEMO) as demo:
         assert whole.tensors == short.tensors == demo.tensors and short.n_strings == whole.n_strings == demo.n_strings + 400_000
         assert short.metadata == {key: raw for key, raw in whole.metadata.items() if len(raw) <= 1000}
@@ -314,7 +305,7 @@ def test_long_values_are_not_kept(tmp_path):
 
 
 def test_a_header_that_leaves_no_room_is_refused(tmp_path):
-    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     with pytest.raises(moeoff.BudgetError, match="what its header says takes about 2.. MiB to read, and there is room for"):
         moeoff.Llama(path, memory="200M")
 
@@ -357,7 +348,7 @@ def test_adapters_that_ask_for_too_much(demo, tmp_path):
     """llama.cpp takes several times what a header has, and the weights: 2,113 MiB of 300 for the string of 1 GiB."""
     small = write_expert_adapter(demo, tmp_path / "small.gguf")
     large = write_expert_adapter(demo, tmp_path / "large.gguf", rank=240)
-    long = with_values(tmp_path / "long.gguf", small, **{"general.description": "x" * (60 << 20)})
+    long = rewritten(small, tmp_path / "long.gguf", {"general.description": "x" * (60 << 20)})
     expected = {with_hole(small, tmp_path / "hole.gguf"): "header is damaged: it is longer than", long: "a budget of 200 MiB is too small",
                 large: "a budget of 200 MiB is too small", small: ""}  # fmt: skip
     done = said_and_taken(*(f'moeoff.Llama({demo!r}, n_ctx=256, memory="200M", lora_path={str(path)!r})' for path in expected))
@@ -379,7 +370,7 @@ def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
 
 
 def test_a_template_is_read_within_bounds(tmp_path):
-    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     (_, usual), (_, peak) = said_and_taken(*(f"from moeoff.engine.prompt import chat_template; assert chat_template({file!r})" for file in (str(DEMO), path)))
     assert peak - usual < 8
 
@@ -388,7 +379,7 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
     """Before anything is planned with them: planning reads them, too."""
     from moeoff.server.extra_models import ExtraModels
 
-    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     words = "what its header says takes about 2.. MiB to read, and there is room for"
     models = (f"{path!r}", f"{demo!r}, draft={path!r}", f"{demo!r}, mmproj={path!r}")
     done = said_and_taken(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
@@ -400,7 +391,7 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
 
 def test_numbers_that_llama_cpp_writes_out(tmp_path):
     """Each array as a text, for its log, whoever reads it."""
-    path = with_values(tmp_path / "a.gguf", **{"some.numbers": np.full(60_000, np.float64(-1e308))})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"some.numbers": np.full(60_000, np.float64(-1e308))})
     with moeoff.Llama(str(DEMO), memory="2G", n_ctx=64) as llm:
         usual = llm.engine.model_index.header_memory
     code = """
@@ -419,7 +410,7 @@ with moeoff.Llama(sys.argv[2], memory="2G", n_ctx=64) as llm:
 
 def test_what_a_model_was_trained_for_takes_no_memory(tmp_path):
     """llama_cpp makes room for so many tokens, each time that it reads a text: 4 GiB here."""
-    path = with_values(tmp_path / "a.gguf", **{"qwen2moe.context_length": 1 << 30})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"qwen2moe.context_length": 1 << 30})
     code = """
 import sys, moeoff
 from moeoff.system.memory import peak_rss

@@ -1,4 +1,4 @@
-"""The scripts that make models: the demo model's export, grown and requantized copies of it, and random models with published shapes in the real library."""
+"""The scripts that make models: the demo model's export, grown copies of it, and random models with published shapes in the real library."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from common import write_small_model
 from grow_model import Growth, grow_model
 from header_model import header_model
 from helpers.files import DEMO, PROSE
-from helpers.rewrite_experts import requantize_experts
 from moeoff import Llama
 from moeoff.budget.dry_load import dry_load
 from moeoff.errors import ModelError, OptionError, WriteError
-from moeoff.gguf.file import ModelFile, Tensor
+from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
+from moeoff.gguf.quantize import dequantize, row_bytes, type_from_name
 from moeoff.llamacpp.llama import _log as llama_log
 from route_trace import read_route_trace
 from routing import PUBLISHED as PUBLISHED_TRACES
@@ -178,38 +177,6 @@ def test_growing_refuses(tmp_path):
     with pytest.raises(ModelError, match="negative"):
         growth(2, 2, -1.0)
     assert list(tmp_path.iterdir()) == []
-
-
-# --- requantizing ---
-
-
-@pytest.mark.parametrize("type", [T.Q4_0, T.MXFP4, type_from_name("Q2_0"), T.F16], ids=type_name)
-def test_requantize_touches_only_experts(tmp_path, type):
-    out = tmp_path / "out.gguf"
-    done = requantize_experts(DEMO, out, type)
-    assert len(done.changed) == 36 and done.left == ()
-    with ModelFile(DEMO) as old, ModelFile(out) as new:
-        assert list(old.metadata.items()) == list(new.metadata.items()) and list(old.tensors) == list(new.tensors)
-        for name, tensor in old.tensors.items():
-            if name in done.changed:
-                assert new.tensors[name] == Tensor(name, tensor.shape, type)
-                assert np.array_equal(new.data(name), quantize(old.rows(name), type))
-            else:
-                assert new.tensors[name] == tensor and np.array_equal(new.data(name), old.data(name))
-    logits, _ = evaluate(out)
-    assert np.isfinite(logits).all()
-
-
-def test_requantize_leaves_what_does_not_fit(tiny, tmp_path):
-    assert not fits(T.Q4_K, 64) and not fits(T.Q4_K, 128)
-    done = requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
-    assert done.changed == () and len(done.left) == 36
-    assert (tmp_path / "out.gguf").read_bytes() == DEMO.read_bytes()
-    with pytest.raises(WriteError, match="exists"):
-        requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
-    grow_model(tiny, tmp_path / "half.gguf", growth(2, 1, expert_type=T.F16, dense_type=T.Q8_0))
-    done = requantize_experts(tmp_path / "half.gguf", tmp_path / "half-iq.gguf", T.IQ2_XXS)  # needs an imatrix: gets a flat one
-    assert len(done.changed) == 4 and all("down" in name for name in done.left) and len(done.left) == 2
 
 
 # --- published shapes ---

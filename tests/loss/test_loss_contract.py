@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import moeoff
-from helpers.rewrite_experts import requantize_experts
+from helpers.models import requantize_experts
 from moeoff import ModelError, OptionError
 from moeoff.budget import plan as memory_plan
 from moeoff.budget.dry_load import dry_load

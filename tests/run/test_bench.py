@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import speed
 from helpers.budgets import named
 from moeoff import Llama
 from moeoff.cli.bench import numbers
@@ -24,11 +23,11 @@ from moeoff.errors import OptionError
 from moeoff.llamacpp import native
 from moeoff.measure import run as module
 from moeoff.measure import worker
-from moeoff.measure.job import STOCK, BenchTest, Job, Measurement, Sample, TokenStream, read_text, usual_text
+from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
 from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup, unavailable
-from speed import Kept, cold, in_time, prompt_then_tokens, take_turns
+from speed import cold, in_time, prompt_then_tokens, take_turns
 
 
 @pytest.fixture(scope="module")
@@ -209,20 +208,6 @@ def test_a_context_is_computed_once(demo, tmp_path):
     answer(32, folder)
     assert [answer(48, folder), answer(48, folder, engine=STOCK)] == [expected, expected]
     assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == ["32.context", "48.context"]
-
-
-def test_runs_that_were_done_are_kept(tmp_path, monkeypatch):
-    job, path, runs = Job("model.gguf", tests=prompt_then_tokens(8, 4)), str(tmp_path / "kept"), []
-
-    def turn(index):
-        runs.append(index)
-        return Measurement(job, {"n_ctx": 1}, {"peak_rss_bytes": 2}, [Sample(0, 8, 0.5), Sample(1, 4, 1.0, counters={"a": 1})], "" if index else "killed")
-
-    assert [bool(Kept(path).turn(job, turn)(index).error) for index in (0, 1, 1, 0)] == [True, False, False, True]
-    assert runs == [0, 1, 0] and Kept(path).turn(job, turn)(1) == turn(1)
-    assert Kept(path, 1e-9).turn(job, turn)(0).error == "not begun within --minutes" and not Kept(path, 1e-9).turn(job, turn)(1).error
-    monkeypatch.setattr(speed, "commit", lambda: "another one")
-    assert Kept(path).turn(replace(job, text="another"), turn)(1) and Kept(path).turn(job, turn)(1) and runs == [0, 1, 0, 1, 1, 1]
 
 
 def test_prefetches_in_time():

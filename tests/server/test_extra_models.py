@@ -19,7 +19,7 @@ from PIL import Image
 
 from companions import N_PATCHES, write_projector
 from helpers.files import PROSE, flip_bit
-from helpers.models import with_metadata
+from helpers.models import rewritten
 from helpers.servers import Served, needed, said_of_each, stock_server
 from moeoff.budget.dry_load import dry_load
 from moeoff.experts.convert import convert
@@ -156,7 +156,7 @@ def test_a_draft_model_counts_before_the_port_is_open(demo, grown):
 
 def test_drafts_that_cannot_be_made(demo, nextn, tmp_path):
     """Is said; a server that drafts nothing would be no answer."""
-    damaged = with_metadata(demo, tmp_path / "damaged.gguf", {"qwen2moe.attention.layer_norm_rms_epsilon": math.nan})
+    damaged = rewritten(demo, tmp_path / "damaged.gguf", {"qwen2moe.attention.layer_norm_rms_epsilon": math.nan})
     cases = [
         (f"-md {damaged}", "expected a small positive number"),  # llama.cpp would end the process
         (f"-md {nextn}", "drafts cannot be made: "),  # its next-token layers belong to another model

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 
-from helpers.models import with_metadata
+from helpers.models import rewritten
 from helpers.servers import Served, free_port, needed
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError, Server
@@ -222,7 +222,7 @@ def test_one_at_a_time_and_each_once(demo, tmp_path):
         except MoeoffError as error:
             print(error)
     """)
-    refused = with_metadata(demo, tmp_path / "refused.gguf", {"qwen2moe.block_count": 11})
+    refused = rewritten(demo, tmp_path / "refused.gguf", {"qwen2moe.block_count": 11})
     done = subprocess.run([sys.executable, "-c", code, demo, refused], capture_output=True, text=True, timeout=300)
     starved, same, second, once, url, clean, reason = done.stdout.splitlines()
     assert (
