@@ -19,9 +19,10 @@ from helpers.files import CALIBRATION_TEXTS, CODE, DEMO, MORE_PROSE, PROSE
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# pytest imports readline, which tells the processes that run the tests side by side how wide a terminal is that is none of theirs
+# pytest imports readline, which tells all processes from here on how wide a terminal is that is none of theirs, behind Python's back
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+    os.unsetenv(name)
 
 # hypothesis gives an example 200 ms, which others on the machine may take from it; and what fails must fail again
 hypothesis.settings.register_profile("moeoff", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
