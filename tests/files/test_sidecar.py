@@ -20,7 +20,7 @@ from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, wri
 from helpers.eval_callback import WithCallback
 from helpers.files import ROOT, flip_bit
 from helpers.kernels import Op, Plain
-from helpers.logits import Stock, assert_bit_equal, greedy_logits
+from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.models import rewritten, split_model
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.experts.convert import convert
@@ -36,13 +36,6 @@ OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "expert_memory": 1 <
 
 def types_of(sidecar: str, tier: str, expert: int = 0) -> dict[str, int]:
     return {name: s.type for (name, e, t), s in Sidecar(sidecar).slices.items() if t == tier and e == expert}
-
-
-def stock_logits(path) -> np.ndarray:
-    stock = Stock(str(path), n_ctx=64, logits_all=True)
-    logits = greedy_logits(stock, PROMPT, 8)
-    stock.close()
-    return logits
 
 
 def sidecar_logits(path, **options) -> np.ndarray:
@@ -67,7 +60,7 @@ def test_names_of_the_format(model):
 @pytest.fixture(scope="module")
 def expected(demo) -> np.ndarray:
     """The demo model's logits by llama.cpp."""
-    return stock_logits(demo)
+    return stock_logits(demo, PROMPT, 8, 64)
 
 
 def test_keep_is_lossless_and_found(model, expected):
@@ -93,7 +86,7 @@ def test_a_tier_is_the_requantized_stock_file(model, expected, tmp_path, tier):
     stands_in = tier == "Q2_K"  # the rows hold none of its blocks
     assert not stands_in or set(map(type_name, types_of(made.path, tier).values())) == {"Q2_0"}
     out = rewritten(model, tmp_path / "stock.gguf", types=types_of(made.path, tier), search=stands_in)
-    assert_bit_equal(sidecar_logits(model, tier=tier), stock_logits(out))
+    assert_bit_equal(sidecar_logits(model, tier=tier), stock_logits(out, PROMPT, 8, 64))
     assert_bit_equal(sidecar_logits(model), expected)  # without an original tier the model itself is the high tier
 
 
@@ -101,12 +94,12 @@ def test_a_tier_is_the_requantized_stock_file(model, expected, tmp_path, tier):
 def test_grown_model(grown, tmp_path):
     """Slices of many pages, in the K-quants' blocks."""
     made = convert(grown, output=tmp_path / "grown.experts.gguf", tiers="original,Q2_K")
-    expected = stock_logits(grown)
+    expected = stock_logits(grown, PROMPT, 8, 64)
     assert_bit_equal(sidecar_logits(grown, experts=made.path, verify_reads=True), expected)
     assert_bit_equal(sidecar_logits(grown, experts=made.path, expert_memory="4M"), expected)
     out = rewritten(grown, tmp_path / "stock.gguf", types=types_of(made.path, "Q2_K"))
     assert set(map(type_name, types_of(made.path, "Q2_K").values())) == {"Q2_K"}
-    assert_bit_equal(sidecar_logits(grown, experts=made.path, tier="Q2_K", verify_reads=True), stock_logits(out))
+    assert_bit_equal(sidecar_logits(grown, experts=made.path, tier="Q2_K", verify_reads=True), stock_logits(out, PROMPT, 8, 64))
 
 
 def test_split_model(demo, expected, tmp_path):
@@ -117,7 +110,7 @@ def test_split_model(demo, expected, tmp_path):
     Sidecar(made.path).check_belongs(ModelIndex.read(demo))  # the same model in one file: the sidecar serves both
 
 
-class Products(WithCallback):
+class Products(WithCallback, moeoff.Llama):
     """Notes every product with experts: name, rows float32 [n_tokens, n_rows_in, n_cols], ids [n_tokens, n_used], result's bits."""
 
     def __init__(self, *args, **kwargs):
