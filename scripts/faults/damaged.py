@@ -305,7 +305,7 @@ def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Rea
     return use
 
 
-def kept_open(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
+def of_open_model(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
     """A model that stays open takes the file; its next answer is the one that it gave before."""
 
     def use(folder: Path) -> Reader:
@@ -381,7 +381,7 @@ KINDS = {
     "profile, open": Kind("m.profile.npz", opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru", **BOUNDED), 0.3),
     "contract": Kind("contract.npz", opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf", **BOUNDED), 0.2),
     "warm state": Kind("warm.npz", opened("warm", "lru", "auto"), 0.2, opens=False),
-    "prompt cache": Kind("prompt.bin", kept_open(prompt_cache)),
+    "prompt cache": Kind("prompt.bin", of_open_model(prompt_cache)),
     "plan": Kind("plan.json", read_plan),
     "importance matrix": Kind("imatrix.gguf", read_imatrix),
     "trace": Kind("run.trace", read_trace),
@@ -390,9 +390,9 @@ KINDS = {
     "control vector": Kind("vector.gguf", served("--control-vector"), 0.03),
     "projector": Kind("projector.gguf", served("mmproj"), 0.03),
     "draft": Kind("m.gguf", served("draft"), 0.03),
-    "grammar": Kind("grammar.gbnf", kept_open(grammar), allowed=_LLAMA_CPP, opens=False),
-    "JSON schema": Kind("schema.json", kept_open(schema), allowed=_LLAMA_CPP, opens=False),
-    "text": Kind("text.txt", kept_open(text)),
+    "grammar": Kind("grammar.gbnf", of_open_model(grammar), allowed=_LLAMA_CPP, opens=False),
+    "JSON schema": Kind("schema.json", of_open_model(schema), allowed=_LLAMA_CPP, opens=False),
+    "text": Kind("text.txt", of_open_model(text)),
 }
 ARRAYS_OF = {"m.profile.npz": "popularity/counts", "contract.npz": "precision/t1", "warm.npz": "high"}
 

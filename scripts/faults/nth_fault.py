@@ -93,7 +93,7 @@ def loading(folder: Path) -> Scenario:
     return Scenario(attempt)
 
 
-def kept_open(*, moved: bool = False, below: bool = False, **options) -> Callable[[Path], Scenario]:
+def with_open_model(*, moved: bool = False, below: bool = False, **options) -> Callable[[Path], Scenario]:
     """A model that is open all the time."""
 
     def make(folder: Path) -> Scenario:
@@ -172,10 +172,10 @@ def calibrating(folder: Path) -> Scenario:
 # each with the kinds of its faults
 SCENARIOS: dict[str, tuple[list[tuple[Call, Kind, int]], Callable[[Path], Scenario]]] = {
     "load": (NATIVE_FAULTS, loading),
-    "decode": (NATIVE_FAULTS, kept_open(strategy="lru")),
-    "decode-verified": ([(Call.READ, Kind.WRONG, 0), *READS], kept_open(below=True, strategy="lru", verify_reads=True)),
-    "prefetch": (NATIVE_FAULTS, kept_open(strategy="auto")),
-    "resize": (NATIVE_FAULTS, kept_open(moved=True, strategy="lru")),
+    "decode": (NATIVE_FAULTS, with_open_model(strategy="lru")),
+    "decode-verified": ([(Call.READ, Kind.WRONG, 0), *READS], with_open_model(below=True, strategy="lru", verify_reads=True)),
+    "prefetch": (NATIVE_FAULTS, with_open_model(strategy="auto")),
+    "resize": (NATIVE_FAULTS, with_open_model(moved=True, strategy="lru")),
     "close": (FILE_FAULTS, closing),
     "convert": (FILE_FAULTS, converting),
     "calibrate": (FILE_FAULTS, calibrating),

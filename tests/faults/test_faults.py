@@ -48,7 +48,7 @@ import common
 common.preload()
 common.import_all()
 import nth_fault
-nth_fault.SCENARIOS["decode"] = [(common.Call.READ, common.Kind.WRONG, 0)], nth_fault.kept_open(strategy="lru")
+nth_fault.SCENARIOS["decode"] = [(common.Call.READ, common.Kind.WRONG, 0)], nth_fault.with_open_model(strategy="lru")
 (outcome,), *_ = nth_fault.sweep("decode", (), 1, 1)
 print(outcome.problems)
 """

@@ -27,7 +27,7 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import dequantize, row_bytes, type_from_name
 from route_trace import read_route_trace
 from routing import PUBLISHED as PUBLISHED_TRACES
-from routing import TOLD, answer, answer_of, heaviest, measure_answer, shape_answers, wanted
+from routing import TOLD, answer, answer_of, heaviest, measure_answer, shape_answers, target_of
 from shape_model import ANSWER, NEAREST, SHAPES, Pools, shape_model, tensors
 
 TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
@@ -325,7 +325,7 @@ def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
 def test_answers_have_the_statistics_of_the_published_traces(name, within):
     """On copies with all layers, experts and widths; three points are wanted, and of qwen3-30b-a3b not quite reached."""
     ((_, trace, recall),) = shape_answers([name], None)
-    goal = read_route_trace(PUBLISHED_TRACES[wanted(name)[0]])
+    goal = read_route_trace(PUBLISHED_TRACES[target_of(name)[0]])
     reached, published = measure_answer(heaviest(trace, goal.model.n_used)), measure_answer(goal)
     assert reached.repeats == pytest.approx(published.repeats, abs=within)
     assert reached.lru == pytest.approx(published.lru, abs=within)
