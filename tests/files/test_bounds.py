@@ -24,6 +24,7 @@ import moeoff
 from companions import write_expert_adapter
 from helpers.files import DEMO, SMALL_TRACE
 from helpers.models import rewritten, with_template
+from helpers.processes import run_python
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
 from moeoff.engine.prompt import PromptCache, Template
@@ -326,10 +327,8 @@ for statement in sys.argv[1:]:
 def said_and_taken(*statements: str) -> list[tuple[str, int]]:
     """What each of these, one after the other, says of files that ask for too much, and the most that the process had taken by then, in MiB. A use of freed
     memory, at its end too, ends it."""
-    env = {**os.environ, "MALLOC_PERTURB_": "165"}
-    done = subprocess.run([sys.executable, "-c", EACH, *statements], capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, done.stderr
-    return [(said, int(peak)) for peak, _, said in (line.partition(" ") for line in done.stdout.splitlines())]
+    lines = run_python(EACH, *statements, MALLOC_PERTURB_="165").splitlines()
+    return [(said, int(peak)) for peak, _, said in (line.partition(" ") for line in lines)]
 
 
 def with_hole(source: str, out) -> str:
@@ -402,9 +401,7 @@ before = peak_rss()
 with moeoff.Llama(sys.argv[2], memory="2G", n_ctx=64) as llm:
     print(peak_rss() - before, llm.engine.model_index.header_memory)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(DEMO), path], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    taken, reckoned = map(int, done.stdout.split())
+    taken, reckoned = map(int, run_python(code, DEMO, path).split())
     assert taken <= reckoned - usual + (2 << 20)
 
 
@@ -421,9 +418,7 @@ with moeoff.Llama(sys.argv[1], memory="300M", n_ctx=256) as llm, moeoff.Llama(sy
     print(llm.create_completion("Once", max_tokens=4)["choices"][0]["text"] == other.create_completion("Once", max_tokens=4)["choices"][0]["text"])
 print(peak_rss() >> 20)
 """
-    done = subprocess.run([sys.executable, "-c", code, path, str(DEMO)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    same, peak = done.stdout.split()
+    same, peak = run_python(code, path, DEMO).split()
     assert same == "True" and int(peak) < 300
 
 

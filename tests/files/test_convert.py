@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.files import COMMAND
+from helpers.processes import run_python
 from helpers.waiting import wait_until
 from model_writer import ModelWriter
 from moeoff import ModelError, OptionError
@@ -391,5 +392,4 @@ before = memory.peak_rss()
 convert({str(model)!r}, tiers="F16,Q4_0,original")
 print(memory.peak_rss() - before)
 """
-    grown = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
-    assert grown < 100 << 20
+    assert int(run_python(code)) < 100 << 20

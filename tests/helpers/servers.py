@@ -16,7 +16,7 @@ import httpx
 
 from helpers.budgets import named
 from helpers.files import ROOT
-from helpers.processes import status_bytes
+from helpers.processes import run_python, status_bytes
 from helpers.waiting import wait_until
 
 SCRIPT = """
@@ -105,8 +105,7 @@ for args in sys.argv[2:]:
 
 def said_of_each(model: str, *args: str) -> list[str]:
     """What a server says of each of these arguments, before it loads or not."""
-    done = subprocess.run([sys.executable, "-c", EACH, model, *args], capture_output=True, text=True, timeout=300)
-    return done.stdout.splitlines()
+    return run_python(EACH, model, *args).splitlines()
 
 
 def refused(*command: str) -> str:

@@ -17,6 +17,7 @@ import pexpect
 import pytest
 
 from helpers.files import COMMAND
+from helpers.processes import run_python
 from helpers.waiting import wait_until
 from moeoff import Llama
 from moeoff.cli.bench import _listener
@@ -267,7 +268,7 @@ def test_stop_texts(invoke):
 
 def test_help_and_import_load_nothing_heavy():
     code = "import sys, moeoff; from moeoff.cli.main import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    loaded = run_python(code).split()
     assert "moeoff.cli.main" in loaded and not {"llama_cpp", "numpy", "rich", "prompt_toolkit", "sklearn", "gguf"} & set(loaded)
 
 

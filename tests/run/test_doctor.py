@@ -4,12 +4,12 @@ import fcntl
 import json
 import os
 import resource
-import subprocess
 import sys
 
 import pytest
 
 import moeoff
+from helpers.processes import run_python
 from moeoff.cli import doctor
 from moeoff.system import disk as disk_probe
 
@@ -101,8 +101,7 @@ def test_row_kernels_that_are_off(moeoff_command, demo, monkeypatch):
         (kernels,) = doctor._row_kernels()
     assert kernels.state == "warning" and "off, as MOEOFF_ROW_KERNELS says" in kernels.text and kernels.way_out == "unset MOEOFF_ROW_KERNELS"
     show = "from moeoff.llamacpp import native; print({native.row_kernel(number) for number in range(64)})"
-    done = subprocess.run([sys.executable, "-c", show], env=os.environ | {"MOEOFF_ROW_KERNELS": "off"}, capture_output=True, text=True)
-    assert done.stdout == "{0}\n", done.stderr
+    assert run_python(show, MOEOFF_ROW_KERNELS="off") == "{0}\n"
     done = moeoff_command("doctor", "-m", demo, env=os.environ | {"MOEOFF_ROW_KERNELS": "no"})
     assert done.returncode == 1 and "MOEOFF_ROW_KERNELS=no: expected on or off" in done.stdout + done.stderr and "Traceback" not in done.stderr
 

@@ -3,9 +3,7 @@
 import compileall
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import results
 from cgroup import disk_cgroup
 from grow_model import Growth, grow_model
 from helpers.files import DEMO, PROSE
+from helpers.processes import run_python
 from moeoff.budget import compute_probe
 from moeoff.budget.dry_load import dry_load, memory_sizes, slice_kinds
 from moeoff.budget.inspection import examine, speed
@@ -272,8 +271,7 @@ def test_computing_is_timed_with_the_kernels_of_a_run():
     """Row kernels are for weights of a model that is loaded beside an expert buffer, and for the probe's."""
     seconds = {"on": [], "off": []}
     for wish in ("on", "off") * 4:  # the quickest of several, next to other programs
-        done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True, env=os.environ | {"MOEOFF_ROW_KERNELS": wish})
-        seconds[wish].append(float(done.stdout))
+        seconds[wish].append(float(run_python(KERNELS, MOEOFF_ROW_KERNELS=wish)))
     assert min(seconds["on"]) < 0.8 * min(seconds["off"]), seconds
 
 

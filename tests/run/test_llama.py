@@ -15,6 +15,7 @@ from companions import write_expert_adapter
 from helpers.budgets import needed
 from helpers.leaks import check_leaves_nothing
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
+from helpers.processes import run_python
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import BudgetError, Cancelled, OptionError
 from moeoff.engine.driver import Driver
@@ -277,8 +278,7 @@ after = llm.stats().arena_bytes
 assert after < before, (before, after)
 assert peak_rss() <= {budget}, peak_rss() / (1 << 20)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
 
 
 def test_warm_start(demo, tmp_path, monkeypatch):
