@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import replace
 
@@ -15,11 +14,13 @@ import papers
 import results
 import speed
 from baselines import EAP
-from device_simulator import Bandwidths, DeviceResult
+from device_simulator import DeviceResult
 from helpers.gate_events import random_recording
+from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.job import Job, Measurement, Sample
+from moeoff.measure.profile_fit import fit
 from moeoff.measure.statistics import Estimate
-from moeoff.policies import PREDICTORS
+from moeoff.policies import PREDICTORS, FitOptions
 from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data
 from speed import prompt_then_tokens
@@ -124,15 +125,20 @@ def test_a_row_counts_once(cell, as_one):
     assert counted(cell) == as_one
 
 
-def test_a_contender_that_predicts_sends_ahead(monkeypatch):
-    """Else what is compared is its cache alone."""
-    d = made_up(np.zeros((papers.ROUND, 4, 2)))
-    runs = papers.Runs(d, np.ones((4, 8)), 1)
-    for ahead in (1, 0):
-        monkeypatch.setattr(papers, "on_device", lambda *_, ahead=ahead, **__: DeviceResult(1, 1, 0, 1, 1, 0, 0, 1, 1, ahead))
-        assert len(runs._run("HOBBIT, no prefetching", Bandwidths(), 0.5, False, None)) == 1
-        with contextlib.nullcontext() if ahead else pytest.raises(AssertionError, match="nothing is sent ahead"):
-            runs._run("HOBBIT, lossless", Bandwidths(), 0.5, False, None)
+def test_contenders_run_on_their_machine(monkeypatch, recording, demo):
+    """Each decodes and reads a prompt; one that predicts sends ahead, else what is compared is its cache alone."""
+    text = replace(recording.part(0, 256), starts=np.arange(256) % 64 == 0)  # the fit wants several texts
+    learned = fit(text, FitOptions(hidden=8), only={"learned"}, compare=False)
+    monkeypatch.setattr(papers, "ROUND", 16)
+    runs = papers.Runs(Data(ModelIndex.read(demo), text, text, learned), np.ones((12, 32)), 1)
+    for name, c in papers.CONTENDERS.items():
+        for prompt in (False, True):
+            (result,) = runs.of(name, "Fate", 0.5, prompt)
+            assert result.n_tokens == (8 if prompt else 16) and result.device + result.host > 0, name
+            assert (result.ahead > 0) == (c.made().predictor is not None), (name, prompt)
+    monkeypatch.setattr(papers, "on_device", lambda *_, **__: DeviceResult(1, 1, 0, 1, 1, 0, 0, 1, 1, 0))
+    with pytest.raises(AssertionError, match="nothing is sent ahead"):
+        runs.of("HOBBIT", "HOBBIT", 0.5)
 
 
 def test_ratios_are_paired():
