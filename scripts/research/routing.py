@@ -8,7 +8,7 @@ usage: routing.py published                          every cache policy on the p
        routing.py fit --trace FILE --out WEIGHTS.npz               the learned score; HOBBIT's weights are printed
        routing.py predictors -m MODEL --calib FILE --valid FILE    how many of the next experts each predictor names, by layer
 
-Pages: docs/results/cache-policies.md, predictors.md and shapes.md. Traces are replayed by `moeoff.policies.replay`: the same arguments give the same numbers. A shape's
+Pages: docs/results/cache-policies.md and shapes.md. Traces are replayed by `moeoff.policies.replay`: the same arguments give the same numbers. A shape's
 routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published traces greedily.
 """
 
