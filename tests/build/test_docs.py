@@ -171,10 +171,10 @@ def test_contributing_lists_every_program():
     assert set(re.findall(r"`([\w/]+\.(?:py|sh))`", section)) == programs
 
 
-@pytest.mark.parametrize("name, given", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")])
-def test_examples_run(name, given):
+@pytest.mark.parametrize("name, lines", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")])
+def test_examples_run(name, lines):
     script = ROOT / "docs" / "examples" / f"{name}.py"
-    done = subprocess.run([sys.executable, str(script)], input=given, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(script)], input=lines, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) >= 3
 

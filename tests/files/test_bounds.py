@@ -139,8 +139,8 @@ def test_archives(tmp_path):
     arrays = {"a": np.arange(6.0).reshape(2, 3), "b": np.asfortranarray(np.arange(6).reshape(2, 3)), "c": np.array(True), "d": np.array(["x", "yz"]),
               "e": np.empty((0, 3))}  # fmt: skip
     np.savez_compressed(path, **arrays)
-    found = read_npz(path, 10_000)
-    assert all(np.array_equal(found[name], array) and found[name].dtype == array.dtype for name, array in arrays.items())
+    read = read_npz(path, 10_000)
+    assert all(np.array_equal(read[name], array) and read[name].dtype == array.dtype for name, array in arrays.items())
     assert list(read_npz(path, 10_000, lambda name: name == "b")) == ["b"]
     with pytest.raises(ArchiveError, match="it unpacks to .*, and there is room for"):
         read_npz(path, 100)
@@ -401,8 +401,8 @@ before = peak_rss()
 with moeoff.Llama(sys.argv[2], memory="2G", n_ctx=64) as llm:
     print(peak_rss() - before, llm.engine.model_index.header_memory)
 """
-    taken, reckoned = map(int, run_python(code, DEMO, path).split())
-    assert taken <= reckoned - usual + (2 << 20)
+    peak, reckoned = map(int, run_python(code, DEMO, path).split())
+    assert peak <= reckoned - usual + (2 << 20)
 
 
 def test_what_a_model_was_trained_for_takes_no_memory(tmp_path):

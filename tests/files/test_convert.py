@@ -98,12 +98,12 @@ def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert
         for (name, expert, tier), s in sidecar.slices.items():
             tensor, data, values = sources[name]
             rows = slice(expert * tensor.shape[1], (expert + 1) * tensor.shape[1])
-            wanted = {"original": tensor.type, "auto": lower_type(tensor.type)}.get(tier) if tier in ("original", "auto") else type_from_name(tier)
-            held = nearest(wanted, tensor.shape[2])
+            of_tier = {"original": tensor.type, "auto": lower_type(tensor.type)}.get(tier) if tier in ("original", "auto") else type_from_name(tier)
+            held = nearest(of_tier, tensor.shape[2])
             if tier == "auto" and row_bytes(held, 256) >= row_bytes(tensor.type, 256):
                 held = tensor.type
             assert s.type == held and s.offset % ALIGNMENT == 0 and s.shape == tensor.shape[1:]
-            expected = data[rows] if s.type == tensor.type else quantize(values[rows], s.type, search=s.type != wanted)
+            expected = data[rows] if s.type == tensor.type else quantize(values[rows], s.type, search=s.type != of_tier)
             assert os.pread(file.fileno(), s.nbytes, s.offset) == expected.tobytes()
             assert s.hash == hash64(expected.tobytes())
             assert sidecar.source_hashes[name, expert] == hash64(data[rows].tobytes())

@@ -116,8 +116,8 @@ def test_grown_model_computes_the_same(plain, tmp_path, noise):
     assert np.array_equal(grown_routing, routing)
     with ModelFile(source) as old, ModelFile(tmp_path / "grown.gguf") as new:
         assert new.value("qwen2moe.embedding_length") == 256 and new.value("qwen2moe.expert_feed_forward_length") == 128
-        kept = [key for key in old.metadata if key.startswith("tokenizer.")]
-        assert kept and all(new.metadata[key] == old.metadata[key] for key in kept)
+        keys = [key for key in old.metadata if key.startswith("tokenizer.")]
+        assert keys and all(new.metadata[key] == old.metadata[key] for key in keys)
         name, share = "blk.3.ffn_down_exps.weight", old.rows("blk.3.ffn_down_exps.weight")[:128] / 2
         tiles = new.rows(name)[:128].reshape(128, 2, 64)
         assert np.allclose(tiles.sum(axis=1), 2 * share, atol=1e-6)

@@ -51,8 +51,8 @@ def test_tokens_for_every_byte():
     ],
 )  # fmt: skip
 def test_tokens_around_a_text(model, more, missing):
-    found = fault(model, MANY, **more)
-    assert (f"tokenizer.ggml.{missing}_token_id" in found) if missing else not found
+    text = fault(model, MANY, **more)
+    assert (f"tokenizer.ggml.{missing}_token_id" in text) if missing else not text
 
 
 def test_a_small_vocabulary():

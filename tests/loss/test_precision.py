@@ -215,8 +215,8 @@ def test_warm_start_between_lossless_and_lossy(model, remembered):
     with moeoff.Llama(model, expert_memory="9M", warm=True, **OPTIONS) as llm:
         wait_until(lambda: llm.engine.buffer.residency().any())
         wait_until_still(lambda: llm.engine.buffer.stats().reads)
-        found = llm.engine.buffer.residency()
-        assert found.any() and not (found & ~high).any() and llm.engine.buffer.stats().low_bytes_read == 0
+        resident = llm.engine.buffer.residency()
+        assert resident.any() and not (resident & ~high).any() and llm.engine.buffer.stats().low_bytes_read == 0
     with moeoff.Llama(model, expert_memory="100M", warm=True, **OPTIONS) as llm:
         everything = len(llm.engine.buffer.tensors) * high.shape[1]
         wait_until(lambda: llm.engine.buffer.stats().resident_slices == everything)

@@ -48,13 +48,13 @@ def measured(invoke, *args: str) -> list[dict[str, Any]]:
 
 
 def test_rows_and_their_table(invoke, quick, small):
-    found = measured(invoke, *quick, "--strategy", "lru,auto")
-    for row in found:
+    measurements = measured(invoke, *quick, "--strategy", "lru,auto")
+    for row in measurements:
         assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
         assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
         assert row["peak_rss"] < row["memory"] == small << 20
         assert row["n_prompt"] in (0, 16) and row["model_n_params"] > 1e6
-    table = "".join(FORMATS["md"]([found[:2], found[2:]]))
+    table = "".join(FORMATS["md"]([measurements[:2], measurements[2:]]))
     lines = table.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [*("memory", "strategy", "test", "t/s", "MB/tok", "hits")]
     assert [line.split("|")[3].strip() for line in lines[2:6]] == ["pp16", "tg8"] * 2
@@ -164,15 +164,15 @@ def test_jobs_in_rounds(grown, small, tmp_path):
     def noted(name: str):
         return lambda index: order.append((index, name)) or cold(jobs[name], 300.0)(index)
 
-    found = take_turns({name: noted(name) for name in jobs}, 2)
+    compared = take_turns({name: noted(name) for name in jobs}, 2)
     assert order == [(0, "lru"), (0, "mine"), (0, "too small"), (1, "too small"), (1, "mine"), (1, "lru")]
-    assert [(row.name, row.test.name) for row in found] == [(name, test) for name in jobs for test in ("pp16", "tg8 @ d16")]
-    for row in found[:4]:
+    assert [(row.name, row.test.name) for row in compared] == [(name, test) for name in jobs for test in ("pp16", "tg8 @ d16")]
+    for row in compared[:4]:
         assert not row.error and row.figures["tps"].low <= row.figures["tps"].median <= row.figures["tps"].high
         assert row.figures["mb_per_token"].median > 0 and row.figures["hit_rate"].median < 1
         assert [sample.n_tokens for sample in row.measurements[0].samples] == [16, 8]
-    assert found[0].ratio == (1, 1, 1) and found[2].ratio.low > 0
-    assert "too small" in found[4].error and found[4].ratio is None and not found[4].figures
+    assert compared[0].ratio == (1, 1, 1) and compared[2].ratio.low > 0
+    assert "too small" in compared[4].error and compared[4].ratio is None and not compared[4].figures
 
 
 def test_an_answer_of_its_own(demo):
@@ -190,8 +190,8 @@ def test_an_answer_of_its_own(demo):
         for token in other:
             llm.eval([token])
         goes_on = llm.sample(temp=0.0)
-    found = measure(replace(job, answer=other)).closed["answer"]
-    assert found[:4] == [*other, goes_on] and len(found) == 8
+    answer = measure(replace(job, answer=other)).closed["answer"]
+    assert answer[:4] == [*other, goes_on] and len(answer) == 8
     assert measure(replace(job, engine=STOCK, answer=other)).closed["answer"][:3] == [*other]
 
 
@@ -218,12 +218,12 @@ def test_prefetches_in_time():
 
 @pytest.mark.slow  # stock thrashes in the cgroup
 def test_stock_beside_it(invoke, quick, small):
-    found = measured(invoke, *quick, "--compare-stock")
-    assert [row["strategy"] for row in found] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
+    measurements = measured(invoke, *quick, "--compare-stock")
+    assert [row["strategy"] for row in measurements] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
     where = f"in a cgroup of {small} MiB" if unavailable() is None else "no limit around it"
-    assert all(where in row["mode"] for row in found), found
-    assert "memory map, repacked kernels" in found[2]["mode"] and "memory map, plain kernels" in found[4]["mode"]
-    assert found[4]["avg_ts"] > 0 and (found[2]["avg_ts"] or found[2]["error"] == KILLED_TEXT)  # which needs the weights twice
+    assert all(where in row["mode"] for row in measurements), measurements
+    assert "memory map, repacked kernels" in measurements[2]["mode"] and "memory map, plain kernels" in measurements[4]["mode"]
+    assert measurements[4]["avg_ts"] > 0 and (measurements[2]["avg_ts"] or measurements[2]["error"] == KILLED_TEXT)  # which needs the weights twice
 
 
 def test_nothing_is_found_in_the_page_cache(grown):

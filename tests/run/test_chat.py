@@ -48,8 +48,8 @@ def saved(terminal: Terminal, path) -> list[dict]:
 
 def prompt_counts(output: str) -> tuple[int, int]:
     """Prompt tokens computed and reused, from the line of statistics."""
-    found = re.search(r"prompt (\d+) tokens(?: \(\+(\d+) reused\))?", output)
-    return int(found[1]), int(found[2] or 0)
+    match = re.search(r"prompt (\d+) tokens(?: \(\+(\d+) reused\))?", output)
+    return int(match[1]), int(match[2] or 0)
 
 
 def test_answers_and_leaves(chat):

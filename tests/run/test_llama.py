@@ -290,8 +290,8 @@ def test_warm_start(demo, tmp_path, monkeypatch):
         misses = cold.stats().demand_misses
     assert len(list((tmp_path / "moeoff" / "warm").glob("*.npz"))) == 1
     with moeoff.Llama(demo, warm=True, **options) as warm:
-        wanted = int(np.unpackbits(resident).sum())
-        wait_until(lambda: warm.engine.buffer.stats().resident_slices >= wanted)
+        n_resident = int(np.unpackbits(resident).sum())
+        wait_until(lambda: warm.engine.buffer.stats().resident_slices >= n_resident)
         assert (warm.engine.buffer.residency() == resident).all()
         assert without_identity(CALLS["completion"](warm)) == text
         assert misses > 500 and warm.stats().demand_misses < misses / 10  # of those that went before the end
