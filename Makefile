@@ -74,7 +74,6 @@ faults: test-env ## the n-th fault, damaged files, interrupts, kills, disk troub
 	$(PY) scripts/faults/faults.py files --seed 1 --seed 2 --json docs/results/data/beside.json
 	$(PY) scripts/faults/faults.py files --only model --count 30000 --seed 3 --json docs/results/data/headers.json
 	$(PY) scripts/faults/faults.py objects --seed 1 --seed 2 --json docs/results/data/objects.json
-	$(PY) scripts/faults/faults.py places
 	$(PY) scripts/faults/faults.py kill --json docs/results/data/kill.json
 	$(PY) scripts/faults/faults.py disk --json docs/results/data/disk.json
 	$(PY) scripts/faults/faults.py http --rounds 5 --json docs/results/data/hostile-http.json

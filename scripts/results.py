@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ def machine() -> str:
 
 def commit() -> str:
     """The commit that is run; "-dirty" if something of it was changed."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
 
 
 def command_line() -> str:
@@ -59,6 +60,12 @@ def command_line() -> str:
         del typed[at : at + 2]
     program = Path(sys.argv[0]).resolve()
     return shlex.join(["python", f"scripts/{program.parent.name}/{program.name}", *map(short, typed)])
+
+
+def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """The median of the rounds, and their range where it is one."""
+    middle, *ends = map(form.format, (statistics.median(values), min(values), max(values)))
+    return middle if ends == [middle, middle] else f"{middle} ({ends[0]} to {ends[1]})"
 
 
 class Table:
@@ -176,11 +183,11 @@ def _said(data: dict, option: str) -> str:
 def decode_speeds(name: str) -> dict[str, dict[str, str]]:
     """Of what `speed.py memory` has measured: tokens per second of each contender, in each limit and with everything in memory."""
     table = next(t for t in read(name)["tables"] if t["name"] == "memory")
-    at = table["columns"].index("tok/s")
-    found: dict[str, dict[str, str]] = {}
+    column = table["columns"].index("tok/s")
+    speeds: dict[str, dict[str, str]] = {}
     for row in table["rows"]:
-        found.setdefault(row[0], {})[row[1]] = row[at]
-    return found
+        speeds.setdefault(row[0], {})[row[1]] = row[column]
+    return speeds
 
 
 def models_table() -> str:

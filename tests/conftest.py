@@ -4,7 +4,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -14,14 +13,15 @@ import pytest
 
 pytest.register_assert_rewrite("helpers")
 
-from helpers.files import CALIBRATION_TEXTS, CODE, DEMO, MORE_PROSE, PROSE
+from helpers.files import CALIBRATION_TEXTS, CODE, COMMAND, DEMO, MORE_PROSE, PROSE
 
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# pytest imports readline, which tells the processes that run the tests side by side how wide a terminal is that is none of theirs
+# pytest imports readline, which tells all processes from here on how wide a terminal is that is none of theirs, behind Python's back
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+    os.unsetenv(name)
 
 # hypothesis gives an example 200 ms, which others on the machine may take from it; and what fails must fail again
 hypothesis.settings.register_profile("moeoff", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -94,8 +94,7 @@ def moeoff_command(tmp_path_factory):
 
     def run(*args: str, timeout: float = 600, **kwargs) -> subprocess.CompletedProcess:
         kwargs.setdefault("env", os.environ | {"XDG_CACHE_HOME": cache})
-        command = os.path.join(os.path.dirname(sys.executable), "moeoff")
-        return subprocess.run([command, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **kwargs)
+        return subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **kwargs)
 
     return run
 

@@ -204,8 +204,8 @@ class Engine:
             self._loaded += sum(loaded_whole(adapter))
         n_ctx = (512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512
         self.planned = self._dry_load(n_ctx)
-        given = config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
-        if self.budget.process is not None and not given and self.planned.floor > self.budget.most:
+        is_fixed = config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
+        if self.budget.process is not None and not is_fixed and self.planned.floor > self.budget.most:
             self.keywords |= SMALLEST
             self.planned = self._dry_load(n_ctx)
         self._plan_more()

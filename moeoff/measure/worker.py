@@ -172,11 +172,11 @@ class _Engine:
         llm, job, done = self.llm, self._job, 0
         kind = "-".join([Path(job.model).stem, *(f"{job.options.get(name)}" for name in ("flash_attn", "type_k", "type_v"))])  # laid out alike
         if job.contexts:
-            kept = {int(path.stem.rpartition("-")[2]): str(path) for path in Path(job.contexts).glob(f"{kind}-*.context")}
-            done = max((n for n in kept if n <= len(tokens)), default=0)
-            error = llm.load_context(kept[done]) if done else ""
+            contexts = {int(path.stem.rpartition("-")[2]): str(path) for path in Path(job.contexts).glob(f"{kind}-*.context")}
+            done = max((n for n in contexts if n <= len(tokens)), default=0)
+            error = llm.load_context(contexts[done]) if done else ""
             if error or llm.input_ids[:done].tolist() != tokens[:done]:
-                raise MoeoffError(f"{kept[done]}: {error or 'of another text'}")
+                raise MoeoffError(f"{contexts[done]}: {error or 'of another text'}")
         if done < len(tokens):
             llm.eval(tokens[done:])
             if job.contexts:

@@ -23,7 +23,6 @@ import json
 import os
 import random
 import re
-import statistics
 import subprocess
 import sys
 import threading
@@ -34,16 +33,17 @@ from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
 import httpx
 from rich.console import Console
 
+from helpers.servers import llama_server
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.system.cgroup import memory_cgroup, unavailable
-from results import HELP, ResultsFile
+from results import HELP, ResultsFile, spread
 
-ROOT = Path(__file__).resolve().parents[2]
 N_PROMPT = 64  # tokens, about
 TURNS = (60, 150, 20, 300, 40, 4000, 20, 800, 500, 60, 20)  # new tokens; the last turn is a new server's
 N_SYSTEM, N_ANSWER = 40, 24
@@ -70,12 +70,12 @@ def served(command: list[str], pattern: str, enter: Callable[[], None] | None = 
         try:
             for line in process.stderr:
                 said.append(line)
-                if found := re.search(pattern, line):
+                if match := re.search(pattern, line):
                     break
             else:
                 raise click.ClickException("".join(said[-5:]))
             threading.Thread(target=process.stderr.read, daemon=True).start()
-            yield found[1]
+            yield match[1]
         finally:
             process.terminate()
             process.wait(30)
@@ -186,12 +186,6 @@ def measure_turns(model: str, words: str, limit: int, threads: int, stock: bool,
             table.row(str(index + 1) if index < len(TURNS) - 1 else "after a restart", str(n), *cells)
 
 
-def llama_server() -> str:
-    """The path of stock's program, of the same build."""
-    built = subprocess.run([sys.executable, str(ROOT / "scripts/build/fork.py"), "llama-server"], stdout=subprocess.PIPE, text=True, check=True)
-    return built.stdout.split()[-1]
-
-
 @click.command()
 @click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
@@ -259,15 +253,11 @@ def main(
             f"Tokens per second of all clients, {memory}",
             ["", "1 client, not streamed", *(f"{n} client{'s' * (n > 1)}" for n in counts), "last over first"],
         )
-        for name, found in speeds.items():
-            cells = [_spread(found.get("itself", found.get("1", [])))]
-            cells += [_spread(found[str(n)]) if str(n) in found and name != "alone" else "" for n in counts]
-            ends = [found.get(str(n)) for n in (counts[0], counts[-1])]
-            table.row(name, *cells, _spread([b / a for a, b in zip(*ends, strict=True)], 2) if all(ends) and len(ends) > 1 else "")
-
-
-def _spread(values: list[float], digits: int = 1) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+        for name, rates in speeds.items():
+            cells = [spread(rates.get("itself", rates.get("1", [])), "{:.1f}")]
+            cells += [spread(rates[str(n)], "{:.1f}") if str(n) in rates and name != "alone" else "" for n in counts]
+            ends = [rates.get(str(n)) for n in (counts[0], counts[-1])]
+            table.row(name, *cells, spread([b / a for a, b in zip(*ends, strict=True)]) if all(ends) and len(ends) > 1 else "")
 
 
 if __name__ == "__main__":

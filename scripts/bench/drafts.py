@@ -9,7 +9,6 @@ guess, are a real text's, whatever the model would write. A minute or two for ea
 from __future__ import annotations
 
 import re
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import moeoff
-from results import HELP, ResultsFile
+from results import HELP, ResultsFile, spread
 
 CODE = ROOT / "moeoff" / "routing" / "batch.py"
 FILE = click.Path(exists=True, dir_okay=False)
@@ -88,8 +87,8 @@ def main(model: str, text: str, memory: str, n_prompt: int, n_decode: int, round
                 table.row(
                     kind,
                     limit,
-                    *(f"{statistics.median(side):.2f} ({min(side):.2f} to {max(side):.2f})" for side in zip(*pairs)),
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                    *map(spread, zip(*pairs)),
+                    spread(ratios),
                     f"{last[kind].drafts_rejected / n_decode:.0%}",
                 )
 

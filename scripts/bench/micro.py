@@ -1,7 +1,7 @@
 """What single parts cost: the native store, its waiting, rows of tables on disk, the row kernels and attention.
 
-usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/store.md
-       micro.py switches [--threads 1,4,16]               sleeps, locks and CPU time of threads that wait for experts: store.md
+usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/time.md
+       micro.py switches [--threads 1,4,16]               sleeps, locks and CPU time of threads that wait for experts: time.md
        micro.py rows     FILE [--batches 16,32768]        random rows of a file of any content, out of a cold page cache
        micro.py kernels  MODEL ... --text FILE            a token on one thread with everything in memory, stock's kernels and ours: kernels.md
        micro.py attention [--shapes 32/4x128,...]         a layer's attention by our kernels, ggml's, and ggml's without flash attention

@@ -151,10 +151,10 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
         after(lambda: not servers(it))
         scaled = moeoff.ray.deployment(model, memory=memory, labels={"holds": "model"}, n_threads=1, ray_options={"autoscaling_config": SCALED})
         serve.run(scaled)
-        for n, wanted in ((1, 1), (2 * n_clients, 2)):
+        for n, n_expected in ((1, 1), (2 * n_clients, 2)):
             console.print(f"{n} clients, replicas scaled", style="dim")
             with Clients(it.url, n, N_LONGER):
-                seconds = after(lambda wanted=wanted: n_running("moeoff") == wanted)
+                seconds = after(lambda n_expected=n_expected: n_running("moeoff") == n_expected)
             with Clients(it.url, n, N_LONGER) as clients:
                 time.sleep(LASTS)
                 n_replicas, in_flight = n_running("moeoff"), n_in_flight()

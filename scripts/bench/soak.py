@@ -33,13 +33,14 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests")]
 
 import httpx
 import numpy as np
 from rich.console import Console
 
 import moeoff
+from helpers.processes import status_bytes
 from moeoff.system.cgroup import memory_cgroup, unavailable
 from moeoff.system.memory import format_size, parse_size
 from results import HELP, ResultsFile, commit
@@ -69,8 +70,8 @@ with moeoff.Server(sys.argv[1], port=0, **options) as server:
     experts, least = parts.buffer.arena_full, parts.plan.fixed + parts.buffer.arena_floor
     print(server.url, flush=True)
     for line in sys.stdin:
-        found = parts.buffer.stats()
-        said = {"rss": rss(), "experts": found.arena_committed, "budget": parts.plan.budget, "misses": found.demand_misses, "rows": found.row_misses, "interrupts": interrupts}
+        stats = parts.buffer.stats()
+        said = {"rss": rss(), "experts": stats.arena_committed, "budget": parts.plan.budget, "misses": stats.demand_misses, "rows": stats.row_misses, "interrupts": interrupts}
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 2 * took))
         while True:
             try:
@@ -201,18 +202,13 @@ def check_answers(model: str, answers: Iterable[tuple[str, str]], console: Conso
                 for i in range(0, len(said), at_once):
                     llm.eval(said[i : i + at_once])
                 logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(said) - 1])
-                found = logits.max(axis=1) - logits[np.arange(len(said)), said]
-                behind[prompt, tokens] = np.minimum(found, behind.get((prompt, tokens), found))
+                far = logits.max(axis=1) - logits[np.arange(len(said)), said]
+                behind[prompt, tokens] = np.minimum(far, behind.get((prompt, tokens), far))
     return [
         f"{prompt!r}: token {far.argmax()} of {tokens} is {far.max():.2f} behind the best one"
         for (prompt, tokens), far in behind.items()
         if far.max(initial=0) > NEAR
     ]
-
-
-def rss(pid: int, name: str = "VmRSS") -> int:
-    with open(f"/proc/{pid}/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
 
 
 def move_budget(process: subprocess.Popen[str], soak: Soak, seconds: float, console: Console) -> list[dict[str, int]]:
@@ -269,7 +265,7 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
             thread.join(PATIENCE)
         seconds = time.monotonic() - began
         hung = sum(thread.is_alive() for thread in threads)
-        peak, stopped = rss(process.pid, "VmHWM") if process.poll() is None else 0, time.monotonic()
+        peak, stopped = status_bytes("VmHWM", process.pid) if process.poll() is None else 0, time.monotonic()
         process.stdin.close()
         code = process.wait(30)
     console.print(f"ended with {code} after {time.monotonic() - stopped:.1f} s", style="dim")

@@ -12,7 +12,7 @@ WHEELS is the folder that wheels.py wrote. Wheels for another architecture run e
    from `pip install` to the answer;
 4. runs again with every level of CPU, and on an emulated older CPU, which must get the lowest by itself.
 
-The last line on stdout is a JSON object with what was found.
+The last line on stdout is a JSON object of the results.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Failed(Exception):
 def stage(text: str) -> list[tuple[str, str]]:
     """(instruction, rest) of a Dockerfile's last stage; continued lines are joined."""
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    found = [(line.split()[0], line.partition(" ")[2].strip()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    return found[max(i for i, (name, _) in enumerate(found) if name == "FROM") + 1 :]
+    instructions = [(line.split()[0], line.partition(" ")[2].strip()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return instructions[max(i for i, (name, _) in enumerate(instructions) if name == "FROM") + 1 :]
 
 
 class Place:
@@ -83,10 +83,10 @@ class Place:
 
 
 def architecture(wheels: Path) -> str:
-    found = [arch for wheel in wheels.glob("llama_cpp_python-*.whl") for arch in DEBIAN if wheel.stem.endswith(arch)]
-    if len(found) != 1:
-        raise Failed(f"{wheels} has {len(found)} wheels of the fork, expected one")
-    return found[0]
+    architectures = [arch for wheel in wheels.glob("llama_cpp_python-*.whl") for arch in DEBIAN if wheel.stem.endswith(arch)]
+    if len(architectures) != 1:
+        raise Failed(f"{wheels} has {len(architectures)} wheels of the fork, expected one")
+    return architectures[0]
 
 
 def make_root(root: Path, arch: str) -> None:
@@ -95,9 +95,9 @@ def make_root(root: Path, arch: str) -> None:
         command = ["debootstrap", f"--arch={DEBIAN[arch]}", "--variant=minbase", "--include=python3-venv,ca-certificates", SUITE, str(root)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         root.chmod(0o755)  # a temporary folder is closed to the container's user
-    there = [name for name in ("cc", "gcc", "c++", "g++", "clang", "make", "cmake") if shutil.which(name, path=f"{root}/usr/bin:{root}/usr/local/bin")]
-    if there:
-        raise Failed(f"{root} has {', '.join(there)}: it is to be a place without a compiler")
+    compilers = [name for name in ("cc", "gcc", "c++", "g++", "clang", "make", "cmake") if shutil.which(name, path=f"{root}/usr/bin:{root}/usr/local/bin")]
+    if compilers:
+        raise Failed(f"{root} has {', '.join(compilers)}: it is to be a place without a compiler")
 
 
 def bring(wheels: Path, root: Path, version: str, arch: str) -> None:
@@ -147,19 +147,19 @@ def check(wheels: Path, root: Path) -> dict[str, object]:
             raise Failed(f"MOEOFF_CPU_LEVEL={level} had no effect")
         levels[level] = place.run([*place.entry, *QUESTION], MOEOFF_CPU_LEVEL=level).strip()
         say(f"{level}: {levels[level]!r}")
-    found: dict[str, object] = {"arch": arch, "seconds": round(seconds, 1), "python": version, "best": best, "levels": levels}
+    report: dict[str, object] = {"arch": arch, "seconds": round(seconds, 1), "python": version, "best": best, "levels": levels}
     name, cpu = f"qemu-{arch}-static", OLD_CPU[arch]
     if emulator := shutil.which(name):
         shutil.copy2(emulator, root / "usr/bin")
         old = [f"/usr/bin/{name}", "-cpu", cpu, python]
-        found["old_cpu"] = place.run([*old, "-c", _WHICH]).strip()
-        if found["old_cpu"] != able[-1]:
-            raise Failed(f"{cpu} got {found['old_cpu']}, expected {able[-1]}")
-        found["old_cpu_answer"] = place.run([*old, "-m", "moeoff.cli", *QUESTION]).strip()
-        say(f"{cpu}, emulated: {found['old_cpu']}: {found['old_cpu_answer']!r}")
+        report["old_cpu"] = place.run([*old, "-c", _WHICH]).strip()
+        if report["old_cpu"] != able[-1]:
+            raise Failed(f"{cpu} got {report['old_cpu']}, expected {able[-1]}")
+        report["old_cpu_answer"] = place.run([*old, "-m", "moeoff.cli", *QUESTION]).strip()
+        say(f"{cpu}, emulated: {report['old_cpu']}: {report['old_cpu_answer']!r}")
     else:
         say(f"{name} is not installed: an older CPU was not tried")
-    return found
+    return report
 
 
 def say(text: str) -> None:
@@ -175,14 +175,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("needs root: it runs programs in another root folder")
     try:
         if options.root:
-            found = check(options.wheels, options.root)
+            report = check(options.wheels, options.root)
         else:
             with tempfile.TemporaryDirectory(prefix="moeoff-root-") as folder:
-                found = check(options.wheels, Path(folder))
+                report = check(options.wheels, Path(folder))
     except Failed as error:
         say(f"error: {error}")
         return 1
-    print(json.dumps(found))
+    print(json.dumps(report))
     return 0
 
 

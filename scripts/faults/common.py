@@ -1,4 +1,4 @@
-"""A child and what became of it, faults on purpose, the table of what was found, and a model: the pieces that the scripts of this folder are made of."""
+"""A child and what became of it, faults on purpose, a table of problems, and a model: the pieces that the scripts of this folder are made of."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from typing import Any, NamedTuple, NoReturn
 import click
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
+from helpers.processes import status_bytes
 from results import HELP, ResultsFile, Table
 
 DEMO = str(ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf")
@@ -62,7 +63,7 @@ def is_sentence(text: str) -> bool:
     return 0 < len(text.strip()) <= LONGEST and "\n" not in text.strip() and not re.search(r"Traceback|0x[0-9a-f]{8}", text)
 
 
-def verdict(code: int | None, text: str, *, peak: int = 0, memory: int = 0, quiet: bool = True, usage: bool = False) -> str:
+def verdict(code: int | None, text: str, *, peak: int = 0, memory: int = 0, quiet: bool = True) -> str:
     """What is wrong with how a command ended; empty: nothing.
 
     Args:
@@ -70,12 +71,11 @@ def verdict(code: int | None, text: str, *, peak: int = 0, memory: int = 0, quie
         text: what it wrote to standard error.
         memory: that it had to keep to; 0: it had no bound.
         quiet: of an error one sentence stands there, at the end.
-        usage: click may have refused how it was called, with exit code 2.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     if code is None:
         return f"hangs: {text[-600:]}"
-    if code not in ((0, 1, 2) if usage else (0, 1)):
+    if code not in (0, 1):
         return f"exit code {code}: {text[-600:]}"
     if memory and peak > memory:
         return f"{peak >> 20} MiB of {memory >> 20}"
@@ -85,12 +85,6 @@ def verdict(code: int | None, text: str, *, peak: int = 0, memory: int = 0, quie
     if code and quiet and not (len(errors) == 1 and lines[-1] == errors[0] and is_sentence(errors[0])):
         return f"no sentence: {text[:300]!r} ... {text[-300:]!r}"
     return ""
-
-
-def status_bytes(name: str = "VmRSS", pid: int | str = "self") -> int:
-    """A size that the kernel tells of a process."""
-    with open(f"/proc/{pid}/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
 
 
 @contextlib.contextmanager
@@ -147,8 +141,8 @@ class Child:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            for fd, given in enumerate((os.open(os.devnull, os.O_RDWR), *(file.fileno() for file in self._files))):
-                os.dup2(given, fd)
+            for fd, file in enumerate((os.open(os.devnull, os.O_RDWR), *(file.fileno() for file in self._files))):
+                os.dup2(file, fd)
             body()
             code = 0
         except SystemExit as end:
@@ -258,11 +252,11 @@ def in_workers(
         os.close(writer)
         begun = done = 0
         for line in _lines(reader, child):
-            n, *found = json.loads(line)
-            begun += not found
-            if found:
+            n, *result = json.loads(line)
+            begun += not result
+            if result:
                 done += 1
-                yield Case(n, *found)
+                yield Case(n, *result)
         if child.wait(deadline) == 0:
             left = left[done:]
             continue
@@ -309,11 +303,11 @@ def _lines(fd: int, child: Child) -> Iterator[bytes]:
                 return
 
 
-def tell_all(table: Table, what: str, cases: Iterable[tuple[str, Case]], again: str) -> list[str]:
+def tell_all(table: Table, cases: Iterable[tuple[str, Case]], again: str) -> list[str]:
     """A row for each kind of case: how many there were, and how they ended. Returned is what is wrong, which is told at once, too.
 
     Args:
-        again: options with which `--first` does a case again; empty: it has no number.
+        again: options with which `--first` does a case again.
     """
     counted: dict[str, Counter[str]] = {}
     wrong = []
@@ -322,10 +316,10 @@ def tell_all(table: Table, what: str, cases: Iterable[tuple[str, Case]], again: 
         counts[case.outcome] += 1
         if case.problem:
             counts["problems"] += 1
-            wrong.append(f"{what}{kind}: {case.problem}" + (f" ({again} --first {case.n})" if again else ""))
+            wrong.append(f"{kind}: {case.problem} ({again} --first {case.n})")
             print(wrong[-1][:1500], file=sys.stderr, flush=True)
     for kind, counts in counted.items():
-        table.row(f"{what}{kind}", str(counts.total() - counts["problems"]), str(counts["refused"]), str(counts["accepted"]), str(counts["problems"]))
+        table.row(kind, str(counts.total() - counts["problems"]), str(counts["refused"]), str(counts["accepted"]), str(counts["problems"]))
     return wrong
 
 
@@ -399,12 +393,12 @@ class Fault:
     """
 
     def __init__(self, call: Call, kind: Kind, value: int, nth: int, *, of: str = "", below: str = ""):
-        self._given = (int(call), int(kind), value, ctypes.c_long(nth), of.encode(), os.fsencode(below))
+        self._arguments = (int(call), int(kind), value, ctypes.c_long(nth), of.encode(), os.fsencode(below))
         self.seen = self.fired = 0
 
     def __enter__(self) -> Fault:
-        if not ctypes.CDLL(None).faults_arm(*self._given):
-            raise RuntimeError(f"the library {self._given[4].decode()} is not loaded")
+        if not ctypes.CDLL(None).faults_arm(*self._arguments):
+            raise RuntimeError(f"the library {self._arguments[4].decode()} is not loaded")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -245,10 +245,10 @@ def read_sidecar(folder: Path) -> Reader:
     model_index = ModelIndex.read(folder / "m.gguf")
 
     def read(path: Path, _rng: random.Random) -> None:
-        found = Sidecar(path)
-        found.check_belongs(model_index)
+        sidecar = Sidecar(path)
+        sidecar.check_belongs(model_index)
         for span in model_index.experts.values():
-            list(found.sources(span, "original"))
+            list(sidecar.sources(span, "original"))
 
     return read
 
@@ -291,13 +291,13 @@ def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Rea
     """A model is opened with the file, under one of these strategies, and answers."""
 
     def use(folder: Path) -> Reader:
-        given = {key: str(folder / value) if key == "experts" else value for key, value in others.items()}
+        paths = {key: str(folder / value) if key == "experts" else value for key, value in others.items()}
 
         def read(path: Path, rng: random.Random) -> None:
             if option == "warm":
                 shutil.copy(path, warm_file())
             options = {option: True if option == "warm" else str(path), "strategy": rng.choice(strategies or ("lru",))}
-            with open_model(str(folder / "m.gguf"), **OPENED | {"expert_memory": "200K"} | given | options) as llm:
+            with open_model(str(folder / "m.gguf"), **OPENED | {"expert_memory": "200K"} | paths | options) as llm:
                 answer(llm)
 
         return read
@@ -305,7 +305,7 @@ def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Rea
     return use
 
 
-def kept_open(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
+def of_open_model(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
     """A model that stays open takes the file; its next answer is the one that it gave before."""
 
     def use(folder: Path) -> Reader:
@@ -316,8 +316,8 @@ def kept_open(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
             try:
                 read(llm, path)
             finally:
-                if (found := answer(llm)) != expected:
-                    raise AssertionError(f"the next answer is {found}, expected {expected}")
+                if (tokens := answer(llm)) != expected:
+                    raise AssertionError(f"the next answer is {tokens}, expected {expected}")
 
         return check
 
@@ -381,7 +381,7 @@ KINDS = {
     "profile, open": Kind("m.profile.npz", opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru", **BOUNDED), 0.3),
     "contract": Kind("contract.npz", opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf", **BOUNDED), 0.2),
     "warm state": Kind("warm.npz", opened("warm", "lru", "auto"), 0.2, opens=False),
-    "prompt cache": Kind("prompt.bin", kept_open(prompt_cache)),
+    "prompt cache": Kind("prompt.bin", of_open_model(prompt_cache)),
     "plan": Kind("plan.json", read_plan),
     "importance matrix": Kind("imatrix.gguf", read_imatrix),
     "trace": Kind("run.trace", read_trace),
@@ -390,9 +390,9 @@ KINDS = {
     "control vector": Kind("vector.gguf", served("--control-vector"), 0.03),
     "projector": Kind("projector.gguf", served("mmproj"), 0.03),
     "draft": Kind("m.gguf", served("draft"), 0.03),
-    "grammar": Kind("grammar.gbnf", kept_open(grammar), allowed=_LLAMA_CPP, opens=False),
-    "JSON schema": Kind("schema.json", kept_open(schema), allowed=_LLAMA_CPP, opens=False),
-    "text": Kind("text.txt", kept_open(text)),
+    "grammar": Kind("grammar.gbnf", of_open_model(grammar), allowed=_LLAMA_CPP, opens=False),
+    "JSON schema": Kind("schema.json", of_open_model(schema), allowed=_LLAMA_CPP, opens=False),
+    "text": Kind("text.txt", of_open_model(text)),
 }
 ARRAYS_OF = {"m.profile.npz": "popularity/counts", "contract.npz": "precision/t1", "warm.npz": "high"}
 
@@ -480,4 +480,4 @@ def files(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...],
     with findings_by_seed(json_file, "files", "damaged files", columns, seeds) as (tables, problems), tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = name
         for seed, table in tables:
-            problems += tell_all(table, "", check_files(count, first, seed, only), f"--seed {seed}")
+            problems += tell_all(table, check_files(count, first, seed, only), f"--seed {seed}")

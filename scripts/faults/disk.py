@@ -320,8 +320,8 @@ def a_read_only_folder(folder: Path) -> str:
         os.setuid(65534)
     done = calibrate(model, text=[str(text)], **options)
     assert Path(done.path).is_relative_to(cache), done.path
-    found = Profile.find(ModelIndex.read(model))
-    assert found is not None and found.path == done.path
+    profile = Profile.find(ModelIndex.read(model))
+    assert profile is not None and profile.path == done.path
     with open_model(model, warm=True, profile="auto") as llm:
         answer(llm)
     assert list(cache.rglob("warm/*.npz")), "no warm-start file"

@@ -1,6 +1,6 @@
 """What to break, and what must hold: one program, a command for each kind of trouble. docs/results/reliability.md
 
-usage: faults.py nth|files|places|objects|kill|disk|http|advisories [OPTION ...]     --help says what each does
+usage: faults.py nth|files|objects|kill|disk|http|advisories [OPTION ...]     --help says what each does
 
 Each tells what it has found in a table, which --json keeps, and ends with exit code 1 if something is not as it must be.
 """
@@ -14,10 +14,9 @@ import hostile_http
 import kill
 import nth_fault
 import objects
-import places
 from common import main
 
-COMMANDS = (advisories, damaged, disk, hostile_http, kill, nth_fault, objects, places)  # each has put its own there
+COMMANDS = (advisories, damaged, disk, hostile_http, kill, nth_fault, objects)  # each has put its own there
 
 if __name__ == "__main__":
     main()

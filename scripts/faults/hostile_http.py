@@ -55,9 +55,9 @@ class Target:
 
     def answer(self) -> list[int]:
         body = {"prompt": "Tom has 3 apples and buys 4 more.", "n_predict": 8, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-        found = self.post("/completion", body)
-        assert found.status_code == 200, found.text
-        return found.json()["tokens"]
+        reply = self.post("/completion", body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["tokens"]
 
     def raw(self, data: bytes, seconds: float = SECONDS) -> bytes:
         """What comes back for these bytes; the connection may be closed at any time."""
@@ -112,13 +112,13 @@ def huge_bodies(target: Target) -> str:
     """lengths that cannot be, 4 million brackets and a prompt of 200,000 words are refused"""
     said = []
     for length in ("99999999999", "-1", "18446744073709551616", "1e9", "0x10"):
-        found = target.raw(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
-        assert b" 200 " not in found[:20], (length, found[:200])
-        said.append(found[9:12].decode() or "closed")
-    found = target.post("/completion", b"[" * (4 << 20))
-    assert found.status_code in (400, 413, 500), found.status_code
-    found = target.post("/completion", {"prompt": "word " * 200_000})
-    assert found.status_code == 400, found.status_code
+        reply = target.raw(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
+        assert b" 200 " not in reply[:20], (length, reply[:200])
+        said.append(reply[9:12].decode() or "closed")
+    reply = target.post("/completion", b"[" * (4 << 20))
+    assert reply.status_code in (400, 413, 500), reply.status_code
+    reply = target.post("/completion", {"prompt": "word " * 200_000})
+    assert reply.status_code == 400, reply.status_code
     return ", ".join(said)
 
 
@@ -137,9 +137,9 @@ def header_floods(target: Target) -> str:
         b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\nFFFFFFFFFFFFFFFF\r\n{}",
         b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n-1\r\n{}",
     ):
-        found = target.raw(data)
-        assert b" 200 " not in found[:20], (data[:60], found[:200])
-        said.append(found[9:12].decode("ascii", "replace") or "closed")
+        reply = target.raw(data)
+        assert b" 200 " not in reply[:20], (data[:60], reply[:200])
+        said.append(reply[9:12].decode("ascii", "replace") or "closed")
     return ", ".join(said)
 
 
@@ -187,16 +187,16 @@ def path_tricks(target: Target) -> str:
     for path in paths:
         for method in (b"GET", b"POST", b"PUT", b"DELETE", b"PATCH"):
             request = method + b" " + path.encode() + b" HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 2\r\n\r\n{}"
-            found = target.raw(request)
-            assert not any(word in found for word in words), (method, path, found[:300])
+            reply = target.raw(request)
+            assert not any(word in reply for word in words), (method, path, reply[:300])
     url = f"file://{target.secret}"
     for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}}):
-        found = target.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2})
-        assert found.status_code >= 400 and words[0] not in found.content, found.text
+        reply = target.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2})
+        assert reply.status_code >= 400 and words[0] not in reply.content, reply.text
     for body in ({"filename": "../../../../tmp/x"}, {"filename": str(target.secret)}):
         for action in ("save", "restore", "erase"):
-            found = target.post(f"/slots/0?action={action}", body)
-            assert found.status_code >= 400, (action, found.text)
+            reply = target.post(f"/slots/0?action={action}", body)
+            assert reply.status_code >= 400, (action, reply.text)
     for path in ("/rerank", "/v1/rerank", "/reranking", "/embedding", "/v1/embeddings"):
         for body in (
             {"query": "x", "documents": []},
@@ -205,8 +205,8 @@ def path_tricks(target: Target) -> str:
             {"input": []},
             {"content": {}},
         ):
-            found = target.post(path, body)
-            assert found.status_code >= 400, (path, found.text)
+            reply = target.post(path, body)
+            assert reply.status_code >= 400, (path, reply.text)
     return f"{len(paths) * 5} requests for paths, {6 + 25 + 2} for files and routes that are off"
 
 
@@ -219,8 +219,8 @@ def without_the_key(target: Target) -> str:
     for route in routes:
         for key in wrong:
             for header in (f"Authorization: Bearer {key}", f"X-Api-Key: {key}", f"Authorization: {key}"):
-                found = target.raw(f"POST {route} HTTP/1.1\r\nHost: x\r\n{header}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
-                assert found[9:12] in (b"401", b"400", b"404") and (found[9:12] != b"404" or route in ("/slots",)), (route, header, found[:100])
+                reply = target.raw(f"POST {route} HTTP/1.1\r\nHost: x\r\n{header}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+                assert reply[9:12] in (b"401", b"400", b"404") and (reply[9:12] != b"404" or route in ("/slots",)), (route, header, reply[:100])
     return f"{len(routes) * len(wrong) * 3} requests"
 
 
@@ -231,8 +231,8 @@ def other_origins(target: Target) -> str:
         with target.client as client:
             for method, path in (("GET", "/health"), ("OPTIONS", "/v1/chat/completions"), ("POST", "/completion")):
                 body = {"prompt": "x", "n_predict": 1} if method == "POST" else None  # after a body that it has not read the server closes the connection
-                found = client.request(method, path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, json=body)
-                assert "access-control-allow-origin" not in found.headers, (origin, dict(found.headers))
+                reply = client.request(method, path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, json=body)
+                assert "access-control-allow-origin" not in reply.headers, (origin, dict(reply.headers))
     return ""
 
 

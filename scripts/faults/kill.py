@@ -190,6 +190,6 @@ def check_kills(kills: int, only: tuple[str, ...], seed: int, json_file: str | N
     columns = ["what", "seconds it takes", "ended by SIGKILL", "by SIGINT", "had ended", "whole starts afterwards", "problems"]
     with findings(json_file, "kill", f"killed at random moments, seed {seed}", columns) as (table, problems):
         for name, share in shares.items():
-            counts, found, seconds = kill(name, max(round(kills * share / sum(shares.values())), 1), rng)
-            table.row(f"`{name}`", f"{seconds:.2f}", *(str(counts[key]) for key in ("killed", "interrupted", "had ended", "next starts")), str(len(found)))
-            problems += found
+            counts, wrong, seconds = kill(name, max(round(kills * share / sum(shares.values())), 1), rng)
+            table.row(f"`{name}`", f"{seconds:.2f}", *(str(counts[key]) for key in ("killed", "interrupted", "had ended", "next starts")), str(len(wrong)))
+            problems += wrong

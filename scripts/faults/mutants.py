@@ -284,7 +284,7 @@ def _near(header: bytes, field: Field, form: str, rng: random.Random) -> int:
 
 def mutate_numbers(h: Header, rng: random.Random) -> Mutant:
     """Several numbers that are multiplied with each other: too large together, or the same product as before."""
-    found = [f for f in h.places if f.kind in ("value:I", "value:Q", "value:i") and not f.name.startswith(("tokenizer.", "general."))]
+    numbers = [f for f in h.places if f.kind in ("value:I", "value:Q", "value:i") and not f.name.startswith(("tokenizer.", "general."))]
     whole, changed = bytearray(h.whole), []
 
     def put(field: Field, value: int) -> None:
@@ -300,7 +300,7 @@ def mutate_numbers(h: Header, rng: random.Random) -> Mutant:
             dims.setdefault(field.name, []).append(field)
     several = [d for d in dims.values() if len(d) > 1]
     if rng.random() < 0.6 or not several:
-        for field in rng.sample(found, min(rng.randrange(1, 5), len(found))):
+        for field in rng.sample(numbers, min(rng.randrange(1, 5), len(numbers))):
             put(field, rng.choice((1 << rng.randrange(33), (1 << rng.randrange(1, 33)) - 1, number(field) << rng.randrange(1, 24), rng.choice(EXTREME))))
     else:
         first, second = rng.sample(rng.choice(several), 2)

@@ -47,6 +47,7 @@ from common import (
     status_bytes,
     write_small_model,
 )
+from helpers.leaks import held
 
 DEADLINE = 300  # seconds for one step, on a machine that is busy
 ROOM = "200K"  # for experts: a third of them
@@ -92,7 +93,7 @@ def loading(folder: Path) -> Scenario:
     return Scenario(attempt)
 
 
-def kept_open(*, moved: bool = False, below: bool = False, **options) -> Callable[[Path], Scenario]:
+def with_open_model(*, moved: bool = False, below: bool = False, **options) -> Callable[[Path], Scenario]:
     """A model that is open all the time."""
 
     def make(folder: Path) -> Scenario:
@@ -171,10 +172,10 @@ def calibrating(folder: Path) -> Scenario:
 # each with the kinds of its faults
 SCENARIOS: dict[str, tuple[list[tuple[Call, Kind, int]], Callable[[Path], Scenario]]] = {
     "load": (NATIVE_FAULTS, loading),
-    "decode": (NATIVE_FAULTS, kept_open(strategy="lru")),
-    "decode-verified": ([(Call.READ, Kind.WRONG, 0), *READS], kept_open(below=True, strategy="lru", verify_reads=True)),
-    "prefetch": (NATIVE_FAULTS, kept_open(strategy="auto")),
-    "resize": (NATIVE_FAULTS, kept_open(moved=True, strategy="lru")),
+    "decode": (NATIVE_FAULTS, with_open_model(strategy="lru")),
+    "decode-verified": ([(Call.READ, Kind.WRONG, 0), *READS], with_open_model(below=True, strategy="lru", verify_reads=True)),
+    "prefetch": (NATIVE_FAULTS, with_open_model(strategy="auto")),
+    "resize": (NATIVE_FAULTS, with_open_model(moved=True, strategy="lru")),
     "close": (FILE_FAULTS, closing),
     "convert": (FILE_FAULTS, converting),
     "calibrate": (FILE_FAULTS, calibrating),
@@ -184,14 +185,10 @@ SCENARIOS: dict[str, tuple[list[tuple[Call, Kind, int]], Callable[[Path], Scenar
 # --- one child ---
 
 
-def held_now() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-def left(held: tuple[int, int]) -> str:
+def left(before: tuple[int, int]) -> str:
     """What has stayed since then; empty: nothing. One thread more is OpenMP's, which keeps one or not."""
-    now = held_now()
-    return f"descriptors and threads were {held}, are {now}" if now[0] != held[0] or now[1] > held[1] + 1 else ""
+    now = held()
+    return f"threads and descriptors were {before}, are {now}" if now[0] > before[0] + 1 or now[1] != before[1] else ""
 
 
 def steps(every: int, most: int, start: int) -> Iterator[int]:
@@ -225,7 +222,7 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
         for _ in range(5):
             again()  # what is made once and stays has been made
         gc.collect()
-        held = held_now()
+        before = held()
         for index, (call, kind, value) in enumerate(faults):
             if index < first or (calls and call.name.lower() not in calls):
                 continue
@@ -262,10 +259,10 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
                     problem = f"{problem}; the next request: {type(error).__name__}: {error}"
                 gc.collect()
                 deadline = time.monotonic() + 60
-                while left(held) and time.monotonic() < deadline:
+                while left(before) and time.monotonic() < deadline:
                     time.sleep(0.01)
-                if stays := left(held):
-                    problem, held = problem or stays, held_now()
+                if stays := left(before):
+                    problem, before = problem or stays, held()
                 say(at=index, n=n, fired=fault.fired, said=said, problem=problem, rss=status_bytes())
                 if not fault.fired:
                     break
@@ -277,7 +274,7 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
 
 
 @dataclass
-class Found:
+class Outcome:
     """What one kind of fault did in one scenario."""
 
     fired: int = 0
@@ -286,10 +283,10 @@ class Found:
     problems: list[str] = field(default_factory=list)
 
 
-def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[list[Found], Counter[str], list[int]]:
+def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[list[Outcome], Counter[str], list[int]]:
     """Children until every fault has been tried: what each kind did, the sentences, and sizes of memory."""
     faults = SCENARIOS[name][0]
-    found, sentences, sizes = [Found() for _ in faults], Counter(), []
+    outcomes, sentences, sizes = [Outcome() for _ in faults], Counter(), []
     first, start = 0, 1
     while first < len(faults):
         child = Child(partial(run, name, calls, every, most, first, start))
@@ -302,25 +299,25 @@ def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[lis
             if "fired" not in data:
                 continue
             begun = None
-            f = found[data["at"]]
-            f.fired += data["fired"]
-            f.told += bool(data["said"])
-            f.complete |= not data["fired"]
+            outcome = outcomes[data["at"]]
+            outcome.fired += data["fired"]
+            outcome.told += bool(data["said"])
+            outcome.complete |= not data["fired"]
             sizes.append(data["rss"])
             if data["said"]:
                 sentences[data["said"]] += 1
             if data["problem"]:
-                f.problems.append(f"n = {data['n']}: {data['problem']}")
+                outcome.problems.append(f"n = {data['n']}: {data['problem']}")
         if code == 0:
             break
         if begun is None:
             raise click.ClickException(f"{name}: the process ended with {code} outside of a step: {child.errors[-2000:]}")
         first, start = begun["at"], begun["n"] + 1
-        found[first].problems.append(f"n = {begun['n']}: the process ended with {code}: {child.errors[-1500:]}")
-        found[first].fired += 1
-        if len(found[first].problems) >= 10:
+        outcomes[first].problems.append(f"n = {begun['n']}: the process ended with {code}: {child.errors[-1500:]}")
+        outcomes[first].fired += 1
+        if len(outcomes[first].problems) >= 10:
             first, start = first + 1, 1
-    return found, sentences, sizes
+    return outcomes, sentences, sizes
 
 
 @main.command("nth", help=__doc__)
@@ -334,11 +331,11 @@ def check_nth(only: tuple[str, ...], calls: tuple[str, ...], every: int, most: i
     columns = ["while", "call", "fault", "faults", "ended in one sentence", "until a run had none", "problems"]
     with findings(json_file, "nth-fault", "the n-th fault", columns) as (table, problems):
         for name in only or SCENARIOS:
-            found, sentences, sizes = sweep(name, calls, every, most)
-            for (call, kind, value), f in zip(SCENARIOS[name][0], found):
+            outcomes, sentences, sizes = sweep(name, calls, every, most)
+            for (call, kind, value), outcome in zip(SCENARIOS[name][0], outcomes):
                 what = errno.errorcode[value] if kind == Kind.ERROR else kind.name.lower()
-                table.row(name, call.name.lower(), what, str(f.fired), str(f.told), "yes" if f.complete else "no", str(len(f.problems)))
-                problems += [f"{name}, {call.name.lower()} {what}, {text}" for text in f.problems]
+                table.row(name, call.name.lower(), what, str(outcome.fired), str(outcome.told), "yes" if outcome.complete else "no", str(len(outcome.problems)))
+                problems += [f"{name}, {call.name.lower()} {what}, {text}" for text in outcome.problems]
             if sizes:
                 quarter = max(len(sizes) // 4, 1)
                 print(f"{name}: memory {max(sizes[:quarter]) >> 20} MiB in the first quarter, {max(sizes[-quarter:]) >> 20} MiB in the last", file=sys.stderr)

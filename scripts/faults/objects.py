@@ -13,11 +13,11 @@ threads that stay are findings.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -31,7 +31,6 @@ import click
 from common import (
     DEADLINE,
     PROMPT,
-    ROOT,
     Child,
     case_rng,
     findings_by_seed,
@@ -45,10 +44,8 @@ from common import (
     tell_all,
     write_small_model,
 )
-from moeoff.errors import BudgetError
-
-sys.path.insert(0, str(ROOT / "tests"))
 from helpers.interrupts import Interrupt, at_event, at_time
+from moeoff.errors import BudgetError
 
 N_TOKENS = 8
 STAYS = 400  # cases with one variant before the next
@@ -100,35 +97,30 @@ class Subject:
             self.answer(rng.randrange(len(PROMPTS)))
 
     def answer(self, which: int) -> list[int]:
-        return taken(self.llm.generate(self.prompts[which], top_k=1, temp=0.0))
+        return first_tokens(self.llm.generate(self.prompts[which], top_k=1, temp=0.0))
 
     def check(self, which: int, way: int) -> str:
         """What is wrong with the next answer."""
-        wanted = self.expected[self.variant][which]
+        expected = self.expected[self.variant][which]
         try:
             if way:
-                found = self.llm.create_completion(PROMPTS[which], max_tokens=N_TOKENS, temperature=0.0)["choices"][0]["text"]
-                wanted = self.llm.detokenize(wanted).decode(errors="ignore")
-                if found.strip() and wanted.startswith(found.rstrip("\ufffd")):  # an end token is in the one, and not in the other
-                    found = wanted
+                reply = self.llm.create_completion(PROMPTS[which], max_tokens=N_TOKENS, temperature=0.0)["choices"][0]["text"]
+                expected = self.llm.detokenize(expected).decode(errors="ignore")
+                if reply.strip() and expected.startswith(reply.rstrip("\ufffd")):  # an end token is in the one, and not in the other
+                    reply = expected
             else:
-                found = self.answer(which)
+                reply = self.answer(which)
         except BaseException as error:
             return f"the next answer: {type(error).__name__}: {error}"
-        if found != wanted:
-            return f"the next answer is {found}, expected {wanted}"
+        if reply != expected:
+            return f"the next answer is {reply}, expected {expected}"
         planned, held = sum(self.llm.engine.sizer.arenas), self.llm.engine.buffer.stats().arena_bytes
         return "" if planned == held or not self.llm.engine.plan.budget else f"the arenas have {held} bytes, planned {planned}"
 
 
-def taken(tokens: Iterator[int]) -> list[int]:
-    found = []
+def first_tokens(tokens: Iterator[int]) -> list[int]:
     with contextlib.closing(tokens):
-        for token in tokens:
-            found.append(token)
-            if len(found) == N_TOKENS:
-                break
-    return found
+        return list(itertools.islice(tokens, N_TOKENS))
 
 
 # --- what is done ---
@@ -167,7 +159,7 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
                 return
             llm.set_memory(rng.choice((plan.floor, plan.floor + (1 << 20), plan.fixed + plan.arena_full, plan.budget)))
 
-    found: dict[str, Callable[[], object]] = {
+    by_name: dict[str, Callable[[], object]] = {
         "generate": lambda: subject.answer(which),
         "complete": lambda: llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.0),
         "stream": lambda: list(llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.8, stream=True)),
@@ -183,22 +175,22 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
         "open": lambda: open_and_close(subject.model, rng),
     }
     if VARIANTS[subject.variant].get("embedding"):
-        found["embed"] = lambda: llm.embed(text)
-    return found
+        by_name["embed"] = lambda: llm.embed(text)
+    return by_name
 
 
 WEIGHTS = {"generate": 8, "complete": 6, "stream": 4, "chat": 3, "open": 2, "memory": 3, "embed": 4}
 
 
 def chosen(subject: Subject, rng: random.Random, *without: str) -> tuple[str, Callable[[], object]]:
-    found = {name: action for name, action in actions(subject, rng).items() if name not in without}
-    name = rng.choices(list(found), [WEIGHTS.get(name, 1) for name in found])[0]
-    return name, found[name]
+    by_name = {name: action for name, action in actions(subject, rng).items() if name not in without}
+    name = rng.choices(list(by_name), [WEIGHTS.get(name, 1) for name in by_name])[0]
+    return name, by_name[name]
 
 
 def open_and_close(model: str, rng: random.Random) -> None:
     with open_model(model, strategy=rng.choice(("lru", "auto")), warm=rng.random() < 0.5) as llm:
-        taken(llm.generate([1, 2, 3], top_k=1, temp=0.0))
+        first_tokens(llm.generate([1, 2, 3], top_k=1, temp=0.0))
 
 
 # --- interrupts ---
@@ -298,8 +290,8 @@ def threaded(subject: Subject, rng: random.Random, _measured: Measured) -> tuple
                     subject.llm.cancel()
                 elif rng.random() < 0.5:
                     which = rng.randrange(len(PROMPTS))
-                    if (found := subject.answer(which)) != subject.expected[subject.variant][which]:
-                        problems.append(f"an answer among threads is {found}")
+                    if (tokens := subject.answer(which)) != subject.expected[subject.variant][which]:
+                        problems.append(f"an answer among threads is {tokens}")
                 else:
                     chosen(subject, rng, "memory")[1]()
         except MoeoffError as error:
@@ -331,7 +323,7 @@ def reference(model: str, variant: int, which: int) -> list[int]:
 
     def body() -> None:
         with open_variant(model, variant) as llm:
-            print(json.dumps(taken(llm.generate(llm.tokenize(PROMPTS[which].encode()), top_k=1, temp=0.0))))
+            print(json.dumps(first_tokens(llm.generate(llm.tokenize(PROMPTS[which].encode()), top_k=1, temp=0.0))))
 
     child = Child(body)
     if child.wait(DEADLINE) != 0:
@@ -391,4 +383,4 @@ def check_objects(count: int, first: int, seeds: tuple[int, ...], only: tuple[st
         for seed, table in tables:
             again = f"--seed {seed}" + "".join(f" --only {name}" for name in only)
             cases = in_workers(partial(worker, model, seed, only, expected), range(first, first + count), deadline=DEADLINE)
-            problems += tell_all(table, "", ((kind_of(case.n, seed, only), case) for case in cases), again)  # noqa: B023  # it is read in this turn
+            problems += tell_all(table, ((kind_of(case.n, seed, only), case) for case in cases), again)  # noqa: B023  # it is read in this turn

@@ -19,9 +19,9 @@ from moeoff.gguf.file import DEFAULT_ALIGNMENT, Tensor
 from moeoff.gguf.quantize import fits, type_from_name
 from moeoff.gguf.writer import Value, header_bytes
 from moeoff.system.files import atomic_file
-from shape_model import SHAPES, tokenizer
+from shape_model import FALLBACK, SHAPES, Delta, delta_metadata, delta_tensors, tokenizer
 
-_FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ1_S": "IQ4_NL"}  # of rows that are no multiple of 256
+_FALLBACK = FALLBACK | dict.fromkeys(("Q2_K", "Q3_K", "IQ1_S"), "IQ4_NL")  # of rows that are no multiple of 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +52,17 @@ class Hybrid:
     n_expert: int
     n_used: int
     ff: int
-    n_value: int  # heads of the delta networks, of as many values as their n_key heads of keys have
-    n_key: int = 16
-    delta: int = 128
+    delta: Delta
     n_head_kv: int = 2
     head: int = 256
     n_rot: int = 64
     n_ctx: int = 262144
     n_vocab: int = 248320
-    conv: int = 4
     streams: Streams = Streams()
 
 
 MODELS = {
-    "qwen3.8-flash-next": Hybrid(arch="qwen4exp", n_layer=48, n_embd=2560, n_head=24, n_expert=512, n_used=10, ff=640, n_value=48),
+    "qwen3.8-flash-next": Hybrid(arch="qwen4exp", n_layer=48, n_embd=2560, n_head=24, n_expert=512, n_used=10, ff=640, delta=Delta(4, 48, 16, 128, 4)),
 }
 
 
@@ -83,18 +80,12 @@ def metadata(name: str, m: Hybrid) -> dict[str, Value]:
         "attention.value_length": m.head,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.dimension_count": m.n_rot,
-        "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
         "rope.freq_base": 1e7,
         "expert_count": m.n_expert,
         "expert_used_count": m.n_used,
         "expert_feed_forward_length": m.ff,
         "expert_shared_feed_forward_length": m.ff,
-        "full_attention_interval": 4,
-        "ssm.conv_kernel": m.conv,
-        "ssm.inner_size": m.n_value * m.delta,
-        "ssm.state_size": m.delta,
-        "ssm.time_step_rank": m.n_value,
-        "ssm.group_count": m.n_key,
+        **delta_metadata(m.delta),
         "hyper_connection.count": s.n_streams,
         "hyper_connection.low_rank": s.rank,
         "attention.indexer.head_count": s.index_heads,
@@ -176,16 +167,7 @@ def _layer(m: Hybrid, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "indexer.q_norm.weight", (s.index_head,)
         yield "indexer.k_norm.weight", (s.index_head,)
     else:
-        n_value, n_mixed = m.n_value * m.delta, (2 * m.n_key + m.n_value) * m.delta
-        yield "attn_qkv.weight", (n_mixed, m.n_embd)
-        yield "attn_gate.weight", (n_value, m.n_embd)
-        yield "ssm_conv1d.weight", (n_mixed, m.conv)
-        yield "ssm_dt.bias", (m.n_value,)
-        yield "ssm_a", (m.n_value,)
-        yield "ssm_beta.weight", (m.n_value, m.n_embd)
-        yield "ssm_alpha.weight", (m.n_value, m.n_embd)
-        yield "ssm_norm.weight", (m.delta,)
-        yield "ssm_out.weight", (m.n_embd, n_value)
+        yield from delta_tensors(m.delta, m.n_embd)
     yield "ffn_gate_inp.weight", (m.n_expert, m.n_embd)
     yield "ffn_gate_inp_shexp.weight", (m.n_embd,)
     for part, shape in (("gate", (m.ff, m.n_embd)), ("up", (m.ff, m.n_embd)), ("down", (m.n_embd, m.ff))):

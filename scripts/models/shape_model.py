@@ -54,7 +54,7 @@ from moeoff.system.files import demo_model
 
 # --- shapes ---
 
-_FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _GATING = {"softmax": 1, "sigmoid": 2, "softmax of the selected": 3}  # LLAMA_EXPERT_GATING_FUNC_TYPE_*
 
 
@@ -222,7 +222,7 @@ def _type(shape: Shape, part: str, layer: int, row: int) -> int:
         elif more and (part == "attn_v" or part.startswith("ffn_down")):
             name = "Q6_K"
     if not fits(type_from_name(name), row):
-        name = _FALLBACK.get(name, name)
+        name = FALLBACK.get(name, name)
     return type_from_name(name)
 
 
@@ -265,7 +265,7 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
         rows_q = shape.n_head * head
     yield "attn_norm.weight", (n_embd,)
     if shape.is_delta(layer):
-        yield from _delta(shape.delta, n_embd)
+        yield from delta_tensors(shape.delta, n_embd)
         return
     if shape.mla:
         mla = shape.mla
@@ -290,7 +290,8 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
         yield "attn_sinks.weight", (shape.n_head,)
 
 
-def _delta(delta: Delta, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def delta_tensors(delta: Delta, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of a layer, names and shapes."""
     n_values = delta.n_value * delta.head
     yield "attn_qkv.weight", (delta.n_mixed, n_embd)
     yield "attn_gate.weight", (n_values, n_embd)
@@ -374,16 +375,7 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
             "expert_weights_scale": shape.weights_scale,
         }
     if (delta := shape.delta) is not None:
-        values |= {
-            "expert_shared_feed_forward_length": shape.n_shared * shape.ff,
-            "full_attention_interval": delta.every,
-            "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
-            "ssm.conv_kernel": delta.conv,
-            "ssm.inner_size": delta.n_value * delta.head,
-            "ssm.state_size": delta.head,
-            "ssm.time_step_rank": delta.n_value,
-            "ssm.group_count": delta.n_key,
-        }
+        values |= {"expert_shared_feed_forward_length": shape.n_shared * shape.ff, **delta_metadata(delta)}
     if shape.mla:
         values |= {"attention.kv_lora_rank": shape.mla.kv_rank, "attention.q_lora_rank": 0}
         values |= {"attention.key_length_mla": shape.qk_head, "attention.value_length_mla": shape.mla.value}
@@ -413,6 +405,18 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
             values["rope.scaling.yarn_log_multiplier"] = shape.yarn.log_mul
     head = {"general.architecture": shape.arch, "general.name": f"{shape.name}, random weights"}
     return head | {f"{shape.arch}.{key}": value for key, value in values.items()}
+
+
+def delta_metadata(delta: Delta) -> dict[str, int | np.ndarray]:
+    return {
+        "full_attention_interval": delta.every,
+        "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
+        "ssm.conv_kernel": delta.conv,
+        "ssm.inner_size": delta.n_value * delta.head,
+        "ssm.state_size": delta.head,
+        "ssm.time_step_rank": delta.n_value,
+        "ssm.group_count": delta.n_key,
+    }
 
 
 _GPT_OSS = Shape(

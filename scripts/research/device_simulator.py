@@ -207,7 +207,8 @@ class DeviceBuffer:
     running = True
     low_arena_full = 0
 
-    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, predictor: None = None) -> None:
+        """Without a native thread: what is predicted is predicted in the callback."""
         self._callback = callback
 
     def publish(self) -> None:

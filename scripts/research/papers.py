@@ -348,10 +348,15 @@ def on_simulated(r: Ratio, runs: Runs) -> tuple[str, str, str]:
     )
 
 
+def unwaited(result: DeviceResult) -> float:
+    """Tokens per second, had it never waited."""
+    return 1e9 * result.n_tokens / (result.ns - result.stall_ns)
+
+
 def cause(r: Ratio, on: str, share: float, runs: Runs) -> str:
     """The ratio if the faster one never waited, which it cannot exceed; and with a predictor that is always right."""
     fast, slow = (runs.of(name, on, share, r.prompt) for name in (r.fast, r.slow))
-    out = f"without any waiting {verdicts.ratio([x.n_tokens / (x.ns - x.stall_ns) for x in fast], [x.n_tokens / x.ns for x in slow]).value:.2f}"
+    out = f"without any waiting {verdicts.ratio([unwaited(x) for x in fast], [x.tps for x in slow]).value:.2f}"
     if not r.prompt and CONTENDERS[r.fast].made().predictor is not None:
         right = runs.of(r.fast, on, share, predictor=baselines.Oracle)
         out += f", always predicted right {verdicts.ratio([x.tps for x in right], [x.tps for x in slow]).value:.2f}"
@@ -499,14 +504,12 @@ def contenders(results: ResultsFile, runs: Runs) -> None:
     for name, m in MACHINES.items():
         speeds = m.bandwidths(WEIGHTS * 3 * BITS[m.bits] / 8, runs._d.k, runs.missed())
         table.row(name, m.says, f"{speeds.link:.2f}", f"{speeds.layer_us:.0f}", " and ".join(f"{share:.0%}" for share in m.shares))
-    table = results.table(
-        "runs", "Tokens per second, the geometric mean of the rounds", ["machine", "contender", "share", "of", "tok/s", "sent, MB/token", "waiting"]
-    )
-    for (name, on, share, prompt, predictor), found in sorted(runs._known.items(), key=lambda item: str(item[0][1:2] + item[0])):
-        n, ns = sum(r.n_tokens for r in found), sum(r.ns for r in found)
-        tps = np.exp(np.mean([np.log(r.tps) for r in found]))
+    columns = ["machine", "contender", "share", "of", "tok/s", "of each round", "without any waiting", "sent, MB/token"]
+    table = results.table("runs", "Tokens per second, the geometric mean of the rounds, and what of these they would be without waiting", columns)
+    for (name, on, share, prompt, predictor), rounds in sorted(runs._known.items(), key=lambda item: str(item[0][1:2] + item[0])):
+        tps, without = (np.exp(np.mean(np.log(values))) for values in ([r.tps for r in rounds], [unwaited(r) for r in rounds]))
         table.row(on, name + (", always predicted right" if predictor else ""), f"{share:.0%}", "prompts" if prompt else "decode", f"{tps:.5g}",
-                  f"{sum(r.up_bytes for r in found) / n / 1e6:.1f}", f"{sum(r.stall_ns for r in found) / ns:.0%}")  # fmt: skip
+                  ", ".join(f"{r.tps:.5g}" for r in rounds), f"{without:.5g}", f"{sum(r.up_bytes for r in rounds) / sum(r.n_tokens for r in rounds) / 1e6:.1f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -123,20 +123,20 @@ def frontier(model: str, text: Sequence[str], windows: int, threads: int, reside
             sidecar = Sidecar(convert(model, output=os.path.join(folder, "lower.experts.gguf"), tiers=lower).path)
             options, size = {"experts": sidecar, "tier": ORIGINAL}, relative_bytes(ModelIndex.read(model), sidecar, lower)
         llm = stack.enter_context(open_model(model, ctx, precision=opens, deterministic=True, flash_attn=True, profile=False, n_threads=threads, **options))
-        found = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
-        reference = stack.enter_context(found.reference())
+        evaluator = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
+        reference = stack.enter_context(evaluator.reference())
         for room in resident:
             columns = ["rule", "bytes, of lossless", "left out", "low", *QUALITY, UPPER, BESIDE]
             table = results.table(f"frontier-{room:g}", f"{room:.0%} of each layer's experts in a simulated cache", columns)
             curve: list[tuple[float, np.ndarray]] = []  # of τ: bytes, and the nll of each token
-            lossless = found.choices.misses(room)
+            lossless = evaluator.choices.misses(room)
             for name, rule in rules.items():
-                c, low = found.measure(reference, replace(rule, resident=room)), llm.stats().served_low
+                c, low = evaluator.measure(reference, replace(rule, resident=room)), llm.stats().served_low
                 cost = c.cost + size * low / lossless
                 if rule.tau:
-                    curve.append((cost, found.scores.nll))
-                beside = beside_curve(curve, cost, found.scores.nll) if not rule.tau else None
-                numbers = f"{cost:.3f}", f"{c.skipped:.1%}", f"{low / found.choices.uses:.1%}"
+                    curve.append((cost, evaluator.scores.nll))
+                beside = beside_curve(curve, cost, evaluator.scores.nll) if not rule.tau else None
+                numbers = f"{cost:.3f}", f"{c.skipped:.1%}", f"{low / evaluator.choices.uses:.1%}"
                 table.row(name, *numbers, *quality(c.distance), percent(c.upper_loss), interval_text(beside) if beside else "")
 
 
@@ -150,7 +150,7 @@ def contract(model: str, calib: Sequence[str], text: Sequence[str], windows: int
     with tempfile.TemporaryDirectory(prefix="moeoff-precision-") as folder, contextlib.ExitStack() as stack:
         results = stack.enter_context(ResultsFile(json_file))
         profile = os.path.join(folder, "profile")
-        found = search_precision(model, calib, bound, experts=False, tokens=calib_tokens, output=profile, n_threads=threads).contract
+        budget = search_precision(model, calib, bound, experts=False, tokens=calib_tokens, output=profile, n_threads=threads).contract
         options = {"deterministic": True, "flash_attn": True, "profile": False, "experts": False, "n_threads": threads}
         llm = stack.enter_context(open_model(model, ctx, **options))
         evaluator = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
@@ -160,7 +160,7 @@ def contract(model: str, calib: Sequence[str], text: Sequence[str], windows: int
         title = f"`--max-loss {max_loss}`, on {len(evaluator.windows)} windows of other text and on {n_texts * (ctx - OPENING)} tokens of its own"
         table = results.table("contract", title, columns)
         for room in resident:
-            chosen = found.choose(bound, room)
+            chosen = budget.choose(bound, room)
             if chosen is None:
                 table.row(f"{room:.0%}", "nothing is left out", *[""] * (len(columns) - 2))
                 continue

@@ -8,7 +8,7 @@ usage: routing.py published                          every cache policy on the p
        routing.py fit --trace FILE --out WEIGHTS.npz               the learned score; HOBBIT's weights are printed
        routing.py predictors -m MODEL --calib FILE --valid FILE    how many of the next experts each predictor names, by layer
 
-Pages: docs/results/cache-policies.md, predictors.md and shapes.md. Traces are replayed by `moeoff.policies.replay`: the same arguments give the same numbers. A shape's
+Pages: docs/results/cache-policies.md and shapes.md. Traces are replayed by `moeoff.policies.replay`: the same arguments give the same numbers. A shape's
 routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published traces greedily.
 """
 
@@ -178,11 +178,11 @@ def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str,
         with tempfile.TemporaryDirectory(dir=keep) as folder:
             path, file = Path(folder) / "model.gguf", Path(keep or folder) / f"{name}.trace"
             shape_model(SHAPES[name].cut(hidden=HIDDEN), path)
-            _, n_tokens = wanted(name)
+            _, n_tokens = target_of(name)
             yield name, *answer(path, file, n_tokens)
 
 
-def wanted(name: str) -> tuple[str | None, int]:
+def target_of(name: str) -> tuple[str | None, int]:
     """The published trace that a shape follows, if there is one, and the tokens of its answer."""
     published = name if name in PUBLISHED else NEAREST.get(name)
     return published, 64 if published == "gpt-oss-120b" else 128
@@ -257,7 +257,7 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
         title = f"Routing of an answer; LRU with {' / '.join(map(str, COMPARED))} % of the experts in memory, from an empty buffer"
         table = results.table("answers", title, ["", "", *HEAD])
         for name, trace, next_recall in shape_answers(names or list(ANSWER), keep):
-            source = wanted(name)[0]
+            source = target_of(name)[0]
             if source is None:
                 repeats, told_recall = TOLD[name]
                 table.row(name, "reached", *cells(measure_answer(trace), next_recall))

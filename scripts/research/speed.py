@@ -6,7 +6,6 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
        speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
        speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
                         [--contexts FOLDER] [--no-in-memory]                            which are computed once; in the limit alone
-                        [--keep FILE] [--minutes 60]                                    and is called again until all is done
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
@@ -16,17 +15,15 @@ cache before it; a model on tmpfs stays where it is. --disk slows the disk (root
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any, NamedTuple
 
 import click
@@ -43,7 +40,7 @@ from moeoff.measure.rows import rows
 from moeoff.measure.run import drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup
 from moeoff.system.machine import n_cores
-from results import HELP, ResultsFile, commit, machine
+from results import HELP, ResultsFile, machine, spread
 from time_parts import Ceiling, other_parts, read_parts, token_parts
 
 BASELINES, METER, GGML_ATTENTION = (str(Path(__file__).with_name(name)) for name in ("baselines.py", "time_parts.py", "ggml_attention.py"))
@@ -111,12 +108,12 @@ Turn = Callable[[int], Measurement]  # of a round, from 0
 def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
     """Measures round by round, so that what becomes slower does so for all, every other round backwards: none always runs right behind the same other one.
     What fails is left out of its round; the others go on."""
-    taken: dict[str, list[Measurement]] = {name: [] for name in turns}
+    by_name: dict[str, list[Measurement]] = {name: [] for name in turns}
     for index in range(rounds):
         for name in list(turns)[:: -1 if index % 2 else 1]:
-            taken[name].append(turns[name](index))
-            tell(name, index, taken[name][-1])
-    return summarize(taken)
+            by_name[name].append(turns[name](index))
+            tell(name, index, by_name[name][-1])
+    return summarize(by_name)
 
 
 def in_time(samples: Sequence[Sample]) -> dict[str, float]:
@@ -127,11 +124,11 @@ def in_time(samples: Sequence[Sample]) -> dict[str, float]:
     return {"in_time": max(1 - sum(s.parts.get("reads_waited_prefetch", 0) for s in samples) / useful, 0.0)}
 
 
-def summarize(taken: Mapping[str, list[Measurement]]) -> list[Comparison]:
-    """A row for each test of each contender, of measurements that were taken in turn, one of each for each round."""
-    first = next(iter(taken.values()), [])
+def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
+    """A row for each test of each contender, of measurements that took turns, one of each for each round."""
+    first = next(iter(by_name.values()), [])
     out = []
-    for name, measurements in taken.items():
+    for name, measurements in by_name.items():
         for i, test in enumerate(measurements[0].job.tests):
             of_rounds = [
                 rates(m.of(i)) | in_time(m.of(i)) | {key: m.closed[key] for key in (PEAK, SHARE) if m.closed.get(key)} for m in measurements if not m.error
@@ -155,54 +152,7 @@ def cold(job: Job, timeout: float) -> Turn:
     return turn
 
 
-class Kept:
-    """Runs that were done, in a file that the next call finds them in.
-
-    Args:
-        path: None: none is kept.
-        minutes: after which no run is begun; 0: no end.
-    """
-
-    def __init__(self, path: str | None = None, minutes: float = 0):
-        self._path, self._end, self._runs = path, monotonic() + 60 * minutes if minutes else float("inf"), dict[str, dict[str, Any]]()
-        if path and os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                self._runs = dict(map(json.loads, file))
-
-    @property
-    def ended(self) -> bool:
-        return monotonic() > self._end
-
-    def turn(self, job: Job, turn: Turn) -> Turn:
-        """The same turn of this commit, done once."""
-
-        def done_once(index: int) -> Measurement:
-            key = f"{commit()}, round {index}: {job}"
-            if key not in self._runs:
-                if self.ended:
-                    return Measurement(job, error="not begun within --minutes")
-                done = turn(index)
-                if done.error:
-                    return done
-                self._runs[key] = {"opened": done.opened, "closed": done.closed, "samples": [asdict(sample) for sample in done.samples]}
-                if self._path:
-                    with open(self._path, "a", encoding="utf-8") as file:
-                        file.write(json.dumps([key, self._runs[key]]) + "\n")
-            run = self._runs[key]
-            return Measurement(job, run["opened"], run["closed"], [Sample(**sample) for sample in run["samples"]])
-
-        return done_once
-
-
 # the driver
-
-
-def spread(values: Spread | None, form: str = "{:.2f}") -> str:
-    """The median, and the range where it is one."""
-    if values is None:
-        return ""
-    middle, *ends = map(form.format, values)
-    return middle if ends == [middle, middle] else f"{middle} ({ends[0]} to {ends[1]})"
 
 
 def tell(name: str, index: int, done: Measurement) -> None:
@@ -210,12 +160,12 @@ def tell(name: str, index: int, done: Measurement) -> None:
     Console(stderr=True).print(f"round {index + 1}: {name}: {said}", style="dim")
 
 
-def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Sequence[Comparison]]) -> None:
+def table(results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequence[Comparison]]) -> None:
     """A row for each contender of each group: speeds with their range and the ratios to the group's first contender, and medians of what it read and waited."""
     head = ["", "contender", "prompt tok/s", "ratio", "of max(computing, reading)", "tok/s", "ratio ", *COLUMNS, "of ceiling", "peak RSS, MiB", "rounds"]
     lines = []
-    whole = in_memory_speed(found)
-    for group, comparisons in found.items():
+    whole = in_memory_speed(groups)
+    for group, comparisons in groups.items():
         contenders: dict[str, list[Comparison]] = {}
         for comparison in comparisons:
             contenders.setdefault(comparison.name, []).append(comparison)
@@ -226,13 +176,17 @@ def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Seque
             overlaps = [
                 share for m in prompt.measurements if not m.error and m.closed.get("disk_bytes_per_second") and (share := rows(m, 0)[0]["ceiling_share"])
             ]
-            cells = [spread(prompt.figures["tps"]), spread(prompt.ratio) if i else "", f"{statistics.median(overlaps):.0%}" if overlaps else ""]
-            cells += [spread(decode.figures["tps"]), spread(decode.ratio) if i else ""]
+            cells = [
+                spread(prompt.figures["tps"]),
+                spread(prompt.ratio) if i and prompt.ratio else "",
+                f"{statistics.median(overlaps):.0%}" if overlaps else "",
+            ]
+            cells += [spread(decode.figures["tps"]), spread(decode.ratio) if i and decode.ratio else ""]
             cells += [form.format(decode.figures[key].median) if key in decode.figures else "" for key, form in COLUMNS.values()]
             ceilings = [share for m in decode.measurements if not m.error and (share := ceiling(m, whole)) is not None]
             cells.append(f"{statistics.median(ceilings):.0%}" if ceilings else "")
             peak = decode.figures.get(PEAK)
-            cells.append(spread(Spread(*(size / 2**20 for size in peak)), "{:.0f}") if peak else "")
+            cells.append(spread([size / 2**20 for size in peak], "{:.0f}") if peak else "")
             failed = sum(bool(m.error) for m in decode.measurements)
             cells.append(str(len(decode.measurements) - failed) if failed else "")
             lines.append([group, decode.name, *cells])
@@ -242,9 +196,9 @@ def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Seque
         said.row(*(line[i] for i in told))
 
 
-def in_memory_speed(found: Mapping[str, Sequence[Comparison]]) -> float | None:
+def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
     """Tokens per second with everything in memory, if that was measured."""
-    return next((c.figures["tps"].median for c in found.get(IN_MEMORY, ()) if c.test.n_gen and c.figures and c.measurements[0].job.engine != STOCK), None)
+    return next((c.figures["tps"].median for c in groups.get(IN_MEMORY, ()) if c.test.n_gen and c.figures and c.measurements[0].job.engine != STOCK), None)
 
 
 def ceiling(done: Measurement, in_memory: float | None) -> float | None:
@@ -275,7 +229,6 @@ class Bench:
     answer: tuple[int, ...] | None = None
     depth: int = 0
     contexts: str = ""
-    kept: Kept = field(default_factory=Kept)
 
     def job(self, limit: int | None = None, **options: Any) -> Job:
         """`moeoff.Llama` with these options, in a memory cgroup of `limit` bytes."""
@@ -289,7 +242,7 @@ class Bench:
         return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
 
     def compare(self, jobs: Mapping[str, Job], timeout: float = TIMEOUT) -> list[Comparison]:
-        return take_turns({name: self.kept.turn(job, cold(job, timeout)) for name, job in jobs.items()}, self.rounds)
+        return take_turns({name: cold(job, timeout) for name, job in jobs.items()}, self.rounds)
 
     def answering(self, limit: int) -> Bench:
         """With the model's own greedy answer to the prompt, which a run in a memory cgroup finds that is not counted: all contenders then decode the same
@@ -329,11 +282,11 @@ def workload(
             if disk:
                 click.get_current_context().with_resource(disk_cgroup(model, disk * 10**6)).enter()
             print(f"{machine()}; {n_prompt} + {n_decode} tokens, {rounds} rounds" + (f", disk {disk} MB/s" if disk else ""))
-            found = run(Bench(model, text, n_prompt, n_decode, rounds, probe_seconds), **more)
+            groups = run(Bench(model, text, n_prompt, n_decode, rounds, probe_seconds), **more)
             with ResultsFile(json_file) as results:
-                table(results, run.__name__, title, found)
+                table(results, run.__name__, title, groups)
                 if more_tables is not None:
-                    more_tables(results, found)
+                    more_tables(results, groups)
 
         common = [
             click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False)),
@@ -349,18 +302,6 @@ def workload(
         return main.command(run.__name__, help=run.__doc__)(command)
 
     return decorate
-
-
-@contextlib.contextmanager
-def neighbours(n: int) -> Iterator[None]:
-    """Endless loops in sessions of their own, as programs of two terminals or containers are: the kernel shares the cores between sessions first."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(n)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def numbers(text: str) -> list[int]:
@@ -389,12 +330,12 @@ def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, sto
         jobs = {name: bench.job(limit << 20, memory=within(limit), strategy=name) for name in names}
         if max_loss:
             jobs[f"{names[-1]}, --max-loss {max_loss}"] = replace(jobs[names[-1]], options={**jobs[names[-1]].options, "max_loss": max_loss})
-        found = {c.name: c.measurements for c in bench.compare(jobs)}
+        measurements = {c.name: c.measurements for c in bench.compare(jobs)}
         if stock:
             maps = {"stock, memory map": {}, "stock, memory map, plain kernels": {"use_extra_bufts": False}}
             jobs = {name: once.stock(limit << 20, use_mmap=True, **more) for name, more in maps.items()}
-            found |= {c.name: c.measurements for c in once.compare(jobs, THRASHES)}
-        out[f"{limit} MiB"] = summarize(found)
+            measurements |= {c.name: c.measurements for c in once.compare(jobs, THRASHES)}
+        out[f"{limit} MiB"] = summarize(measurements)
     if in_memory:
         jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
         out[IN_MEMORY] = bench.compare(jobs | {"lru": bench.job(expert_memory=EVERYTHING, strategy="lru")})
@@ -412,17 +353,12 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
           click.option("--depths", default="0,1024,4096,16384", show_default=True, help="Tokens that they are behind."),
           click.option("--limit", type=int, metavar="MIB", help="Also in a memory cgroup; --memory is 5 % below."),
           click.option("--in-memory/--no-in-memory", default=True, help="With everything in memory."),
-          click.option("--contexts", type=click.Path(file_okay=False), help="What the runs are behind is computed once, and kept here."),
-          click.option("--keep", type=click.Path(dir_okay=False), help="Runs that were done are kept here, and not done again at this commit."),
-          click.option("--minutes", default=0.0, help="No run is begun after so many.")])  # fmt: skip
-def depths(
-    bench: Bench, depths: str, limit: int | None, in_memory: bool, contexts: str | None, keep: str | None, minutes: float
-) -> dict[str, list[Comparison]]:
+          click.option("--contexts", type=click.Path(file_okay=False), help="What the runs are behind is computed once, and kept here.")])  # fmt: skip
+def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, contexts: str | None) -> dict[str, list[Comparison]]:
     """Everything in memory: stock llama.cpp with flash attention and without it, ours with its bits and with sums in f32. In a limit, with a context for the
     deepest, ours with llama.cpp's attention and with our own: what experts lose to a conversation that grows, and whether what is prefetched comes in time."""
     out, hours = {}, 16 * TIMEOUT
     n_ctx = max(numbers(depths)) + bench.n_prompt + bench.n_decode
-    bench = replace(bench, kept=Kept(keep, minutes))
     if contexts:
         os.makedirs(contexts, exist_ok=True)
         bench = replace(bench, contexts=os.path.abspath(contexts))
@@ -435,15 +371,15 @@ def depths(
             job = deep.job(limit << 20, memory=within(limit), n_ctx=n_ctx)
             jobs["llama.cpp's attention"] = metered(replace(job, registers=(*job.registers, GGML_ATTENTION)))
             jobs[f"moeoff in {limit} MiB"] = metered(job)
-        if contexts and depth and not bench.kept.ended:  # by the quickest
+        if contexts and depth:  # by the quickest
             measure(replace(jobs["moeoff"] if in_memory else list(jobs.values())[-1], tests=(BenchTest(1, 0, depth),), meter=""), timeout=hours)
         out[f"behind {depth:,}"] = deep.compare(jobs, hours)
     return out
 
 
-def time_tables(results: ResultsFile, found: Mapping[str, Sequence[Comparison]]) -> None:
+def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> None:
     """Columns are the groups. Medians over the rounds."""
-    decodes = {group: next(c for c in comparisons if c.test.n_gen) for group, comparisons in found.items()}
+    decodes = {group: next(c for c in comparisons if c.test.n_gen) for group, comparisons in groups.items()}
     samples = {group: [m.of(1) for m in decode.measurements if not m.error and m.of(1)] for group, decode in decodes.items()}
     samples = {group: rounds for group, rounds in samples.items() if rounds}
 
@@ -485,17 +421,16 @@ def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, li
         bench = bench.answering(max(numbers(limits)))
     jobs = {f"{limit} MiB": bench.job(limit << 20, memory=within(limit), strategy=strategy) for limit in numbers(limits)}
     jobs[IN_MEMORY] = bench.job(expert_memory=EVERYTHING, strategy=strategy)
-    found = bench.compare({name: metered(job) for name, job in jobs.items()})
-    return {name: [c for c in found if c.name == name] for name in jobs}
+    comparisons = bench.compare({name: metered(job) for name, job in jobs.items()})
+    return {name: [c for c in comparisons if c.name == name] for name in jobs}
 
 
 # contenders that are no plain jobs
 
 
 @workload("This checkout over an earlier one", 256, options=[LIMITS, click.option("--strategy", default="auto", show_default=True),
-          click.option("--checkout", required=True, type=click.Path(exists=True, file_okay=False), help="The earlier one, set up with `make env`."),
-          click.option("--busy", default=0, show_default=True, help="Busy processes beside each run.")])  # fmt: skip
-def before(bench: Bench, limits: str, strategy: str, checkout: str, busy: int) -> dict[str, list[Comparison]]:
+          click.option("--checkout", required=True, type=click.Path(exists=True, file_okay=False), help="The earlier one, set up with `make env`.")])  # fmt: skip
+def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str, list[Comparison]]:
     """`moeoff bench` of both, each with its own library, in a memory cgroup; a limit of 0: everything in memory."""
 
     def turn(folder: str, program: str, limit: int) -> Turn:
@@ -505,7 +440,7 @@ def before(bench: Bench, limits: str, strategy: str, checkout: str, busy: int) -
 
         def measured(_index: int) -> Measurement:
             drop_from_page_cache(bench.model)
-            with memory_cgroup(limit << 20 or EVERYTHING) as group, neighbours(busy):
+            with memory_cgroup(limit << 20 or EVERYTHING) as group:
                 return from_rows(bench.job(), group.run(command, cwd=folder, env=clean, capture_output=True, text=True))
 
         return measured
@@ -513,20 +448,20 @@ def before(bench: Bench, limits: str, strategy: str, checkout: str, busy: int) -
     out, clean = {}, {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # the folder that it runs in is whose code it is
     earlier, here = os.path.join(os.path.abspath(checkout), ".venv/bin/moeoff"), os.path.join(os.path.dirname(sys.executable), "moeoff")
     for limit in numbers(limits):
-        found = {"before": turn(checkout, earlier, limit), "now": turn(str(ROOT), here, limit)}
-        out[f"{limit} MiB" if limit else "all in memory"] = take_turns(found, bench.rounds)
+        turns = {"before": turn(checkout, earlier, limit), "now": turn(str(ROOT), here, limit)}
+        out[f"{limit} MiB" if limit else "all in memory"] = take_turns(turns, bench.rounds)
     return out
 
 
 def from_rows(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
     """The measurement that `moeoff bench -o json` has printed: a row for the prompt, and one for decoding."""
-    found = json.loads(done.stdout) if done.stdout.strip() else []
+    lines = json.loads(done.stdout) if done.stdout.strip() else []
     if done.returncode:
-        said = [row["error"] for row in found if row.get("error")] or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        said = [row["error"] for row in lines if row.get("error")] or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return Measurement(job, error=said[-1])
-    sizes = [row["n_prompt"] + row["n_gen"] for row in found]
-    samples = [Sample(i, n, row["avg_ns"] / 1e9, n * row.get("cpu_ms_per_token", 0) / 1e3) for i, (n, row) in enumerate(zip(sizes, found))]
-    return Measurement(job, closed={PEAK: found[-1].get("peak_rss")}, samples=samples)
+    sizes = [row["n_prompt"] + row["n_gen"] for row in lines]
+    samples = [Sample(i, n, row["avg_ns"] / 1e9, n * row.get("cpu_ms_per_token", 0) / 1e3) for i, (n, row) in enumerate(zip(sizes, lines))]
+    return Measurement(job, closed={PEAK: lines[-1].get("peak_rss")}, samples=samples)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def threads() -> dict[int, ThreadTimes]:
     Raises:
         MoeoffError: the kernel does not tell.
     """
-    tick, found = os.sysconf("SC_CLK_TCK"), {}
+    tick, times = os.sysconf("SC_CLK_TCK"), {}
     for tid in map(int, os.listdir(_TASKS)):
         try:
             folder = f"{_TASKS}/{tid}"
@@ -73,10 +73,10 @@ def threads() -> dict[int, ThreadTimes]:
                 switches = next(int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt_switches"))
         except FileNotFoundError:  # it has ended, or this kernel has no such file
             continue
-        found[tid] = ThreadTimes(name, running / 1e9, core_wait / 1e9, int(rest.split()[12]) / tick, switches)
-    if not found:
+        times[tid] = ThreadTimes(name, running / 1e9, core_wait / 1e9, int(rest.split()[12]) / tick, switches)
+    if not times:
         raise MoeoffError("this system does not tell how long each thread has run: where the time goes is measured on Linux")
-    return found
+    return times
 
 
 class TimeMeter:

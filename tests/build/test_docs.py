@@ -4,13 +4,16 @@ import re
 import subprocess
 import sys
 
+import click
 import pytest
 
 import moeoff
 from helpers.files import ROOT
+from moeoff.cli.main import main
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 READERS = [ROOT / "README.md", *(ROOT / "docs" / "guides").glob("*.md")]  # pages of those who use moeoff
+OPTION = re.compile(r"(?<= )--?[a-z][\w-]*")
 # ours alone: the field has others (docs/glossary.md)
 PRIVATE = re.compile(
     r"\b(arenas?|lent|lend(er|ing|s)?|contracts?|strangers?|twins?|habits?|remarks?|mended|lanes?|shape's|what no|such that are|those that there are"
@@ -139,9 +142,15 @@ def test_paths_and_commands_in_the_pages_exist():
         for path in re.findall(r"(?<![\w./-])((?:moeoff|scripts|tests|docs|llamacpp_patches)/[\w./-]*\w/?)(?![\w*<])", text):
             if not (ROOT / path).exists():
                 wrong.append(f"{page.name}: {path}")
-        for script, command in re.findall(r"python (scripts/\S+\.py) ([a-z][\w-]+)", text):
+        typed = text.replace("\\\n", " ")
+        for script, command, arguments in re.findall(r"python (scripts/\S+\.py)(?: ([a-z][\w-]+)(?![\w.=]))?([^`\n#]*)", typed):
             if not re.search(rf"(def |[\"|]|\.py ){command}\b", (ROOT / script).read_text()):
                 wrong.append(f"{page.name}: {script} {command}")
+            source = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))  # a command's options may stand in a module beside it
+            wrong += [f"{page.name}: {script} {option}" for option in OPTION.findall(arguments) if not re.search(rf"[\"\[ |]{option}[\"\] |=]", source)]
+        for name, arguments in re.findall(r"(?:^    |`)moeoff ([a-z]+)( [^`\n#]*)", typed, re.MULTILINE):
+            options = {option for parameter in main.get_command(click.Context(main), name).params for option in parameter.opts}
+            wrong += [f"{page.name}: moeoff {name} {option}" for option in OPTION.findall(arguments) if option not in options and name != "serve"]
     assert not wrong
 
 
@@ -162,10 +171,10 @@ def test_contributing_lists_every_program():
     assert set(re.findall(r"`([\w/]+\.(?:py|sh))`", section)) == programs
 
 
-@pytest.mark.parametrize("name, given", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")])
-def test_examples_run(name, given):
+@pytest.mark.parametrize("name, lines", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")])
+def test_examples_run(name, lines):
     script = ROOT / "docs" / "examples" / f"{name}.py"
-    done = subprocess.run([sys.executable, str(script)], input=given, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(script)], input=lines, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) >= 3
 

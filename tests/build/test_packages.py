@@ -88,21 +88,21 @@ def test_no_test_imports_from_another():
 
 def third_party_imports() -> dict[str, str]:
     """Packages that the program imports, by name, each with a file that does; what only a type checker sees is left out."""
-    found: dict[str, str] = {}
+    file_of: dict[str, str] = {}
 
     def visit(node: ast.AST, file: str) -> None:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             return
         if isinstance(node, ast.Import):
-            found.update({alias.name.partition(".")[0]: file for alias in node.names})
+            file_of.update({alias.name.partition(".")[0]: file for alias in node.names})
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            found[node.module.partition(".")[0]] = file
+            file_of[node.module.partition(".")[0]] = file
         for child in ast.iter_child_nodes(node):
             visit(child, file)
 
     for path in Path(moeoff.__file__).parent.rglob("*.py"):
         visit(ast.parse(path.read_text()), path.name)
-    return {name: file for name, file in found.items() if name not in sys.stdlib_module_names and name != "moeoff"}
+    return {name: file for name, file in file_of.items() if name not in sys.stdlib_module_names and name != "moeoff"}
 
 
 def test_every_import_is_declared():
@@ -111,7 +111,7 @@ def test_every_import_is_declared():
     blocks = {name: re.search(rf"^{name} = \[(.*?)\]\s*$", project, re.DOTALL | re.MULTILINE)[1] for name in ("dependencies", "hub", "ray")}
     declared = {name: set(re.findall(r'"([\w-]+)[^"]*[<>=]=[^"]*"', block.lower().replace("_", "-"))) for name, block in blocks.items()}
     files, distributions = third_party_imports(), importlib.metadata.packages_distributions()
-    imported = {name: {found.lower().replace("_", "-") for found in distributions.get(name, [name])} for name in files}
-    missing = {name: files[name] for name, found in imported.items() if not found & set().union(*declared.values())}
+    imported = {name: {distribution.lower().replace("_", "-") for distribution in distributions.get(name, [name])} for name in files}
+    missing = {name: files[name] for name, names in imported.items() if not names & set().union(*declared.values())}
     assert not missing
     assert len(declared["dependencies"]) > 5 and declared["dependencies"] <= set().union(*imported.values())

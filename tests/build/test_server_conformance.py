@@ -8,23 +8,23 @@ SUITE = "--port 8123 --temp 0.8 --n-predict -1 --host 127.0.0.1 --model m.gguf -
 
 def test_what_moeoff_has_an_option_for_becomes_that_option():
     more = ["-ctk", "q8_0", "-fa", "off", "--cache-ram", "100", "--cors-origins", "https://a,https://b", "--embedding", "--metrics", "--context-shift"]
-    found = server_conformance.options(SUITE + more)
-    assert found.pop("args") == ("--temp", "0.8", "--n-predict", "-1", "--no-slots")
+    options = server_conformance.options(SUITE + more)
+    assert options.pop("args") == ("--temp", "0.8", "--n-predict", "-1", "--no-slots")
     assert {"port": 8123, "host": "127.0.0.1", "model": "m.gguf", "n_batch": 32, "alias": "a,b", "type_k": "q8_0", "flash_attn": False, "cache_ram": 100 << 20,
-            "cors": ["https://a", "https://b"], "embedding": True, "context_shift": True}.items() <= found.items()  # fmt: skip
+            "cors": ["https://a", "https://b"], "embedding": True, "context_shift": True}.items() <= options.items()  # fmt: skip
 
 
 def test_slots_divide_the_context_as_llama_servers_do():
-    given = [*SUITE, "--ctx-size", "512", "--parallel", "2"]
-    assert server_conformance.options(given)["kv_unified"] is False and server_conformance.options([*given, "--kv-unified"])["kv_unified"] is True
+    arguments = [*SUITE, "--ctx-size", "512", "--parallel", "2"]
+    assert server_conformance.options(arguments)["kv_unified"] is False and server_conformance.options([*arguments, "--kv-unified"])["kv_unified"] is True
     assert "kv_unified" not in server_conformance.options(SUITE)
 
 
 def test_the_options_are_ones_that_the_server_takes():
-    found = server_conformance.options([*SUITE, "--ctx-size", "512", "--parallel", "2", "--verbose", "--swa-full"])
-    ours = {name: found.pop(name) for name in list(found) if name in ServerOptions.__dataclass_fields__}
+    options = server_conformance.options([*SUITE, "--ctx-size", "512", "--parallel", "2", "--verbose", "--swa-full"])
+    ours = {name: options.pop(name) for name in list(options) if name in ServerOptions.__dataclass_fields__}
     ServerOptions.make(**ours)
-    Config.make(found.pop("model"), **found)
+    Config.make(options.pop("model"), **options)
 
 
 def test_junit(tmp_path):

@@ -15,7 +15,7 @@ from companions import write_expert_adapter
 from helpers.arch_models import ARCHITECTURES, WITHOUT_BLOCK, WITHOUT_MEMORY, write_model
 from helpers.device_runs import ENVIRONMENT, device_runs, why_no_device
 from helpers.logits import assert_bit_equal
-from helpers.rewrite_experts import requantize_experts
+from helpers.models import requantize_experts
 from moeoff.experts.convert import convert
 from moeoff.gguf.quantize import type_from_name
 from moeoff.llamacpp.native import HIGH, LOW, SKIP

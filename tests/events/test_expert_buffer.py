@@ -15,8 +15,7 @@ import pytest
 import moeoff
 from helpers.files import DEMO, ROOT
 from helpers.logits import Stock, assert_bit_equal, decode_in, greedy_logits, stock_logits
-from helpers.models import split_model
-from helpers.rewrite_experts import requantize_experts
+from helpers.models import requantize_experts, split_model
 from helpers.waiting import wait_until
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.gguf.model_index import ModelIndex

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ import pytest
 
 import moeoff
 from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
+from helpers.processes import run_python
 from helpers.waiting import wait_until_still
 from moeoff import OptionError
 from moeoff.engine.comparison import BLOCK, ORDER, ABTest
@@ -219,9 +218,7 @@ with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_t
 @pytest.mark.parametrize("strategy", ["arc", "score"])
 def test_the_policy_follows_the_budget(demo, strategy):
     """In a process of its own: what other tests have freed would be experts' memory."""
-    done = subprocess.run([sys.executable, "-c", FOLLOWS, demo, strategy], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    low, *high = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+    low, *high = [tuple(map(float, line.split())) for line in run_python(FOLLOWS, demo, strategy).splitlines()]
     assert len(high) == 2 and min(high)[0] > 1.4 * low[0]  # all 384 experts, and at most 239 where rows that no token named leave their cache to experts
     for told, holds in (low, *high):
         assert told == pytest.approx(holds, rel=0.02, abs=1)  # a change of less than 1 % is not told

@@ -202,10 +202,10 @@ def test_the_log_is_off_by_default_and_bounded(demo):
         assert len(buffer.take_reads()) == 0
         buffer.log_reads()
         n = sum(load_all() for _ in range(60))
-        taken = buffer.take_reads()
-        assert n > 65536 == len(taken) and taken["seq"].tolist() == list(range(n - 65536 + 1, n + 1))
+        records = buffer.take_reads()
+        assert n > 65536 == len(records) and records["seq"].tolist() == list(range(n - 65536 + 1, n + 1))
         assert len(buffer.take_reads()) == 0
-        assert (taken["t_queued"] <= taken["t_start"]).all() and (taken["t_start"] <= taken["t_done"]).all()
+        assert (records["t_queued"] <= records["t_start"]).all() and (records["t_start"] <= records["t_done"]).all()
 
 
 def test_checked_in_trace():

@@ -29,8 +29,6 @@ def run(*args: str) -> None:
         pytest.param("nth --most 2", marks=needs_cc),
         pytest.param("disk", marks=needs_cc),
         "kill --kills 160",
-        "places --only run --only inspect --only convert --every 30",
-        "places --only serve --every 61",
         "files --only model --only served --count 400 --seed 2",
         "http",
         "advisories",
@@ -50,9 +48,9 @@ import common
 common.preload()
 common.import_all()
 import nth_fault
-nth_fault.SCENARIOS["decode"] = [(common.Call.READ, common.Kind.WRONG, 0)], nth_fault.kept_open(strategy="lru")
-(found,), *_ = nth_fault.sweep("decode", (), 1, 1)
-print(found.problems)
+nth_fault.SCENARIOS["decode"] = [(common.Call.READ, common.Kind.WRONG, 0)], nth_fault.with_open_model(strategy="lru")
+(outcome,), *_ = nth_fault.sweep("decode", (), 1, 1)
+print(outcome.problems)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "n = 1: the failed read was not told" in done.stdout, done.stdout + done.stderr
@@ -96,10 +94,10 @@ for case in common.in_workers(lambda: check, range(7), memory=bound):
     print(case.n, case.outcome, *case.problem.split()[:3])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=300)
-    found = {}
+    cases = {}
     for line in done.stdout.splitlines():
         n, outcome, *problem = line.split()
-        found[n] = outcome, problem
-    assert list(found) == [*"0123456"], done.stdout + done.stderr
-    assert {n for n, (_, problem) in found.items() if problem} == {"1", "3", "5"}
-    assert found["1"][0] == found["3"][0] == "ended" and found["3"][1][0] == "hangs:" and found["5"][1][1:] == ["MiB", "of"]
+        cases[n] = outcome, problem
+    assert list(cases) == [*"0123456"], done.stdout + done.stderr
+    assert {n for n, (_, problem) in cases.items() if problem} == {"1", "3", "5"}
+    assert cases["1"][0] == cases["3"][0] == "ended" and cases["3"][1][0] == "hangs:" and cases["5"][1][1:] == ["MiB", "of"]

@@ -23,8 +23,8 @@ from gguf import GGMLQuantizationType
 import moeoff
 from companions import write_expert_adapter
 from helpers.files import DEMO, SMALL_TRACE
-from helpers.models import with_template
-from model_writer import ModelWriter
+from helpers.models import rewritten, with_template
+from helpers.processes import run_python
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
 from moeoff.engine.prompt import PromptCache, Template
@@ -48,14 +48,6 @@ LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]) << 20, int(sys.argv[1]) << 20))
 """
-
-
-def with_values(out, source=DEMO, **values) -> str:
-    """The demo model, or another file, with other metadata."""
-    with ModelFile(source) as model, ModelWriter(out, model.metadata | values, list(model.tensors.values())) as writer:
-        for name in model.tensors:
-            writer.write(model.data(name))
-    return str(out)
 
 
 @pytest.fixture(params=["pipe", "socket", "device", "folder"])
@@ -83,7 +75,7 @@ def no_file(request, tmp_path):
 
 def test_more_values_than_any_model_has(tmp_path):
     """llama.cpp would take minutes to look at 100,000."""
-    path = with_values(tmp_path / "model.gguf", **{f"moeoff.{i}": i for i in range(5000)})
+    path = rewritten(DEMO, tmp_path / "model.gguf", {f"moeoff.{i}": i for i in range(5000)})
     with pytest.raises(ModelError, match=r"damaged: 50\d\d values, expected at most 4096"):
         ModelFile(path)
 
@@ -147,8 +139,8 @@ def test_archives(tmp_path):
     arrays = {"a": np.arange(6.0).reshape(2, 3), "b": np.asfortranarray(np.arange(6).reshape(2, 3)), "c": np.array(True), "d": np.array(["x", "yz"]),
               "e": np.empty((0, 3))}  # fmt: skip
     np.savez_compressed(path, **arrays)
-    found = read_npz(path, 10_000)
-    assert all(np.array_equal(found[name], array) and found[name].dtype == array.dtype for name, array in arrays.items())
+    read = read_npz(path, 10_000)
+    assert all(np.array_equal(read[name], array) and read[name].dtype == array.dtype for name, array in arrays.items())
     assert list(read_npz(path, 10_000, lambda name: name == "b")) == ["b"]
     with pytest.raises(ArchiveError, match="it unpacks to .*, and there is room for"):
         read_npz(path, 100)
@@ -296,7 +288,7 @@ def test_pairs_of_experts_are_checked():
 
 def test_headers_that_are_too_long(tmp_path):
     with pytest.raises(ModelError, match="header is damaged: it is longer than 64 MiB"):
-        ModelIndex.read(with_values(tmp_path / "a.gguf", **{"general.description": "x" * (65 << 20)}))
+        ModelIndex.read(rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (65 << 20)}))
     raw = DEMO.read_bytes()
     path = tmp_path / "b.gguf"
     path.write_bytes(raw[:8] + struct.pack("<q", 1 << 40) + raw[16:])
@@ -305,7 +297,7 @@ def test_headers_that_are_too_long(tmp_path):
 
 
 def test_long_values_are_not_kept(tmp_path):
-    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (20 << 20), "general.tags": ["abc"] * 400_000, "general.last": 7})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (20 << 20), "general.tags": ["abc"] * 400_000, "general.last": 7})
     with ModelFile(path) as whole, ModelFile(path, longest=1000) as short, ModelFile(DEMO) as demo:
         assert whole.tensors == short.tensors == demo.tensors and short.n_strings == whole.n_strings == demo.n_strings + 400_000
         assert short.metadata == {key: raw for key, raw in whole.metadata.items() if len(raw) <= 1000}
@@ -314,7 +306,7 @@ def test_long_values_are_not_kept(tmp_path):
 
 
 def test_a_header_that_leaves_no_room_is_refused(tmp_path):
-    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     with pytest.raises(moeoff.BudgetError, match="what its header says takes about 2.. MiB to read, and there is room for"):
         moeoff.Llama(path, memory="200M")
 
@@ -335,10 +327,8 @@ for statement in sys.argv[1:]:
 def said_and_taken(*statements: str) -> list[tuple[str, int]]:
     """What each of these, one after the other, says of files that ask for too much, and the most that the process had taken by then, in MiB. A use of freed
     memory, at its end too, ends it."""
-    env = {**os.environ, "MALLOC_PERTURB_": "165"}
-    done = subprocess.run([sys.executable, "-c", EACH, *statements], capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, done.stderr
-    return [(said, int(peak)) for peak, _, said in (line.partition(" ") for line in done.stdout.splitlines())]
+    lines = run_python(EACH, *statements, MALLOC_PERTURB_="165").splitlines()
+    return [(said, int(peak)) for peak, _, said in (line.partition(" ") for line in lines)]
 
 
 def with_hole(source: str, out) -> str:
@@ -357,7 +347,7 @@ def test_adapters_that_ask_for_too_much(demo, tmp_path):
     """llama.cpp takes several times what a header has, and the weights: 2,113 MiB of 300 for the string of 1 GiB."""
     small = write_expert_adapter(demo, tmp_path / "small.gguf")
     large = write_expert_adapter(demo, tmp_path / "large.gguf", rank=240)
-    long = with_values(tmp_path / "long.gguf", small, **{"general.description": "x" * (60 << 20)})
+    long = rewritten(small, tmp_path / "long.gguf", {"general.description": "x" * (60 << 20)})
     expected = {with_hole(small, tmp_path / "hole.gguf"): "header is damaged: it is longer than", long: "a budget of 200 MiB is too small",
                 large: "a budget of 200 MiB is too small", small: ""}  # fmt: skip
     done = said_and_taken(*(f'moeoff.Llama({demo!r}, n_ctx=256, memory="200M", lora_path={str(path)!r})' for path in expected))
@@ -379,7 +369,7 @@ def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
 
 
 def test_a_template_is_read_within_bounds(tmp_path):
-    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     (_, usual), (_, peak) = said_and_taken(*(f"from moeoff.engine.prompt import chat_template; assert chat_template({file!r})" for file in (str(DEMO), path)))
     assert peak - usual < 8
 
@@ -388,7 +378,7 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
     """Before anything is planned with them: planning reads them, too."""
     from moeoff.server.extra_models import ExtraModels
 
-    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     words = "what its header says takes about 2.. MiB to read, and there is room for"
     models = (f"{path!r}", f"{demo!r}, draft={path!r}", f"{demo!r}, mmproj={path!r}")
     done = said_and_taken(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
@@ -400,7 +390,7 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
 
 def test_numbers_that_llama_cpp_writes_out(tmp_path):
     """Each array as a text, for its log, whoever reads it."""
-    path = with_values(tmp_path / "a.gguf", **{"some.numbers": np.full(60_000, np.float64(-1e308))})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"some.numbers": np.full(60_000, np.float64(-1e308))})
     with moeoff.Llama(str(DEMO), memory="2G", n_ctx=64) as llm:
         usual = llm.engine.model_index.header_memory
     code = """
@@ -411,15 +401,13 @@ before = peak_rss()
 with moeoff.Llama(sys.argv[2], memory="2G", n_ctx=64) as llm:
     print(peak_rss() - before, llm.engine.model_index.header_memory)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(DEMO), path], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    taken, reckoned = map(int, done.stdout.split())
-    assert taken <= reckoned - usual + (2 << 20)
+    peak, reckoned = map(int, run_python(code, DEMO, path).split())
+    assert peak <= reckoned - usual + (2 << 20)
 
 
 def test_what_a_model_was_trained_for_takes_no_memory(tmp_path):
     """llama_cpp makes room for so many tokens, each time that it reads a text: 4 GiB here."""
-    path = with_values(tmp_path / "a.gguf", **{"qwen2moe.context_length": 1 << 30})
+    path = rewritten(DEMO, tmp_path / "a.gguf", {"qwen2moe.context_length": 1 << 30})
     code = """
 import sys, moeoff
 from moeoff.system.memory import peak_rss
@@ -430,9 +418,7 @@ with moeoff.Llama(sys.argv[1], memory="300M", n_ctx=256) as llm, moeoff.Llama(sy
     print(llm.create_completion("Once", max_tokens=4)["choices"][0]["text"] == other.create_completion("Once", max_tokens=4)["choices"][0]["text"])
 print(peak_rss() >> 20)
 """
-    done = subprocess.run([sys.executable, "-c", code, path, str(DEMO)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    same, peak = done.stdout.split()
+    same, peak = run_python(code, path, DEMO).split()
     assert same == "True" and int(peak) < 300
 
 

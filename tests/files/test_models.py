@@ -1,8 +1,8 @@
-"""The scripts that make models: the demo model's export, grown and requantized copies of it, and random models with published shapes in the real library."""
+"""The scripts that make models: the demo model's export, grown copies of it, and random models with published shapes in the real library."""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import gzip
 import math
 from dataclasses import replace
@@ -15,18 +15,19 @@ from gguf import GGMLQuantizationType as T
 from common import write_small_model
 from grow_model import Growth, grow_model
 from header_model import header_model
+from helpers import ggml_api
+from helpers.eval_callback import WithCallback
 from helpers.files import DEMO, PROSE
-from helpers.rewrite_experts import requantize_experts
+from helpers.logits import Stock, greedy_logits
 from moeoff import Llama
 from moeoff.budget.dry_load import dry_load
 from moeoff.errors import ModelError, OptionError, WriteError
-from moeoff.gguf.file import ModelFile, Tensor
+from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
-from moeoff.llamacpp.llama import _log as llama_log
+from moeoff.gguf.quantize import dequantize, row_bytes, type_from_name
 from route_trace import read_route_trace
 from routing import PUBLISHED as PUBLISHED_TRACES
-from routing import TOLD, answer, answer_of, heaviest, measure_answer, shape_answers, wanted
+from routing import TOLD, answer, answer_of, heaviest, measure_answer, shape_answers, target_of
 from shape_model import ANSWER, NEAREST, SHAPES, Pools, shape_model, tensors
 
 TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
@@ -35,54 +36,29 @@ TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
 REFERENCE = np.array([2.792, -7.438, -7.4488, 3.7218, 1.7363, -2.4663])
 
 
-def evaluate(path: Path, tokens: list[int] = TOKENS) -> tuple[np.ndarray, np.ndarray]:
-    """(logits f32 [n_tokens, n_vocab], sorted ids of the chosen experts [n_layer, n_tokens, 4]) with an F32 cache."""
-    import llama_cpp as llama
-    from llama_cpp.llama_cpp import _lib as lib
+class Routes(WithCallback, Stock):
+    """Of each layer the sorted ids of the experts that were chosen, [n_tokens, 4]; with an F32 cache."""
 
-    # const char * ggml_get_name(const struct ggml_tensor * tensor);
-    lib.ggml_get_name.argtypes, lib.ggml_get_name.restype = [ctypes.c_void_p], ctypes.c_char_p
-    # void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
-    lib.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
-    lib.ggml_backend_tensor_get.restype = None
-    chosen: list[np.ndarray] = []
+    def __init__(self, path: Path):
+        self.chosen: list[np.ndarray] = []
+        super().__init__(str(path), n_ctx=256, n_batch=256, n_ubatch=256, type_k=int(T.F32), type_v=int(T.F32), logits_all=True)
+        self.chosen.clear()
 
-    @llama.ggml_backend_sched_eval_callback
-    def on_node(tensor: int, ask: bool, _: object) -> bool:
-        wanted = lib.ggml_get_name(tensor).startswith(b"ffn_moe_argsort")
-        if wanted and not ask:
-            order = np.empty((len(tokens), 32), np.int32)  # all tokens' logits are asked for, so no layer is trimmed
-            lib.ggml_backend_tensor_get(tensor, order.ctypes.data, 0, order.nbytes)
-            chosen.append(np.sort(order[:, :4]))
-        return wanted or not ask
+    def _watch(self, node: int, ask: bool, _user: object) -> bool:
+        tensor = ggml_api.Tensor.from_address(node)
+        if not tensor.name.startswith(b"ffn_moe_argsort"):
+            return not ask
+        if not ask:  # all tokens' logits are asked for, so no layer is trimmed
+            self.chosen.append(np.sort(ggml_api.matrix(tensor)[:, :4]))
+        return True
 
-    llama.llama_backend_init()
-    log = llama.llama_log_callback(lambda level, text, data: None)
-    llama.llama_log_set(log, None)
-    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
-    assert model, f"{path} does not load"
-    params = llama.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = 256
-    params.n_threads = params.n_threads_batch = 2
-    params.type_k = params.type_v = int(T.F32)
-    params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED  # exact to float error only without
-    params.cb_eval = on_node
-    context = llama.llama_init_from_model(model, params)
-    batch = llama.llama_batch_init(len(tokens), 0, 1)
-    try:
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
-            batch.seq_id[i][0] = 0
-        assert llama.llama_decode(context, batch) == 0
-        logits = np.ctypeslib.as_array(llama.llama_get_logits(context), (len(tokens), 4096)).copy()
-    finally:
-        llama.llama_batch_free(batch)
-        llama.llama_free(context)
-        llama.llama_model_free(model)
-        llama.llama_log_set(llama_log, None)  # as moeoff.llamacpp has it
-    assert len(chosen) == 12
-    return logits, np.stack(chosen)
+
+def evaluate(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(logits f32 [n_tokens, n_vocab], sorted ids of the chosen experts [n_layer, n_tokens, 4]) of TOKENS."""
+    with contextlib.closing(Routes(path)) as llm:
+        logits = greedy_logits(llm, TOKENS, 0)
+        assert len(llm.chosen) == 12
+        return logits, np.stack(llm.chosen)
 
 
 # --- the demo model ---
@@ -140,8 +116,8 @@ def test_grown_model_computes_the_same(plain, tmp_path, noise):
     assert np.array_equal(grown_routing, routing)
     with ModelFile(source) as old, ModelFile(tmp_path / "grown.gguf") as new:
         assert new.value("qwen2moe.embedding_length") == 256 and new.value("qwen2moe.expert_feed_forward_length") == 128
-        kept = [key for key in old.metadata if key.startswith("tokenizer.")]
-        assert kept and all(new.metadata[key] == old.metadata[key] for key in kept)
+        keys = [key for key in old.metadata if key.startswith("tokenizer.")]
+        assert keys and all(new.metadata[key] == old.metadata[key] for key in keys)
         name, share = "blk.3.ffn_down_exps.weight", old.rows("blk.3.ffn_down_exps.weight")[:128] / 2
         tiles = new.rows(name)[:128].reshape(128, 2, 64)
         assert np.allclose(tiles.sum(axis=1), 2 * share, atol=1e-6)
@@ -178,38 +154,6 @@ def test_growing_refuses(tmp_path):
     with pytest.raises(ModelError, match="negative"):
         growth(2, 2, -1.0)
     assert list(tmp_path.iterdir()) == []
-
-
-# --- requantizing ---
-
-
-@pytest.mark.parametrize("type", [T.Q4_0, T.MXFP4, type_from_name("Q2_0"), T.F16], ids=type_name)
-def test_requantize_touches_only_experts(tmp_path, type):
-    out = tmp_path / "out.gguf"
-    done = requantize_experts(DEMO, out, type)
-    assert len(done.changed) == 36 and done.left == ()
-    with ModelFile(DEMO) as old, ModelFile(out) as new:
-        assert list(old.metadata.items()) == list(new.metadata.items()) and list(old.tensors) == list(new.tensors)
-        for name, tensor in old.tensors.items():
-            if name in done.changed:
-                assert new.tensors[name] == Tensor(name, tensor.shape, type)
-                assert np.array_equal(new.data(name), quantize(old.rows(name), type))
-            else:
-                assert new.tensors[name] == tensor and np.array_equal(new.data(name), old.data(name))
-    logits, _ = evaluate(out)
-    assert np.isfinite(logits).all()
-
-
-def test_requantize_leaves_what_does_not_fit(tiny, tmp_path):
-    assert not fits(T.Q4_K, 64) and not fits(T.Q4_K, 128)
-    done = requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
-    assert done.changed == () and len(done.left) == 36
-    assert (tmp_path / "out.gguf").read_bytes() == DEMO.read_bytes()
-    with pytest.raises(WriteError, match="exists"):
-        requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
-    grow_model(tiny, tmp_path / "half.gguf", growth(2, 1, expert_type=T.F16, dense_type=T.Q8_0))
-    done = requantize_experts(tmp_path / "half.gguf", tmp_path / "half-iq.gguf", T.IQ2_XXS)  # needs an imatrix: gets a flat one
-    assert len(done.changed) == 4 and all("down" in name for name in done.left) and len(done.left) == 2
 
 
 # --- published shapes ---
@@ -381,7 +325,7 @@ def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
 def test_answers_have_the_statistics_of_the_published_traces(name, within):
     """On copies with all layers, experts and widths; three points are wanted, and of qwen3-30b-a3b not quite reached."""
     ((_, trace, recall),) = shape_answers([name], None)
-    goal = read_route_trace(PUBLISHED_TRACES[wanted(name)[0]])
+    goal = read_route_trace(PUBLISHED_TRACES[target_of(name)[0]])
     reached, published = measure_answer(heaviest(trace, goal.model.n_used)), measure_answer(goal)
     assert reached.repeats == pytest.approx(published.repeats, abs=within)
     assert reached.lru == pytest.approx(published.lru, abs=within)

@@ -83,7 +83,7 @@ def test_searched_q2_0():
 def test_searched_q2_0_minds_the_importance():
     rows = normal(64, 512)
     weights = np.random.default_rng(1).exponential(size=512).astype(np.float32)
-    error = lambda found: (weights * (found - rows) ** 2).sum()  # noqa: E731
+    error = lambda values: (weights * (values - rows) ** 2).sum()  # noqa: E731
     assert error(searched(rows, weights)) < 0.95 * error(searched(rows))
     assert np.array_equal(searched(rows, np.full(512, 3, np.float32)), searched(rows))
 
@@ -92,10 +92,10 @@ def test_searched_q2_0_minds_the_importance():
 @pytest.mark.parametrize("scale", [0, 1e-44, 1e-20, 1e-6, 1, 1e4, 1e38])
 def test_searched_q2_0_of_any_size(scale):
     rows = normal(3, 128) * np.float32(scale)
-    found = searched(rows)
-    assert np.isfinite(found).all()
+    values = searched(rows)
+    assert np.isfinite(values).all()
     if 1e-6 <= scale <= 1e4:  # what F16 holds as a scale
-        assert ((found - rows) ** 2).sum() < 0.2 * (rows**2).sum()
+        assert ((values - rows) ** 2).sum() < 0.2 * (rows**2).sum()
     exact = np.random.default_rng(2).integers(-1, 3, (4, 64)).astype(np.float32) * np.float32(-0.5)
     assert np.array_equal(searched(exact), exact)
     assert not searched(rows, np.zeros(128, np.float32)).any() and searched(rows[:0]).shape == (0, 128)
@@ -105,8 +105,8 @@ def test_threads_do_not_disturb_each_other():
     inputs = [(normal(20, 512), type_from_name(name)) for name in RMS_ERROR if name not in SLOW_TO_QUANTIZE]
     expected = [quantize(rows, type, flat_imatrix(type, 512)) for rows, type in inputs]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda x: quantize(x[0], x[1], flat_imatrix(x[1], 512)), inputs))
-    assert all(map(np.array_equal, found, expected))
+        quantized = list(pool.map(lambda x: quantize(x[0], x[1], flat_imatrix(x[1], 512)), inputs))
+    assert all(map(np.array_equal, quantized, expected))
 
 
 def test_chunk_errors_come_through():

@@ -8,7 +8,6 @@ import random
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,9 +20,8 @@ from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, wri
 from helpers.eval_callback import WithCallback
 from helpers.files import ROOT, flip_bit
 from helpers.kernels import Op, Plain
-from helpers.logits import Stock, assert_bit_equal, greedy_logits
-from helpers.models import split_model
-from model_writer import ModelWriter
+from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
+from helpers.models import rewritten, split_model
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.experts.convert import convert
 from moeoff.experts.sidecar import FORMAT_VERSION, ExpertSource, Sidecar, parse_slice_name, sidecar_path
@@ -36,26 +34,8 @@ PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "expert_memory": 1 << 30}
 
 
-def requantized(model: str | Path, out: Path, types: dict[str, int], search: bool = False) -> Path:
-    """The model with these types for these tensors, made by `quantize` from whole tensors."""
-    with ModelFile(model) as file:
-        tensors = [replace(t, type=types.get(t.name, t.type)) for t in file.tensors.values()]
-        with ModelWriter(out, file.metadata, tensors, file.alignment) as writer:
-            for tensor in tensors:
-                same = tensor.type == file.tensors[tensor.name].type
-                writer.write(file.data(tensor.name) if same else quantize(file.rows(tensor.name), tensor.type, search=search))
-    return out
-
-
 def types_of(sidecar: str, tier: str, expert: int = 0) -> dict[str, int]:
     return {name: s.type for (name, e, t), s in Sidecar(sidecar).slices.items() if t == tier and e == expert}
-
-
-def stock_logits(path) -> np.ndarray:
-    stock = Stock(str(path), n_ctx=64, logits_all=True)
-    logits = greedy_logits(stock, PROMPT, 8)
-    stock.close()
-    return logits
 
 
 def sidecar_logits(path, **options) -> np.ndarray:
@@ -80,7 +60,7 @@ def test_names_of_the_format(model):
 @pytest.fixture(scope="module")
 def expected(demo) -> np.ndarray:
     """The demo model's logits by llama.cpp."""
-    return stock_logits(demo)
+    return stock_logits(demo, PROMPT, 8, 64)
 
 
 def test_keep_is_lossless_and_found(model, expected):
@@ -105,8 +85,8 @@ def test_a_tier_is_the_requantized_stock_file(model, expected, tmp_path, tier):
     made = convert(model, tiers=tier)
     stands_in = tier == "Q2_K"  # the rows hold none of its blocks
     assert not stands_in or set(map(type_name, types_of(made.path, tier).values())) == {"Q2_0"}
-    out = requantized(model, tmp_path / "stock.gguf", types_of(made.path, tier), search=stands_in)
-    assert_bit_equal(sidecar_logits(model, tier=tier), stock_logits(out))
+    out = rewritten(model, tmp_path / "stock.gguf", types=types_of(made.path, tier), search=stands_in)
+    assert_bit_equal(sidecar_logits(model, tier=tier), stock_logits(out, PROMPT, 8, 64))
     assert_bit_equal(sidecar_logits(model), expected)  # without an original tier the model itself is the high tier
 
 
@@ -114,12 +94,12 @@ def test_a_tier_is_the_requantized_stock_file(model, expected, tmp_path, tier):
 def test_grown_model(grown, tmp_path):
     """Slices of many pages, in the K-quants' blocks."""
     made = convert(grown, output=tmp_path / "grown.experts.gguf", tiers="original,Q2_K")
-    expected = stock_logits(grown)
+    expected = stock_logits(grown, PROMPT, 8, 64)
     assert_bit_equal(sidecar_logits(grown, experts=made.path, verify_reads=True), expected)
     assert_bit_equal(sidecar_logits(grown, experts=made.path, expert_memory="4M"), expected)
-    out = requantized(grown, tmp_path / "stock.gguf", types_of(made.path, "Q2_K"))
+    out = rewritten(grown, tmp_path / "stock.gguf", types=types_of(made.path, "Q2_K"))
     assert set(map(type_name, types_of(made.path, "Q2_K").values())) == {"Q2_K"}
-    assert_bit_equal(sidecar_logits(grown, experts=made.path, tier="Q2_K", verify_reads=True), stock_logits(out))
+    assert_bit_equal(sidecar_logits(grown, experts=made.path, tier="Q2_K", verify_reads=True), stock_logits(out, PROMPT, 8, 64))
 
 
 def test_split_model(demo, expected, tmp_path):
@@ -130,7 +110,7 @@ def test_split_model(demo, expected, tmp_path):
     Sidecar(made.path).check_belongs(ModelIndex.read(demo))  # the same model in one file: the sidecar serves both
 
 
-class Products(WithCallback):
+class Products(WithCallback, moeoff.Llama):
     """Notes every product with experts: name, rows float32 [n_tokens, n_rows_in, n_cols], ids [n_tokens, n_used], result's bits."""
 
     def __init__(self, *args, **kwargs):
@@ -216,7 +196,7 @@ def compare_architecture(architecture: str, writer: Path, folder: Path) -> None:
     for floor in (False, True):
         with open_moeoff(path, floor=floor, verify_reads=True) as model:
             np.testing.assert_array_equal(run(model), expected)
-    out = requantized(path, folder / "stock.gguf", types_of(made.path, "Q4_K"))
+    out = rewritten(path, folder / "stock.gguf", types=types_of(made.path, "Q4_K"))
     with open_stock(out) as stock, open_moeoff(path, tier="Q4_K") as model:
         np.testing.assert_array_equal(run(model), run(stock))
 
@@ -274,7 +254,7 @@ def test_other_and_changed_models_are_refused(model, tmp_path):
         moeoff.Llama(model, **OPTIONS)
     Path(model).write_bytes(before)
     assert ExpertSource.make(ModelIndex.read(model)).repacked
-    other = ModelIndex.read(requantized(model, tmp_path / "other.gguf", dict.fromkeys(types_of(made.path, "original"), 2)))
+    other = ModelIndex.read(rewritten(model, tmp_path / "other.gguf", types=dict.fromkeys(types_of(made.path, "original"), 2)))
     with pytest.raises(ModelError, match="made of another model.gguf"):
         ExpertSource.make(other, made.path)
     shutil.copy(made.path, sidecar_path(other.files[0]))
@@ -286,11 +266,7 @@ def test_other_and_changed_models_are_refused(model, tmp_path):
 def test_metadata_may_change(model, tmp_path):
     """A corrected chat template leaves the experts what they were."""
     made = convert(model, tiers="original")
-    with ModelFile(model) as source:
-        with ModelWriter(tmp_path / "new.gguf", source.metadata | {"general.description": "x" * 5000}, list(source.tensors.values())) as writer:
-            for name in source.tensors:
-                writer.write(source.data(name))
-    Sidecar(made.path).check_belongs(ModelIndex.read(tmp_path / "new.gguf"))
+    Sidecar(made.path).check_belongs(ModelIndex.read(rewritten(model, tmp_path / "new.gguf", {"general.description": "x" * 5000})))
 
 
 def test_options(model, tmp_path):

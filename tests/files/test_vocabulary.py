@@ -5,7 +5,7 @@ import struct
 import pytest
 from click.testing import CliRunner
 
-from helpers.models import with_metadata
+from helpers.models import rewritten
 from moeoff import Llama, ModelError, MoeoffError, OptionError
 from moeoff.cli.main import main
 from moeoff.gguf.file import ModelFile
@@ -51,8 +51,8 @@ def test_tokens_for_every_byte():
     ],
 )  # fmt: skip
 def test_tokens_around_a_text(model, more, missing):
-    found = fault(model, MANY, **more)
-    assert (f"tokenizer.ggml.{missing}_token_id" in found) if missing else not found
+    text = fault(model, MANY, **more)
+    assert (f"tokenizer.ggml.{missing}_token_id" in text) if missing else not text
 
 
 def test_a_small_vocabulary():
@@ -69,7 +69,7 @@ def test_other_faults_are_left_to_llama_cpp(demo):
 @pytest.fixture(scope="module")
 def wrong(demo, tmp_path_factory):
     """The demo model, whose tokenizer is said to be another one."""
-    return with_metadata(demo, tmp_path_factory.mktemp("wrong") / "model.gguf", {"tokenizer.ggml.model": "llama"})
+    return rewritten(demo, tmp_path_factory.mktemp("wrong") / "model.gguf", {"tokenizer.ggml.model": "llama"})
 
 
 def refusal(*command: object) -> str:
@@ -89,7 +89,7 @@ def test_every_command_refuses_it(wrong):
 
 
 def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path):
-    path, other = (with_metadata(demo, tmp_path / f"{name}.gguf", {"general.architecture": name}) for name in ("llada-moe", "rnd1"))
+    path, other = (rewritten(demo, tmp_path / f"{name}.gguf", {"general.architecture": name}) for name in ("llada-moe", "rnd1"))
     text = tmp_path / "text"
     text.write_text("Once upon a time. " * 100)
     before, calibrate = sorted(tmp_path.iterdir()), ["calibrate", path, "--text", text]

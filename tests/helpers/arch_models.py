@@ -22,7 +22,7 @@ from helpers import ggml_api
 from helpers.eval_callback import WithCallback
 from helpers.files import ROOT
 from helpers.logits import Stock, decode_in
-from helpers.rewrite_experts import requantize_experts
+from helpers.models import requantize_experts
 from moeoff.engine.buffer import ExpertBuffer
 from moeoff.gguf.model_index import ModelIndex, is_expert, parse_tensor_name
 from moeoff.gguf.quantize import type_from_name
@@ -73,7 +73,7 @@ def write_model(writer: Path, folder: Path, architecture: str, kind: str) -> Pat
     path = folder / f"{architecture}-moe.gguf"
     for name in {"F32": (), "Q8_0": ("Q8_0",), "4-bit": ("Q4_K", "Q4_0")}[kind]:
         out = folder / f"{architecture}-{name}.gguf"
-        if requantize_experts(path, out, type_from_name(name)).changed:
+        if requantize_experts(path, out, type_from_name(name)):
             path.unlink()
             return out
         out.unlink()
@@ -150,7 +150,7 @@ class Block:
     router_input: np.ndarray | None
 
 
-class Watched(WithCallback):
+class Watched(WithCallback, moeoff.Llama):
     """Notes what the graph's own nodes read; `blocks` has it in the order of computing."""
 
     def __init__(self, *args, **kwargs):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+
+from helpers.processes import run_python
 
 _REFUSED = """
 import json, sys, moeoff
@@ -18,8 +18,7 @@ except moeoff.BudgetError as error:
 
 def needed(model: str, **options) -> int:
     """MiB that are enough for `moeoff.Llama`: up to 16 of them, which its libraries may still take, go to experts."""
-    done = subprocess.run([sys.executable, "-c", _REFUSED, model, json.dumps(options)], capture_output=True, text=True, check=True)
-    return named(done.stdout)
+    return named(run_python(_REFUSED, model, json.dumps(options)))
 
 
 def named(refusal: str) -> int:

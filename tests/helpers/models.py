@@ -1,21 +1,25 @@
-"""Models that tests make: with a next-token (MTP) layer, tables of rows or another chat template, and in several files."""
+"""Models that tests make: with a next-token (MTP) layer or tables of rows; copies that say something else, in other types, in several files."""
 
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from model_writer import ModelWriter
 from moeoff.gguf.file import ModelFile, Tensor
-from moeoff.gguf.model_index import SplitName
-from moeoff.gguf.quantize import type_from_name
+from moeoff.gguf.model_index import SplitName, is_expert
+from moeoff.gguf.quantize import I32, fits, needs_imatrix, quantize, type_from_name
 from shape_model import SHAPES, Weights, metadata, scales_of, tensors, tokenizer
+
+F64 = type_from_name("F64")
 
 
 def write_nextn_model(path: str | os.PathLike[str]) -> None:
@@ -69,19 +73,57 @@ def write_per_layer_model(path: str | os.PathLike[str], width: int) -> None:
                     writer.write(piece)
 
 
+def rewritten(
+    source: str | os.PathLike[str],
+    out: Path,
+    metadata: Mapping[str, Any] = MappingProxyType({}),
+    types: Mapping[str, int] = MappingProxyType({}),
+    arrays: Mapping[str, np.ndarray | None] = MappingProxyType({}),
+    search: bool = False,
+) -> str:
+    """A copy of a GGUF file, in which keys say something else, and tensors are stored otherwise.
+
+    Args:
+        metadata: by key; None: the key is not there.
+        types: in which these tensors' values are stored; types that want an importance matrix get a flat one.
+        arrays: of float32 or int32, in the place of these tensors or behind all others; None: the tensor is not there.
+        search: as `quantize` takes it.
+    """
+    with ModelFile(source) as model:
+        values = {key: value for key, value in (model.metadata | metadata).items() if value is not None}
+        tensors = {name: replace(tensor, type=types.get(name, tensor.type)) for name, tensor in model.tensors.items()}
+        tensors |= {name: array if array is None else Tensor(name, array.shape, I32 if array.dtype == np.int32 else 0) for name, array in arrays.items()}
+        plan = [tensor for tensor in tensors.values() if tensor is not None]
+        with ModelWriter(out, values, plan, model.alignment) as writer:
+            for tensor in plan:
+                if (array := arrays.get(tensor.name)) is not None:
+                    writer.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+                elif tensor == model.tensors[tensor.name]:
+                    writer.write(model.data(tensor.name))
+                elif tensor.type == F64:
+                    writer.write(model.rows(tensor.name).astype(np.float64).view(np.uint8))
+                else:
+                    imatrix = np.ones(tensor.shape[-1], np.float32) if needs_imatrix(tensor.type) else None
+                    writer.write(quantize(model.rows(tensor.name), tensor.type, imatrix, search))
+    return str(out)
+
+
 def with_template(model: str, path: Path, template: str) -> str:
     """A copy of the model at the path."""
-    return with_metadata(model, path, {"tokenizer.chat_template": template})
+    return rewritten(model, path, {"tokenizer.chat_template": template})
 
 
-def with_metadata(model: str, path: Path, changed: Mapping[str, Any]) -> str:
-    """A copy of the model at the path, in which these keys say something else, or, with None, are not there."""
-    with ModelFile(model) as source:
-        metadata = {key: value for key, value in (source.metadata | changed).items() if value is not None}
-        with ModelWriter(path, metadata, list(source.tensors.values())) as writer:
-            for name in source.tensors:
-                writer.write(source.data(name))
-    return str(path)
+def requantize_experts(source: str | os.PathLike[str], out: Path, type: int, only: str = "") -> list[str]:
+    """A copy with the routed experts in another type, where their rows hold its blocks. Returns the names of those tensors.
+
+    Args:
+        only: a regular expression of their names.
+    """
+    with ModelFile(source) as model:
+        experts = [tensor for tensor in model.tensors.values() if is_expert(tensor.name) and re.search(only, tensor.name)]
+    changed = [tensor.name for tensor in experts if fits(type, tensor.shape[-1]) and tensor.type != type]
+    rewritten(source, out, types=dict.fromkeys(changed, type))
+    return changed
 
 
 def split_model(source: str, folder: Path, n_parts: int) -> list[Path]:

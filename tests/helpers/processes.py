@@ -1,14 +1,34 @@
-"""Functions of tests in processes of their own: memory that other tests have freed is neither theirs to plan with nor theirs to use."""
+"""Processes: functions of tests in some of their own, since memory that other tests have freed is neither theirs to plan with nor to use; and what one takes."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+
+from helpers.files import ROOT
 
 
 def in_process_of_its_own(function: Callable[..., Any], *args: Any) -> Any:
     """What a function of a module returns, or raises, in a new interpreter."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
         return processes.submit(function, *args).result()
+
+
+def run_python(code: str, *args: object, **environment: str) -> str:
+    """What a new interpreter, which knows these helpers, writes to its standard output. It must end well."""
+    folders = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", code, *map(str, args)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": folders} | environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def status_bytes(name: str = "VmRSS", pid: int | str = "self") -> int:
+    """A size that the kernel tells of a process."""
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 
 from helpers.budgets import named
 from helpers.files import ROOT
+from helpers.processes import run_python, status_bytes
 from helpers.waiting import wait_until
 
 SCRIPT = """
@@ -64,8 +64,7 @@ class Served:
     @property
     def peak(self) -> int:
         """Bytes that the process has held at most."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) << 10
+        return status_bytes("VmHWM", self.process.pid)
 
     def metrics(self) -> dict[str, float]:
         lines = httpx.get(f"{self.url}/metrics", timeout=300).text.splitlines()
@@ -106,8 +105,7 @@ for args in sys.argv[2:]:
 
 def said_of_each(model: str, *args: str) -> list[str]:
     """What a server says of each of these arguments, before it loads or not."""
-    done = subprocess.run([sys.executable, "-c", EACH, model, *args], capture_output=True, text=True, timeout=300)
-    return done.stdout.splitlines()
+    return run_python(EACH, model, *args).splitlines()
 
 
 def refused(*command: str) -> str:
@@ -128,12 +126,17 @@ def _needed(model: str, options: str) -> int:
     return named(refused(sys.executable, "-c", SCRIPT, model, options))
 
 
+def llama_server() -> str:
+    """Path of the program that is built with our library's sources; the first time it is compiled."""
+    built = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "llama-server"], check=True, text=True, stdout=subprocess.PIPE)
+    return built.stdout.splitlines()[-1]
+
+
 @contextlib.contextmanager
 def stock_server(model: str, *args: str) -> Iterator[str]:
     """Its URL. It computes as our kernels do: without repacking, with flash attention, one answer at a time on two threads."""
-    built = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "llama-server"], check=True, text=True, stdout=subprocess.PIPE)
     port = free_port()
-    command = [built.stdout.splitlines()[-1], "-m", model, "--port", str(port), "--no-repack", "-fa", "on", "-t", "2", "-np", "1", "--no-warmup", *args]
+    command = [llama_server(), "-m", model, "--port", str(port), "--no-repack", "-fa", "on", "-t", "2", "-np", "1", "--no-warmup", *args]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             wait_until(lambda: process.poll() is not None or _is_ready(port))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pexpect
 import pexpect.fdpexpect
+
+from helpers.files import COMMAND
 
 # prompt_toolkit switches bracketed paste on when it begins to read and off when it has a line; redraws do neither
 READING = r"\x1b\[\?2004h.*?>>>.*?\x1b\[\?25h"
@@ -37,8 +38,7 @@ class Terminal:
     def __init__(self, *args: str, cache: Path, columns: int = 160, timeout: float = 300):
         # a pseudo terminal does not answer prompt_toolkit's question where the cursor is
         env = os.environ | {"XDG_CACHE_HOME": str(cache), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        command = str(Path(sys.executable).with_name("moeoff"))
-        self.child = pexpect.spawn(command, ["run", *args], env=env, encoding="utf-8", dimensions=(50, columns), timeout=timeout)
+        self.child = pexpect.spawn(COMMAND, ["run", *args], env=env, encoding="utf-8", dimensions=(50, columns), timeout=timeout)
 
     def __enter__(self) -> Terminal:
         return self

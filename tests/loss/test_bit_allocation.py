@@ -81,8 +81,8 @@ def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
     large, useless = used[-1], ranked[0]
     others = gained | {large: gained[large] * 10**6, useless: 0}
     monkeypatch.setattr(planner, "gained", lambda upper, lower: others)
-    found = planner.plan(TOLERANCE)
-    assert large in found.low and large not in plan.low and useless in plan.low and useless not in found.low
+    other = planner.plan(TOLERANCE)
+    assert large in other.low and large not in plan.low and useless in plan.low and useless not in other.low
 
 
 @pytest.mark.slow

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
 
@@ -17,7 +13,8 @@ import numpy as np
 import pytest
 
 import moeoff
-from helpers.rewrite_experts import requantize_experts
+from helpers.models import requantize_experts
+from helpers.processes import run_python
 from moeoff import ModelError, OptionError
 from moeoff.budget import plan as memory_plan
 from moeoff.budget.dry_load import dry_load
@@ -425,8 +422,5 @@ print(*found)
 def test_a_moved_budget_keeps_the_bound(tau_alone):
     """What was measured with half resident is not promised with next to nothing, nor needed where all fit; it comes back with its budget.
     In a process of its own, whose size nothing else changes."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
-    run = subprocess.run([sys.executable, "-c", MOVED, tau_alone[0]], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    first, *moved = map(float, run.stdout.split())
+    first, *moved = map(float, run_python(MOVED, tau_alone[0]).split())
     assert first > 0 and moved == [0, first, 0, first, 0, first]  # the last two: what is read ahead follows

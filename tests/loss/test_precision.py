@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 import moeoff
 from helpers.budgets import needed
 from helpers.logits import assert_bit_equal, greedy_logits
+from helpers.processes import run_python
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import OptionError
 from moeoff.experts.convert import convert
@@ -216,8 +215,8 @@ def test_warm_start_between_lossless_and_lossy(model, remembered):
     with moeoff.Llama(model, expert_memory="9M", warm=True, **OPTIONS) as llm:
         wait_until(lambda: llm.engine.buffer.residency().any())
         wait_until_still(lambda: llm.engine.buffer.stats().reads)
-        found = llm.engine.buffer.residency()
-        assert found.any() and not (found & ~high).any() and llm.engine.buffer.stats().low_bytes_read == 0
+        resident = llm.engine.buffer.residency()
+        assert resident.any() and not (resident & ~high).any() and llm.engine.buffer.stats().low_bytes_read == 0
     with moeoff.Llama(model, expert_memory="100M", warm=True, **OPTIONS) as llm:
         everything = len(llm.engine.buffer.tensors) * high.shape[1]
         wait_until(lambda: llm.engine.buffer.stats().resident_slices == everything)
@@ -262,7 +261,5 @@ with moeoff.Llama({str(model)!r}, memory={budget}, n_ctx=512, n_threads=2, preci
     high, low = llm.engine.buffer.stats().arena_bytes, llm.engine.buffer.stats().low_arena_bytes
     assert 0 < low < high < s.arena_bytes
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    peak, bound, low, served_low, evictions = map(int, done.stdout.split())
+    peak, bound, low, served_low, evictions = map(int, run_python(code).split())
     assert peak <= bound == budget and low > 0 and served_low > 0 and evictions > 0

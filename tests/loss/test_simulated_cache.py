@@ -122,7 +122,7 @@ def test_batches_are_priced_token_by_token(demo, text, precision, tmp_path):
     if precision.low_tier:
         convert(model, tiers=precision.low_tier)
     with open_model(model, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2, flash_attn=True) as llm:
-        windows, found = read_windows(llm, [text], 128, 3), {}
+        windows, results = read_windows(llm, [text], 128, 3), {}
         for mode in ("decode", "simulated"):
             llm.engine.quality.use(Precision())
             with Reference.record(llm, windows, mode) as reference:
@@ -130,8 +130,8 @@ def test_batches_are_priced_token_by_token(demo, text, precision, tmp_path):
                 llm.reset_stats()
                 scores = evaluate(llm, windows, reference, mode=mode)
             stats = llm.stats()
-            found[mode] = scores.nll, (stats.skipped, stats.served_low, stats.simulated_misses)
-    one, many = found["decode"], found["simulated"]
+            results[mode] = scores.nll, (stats.skipped, stats.served_low, stats.simulated_misses)
+    one, many = results["decode"], results["simulated"]
     assert one[1][0] > 100 and (one[1][1] > 200) == bool(precision.low_tier)
     np.testing.assert_allclose(many[1], one[1], rtol=0.01)  # a sum may round otherwise in a batch, and two scores change places
     assert abs(many[0].mean() - one[0].mean()) < 2e-3
@@ -145,9 +145,9 @@ def test_replay_of_what_was_left_out(demo, tmp_path):
     assert_bit_equal(again, recorded)
     assert replayed.skipped == stats.skipped
     trace = Trace.read(tmp_path / "trace")
-    found = simulate(trace, "lru", stats.arena_bytes, tau=0.1)
-    assert (found.skipped, found.bytes_read) == (stats.skipped, stats.bytes_read)
-    assert simulate(trace, "lru", stats.arena_bytes, tau=0.05).skipped < found.skipped < simulate(trace, "lru", stats.arena_bytes, tau=0.2).skipped
+    simulated = simulate(trace, "lru", stats.arena_bytes, tau=0.1)
+    assert (simulated.skipped, simulated.bytes_read) == (stats.skipped, stats.bytes_read)
+    assert simulate(trace, "lru", stats.arena_bytes, tau=0.05).skipped < simulated.skipped < simulate(trace, "lru", stats.arena_bytes, tau=0.2).skipped
 
 
 def test_simulate_command(demo, tmp_path, invoke):
@@ -155,10 +155,10 @@ def test_simulate_command(demo, tmp_path, invoke):
     plain, left_out = (invoke("simulate", str(tmp_path / "trace"), "--memory", "30%", *more).stdout for more in ((), ("--tau", "0.1")))
     assert left_out != plain and "belady" in left_out and "left out" not in plain
     trace = Trace.read(tmp_path / "trace")
-    found = simulate(trace, "lru", trace.model.full_bytes * 3 // 10, tau=0.1)
-    assert found.decoded == sum(event.ids.size for event in trace.events if event.decode) > found.skipped > 0
+    simulated = simulate(trace, "lru", trace.model.full_bytes * 3 // 10, tau=0.1)
+    assert simulated.decoded == sum(event.ids.size for event in trace.events if event.decode) > simulated.skipped > 0
     lru, *_, belady = (line for line in left_out.splitlines() if " lru " in line or " belady " in line)
-    assert lru.endswith(f"{found.skipped / found.decoded:.1%}") and not belady.rstrip().endswith("0.0%")
+    assert lru.endswith(f"{simulated.skipped / simulated.decoded:.1%}") and not belady.rstrip().endswith("0.0%")
 
 
 def test_a_server_does_not_simulate(demo):

@@ -192,12 +192,12 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
 
 def leave_out(graph: Graph, tau: float, blind: bool) -> np.ndarray:
     """The rule of `Precision.tau` in numpy, from what is resident now: [n_tokens, n_used]. Nothing is read between two of these events."""
-    wanted = np.zeros(N_EXPERT, bool) if blind else graph.block.resident(False)
+    computed = np.zeros(N_EXPERT, bool) if blind else graph.block.resident(False)
     if len(graph.ids) == 1:
-        wanted[graph.ids[graph.weights >= np.float32(tau)]] = True
+        computed[graph.ids[graph.weights >= np.float32(tau)]] = True
     else:
-        wanted[graph.ids] = True
-    return np.where(wanted[graph.ids], HIGH, SKIP)
+        computed[graph.ids] = True
+    return np.where(computed[graph.ids], HIGH, SKIP)
 
 
 @pytest.mark.parametrize("blind", [False, True])

@@ -25,14 +25,14 @@ def compare(path: str, **options) -> tuple[MemoryPlan, MemoryPlan]:
     config = Config.make(path, expert_memory="1G", warm=False, profile=False, experts=False, **options)
     planned = dry_load(ModelIndex.read(path), config.n_ctx, config.keywords)
     with moeoff.Llama(config) as llm:
-        taken = memory_sizes(llm)
-    assert planned.state == taken.state and planned.outputs == taken.outputs
-    assert abs(planned.weights - taken.weights) < 64 << 10  # alignment
-    assert abs(planned.compute - taken.compute) < SLACK
+        measured = memory_sizes(llm)
+    assert planned.state == measured.state and planned.outputs == measured.outputs
+    assert abs(planned.weights - measured.weights) < 64 << 10  # alignment
+    assert abs(planned.compute - measured.compute) < SLACK
     model_index, n_ubatch = ModelIndex.read(path), min(config.n_ctx, *(options.get(name, 512) for name in ("n_batch", "n_ubatch")))
     table = 8 * model_index.n_expert * n_ubatch * model_index.n_expert_used  # ggml's, of the rows of each expert; the expert buffer's is shorter
-    assert taken.work - SLACK < planned.work < taken.work + table + SLACK
-    return planned, taken
+    assert measured.work - SLACK < planned.work < measured.work + table + SLACK
+    return planned, measured
 
 
 OPTIONS = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.files import DEMO, ROOT
+from helpers.files import COMMAND, DEMO, ROOT
 from moeoff import OptionError
 from moeoff.system import cgroup, memory
 from moeoff.system.memory import MIB, Budget, available, cgroup_limit, parse_size, peak_rss, rss
@@ -106,7 +106,7 @@ def test_a_container_sees_its_own_limit(tmp_path):
 
 
 def run_in_cgroup(model: str, limit: int, memory: int, n: int, stats: Path, prompt: str) -> tuple[subprocess.CompletedProcess, dict]:
-    command = [str(Path(sys.executable).with_name("moeoff")), "run", "-m", model, "--raw", "-p", prompt, "-n", str(n), "--ignore-eos"]
+    command = [COMMAND, "run", "-m", model, "--raw", "-p", prompt, "-n", str(n), "--ignore-eos"]
     command += ["--memory", f"{memory}M", "-c", "1024", "--temp", "0", "--stats-json", str(stats)]
     with cgroup.memory_cgroup(limit * MIB) as group:
         done = group.run(command, capture_output=True, text=True, timeout=600)

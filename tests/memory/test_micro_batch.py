@@ -32,9 +32,9 @@ def test_usual_until_something_is_measured():
 
 
 def test_larger_where_the_disk_is_the_limit():
-    found = choose(8192, 6 * GIB, 16 * GIB, buffers, FAST)
-    assert found.n_tokens == 4096
-    assert "in pieces of 512" in found.reason
+    choice = choose(8192, 6 * GIB, 16 * GIB, buffers, FAST)
+    assert choice.n_tokens == 4096
+    assert "in pieces of 512" in choice.reason
 
 
 def test_usual_where_computing_is_the_limit():
@@ -55,14 +55,14 @@ def test_buffers_leave_the_experts_most_of_the_memory():
 @given(st.integers(1, 1 << 20), st.integers(0, 1 << 36), st.integers(1, 1 << 40), st.floats(1e-6, 10), st.floats(1e3, 1e11))
 def test_never_slower_than_the_usual_one(n_ctx, room, expert_bytes, token_seconds, rate):
     rates = PromptRates(token_seconds, rate)
-    usual, found = (choose(n_ctx, room, expert_bytes, buffers, r).n_tokens for r in (None, rates))
-    assert usual <= found <= max(n_ctx, SIZES[0])
+    usual, chosen = (choose(n_ctx, room, expert_bytes, buffers, r).n_tokens for r in (None, rates))
+    assert usual <= chosen <= max(n_ctx, SIZES[0])
     n_prompt = min(n_ctx, 4096)
 
     def seconds(n):
         return max(n_prompt * token_seconds, -(-n_prompt // n) * max(expert_bytes - max(room - buffers(n), 0), 0) / rate)
 
-    assert seconds(found) <= seconds(usual) * (1 + 1e-9)
+    assert seconds(chosen) <= seconds(usual) * (1 + 1e-9)
 
 
 RATES = PromptRates(0.01, 1e9)
@@ -122,8 +122,8 @@ def test_measured_while_it_runs(grown, cache):
     with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=rss() + (150 << 20), strategy="lru") as llm:
         llm.eval(tokens)
         assert llm.stats().bytes_read >= bytes_read > 64 << 20
-    found = recall_rates(model_index, THREADS, None)
-    assert found.token_seconds > 0 and found.bytes_per_second > 0
+    rates = recall_rates(model_index, THREADS, None)
+    assert rates.token_seconds > 0 and rates.bytes_per_second > 0
 
 
 def test_what_lies_deep_in_a_context_is_not_metered():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from helpers.arch_models import open_moeoff, open_stock, run, write_model
 from helpers.budgets import needed
 from helpers.ggml_api import ABORTED, F32, Context, quantizable_types
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
-from helpers.models import split_model, write_per_layer_model
+from helpers.models import rewritten, split_model, write_per_layer_model
 from helpers.row_tables import MAPPED, ON_DISK, Rows
 from model_writer import ModelWriter
 from moeoff import ModelError, ReadError
@@ -140,11 +139,7 @@ def test_an_output_matrix_stays_in_memory(architecture, writer, folder):
     """Models without an output matrix multiply with their embedding, and need it whole."""
     untied = write_model(writer, folder, architecture, "Q8_0")
     tied = folder / "tied.gguf"
-    with ModelFile(untied) as model:
-        kept = [tensor for tensor in model.tensors.values() if tensor.name != OUTPUT]
-        with ModelWriter(tied, model.metadata, kept) as file:
-            for tensor in kept:
-                file.write(model.data(tensor.name))
+    rewritten(untied, tied, arrays={OUTPUT: None})
     model_index = ModelIndex.read(tied)
     assert EMBEDDING in model_index.dense and not model_index.row_tables
     with open_stock(tied) as stock, open_moeoff(tied) as model:
@@ -198,12 +193,8 @@ def with_longer_table(path: Path, out: Path, n_rows: int) -> Path:
         heads = len(unpack(model.metadata["qwen4exp.ple.head_vocab_sizes"]))
         sizes = np.full(heads, n_rows // heads, np.uint64)
         changed = {"qwen4exp.ple.head_vocab_sizes": sizes, "qwen4exp.ple.head_offsets": np.arange(heads, dtype=np.uint64) * sizes}
-        width = model.tensors[PER_LAYER].shape[-1]
-        tensors = [replace(tensor, shape=(n_rows, width)) if tensor.name == PER_LAYER else tensor for tensor in model.tensors.values()]
-        with ModelWriter(out, model.metadata | changed, tensors) as file:
-            for tensor in tensors:
-                rows = np.random.default_rng(0).standard_normal(tensor.shape, np.float32).reshape(-1).view(np.uint8) if tensor.name == PER_LAYER else None
-                file.write(model.data(tensor.name) if rows is None else rows)
+        shape = n_rows, model.tensors[PER_LAYER].shape[-1]
+    rewritten(path, out, changed, arrays={PER_LAYER: np.random.default_rng(0).standard_normal(shape, np.float32)})
     return out
 
 

@@ -146,7 +146,7 @@ def test_the_page_lists_them():
 def test_the_list_is_complete(writer, folder):
     """Writes everything: 1.6 GB."""
     write_models(writer, folder)
-    found = [path.name.removesuffix("-moe.gguf") for path in folder.glob("*-moe.gguf") if expert_layers(path)]
-    assert sorted(found) == sorted(ARCHITECTURES)
+    names = [path.name.removesuffix("-moe.gguf") for path in folder.glob("*-moe.gguf") if expert_layers(path)]
+    assert sorted(names) == sorted(ARCHITECTURES)
     dense = [path.name for path in folder.glob("*-dense.gguf") if expert_layers(path)]
     assert dense == []

@@ -55,8 +55,8 @@ def test_bits_of_ggml(kind):
         rng = np.random.default_rng(seed)
         shape, n_threads = random_shape(kind, rng), int(rng.integers(1, 6))
         with Attention(shape, rng) as attention:
-            expected, found = (attention.bits(n_threads, ours) for ours in (False, True))
-        same = expected == found
+            expected, computed = (attention.bits(n_threads, ours) for ours in (False, True))
+        same = expected == computed
         assert same.all(), f"seed {seed}, {shape} on {n_threads} threads: {(~same).sum()} of {same.size} differ"
         assert np.isfinite(expected.view(np.float32)).all()
 

@@ -10,11 +10,10 @@ import pytest
 
 import moeoff
 from helpers.files import DEMO
-from model_writer import ModelWriter
+from helpers.models import rewritten
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.preflight import preflight
-from moeoff.gguf.quantize import I32
 
 N_EXPERT, N_EMBD, N_FF = 32, 128, 64  # of the demo model
 
@@ -32,22 +31,11 @@ with ThreadPoolExecutor(4) as pool:
     assert done.stderr == "llama.cpp ends this process, as something that it relies on does not hold: ops.cpp:1: GGML_ASSERT(x) failed\n"
 
 
-def with_tensor(path: Path, name: str, data: np.ndarray, type: int = 0) -> str:
-    """The demo model with a tensor of this name."""
-    with ModelFile(DEMO) as file:
-        made = next(iter(file.tensors.values())).__class__(name, data.shape, type)
-        tensors = {**file.tensors, name: made}
-        with ModelWriter(path, file.metadata, list(tensors.values()), file.alignment) as writer:
-            for tensor in tensors.values():
-                writer.write(data.view(np.uint8).reshape(-1) if tensor is made else file.data(tensor.name).reshape(-1))
-    return str(path)
-
-
 @pytest.mark.parametrize("expert", [-1, N_EXPERT, 1_000_000, 0])
 def test_a_table_that_names_experts_that_are_not(expert: int, tmp_path: Path) -> None:
     """deepseek4's: llama.cpp's threads meet an assertion over it."""
     table = np.full((7, 2), expert, np.int32)
-    index = ModelIndex.read(with_tensor(tmp_path / "table.gguf", "blk.0.ffn_gate_tid2eid.weight", table, I32))
+    index = ModelIndex.read(rewritten(DEMO, tmp_path / "table.gguf", arrays={"blk.0.ffn_gate_tid2eid.weight": table}))
     if expert == 0:
         return preflight(index)
     with pytest.raises(moeoff.ModelError, match=rf"blk.0.ffn_gate_tid2eid.weight names expert {expert}, expected 0 to 31: the file is damaged"):
@@ -59,7 +47,7 @@ def test_a_router_of_numbers_that_are_not_finite(name: str, tmp_path: Path, capf
     """It computes as stock does, with a sentence; nothing is predicted for it."""
     with ModelFile(DEMO) as file:
         shape = file.tensors[name].shape
-    path = with_tensor(tmp_path / "nan.gguf", name, np.full(shape, np.nan, np.float32))
+    path = rewritten(DEMO, tmp_path / "nan.gguf", arrays={name: np.full(shape, np.nan, np.float32)})
     with moeoff.Llama(path, expert_memory="300K", n_ctx=64, verbose=False) as llm:
         assert llm.create_completion("The sea", max_tokens=4)["usage"]["completion_tokens"] == 4
     assert capfd.readouterr().err.count(f"{path}: {name} holds numbers that are not finite") == 1

@@ -89,10 +89,10 @@ def test_the_thread_safety_analysis_bites(body: str, complaint: str | None, tmp_
 @pytest.mark.perf
 def test_gate_events_hold_the_mutex_briefly(tmp_path: Path) -> None:
     """At most 20 µs at 10^5 slices, also after a policy has rewritten all priorities: gate_event as a whole, of which that is a part."""
-    found = micro.run_store(micro.build("bench_store", tmp_path), "130x256x8", 1, 2000)
-    assert found["slices"] > 99_000 and found["six"]["evictions"] > 5
+    results = micro.run_store(micro.build("bench_store", tmp_path), "130x256x8", 1, 2000)
+    assert results["slices"] > 99_000 and results["six"]["evictions"] > 5
     for case in micro.PUBLISHED:
-        assert found[case]["gate_event"]["median"] < 20_000, (case, found[case])
+        assert results[case]["gate_event"]["median"] < 20_000, (case, results[case])
 
 
 @with_gcc
@@ -103,10 +103,10 @@ def test_waiting_wakes_no_more_threads_than_it_must(tmp_path: Path) -> None:
     compute threads': of these a third is left."""
     program = micro.build("bench_switches", tmp_path)
     for n_threads, most in ((1, 1033), (4, 1548), (16, 2967)):
-        found = micro.run_switches(program, n_threads)
-        assert 460 < found["misses"] < 470
-        assert found["of_computing_threads"] < 144 * (n_threads + 1.5), found
-        assert found["voluntary_switches"] < most, found
+        counts = micro.run_switches(program, n_threads)
+        assert 460 < counts["misses"] < 470
+        assert counts["of_computing_threads"] < 144 * (n_threads + 1.5), counts
+        assert counts["voluntary_switches"] < most, counts
     resident = micro.run_switches(program, 4, hit_rate=1.0)
     assert resident["misses"] == 0 and resident["of_computing_threads"] < 5, resident
     assert resident["locks"] < 48 * (3 * 2 + 1 + 3) + 5, resident  # pin and unpin of each op, the gate event, and the driver's of its own

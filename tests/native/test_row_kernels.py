@@ -107,8 +107,8 @@ def compare(name: str, n_products: int) -> None:
         n_rows, n_columns = rng.integers(1, 24), rng.integers(1, 10)
         n_cols = int(UNITS[name] // (1 if "K" in name else 2) * rng.integers(1, 14))  # also an odd number of blocks
         rows, x = random_rows(name, n_rows, n_cols, rng), random_columns(n_columns, n_cols, rng)
-        expected, found = expected_products(TYPES[name], rows, x), products(TYPES[name], rows, x)
-        same = (expected.view(np.uint32) == found.view(np.uint32)) | (np.isnan(expected) & np.isnan(found))
+        expected, computed = expected_products(TYPES[name], rows, x), products(TYPES[name], rows, x)
+        same = (expected.view(np.uint32) == computed.view(np.uint32)) | (np.isnan(expected) & np.isnan(computed))
         assert same.all(), f"{(~same).sum()} of {same.size} differ, {n_rows} rows of {n_cols}"
         done += expected.size
         numbers += int(np.isfinite(expected).sum())
@@ -165,8 +165,8 @@ def test_bits_of_vec_dot_with_avx2(tree):
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86")
 def test_what_is_rounded_otherwise_is_refused(tree):
     """Without contraction q5_K's vec_dot rounds products that its kernel does not; a few products do not show it."""
-    found = fuzz(tree, 3000, *AVX2_FLAGS, "-ffp-contract=off")
-    assert found["q5_K"].startswith("refused") and not any(line.startswith("refused") for name, line in found.items() if name != "q5_K")
+    lines = fuzz(tree, 3000, *AVX2_FLAGS, "-ffp-contract=off")
+    assert lines["q5_K"].startswith("refused") and not any(line.startswith("refused") for name, line in lines.items() if name != "q5_K")
 
 
 @pytest.mark.slow
@@ -178,8 +178,8 @@ def test_bits_of_vec_dot_on_arm(instructions, tree):
     if not (shutil.which("aarch64-linux-gnu-g++") and emulator):
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
     environment = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++", "RUN": f"{emulator} -cpu max"}
-    found = fuzz(tree, 20_000, f"-march=armv8.2-a+{instructions}+fp16", **environment)
-    assert {name.upper() for name in found} == {"Q4_K", "Q6_K", "Q4_0", "IQ4_NL", "MXFP4"} and not any("refused" in line for line in found.values())
+    lines = fuzz(tree, 20_000, f"-march=armv8.2-a+{instructions}+fp16", **environment)
+    assert {name.upper() for name in lines} == {"Q4_K", "Q6_K", "Q4_0", "IQ4_NL", "MXFP4"} and not any("refused" in line for line in lines.values())
 
 
 @pytest.mark.perf
@@ -271,8 +271,8 @@ def test_dense_products(name, n_rows, backend):
                         write(out, np.full((n_columns, n_rows), 0x7FBADBAD, np.uint32))
                     for graph in computed:
                         assert backend.compute(graph, n_threads) == ggml_api.SUCCESS
-                    found, expected = (ggml_api.read(out, (n_columns, n_rows)) for out in outputs)
-                    np.testing.assert_array_equal(found, expected)
+                    numbers, expected = (ggml_api.read(out, (n_columns, n_rows)) for out in outputs)
+                    np.testing.assert_array_equal(numbers, expected)
 
 
 @pytest.fixture

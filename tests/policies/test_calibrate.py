@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import tracemalloc
 from dataclasses import replace
@@ -18,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import moeoff
-from helpers.files import CALIBRATION_TEXTS
+from helpers.files import CALIBRATION_TEXTS, COMMAND
 from helpers.gate_events import random_recording
 from helpers.terminal import start_with_bars
 from moeoff.cli.calibrate import calibrate as command
@@ -385,7 +384,7 @@ def test_ctrl_c_leaves_no_profile(demo, tmp_path):
     model = shutil.copy(demo, tmp_path / "model.gguf")
     big = tmp_path / "text.txt"
     big.write_text(Path(CALIBRATION_TEXTS[1]).read_text() * 40)
-    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "calibrate", "-m", model, "--text", str(big), "--tokens", "200000"]
+    command = [COMMAND, "calibrate", "-m", model, "--text", str(big), "--tokens", "200000"]
     process, shown = start_with_bars(command, stdout=subprocess.PIPE, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
     shown.expect("reading text")
     process.send_signal(signal.SIGINT)

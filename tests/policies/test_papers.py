@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import replace
 
@@ -15,11 +14,13 @@ import papers
 import results
 import speed
 from baselines import EAP
-from device_simulator import Bandwidths, DeviceResult
+from device_simulator import DeviceResult
 from helpers.gate_events import random_recording
+from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.job import Job, Measurement, Sample
+from moeoff.measure.profile_fit import fit
 from moeoff.measure.statistics import Estimate
-from moeoff.policies import PREDICTORS
+from moeoff.policies import PREDICTORS, FitOptions
 from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data
 from speed import prompt_then_tokens
@@ -41,8 +42,8 @@ def test_one_path_is_all_paths():
     """Every token takes the same: all the room that the statistics have."""
     same = made_up(np.tile(np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]]), (2 * PROMPT, 1, 1)))
     assert paper_figures.edgemoe_4(same).ours.startswith("100.0 % (100.0 to 100.0) by pair of layers; unconnected 100.0 %; as the paper counts")
-    found = paper_figures.hobbit_10(same)
-    assert found.ours.startswith("100.0 % (chance 25.0 %); at least one: 100.0 %") and found.verdict == DIRECTION
+    row = paper_figures.hobbit_10(same)
+    assert row.ours.startswith("100.0 % (chance 25.0 %); at least one: 100.0 %") and row.verdict == DIRECTION
     assert f"of 25.0 % of the experts in {PROMPT} tokens" in paper_figures.fate_9(same).ours
     assert paper_figures.promoe_5(same).verdict == OPPOSITE
 
@@ -53,20 +54,20 @@ def test_paths_that_are_connected():
     first = rng.choice(8, (8 * PROMPT, 1, 1), p=np.array([8, 4, 2, 1, 1, 1, 1, 1]) / 19)
     alone = rng.choice(8, (8 * PROMPT, 4, 1), p=np.array([8, 4, 2, 1, 1, 1, 1, 1]) / 19)
 
-    def found(ids):
+    def figure(ids):
         return paper_figures.edgemoe_4(made_up(np.concatenate([ids, (ids + 1) % 8], axis=2)))
 
-    connected = found(np.tile(first, (1, 4, 1)))
+    connected = figure(np.tile(first, (1, 4, 1)))
     assert connected.ours.startswith("100.0 %") and connected.verdict == "reproduced (by pair); direction (as the paper counts)"
-    assert found(alone).verdict == LEVEL
+    assert figure(alone).verdict == LEVEL
 
 
 @pytest.mark.slow
 def test_even_routing_holds_nothing():
     rng = np.random.default_rng(0)
     even = made_up(np.argsort(rng.random((16 * PROMPT, 4, 8)), axis=2)[:, :, :2])
-    found = {f: getattr(paper_figures, f)(even).verdict for f in ("edgemoe_4", "hobbit_10", "hobbit_10b", "promoe_5", "edgemoe_8_even")}
-    assert found == {"edgemoe_4": LEVEL, "hobbit_10": LEVEL, "hobbit_10b": LEVEL, "promoe_5": REPRODUCED, "edgemoe_8_even": REPRODUCED}
+    verdicts = {f: getattr(paper_figures, f)(even).verdict for f in ("edgemoe_4", "hobbit_10", "hobbit_10b", "promoe_5", "edgemoe_8_even")}
+    assert verdicts == {"edgemoe_4": LEVEL, "hobbit_10": LEVEL, "hobbit_10b": LEVEL, "promoe_5": REPRODUCED, "edgemoe_8_even": REPRODUCED}
     assert paper_figures.fate_9(even).verdict != REPRODUCED  # 2 of 8 experts, the least popular: about their share
 
 
@@ -124,22 +125,27 @@ def test_a_row_counts_once(cell, as_one):
     assert counted(cell) == as_one
 
 
-def test_a_contender_that_predicts_sends_ahead(monkeypatch):
-    """Else what is compared is its cache alone."""
-    d = made_up(np.zeros((papers.ROUND, 4, 2)))
-    runs = papers.Runs(d, np.ones((4, 8)), 1)
-    for ahead in (1, 0):
-        monkeypatch.setattr(papers, "on_device", lambda *_, ahead=ahead, **__: DeviceResult(1, 1, 0, 1, 1, 0, 0, 1, 1, ahead))
-        assert len(runs._run("HOBBIT, no prefetching", Bandwidths(), 0.5, False, None)) == 1
-        with contextlib.nullcontext() if ahead else pytest.raises(AssertionError, match="nothing is sent ahead"):
-            runs._run("HOBBIT, lossless", Bandwidths(), 0.5, False, None)
+def test_contenders_run_on_their_machine(monkeypatch, recording, demo):
+    """Each decodes and reads a prompt; one that predicts sends ahead, else what is compared is its cache alone."""
+    text = replace(recording.part(0, 256), starts=np.arange(256) % 64 == 0)  # the fit wants several texts
+    learned = fit(text, FitOptions(hidden=8), only={"learned"}, compare=False)
+    monkeypatch.setattr(papers, "ROUND", 16)
+    runs = papers.Runs(Data(ModelIndex.read(demo), text, text, learned), np.ones((12, 32)), 1)
+    for name, c in papers.CONTENDERS.items():
+        for prompt in (False, True):
+            (result,) = runs.of(name, "Fate", 0.5, prompt)
+            assert result.n_tokens == (8 if prompt else 16) and result.device + result.host > 0, name
+            assert (result.ahead > 0) == (c.made().predictor is not None), (name, prompt)
+    monkeypatch.setattr(papers, "on_device", lambda *_, **__: DeviceResult(1, 1, 0, 1, 1, 0, 0, 1, 1, 0))
+    with pytest.raises(AssertionError, match="nothing is sent ahead"):
+        runs.of("HOBBIT", "HOBBIT", 0.5)
 
 
 def test_ratios_are_paired():
     """Rounds differ tenfold, each ratio hardly: the interval is of the ratios. Four rounds have none."""
     slow = [1.0, 10.0, 3.0, 5.0, 2.0]
-    found = ratio([1.5 * x * e for x, e in zip(slow, (1.0, 1.01, 0.99, 1.0, 1.0))], slow)
-    assert found.value == pytest.approx(1.5, rel=1e-3) and 1.47 < found.low < found.high < 1.53
+    estimate = ratio([1.5 * x * e for x, e in zip(slow, (1.0, 1.01, 0.99, 1.0, 1.0))], slow)
+    assert estimate.value == pytest.approx(1.5, rel=1e-3) and 1.47 < estimate.low < estimate.high < 1.53
     assert ratio(slow[:4], slow[:4]) == Estimate(1.0, None, None)
 
 
@@ -158,9 +164,9 @@ def test_ratios_are_to_the_first_contender_of_the_same_round(capsys):
         return measured
 
     turns = {"base": turn([1.0, 2.0, 4.0]), "twice": turn([0.5, None, 2.0]), "never": turn([None, None, None])}
-    found = speed.take_turns(turns, 3)
+    comparison = speed.take_turns(turns, 3)
     with results.ResultsFile(None) as file:
-        speed.table(file, "x", "x", {"a group": found})
+        speed.table(file, "x", "x", {"a group": comparison})
         rows = {row[1]: dict(zip(file.tables[0].columns, row, strict=True)) for row in file.tables[0].rows}
     assert rows["twice"]["prompt tok/s"] == "10.00 (4.00 to 16.00)" and rows["twice"]["tok/s"] == "2.50 (1.00 to 4.00)"
     assert rows["twice"]["ratio"] == "2.00" and rows["base"]["ratio"] == ""

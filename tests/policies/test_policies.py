@@ -80,9 +80,9 @@ class TestContract:
                     policy.update(event)
             return policy.priorities
 
-        found, afresh, continued = table(before, after, reset=True), table(after, reset=False), table(before, after, reset=False)
+        after_reset, afresh, continued = table(before, after, reset=True), table(after, reset=False), table(before, after, reset=False)
         forgets = get_policy(name)(SHAPE).options.get("sequence", False)
-        assert np.array_equal(found, afresh if forgets else continued)
+        assert np.array_equal(after_reset, afresh if forgets else continued)
         assert not forgets or not np.array_equal(afresh, continued)
 
     def test_refuses_a_table_of_another_shape(self, name):
@@ -219,11 +219,11 @@ def test_unimportance_by_brute_force():
     weights[::3, 2] = weights[::3, 4]
     weights[7] = 0
     for n_scale in (None, 4):
-        for row, found in zip(weights, unimportance(weights, n_scale)):
+        for row, shares in zip(weights, unimportance(weights, n_scale)):
             ranked = sorted(range(6), key=lambda k: (-row[k], k))
             total = sum(float(row[k]) for k in ranked[:n_scale])
             for i, k in enumerate(ranked):
-                assert found[k] == pytest.approx(sum(float(row[j]) for j in ranked[:i]) / total if total else 0, abs=1e-6)
+                assert shares[k] == pytest.approx(sum(float(row[j]) for j in ranked[:i]) / total if total else 0, abs=1e-6)
 
 
 def test_thresholds_leave_the_shares_of_the_paper():
@@ -309,7 +309,7 @@ class BruteARC:
 def test_events_that_wait_lose_nothing(name):
     """After a whole token, what a policy knows is the same whether it took the gates one by one or several at once."""
     shape = CacheShape(24, 8, 2, 90)
-    found = []
+    priorities = []
     for group in (1, 3):
         policy = get_policy(name)(shape)
         policy.group = group
@@ -322,8 +322,8 @@ def test_events_that_wait_lose_nothing(name):
             policy.reset_sequence()
         for event in random_events(24, shape, seed=2):
             policy.update(event)
-        found.append(policy.priorities.copy())
-    np.testing.assert_allclose(*found, rtol=1e-5)
+        priorities.append(policy.priorities.copy())
+    np.testing.assert_allclose(*priorities, rtol=1e-5)
 
 
 def test_arcs_quotas_follow_the_buffer():
@@ -341,7 +341,7 @@ def test_arcs_quotas_follow_the_buffer():
     assert policy.quotas == [2, 2] and [set(np.flatnonzero(row > -1)) for row in policy.priorities] == [{4, 5}] * 2
     assert use([6, 7, 6, 7]) == [{6, 7}] * 2
     policy.resize(8)
-    assert all({6, 7} < kept and len(kept) == 4 for kept in use([0, 1, 0, 1]))
+    assert all({6, 7} < experts and len(experts) == 4 for experts in use([0, 1, 0, 1]))
 
 
 def test_arc_keeps_what_arc_keeps():
@@ -375,15 +375,15 @@ def test_the_penalty_is_the_models_own():
 
     def penalty(trace, policy, arena, cost, **weights):
         calls.append((cost.t1, cost.t2, cost.low))
-        found = simulate(trace, policy, arena, cost=cost, **weights)
-        assert found.miss_penalty == simulate(trace, policy, arena, cost=cost, **weights | {"actual": False, "t1": cost.t1}).miss_penalty
-        return found
+        result = simulate(trace, policy, arena, cost=cost, **weights)
+        assert result.miss_penalty == simulate(trace, policy, arena, cost=cost, **weights | {"actual": False, "t1": cost.t1}).miss_penalty
+        return result
 
-    found = Hobbit.fit(recording, FitOptions(low_cost=0.9, replay=penalty))
+    options = Hobbit.fit(recording, FitOptions(low_cost=0.9, replay=penalty))
     t1, t2 = thresholds(recorded_unimportance(recording))
     assert (t1, t2) != (T1, T2) and set(calls) == {(t1, t2, 0.9)}
-    assert (found["t1"], found["t2"], found["low_cost"]) == (t1, t2, 0.9)
-    assert sum(float(found[name]) for name in ("lru", "lfu", "lhu", "fld")) == pytest.approx(1, abs=1e-3)
+    assert (options["t1"], options["t2"], options["low_cost"]) == (t1, t2, 0.9)
+    assert sum(float(options[name]) for name in ("lru", "lfu", "lhu", "fld")) == pytest.approx(1, abs=1e-3)
 
 
 def test_hobbit_needs_events():
@@ -432,8 +432,8 @@ def test_next_use_by_its_definition():
 def test_fewer_tokens_than_features():
     """A short text of a model with many experts in few layers: what is kept of a layer's state is no wider than there are tokens."""
     trace = random_recording(n_tokens=70, n_gates=8, n_experts=128, n_used=4).trace()
-    found = fit_score(trace)
-    assert found["project"].shape[::2] == (8, 256) and all(np.isfinite(array).all() for array in found.values())
+    section = fit_score(trace)
+    assert section["project"].shape[::2] == (8, 256) and all(np.isfinite(array).all() for array in section.values())
 
 
 def test_a_prompt_takes_room_from_the_layers_behind_it():

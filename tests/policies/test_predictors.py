@@ -80,8 +80,8 @@ def test_a_wide_models_inputs_are_sampled(recording, demo, monkeypatch):
     part, x = some.take(tokens), recording.inputs[tokens]
     assert len(part.input_tokens) and (part.inputs == x[part.input_tokens]).all()
     first, n_gates = int(part.input_tokens[0]), some.model.n_gates
-    there = [event.gate_input is not None for event in part.events(0, first + 1)]
-    assert there == [False] * first * n_gates + [True] * n_gates
+    has_input = [event.gate_input is not None for event in part.events(0, first + 1)]
+    assert has_input == [False] * first * n_gates + [True] * n_gates
     fitted, whole = (PREDICTORS["gate"].fit(r, FitOptions(0, 16)) for r in (some, recording))
     assert abs(fitted["recall_norm"] - whole["recall_norm"]).max() < 0.1
 
@@ -127,16 +127,16 @@ class TestContract:
         used = make(name, recording, sections)
         drive(used, recording.events(5, 9), recording.tokens[5:])
         used.reset_sequence()
-        for expected, found in zip(fresh, drive(used, events, recording.tokens), strict=True):
-            assert [gate for gate, _ in expected] == [gate for gate, _ in found]
-            for (_, a), (_, b) in zip(expected, found):
+        for expected, again in zip(fresh, drive(used, events, recording.tokens), strict=True):
+            assert [gate for gate, _ in expected] == [gate for gate, _ in again]
+            for (_, a), (_, b) in zip(expected, again):
                 np.testing.assert_array_equal(a, b)
 
     def test_events_without_gate_input(self, name, recording, sections):
         """An architecture that passes logits: a predictor that reads the input predicts nothing."""
         predictor = make(name, recording, sections)
-        found = [p for event in recording.events(0, 2, inputs=False) for p in predictor.observe(event)]
-        assert not (found and predictor.wants_gate_input)
+        predictions = [p for event in recording.events(0, 2, inputs=False) for p in predictor.observe(event)]
+        assert not (predictions and predictor.wants_gate_input)
 
     def test_fits_are_deterministic(self, name, sections):
         """The same options give the same arrays: numbers, as a profile can keep them. Only the seed of networks changes them."""
@@ -216,9 +216,9 @@ def test_parts_of_a_recording():
     bare = replace(few, inputs=None, probs=None, input_tokens=None).part(20, 40)
     assert bare.inputs is None and bare.probs is None and len(bare.events()) == 80
     events = [e for p in parts for e in p.events()]
-    for got, wanted in zip(events, few.events(), strict=True):
-        assert got.gate == wanted.gate and (got.ids == wanted.ids).all() and (got.weights == wanted.weights).all()
-        for a, b in ((got.probs, wanted.probs), (got.gate_input, wanted.gate_input)):
+    for got, expected in zip(events, few.events(), strict=True):
+        assert got.gate == expected.gate and (got.ids == expected.ids).all() and (got.weights == expected.weights).all()
+        for a, b in ((got.probs, expected.probs), (got.gate_input, expected.gate_input)):
             assert (a is None) == (b is None) and (a is None or (a == b).all())
     np.testing.assert_array_equal([e.ids for e in few.events(5, 9)], [e.ids for e in few.events()[20:36]])
 
@@ -288,13 +288,13 @@ def test_path_by_brute_force():
     for name, learned, table in (("activation-path", arrays, edgemoe.TABLE), ("activation-path", arrays, 0), ("eap", section, 0)):
         with mock.patch.object(edgemoe, "TABLE", table):
             predictor = get_predictor(name)(recording.router, learned)
-        found = [predictor.observe(event)[0] for event in recording.events(1, 2)][1]
+        prediction = [predictor.observe(event)[0] for event in recording.events(1, 2)][1]
         if name == "eap":  # the layer before alone
             expected = np.exp([sum(np.log(after(2, a, x)) for a in ids[1, 1]) - np.log(popular[2, x]) for x in range(e)])
             expected /= expected.max()
         else:
             expected = np.exp([np.mean([np.log(after_both(2, a, b, x)) for a in ids[1, 1] for b in ids[1, 0]]) for x in range(e)])
-        np.testing.assert_allclose(found.scores[0], expected, rtol=5e-3)
+        np.testing.assert_allclose(prediction.scores[0], expected, rtol=5e-3)
 
 
 def wide() -> Recording:
@@ -318,8 +318,8 @@ def test_path_of_128_experts():
     some = few["pair_seen"] > 0
     assert some.any(axis=(1, 2)).all() and (few["pair_seen"][some] == sparse["pair_seen"][some]).all()
     predictor = get_predictor("activation-path")(recording.router, get_predictor("activation-path").fit(recording) | sparse)
-    found = [p for event in recording.events(0, 4) for p in predictor.observe(event)]
-    hits = [len(set(top_k(p.scores, k)[0]) & set(recording.ids[i // n + (p.gate == 0), p.gate])) / k for i, p in enumerate(found) if i % n > 1]
+    predictions = [p for event in recording.events(0, 4) for p in predictor.observe(event)]
+    hits = [len(set(top_k(p.scores, k)[0]) & set(recording.ids[i // n + (p.gate == 0), p.gate])) / k for i, p in enumerate(predictions) if i % n > 1]
     assert np.mean(hits) > 0.3, "24 of 128 experts are likely: 8 of them at random are right by a third, 8 of all by a sixteenth"
 
 
@@ -398,9 +398,9 @@ def test_tokens_that_decide_alone():
     """deepseek4's first layers: known before the batch, without a profile, and not for the gate predictors."""
     table = np.array([[0, 1], [2, 3], [4, 5]], np.int32)
     router = Router([np.ones((6, 4), np.float32)] * 2, [2, 2], tables=[None, table], n_experts=6)
-    (found,) = get_predictor("token-table")(router).begin(np.array([2, 0]))
-    assert found.gate == 1
-    np.testing.assert_array_equal(np.sort(top_k(found.scores, 2)), [[4, 5], [0, 1]])
+    (prediction,) = get_predictor("token-table")(router).begin(np.array([2, 0]))
+    assert prediction.gate == 1
+    np.testing.assert_array_equal(np.sort(top_k(prediction.scores, 2)), [[4, 5], [0, 1]])
     event = GateEvent(0, np.array([[0, 1]]), np.ones((1, 2), np.float32), None, np.ones((1, 4), np.float32))
     assert get_predictor("gate")(router).observe(event) == []
 
@@ -410,10 +410,10 @@ def test_previous_token(recording):
     predictor, n = get_predictor("previous-token")(recording.router), recording.model.n_gates
     events = recording.events(0, 4)
     for i, event in enumerate(events):
-        (found,) = predictor.observe(event)
-        t = i // n + (found.gate == 0) - 1
+        (prediction,) = predictor.observe(event)
+        t = i // n + (prediction.gate == 0) - 1
         if t >= 0:
-            assert set(top_k(found.scores, 4)[0]) == set(recording.ids[t, found.gate])
+            assert set(top_k(prediction.scores, 4)[0]) == set(recording.ids[t, prediction.gate])
 
 
 def test_sequences_side_by_side_are_predicted_as_each_alone(recording, sections):
@@ -472,11 +472,11 @@ def test_what_they_are_worth(recording):
     train, held = (recording.take(mask) for mask in recording.split(0.25))
     fitted = {"path": get_predictor("activation-path").fit(train), "pairs": fit_pairs(train)}
     names = ("gate", "activation-path", "eap", "previous-token")
-    found = {name: recall(make(name, recording, fitted), held, range(held.n_tokens))[2:].mean() for name in names}
+    recalls = {name: recall(make(name, recording, fitted), held, range(held.n_tokens))[2:].mean() for name in names}
     best = np.argsort(-train.popularity(), axis=1)[:, :4]
     popular = np.take_along_axis(held.used().mean(axis=0), best, axis=1).sum(axis=1)[2:].mean() / 4
-    assert found["gate"] > 0.7 > found["activation-path"] > found["eap"] + 0.005 and found["eap"] > popular + 0.03
-    assert found["eap"] > found["previous-token"] > popular > 1.3 * 4 / 32
+    assert recalls["gate"] > 0.7 > recalls["activation-path"] > recalls["eap"] + 0.005 and recalls["eap"] > popular + 0.03
+    assert recalls["eap"] > recalls["previous-token"] > popular > 1.3 * 4 / 32
 
 
 @pytest.mark.parametrize("name, expected", [("previous-token", 1181), ("activation-path", 1287)])
@@ -502,8 +502,8 @@ def test_learned_on_text_it_has_not_seen(recording, sections):
     for gate in (3, 7, 11):
         predictor = get_predictor("learned")(recording.router, arrays)
         x = recording.inputs[held, gate - 1].astype(np.float32)
-        (found,) = predictor.observe(GateEvent(gate - 1, recording.ids[held, gate - 1], recording.weights[held, gate - 1], None, x))
-        right = np.take_along_axis(used[:, gate], top_k(found.scores, 4), axis=1).mean()
+        (prediction,) = predictor.observe(GateEvent(gate - 1, recording.ids[held, gate - 1], recording.weights[held, gate - 1], None, x))
+        right = np.take_along_axis(used[:, gate], top_k(prediction.scores, 4), axis=1).mean()
         popular = used[:, gate][:, np.argsort(-recording.popularity()[gate])[:4]].mean()
         assert right > 1.5 * popular
         assert right == pytest.approx(arrays["recall_1"][gate], abs=0.005)  # the weights are kept in 16 bits
@@ -532,10 +532,10 @@ def test_learned_begins_as_the_router(recording, monkeypatch):
     monkeypatch.setattr(promoe, "RATE", 1e-12)
     arrays = get_predictor("learned").fit(recording, FitOptions(hidden=HIDDEN))
     held = recording.take(recording.split()[1])
-    found, router = (
+    learned, router = (
         recall(p, held, range(held.n_tokens))[1:] for p in (get_predictor("learned")(recording.router, arrays), get_predictor("gate")(recording.router))
     )
-    assert found.mean() > router.mean() - 0.06
+    assert learned.mean() > router.mean() - 0.06
 
 
 def test_learned_on_fewer_tokens_than_components():

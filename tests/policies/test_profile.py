@@ -39,12 +39,12 @@ def test_sections_of_others_stay(model_index):
     assert Profile.find(model_index) is None
     Profile.write(path, model_index, {"one": arrays(1), "two": arrays(2)}, {"tokens": 7})
     Profile.write(path, model_index, {"two": {"c": np.ones(2)}, "three": arrays(3)}, {"bits": 4})
-    found = Profile.find(model_index)
-    assert found.path == path and found.sections == ["one", "three", "two"]
-    assert same(found.section("one"), arrays(1)) and same(found.section("three"), arrays(3))
-    assert same(found.section("two"), {"c": np.ones(2)})  # replaced whole
-    assert found.section("four") is None
-    assert found.info == {"tokens": 7, "bits": 4}
+    merged = Profile.find(model_index)
+    assert merged.path == path and merged.sections == ["one", "three", "two"]
+    assert same(merged.section("one"), arrays(1)) and same(merged.section("three"), arrays(3))
+    assert same(merged.section("two"), {"c": np.ones(2)})  # replaced whole
+    assert merged.section("four") is None
+    assert merged.info == {"tokens": 7, "bits": 4}
     assert [name for name in os.listdir(os.path.dirname(path)) if "part" in name] == []
 
 

@@ -66,10 +66,10 @@ COUNTED = {
 def test_published_traces_say_what_their_source_says(name):
     trace = read_route_trace(PUBLISHED[name])
     repeats, lru, touched, weights = COUNTED[name]
-    found = measure_answer(trace)
-    assert found.repeats == pytest.approx(repeats, abs=6e-4) and found.touched == pytest.approx(touched, abs=6e-4)
-    assert found.weights == pytest.approx(weights, abs=6e-4)
-    assert found.lru == pytest.approx(lru, abs=3e-3)  # which slices of one event go first is each program's own
+    measured = measure_answer(trace)
+    assert measured.repeats == pytest.approx(repeats, abs=6e-4) and measured.touched == pytest.approx(touched, abs=6e-4)
+    assert measured.weights == pytest.approx(weights, abs=6e-4)
+    assert measured.lru == pytest.approx(lru, abs=3e-3)  # which slices of one event go first is each program's own
     answer = answer_of(trace)
     assert simulate(answer, "lru", answer.model.full_bytes // 4).hit_rate < simulate(answer, "belady", answer.model.full_bytes // 4).hit_rate
 

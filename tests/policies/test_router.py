@@ -61,8 +61,8 @@ def test_a_lazy_router_keeps_no_weights(demo):
     for gate in range(3):
         np.testing.assert_array_equal(lazy.weights[gate], eager.weights[gate])
     for source, target in ((0, 1), (0, 2)):
-        for found, expected in zip(lazy.ahead(source, target, True), eager.ahead(source, target, True)):
-            assert (found is None and expected is None) or np.array_equal(found, expected)
+        for scores, expected in zip(lazy.ahead(source, target, True), eager.ahead(source, target, True)):
+            assert (scores is None and expected is None) or np.array_equal(scores, expected)
 
 
 @pytest.mark.parametrize("n_cols", [64, 2048, 33])
@@ -127,12 +127,12 @@ def test_logits_of_events(architecture, writer, folder, tmp_path):
 
 
 def test_gating_functions_differ(writer, folder):
-    found = {}
+    gatings = {}
     for architecture in ("qwen3moe", "glm4moe", "gpt-oss", "deepseek4", "llama4"):
         path = write_model(writer, folder, architecture, "F32")
-        found[architecture] = gating_of(ModelIndex.read(path))
+        gatings[architecture] = gating_of(ModelIndex.read(path))
         path.unlink()
-    assert found == {"qwen3moe": SOFTMAX, "glm4moe": SIGMOID, "gpt-oss": SOFTMAX_WEIGHT, "deepseek4": SQRT_SOFTPLUS, "llama4": SIGMOID}
+    assert gatings == {"qwen3moe": SOFTMAX, "glm4moe": SIGMOID, "gpt-oss": SOFTMAX_WEIGHT, "deepseek4": SQRT_SOFTPLUS, "llama4": SIGMOID}
 
 
 @pytest.mark.parametrize("gating", [SOFTMAX, SIGMOID, SQRT_SOFTPLUS])
@@ -162,8 +162,8 @@ def test_groups_by_brute_force():
         biased = [float(p) for p in row + bias]
         size = n_experts // n_groups
         worth = {g: sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(n_groups)}
-        taken = sorted(worth, key=worth.get)[-n_groups_used:]
-        allowed = [e for e in range(n_experts) if e // size in taken]
+        best = sorted(worth, key=worth.get)[-n_groups_used:]
+        allowed = [e for e in range(n_experts) if e // size in best]
         assert list(chosen) == sorted(allowed, key=lambda e: -biased[e])[:k]
 
 

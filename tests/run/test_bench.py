@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import speed
 from helpers.budgets import named
 from moeoff import Llama
 from moeoff.cli.bench import numbers
@@ -24,11 +23,11 @@ from moeoff.errors import OptionError
 from moeoff.llamacpp import native
 from moeoff.measure import run as module
 from moeoff.measure import worker
-from moeoff.measure.job import STOCK, BenchTest, Job, Measurement, Sample, TokenStream, read_text, usual_text
+from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
 from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup, unavailable
-from speed import Kept, cold, in_time, prompt_then_tokens, take_turns
+from speed import cold, in_time, prompt_then_tokens, take_turns
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +48,13 @@ def measured(invoke, *args: str) -> list[dict[str, Any]]:
 
 
 def test_rows_and_their_table(invoke, quick, small):
-    found = measured(invoke, *quick, "--strategy", "lru,auto")
-    for row in found:
+    measurements = measured(invoke, *quick, "--strategy", "lru,auto")
+    for row in measurements:
         assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
         assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
         assert row["peak_rss"] < row["memory"] == small << 20
         assert row["n_prompt"] in (0, 16) and row["model_n_params"] > 1e6
-    table = "".join(FORMATS["md"]([found[:2], found[2:]]))
+    table = "".join(FORMATS["md"]([measurements[:2], measurements[2:]]))
     lines = table.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [*("memory", "strategy", "test", "t/s", "MB/tok", "hits")]
     assert [line.split("|")[3].strip() for line in lines[2:6]] == ["pp16", "tg8"] * 2
@@ -165,15 +164,15 @@ def test_jobs_in_rounds(grown, small, tmp_path):
     def noted(name: str):
         return lambda index: order.append((index, name)) or cold(jobs[name], 300.0)(index)
 
-    found = take_turns({name: noted(name) for name in jobs}, 2)
+    compared = take_turns({name: noted(name) for name in jobs}, 2)
     assert order == [(0, "lru"), (0, "mine"), (0, "too small"), (1, "too small"), (1, "mine"), (1, "lru")]
-    assert [(row.name, row.test.name) for row in found] == [(name, test) for name in jobs for test in ("pp16", "tg8 @ d16")]
-    for row in found[:4]:
+    assert [(row.name, row.test.name) for row in compared] == [(name, test) for name in jobs for test in ("pp16", "tg8 @ d16")]
+    for row in compared[:4]:
         assert not row.error and row.figures["tps"].low <= row.figures["tps"].median <= row.figures["tps"].high
         assert row.figures["mb_per_token"].median > 0 and row.figures["hit_rate"].median < 1
         assert [sample.n_tokens for sample in row.measurements[0].samples] == [16, 8]
-    assert found[0].ratio == (1, 1, 1) and found[2].ratio.low > 0
-    assert "too small" in found[4].error and found[4].ratio is None and not found[4].figures
+    assert compared[0].ratio == (1, 1, 1) and compared[2].ratio.low > 0
+    assert "too small" in compared[4].error and compared[4].ratio is None and not compared[4].figures
 
 
 def test_an_answer_of_its_own(demo):
@@ -191,8 +190,8 @@ def test_an_answer_of_its_own(demo):
         for token in other:
             llm.eval([token])
         goes_on = llm.sample(temp=0.0)
-    found = measure(replace(job, answer=other)).closed["answer"]
-    assert found[:4] == [*other, goes_on] and len(found) == 8
+    answer = measure(replace(job, answer=other)).closed["answer"]
+    assert answer[:4] == [*other, goes_on] and len(answer) == 8
     assert measure(replace(job, engine=STOCK, answer=other)).closed["answer"][:3] == [*other]
 
 
@@ -211,20 +210,6 @@ def test_a_context_is_computed_once(demo, tmp_path):
     assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == ["32.context", "48.context"]
 
 
-def test_runs_that_were_done_are_kept(tmp_path, monkeypatch):
-    job, path, runs = Job("model.gguf", tests=prompt_then_tokens(8, 4)), str(tmp_path / "kept"), []
-
-    def turn(index):
-        runs.append(index)
-        return Measurement(job, {"n_ctx": 1}, {"peak_rss_bytes": 2}, [Sample(0, 8, 0.5), Sample(1, 4, 1.0, counters={"a": 1})], "" if index else "killed")
-
-    assert [bool(Kept(path).turn(job, turn)(index).error) for index in (0, 1, 1, 0)] == [True, False, False, True]
-    assert runs == [0, 1, 0] and Kept(path).turn(job, turn)(1) == turn(1)
-    assert Kept(path, 1e-9).turn(job, turn)(0).error == "not begun within --minutes" and not Kept(path, 1e-9).turn(job, turn)(1).error
-    monkeypatch.setattr(speed, "commit", lambda: "another one")
-    assert Kept(path).turn(replace(job, text="another"), turn)(1) and Kept(path).turn(job, turn)(1) and runs == [0, 1, 0, 1, 1, 1]
-
-
 def test_prefetches_in_time():
     """Of the prefetched slices that were used, those that compute did not wait for; unknown where no meter has counted reads."""
     counted = Sample(1, 4, 1.0, counters={"prefetch_useful": 8}, parts={"reads_waited_prefetch": 2.0})
@@ -233,12 +218,12 @@ def test_prefetches_in_time():
 
 @pytest.mark.slow  # stock thrashes in the cgroup
 def test_stock_beside_it(invoke, quick, small):
-    found = measured(invoke, *quick, "--compare-stock")
-    assert [row["strategy"] for row in found] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
+    measurements = measured(invoke, *quick, "--compare-stock")
+    assert [row["strategy"] for row in measurements] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
     where = f"in a cgroup of {small} MiB" if unavailable() is None else "no limit around it"
-    assert all(where in row["mode"] for row in found), found
-    assert "memory map, repacked kernels" in found[2]["mode"] and "memory map, plain kernels" in found[4]["mode"]
-    assert found[4]["avg_ts"] > 0 and (found[2]["avg_ts"] or found[2]["error"] == KILLED_TEXT)  # which needs the weights twice
+    assert all(where in row["mode"] for row in measurements), measurements
+    assert "memory map, repacked kernels" in measurements[2]["mode"] and "memory map, plain kernels" in measurements[4]["mode"]
+    assert measurements[4]["avg_ts"] > 0 and (measurements[2]["avg_ts"] or measurements[2]["error"] == KILLED_TEXT)  # which needs the weights twice
 
 
 def test_nothing_is_found_in_the_page_cache(grown):

@@ -9,7 +9,7 @@ import termios
 import click
 import pytest
 
-from helpers.models import with_metadata
+from helpers.models import rewritten
 from helpers.terminal import STATS, Terminal
 from helpers.waiting import wait_until
 from moeoff import Llama
@@ -48,8 +48,8 @@ def saved(terminal: Terminal, path) -> list[dict]:
 
 def prompt_counts(output: str) -> tuple[int, int]:
     """Prompt tokens computed and reused, from the line of statistics."""
-    found = re.search(r"prompt (\d+) tokens(?: \(\+(\d+) reused\))?", output)
-    return int(found[1]), int(found[2] or 0)
+    match = re.search(r"prompt (\d+) tokens(?: \(\+(\d+) reused\))?", output)
+    return int(match[1]), int(match[2] or 0)
 
 
 def test_answers_and_leaves(chat):
@@ -157,7 +157,7 @@ def test_when_a_text_is_complete():
 
 def test_a_model_without_a_template_chats_with_a_remark(chat, demo, tmp_path):
     """And goes on from its earlier answers."""
-    bare = with_metadata(demo, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
+    bare = rewritten(demo, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
     terminal = Terminal("-m", bare, "-n", "24", "--temp", "0", cache=tmp_path / "other")
     with terminal:
         said = " ".join(terminal.ready().split())

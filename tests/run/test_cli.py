@@ -16,6 +16,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from helpers.files import COMMAND
+from helpers.processes import run_python
 from helpers.waiting import wait_until
 from moeoff import Llama
 from moeoff.cli.bench import _listener
@@ -266,7 +268,7 @@ def test_stop_texts(invoke):
 
 def test_help_and_import_load_nothing_heavy():
     code = "import sys, moeoff; from moeoff.cli.main import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    loaded = run_python(code).split()
     assert "moeoff.cli.main" in loaded and not {"llama_cpp", "numpy", "rich", "prompt_toolkit", "sklearn", "gguf"} & set(loaded)
 
 
@@ -282,7 +284,7 @@ def test_start_up_time(command, limit):
 
 
 def test_ctrl_c_ends_cleanly():
-    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "run", "-n", "100000", "-c", "100000", "--ignore-eos", "--expert-memory", "400K"]
+    command = [COMMAND, "run", "-n", "100000", "-c", "100000", "--ignore-eos", "--expert-memory", "400K"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
     process.stdout.read(20)
     process.send_signal(signal.SIGINT)
@@ -293,7 +295,7 @@ def test_ctrl_c_ends_cleanly():
 
 def test_ctrl_c_in_the_middle_of_a_long_prompt(tmp_path):
     trace = tmp_path / "t"
-    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "run", "-c", "32768", "--expert-memory", "400K", "--trace", str(trace)]
+    command = [COMMAND, "run", "-c", "32768", "--expert-memory", "400K", "--trace", str(trace)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdin.write("apples " * 30000)
     process.stdin.close()
@@ -315,8 +317,7 @@ def test_stock_binding_is_named(tmp_path):
     done = subprocess.run([sys.executable, "-c", "import moeoff"], env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert "moeoff needs its own build of llama-cpp-python, but the installed one is 0.3.36: run `make env`" in done.stderr
-    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
-    done = subprocess.run([command, "--help"], env=env, capture_output=True, text=True)
+    done = subprocess.run([COMMAND, "--help"], env=env, capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1 and "make env" in done.stderr
 
 

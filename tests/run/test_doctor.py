@@ -4,12 +4,12 @@ import fcntl
 import json
 import os
 import resource
-import subprocess
 import sys
 
 import pytest
 
 import moeoff
+from helpers.processes import run_python
 from moeoff.cli import doctor
 from moeoff.system import disk as disk_probe
 
@@ -20,9 +20,9 @@ def findings(done) -> dict[str, dict]:
 
 def test_this_machine(moeoff_command, demo):
     done = moeoff_command("doctor", "-m", demo, "--json")
-    found = findings(done)
+    by_name = findings(done)
     assert done.returncode == 0 and done.stderr == "", done.stdout
-    assert set(found) >= {
+    assert set(by_name) >= {
         "fork",
         "interface",
         "cpu features",
@@ -39,8 +39,8 @@ def test_this_machine(moeoff_command, demo):
         "disk rate",
         "I/O threads",
     }
-    assert "+moeoff." in found["fork"]["text"] and "GOMP_SPINCOUNT=10000, threads bound" in found["openmp"]["text"]
-    assert all(finding["way_out"] for finding in found.values() if finding["state"] != "ok")
+    assert "+moeoff." in by_name["fork"]["text"] and "GOMP_SPINCOUNT=10000, threads bound" in by_name["openmp"]["text"]
+    assert all(finding["way_out"] for finding in by_name.values() if finding["state"] != "ok")
 
 
 def test_text_and_a_folder(invoke, tmp_path, monkeypatch):
@@ -91,8 +91,8 @@ def test_row_kernels(monkeypatch):
         numbers = {type_from_name(name): value for name, value in states.items()}
         monkeypatch.setattr(native, "row_kernel", lambda number, numbers=numbers: numbers.get(number, 0))
         monkeypatch.setattr(native, "attention_kernels", lambda answer=attention: answer)
-        found = {finding.name: finding for finding in doctor.check_cpu()}["row kernels"]
-        assert found.state == state and text in found.text
+        kernels = {finding.name: finding for finding in doctor.check_cpu()}["row kernels"]
+        assert kernels.state == state and text in kernels.text
 
 
 def test_row_kernels_that_are_off(moeoff_command, demo, monkeypatch):
@@ -101,8 +101,7 @@ def test_row_kernels_that_are_off(moeoff_command, demo, monkeypatch):
         (kernels,) = doctor._row_kernels()
     assert kernels.state == "warning" and "off, as MOEOFF_ROW_KERNELS says" in kernels.text and kernels.way_out == "unset MOEOFF_ROW_KERNELS"
     show = "from moeoff.llamacpp import native; print({native.row_kernel(number) for number in range(64)})"
-    done = subprocess.run([sys.executable, "-c", show], env=os.environ | {"MOEOFF_ROW_KERNELS": "off"}, capture_output=True, text=True)
-    assert done.stdout == "{0}\n", done.stderr
+    assert run_python(show, MOEOFF_ROW_KERNELS="off") == "{0}\n"
     done = moeoff_command("doctor", "-m", demo, env=os.environ | {"MOEOFF_ROW_KERNELS": "no"})
     assert done.returncode == 1 and "MOEOFF_ROW_KERNELS=no: expected on or off" in done.stdout + done.stderr and "Traceback" not in done.stderr
 
@@ -111,10 +110,10 @@ def test_cpu_features(monkeypatch):
     from llama_cpp import llama_cpp as binding
 
     monkeypatch.setattr(binding, "llama_print_system_info", lambda: b"CPU : SSE3 = 1 | AVX_NONE = 1 | OPENMP = 1 | ")
-    found = {finding.name: finding for finding in doctor.check_cpu()}
+    findings_of_cpu = {finding.name: finding for finding in doctor.check_cpu()}
     with open("/proc/cpuinfo") as file:
         has_avx2 = " avx2 " in file.read()
-    assert found["cpu features"].state == (doctor.WARNING if has_avx2 else doctor.OK)
+    assert findings_of_cpu["cpu features"].state == (doctor.WARNING if has_avx2 else doctor.OK)
 
 
 def test_a_model_that_does_not_fit(monkeypatch, demo):
@@ -158,5 +157,5 @@ def test_more_threads_are_proposed_where_they_read_much_faster(demo, monkeypatch
     monkeypatch.setattr(
         doctor, "probe", lambda path, block_bytes, seconds, n_threads: disk_probe.DiskRate(rate if n_threads == n else 1e9, block_bytes, direct, seconds)
     )
-    found = {finding.name: finding for finding in doctor.check_disk(demo)}["I/O threads"]
-    assert found.state == state and f"{rate / 1e9:.1f} times" in found.text and ("--io-threads 4,16" in found.way_out) == (state == "warning")
+    threads = {finding.name: finding for finding in doctor.check_disk(demo)}["I/O threads"]
+    assert threads.state == state and f"{rate / 1e9:.1f} times" in threads.text and ("--io-threads 4,16" in threads.way_out) == (state == "warning")

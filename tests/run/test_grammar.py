@@ -19,8 +19,8 @@ def llm(demo):
 
 
 def complete(llm, grammar: str | None = None, temperature: float = 0.0) -> str:
-    given = LlamaGrammar.from_string(grammar, verbose=False) if grammar is not None else None
-    return llm.create_completion(PROMPT, max_tokens=12, temperature=temperature, grammar=given, seed=3)["choices"][0]["text"]
+    parsed = LlamaGrammar.from_string(grammar, verbose=False) if grammar is not None else None
+    return llm.create_completion(PROMPT, max_tokens=12, temperature=temperature, grammar=parsed, seed=3)["choices"][0]["text"]
 
 
 CHAIN = "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(100_000)) + "a100000 ::= [a-z]\n"

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from helpers.files import PROSE
-from helpers.models import with_metadata
+from helpers.models import rewritten
 from moeoff import OptionError
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
@@ -88,7 +88,7 @@ def test_templates(invoke, demo, tmp_path):
     tokens = [int(re.search(r"prompt (\d+) tokens", invoke(*asked, *more).stderr)[1]) for more in
               ([], ["--chat-template-file", str(tmp_path / "t.jinja")], ["--chat-template", "chatml"], ["--raw"])]  # fmt: skip
     assert len(set(tokens)) >= 3
-    bare = with_metadata(demo, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
+    bare = rewritten(demo, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
     done = invoke(*asked, "-m", bare, "--system", "Be brief.")
     assert done.returncode == 0, done.stderr
 

@@ -5,12 +5,12 @@ import http.server
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from helpers.files import COMMAND
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.hub import choose, parse
 
@@ -103,7 +103,7 @@ PATIENT = {"HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300"}  # se
 
 def moeoff_hf(spec: str, endpoint: str, home: Path, **env) -> subprocess.CompletedProcess:
     env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | PATIENT | env
-    command = [str(Path(sys.executable).with_name("moeoff")), "run", "-hf", spec, "-p", "How many?", "-n", "4"]
+    command = [COMMAND, "run", "-hf", spec, "-p", "How many?", "-n", "4"]
     return subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
 
 

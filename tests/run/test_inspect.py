@@ -3,9 +3,7 @@
 import compileall
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import results
 from cgroup import disk_cgroup
 from grow_model import Growth, grow_model
 from helpers.files import DEMO, PROSE
+from helpers.processes import run_python
 from moeoff.budget import compute_probe
 from moeoff.budget.dry_load import dry_load, memory_sizes, slice_kinds
 from moeoff.budget.inspection import examine, speed
@@ -137,9 +136,9 @@ def test_speed():
 
 
 def _cells(name, table):
-    found = next(t for t in results.read(name)["tables"] if t["name"] == table)
-    for row in found["rows"]:
-        yield row[0], {column: float(number[0]) for column, cell in zip(found["columns"], row) if (number := re.match(r"[\d.]+", cell))}
+    result = next(t for t in results.read(name)["tables"] if t["name"] == table)
+    for row in result["rows"]:
+        yield row[0], {column: float(number[0]) for column, cell in zip(result["columns"], row) if (number := re.match(r"[\d.]+", cell))}
 
 
 def test_speeds_that_were_measured_are_told_from_their_bytes():
@@ -157,11 +156,11 @@ def test_misses_that_were_measured_are_told_from_the_share():
     """Of docs/results: replays of the demo model's text, and of published models' answers, whose first uses of an expert are misses, too."""
     for name, table, strategy, choice in (("cache-policies", None, "score", 8), ("published-traces", "qwen3-30b-a3b", "score", 128 / 8),
                                           ("published-traces", "gemma-4-26b-a4b", "score", 128 / 8)):  # fmt: skip
-        for found in (t for t in results.read(name)["tables"] if table in (None, t["name"])):
-            row = next((row for row in found["rows"] if row[0].startswith(strategy)), None)
-            for column, cell in zip(found["columns"][1:], row[1:] if row else ()):
+        for result in (t for t in results.read(name)["tables"] if table in (None, t["name"])):
+            row = next((row for row in result["rows"] if row[0].startswith(strategy)), None)
+            for column, cell in zip(result["columns"][1:], row[1:] if row else ()):
                 missed = 1 - float(re.match(r"[\d.]+", cell)[0]) / 100
-                assert expected_bytes(1.0, float(column.split()[0]) / 100, choice) == pytest.approx(missed, abs=0.09), (found["name"], column)
+                assert expected_bytes(1.0, float(column.split()[0]) / 100, choice) == pytest.approx(missed, abs=0.09), (result["name"], column)
 
 
 def test_one_budget(demo, invoke):
@@ -196,9 +195,9 @@ print(json.dumps([probe(model, 1 << 20, 2.0).bytes_per_second, tps]))
     with disk_cgroup(demo, rate) as group:
         done = group.run([sys.executable, "-c", code, demo, str(PROSE)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    probed, found = json.loads(done.stdout)
+    probed, speeds = json.loads(done.stdout)
     assert probed == pytest.approx(rate, rel=0.3)
-    for tps, share in found.values():
+    for tps, share in speeds.values():
         # of a token's slices all that is not in memory at worst, that squared where tokens come back to their experts
         slow, quick = (probed / (ModelIndex.read(demo).expert_bytes // 8 * (1 - share) ** power) for power in (1, 2))
         assert 0.5 * slow <= tps <= 1.2 * quick, (slow, tps, quick)
@@ -272,8 +271,7 @@ def test_computing_is_timed_with_the_kernels_of_a_run():
     """Row kernels are for weights of a model that is loaded beside an expert buffer, and for the probe's."""
     seconds = {"on": [], "off": []}
     for wish in ("on", "off") * 4:  # the quickest of several, next to other programs
-        done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True, env=os.environ | {"MOEOFF_ROW_KERNELS": wish})
-        seconds[wish].append(float(done.stdout))
+        seconds[wish].append(float(run_python(KERNELS, MOEOFF_ROW_KERNELS=wish)))
     assert min(seconds["on"]) < 0.8 * min(seconds["off"]), seconds
 
 

@@ -15,6 +15,7 @@ from companions import write_expert_adapter
 from helpers.budgets import needed
 from helpers.leaks import check_leaves_nothing
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
+from helpers.processes import run_python
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import BudgetError, Cancelled, OptionError
 from moeoff.engine.driver import Driver
@@ -277,8 +278,7 @@ after = llm.stats().arena_bytes
 assert after < before, (before, after)
 assert peak_rss() <= {budget}, peak_rss() / (1 << 20)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
 
 
 def test_warm_start(demo, tmp_path, monkeypatch):
@@ -290,8 +290,8 @@ def test_warm_start(demo, tmp_path, monkeypatch):
         misses = cold.stats().demand_misses
     assert len(list((tmp_path / "moeoff" / "warm").glob("*.npz"))) == 1
     with moeoff.Llama(demo, warm=True, **options) as warm:
-        wanted = int(np.unpackbits(resident).sum())
-        wait_until(lambda: warm.engine.buffer.stats().resident_slices >= wanted)
+        n_resident = int(np.unpackbits(resident).sum())
+        wait_until(lambda: warm.engine.buffer.stats().resident_slices >= n_resident)
         assert (warm.engine.buffer.residency() == resident).all()
         assert without_identity(CALLS["completion"](warm)) == text
         assert misses > 500 and warm.stats().demand_misses < misses / 10  # of those that went before the end

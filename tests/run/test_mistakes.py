@@ -4,13 +4,12 @@ import os
 import pwd
 import shlex
 import subprocess
-import sys
 import tempfile
 
 import pytest
 from click.testing import CliRunner
 
-from helpers.files import DEMO, SMALL_TRACE
+from helpers.files import COMMAND, DEMO, SMALL_TRACE
 from moeoff.cli.main import main
 
 M = str(DEMO)
@@ -220,9 +219,8 @@ def test_small_machines(machine):
     mounts, lacks = MACHINES[machine]
     if subprocess.run(["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
-    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
     for typed in (*ANYWHERE, f"doctor -m {M}", f"simulate {SMALL_TRACE}"):
-        done = subprocess.run(["unshare", "-m", "sh", "-c", f"{mounts}; {command} {typed}"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(["unshare", "-m", "sh", "-c", f"{mounts}; {COMMAND} {typed}"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         expected = 1 if typed.split()[0] in lacks else 0
         assert done.returncode == expected and "Traceback" not in done.stderr and "[Errno" not in done.stderr, (typed, done.stdout, done.stderr)
 

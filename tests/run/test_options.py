@@ -233,14 +233,14 @@ def test_context_shift_is_llama_cpps(demo, n_keep, type_k):
     prompt = [1, *range(300, 330)]
     options = {**SMALL, "flash_attn": True, "type_k": type_k}
     with moeoff.Llama(demo, **options, context_shift=True, n_keep=n_keep) as llm:
-        found = greedy(llm, prompt, 600)
+        tokens = greedy(llm, prompt, 600)
         assert llm.n_discarded > 300 and llm.n_tokens < llm.n_ctx()
-        kept = len(prompt) if n_keep < 0 else n_keep + llm.adds_bos()
-        assert llm.input_ids[:kept].tolist() == prompt[:kept]
+        n_first = len(prompt) if n_keep < 0 else n_keep + llm.adds_bos()
+        assert llm.input_ids[:n_first].tolist() == prompt[:n_first]
         again = greedy(llm, prompt, 10)
-        assert again == found[:10] and llm.n_discarded == 0
+        assert again == tokens[:10] and llm.n_discarded == 0
     with moeoff.Llama(demo, **options) as llm:
-        assert shifted_by_hand(llm, prompt, 600, kept) == found
+        assert shifted_by_hand(llm, prompt, 600, n_first) == tokens
 
 
 def test_seeded_answers_go_on_behind_a_shift(demo):
@@ -334,11 +334,11 @@ def test_a_build_with_a_backend_and_no_driver_says_so_in_a_sentence(monkeypatch,
     monkeypatch.setattr("moeoff.llamacpp.devices.find_devices", lambda: "the driver is too old")
     values = {"n_gpu_layers": 99, "vram": "auto"}
     (said,) = without_gpu(values)
-    wanted = f"this build has {backend}, and no driver offers a device (the driver is too old)"
-    assert said.startswith(f"--n-gpu-layers and --vram have no effect: {wanted}") and not values
-    (found,) = [finding for finding in check_cpu() if finding.name == "gpu"]
-    assert found.text.startswith(wanted) and found.text.endswith(": the CPU computes everything")
-    assert all(("GGML_VK_VISIBLE_DEVICES" in text) == (backend == "Vulkan") for text in (said, found.text))
+    reason = f"this build has {backend}, and no driver offers a device (the driver is too old)"
+    assert said.startswith(f"--n-gpu-layers and --vram have no effect: {reason}") and not values
+    (gpu,) = [finding for finding in check_cpu() if finding.name == "gpu"]
+    assert gpu.text.startswith(reason) and gpu.text.endswith(": the CPU computes everything")
+    assert all(("GGML_VK_VISIBLE_DEVICES" in text) == (backend == "Vulkan") for text in (said, gpu.text))
     asked = {"n_gpu_layers": 99, "vram": "1G"}
     assert without_gpu(asked) == [] and len(asked) == 2
 

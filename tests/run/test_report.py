@@ -65,10 +65,10 @@ def test_memory_adds_up(session):
 
 
 def test_layers_add_up(session):
-    found = report.layers(session)
-    assert len(found) == session.trace.model.n_gates
-    assert sum(layer.nbytes for layer in found) * session.n_tokens[1] == pytest.approx(session.decode.bytes_read, rel=0.05)
-    assert all(0 <= layer.prefetched <= layer.nbytes and 0 <= layer.hit_rate <= 1 for layer in found)
+    layers = report.layers(session)
+    assert len(layers) == session.trace.model.n_gates
+    assert sum(layer.nbytes for layer in layers) * session.n_tokens[1] == pytest.approx(session.decode.bytes_read, rel=0.05)
+    assert all(0 <= layer.prefetched <= layer.nbytes and 0 <= layer.hit_rate <= 1 for layer in layers)
 
 
 def test_time_is_the_time_that_was_taken(session):

@@ -28,11 +28,11 @@ import moeoff
 from moeoff.llamacpp import threads
 
 def cores():
-    found = {}
+    cores_of = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/status") as file:  # it may end meanwhile
-            found[int(task)] = next(line.split()[1] for line in file if line.startswith("Cpus_allowed_list"))
-    return found.pop(os.getpid()), sorted(found.values())
+            cores_of[int(task)] = next(line.split()[1] for line in file if line.startswith("Cpus_allowed_list"))
+    return cores_of.pop(os.getpid()), sorted(cores_of.values())
 
 def say(what):
     print(json.dumps(what), flush=True)
@@ -145,9 +145,9 @@ def test_one_thread_for_each_core(n_threads, cores, bound):
     assert one_each(n_threads, cores) is bound
 
 
-@pytest.mark.parametrize("cores, found", [([], []), ([3], [(3, 1)]), (range(4), [(0, 4)]), ([7, 1, 2, 5, 6], [(1, 2), (5, 3)])])
-def test_runs(cores, found):
-    assert runs(cores) == found
+@pytest.mark.parametrize("cores, expected", [([], []), ([3], [(3, 1)]), (range(4), [(0, 4)]), ([7, 1, 2, 5, 6], [(1, 2), (5, 3)])])
+def test_runs(cores, expected):
+    assert runs(cores) == expected
 
 
 def test_the_users_word(monkeypatch):

@@ -84,5 +84,5 @@ def test_the_worker_names_the_flag_as_it_was_typed(invoke):
     ],
 )
 def test_values_are_completed(words, begun, completed):
-    found = ShellComplete(main, {}, "moeoff", "_MOEOFF_COMPLETE").get_completions(words, begun)
-    assert completed in [item.value for item in found]
+    items = ShellComplete(main, {}, "moeoff", "_MOEOFF_COMPLETE").get_completions(words, begun)
+    assert completed in [item.value for item in items]

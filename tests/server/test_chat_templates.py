@@ -8,7 +8,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 import moeoff
 from helpers.models import with_template
+from helpers.processes import run_python
 from helpers.servers import Served
 from helpers.waiting import wait_until
 from moeoff.llamacpp import templates
@@ -195,8 +195,7 @@ def test_the_program_is_started_again_and_nothing_of_it_stays_after_a_stop(demo)
         answer = httpx.post(f"{served.url}/apply-template", json={"messages": [{"role": "user", "content": long}]}, timeout=300)
         assert answer.status_code == 200 and long in answer.json()["prompt"]
     wait_until(lambda: not runs(second) and not any(map(runs, programs(served.process.pid))))
-    done = subprocess.run([sys.executable, "-c", STOPPED, demo], capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["1", "0"], done.stderr
+    assert run_python(STOPPED, demo).split() == ["1", "0"]
 
 
 def test_a_build_without_the_program(demo, tmp_path, monkeypatch):

@@ -9,8 +9,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 
 import httpx
 import numpy as np
@@ -19,7 +17,8 @@ from PIL import Image
 
 from companions import N_PATCHES, write_projector
 from helpers.files import PROSE, flip_bit
-from helpers.models import with_metadata
+from helpers.models import rewritten
+from helpers.processes import run_python
 from helpers.servers import Served, needed, said_of_each, stock_server
 from moeoff.budget.dry_load import dry_load
 from moeoff.experts.convert import convert
@@ -138,10 +137,7 @@ import moeoff
 with moeoff.Server(sys.argv[1], port=0, n_ctx=1024, parallel=2, memory="600M", **json.loads(sys.argv[2])) as server:
     print(json.dumps(server.stats().memory))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, nextn, json.dumps({"spec_type": "draft-mtp"} if drafts else {})], capture_output=True, text=True, timeout=300
-    )
-    taken, model_index = json.loads(done.stdout), ModelIndex.read(nextn)
+    taken, model_index = json.loads(run_python(code, nextn, json.dumps({"spec_type": "draft-mtp"} if drafts else {}))), ModelIndex.read(nextn)
     plan = dry_load(model_index, 1024, Config.make(nextn, n_ctx=1024, flash_attn=True).keywords, n_sequences=2, nextn=drafts)
     assert plan.weights == pytest.approx(taken["weights"] + taken["token_embedding"], abs=64 << 10)
     assert plan.compute == pytest.approx(taken["compute_buffers"], abs=2 << 20)
@@ -156,7 +152,7 @@ def test_a_draft_model_counts_before_the_port_is_open(demo, grown):
 
 def test_drafts_that_cannot_be_made(demo, nextn, tmp_path):
     """Is said; a server that drafts nothing would be no answer."""
-    damaged = with_metadata(demo, tmp_path / "damaged.gguf", {"qwen2moe.attention.layer_norm_rms_epsilon": math.nan})
+    damaged = rewritten(demo, tmp_path / "damaged.gguf", {"qwen2moe.attention.layer_norm_rms_epsilon": math.nan})
     cases = [
         (f"-md {damaged}", "expected a small positive number"),  # llama.cpp would end the process
         (f"-md {nextn}", "drafts cannot be made: "),  # its next-token layers belong to another model

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from helpers.processes import status_bytes
 from helpers.servers import single_use
 from helpers.waiting import wait_until
 from moeoff.errors import OptionError
@@ -54,8 +55,7 @@ def test_a_replica_on_each_node_within_its_memory(served):
     replicas = served.replicas(2)
     assert [replica.node for replica in replicas] == [0, 1]
     for replica in replicas:
-        with open(f"/proc/{replica.server_pid}/status") as file:
-            assert next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM")) <= 200 << 20
+        assert status_bytes("VmHWM", replica.server_pid) <= 200 << 20
         if folder := served.cgroups[replica.node]:
             with open(f"{folder}/cgroup.procs") as file:
                 assert {replica.pid, replica.server_pid} <= set(map(int, file))

@@ -16,11 +16,10 @@ import openai
 import pexpect
 import pytest
 
-from helpers.files import ROOT
+from helpers.files import COMMAND, ROOT
 from helpers.servers import single_use
 from helpers.waiting import wait_until
 
-COMMAND = os.path.join(os.path.dirname(sys.executable), "moeoff")
 KEY = "not-a-secret"
 LONG = ("-c", "8192", "--", "--override-kv", "qwen2moe.context_length=int:4096")  # answers that do not end by themselves while a test looks at them
 PROMPTS = [f"Tom has {n} apples and buys {n + 2} more. How many apples has he?" for n in range(3, 11)]

@@ -20,7 +20,8 @@ import httpx
 import numpy as np
 import pytest
 
-from helpers.models import with_metadata
+from helpers.models import rewritten
+from helpers.processes import run_python
 from helpers.servers import Served, free_port, needed
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError, Server
@@ -134,9 +135,7 @@ def test_a_budget_moves_whole_or_not_at_all(demo):
                     break
             print(nth > 50, ask() == text)
     """)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.stdout.split() == ["True", "True"], done.stdout + done.stderr
+    assert run_python(code, demo).split() == ["True", "True"]
 
 
 def test_budget_moves_while_answers_are_written(grown):
@@ -164,8 +163,7 @@ def test_budget_moves_while_answers_are_written(grown):
             print(len(set(texts)), len(texts), server.stats().budget_bytes >> 20)
     """)
     least = needed(grown, n_ctx=512)
-    done = subprocess.run([sys.executable, "-c", code, grown, str(least)], capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["refused", "1", "3", str(least + 90)], done.stderr
+    assert run_python(code, grown, least).split() == ["refused", "1", "3", str(least + 90)]
 
 
 def test_a_model_that_is_written_to(demo, tmp_path):
@@ -222,15 +220,14 @@ def test_one_at_a_time_and_each_once(demo, tmp_path):
         except MoeoffError as error:
             print(error)
     """)
-    refused = with_metadata(demo, tmp_path / "refused.gguf", {"qwen2moe.block_count": 11})
-    done = subprocess.run([sys.executable, "-c", code, demo, refused], capture_output=True, text=True, timeout=300)
-    starved, same, second, once, url, clean, reason = done.stdout.splitlines()
+    refused = rewritten(demo, tmp_path / "refused.gguf", {"qwen2moe.block_count": 11})
+    starved, same, second, once, url, clean, reason = run_python(code, demo, refused).splitlines()
     assert (
         starved.endswith("no more threads")
         and same == "True"
         and second.startswith("a server runs in this process already")
         and once.startswith("this server was started before")
-    ), done.stderr
+    )
     assert url.startswith("http") and clean.startswith("True"), clean
     assert "llama.cpp cannot load it: wrong number of tensors" in reason
 
@@ -289,7 +286,7 @@ def test_a_signal_that_another_thread_gets_ends_the_wait(demo):
             threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
             server.wait()
     """)
-    subprocess.run([sys.executable, "-c", code, demo], check=True, timeout=300)
+    run_python(code, demo)
 
 
 def test_a_stop_while_it_ends_by_itself(demo):
@@ -308,8 +305,7 @@ def test_a_stop_while_it_ends_by_itself(demo):
         finally:
             ends.set()
     """)
-    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_python(code, demo)
 
 
 TURNS = (61, 155, 20, 300, 33, 500, 20, 64, 20, 20)  # new tokens

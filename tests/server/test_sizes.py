@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import httpx
 import pytest
 
+from helpers.processes import run_python
 from helpers.servers import Served, needed
 from moeoff.budget.dry_load import dry_load
 from moeoff.budget.plan import RESERVE, MemoryPlan
@@ -97,8 +96,7 @@ import moeoff
 with moeoff.Server(sys.argv[1], port=0, n_ctx=2048, parallel=4, memory="200M", kv_unified=False, cache_ram=0) as server:
     print(json.dumps(server.stats().memory))
 """
-    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300)
-    taken = json.loads(done.stdout)
+    taken = json.loads(run_python(code, demo))
     plan = dry_load(ModelIndex.read(demo), 2048, Config.make(demo, n_ctx=2048, flash_attn=True).keywords, n_sequences=4, unified=False)
     assert plan.state == taken["state"] and plan.compute == pytest.approx(taken["compute_buffers"], abs=1 << 20)
     assert sum(taken.values()) <= 200 << 20
