@@ -166,7 +166,7 @@ class Stats:
     device_wait_seconds: float = _figure("Of writing into a GPU's memory, what compute waited for.", "seconds", 0.0, counter=True, metric="device_wait_seconds")
     device_experts: int = _figure("Experts in GPUs' memory.", "experts", metric="device_experts")
     device_memory: dict[str, dict[str, int]] = _figure(
-        "Of each device with slots: their number for each layer, their bytes, and what llama.cpp takes there.", factory=dict
+        "Of each device with slots: their number for each layer, their bytes with those of the stage, and what llama.cpp takes there.", factory=dict
     )
     device_mode: str = _figure("With vram_mode auto, how the next token will be computed.", default="")
     device_gain: float | None = _figure("Speed with devices relative to without, minus 1, when it was last compared.", "share", None)
