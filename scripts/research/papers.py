@@ -129,7 +129,7 @@ class Machine:
     Attributes:
         link, device: GB/s, 85 % of data sheets.
         host: of what a processor computes with; HOBBIT's takes 5 ms for an expert of Mixtral (§5.4).
-        shares: of the experts' bytes in the paper's precision, what the device holds.
+        shares: of the experts' bytes in the contender's precision, what the device holds.
         says: where the paper says how long it waits.
         layer: nanoseconds, from those of sending and of computing all that a token selects in a layer, and of sending what is missed of it.
     """
