@@ -221,11 +221,11 @@ def assert_computable(tables):
         on, of, verdicts = r.on or r.paper, "prompts" if r.prompt else "decode", []
         for share in papers.MACHINES[on].shares:
             fast, slow, right = (runs.get((on, name, f"{share:.0%}", of)) for name in (r.fast, r.slow, f"{r.fast}, always predicted right"))
-            found = ratio(*(list(map(float, row[1].split(", "))) for row in (fast, slow)))
-            told = ours.removeprefix(f"{r.fast} / {r.slow}: ").split(" with ")[len(verdicts)].split("%, ")[-1]
-            expected = [found.value] if found.low is None else [found.value, found.low, found.high]
-            assert [float(number) for number in re.findall(r"[\d.]+", told)] == pytest.approx(expected, abs=0.0051), (r, share)
-            verdicts.append(verdict(r.claim, found))
+            estimate = ratio(*(list(map(float, row[1].split(", "))) for row in (fast, slow)))
+            cell = ours.removeprefix(f"{r.fast} / {r.slow}: ").split(" with ")[len(verdicts)].split("%, ")[-1]
+            expected = [estimate.value] if estimate.low is None else [estimate.value, estimate.low, estimate.high]
+            assert [float(number) for number in re.findall(r"[\d.]+", cell)] == pytest.approx(expected, abs=0.0051), (r, share)
+            verdicts.append(verdict(r.claim, estimate))
             why = dict(part.split(": ") for part in cause.split("; ") if part).get(f"{share:.0%}")
             assert (why is None) == (verdicts[-1] == REPRODUCED)
             for name, row, column in (("without any waiting", fast, 2), ("always predicted right", right, 0)):
