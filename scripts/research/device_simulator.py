@@ -103,7 +103,7 @@ class LowVersions:
     prefill: float = 0.0
     mispredicted: bool = False
 
-    def wanted(self, event: GateEvent, experts: np.ndarray, asked: np.ndarray, n_experts: int) -> np.ndarray:
+    def serving(self, event: GateEvent, experts: np.ndarray, asked: np.ndarray, n_experts: int) -> np.ndarray:
         """[n] versions of these absent experts; asked: those that are on their way."""
         if self.t1 < 1:
             least = np.full(n_experts, 1.0)
@@ -193,7 +193,7 @@ class DeviceBuffer:
         self._matrices = np.array([[sum(1 << model.tensors[i].matrix for i in tensors)] for tensors in self._of_gate], np.uint8)
         n = self.priorities.size
         self._layer = np.repeat(np.arange(model.n_gates), self._width)
-        self._there, self._space, self._needed, self._keeps = (np.zeros(n, bool) for _ in range(4))  # keeps: what a predictor wants
+        self._resident, self._space, self._needed, self._keeps = (np.zeros(n, bool) for _ in range(4))  # keeps: what a predictor wants
         self._used_at = np.zeros(n, np.int64)
         self._copies: set[int] = set()  # on the device
         self._jobs: dict[int, list[Part]] = {DEMAND: [], PREFETCH: []}
@@ -237,7 +237,7 @@ class DeviceBuffer:
     def fill_layers(self) -> None:
         """All experts of the first layers, as many as there is room for whole ones."""
         n = int(self.capacity) // self._width
-        self._there[: n * self._width] = self._space[: n * self._width] = True
+        self._resident[: n * self._width] = self._space[: n * self._width] = True
 
     def divide(self, policy: Any) -> None:
         """A room for each layer: a policy's own quotas, else as many for each."""
@@ -254,13 +254,13 @@ class DeviceBuffer:
         return float(min((self._bytes - free) / self._sizes.mean(), self._sizes.size))
 
     def residency(self, *, low: bool = False) -> np.ndarray:
-        found = np.isin(np.arange(self._there.size), list(self._copies)) if low else self._there
-        return found.reshape(self.priorities.shape) * self._matrices
+        resident = np.isin(np.arange(self._resident.size), list(self._copies)) if low else self._resident
+        return resident.reshape(self.priorities.shape) * self._matrices
 
     def prefetch(self, gate: int, experts: Sequence[int], n_read: int | None = None, *, low: bool = False, limit: int = -1) -> int:
         n_queued, n_each = 0, len(self._of_gate[gate])
         for place, i in enumerate(gate * self._width + int(e) for e in experts):
-            if self._there[i] or (i, low) in self._begun or self._has((i, low)):
+            if self._resident[i] or (i, low) in self._begun or self._has((i, low)):
                 self._keeps[i] |= not self._needed[i]
             elif not any((i, low) in jobs for jobs in self._jobs.values()):
                 if (n_read is None or place < n_read) and (limit < 0 or n_queued + n_each <= limit):
@@ -275,17 +275,17 @@ class DeviceBuffer:
         """Sends what is absent, and computes."""
         chosen = self._execution.arranged(event).astype(np.int64)
         experts = event.gate * self._width + chosen
-        there = self._there[experts].copy()
-        wanted = np.full(len(experts), HIGH)
+        resident = self._resident[experts].copy()
+        version = np.full(len(experts), HIGH)
         if self._low is not None:
             asked = np.array([any((i, False) in jobs for jobs in self._jobs.values()) for i in experts.tolist()], bool)
-            wanted = np.where(there, HIGH, self._low.wanted(event, chosen, asked | there, self._width))
+            version = np.where(resident, HIGH, self._low.serving(event, chosen, asked | resident, self._width))
             of_expert = np.full(self._width, HIGH)
-            of_expert[chosen] = wanted
+            of_expert[chosen] = version
             event.versions = of_expert[event.ids].astype(np.uint8)
-        parts = [(i, v == LOW) for i, v in zip(experts.tolist(), wanted.tolist()) if v != SKIP]
+        parts = [(i, v == LOW) for i, v in zip(experts.tolist(), version.tolist()) if v != SKIP]
         n_each, n_there = len(self._of_gate[event.gate]), sum(map(self._has, parts))
-        for name, n in zip(("device", "host", "low", "skipped"), (there.sum(), (~there).sum(), (wanted == LOW).sum(), (wanted == SKIP).sum())):
+        for name, n in zip(("device", "host", "low", "skipped"), (resident.sum(), (~resident).sum(), (version == LOW).sum(), (version == SKIP).sum())):
             self.sent[name] += int(n)
         event.n_hit, event.n_miss, event.t_ns = n_each * n_there, n_each * (len(parts) - n_there), self.now
         self.counts["hits"] += event.n_hit
@@ -308,7 +308,7 @@ class DeviceBuffer:
         self._copies -= set(range(span.start, span.stop))
         self._needed[span] = False
         if not self._keep:
-            self._there[span] = self._space[span] = False
+            self._resident[span] = self._space[span] = False
         if self.rooms is not None:
             while int(self._space[span].sum()) > self.rooms[event.gate] and self._evict(self._layer == event.gate, False):
                 pass
@@ -339,7 +339,7 @@ class DeviceBuffer:
             self._until(int(t))
             self._needed[part[0]] = False
             if not self._keep:
-                self._there[part[0]] = self._space[part[0]] = False
+                self._resident[part[0]] = self._space[part[0]] = False
             self._start()
         self._until(round(t))
         self.counts["stall_ns"] += round(t - began - computing)
@@ -372,12 +372,12 @@ class DeviceBuffer:
                 self._forget(part)
 
     def _forget(self, part: Part) -> None:
-        if self._begun.pop(part, None) is not None and not part[1] and not self._there[part[0]]:
+        if self._begun.pop(part, None) is not None and not part[1] and not self._resident[part[0]]:
             self._space[part[0]] = False
 
     def _has(self, part: Part) -> bool:
         i, is_low = part
-        return i in self._copies if is_low else bool(self._there[i])
+        return i in self._copies if is_low else bool(self._resident[i])
 
     def _nbytes(self, part: Part) -> float:
         i, is_low = part
@@ -407,7 +407,7 @@ class DeviceBuffer:
             if part[1]:
                 self._copies.add(part[0])
             else:
-                self._there[part[0]] = True
+                self._resident[part[0]] = True
             self.sent["uploads"] += 1
         elif level is None:
             self._forget(part)
@@ -436,7 +436,7 @@ class DeviceBuffer:
     def _make_room(self, i: int, is_demand: bool) -> bool:
         if self.rooms is None:
             while float(self._sizes[self._space].sum() + self._sizes[i]) > self._bytes:
-                if not self._evict(np.ones(self._there.size, bool), is_demand):
+                if not self._evict(np.ones(self._resident.size, bool), is_demand):
                     return False
             return True
         held, rooms = np.bincount(self._layer[self._space], minlength=len(self.rooms)), np.array(self.rooms)
@@ -448,11 +448,11 @@ class DeviceBuffer:
 
     def _evict(self, among: np.ndarray, is_demand: bool) -> bool:
         """The lowest of those that no gate needs; what is predicted gives way to demand alone."""
-        found = np.flatnonzero(among & self._there & ~self._needed & (is_demand | ~self._keeps))
-        if not len(found):
+        evictable = np.flatnonzero(among & self._resident & ~self._needed & (is_demand | ~self._keeps))
+        if not len(evictable):
             return False
-        lowest = found[np.lexsort((found, self._used_at[found], self.priorities.ravel()[found], self._keeps[found]))[0]]
-        self._there[lowest] = self._space[lowest] = self._keeps[lowest] = False
+        lowest = evictable[np.lexsort((evictable, self._used_at[evictable], self.priorities.ravel()[evictable], self._keeps[evictable]))[0]]
+        self._resident[lowest] = self._space[lowest] = self._keeps[lowest] = False
         return True
 
 

@@ -29,7 +29,7 @@ SAMPLE = 512  # tokens whose experts' outputs are computed
 
 
 @dataclass(frozen=True)
-class Found:
+class Figure:
     """One claim beside what was measured.
 
     Attributes:
@@ -65,17 +65,17 @@ class Data:
 FIGURES: list[Any] = []  # functions of a `Data`, each with its `paper`
 
 
-def figure(paper: str, figure: str, what: str, claim: str) -> Callable[[Callable[[Data], tuple[str, ...]]], Callable[[Data], Found]]:
-    """Makes a figure of a function that tells what is so here, the verdict, and a cause if one was found."""
+def figure(paper: str, figure: str, what: str, claim: str) -> Callable[[Callable[[Data], tuple[str, ...]]], Callable[[Data], Figure]]:
+    """Makes a figure of a function that tells what is so here, the verdict, and a cause if one was measured."""
 
-    def decorate(measure: Callable[[Data], tuple[str, ...]]) -> Callable[[Data], Found]:
+    def decorate(measure: Callable[[Data], tuple[str, ...]]) -> Callable[[Data], Figure]:
         @functools.wraps(measure)
-        def found(d: Data) -> Found:
-            return Found(paper, figure, what, claim, *measure(d))
+        def measured(d: Data) -> Figure:
+            return Figure(paper, figure, what, claim, *measure(d))
 
-        found.paper = paper
-        FIGURES.append(found)
-        return found
+        measured.paper = paper
+        FIGURES.append(measured)
+        return measured
 
     return decorate
 
@@ -155,12 +155,12 @@ def edgemoe_4(d: Data) -> tuple[str, str, str]:
     are connected, and over all layers hardly a path occurs twice."""
     first = _first(d.held)
 
-    def found(paths: np.ndarray) -> tuple[float, float]:
+    def covered(paths: np.ndarray) -> tuple[float, float]:
         ours, chance = counts(paths), counts(shuffled(paths))
         n = max(round(0.2 * len(chance)), 1)
         return float(ours[:n].sum() / len(paths)), float(chance[:n].sum() / len(paths))
 
-    two, floors = zip(*(found(first[:, g : g + 2]) for g in range(first.shape[1] - 1)))
+    two, floors = zip(*(covered(first[:, g : g + 2]) for g in range(first.shape[1] - 1)))
     whole, floor = (float(c[: max(round(0.2 * len(c)), 1)].sum() / len(first)) for c in (counts(first), counts(shuffled(first))))
     ours = f"{percent(*two)} by pair of layers; unconnected {percent(float(np.mean(floors)))}"
     ours += f"; as the paper counts, over all {first.shape[1]} layers: {percent(whole)}, unconnected {percent(floor)}"
@@ -185,8 +185,8 @@ def edgemoe_8_even(d: Data) -> tuple[str, str]:
     """The likeliest expert's share as a multiple of an even one."""
     right, _ = known_layers(d)
     times = right[:, 0] * d.held.router.n_experts
-    found = of_values(times)
-    return f"the likeliest has {percent(float(right[:, 0].mean()))}, {found.value:.1f} times an even share", REPRODUCED if found.value < 1 + CLOSE else OPPOSITE
+    even = of_values(times).value
+    return f"the likeliest has {percent(float(right[:, 0].mean()))}, {even:.1f} times an even share", REPRODUCED if even < 1 + CLOSE else OPPOSITE
 
 
 @functools.lru_cache(maxsize=1)
@@ -229,21 +229,21 @@ def edgemoe_13(d: Data) -> tuple[str, str, str]:
 @figure("HOBBIT", "5a", "Pearson's r of ‖G(x)‖ and ‖G(x) E(x)‖", "0.99")
 def hobbit_5a(d: Data) -> tuple[str, str]:
     """Pearson's r of an expert's gate weight and the length of what it adds, of each layer with its own deviation."""
-    found = []
+    correlations = []
     rng = np.random.default_rng(0)
-    kept = rng.choice(len(d.held.input_tokens), min(SAMPLE, len(d.held.input_tokens)), replace=False)
+    sample = rng.choice(len(d.held.input_tokens), min(SAMPLE, len(d.held.input_tokens)), replace=False)
     for g, layer in enumerate(t.layer for t in _one_each(d.held)):
-        x = d.held.inputs[kept, g].astype(np.float32)
+        x = d.held.inputs[sample, g].astype(np.float32)
         weights, lengths = [], []
         spans = {parse_tensor_name(name).matrix_name: span for name, span in d.model_index.experts.items() if parse_tensor_name(name).layer == layer}
         for expert in range(d.held.router.n_experts):
-            row, place = np.nonzero(d.held.ids[d.held.input_tokens[kept], g] == expert)
+            row, place = np.nonzero(d.held.ids[d.held.input_tokens[sample], g] == expert)
             if len(row):
-                weight = d.held.weights[d.held.input_tokens[kept[row]], g, place]
+                weight = d.held.weights[d.held.input_tokens[sample[row]], g, place]
                 weights.append(weight)
                 lengths.append(weight * np.linalg.norm(_expert({name: _slice(d.model_index, span, expert) for name, span in spans.items()}, x[row]), axis=1))
-        found.append(float(np.corrcoef(np.concatenate(weights), np.concatenate(lengths))[0, 1]))
-    return f"{np.mean(found):.2f} ({min(found):.2f} to {max(found):.2f}) by layer", verdict(0.99, of_values(found), 0.0)
+        correlations.append(float(np.corrcoef(np.concatenate(weights), np.concatenate(lengths))[0, 1]))
+    return f"{np.mean(correlations):.2f} ({min(correlations):.2f} to {max(correlations):.2f}) by layer", verdict(0.99, of_values(correlations), 0.0)
 
 
 @figure(
@@ -278,10 +278,12 @@ def ahead(d: Data, by: int) -> tuple[list[float], list[float], list[float]]:
 @figure("HOBBIT", "7", "the first expert of the next 1, 2, 3 layers is predicted from this layer's input", "96 %, about 90 %, about 90 %")
 def hobbit_7(d: Data) -> tuple[str, str]:
     """The paper does not say which of two it counts: the same expert, or that what is predicted first is among those selected."""
-    e, found = d.held.router.n_experts, [ahead(d, by) for by in (1, 2, 3)]
-    exact, among, cosine = ([np.mean(part[i]) for part in found] for i in range(3))
+    e, distances = d.held.router.n_experts, [ahead(d, by) for by in (1, 2, 3)]
+    exact, among, cosine = ([np.mean(part[i]) for part in distances] for i in range(3))
     ours = f"{', '.join(f'{100 * x:.1f}' for x in exact)} % the same; {', '.join(f'{100 * x:.1f}' for x in among)} % among the selected; cosine {', '.join(f'{x:.2f}' for x in cosine)}"
-    of_both = [weakest([verdict(claim, of_values(part[i]), floor) for claim, part in zip((0.96, 0.9, 0.9), found)]) for i, floor in enumerate((1 / e, d.k / e))]
+    of_both = [
+        weakest([verdict(claim, of_values(part[i]), floor) for claim, part in zip((0.96, 0.9, 0.9), distances)]) for i, floor in enumerate((1 / e, d.k / e))
+    ]
     return ours, of_both[0] if of_both[0] == of_both[1] else f"{of_both[0]} (the same); {of_both[1]} (among the selected)"
 
 
@@ -317,7 +319,7 @@ def hobbit_18(d: Data) -> tuple[str, str]:
     """By texts: a miss costs what its token's weights say, 1 in high precision, a quarter in low, nothing if it is skipped."""
     cost = MissCost(*thresholds(recorded_unimportance(d.train)), LOW_COST)
     weights = {name: float(d.sections["hobbit"][name]) for name in NAMES}
-    ours, found = [], []
+    ours, said = [], []
     for share in (0.25, 0.5):
         paid = {}
         for name, options in (("hobbit", weights | {"t1": cost.t1}), ("lru", {}), ("lfu", {})):
@@ -325,10 +327,9 @@ def hobbit_18(d: Data) -> tuple[str, str]:
         less = [verdicts.ratio(paid["hobbit"], paid[name]).map(lambda x: 1 - x) for name in ("lru", "lfu")]
         less = [Estimate(x.value, x.high, x.low) for x in less]
         ours.append(f"{', '.join(verdicts.text(x, '{:.1%}') for x in less)} with {share:.0%}")
-        found.append([verdict(claim, x, 0.0) for claim, x in zip(((0.0469, 0.0868), (0.0213, 0.0419)), less)])
-    (lru, lfu), (lru_half, lfu_half) = found
-    said = [f"{weakest([a, b])} ({name})" for name, a, b in (("over LRU", lru, lru_half), ("over LFU", lfu, lfu_half))]
-    return "; ".join(ours).replace("%", " %"), weakest([*found[0], *found[1]]) if len({*found[0], *found[1]}) == 1 else "; ".join(said)
+        said.append([verdict(claim, x, 0.0) for claim, x in zip(((0.0469, 0.0868), (0.0213, 0.0419)), less)])
+    lru, lfu = map(weakest, zip(*said))
+    return "; ".join(ours).replace("%", " %"), lru if lru == lfu else f"{lru} (over LRU); {lfu} (over LFU)"
 
 
 @figure("HOBBIT", "18b", "hits of LFU that forgets with each text, over one that does not", "4.5 % more")
@@ -336,9 +337,9 @@ def hobbit_18b(d: Data) -> tuple[str, str]:
     """Of all texts, one after the other."""
     trace = d.held.trace()
     more = {share: [simulate(trace, name, int(share * trace.model.full_bytes)).hit_rate for name in ("lfu", "lfu-model")] for share in (0.25, 0.5)}
-    found = {share: Estimate(own / model, None, None) for share, (own, model) in more.items()}
-    ours = ", ".join(f"{100 * (x.value - 1):+.1f} % with {100 * share:.0f} %" for share, x in found.items())
-    return ours, weakest([verdict(1.045, x) for x in found.values()])
+    ratios = {share: Estimate(own / model, None, None) for share, (own, model) in more.items()}
+    ours = ", ".join(f"{100 * (x.value - 1):+.1f} % with {100 * share:.0f} %" for share, x in ratios.items())
+    return ours, weakest([verdict(1.045, x) for x in ratios.values()])
 
 
 @figure("ProMoE", "5", "accesses to the 20 % most used experts; hits of LRU", "nearly even, no number in the text")
@@ -356,17 +357,17 @@ def promoe_5(d: Data) -> tuple[str, str]:
 @figure("ProMoE", "8", "accuracy of the token-based, skip-based and learned predictor", "58.3 %, 66.9 % (QW-2), 84.7 %")
 def promoe_8(d: Data) -> tuple[str, str, str]:
     """The learned one's gain over the better of the others; and the same after less text."""
-    found = {}
+    accuracies = {}
     for title, name in (("token", "token-table"), ("skip", "gate"), ("learned", "learned")):
-        found[title] = _accuracy(d, get_predictor(name)(d.held.router, d.sections[get_predictor(name).profile_section]))
-    other = np.maximum(found["token"], found["skip"])
-    ours = f"{', '.join(f'{title} {100 * np.mean(value[1:]):.1f} %' for title, value in found.items())} without layer 0"
+        accuracies[title] = _accuracy(d, get_predictor(name)(d.held.router, d.sections[get_predictor(name).profile_section]))
+    other = np.maximum(accuracies["token"], accuracies["skip"])
+    ours = f"{', '.join(f'{title} {100 * np.mean(value[1:]):.1f} %' for title, value in accuracies.items())} without layer 0"
     half = d.train.take(np.cumsum(d.train.starts) % 2 == 0)
     arrays = get_predictor("learned").fit(half, FitOptions(hidden=d.sections["learned"]["first_1"].shape[1]))
     less = _accuracy(d, get_predictor("learned")(d.held.router, arrays))
     cause = f"learned from half of the {d.train.n_tokens:,} tokens: {100 * np.mean(less[1:]):.1f} %"
     floor = float(np.mean(other[1:]))
-    return ours, verdict(floor + 0.847 - 0.669, of_values(found["learned"][1:] - other[1:] + floor), floor), cause
+    return ours, verdict(floor + 0.847 - 0.669, of_values(accuracies["learned"][1:] - other[1:] + floor), floor), cause
 
 
 @figure("ProMoE", "4.4", "what a stride of two costs the learned predictor", "5 points")
@@ -383,15 +384,15 @@ def by_text(recording: Recording) -> list[Trace]:
 
 def _accuracy(d: Data, predictor: Predictor) -> np.ndarray:
     """[n_gates] share of the selected experts among as many of the highest scores; 0 where nothing is predicted."""
-    n, kept = d.held.model.n_gates, set(d.held.input_tokens.tolist())
+    n, tokens = d.held.model.n_gates, set(d.held.input_tokens.tolist())
     right, total = np.zeros(n), 0
     waiting: dict[int, np.ndarray] = {}
-    for t in sorted(kept):
+    for t in sorted(tokens):
         waiting |= {p.gate: p.scores[0].copy() for p in predictor.begin(d.held.tokens[t : t + 1])}
         for event in d.held.events(t, t + 1):
             k = event.ids.shape[1]
-            if (found := waiting.pop(event.gate, None)) is not None:
-                right[event.gate] += len(set(top_k(found[None], k)[0]) & set(event.ids[0])) / k
+            if (scores := waiting.pop(event.gate, None)) is not None:
+                right[event.gate] += len(set(top_k(scores[None], k)[0]) & set(event.ids[0])) / k
             waiting |= {p.gate: p.scores[0].copy() for p in predictor.observe(event) if p.gate > event.gate}
         total += 1
     return right / max(total, 1)

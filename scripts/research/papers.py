@@ -129,7 +129,7 @@ class Machine:
     Attributes:
         link, device: GB/s, 85 % of data sheets.
         host: of what a processor computes with; HOBBIT's takes 5 ms for an expert of Mixtral (§5.4).
-        shares: of the experts' bytes in the paper's precision, what the device holds.
+        shares: of the experts' bytes in the contender's precision, what the device holds.
         says: where the paper says how long it waits.
         layer: nanoseconds, from those of sending and of computing all that a token selects in a layer, and of sending what is missed of it.
     """
@@ -279,8 +279,8 @@ class Runs:
     def missed(self) -> float:
         """Of the experts that a token selects in a layer, the share that LRU by layer misses with half of them on the device."""
         if self._missed is None:
-            found = self._run("LRU", Bandwidths(), 0.5, False, None)
-            self._missed = sum(r.host for r in found) / sum(r.host + r.device for r in found)
+            rounds = self._run("LRU", Bandwidths(), 0.5, False, None)
+            self._missed = sum(r.host for r in rounds) / sum(r.host + r.device for r in rounds)
         return self._missed
 
     def of(self, name: str, on: str, share: float, prompt: bool = False, predictor: type[Predictor] | None = None) -> list[DeviceResult]:
@@ -332,15 +332,15 @@ WEIGHTS = 1 << 21  # of a matrix of an expert; only the machine's proportions co
 def on_simulated(r: Ratio, runs: Runs) -> tuple[str, str, str]:
     """What is so here, the verdict, and what an experiment says of the cause where it is not as claimed."""
     on = r.on or r.paper
-    shares, found, causes = MACHINES[on].shares, [], []
+    shares, ratios, causes = MACHINES[on].shares, [], []
     for share in shares:
         fast, slow = (runs.of(name, on, share, r.prompt) for name in (r.fast, r.slow))
-        found.append(verdicts.ratio([x.tps for x in fast], [x.tps for x in slow]))
-    said = [verdicts.verdict(r.claim, x) for x in found]
+        ratios.append(verdicts.ratio([x.tps for x in fast], [x.tps for x in slow]))
+    said = [verdicts.verdict(r.claim, x) for x in ratios]
     for share, verdict in zip(shares, said):
         if verdict != REPRODUCED:
             causes.append(f"{share:.0%}: {cause(r, on, share, runs)}")
-    ours = ", ".join(f"{verdicts.text(x)} with {share:.0%}" for x, share in zip(found, shares))
+    ours = ", ".join(f"{verdicts.text(x)} with {share:.0%}" for x, share in zip(ratios, shares))
     return (
         f"{r.fast} / {r.slow}: {ours}",
         said[0] if said[0] == said[1] else ", ".join(f"{s} with {share:.0%}" for s, share in zip(said, shares)),
@@ -414,9 +414,9 @@ def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float,
             by_weight = strategy.precision.t1 < 1
             for share in (0.25, 0.5) if by_weight else (1.0,):
                 precision = replace(strategy.precision, t1=t1, t2=t2, resident=share) if by_weight else strategy.precision
-                found = evaluate_model(model, texts, ctx=256, chunks=windows, mode="simulated" if by_weight else "prefill", strategy=strategy, precision=precision,
+                measured = evaluate_model(model, texts, ctx=256, chunks=windows, mode="simulated" if by_weight else "prefill", strategy=strategy, precision=precision,
                                        experts=experts, profile=False, deterministic=True, n_threads=2, flash_attn=True)  # fmt: skip
-                out.append((strategy.name + (f", {share:.0%} of each layer's experts there" if by_weight else ""), loss_text(found.quality.loss)))
+                out.append((strategy.name + (f", {share:.0%} of each layer's experts there" if by_weight else ""), loss_text(measured.quality.loss)))
     name = f"{plan.lower} for {len(plan.low)} of {plan.n_experts} experts, {plan.upper} for the others: edgemoe-lossy's plan"
     return [*out, (name, f"{loss_text(plan.quality.loss)}, of the text that it was planned on")]
 
@@ -472,7 +472,7 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
             table.row(paper, *(str(list(map(verdicts.counted, said)).count(name)) for name in (*verdicts.RULES, verdicts.SPLIT)))
         contenders(results, runs)
         announce("losses")
-        table = results.table("losses", "Perplexity over the model's own, on text that nothing was fitted to", ["served", "loss (95 %)"])
+        table = results.table("losses", "Perplexity over the model's own, on text that no widths were planned on", ["served", "loss (95 %)"])
         for line in losses(model, texts[:1], 4 if quick else 24, *thresholds(recorded_unimportance(d.train)), plan):
             table.row(*line)
     announce("done")

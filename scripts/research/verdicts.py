@@ -22,17 +22,17 @@ CLOSE, NOTHING, LEAST = 1 / 3, 0.1, 0.01  # of the claim's gain; of what is comp
 MIN_ROUNDS = 5
 
 
-def verdict(claim: float | tuple[float, float] | None, found: Estimate, floor: float = 1.0) -> str:
+def verdict(claim: float | tuple[float, float] | None, ours: Estimate, floor: float = 1.0) -> str:
     """What a value says of a claim.
 
     Args:
         claim: the paper's value, or the ends of its range; None: it has a direction and no number.
-        found: ours. Without an interval, as of one deterministic replay, the value stands for both its ends.
+        ours: what was measured. Without an interval, as of one deterministic replay, the value stands for both its ends.
         floor: what would be no gain: 1 of a ratio, chance of an accuracy. A claim below it is one of a reduction.
     """
-    low, high = (found.value if bound is None else bound for bound in (found.low, found.high))
-    theirs = (min(max(found.value, claim[0]), claim[1]) if isinstance(claim, tuple) else floor + 1 if claim is None else claim) - floor
-    gain = (found.value - floor) / theirs
+    low, high = (ours.value if bound is None else bound for bound in (ours.low, ours.high))
+    theirs = (min(max(ours.value, claim[0]), claim[1]) if isinstance(claim, tuple) else floor + 1 if claim is None else claim) - floor
+    gain = (ours.value - floor) / theirs
     least = max(LEAST * max(abs(floor), LEAST) / abs(theirs), NOTHING if claim is not None else 0)
     if low <= floor <= high or abs(gain) < least:
         return LEVEL
@@ -41,9 +41,9 @@ def verdict(claim: float | tuple[float, float] | None, found: Estimate, floor: f
     return REPRODUCED if claim is not None and abs(gain - 1) <= CLOSE else DIRECTION
 
 
-def weakest(found: Sequence[str]) -> str:
+def weakest(said: Sequence[str]) -> str:
     """Of several claims in one."""
-    return max(found, key=(REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
+    return max(said, key=(REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
 
 
 def counted(cell: str) -> str:
@@ -67,8 +67,8 @@ def of_values(values: Sequence[float]) -> Estimate:
     return Estimate.mean(np.asarray(values, float)[:, None])
 
 
-def text(found: Estimate, form: str = "{:.2f}") -> str:
+def text(estimate: Estimate, form: str = "{:.2f}") -> str:
     """The value, and its interval if it has one."""
-    if found.low is None or found.high is None:
-        return form.format(found.value)
-    return f"{form.format(found.value)} ({form.format(found.low)} to {form.format(found.high)})"
+    if estimate.low is None or estimate.high is None:
+        return form.format(estimate.value)
+    return f"{form.format(estimate.value)} ({form.format(estimate.low)} to {form.format(estimate.high)})"

@@ -339,7 +339,7 @@ def test_a_prefetch_gives_way_after_a_piece_or_after_the_expert():
             compute(buffer, 0, [0])  # 2 * DEVICE + LAYER later: of the first piece LINK - 4000 are left
             found[chunked, eager] = compute(buffer, 1, [2])
             compute(buffer, 0, [1])
-            assert (buffer.sent["uploads"], bool(buffer._there[8 + 4])) == ((3, False) if chunked and eager else (4, True)), (chunked, eager)
+            assert (buffer.sent["uploads"], bool(buffer._resident[8 + 4])) == ((3, False) if chunked and eager else (4, True)), (chunked, eager)
     late = LINK - 4000
     assert found[True, True] == found[True, False] == late + 2 * LINK + 2 * DEVICE + LAYER
     assert found[False, True] == found[False, False] == late + 3 * LINK + 2 * DEVICE + LAYER
@@ -402,11 +402,11 @@ def test_copies_of_a_prompt_and_of_what_was_not_foreseen():
     event = GateEvent(0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32), decode=False)
     experts = np.array([0, 1, 3, 5, 7])
     fate = LowVersions(0.5, prefill=0.4, mispredicted=True)
-    assert fate.wanted(event, experts, np.zeros(5, bool), 8).tolist() == [1, 1, 0, 0, 0]
+    assert fate.serving(event, experts, np.zeros(5, bool), 8).tolist() == [1, 1, 0, 0, 0]
     one = GateEvent(0, np.array([[0, 1]], np.int32), np.array([[0.9, 0.1]], np.float32))
-    assert fate.wanted(one, np.array([0, 1]), np.array([True, False]), 8).tolist() == [0, 1]
+    assert fate.serving(one, np.array([0, 1]), np.array([True, False]), 8).tolist() == [0, 1]
     weighed = GateEvent(0, np.array([[0, 1], [1, 2]], np.int32), np.array([[0.7, 0.3], [0.95, 0.05]], np.float32), decode=False)
-    assert LowVersions(0.5, 0.6, 0.9).wanted(weighed, np.array([0, 1, 2]), np.zeros(3, bool), 8).tolist() == [0, 0, 2]
+    assert LowVersions(0.5, 0.6, 0.9).serving(weighed, np.array([0, 1, 2]), np.zeros(3, bool), 8).tolist() == [0, 0, 2]
 
 
 def test_widths_make_room():

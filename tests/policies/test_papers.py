@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -211,6 +212,33 @@ def test_a_machine_waits_as_long_as_its_paper_says():
         assert send / (send + compute) == pytest.approx(waiting, abs=0.01), name
 
 
+def assert_computable(tables):
+    """Each ratio, its interval and its verdict follow from the rounds of both contenders, and so do the ratios of the causes."""
+    runs = {tuple(row[:4]): row[4:] for row in tables["runs"]}
+    rows = {tuple(row[:3]): row[3:] for paper in papers.PAPERS for row in tables[paper.lower()]}
+    for r in papers.RATIOS:
+        ours, said, cause = rows[r.figure, r.what, r.says]
+        on, of, verdicts = r.on or r.paper, "prompts" if r.prompt else "decode", []
+        for share in papers.MACHINES[on].shares:
+            fast, slow, right = (runs.get((on, name, f"{share:.0%}", of)) for name in (r.fast, r.slow, f"{r.fast}, always predicted right"))
+            estimate = ratio(*(list(map(float, row[1].split(", "))) for row in (fast, slow)))
+            cell = ours.removeprefix(f"{r.fast} / {r.slow}: ").split(" with ")[len(verdicts)].split("%, ")[-1]
+            expected = [estimate.value] if estimate.low is None else [estimate.value, estimate.low, estimate.high]
+            assert [float(number) for number in re.findall(r"[\d.]+", cell)] == pytest.approx(expected, abs=0.0051), (r, share)
+            verdicts.append(verdict(r.claim, estimate))
+            why = dict(part.split(": ") for part in cause.split("; ") if part).get(f"{share:.0%}")
+            assert (why is None) == (verdicts[-1] == REPRODUCED)
+            for name, row, column in (("without any waiting", fast, 2), ("always predicted right", right, 0)):
+                if why is not None and name in why:
+                    number = float(why.partition(f"{name} ")[2].split(", ")[0])
+                    assert number == pytest.approx(float(row[column]) / float(slow[0]), abs=0.0051), (r, share, name)
+        assert all(name in said for name in verdicts)
+
+
+def test_every_ratio_can_be_computed_from_the_data():
+    assert_computable({table["name"]: table["rows"] for table in json.loads((results.DATA / "papers.json").read_text())["tables"]})
+
+
 @pytest.mark.slow
 def test_all_of_it(tmp_path):
     """A table for each paper, with every figure and every ratio; each verdict is one of the rules', and what is not reproduced was looked into."""
@@ -222,5 +250,5 @@ def test_all_of_it(tmp_path):
         assert len(tables[paper.lower()]) == len(expected)
     rows = [row for paper in papers.PAPERS for row in tables[paper.lower()]]
     assert all(counted(row[4]) in (*RULES, SPLIT) for row in rows)
-    assert all(row[5] for row in rows if " / " in row[3] and row[4] != REPRODUCED)
+    assert_computable(tables)
     assert sum(int(cell) for row in tables["verdicts"] for cell in row[1:]) == len(rows)
