@@ -87,7 +87,7 @@ class Scores:
         if self.reference_nll is None or self.kl is None or self.same_top is None:
             return Quality(len(nll), nll.size, perplexity, error)
         loss = Estimate.mean(nll - self.reference_nll[windows]).map(math.expm1)
-        kl, top1 = Estimate.mean(self.kl[windows]), Estimate.mean(self.same_top[windows])
+        kl, top1 = Estimate.mean(self.kl[windows]), Estimate.mean(self.same_top[windows]).map(lambda share: min(max(share, 0.0), 1.0))
         return Quality(len(nll), nll.size, perplexity, error, loss, kl, top1)
 
 
