@@ -296,3 +296,25 @@ def slots_that_fit(room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n
             hint={"vram": needed},
         )
     return bisect.bisect_right(range(1, n_experts + 1), room.for_experts, key=total)
+
+
+_STAGE_SHARE = 0.25  # of a device's room for experts: what prompts gain by a stage, tokens lose by fewer slots
+
+
+def stage_that_fits(devices: Sequence[tuple[DeviceRoom, Callable[[int], int], int]], n_experts: int, least: int) -> tuple[int, int]:
+    """(slots of a stage, stages): two with all experts of a layer, else one, else one with as many as fit, at least so many, else none (0, 0).
+
+    Args:
+        devices: of each, its room, what a stage of n slots takes there (0: it cannot have one), and what one slot of each layer takes.
+    """
+
+    def fits(n: int, n_stages: int = 1) -> bool:
+        return all(0 < n_stages * stage(n) <= _STAGE_SHARE * room.for_experts for room, stage, _ in devices)
+
+    if any(slots > (1 - _STAGE_SHARE) * room.for_experts for room, _, slots in devices):
+        return 0, 0
+    if fits(n_experts):
+        return n_experts, 1 + fits(n_experts, 2)
+    sizes = range(least, n_experts)
+    n = bisect.bisect_left(sizes, True, key=lambda size: not fits(size))
+    return (sizes[n - 1], 1) if n else (0, 0)

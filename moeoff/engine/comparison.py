@@ -207,7 +207,7 @@ class _Prompts:
         return is_known and not self._is_hopeless(way, best)
 
     def add(self, way: str, seconds: float) -> None:
-        best = self._best if any(self._times.values()) else way
+        best = self._best
         self._since = 0 if way != best else self._since + 1
         self._times[way] = [*self._times[way][1 - _EACH :], seconds]
         self._n[way] += 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable
+from functools import partial
 
-from ..budget.plan import DeviceBound, DeviceRoom, slots_that_fit
+from ..budget.plan import DeviceBound, DeviceRoom, slots_that_fit, stage_that_fits
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..llamacpp import native
 from ..llamacpp.devices import devices
@@ -21,7 +21,6 @@ AUTO = "auto"  # whichever is the fastest, by measuring
 # how devices compute with experts; docs/internals/gpu.md
 WAVES = "waves"  # centric, of batches that need more experts than there are slots, too
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC, WAVES: native.DEVICE_WAVES}
-_STAGE_SHARE = 0.25  # of a device's room for experts, for the stage: what prompts gain by it, tokens lose by fewer slots
 _UPLOADS = 2  # experts that a layer may get in a step: more would keep the bus busy with what is used once
 
 
@@ -58,6 +57,7 @@ class DeviceTier:
             raise OptionError("`vram`: the experts of no layer are of one type that its device can compute with")
         self._n_experts = buffer.priorities.shape[1]
         self._low_for_high = low_share / max(1 - low_share, 0.01) * buffer.arena_full / max(buffer.low_arena_full, 1)
+        self._stage = (0, 0)
         self.uses: dict[str, dict[str, int]] = {}
         self._is_placed = False
         self._place(bound)
@@ -101,7 +101,9 @@ class DeviceTier:
         less: dict[int, int] = {}
         for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
             rooms = self._rooms(bound, less)
-            self._stage = self._stage_that_fits(rooms)
+            if self._staged:
+                needs = [(room, partial(self._stage_bytes, handle), sum(of(1) for of in self._slot_bytes(handle))) for handle, room in rooms.items()]
+                self._stage = stage_that_fits(needs, self._n_experts, -(-self._n_experts // native.MAX_WAVES))
             slots = {handle: slots_that_fit(room, self._bytes_of(handle), self._n_experts) for handle, room in rooms.items()}
             if reason := self._allocate(slots):
                 raise self._no_room(rooms, slots, reason)
@@ -148,27 +150,12 @@ class DeviceTier:
         least = max(self._n_used, -(-self._n_experts // native.MAX_WAVES))
         return min(max(math.ceil(n * self._low_for_high), least), self._n_experts) if n and self._has_low else 0
 
-    def _stage_that_fits(self, rooms: dict[int, DeviceRoom]) -> tuple[int, int]:
-        """(slots of each stage, stages): two with all experts of a layer, or one, or one with as many as fit if a batch then has few enough waves."""
-
-        def fits(n: int, n_stages: int = 1) -> bool:
-            return all(n_stages * self._stage_bytes(handle, n) <= _STAGE_SHARE * room.for_experts for handle, room in rooms.items())
-
-        self._stage = (0, 0)
-        if not self._staged or any(sum(of(1) for of in self._bytes_of(handle)) > (1 - _STAGE_SHARE) * room.for_experts for handle, room in rooms.items()):
-            return 0, 0
-        if fits(self._n_experts):
-            return self._n_experts, 1 + fits(self._n_experts, 2)
-        sizes = range(-(-self._n_experts // native.MAX_WAVES), self._n_experts)
-        n = bisect.bisect_left(sizes, True, key=lambda n: not fits(n))
-        return (sizes[n - 1], 1) if n else (0, 0)
-
     def _stage_bytes(self, handle: int, n: int) -> int:
         gates = [gate for gate, device in enumerate(self._devices) if device == handle]
         return self._buffer.device_stage_bytes(handle, gates, n, self._n_used) if n else 0
 
-    def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
-        """Of each layer there, what n slots take; and what the stage does."""
+    def _slot_bytes(self, handle: int) -> list[Callable[[int], int]]:
+        """Of each layer there, what n slots take."""
 
         def of(gate: int) -> Callable[[int], int]:
             def nbytes(n: int) -> int:
@@ -179,9 +166,13 @@ class DeviceTier:
 
             return nbytes
 
+        return [of(gate) for gate, device in enumerate(self._devices) if device == handle]
+
+    def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
+        """The same, and what the stages take."""
         n, n_stages = self._stage
         stages = n_stages * self._stage_bytes(handle, n)
-        return [*(of(gate) for gate, device in enumerate(self._devices) if device == handle), lambda _: stages]
+        return [*self._slot_bytes(handle), lambda _: stages]
 
     def _llama_cpp(self, handle: int) -> int:
         """Bytes that llama.cpp takes there."""

@@ -75,7 +75,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     if slots:
         device_tier.slots_that_fit = lambda *_: slots
         stage = tuple(run.pop("stage", (0, 0)))
-        device_tier.DeviceTier._stage_that_fits = lambda self, _: stage  # type: ignore[method-assign]
+        device_tier.stage_that_fits = lambda *_: stage
     if (room := run.pop("room", None)) is not None:
         _limit_room(room)
     options = COMMON | run

@@ -204,3 +204,5 @@ def test_quality_of_known_scores():
     assert (q.loss.value, q.loss.low, q.loss.high) == pytest.approx((math.expm1(0.01),) * 3)
     assert (q.kl.value, q.top1.value, q.n_tokens, q.n_windows) == pytest.approx((0.25, 0.5, 40, 4))
     assert scores.quality(slice(0, 1)).loss.low is None
+    nearly = Scores(scores.nll, reference, scores.kl, np.arange(40).reshape(4, 10) > 0).quality().top1
+    assert nearly.high == 1 > nearly.value  # a share's interval ends there

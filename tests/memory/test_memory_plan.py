@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeoff import BudgetError, OptionError
-from moeoff.budget.plan import RESERVE, DeviceBound, DeviceRoom, MemoryPlan, Pools, slots_that_fit
+from moeoff.budget.plan import RESERVE, DeviceBound, DeviceRoom, MemoryPlan, Pools, slots_that_fit, stage_that_fits
 from moeoff.cli.options import sentence
 from moeoff.system.memory import MIB, format_size
 
@@ -92,3 +92,23 @@ def test_what_would_do_is_named():
         slots_that_fit(DeviceRoom("GPU0", 5000 * MIB, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16)
     needed = large.value.hint["vram"]
     assert needed == 1045 * MIB and slots_that_fit(DeviceRoom("GPU0", needed, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16) == 16
+
+
+@pytest.mark.parametrize(
+    "room, most, stage",
+    [
+        (256, 64, (32, 2)),
+        (255, 64, (32, 1)),
+        (128, 64, (32, 1)),
+        (127, 64, (31, 1)),
+        (16, 64, (4, 1)),
+        (15, 64, (0, 0)),  # it would take more than eight waves
+        (256, 31, (31, 1)),  # the device has no such large buffer
+        (256, 3, (0, 0)),
+    ],
+)
+def test_a_stage_takes_a_quarter_of_the_room_at_most(room, most, stage):
+    """Of 32 experts that take 1 MiB each: all of them twice, once, or a part."""
+    device = DeviceRoom("GPU0", 1000 * MIB, (1000 - room) * MIB, 4000 * MIB)
+    assert stage_that_fits([(device, lambda n: n * MIB if n <= most else 0, MIB)], 32, 4) == stage
+    assert stage_that_fits([(device, lambda n: n * MIB, room * MIB)], 32, 4) == (0, 0)  # a slot of each layer comes first

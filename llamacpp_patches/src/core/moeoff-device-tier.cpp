@@ -257,31 +257,37 @@ void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, s
 void device_tier::next_wave(const gate & g, version v, expert_table & table, std::vector<upload> & uploads) {
     const bool   is_on_stage = v == HIGH && on_stage;
     const size_t n = std::min(left[v].size(), (size_t) (is_on_stage ? n_stage : n_own_slots(g, v)));
-    staged *     ahead = is_on_stage ? ahead_of(g) : nullptr;
     for (size_t i = 0; i < n; i++) {
         expected[(size_t) left[v][i]] = 1; // none of them gives its slot to another
     }
-    for (size_t i = 0; i < n; i++) {
-        const int32_t e = left[v][i];
-        if (!is_on_stage) {
-            begin_upload(g, v, e, true, expected.data(), uploads, table);
-            continue;
-        }
-        upload u { e, slots_of(g, v)->find(e) };
-        u.stage = ahead ? e : (int32_t) i;
-        if (u.slot >= 0) {
-            u.from = upload::OWN_SLOT;
-        } else {
-            u.slot = slots_of(g, v)->take_free(e);
-            u.from = ahead && ahead->gate == g.index && ahead->is_there[(size_t) e] ? upload::THERE : upload::HOST;
-            table.counters().device_ahead_used += u.from == upload::THERE;
-        }
-        uploads.push_back(u);
+    for (size_t i = 0; i < n && !is_on_stage; i++) {
+        begin_upload(g, v, left[v][i], true, expected.data(), uploads, table);
+    }
+    if (is_on_stage) {
+        stage(g, n, table, uploads);
     }
     for (size_t i = 0; i < n; i++) {
         expected[(size_t) left[v][i]] = 0;
     }
     left[v].erase(left[v].begin(), left[v].begin() + (ptrdiff_t) n);
+}
+
+void device_tier::stage(const gate & g, size_t n, expert_table & table, std::vector<upload> & uploads) {
+    staged *       ahead = ahead_of(g);
+    const bool     is_there = ahead && ahead->gate == g.index;
+    device_slots & own   = *slots_of(g, HIGH);
+    for (size_t i = 0; i < n; i++) {
+        upload u { left[HIGH][i], own.find(left[HIGH][i]) };
+        u.stage = ahead ? u.expert : (int32_t) i;
+        if (u.slot >= 0) {
+            u.from = upload::OWN_SLOT;
+        } else {
+            u.slot = own.take_free(u.expert);
+            u.from = is_there && ahead->is_there[(size_t) u.expert] ? upload::THERE : upload::HOST;
+            table.counters().device_ahead_used += u.from == upload::THERE;
+        }
+        uploads.push_back(u);
+    }
     if (ahead) {
         ahead->gate = -1;
     }
@@ -289,7 +295,7 @@ void device_tier::next_wave(const gate & g, version v, expert_table & table, std
 
 void device_tier::stage_ahead(const gate & g, expert_table & table, std::vector<upload> & uploads) {
     staged * ahead = ahead_of(g);
-    if (!ahead || n_own_slots(g, HIGH) == 0 || !on_stage) {
+    if (!ahead) {
         return;
     }
     ahead->gate = g.index;

@@ -157,6 +157,8 @@ class device_tier {
     // those that it has in this mode
     bool has_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) && (v == HIGH || uploads_all()); }
     void assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
+    // the first n of what is left, in a wave
+    void stage(const gate & g, size_t n, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     void begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) REQUIRES(store_mutex);
 
     moeoff_device_mode mode      GUARDED_BY(store_mutex) = MOEOFF_DEVICE_OFF;

@@ -137,7 +137,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     event.decode = is_decode(event.n_tokens);
     event.t_ns   = driver.running() ? now_ns() : 0; // before its own requests are queued
     const bool is_eager = get_flags() & MOEOFF_FLAG_EAGER;
-    bool       is_inline = false;
+    bool       is_inline = false, is_staged = false;
     if (out) {
         {
             store_lock lock(sync);
@@ -156,7 +156,8 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         if (is_eager) {
             events.request(g, event, all);
         }
-        if (out && device.is_staged(g, event.n_used, event.n_tokens)) {
+        is_staged = out && device.is_staged(g, event.n_used, event.n_tokens);
+        if (is_staged) {
             std::fill(all.slot_of[HIGH].begin(), all.slot_of[HIGH].end(), -1); // a slot of its own serves no product of this batch
             device.next_wave(g, HIGH, table, all.uploads);
         }
@@ -168,7 +169,9 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     if (out) {
         if (is_inline) {
             upload_before_use(g, all.uploads, all.slot_of);
-            stage_ahead(g, event.n_used, event.n_tokens);
+            if (is_staged) {
+                stage_ahead(g, event.n_used, event.n_tokens);
+            }
         } else {
             for (const upload & u : all.uploads) {
                 uploads.add(g, u);
@@ -241,7 +244,7 @@ void store::take_back_uploads(gate & g) {
     }
 }
 
-// The next gate's experts, while the device computes with this one's
+// The next gate's experts, while the device computes with this one's, which are staged
 void store::stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens) {
     if (g.index + 1 == map.n_gates()) {
         return;
@@ -250,7 +253,7 @@ void store::stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens) {
     std::vector<upload> ahead;
     {
         store_lock lock(sync);
-        if (device.is_staged(g, n_used, n_tokens) && device.is_staged(next, n_used, n_tokens)) {
+        if (device.is_staged(next, n_used, n_tokens)) {
             device.stage_ahead(next, table, ahead);
             announce(next, ahead);
         }

@@ -316,7 +316,7 @@ MOEOFF_API int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, 
 MOEOFF_API int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode);
 // bytes of a gate's n slots of a version and n_spare more on a device; 0 where that cannot compute with its experts, or where they are of several types
 MOEOFF_API uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t version, int32_t n_slots, int32_t n_spare);
-// bytes of one stage of these gates [n_gates] on a device
+// bytes of one stage of these gates [n_gates] on a device; 0: it cannot have one of that size
 MOEOFF_API uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * device, const int32_t * gates, int32_t n_gates, int32_t n_stage, int32_t n_spare);
 
 // --- policy ---

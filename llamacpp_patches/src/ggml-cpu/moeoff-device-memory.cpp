@@ -163,7 +163,7 @@ size_t device_slot_bytes(const expert_map & map, const gate & g, version v, ggml
     return ctx && make_tensors(ctx.get(), map, g, v, device, n_slots + n_spare, tensors) ? bytes_of(tensors, device) : 0;
 }
 
-// calls f with each matrix's tensor on a stage of the gate
+// calls f with each matrix's tensor on a stage of the gate; false: the device cannot have one of that size
 template <typename F>
 static bool each_on_stage(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n, const F & f) {
     const auto   ctx = make_context();
@@ -183,8 +183,11 @@ static bool each_on_stage(const expert_map & map, const gate & g, ggml_backend_d
 
 size_t device_stage_bytes(const expert_map & map, const int32_t * gates, int32_t n_gates, ggml_backend_dev_t device, int32_t n_stage, int32_t n_spare) {
     std::map<stage_key, size_t> bytes;
+    const auto count = [&](int, const stage_key & key, const slot_tensors & one) { bytes[key] = bytes_of(one, device); };
     for (int32_t i = 0; i < n_gates; i++) {
-        each_on_stage(map, map.gate_at(gates[i]), device, n_stage + n_spare, [&](int, const stage_key & key, const slot_tensors & one) { bytes[key] = bytes_of(one, device); });
+        if (!each_on_stage(map, map.gate_at(gates[i]), device, n_stage + n_spare, count)) {
+            return 0;
+        }
     }
     size_t sum = 0;
     for (const auto & [key, n] : bytes) {
@@ -213,7 +216,7 @@ bool device_memory::add_stage(const expert_map & map, const gate & g, int32_t tu
     block &    b      = blocks[(size_t) g.index];
     const auto device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(b.versions[HIGH].buffer.get()));
     bool       is_allocated = true;
-    each_on_stage(map, g, device, n_stage + n_spare, [&](int m, const stage_key & key, const slot_tensors & one) {
+    const bool is_possible  = each_on_stage(map, g, device, n_stage + n_spare, [&](int m, const stage_key & key, const slot_tensors & one) {
         auto & [to, t] = stages[{ turn, key }];
         slot_tensors out {};
         if (!t && is_allocated) {
@@ -222,10 +225,10 @@ bool device_memory::add_stage(const expert_map & map, const gate & g, int32_t tu
         }
         b.tensors[STAGE][(size_t) m] = t;
     });
-    if (!is_allocated) {
-        error = std::string(ggml_backend_dev_name(device)) + " has no room for all experts of layer " + std::to_string(g.layer) + " at once";
+    if (!is_possible || !is_allocated) {
+        error = std::string(ggml_backend_dev_name(device)) + " has no room for a stage of " + std::to_string(n_stage) + " experts of layer " + std::to_string(g.layer);
     }
-    return is_allocated;
+    return is_possible && is_allocated;
 }
 
 bool device_memory::add(const expert_map & map, const gate & g, version v, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error) {

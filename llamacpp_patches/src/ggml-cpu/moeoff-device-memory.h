@@ -22,7 +22,7 @@ using stage_key    = std::tuple<ggml_backend_dev_t, int, ggml_type, int64_t, int
 // bytes of n_slots + n_spare slots of the gate on the device; 0: it cannot compute with them, or the gate's experts are of several types in this version
 size_t device_slot_bytes(const expert_map & map, const gate & g, version v, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare);
 
-// bytes of a stage of these gates on the device
+// bytes of a stage of these gates on the device; 0: it cannot have one of that size
 size_t device_stage_bytes(const expert_map & map, const int32_t * gates, int32_t n_gates, ggml_backend_dev_t device, int32_t n_stage, int32_t n_spare);
 
 // Copies to one device, queued beside what it computes: of pinned memory, which the device reads without the CPU's help, from where it is, and of
