@@ -457,10 +457,10 @@ class Server:
     def _borrow(self, nbytes: int, message: int, size: int) -> int:
         """A long request, and its pictures and sounds, borrow memory from the experts."""
         try:
+            if nbytes < -_LONG:
+                trim()  # what it took is free, and the C allocator would keep it while the experts already use it
             with self._between:
                 self.engine.sizer.reserve(nbytes)
-            if nbytes < -_LONG:
-                trim()  # what it took is free, and the C allocator would keep it from the experts
         except BudgetError:
             write_text(
                 message, size, f"the request takes {format_size(nbytes)} to read, more than the server has room for: make it shorter, or its pictures smaller"
@@ -485,13 +485,13 @@ class Server:
             with self._between:
                 cached, evicted, before = self._cached if cached is None else cached, self._evicted + more, self._reserved
                 reserved = -(-(cached + evicted) // _STEP) * _STEP
+                if reserved < before:
+                    trim()  # what was there is free, and the C allocator would keep it while the experts already use it
                 if reserved != before:
                     self.engine.sizer.reserve(reserved - before)
                 self._cached, self._evicted, self._reserved = cached, evicted, reserved
         except BudgetError:
             return 1
-        if reserved < before:
-            trim()  # what was there is free, and the C allocator would keep it from the experts
         return 0
 
     # --- prompts on disk; these answer 0 or nothing where there are none ---
