@@ -442,20 +442,13 @@ CLIENTS: dict[str, type[Client]] = {
 
 
 def table() -> str:
-    """In Markdown, with the reasons below it."""
-    names = {
-        "chat": "chat",
-        "stream": "stream",
-        "tools": "tools",
-        "schema": "JSON schema",
-        "embeddings": "embeddings",
-        "list": "list of models",
-        "cancel": "cancel",
-    }
+    """In Markdown, with the reasons below it; without what all can do."""
+    names = {"tools": "tools", "schema": "JSON schema", "embeddings": "embeddings", "list": "list of models"}
+    some = [what for what in WHAT if any(what in kind.cannot for kind in CLIENTS.values())]
     rows, reasons = [], []
     for name, kind in CLIENTS.items():
         cells = []
-        for what in WHAT:
+        for what in some:
             if what in kind.cannot:
                 if kind.cannot[what] not in reasons:
                     reasons.append(kind.cannot[what])
@@ -463,5 +456,5 @@ def table() -> str:
             else:
                 cells.append("yes")
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    head = f"| | {' | '.join(names[what] for what in WHAT)} |\n|---|{'---|' * len(WHAT)}\n"
+    head = f"| | {' | '.join(names[what] for what in some)} |\n|---|{'---|' * len(some)}\n"
     return head + "\n".join(rows) + "\n\n" + "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)) + "\n"
