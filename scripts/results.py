@@ -4,10 +4,9 @@ A data file says what was run, where, when and at which commit, and holds the ta
 
     {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
 
-README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
-from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `{COLUMN | ...}` after
-that leaves out all other columns but the first. `models` and `reliability` gather rows from several data files. Two charts are drawn from the same data: the README's, and the one of
-cache policies. Everything outside the blocks is written by hand.
+README.md and the pages of docs/ have blocks that begin with `<!-- results NAME:TABLE -->` and end with `<!-- end of results -->`. What stands between is
+that table of docs/results/data/NAME.json: the others are data. `{COLUMN | ...}` after that leaves out all other columns but the first. `models` and
+`reliability` gather rows from several data files. The charts in docs/img are drawn from the same data. Everything outside the blocks is written by hand.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 IMAGES = ROOT / "docs" / "img"
-STOCK = "stock llama.cpp"
-BLOCK = re.compile(
-    r"(<!-- results (?P<name>[\w-]+)(?:(?P<mark>[:+])(?P<table>[\w-]+))?(?: {(?P<columns>[^}]+)})? -->\n).*?(?P<end><!-- end of results -->\n)", re.DOTALL
-)
+BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?::(?P<table>[\w-]+))?(?: {(?P<columns>[^}]+)})? -->\n).*?(?P<end><!-- end of results -->\n)", re.DOTALL)
 HEAD = ("command", "machine", "date", "commit")
 HELP = "Keep the tables as a data file for docs/results."
 
@@ -128,12 +124,13 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def _rule(columns: Sequence[str]) -> str:
-    return f"|---|{'---:|' * (len(columns) - 1)}\n"
+def _rule(columns: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> str:
+    """Columns of numbers are set flush right."""
+    return "|---|" + "".join("---:|" if all(re.match(r"[-+]?\d|$", row[i]) for row in rows) else "---|" for i in range(1, len(columns))) + "\n"
 
 
 def markdown(table: dict) -> str:
-    return _line(table["columns"]) + _rule(table["columns"]) + "".join(map(_line, table["rows"]))
+    return _line(table["columns"]) + _rule(table["columns"], table["rows"]) + "".join(map(_line, table["rows"]))
 
 
 def with_columns(table: dict, columns: str | None) -> dict:
@@ -145,17 +142,10 @@ def with_columns(table: dict, columns: str | None) -> dict:
     return table | {"columns": [table["columns"][i] for i in places], "rows": [[row[i] for i in places] for row in table["rows"]]}
 
 
-def block(name: str, table: str | None, mark: str | None = ":", columns: str | None = None) -> str:
-    """The text of a block: one table of a data file, with what was run if its mark is "+", or all of it; "models", "reliability": one row of each."""
-    if name in GATHERED:
-        return GATHERED[name]()
-    data = read(name)
-    tables = [with_columns(t, columns) for t in data["tables"] if table in (None, t["name"])]
-    if table and mark == ":":
-        return markdown(tables[0])
-    said = f"Measured {data['date']}" + (f" at {data['commit']}" if "commit" in data else "") + f"; {data['machine']}"
-    said += f":\n\n    {data['command']}\n" if "command" in data else ".\n"
-    return said + "".join(f"\n**{t['title']}**\n\n{markdown(t)}" for t in tables)
+def block(name: str, table: str | None, columns: str | None = None) -> str:
+    """The text of a block: a table of a data file, or one that has a row of each of several."""
+    found = GATHERED[name]() if name in GATHERED else next(t for t in read(name)["tables"] if t["name"] == table)
+    return markdown(with_columns(found, columns))
 
 
 SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and 10^9 bytes of its file
@@ -175,29 +165,35 @@ def _gib(limit: str) -> str:
     return f"{int(n) / 1024:g} GiB" if unit == "MiB" else limit
 
 
+def _numbers(cell: str) -> list[float]:
+    """The median of the rounds, and their range where it is one."""
+    return [float(number) for number in re.findall(r"[\d.]+", cell)]
+
+
 def _said(data: dict, option: str) -> str:
     """The value of an option of the command."""
     return data["command"].partition(f"{option} ")[2].partition(" ")[0]
 
 
-def decode_speeds(name: str) -> dict[str, dict[str, str]]:
-    """Of what `speed.py memory` has measured: tokens per second of each contender, in each limit and with everything in memory."""
-    table = next(t for t in read(name)["tables"] if t["name"] == "memory")
-    column = table["columns"].index("tok/s")
-    speeds: dict[str, dict[str, str]] = {}
+def by_contender(name: str, column: str = "tok/s") -> dict[str, dict[str, str]]:
+    """A column of what `speed.py` has measured: the cell of each contender, for each limit or depth; where the table has neither, for the data file."""
+    table = read(name)["tables"][0]
+    at, contender = (table["columns"].index(column) for column in (column, "contender"))
+    cells: dict[str, dict[str, str]] = {}
     for row in table["rows"]:
-        speeds.setdefault(row[0], {})[row[1]] = row[column]
-    return speeds
+        cells.setdefault(row[0] if contender else name, {})[row[contender]] = row[at]
+    return cells
 
 
-def models_table() -> str:
+def models_table() -> dict:
     """Which model in how much memory at what speed."""
     rows = []
     for name, (model, size) in SHAPES.items():
-        limit, speeds = next(iter(decode_speeds(name).items()))
+        limit, speeds = next(iter(by_contender(name).items()))
         stock = next(speeds[contender] for contender in STOCK_IN_A_LIMIT if speeds.get(contender))
-        rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(limit), speeds["auto"], _said(read(name), "--rounds"), stock])
-    return markdown({"columns": ["model", "file", "memory", "moeoff, tok/s", "rounds", "llama.cpp, tok/s"], "rows": rows})
+        ours = [by_contender(name, column)[limit]["auto"] for column in ("tok/s", "MB/token", "first token s")]
+        rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(limit), *ours, _said(read(name), "--rounds"), stock])
+    return {"columns": ["model", "file", "memory", "moeoff, tok/s", "MB/token", "first token s", "rounds", "llama.cpp, tok/s"], "rows": rows}
 
 
 SCENARIOS = {  # of docs/results/reliability.md: what is done
@@ -215,7 +211,7 @@ SCENARIOS = {  # of docs/results/reliability.md: what is done
 CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT", "had ended")  # columns that count them
 
 
-def reliability_table() -> str:
+def reliability_table() -> dict:
     """How much of each scenario was run, and how much of it ended as it should not."""
     rows = []
     for name, what in SCENARIOS.items():
@@ -224,40 +220,55 @@ def reliability_table() -> str:
         n = sum(int(line[column]) for line in lines for column in CASES if column in line)
         wrong = sum(int(line.get("problems", line.get("wrong", 0))) + (line.get("held", "yes") != "yes") for line in lines)
         rows.append([what, f"{n or len(lines):,}", str(wrong), f"{data['date']}, {data['commit']}", f"[data](data/{name}.json)"])
-    return markdown({"columns": ["scenario", "cases", "not as it must be", "measured", ""], "rows": rows})
+    return {"columns": ["scenario", "cases", "not as it must be", "measured", ""], "rows": rows}
 
 
 GATHERED = {"models": models_table, "reliability": reliability_table}
 
 
-FONT = 'font-family="sans-serif" font-size="14" fill="#6e7781"'  # its grey reads on white and on black
+GREY, BLUE, GOLD, MAUVE = "#6e7781", "#2f81f7", "#bf8700", "#8250df"  # that read on white and on black
+FONT = f'font-family="sans-serif" font-size="14" fill="{GREY}"'
+KERNELS = {  # of docs/results/kernels.md
+    "kernels-grown": "demo model, grown",
+    "kernels-gpt-oss-20b": "gpt-oss-20b",
+    "kernels-deepseek-v2-lite": "DeepSeek-V2-Lite",
+    "kernels-qwen3-30b-a3b": "Qwen3-30B-A3B",
+}
+POLICIES = {"belady": GREY, "score": BLUE, "lfu": "#1a7f37", "lru": GOLD, "edgemoe": MAUVE, "arc": "#cf222e"}
 
 
-def chart(*names: str) -> str:
-    """Decode speed of one model by memory limit and with all of it in memory, moeoff's and stock llama.cpp's."""
-    bars = {"moeoff": (("auto", "lru"), "#2f81f7"), STOCK: ((*STOCK_IN_A_LIMIT, "stock, repacked kernels"), "#bf8700")}
-    groups = {limit: speeds for name in names for limit, speeds in decode_speeds(name).items()}
-    limits = sorted(groups, key=lambda limit: int(limit.split()[0]) if limit.endswith("MiB") else 1 << 30)
-    cells = {bar: [next((groups[limit][c].split()[0] for c in of if groups[limit].get(c)), None) for limit in limits] for bar, (of, _) in bars.items()}
-    scale = 400 / max(float(cell) for column in cells.values() for cell in column if cell)
-    height = 60 + 50 * len(limits)
+def bars(title: str, side: str, named: dict[str, tuple[str, tuple[str, ...]]], panels: dict[str, dict[str, dict[str, str]]], said: str) -> str:
+    """Medians as bars, and the range of the rounds as a line.
+
+    Args:
+        named: of each bar its colour and the contenders that it stands for, of which the first that was measured is drawn.
+        panels: by unit, the groups of bars; of each the contenders' cells.
+    """
+    groups, step, room = list(next(iter(panels.values()))), 19 * len(named) + 12, 450 // len(panels)
+    height, x = 86 + step * len(groups), 10
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" width="680" height="{height}" role="img" {FONT}>',
-        f"<title>Tokens per second while decoding, by memory limit: moeoff and {STOCK}</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {height}" width="600" height="{height}" role="img" {FONT}>',
+        f"<title>{title}</title>",
     ]
-    for i, (bar, (_, colour)) in enumerate(bars.items()):
-        out.append(f'<rect x="{200 + 110 * i}" y="12" width="14" height="14" fill="{colour}"/><text x="{220 + 110 * i}" y="24">{bar}</text>')
-    out.append('<text x="190" y="24" text-anchor="end">memory limit</text><text x="670" y="24" text-anchor="end">tokens per second, decode</text>')
-    for i, limit in enumerate(limits):
-        top = 44 + 50 * i
-        out.append(f'<text x="190" y="{top + 24}" text-anchor="end">{_gib(limit)}</text>')
-        measured = [(cells[bar][i], colour) for bar, (_, colour) in bars.items() if cells[bar][i]]
-        for j, (cell, colour) in enumerate(measured):
-            y = top + 19 * j + (0 if len(measured) > 1 else 10)
-            width = scale * float(cell)
-            out.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="16" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 13}">{cell}</text>')
-    said = f"medians of {_said(read(names[0]), '--rounds')} rounds; {STOCK} was measured where it has a bar, in a limit once"
-    return "\n".join([*out, f'<text x="200" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
+    for name, (colour, _) in named.items():
+        out.append(f'<rect x="{x}" y="8" width="14" height="14" fill="{colour}"/><text x="{x + 20}" y="20">{name}</text>')
+        x += 48 + 7 * len(name)
+    for y, text in [(48, side), *((59 + step * (i + 0.5), group) for i, group in enumerate(groups))]:
+        out.append(f'<text x="140" y="{y:g}" text-anchor="end">{text}</text>')
+    for left, (unit, cells) in zip(range(150, 600, room), panels.items()):
+        out.append(f'<text x="{left}" y="48">{unit}</text>')
+        drawn = [[(colour, next(filter(None, map(cells[group].get, of)), "")) for colour, of in named.values()] for group in groups]
+        scale = (room - 60) / max(number for group in drawn for _, cell in group for number in _numbers(cell))
+        for i, group in enumerate(drawn):
+            measured = [(colour, cell) for colour, cell in group if cell]
+            for j, (colour, cell) in enumerate(measured):
+                y = 58 + step * i + 19 * (j + (len(group) - len(measured)) / 2)
+                at, low, high = (left + scale * end(_numbers(cell)) for end in (statistics.median, min, max))
+                out.append(f'<rect x="{left}" y="{y:g}" width="{at - left:.1f}" height="16" fill="{colour}"/>')
+                if low < high:
+                    out.append(f'<path d="M{low:.1f} {y + 8:g}H{at:.1f}" stroke="#fff"/><path d="M{at:.1f} {y + 8:g}H{high:.1f}" stroke="{GREY}"/>')
+                out.append(f'<text x="{high + 6:.1f}" y="{y + 13:g}">{cell.split()[0]}</text>')
+    return "\n".join([*out, f'<text x="10" y="{height - 10}" font-size="12">{said}</text>', "</svg>"]) + "\n"
 
 
 def policies_chart(name: str, table: str, colours: dict[str, str]) -> str:
@@ -281,19 +292,53 @@ def policies_chart(name: str, table: str, colours: dict[str, str]) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
-POLICIES = {"belady": "#6e7781", "score": "#2f81f7", "lfu": "#1a7f37", "lru": "#bf8700", "edgemoe": "#8250df", "arc": "#cf222e"}
+def charts() -> dict[str, str]:
+    """The text of each chart."""
+    units = {"decode, tokens/s": "tok/s", "prompt, tokens/s": "prompt tok/s"}
+    ours, stock = (BLUE, ("moeoff", "auto", "lru")), ("stock", "stock, repacked kernels")
+    speeds = by_contender("real-qwen3-budgets") | by_contender("real-qwen3")
+    limits = sorted(speeds, key=lambda limit: int(limit.split()[0]) if limit.endswith("MiB") else 1 << 30)
+    disks = {"400 MB/s": "loss-live-400", "1.7 GB/s": "loss-live-1700"}
+    return {
+        "speed": bars(
+            "Decode speed by memory limit",
+            "memory limit",
+            {"moeoff": ours, "llama.cpp": (GOLD, (*STOCK_IN_A_LIMIT, *stock))},
+            {"decode, tokens/s": {_gib(limit): speeds[limit] for limit in limits}},
+            "medians and ranges of 3 rounds; llama.cpp was measured where it has a bar, in a limit once",
+        ),
+        "kernels": bars(
+            "Speed with everything in memory",
+            "model",
+            {"llama.cpp": (GOLD, stock), "llama.cpp --no-repack": (GREY, ("stock, plain kernels",)), "moeoff": ours},
+            {unit: {model: by_contender(name, column)[name] for name, model in KERNELS.items()} for unit, column in units.items()},
+            "medians and ranges of 5 rounds",
+        ),
+        "long-contexts": bars(
+            "Speed behind other tokens",
+            "context",
+            {"llama.cpp": (GOLD, stock), "llama.cpp -fa off": (GREY, ("stock, -fa off",)), "moeoff": ours, "moeoff --attention f32": (MAUVE, ("moeoff, f32",))},
+            {unit: by_contender("long-contexts-16k", column) for unit, column in units.items()},
+            "medians and ranges of 3 rounds",
+        ),
+        "loss": bars(
+            "Decode speed with a loss budget, and lossless",
+            "disk, memory",
+            {"lossless": ours, "--max-loss 1%": (MAUVE, ("auto, --max-loss 1%",))},
+            {"decode, tokens/s": {f"{disk}, {limit}": cells for disk, name in disks.items() for limit, cells in by_contender(name).items()}},
+            "medians and ranges of 5 rounds",
+        ),
+        "policies": policies_chart("cache-policies", "mixed", POLICIES),
+    }
 
 
 def pages() -> dict[Path, str]:
     """Every generated file and the text it should have."""
-    made = {
-        IMAGES / "speed.svg": chart("real-qwen3", "real-qwen3-budgets"),
-        IMAGES / "policies.svg": policies_chart("cache-policies", "mixed", POLICIES),
-    }
+    made = {IMAGES / f"{name}.svg": text for name, text in charts().items()}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):
-            made[page] = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"], m["mark"], m["columns"]) + "\n" + m["end"], text)
+            made[page] = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"], m["columns"]) + "\n" + m["end"], text)
     return made
 
 
