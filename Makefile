@@ -107,7 +107,7 @@ docs: env ## the site, in build/docs, where a warning is an error, and man pages
 wheels: docs ## wheels for other machines, in dist: a CPU backend for each level, man pages
 	$(PY) scripts/build/wheels.py
 
-results: ## the pages of docs/results, the README's table and its chart from docs/results/data
+results: ## the tables and charts of the pages, from docs/results/data
 	@$(PYTHON) scripts/results.py
 
 papers: env ## the papers' claims and ours, in full: docs/results/papers.md
