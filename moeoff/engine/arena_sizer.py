@@ -174,6 +174,8 @@ class ArenaSizer:
         self._borrowed = borrowed if self.plan.budget else None
         self._doubt = False  # the arenas may not have the sizes that they should
         self._grown = 0  # bytes that the process takes beyond plan and reserve; below 0: that it leaves of them while batches are small
+        self._extras = self.plan.extras  # with nothing reserved
+        self._expected = 0  # bytes that all but the experts will take when what is reserved is resident; 0: it is
 
     @property
     def arenas(self) -> tuple[int, int]:
@@ -228,11 +230,14 @@ class ArenaSizer:
         """
         if not self.plan.budget:
             return
-        before = self.plan, self._grown
+        before, expected = (self.plan, self._grown), self._expected
         try:
             self._divide(self.plan.budget, extras=nbytes)
-            self.fit_budget(grows=nbytes < 0)  # what is reserved is not resident yet, and not free
+            taken = rss() - self._buffer.stats().arena_committed
+            self._expected = max(self._expected, taken) + nbytes if self.plan.extras > self._extras else 0
+            self.fit_budget()
         except BaseException:
+            self._expected = expected
             self._change(*before)
             raise
 
@@ -273,16 +278,20 @@ class ArenaSizer:
         if self._borrowed is not None and self.plan.arena < self.plan.arena_full and self._borrowed.buffers.narrow(idle):
             self.resize()
 
-    def fit_budget(self, grows: bool = True) -> None:
+    def fit_budget(self) -> None:
         """If the rest of the process has grown into the reserve, the arenas shrink; where small batches leave more than half of it, they grow, if they may."""
         if not self.plan.budget:
             return
         stats = self._buffer.stats()
-        free = self.plan.budget - (rss() - stats.arena_committed) - stats.arena_bytes - RESERVE // 2  # beyond half of the reserve
+        taken = rss() - stats.arena_committed
+        if taken >= self._expected:
+            self._expected = 0
+        free = self.plan.budget - taken - stats.arena_bytes - RESERVE // 2  # beyond half of the reserve
         moves = free < -RESERVE // 4 and stats.arena_bytes > self.plan.arena_floor
         if free > 0 and self._borrowed is not None and self._borrowed.nbytes:
             free -= self._borrowed.untouched  # as if none of it had been touched
-            moves = grows and free > _WORTH and stats.arena_bytes < self.plan.arena_full
+            free -= max(self._expected - taken, 0)  # reserved, and soon resident
+            moves = free > _WORTH and stats.arena_bytes < self.plan.arena_full
             if moves:  # nor slots that nothing has been read into, as of a warm start that a prompt has ended
                 free -= stats.arena_committed - sum(int(self._buffer.expert_bytes(low=low, resident=True).sum()) for low in (False, True))
                 moves = free > _WORTH

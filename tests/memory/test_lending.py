@@ -325,6 +325,22 @@ def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
         assert buffer.stats().arena_bytes == before.arena_bytes
 
 
+def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
+    """As for a prompt that a server is about to read, while another one's memory is given back."""
+    budget = needs(grown) + ROOM + 4 * MIB
+    with moeoff.Llama(grown, memory=budget, **OPTIONS) as llm:
+        for n in (20, *[1] * 8):
+            llm.eval(tokens(n))
+        sizer, reserved = llm.engine.sizer, 0
+        for nbytes in (14 * MIB, 2 * MIB, -2 * MIB):
+            sizer.reserve(nbytes)
+            sizer.fit_budget()
+            stats, reserved = llm.engine.buffer.stats(), reserved + nbytes
+            assert rss() - stats.arena_committed + sizer._borrowed.untouched + reserved + stats.arena_bytes <= budget
+        sizer.reserve(-reserved)
+        assert llm.engine.buffer.stats().arena_bytes > stats.arena_bytes
+
+
 def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):
     run = Watched(grown, [20], memory=needs(grown) + ROOM, trace=tmp_path / "t.trace")
     assert set(run.arenas) == {run.arenas[0]}
