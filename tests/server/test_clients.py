@@ -45,8 +45,8 @@ TEMPLATE = """
 
 @pytest.fixture(scope="module")
 def chatting(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--temp", "0", "-n", "256"]) as it:
-        yield it
+    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--temp", "0", "-n", "256"]) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +57,21 @@ def calling(demo, tmp_path_factory):
     pieces = [bytes(tokens.parts[at]).decode() for at in tokens.data]
     biases = [f"{pieces.index(BEGINS[0])}+40", *(f"{token}-40" for token, piece in enumerate(pieces) if piece and set(piece) <= set(LINE_ENDS))]
     args = ["--chat-template-file", str(template), "--temp", "0", "-n", "128", *(word for bias in biases for word in ("--logit-bias", bias))]
-    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=args) as it:
-        yield it
+    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=args) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def endless(demo):
     args = ["--override-kv", f"qwen2moe.context_length=int:{2 * N}", "--ignore-eos", "-n", str(N)]
-    with Served(demo, expert_memory=4 << 20, n_ctx=2 * N, alias=MODEL, args=args) as it:
-        yield it
+    with Served(demo, expert_memory=4 << 20, n_ctx=2 * N, alias=MODEL, args=args) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def embedding(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, alias=MODEL, embedding=True) as it:
-        yield it
+    with Served(demo, expert_memory=4 << 20, n_ctx=512, alias=MODEL, embedding=True) as server:
+        yield server
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_tools(client, calling):
 
 @each("schema")
 def test_schema(client, chatting):
-    found = json.loads(client(chatting).schema("A number as JSON"))
-    assert found.keys() == set(SCHEMA["required"]) and isinstance(found["n"], int)
+    answer = json.loads(client(chatting).schema("A number as JSON"))
+    assert answer.keys() == set(SCHEMA["required"]) and isinstance(answer["n"], int)
 
 
 @each("embeddings")

@@ -29,39 +29,39 @@ from moeoff.system.files import TEXT
 
 
 def test_what_moeoff_has_an_option_for_becomes_it_and_the_rest_is_passed_on():
-    found = CommandLine.read(
+    line = CommandLine.read(
         "-c 0 -fa auto --embeddings --jinja --temp 0.6 -n 5 --pooling mean -np 2 -ngl auto --gpu-layers 0 --lora x.gguf --lora-scaled y "
         "--log-file l --cache-ram 100 --cors-origins https://a,https://b --cors c --no-context-shift --swa-full --top_k 3 --override-kv=a=int:5 -tb 3".split()
     )
-    assert found.passed_on == "--jinja --temp 0.6 -n 5 --lora x.gguf --lora-scaled y --log-file l --top-k 3 --override-kv a=int:5".split()
-    assert not Path("l").exists() and found.left_out == []
-    assert found.options == {"n_ctx": 0, "flash_attn": True, "embedding": True, "pooling": "mean", "parallel": 2, "n_gpu_layers": 0, "cache_ram": 100 << 20,
-                             "cors": ["https://a", "https://b", "c"], "context_shift": False, "swa_full": True, "n_threads_batch": 3}  # fmt: skip
-    Config.make("m", **{name: value for name, value in found.options.items() if name in Config.__dataclass_fields__})
-    ServerOptions.make(**{name: value for name, value in found.options.items() if name in ServerOptions.__dataclass_fields__})
+    assert line.passed_on == "--jinja --temp 0.6 -n 5 --lora x.gguf --lora-scaled y --log-file l --top-k 3 --override-kv a=int:5".split()
+    assert not Path("l").exists() and line.left_out == []
+    assert line.options == {"n_ctx": 0, "flash_attn": True, "embedding": True, "pooling": "mean", "parallel": 2, "n_gpu_layers": 0, "cache_ram": 100 << 20,
+                            "cors": ["https://a", "https://b", "c"], "context_shift": False, "swa_full": True, "n_threads_batch": 3}  # fmt: skip
+    Config.make("m", **{name: value for name, value in line.options.items() if name in Config.__dataclass_fields__})
+    ServerOptions.make(**{name: value for name, value in line.options.items() if name in ServerOptions.__dataclass_fields__})
 
 
 def test_what_has_no_effect_is_said_once_and_what_is_so_anyway_is_not():
-    found = CommandLine.read("-ncmoe 30 --no-mmap --metrics -cb -fit off --offline --threads-http 4 --no-warmup -cmoed".split())
-    assert found.options == {} and found.passed_on == []
-    assert [sentence.partition(" has no effect: ")[0] for sentence in found.left_out] == ["-ncmoe", "--offline", "--threads-http"]
+    line = CommandLine.read("-ncmoe 30 --no-mmap --metrics -cb -fit off --offline --threads-http 4 --no-warmup -cmoed".split())
+    assert line.options == {} and line.passed_on == []
+    assert [sentence.partition(" has no effect: ")[0] for sentence in line.left_out] == ["-ncmoe", "--offline", "--threads-http"]
 
 
-@pytest.mark.parametrize("args, said", [("--memroy 3", "is it --memory?"), ("--port", "--port needs a value"), ("--top-k", "--top-k needs a value"),
+@pytest.mark.parametrize("args, text", [("--memroy 3", "is it --memory?"), ("--port", "--port needs a value"), ("--top-k", "--top-k needs a value"),
                                          ("--rpc x", "slice by slice"), ("--models-dir=/x", "no router"), ("--port x", "a whole number"),
                                          ("--ssl-cert-file c", "no TLS: let a proxy"), ("--ssl-key-file=k", "no TLS: let a proxy"),
                                          ("--version", "ends the process"), ("--pooling middle", "one of none, mean"), ("--jinja=1 --top-k 3", "--jinja takes no value")])  # fmt: skip
-def test_what_cannot_be_is_refused(args, said):
-    with pytest.raises(OptionError, match=re.escape(said)):
+def test_what_cannot_be_is_refused(args, text):
+    with pytest.raises(OptionError, match=re.escape(text)):
         CommandLine.read(args.split())
 
 
 @pytest.mark.skipif(supports_gpu(), reason="this machine has a GPU")
 def test_layers_for_a_gpu_that_is_not_there_are_left_out_as_llama_server_does():
     for value in ("all", "99"):
-        found = CommandLine.read(f"-ngl {value} -ts 3,1 -c 512".split())
-        assert found.options == {"n_ctx": 512} and len(found.left_out) == 1
-        assert found.left_out[0].startswith("--n-gpu-layers and --tensor-split have no effect: this build ")
+        line = CommandLine.read(f"-ngl {value} -ts 3,1 -c 512".split())
+        assert line.options == {"n_ctx": 512} and len(line.left_out) == 1
+        assert line.left_out[0].startswith("--n-gpu-layers and --tensor-split have no effect: this build ")
     assert CommandLine.read(["-ngl", "auto"]) == CommandLine.read(["-ngl", "0"]) and CommandLine.read(["-ngl", "0"]).left_out == []
     asked = CommandLine.read("-ngl 99 --vram 1G".split())  # for what only a GPU has
     with pytest.raises(OptionError, match="n_gpu_layers: this build "):
@@ -69,9 +69,9 @@ def test_layers_for_a_gpu_that_is_not_there_are_left_out_as_llama_server_does():
 
 
 def test_variables():
-    found = of_environment({"LLAMA_ARG_CTX_SIZE": "0", "LLAMA_ARG_JINJA": "1", "LLAMA_ARG_MODEL": "m", "LLAMA_ARG_NOPE": "1",
+    parts = of_environment({"LLAMA_ARG_CTX_SIZE": "0", "LLAMA_ARG_JINJA": "1", "LLAMA_ARG_MODEL": "m", "LLAMA_ARG_NOPE": "1",
                             "LLAMA_ARG_N_PARALLEL": "2", "LLAMA_ARG_NO_CONTEXT_SHIFT": "1", "LLAMA_ARG_UI": "0", "LLAMA_ARG_SWA_FULL": "1", "HOME": "/"})  # fmt: skip
-    assert sorted(found) == sorted("--ctx-size 0 --jinja --model m --parallel 2 --no-context-shift --no-ui --swa-full".split())
+    assert sorted(parts) == sorted("--ctx-size 0 --jinja --model m --parallel 2 --no-context-shift --no-ui --swa-full".split())
 
 
 @pytest.mark.parametrize("line, alone, ours, others", [
@@ -86,11 +86,11 @@ def test_variables():
     ("--memroy 3 m", "", "", "--memroy 3 m"),
 ])  # fmt: skip
 def test_a_command_line_is_the_model_the_commands_own_options_and_others(line, alone, ours, others):
-    found = own_arguments(line.split(), {"-m": True, "--model": True, "--debug": False})
-    assert found == (alone.split(), ours.split(), others.split())
+    parts = own_arguments(line.split(), {"-m": True, "--model": True, "--debug": False})
+    assert parts == (alone.split(), ours.split(), others.split())
 
 
-@pytest.mark.parametrize("variables, args, said", [
+@pytest.mark.parametrize("variables, args, text", [
     ({}, "--memory 10M DEMO", "DEMO"),  # the model is opened: a budget of 10M is too small for it
     ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf"}, "--memory 10M DEMO", "DEMO"),
     ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf"}, "DEMO --memory 10M", "DEMO"),
@@ -98,12 +98,12 @@ def test_a_command_line_is_the_model_the_commands_own_options_and_others(line, a
     ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf", "LLAMA_ARG_CTX_SIZE": "x"}, "-c 512 --memory 10M", "a whole number"),
     ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf"}, "--memory 10M", "/nowhere/a.gguf"),
 ])  # fmt: skip
-def test_the_model_is_found_wherever_it_stands_and_before_a_variables(demo, invoke, monkeypatch, variables, args, said):
+def test_the_model_is_found_wherever_it_stands_and_before_a_variables(demo, invoke, monkeypatch, variables, args, text):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     done = invoke("serve", *args.replace("DEMO", demo).split())
     line = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and said.replace("DEMO", "expert") in line and "not both" not in line, done.stderr
+    assert done.returncode == 1 and text.replace("DEMO", "expert") in line and "not both" not in line, done.stderr
 
 
 def test_no_habit_hides_an_option():
@@ -118,29 +118,29 @@ def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
     monkeypatch.setenv("LLAMA_ARG_MODEL", demo)
     args = "serve --port 0 -c 512 -fa on --mlock --jinja --temp 0 -n 5 --warm off".split()
     with subprocess.Popen([sys.executable, "-m", "moeoff.cli", *args], stderr=subprocess.PIPE, text=True) as process:
-        said = ""
+        text = ""
         for line in process.stderr:
-            said += line
+            text += line
             if match := re.search(r"on (http://\S+)/v1", line):
                 break
         answers = [httpx.post(f"{match[1]}/completion", json={"prompt": "The heron"}, timeout=300).json() for _ in range(2)]
         slots = httpx.get(f"{match[1]}/props", timeout=300).json()["total_slots"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0
-    assert "--mlock has no effect" in said and slots == 2
+    assert "--mlock has no effect" in text and slots == 2
     assert answers[0]["content"] == answers[1]["content"] and answers[0]["tokens_predicted"] == 5
 
 
-@pytest.mark.parametrize("args, said, log", [("--lora /nowhere.gguf", "/nowhere.gguf: cannot be read: No such file", False),
+@pytest.mark.parametrize("args, text, log", [("--lora /nowhere.gguf", "/nowhere.gguf: cannot be read: No such file", False),
                                               ("--path /nowhere", "static assets path not found: /nowhere", False),
                                               ("--path /nowhere", "static assets path not found: /nowhere", True),
                                               ("--grammar (((", "failed to parse grammar", False)])  # fmt: skip
-def test_what_llama_server_ends_for_is_the_error(demo, tmp_path, args, said, log):
+def test_what_llama_server_ends_for_is_the_error(demo, tmp_path, args, text, log):
     """Also where its log goes to a file of the user's."""
     log = ["--log-file", str(tmp_path / "log")] if log else []
     code = "import sys, moeoff\ntry: moeoff.Server(sys.argv[1], port=0, expert_memory='4M', n_ctx=512, args=sys.argv[2:]).start()\nexcept moeoff.MoeoffError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code, demo, *args.split(), *log], capture_output=True, text=True, timeout=300)
-    assert said in done.stdout and "ended by itself" not in done.stdout
+    assert text in done.stdout and "ended by itself" not in done.stdout
 
 
 # --- files that its own options name ---
@@ -157,9 +157,9 @@ def test_the_log_replaces_no_file_that_is_in_use(demo, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(model)
     whole = model.read_bytes()
-    said = said_of_each(str(model), f"--log-file {model}", f"--log_file={link}", f"--grammar-file {grammar} --log-file {grammar}",
-                        f"--api-key-file {key} --log-file {key}", f"--experts none --log-file {sidecar}", f"--slot-save-path {tmp_path}")  # fmt: skip
-    assert len(said) == 6 and all("would replace" in line for line in said[:5]) and "clients could write over them" in said[5]
+    lines = said_of_each(str(model), f"--log-file {model}", f"--log_file={link}", f"--grammar-file {grammar} --log-file {grammar}",
+                         f"--api-key-file {key} --log-file {key}", f"--experts none --log-file {sidecar}", f"--slot-save-path {tmp_path}")  # fmt: skip
+    assert len(lines) == 6 and all("would replace" in line for line in lines[:5]) and "clients could write over them" in lines[5]
     assert model.read_bytes() == whole and grammar.read_text() == 'root ::= "a"' and key.read_text() == "secret" and sidecar.read_bytes() == b"x"
     log = tmp_path / "log"
     (tmp_path / "slots").mkdir()
@@ -175,8 +175,8 @@ def test_nobody_is_waited_for(demo, tmp_path):
     os.mkfifo(pipe)
     reads = [name for name, kind in file_kinds().items() if kind not in (_WRITTEN, _FOLDER)]
     args = [f"{name} {pipe}{':0.5' if name.endswith('-scaled') else ''}" for name in reads] + [f"--lora {adapter},{pipe}"]
-    *said, of_log = said_of_each(demo, *args, f"--log-file {pipe}")
-    assert len(said) == len(args) and all("cannot be read: a pipe, expected a file" in line for line in said)
+    *lines, of_log = said_of_each(demo, *args, f"--log-file {pipe}")
+    assert len(lines) == len(args) and all("cannot be read: a pipe, expected a file" in line for line in lines)
     assert "is a pipe, and llama-server would wait for its reader" in of_log
 
 

@@ -52,14 +52,14 @@ def texts(url: str) -> tuple[list[str], int, int]:
 def test_the_models_own_layers(nextn, tmp_path):
     """Their experts are read like all others, and a trace has their gate."""
     trace = tmp_path / "t"
-    with Served(nextn, **DRAFTS) as it:
-        expected, drafted, _ = texts(it.url)
+    with Served(nextn, **DRAFTS) as server:
+        expected, drafted, _ = texts(server.url)
         assert drafted == 0
-    with Served(nextn, spec_type="draft-mtp", strategy="score", trace=str(trace), **DRAFTS) as it:
-        found, drafted, accepted = texts(it.url)
-        it.process.terminate()
-        assert it.process.wait(300) == 0
-    assert found == expected and 0 < accepted < drafted
+    with Served(nextn, spec_type="draft-mtp", strategy="score", trace=str(trace), **DRAFTS) as server:
+        answers, drafted, accepted = texts(server.url)
+        server.process.terminate()
+        assert server.process.wait(300) == 0
+    assert answers == expected and 0 < accepted < drafted
     recorded = Trace.read(trace)
     n_layers = ModelIndex.read(nextn).n_layer - 1  # the first is dense
     assert recorded.model.n_gates == n_layers and {event.gate for event in recorded.events} == set(range(n_layers))
@@ -73,8 +73,8 @@ def test_a_profile_of_the_model_without_these_layers(nextn, tmp_path):
     model_index = ModelIndex.read(model)
     weights = {name: np.zeros((1, model_index.n_layer - 2, model_index.n_expert), np.float32) for name in NAMES}
     Profile.write(profile_path(model), model_index, {"score": weights})
-    with Served(str(model), spec_type="draft-mtp", strategy="score", **DRAFTS) as it:
-        assert texts(it.url)[1] > 0
+    with Served(str(model), spec_type="draft-mtp", strategy="score", **DRAFTS) as server:
+        assert texts(server.url)[1] > 0
 
 
 @pytest.mark.slow  # links llama-server
@@ -84,16 +84,16 @@ def test_they_say_what_stock_says(nextn, demo):
         with stock_server(model, "-c", "256", *arguments) as url:
             expected, drafted, accepted = texts(url)
             assert drafted > 0 < accepted
-        with Served(model, **DRAFTS | options) as it:
-            assert texts(it.url)[0] == expected
+        with Served(model, **DRAFTS | options) as server:
+            assert texts(server.url)[0] == expected
 
 
 @pytest.mark.slow
 def test_several_at_a_time(nextn):
     """Each with drafts of its own; in a batch with others kernels round differently, so the texts are not compared."""
-    with Served(nextn, spec_type="draft-mtp", **DRAFTS | {"parallel": 4, "n_ctx": 1024}) as it:
+    with Served(nextn, spec_type="draft-mtp", **DRAFTS | {"parallel": 4, "n_ctx": 1024}) as server:
         body = {"prompt": PROMPTS * 4, "n_predict": 64, "temperature": 0, "ignore_eos": True}
-        answers = httpx.post(f"{it.url}/completion", json=body, timeout=300).raise_for_status().json()
+        answers = httpx.post(f"{server.url}/completion", json=body, timeout=300).raise_for_status().json()
     assert len(answers) == 12 and all(answer["tokens_predicted"] == 64 for answer in answers)
     assert sum(answer["timings"].get("draft_n", 0) for answer in answers) > 0
 
@@ -101,12 +101,12 @@ def test_several_at_a_time(nextn):
 @pytest.mark.slow
 def test_a_draft_model(demo, tmp_path):
     """The model itself, which guesses right, and one whose vocabulary is another's."""
-    with Served(demo, **DRAFTS) as it:
-        expected = texts(it.url)[0]
-    with Served(demo, draft=demo, **DRAFTS) as it:
-        found, drafted, accepted = texts(it.url)
-        assert "moeoff_draft_length" in httpx.get(f"{it.url}/metrics", timeout=300).text
-    assert found == expected and 0.5 * drafted < accepted <= drafted
+    with Served(demo, **DRAFTS) as server:
+        expected = texts(server.url)[0]
+    with Served(demo, draft=demo, **DRAFTS) as server:
+        answers, drafted, accepted = texts(server.url)
+        assert "moeoff_draft_length" in httpx.get(f"{server.url}/metrics", timeout=300).text
+    assert answers == expected and 0.5 * drafted < accepted <= drafted
 
 
 @pytest.mark.slow
@@ -117,15 +117,15 @@ def test_a_read_error_in_the_models_own_layers(nextn, tmp_path):
     layer = ModelIndex.read(model).n_layer - 1
     places = [part.offset for (name, _, _), part in Sidecar(sidecar).slices.items() if name.startswith(f"blk.{layer}.")]
     options = DRAFTS | {"experts": sidecar, "tier": "Q4_0", "verify_reads": True, "spec_type": "draft-mtp", "expert_memory": 2 << 20}
-    with Served(str(model), **options) as it:
-        expected = complete(it.url, PROMPTS[0])["content"]
+    with Served(str(model), **options) as server:
+        expected = complete(server.url, PROMPTS[0])["content"]
         for at in places:
             flip_bit(sidecar, at)
-        answer = httpx.post(f"{it.url}/completion", json={"prompt": "Four score and seven years", "n_predict": 32, "temperature": 0}, timeout=300)
+        answer = httpx.post(f"{server.url}/completion", json={"prompt": "Four score and seven years", "n_predict": 32, "temperature": 0}, timeout=300)
         assert answer.status_code == 500 and "nextn.experts.gguf" in answer.json()["error"]["message"]
         for at in places:
             flip_bit(sidecar, at)
-        assert complete(it.url, PROMPTS[0])["content"] == expected
+        assert complete(server.url, PROMPTS[0])["content"] == expected
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -137,13 +137,13 @@ import moeoff
 with moeoff.Server(sys.argv[1], port=0, n_ctx=1024, parallel=2, memory="600M", **json.loads(sys.argv[2])) as server:
     print(json.dumps(server.stats().memory))
 """
-    taken, model_index = json.loads(run_python(code, nextn, json.dumps({"spec_type": "draft-mtp"} if drafts else {}))), ModelIndex.read(nextn)
+    memory, model_index = json.loads(run_python(code, nextn, json.dumps({"spec_type": "draft-mtp"} if drafts else {}))), ModelIndex.read(nextn)
     plan = dry_load(model_index, 1024, Config.make(nextn, n_ctx=1024, flash_attn=True).keywords, n_sequences=2, nextn=drafts)
-    assert plan.weights == pytest.approx(taken["weights"] + taken["token_embedding"], abs=64 << 10)
-    assert plan.compute == pytest.approx(taken["compute_buffers"], abs=2 << 20)
-    assert plan.arena_full == taken["experts"]
+    assert plan.weights == pytest.approx(memory["weights"] + memory["token_embedding"], abs=64 << 10)
+    assert plan.compute == pytest.approx(memory["compute_buffers"], abs=2 << 20)
+    assert plan.arena_full == memory["experts"]
     assert drafts == (plan.arena_full > model_index.without_nextn().expert_bytes * 1.3)
-    assert drafts == (plan.state > taken["state"])  # the second context's is not told apart from the process
+    assert drafts == (plan.state > memory["state"])  # the second context's is not told apart from the process
 
 
 def test_a_draft_model_counts_before_the_port_is_open(demo, grown):
@@ -160,8 +160,8 @@ def test_drafts_that_cannot_be_made(demo, nextn, tmp_path):
         ("--spec-type draft-simple", "drafts cannot be made: draft-simple requires"),
         ("--spec-type draft-mtp", "no next-token layers"),
     ]
-    found = said_of_each(demo, *(args for args, _ in cases))
-    assert len(found) == len(cases) and all(said in line for (_, said), line in zip(cases, found)), found
+    lines = said_of_each(demo, *(args for args, _ in cases))
+    assert len(lines) == len(cases) and all(text in line for (_, text), line in zip(cases, lines)), lines
 
 
 # pictures
@@ -200,13 +200,13 @@ def refusal(url: str, body: dict, status: int) -> str:
 
 def test_an_answer_depends_on_the_picture_and_not_on_the_memory(demo, projector, tmp_path):
     trace = tmp_path / "t"
-    with Served(demo, mmproj=projector, trace=str(trace), **PICTURES) as it:
-        few = [ask(it.url, question(picture(seed)))[0] for seed in (0, 1, 0)]
-        _, answer = ask(it.url, question(picture(2)))
-        it.process.terminate()
-        assert it.process.wait(300) == 0
-    with Served(demo, mmproj=projector, **PICTURES | {"expert_memory": 1 << 30}) as it:
-        assert [ask(it.url, question(picture(seed)))[0] for seed in (0, 1, 0)] == few
+    with Served(demo, mmproj=projector, trace=str(trace), **PICTURES) as server:
+        few = [ask(server.url, question(picture(seed)))[0] for seed in (0, 1, 0)]
+        _, answer = ask(server.url, question(picture(2)))
+        server.process.terminate()
+        assert server.process.wait(300) == 0
+    with Served(demo, mmproj=projector, **PICTURES | {"expert_memory": 1 << 30}) as server:
+        assert [ask(server.url, question(picture(seed)))[0] for seed in (0, 1, 0)] == few
     assert few[0] == few[2] != few[1]
     assert answer["usage"]["prompt_tokens"] > N_PATCHES and answer["moeoff"]["misses"] > 0
     pictures = [event for event in Trace.read(trace).events if event.gate == 0 and len(event.ids) == N_PATCHES]
@@ -218,8 +218,8 @@ def test_it_says_what_stock_says(demo, projector):
     bodies = [question(picture(seed), text) for seed, text in ((0, "What is this?"), (1, "What is this?"), (2, "Count the colours."))]
     with stock_server(demo, "--mmproj", projector, "-c", "512") as url:
         expected = [ask(url, body)[0] for body in bodies]
-    with Served(demo, mmproj=projector, **PICTURES) as it:
-        assert [ask(it.url, body)[0] for body in bodies] == expected
+    with Served(demo, mmproj=projector, **PICTURES) as server:
+        assert [ask(server.url, body)[0] for body in bodies] == expected
 
 
 @pytest.mark.slow
@@ -227,14 +227,14 @@ def test_a_read_error_while_a_picture_is_computed(demo, projector, tmp_path):
     """Is that request's, with the file's name, and the next one's answer is right."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
     before = os.stat(model)
-    with Served(str(model), mmproj=projector, **PICTURES) as it:
-        expected = ask(it.url, question(picture(0)))[0]
+    with Served(str(model), mmproj=projector, **PICTURES) as server:
+        expected = ask(server.url, question(picture(0)))[0]
         with open(model, "ab") as file:
             file.write(b"x")
-        assert "model.gguf: the file was changed" in refusal(it.url, question(picture(1)), 500)  # what comes before the picture is in the context
+        assert "model.gguf: the file was changed" in refusal(server.url, question(picture(1)), 500)  # what comes before the picture is in the context
         os.truncate(model, before.st_size)
         os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert ask(it.url, question(picture(0)))[0] == expected
+        assert ask(server.url, question(picture(0)))[0] == expected
 
 
 @pytest.mark.slow
@@ -243,15 +243,15 @@ def test_the_budget_holds_with_a_picture(grown, tmp_path):
     write_projector(tmp_path / "mmproj.gguf", ModelIndex.read(grown).hparams["embedding_length"], side=256)
     budget, options = 240, {"n_ctx": 1280, "parallel": 1, "flash_attn": False, "n_threads": 2}
     arguments = ["--override-kv", "qwen2moe.context_length=int:2048"]
-    with Served(grown, mmproj=str(tmp_path / "mmproj.gguf"), memory=f"{budget}M", args=arguments, **options) as it:
-        it.complete(PROSE.read_text()[:3000], 8)  # experts take what there is for them
-        assert ask(it.url, question(picture(0, 1000, 800)))[1]["usage"]["prompt_tokens"] > 1024
-        assert it.peak <= budget << 20
+    with Served(grown, mmproj=str(tmp_path / "mmproj.gguf"), memory=f"{budget}M", args=arguments, **options) as server:
+        server.complete(PROSE.read_text()[:3000], 8)  # experts take what there is for them
+        assert ask(server.url, question(picture(0, 1000, 800)))[1]["usage"]["prompt_tokens"] > 1024
+        assert server.peak <= budget << 20
         huge = io.BytesIO()
         Image.new("RGB", (9000, 9000)).save(huge, "PNG")
-        assert "GiB to read" in refusal(it.url, question("data:image/png;base64," + base64.b64encode(huge.getvalue()).decode()), 400)
-        assert ask(it.url, question(picture(1)))[0]
-        assert it.peak <= budget << 20
+        assert "GiB to read" in refusal(server.url, question("data:image/png;base64," + base64.b64encode(huge.getvalue()).decode()), 400)
+        assert ask(server.url, question(picture(1)))[0]
+        assert server.peak <= budget << 20
 
 
 def test_a_projector_counts_before_the_port_is_open(demo, tmp_path):
@@ -273,10 +273,10 @@ def test_projectors_that_cannot_be_used(demo, nextn, projector, tmp_path, invoke
         "cut.gguf": "truncated",
         "wide.gguf": f"{2 * width} numbers, expected {width}",
     }
-    for name, said in cases.items():
+    for name, text in cases.items():
         done = invoke("serve", "-m", demo, "--port", "0", "--mmproj", str(tmp_path / name))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-        assert name in done.stderr and said in done.stderr
-    for model, path, said in ((demo, demo, "no projector"), (nextn, projector, "converted for text alone")):
+        assert name in done.stderr and text in done.stderr
+    for model, path, text in ((demo, demo, "no projector"), (nextn, projector, "converted for text alone")):
         done = invoke("serve", "-m", model, "--port", "0", "--mmproj", path)
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1) and said in done.stderr
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1) and text in done.stderr

@@ -37,14 +37,14 @@ def test_the_next_answer_is_right(demo, tmp_path, monkeypatch):
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", source, "-o", throws, "-ldl"], check=True)
     monkeypatch.setenv("LD_PRELOAD", str(throws))
     monkeypatch.setenv("ARMED", str(armed))
-    with Served(demo, expert_memory=2 << 20, n_ctx=4096, parallel=1) as it:
-        expected = it.complete("One day", 16).choices[0].text
+    with Served(demo, expert_memory=2 << 20, n_ctx=4096, parallel=1) as server:
+        expected = server.complete("One day", 16).choices[0].text
         armed.touch()
 
         def hang_up() -> bool:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{it.url}/completion", json={"prompt": "One day", "n_predict": 4000, "ignore_eos": True}, timeout=httpx.Timeout(60, read=0.2))
+                httpx.post(f"{server.url}/completion", json={"prompt": "One day", "n_predict": 4000, "ignore_eos": True}, timeout=httpx.Timeout(60, read=0.2))
             return not armed.exists()
 
         wait_until(hang_up)
-        assert it.complete("One day", 16).choices[0].text == expected
+        assert server.complete("One day", 16).choices[0].text == expected

@@ -13,8 +13,8 @@ from helpers.servers import Served
 
 @pytest.fixture(scope="module")
 def served(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, alias="demo", embedding=True, pooling="mean") as it:
-        yield it
+    with Served(demo, expert_memory=4 << 20, n_ctx=512, alias="demo", embedding=True, pooling="mean") as server:
+        yield server
 
 
 def test_one_model(served):

@@ -52,8 +52,8 @@ TEMPLATE = """
 
 @pytest.fixture(scope="module")
 def served(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo") as it:
-        yield it
+    with Served(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo") as server:
+        yield server
 
 
 def post(served: Served, path: str, **body) -> httpx.Response:
@@ -71,9 +71,9 @@ def lines(served: Served, path: str, **body) -> list[dict]:
     """Those of a stream, which is what one gets unasked."""
     reply = post(served, path, **body)
     assert reply.status_code == 200 and reply.headers["content-type"] == "application/x-ndjson", reply.text
-    found = [json.loads(line) for line in reply.text.splitlines()]
-    assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
-    return found
+    parts = [json.loads(line) for line in reply.text.splitlines()]
+    assert [line["done"] for line in parts] == [False] * (len(parts) - 1) + [True]
+    return parts
 
 
 def error(reply: httpx.Response, status: int) -> str:
@@ -210,8 +210,8 @@ def test_think_where_the_model_does_not(served, think):
 def with_tools(demo, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE.strip())
-    with Served(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo", args=["--chat-template-file", str(template)]) as it:
-        yield it
+    with Served(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo", args=["--chat-template-file", str(template)]) as server:
+        yield server
 
 
 def test_a_tool_is_called(with_tools):

@@ -277,19 +277,19 @@ def fill(served: Served, prompts: list[list[int]]) -> None:
 def test_a_prompt_outlives_its_server(grown, cache):
     """Which has ended in good order. The next one computes what is new, and says the same."""
     long, asked = words(1, 700).tolist(), words(1, 700).tolist() + words(3, 900).tolist()
-    with Served(grown, expert_memory=60 << 20, **OPTIONS) as it:
-        ask(it, long)
-        expected, timings = ask(it, asked)
+    with Served(grown, expert_memory=60 << 20, **OPTIONS) as server:
+        ask(server, long)
+        expected, timings = ask(server, asked)
         assert timings["prompt_n"] == 900
-    with Served(grown, expert_memory=60 << 20, kv_disk="1G", **OPTIONS) as it:
-        fill(it, [words(4, 300).tolist(), long])
-        assert it.metrics()["moeoff_prompts_disk_bytes"] == sum(path.stat().st_size for path in files(cache)) > 1 << 20
-        it.process.send_signal(signal.SIGTERM)
-        assert it.process.wait(60) == 0
-    with Served(grown, expert_memory=80 << 20, kv_disk="1G", **OPTIONS) as it:
-        text, timings = ask(it, asked)
+    with Served(grown, expert_memory=60 << 20, kv_disk="1G", **OPTIONS) as server:
+        fill(server, [words(4, 300).tolist(), long])
+        assert server.metrics()["moeoff_prompts_disk_bytes"] == sum(path.stat().st_size for path in files(cache)) > 1 << 20
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    with Served(grown, expert_memory=80 << 20, kv_disk="1G", **OPTIONS) as server:
+        text, timings = ask(server, asked)
         assert text == expected and timings["cache_n"] >= 700 and timings["prompt_n"] <= 964
-        assert it.metrics()["moeoff_prompts_disk_read_total"] == 1
+        assert server.metrics()["moeoff_prompts_disk_read_total"] == 1
 
 
 def likely(served: Served, prompt: list[int], **more) -> tuple[dict[int, float], int]:
@@ -311,35 +311,35 @@ def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, mor
     options |= {"expert_memory": 16 << 20, "kv_disk": "1G"}
     shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), model)
     first, turn, other = words(1, 1400).tolist(), words(1, 1400).tolist() + words(3, 300).tolist(), words(1, 1000).tolist() + words(4, 100).tolist()
-    with Served(model, **options) as it:
-        ask(it, first, 1)
-        expected, timings = ask(it, turn)
+    with Served(model, **options) as server:
+        ask(server, first, 1)
+        expected, timings = ask(server, turn)
         assert timings["prompt_n"] == 300
-        ask(it, first, 1)
-        it.process.send_signal(signal.SIGTERM)
-        assert it.process.wait(60) == 0
-    with Served(model, **options) as it:
+        ask(server, first, 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    with Served(model, **options) as server:
         few = 5 if more else 0  # behind the last checkpoint: a window that is kept alone
         for prompt, n in ((other, 100 + n_again), ([*first, *words(5, 300).tolist()], 300 + few)):
-            logprobs, n_computed = likely(it, prompt)
-            assert n_computed <= n and likely(it, prompt, cache_prompt=False) == (pytest.approx(logprobs, abs=1e-3), len(prompt))
-        text, timings = ask(it, turn)
+            logprobs, n_computed = likely(server, prompt)
+            assert n_computed <= n and likely(server, prompt, cache_prompt=False) == (pytest.approx(logprobs, abs=1e-3), len(prompt))
+        text, timings = ask(server, turn)
         assert text == expected and timings["prompt_n"] <= 5
 
 
 def test_a_file_that_was_damaged_costs_a_computation(grown, cache):
     prompts = [words(seed, 500).tolist() for seed in (1, 2)]
-    with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as it:
-        expected = ask(it, prompts[0])[0]
-        fill(it, [prompts[0], prompts[1]])
+    with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
+        expected = ask(server, prompts[0])[0]
+        fill(server, [prompts[0], prompts[1]])
         (path,) = files(cache)
         data = bytearray(path.read_bytes())
         data[-100_000] ^= 255
         path.write_bytes(data)
-        text, timings = ask(it, prompts[0])
+        text, timings = ask(server, prompts[0])
         assert text == expected and timings["prompt_n"] == 500 and path not in files(cache)
-        wait_until(lambda: it.metrics()["moeoff_prompts_disk_kept_total"] == 2)
-        text, timings = ask(it, prompts[1])  # and the other one was written in the meantime
+        wait_until(lambda: server.metrics()["moeoff_prompts_disk_kept_total"] == 2)
+        text, timings = ask(server, prompts[1])  # and the other one was written in the meantime
         assert timings["prompt_n"] <= 64
 
 
@@ -347,31 +347,31 @@ def test_the_budget_is_held_while_prompts_go_and_come(grown, cache):
     """Their states are the experts' memory on the way."""
     budget = (needed(grown, **OPTIONS) + 60) << 20
     prompts = [words(seed, 1500).tolist() for seed in range(3)]
-    with Served(grown, memory=budget, kv_disk="1G", **OPTIONS) as it:
-        fill(it, [*prompts, words(9, 300).tolist()])
+    with Served(grown, memory=budget, kv_disk="1G", **OPTIONS) as server:
+        fill(server, [*prompts, words(9, 300).tolist()])
         for prompt in prompts:
-            assert ask(it, prompt, 4)[1]["prompt_n"] <= 64
-        assert it.peak <= budget
+            assert ask(server, prompt, 4)[1]["prompt_n"] <= 64
+        assert server.peak <= budget
 
 
 def test_a_full_disk_stops_no_answer(grown, cache):
     first = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))\n"
-    with Served(grown, first=first, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as it:
+    with Served(grown, first=first, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
         for seed in (1, 2, 1, 2):
-            assert ask(it, words(seed, 500).tolist())[1]["prompt_n"] == 500
-        assert it.metrics()["moeoff_prompts_disk_kept_total"] == 0
+            assert ask(server, words(seed, 500).tolist())[1]["prompt_n"] == 500
+        assert server.metrics()["moeoff_prompts_disk_kept_total"] == 0
     assert files(cache) == []
 
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_leaves_whole_files(grown, cache):
     for n in range(6):
-        with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as it:
+        with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
             for seed in range(n, n + 2):
-                ask(it, words(seed, 1500).tolist(), 1)
+                ask(server, words(seed, 1500).tolist(), 1)
             if n:
-                wait_until(lambda: any(path.suffix == ".part" for path in files(cache)) or it.metrics()["moeoff_prompts_disk_kept_total"])
-            os.kill(it.process.pid, signal.SIGKILL)
+                wait_until(lambda: any(path.suffix == ".part" for path in files(cache)) or server.metrics()["moeoff_prompts_disk_kept_total"])
+            os.kill(server.process.pid, signal.SIGKILL)
     whole = [path for path in files(cache) if path.suffix == ".kv"]
     disk = PromptsOnDisk(cache, 1 << 30, bytes.fromhex(whole[0].name.partition("-")[0]), lambda: 1.0)
     assert len(disk._stored) == len(whole) > 0

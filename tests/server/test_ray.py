@@ -109,12 +109,12 @@ def test_what_makes_requests_belong_together(served):
     def replicas(header: str | None = None, **body) -> set[str]:
         headers = {"Authorization": f"Bearer {KEY}"} | ({"x-session-id": header} if header else {})
         path = "chat/completions" if "messages" in body else "completions"
-        found = set()
+        names = set()
         for n in range(16):
             sent = json.loads(json.dumps({"model": "x", "max_tokens": 1} | body).replace("NUMBER", str(n)))
             reply = httpx.post(f"{served.url}/v1/{path}", json=sent, headers=headers, timeout=300)
-            found.add(reply.raise_for_status().headers["x-moeoff-replica"])
-        return found
+            names.add(reply.raise_for_status().headers["x-moeoff-replica"])
+        return names
 
     differ = [{"role": "system", "content": "Count"}, {"role": "user", "content": "NUMBER"}]
     same = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "NUMBER"}, {"role": "user", "content": "NUMBER"}]
@@ -199,13 +199,13 @@ def test_a_model_that_is_on_no_machine(served):
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, text",
     [({"memory": "80%"}, "not a share"), ({"port": 8000}, "Ray Serve")],
 )
-def test_options_that_make_no_sense(demo, options, said):
+def test_options_that_make_no_sense(demo, options, text):
     import moeoff.ray
 
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=text):
         moeoff.ray.deployment(demo, **({"memory": "200M"} | options))
 
 

@@ -31,9 +31,9 @@ class Server:
     def __init__(self, *args: str, shell: str | None = None):
         command = [*(["sh", "-c", shell] if shell else []), COMMAND, "serve", "--warm", "off", "--kv-disk", "0", "--port", "0", *args]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
-        self.said = ""
+        self.log = ""
         for line in self.process.stderr:  # llama.cpp's remarks come first
-            self.said += line
+            self.log += line
             match = re.search(r"on (http://\S+)/v1", line)
             if match:
                 self.url = match[1]
@@ -301,8 +301,8 @@ def test_a_line_for_each_request(demo):
 def test_the_build_has_a_name(server):
     import llama_cpp
 
-    found = server.client().completions.create(model="demo", prompt="Tom", max_tokens=1).system_fingerprint
-    assert re.fullmatch(r"b\d+-[0-9a-f]{7,}-" + re.escape(llama_cpp.__version__), found) and found == server.get("/props").json()["build_info"]
+    name = server.client().completions.create(model="demo", prompt="Tom", max_tokens=1).system_fingerprint
+    assert re.fullmatch(r"b\d+-[0-9a-f]{7,}-" + re.escape(llama_cpp.__version__), name) and name == server.get("/props").json()["build_info"]
 
 
 def test_no_tools_and_the_page_is_told_so(server):
@@ -321,7 +321,7 @@ def test_signals_end_it_well(demo):
         os.kill(child, signal.SIGINT)
     text = server.process.communicate(timeout=300)[1]
     assert server.process.returncode == 0 and text.count("SIGINT: every answer ends") == 1 and "Traceback" not in text
-    assert "a conversation ends at 256 tokens" in server.said and "--override-kv qwen2moe.context_length=int:512 " in server.said
+    assert "a conversation ends at 256 tokens" in server.log and "--override-kv qwen2moe.context_length=int:512 " in server.log
 
 
 def test_ctrl_c_in_a_terminal(demo):

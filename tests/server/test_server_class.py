@@ -34,10 +34,10 @@ from moeoff.server.process import ServerProcess
 
 def test_documents_are_ranked(demo):
     """By a model that was not made for it: the route works, whatever it finds."""
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, args=["--rerank"]) as it:
-        answer = httpx.post(f"{it.url}/rerank", json={"query": "a dog", "documents": ["a dog barks", "seven apples"]}, timeout=300).json()
-    found = answer["results"]
-    assert {one["index"] for one in found} == {0, 1} and found[0]["relevance_score"] > found[1]["relevance_score"]
+    with Served(demo, expert_memory=4 << 20, n_ctx=512, args=["--rerank"]) as server:
+        answer = httpx.post(f"{server.url}/rerank", json={"query": "a dog", "documents": ["a dog barks", "seven apples"]}, timeout=300).json()
+    ranks = answer["results"]
+    assert {one["index"] for one in ranks} == {0, 1} and ranks[0]["relevance_score"] > ranks[1]["relevance_score"]
 
 
 def test_answers_say_what_was_left_out(demo, tmp_path):
@@ -45,12 +45,12 @@ def test_answers_say_what_was_left_out(demo, tmp_path):
     model = shutil.copy(demo, tmp_path / "model.gguf")
     rules = [Candidate("original", 0.15, share, 0.0, 0.0, 0.0, 0.5) for share in (0.25, 0.5, 0.75)]
     Profile.write(profile_path(model), ModelIndex.read(model), {SECTION: LossContract(0, 1, 32, 100, 64, tuple(rules)).to_section()})
-    with Served(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as it, ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda text: it.complete(text, 64), ["The heron stood", "Count to a hundred, slowly:"]))
-        counted = it.metrics()['moeoff_expert_uses_total{precision="none"}']
-    said = [answer.moeoff for answer in answers]
-    assert all(block["skipped"] > 10 for block in said)
-    assert counted == pytest.approx(sum(block["skipped"] for block in said), abs=2)
+    with Served(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as server, ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda text: server.complete(text, 64), ["The heron stood", "Count to a hundred, slowly:"]))
+        counted = server.metrics()['moeoff_expert_uses_total{precision="none"}']
+    blocks = [answer.moeoff for answer in answers]
+    assert all(block["skipped"] > 10 for block in blocks)
+    assert counted == pytest.approx(sum(block["skipped"] for block in blocks), abs=2)
 
 
 @pytest.mark.cores
@@ -62,26 +62,26 @@ def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
     os.sched_setaffinity(0, cores)  # what the server inherits
     try:
         own_claims = f"from moeoff.llamacpp import threads\nthreads.machine_wide_file = lambda name: {str(tmp_path / 'cores.lock')!r}\n"
-        it = Served(demo, own_claims, n_ctx=1024, n_threads=2)  # whatever others on this machine compute
+        server = Served(demo, own_claims, n_ctx=1024, n_threads=2)  # whatever others on this machine compute
     finally:
         os.sched_setaffinity(0, mine)
 
     def bound() -> list[int]:
-        found = []
-        for task in os.listdir(f"/proc/{it.process.pid}/task"):
+        numbers = []
+        for task in os.listdir(f"/proc/{server.process.pid}/task"):
             with contextlib.suppress(OSError):
                 allowed = os.sched_getaffinity(int(task))
-                found += allowed if len(allowed) == 1 else []
-        return sorted(found)
+                numbers += allowed if len(allowed) == 1 else []
+        return sorted(numbers)
 
-    with it, ThreadPoolExecutor(1) as pool:
-        it.complete("The heron stood", 8)
+    with server, ThreadPoolExecutor(1) as pool:
+        server.complete("The heron stood", 8)
         wait_until(lambda: len(bound()) == 1)  # OpenMP's thread keeps its core
         seen = threading.Event()
 
         def write() -> None:
             while not seen.is_set():
-                it.complete("Count to a hundred, slowly:", 512)
+                server.complete("Count to a hundred, slowly:", 512)
 
         writing = pool.submit(write)
         try:
@@ -95,12 +95,12 @@ def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
 
 def test_a_trace_tells_where_a_conversation_begins_alone(demo, tmp_path):
     """Answers that are written at once are decoded together; a slot's next conversation begins where it leaves what it had computed."""
-    with Served(demo, expert_memory=4 << 20, n_ctx=2048, parallel=2, strategy="score", trace=str(tmp_path / "t")) as it:
-        it.complete(["The heron stood", "Count to a hundred, slowly:"], 96)  # of one request: both begin before either has ended
+    with Served(demo, expert_memory=4 << 20, n_ctx=2048, parallel=2, strategy="score", trace=str(tmp_path / "t")) as server:
+        server.complete(["The heron stood", "Count to a hundred, slowly:"], 96)  # of one request: both begin before either has ended
         for text in ("The heron stood in the water", "The heron stood on one leg"):
-            it.complete(text, 4)
-        it.process.send_signal(signal.SIGTERM)
-        assert it.process.wait(300) == 0
+            server.complete(text, 4)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(300) == 0
     trace = Trace.read(tmp_path / "t")
     together = [n for n, e in enumerate(trace.events) if e.decode and len(e.ids) == 2]
     assert len(together) > trace.model.n_gates * 24
@@ -170,15 +170,15 @@ def test_a_model_that_is_written_to(demo, tmp_path):
     """An error for those who ask, and not for the next ones once it is as it was."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
     before = os.stat(model)
-    with Served(str(model), expert_memory=4 << 20, n_ctx=512) as it:
-        expected = it.complete("The heron", 4).choices[0].text
+    with Served(str(model), expert_memory=4 << 20, n_ctx=512) as server:
+        expected = server.complete("The heron", 4).choices[0].text
         with open(model, "ab") as file:
             file.write(b"x")
-        answer = httpx.post(f"{it.url}/v1/completions", json={"prompt": "The heron", "max_tokens": 4}, timeout=300)
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "The heron", "max_tokens": 4}, timeout=300)
         assert answer.status_code == 500 and "model.gguf" in answer.json()["error"]["message"]
         os.truncate(model, before.st_size)
         os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert it.complete("The heron", 4).choices[0].text == expected
+        assert server.complete("The heron", 4).choices[0].text == expected
 
 
 def test_one_at_a_time_and_each_once(demo, tmp_path):
@@ -253,15 +253,15 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
             assert {answer.status_code for answer in answers[:-1]} == {503} and answers[-1].status_code == 200
 
 
-@pytest.mark.parametrize("options, said", [({"args": ["--sleep-idle-seconds", "3"]}, "cannot be passed"),
+@pytest.mark.parametrize("options, text", [({"args": ["--sleep-idle-seconds", "3"]}, "cannot be passed"),
                                            ({"spec_type": "nonsense"}, "unknown speculative type"),
                                            ({"args": ["--top_k", "many"]}, "--top-k many: llama-server does not take this"),
                                            ({"args": ["-ot", "exps=CPU"]}, "routed experts lie in"), ({"args": ["--sleep-idle-seconds=3"]}, "put together again"),
                                            ({"tier": "Q4_0", "experts": False}, "needs a sidecar"), ({"api_key": ""}, "an empty key"),
                                            ({"api_key": " ,"}, "an empty key"), ({"api_key_file": "/dev/null"}, "/dev/null"),
                                            ({"api_key_file": "/nowhere"}, "/nowhere")])  # fmt: skip
-def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, said):
-    with pytest.raises(MoeoffError, match=re.escape(said)):
+def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, text):
+    with pytest.raises(MoeoffError, match=re.escape(text)):
         Server(demo, port=0, **options)
 
 
@@ -317,54 +317,54 @@ def test_a_conversation_computes_what_is_new(demo, parallel, cache_ram, thinks):
     as another one, and what was thought not at all."""
     options = {"n_ctx": 4096, "parallel": parallel, "cache_ram": cache_ram, "args": LONGER}
     # room for all experts, and for the conversation: of a fixed budget a process that is 3 MiB larger would leave it none
-    with Served(demo, memory=(needed(demo, **options) + 60) << 20, **options) as it:
+    with Served(demo, memory=(needed(demo, **options) + 60) << 20, **options) as server:
         system = words(0, 40)
         talk = [*system]
         for turn, n in enumerate(TURNS):
-            complete(it.url, [*system, *words(100 + turn, 12)])
-            said, n_before = 0 if thinks else 30, len(talk)
+            complete(server.url, [*system, *words(100 + turn, 12)])
+            n_kept, n_before = 0 if thinks else 30, len(talk)
             talk += words(turn, n)
-            answer = complete(it.url, talk, n_predict=32, return_tokens=True)
+            answer = complete(server.url, talk, n_predict=32, return_tokens=True)
             assert turn == 0 or answer["timings"]["prompt_n"] <= len(talk) - n_before + 20
-            talk += answer["tokens"][:said]
+            talk += answer["tokens"][:n_kept]
 
 
 def test_progress_within_a_batch(demo):
     """Of one that takes long: the process is stopped again and again, and computes for twentieths of a second."""
-    with Served(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER) as it:
+    with Served(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER) as server:
         body, processed = {"prompt": words(1, 1900), "n_predict": 1, "stream": True, "return_progress": True}, []
-        with httpx.stream("POST", f"{it.url}/completion", json=body, timeout=300) as answer:
+        with httpx.stream("POST", f"{server.url}/completion", json=body, timeout=300) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {") and (progress := json.loads(line[6:]).get("prompt_progress")):
                     processed.append(progress["processed"])
                     if len(processed) < 8:
                         threading.Event().wait(0.05)
-                        it.process.send_signal(signal.SIGSTOP)
+                        server.process.send_signal(signal.SIGSTOP)
                         threading.Event().wait(0.3)
-                        it.process.send_signal(signal.SIGCONT)
+                        server.process.send_signal(signal.SIGCONT)
         assert processed == sorted(processed) and processed[0] == 0 and processed[-1] == 1900 and any(0 < n < 1900 for n in processed), processed
 
 
 @pytest.mark.slow
 def test_a_stream_that_nobody_listens_to_ends(demo):
     """Though it could be resumed: of a browser's tab that was closed."""
-    with Served(demo, expert_memory=400 << 10, n_ctx=8192, parallel=1, args=["--override-kv", "qwen2moe.context_length=int:8192"]) as it:
+    with Served(demo, expert_memory=400 << 10, n_ctx=8192, parallel=1, args=["--override-kv", "qwen2moe.context_length=int:8192"]) as server:
         body = {"prompt": words(1, 20), "n_predict": -1, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{it.url}/completion", json=body, headers={"X-Conversation-Id": "a"}, timeout=300) as answer:
+        with httpx.stream("POST", f"{server.url}/completion", json=body, headers={"X-Conversation-Id": "a"}, timeout=300) as answer:
             next(answer.iter_lines())
-        wait_until_still(lambda: it.metrics()["moeoff_decoded_tokens_total"], 3)
-        assert 0 < it.metrics()["moeoff_decoded_tokens_total"] < 8000
+        wait_until_still(lambda: server.metrics()["moeoff_decoded_tokens_total"], 3)
+        assert 0 < server.metrics()["moeoff_decoded_tokens_total"] < 8000
 
 
 def test_a_conversation_that_nothing_keeps_stays_where_others_are_empty(demo):
     """Without a prompt cache: another prompt, of which more than half is the conversation's beginning, takes an empty slot, if there is one."""
-    with Served(demo, memory="150M", n_ctx=2048, parallel=2, cache_ram=0, kv_disk=0, args=LONGER) as it:
+    with Served(demo, memory="150M", n_ctx=2048, parallel=2, cache_ram=0, kv_disk=0, args=LONGER) as server:
         first, other = words(1, 600), words(2, 30)
-        complete(it.url, first)
-        assert complete(it.url, first[:50] + other)["tokens_cached"] < 100
-        assert complete(it.url, first + other)["timings"]["cache_n"] > 590
-        complete(it.url, first[:50] + other[::-1])  # none is empty: that of the shorter prompt
-        assert complete(it.url, first + other[:5])["timings"]["cache_n"] > 590
+        complete(server.url, first)
+        assert complete(server.url, first[:50] + other)["tokens_cached"] < 100
+        assert complete(server.url, first + other)["timings"]["cache_n"] > 590
+        complete(server.url, first[:50] + other[::-1])  # none is empty: that of the shorter prompt
+        assert complete(server.url, first + other[:5])["timings"]["cache_n"] > 590
 
 
 def complete(url: str, prompt: list[int], **more) -> dict:
@@ -382,12 +382,12 @@ LONGER = ["--override-kv", "qwen2moe.context_length=int:4096"]
 
 def test_conversations_that_share_a_full_context_make_room_for_each_other(demo):
     """The idle one's cells are taken, and what was in them is kept, and gets its room when it comes back: the other one's, which is kept in turn."""
-    with Served(demo, memory="150M", n_ctx=1024, parallel=2, cache_ram="24M", args=LONGER) as it:
+    with Served(demo, memory="150M", n_ctx=1024, parallel=2, cache_ram="24M", args=LONGER) as server:
         first, second = words(1, 600), words(2, 800)
-        complete(it.url, first, id_slot=0)
-        assert complete(it.url, second, id_slot=1)["timings"]["prompt_n"] == 800
+        complete(server.url, first, id_slot=0)
+        assert complete(server.url, second, id_slot=1)["timings"]["prompt_n"] == 800
         for prompt in (first, second, first):
-            timings = complete(it.url, [*prompt, *words(3, 8)])["timings"]
+            timings = complete(server.url, [*prompt, *words(3, 8)])["timings"]
             assert timings["cache_n"] >= len(prompt) and timings["prompt_n"] <= 9
 
 
@@ -400,26 +400,26 @@ def test_a_slots_file_that_the_context_has_no_room_for_is_refused(demo, tmp_path
     def answer(url: str) -> str:
         return complete(url, prompt[:400], n_predict=4, id_slot=0)["content"]
 
-    with Served(demo, n_ctx=1024, **options) as it:
-        expected = answer(it.url)
-        complete(it.url, prompt, n_predict=1, id_slot=0)
-        assert httpx.post(f"{it.url}/slots/0?action=save", json={"filename": cache}, timeout=300).json()["n_saved"] >= 700
-    with Served(demo, n_ctx=512, **options) as it:
-        assert answer(it.url) == expected
-        refused = httpx.post(f"{it.url}/slots/0?action=restore", json={"filename": cache}, timeout=300)
+    with Served(demo, n_ctx=1024, **options) as server:
+        expected = answer(server.url)
+        complete(server.url, prompt, n_predict=1, id_slot=0)
+        assert httpx.post(f"{server.url}/slots/0?action=save", json={"filename": cache}, timeout=300).json()["n_saved"] >= 700
+    with Served(demo, n_ctx=512, **options) as server:
+        assert answer(server.url) == expected
+        refused = httpx.post(f"{server.url}/slots/0?action=restore", json={"filename": cache}, timeout=300)
         assert refused.status_code == 400 and "Unable to restore slot: No available space" in refused.json()["error"]["message"]
-        assert answer(it.url) == expected
+        assert answer(server.url) == expected
 
 
 def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
     """And not when they are computed."""
     options = {"n_ctx": 2048, "parallel": 1, "cache_ram": "40M", "args": LONGER}
-    with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as it:
+    with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as server:
 
         def after(seed: int) -> float:
-            complete(it.url, words(seed, 1500), n_predict=8)
-            wait_until_still(lambda: it.metrics()["moeoff_arena_bytes"])
-            return it.metrics()["moeoff_arena_bytes"]
+            complete(server.url, words(seed, 1500), n_predict=8)
+            wait_until_still(lambda: server.metrics()["moeoff_arena_bytes"])
+            return server.metrics()["moeoff_arena_bytes"]
 
         arenas = [after(seed) for seed in range(2)]
         assert arenas[0] - arenas[1] > 1 << 20
@@ -428,37 +428,37 @@ def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
 def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path):
     """Before the first request, and where the arena is full in the place of what only the answer needed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with Served(demo, warm=True, expert_memory=6 << 20, n_ctx=2048, strategy="score", args=LONGER) as it:
+    with Served(demo, warm=True, expert_memory=6 << 20, n_ctx=2048, strategy="score", args=LONGER) as server:
         prompt = words(1, 24)
-        wait_until(lambda: it.metrics()["moeoff_expert_read_bytes_total"] > 4 << 20)
-        complete(it.url, prompt, n_predict=400, cache_prompt=False)
-        assert it.metrics()["moeoff_expert_evictions_total"] > 0
-        wait_until(lambda: it.metrics()["moeoff_prefetch_issued_total"] > 0)
-        wait_until_still(lambda: it.metrics()["moeoff_expert_read_bytes_total"])
-        complete(it.url, prompt, cache_prompt=False)
-        assert it.metrics()["moeoff_prefetch_useful_total"] > 0
+        wait_until(lambda: server.metrics()["moeoff_expert_read_bytes_total"] > 4 << 20)
+        complete(server.url, prompt, n_predict=400, cache_prompt=False)
+        assert server.metrics()["moeoff_expert_evictions_total"] > 0
+        wait_until(lambda: server.metrics()["moeoff_prefetch_issued_total"] > 0)
+        wait_until_still(lambda: server.metrics()["moeoff_expert_read_bytes_total"])
+        complete(server.url, prompt, cache_prompt=False)
+        assert server.metrics()["moeoff_prefetch_useful_total"] > 0
 
 
 @pytest.mark.slow
 def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
     """What it was computed in, though no answer follows in which that would be seen."""
     options = {"n_ctx": 2048, "parallel": 1, "warm": False, "args": LONGER}
-    with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as it:
-        complete(it.url, words(1, 1500), n_predict=12, cache_prompt=False)  # the work area of a long prompt stays as large as it is
-        wait_until_still(lambda: it.metrics()["moeoff_arena_bytes"])
-        before = it.metrics()["moeoff_arena_bytes"]
-        complete(it.url, words(2, 1500), n_predict=1, cache_prompt=False)
-        wait_until(lambda: it.metrics()["moeoff_arena_bytes"] > before - (4 << 20), 60)
+    with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as server:
+        complete(server.url, words(1, 1500), n_predict=12, cache_prompt=False)  # the work area of a long prompt stays as large as it is
+        wait_until_still(lambda: server.metrics()["moeoff_arena_bytes"])
+        before = server.metrics()["moeoff_arena_bytes"]
+        complete(server.url, words(2, 1500), n_predict=1, cache_prompt=False)
+        wait_until(lambda: server.metrics()["moeoff_arena_bytes"] > before - (4 << 20), 60)
 
 
 def test_budget_is_kept_under_clients(grown):
     options = {"n_ctx": 4096, "parallel": 4, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
     budget = needed(grown, **options) + 25 << 20
-    with Served(grown, memory=budget, **options) as it:
+    with Served(grown, memory=budget, **options) as server:
         with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda n: it.ask("word " * (100 + 20 * n), max_tokens=16), range(16)))
+            answers = list(pool.map(lambda n: server.ask("word " * (100 + 20 * n), max_tokens=16), range(16)))
         assert all(answer.usage.completion_tokens for answer in answers)
-        assert it.peak <= budget
+        assert server.peak <= budget
 
 
 # in a process of its own

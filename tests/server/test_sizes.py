@@ -74,8 +74,8 @@ def test_what_was_asked_for():
 
 
 def test_states_to_go_back_to_come_first():
-    it = remembered(1600, 2)
-    assert it.n_checkpoints == 8 and it.checkpoints == 64 * MIB and it.cache_ram == (200 - 64) * MIB
+    prompts = remembered(1600, 2)
+    assert prompts.n_checkpoints == 8 and prompts.checkpoints == 64 * MIB and prompts.cache_ram == (200 - 64) * MIB
     assert remembered(160, 2).n_checkpoints == 2 and remembered(32, 2).n_checkpoints == 0
 
 
@@ -83,9 +83,9 @@ def test_a_server_starts_with_less_context_in_the_place_of_a_refusal(grown):
     more = ["--override-kv", "qwen2moe.context_length=int:4096"]
     memory = needed(grown, n_ctx=1024, args=more)
     code = "from moeoff.server import server\nserver.usual_ctx = lambda *_: 4096\n"
-    with Served(grown, code, memory=f"{memory}M", args=more) as it:
-        assert it.ask("How many?", max_tokens=4).usage.completion_tokens
-        slots = httpx.get(f"{it.url}/props", timeout=300).json()
+    with Served(grown, code, memory=f"{memory}M", args=more) as server:
+        assert server.ask("How many?", max_tokens=4).usage.completion_tokens
+        slots = httpx.get(f"{server.url}/props", timeout=300).json()
         assert slots["default_generation_settings"]["n_ctx"] < 4096 * 4
 
 
@@ -96,18 +96,18 @@ import moeoff
 with moeoff.Server(sys.argv[1], port=0, n_ctx=2048, parallel=4, memory="200M", kv_unified=False, cache_ram=0) as server:
     print(json.dumps(server.stats().memory))
 """
-    taken = json.loads(run_python(code, demo))
+    memory = json.loads(run_python(code, demo))
     plan = dry_load(ModelIndex.read(demo), 2048, Config.make(demo, n_ctx=2048, flash_attn=True).keywords, n_sequences=4, unified=False)
-    assert plan.state == taken["state"] and plan.compute == pytest.approx(taken["compute_buffers"], abs=1 << 20)
-    assert sum(taken.values()) <= 200 << 20
+    assert plan.state == memory["state"] and plan.compute == pytest.approx(memory["compute_buffers"], abs=1 << 20)
+    assert sum(memory.values()) <= 200 << 20
 
 
 def test_a_context_that_is_divided_stays_within_the_budget(demo):
     """With four answers at a time, of which each fills its part."""
     more = ["--override-kv", "qwen2moe.context_length=int:4096"]
     memory = needed(demo, n_ctx=2048, parallel=4, kv_unified=False, args=more) + 8
-    with Served(demo, memory=f"{memory}M", n_ctx=2048, parallel=4, kv_unified=False, args=more) as it:
-        assert httpx.get(f"{it.url}/props", timeout=300).json()["default_generation_settings"]["n_ctx"] == 512
-        answers = it.complete([f"Count to a hundred, {i}:" for i in range(4)], 480).choices
+    with Served(demo, memory=f"{memory}M", n_ctx=2048, parallel=4, kv_unified=False, args=more) as server:
+        assert httpx.get(f"{server.url}/props", timeout=300).json()["default_generation_settings"]["n_ctx"] == 512
+        answers = server.complete([f"Count to a hundred, {i}:" for i in range(4)], 480).choices
         assert all(answer.text for answer in answers)
-        assert it.peak <= memory << 20
+        assert server.peak <= memory << 20

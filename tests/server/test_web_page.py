@@ -29,10 +29,10 @@ def program() -> str:
 def url(program, demo):
     with Served(
         demo, expert_memory=4 << 20, n_ctx=4096, args=["-n", str(N), "--ignore-eos", "--temp", "0", "--override-kv", "qwen2moe.context_length=int:4096"]
-    ) as it:
-        if httpx.get(it.url, timeout=300).status_code == 404:
+    ) as server:
+        if httpx.get(server.url, timeout=300).status_code == 404:
             pytest.skip("the server was built without its web page, which wants npm")
-        yield it.url
+        yield server.url
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def test_it_is_ours_and_says_what_an_answer_took(browser, url):
     chat.ask(QUESTION)
     chat.read()
     assert chat.page.evaluate("document.querySelector('meta[name=apple-mobile-web-app-title]').content") == "moeoff"
-    said = chat.page.evaluate("document.querySelector('.chat-message-assistant').textContent")
-    assert re.search(r"\d t/s\s+\d+ % hits\s+4 MB", said), said
+    text = chat.page.evaluate("document.querySelector('.chat-message-assistant').textContent")
+    assert re.search(r"\d t/s\s+\d+ % hits\s+4 MB", text), text
     refused = chat.page.evaluate("performance.getEntriesByType('resource').filter((e) => e.responseStatus >= 400).map((e) => e.name)")
     assert refused == []
 
@@ -93,8 +93,8 @@ def test_the_page_of_figures(browser, url, width):
 
 
 def test_the_page_of_figures_asks_for_the_key(program, demo, tmp_path):
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, api_key="not-a-secret") as it, Browser(program, tmp_path / "profile") as browser:
-        page = browser.open(f"{it.url}/moeoff")
+    with Served(demo, expert_memory=4 << 20, n_ctx=512, api_key="not-a-secret") as server, Browser(program, tmp_path / "profile") as browser:
+        page = browser.open(f"{server.url}/moeoff")
         page.wait("document.body?.classList.contains('locked')")
         page.evaluate("document.getElementById('key').focus()")
         page.type("not-a-secret")
