@@ -80,9 +80,9 @@ def test_only_compute_capabilities_are_taken(tmp_path):
 
 def test_what_the_archive_leaves_out():
     """Libraries of all Pythons have .abi3 in their names; the repository's tests help to compare bits."""
-    kept = "site/psutil/_psutil_linux.abi3.so", "numpy-cp310/numpy/linalg/linalg.py", "tree/tests/helpers/device_runs.py", "gpu_trial.sh"
+    files = "site/psutil/_psutil_linux.abi3.so", "numpy-cp310/numpy/linalg/linalg.py", "tree/tests/helpers/device_runs.py", "gpu_trial.sh"
     left_out = "numpy-cp310/numpy/tests/test_x.py", "numpy-cp310/numpy/_core/lib/libnpymath.a", "site/yaml/x.pyi", "site/bin/tqdm"
-    assert all(gpu_trial.is_packed(Path(path)) for path in kept) and not any(gpu_trial.is_packed(Path(path)) for path in left_out)
+    assert all(gpu_trial.is_packed(Path(path)) for path in files) and not any(gpu_trial.is_packed(Path(path)) for path in left_out)
 
 
 def test_the_trials_models_are_written_as_their_scripts_are_called():
@@ -137,8 +137,8 @@ def test_a_faked_trial_runs_to_its_end(tmp_path):
     assert again.returncode == 0 and not again.stdout
     data = tmp_path / "tables.data"
     table = run_trial(tmp_path, "--table", "--json", str(data)).stdout
-    kept = json.loads(data.read_text())
-    assert [one["name"] for one in kept["tables"]] == ["rows", "prompts", "transfers", "bits", "failed"]
-    assert kept["commit"] == result(tmp_path, "check")["result"]["commit"] and kept["command"].split()[2] == "check"
+    results = json.loads(data.read_text())
+    assert [one["name"] for one in results["tables"]] == ["rows", "prompts", "transfers", "bits", "failed"]
+    assert results["commit"] == result(tmp_path, "check")["result"]["commit"] and results["command"].split()[2] == "check"
     n_rows = 1 + 1 + len(gpu_trial.SHARES) + len(gpu_trial.VRAM_MODES) + len(gpu_trial.PRESETS) - 1
     assert table.count("(fake)") == 2 * n_rows and "| demo-25-short-promoe |" in table

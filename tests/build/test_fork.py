@@ -274,23 +274,23 @@ def web(fork: Fork, cache: Path, tmp_path: Path, monkeypatch, capsys) -> WebPage
 
 
 def test_without_npm_one_line_says_that_there_is_no_page(web: WebPage) -> None:
-    page, said = web.build()
-    assert page == "none" and len(said) == 1 and said[0].endswith("npm are not on PATH.")
+    page, lines = web.build()
+    assert page == "none" and len(lines) == 1 and lines[0].endswith("npm are not on PATH.")
     assert web.build() == ("none", []) and web.compiled == 1
     assert tool.main(["page"]) == 1 and "npm are not on PATH" in web.capsys.readouterr().err
 
 
 def test_an_old_node_is_not_asked_to_build_the_page(web: WebPage) -> None:
     web.install(node="v18.20.4")
-    page, said = web.build()
-    assert page == "none" and len(said) == 1 and "found v18.20.4" in said[0] and web.npm_calls() == 0
+    page, lines = web.build()
+    assert page == "none" and len(lines) == 1 and "found v18.20.4" in lines[0] and web.npm_calls() == 0
 
 
 def test_page_is_built_once_and_is_part_of_what_a_wheel_is_made_from(web: WebPage) -> None:
     assert web.build()[0] == "none"
     web.install()
-    page, said = web.build()
-    assert page == "page" and len(said) == web.npm_calls() == 2
+    page, lines = web.build()
+    assert page == "page" and len(lines) == web.npm_calls() == 2
     assert web.build() == ("page", []) and web.npm_calls() == 2 and web.compiled == 2
     assert [path.name for path in (web.cache / "webpage").iterdir()] == [next((web.cache / "webpage").glob("*/index.html")).parent.name]
     # another Node.js, another page; no npm, none
@@ -316,16 +316,16 @@ def test_page_is_built_once_and_is_part_of_what_a_wheel_is_made_from(web: WebPag
 )
 def test_page_that_cannot_be_built_does_not_stop_the_build(web: WebPage, npm: str, reason: str) -> None:
     web.install(npm=npm)
-    page, said = web.build()
-    assert page == "none" and reason in said[-1] and ".failed" in said[-1]
+    page, lines = web.build()
+    assert page == "none" and reason in lines[-1] and ".failed" in lines[-1]
     (home,) = (web.cache / "webpage").iterdir()
     assert home.suffix == ".failed"
     # nothing is tried again, and the next compile says so, until it is asked for
     calls = web.npm_calls()
     assert web.build() == ("none", []) and web.npm_calls() == calls and web.compiled == 1
     (web.fork.folder / "src/core/moeoff-new.cpp").write_text("// new\n")
-    page, said = web.build()
-    assert page == "none" and "`fork.py page` tries again" in said[-1] and web.npm_calls() == calls
+    page, lines = web.build()
+    assert page == "none" and "`fork.py page` tries again" in lines[-1] and web.npm_calls() == calls
     assert tool.main(["page"]) == 1 and reason in web.capsys.readouterr().err
     web.install()
     assert web.build() == ("none", [])

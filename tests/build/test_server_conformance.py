@@ -42,9 +42,9 @@ def test_only_what_stock_passes_counts_and_exceptions_are_known(monkeypatch, cap
     monkeypatch.setattr(server_conformance, "EXCEPTIONS", {"b": "its reason", "d": "no longer true"})
     stock = {"a": "", "b": "", "c": "failure", "d": "", "e": ""}
     assert server_conformance.compare(stock, {"a": "", "b": "failure", "c": "failure", "d": ""}) == 1  # e was not run
-    said = capsys.readouterr().out
-    assert "its reason" in said and "FAILED     e" in said and "take it off the list" in said
-    assert "passes 4 of 5 tests; of these moeoff's server passes 2" in said
+    output = capsys.readouterr().out
+    assert "its reason" in output and "FAILED     e" in output and "take it off the list" in output
+    assert "passes 4 of 5 tests; of these moeoff's server passes 2" in output
 
 
 def test_exceptions_are_few():

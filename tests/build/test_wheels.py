@@ -98,8 +98,8 @@ def test_wheels_install_and_answer_in_a_clean_place(tmp_path):
     assert [re.search(r"(moeoff|llama_cpp_python)-.*-py3-none-(any|manylinux\w+)\.whl$", path) is not None for path in made] == [True, True]
     done = subprocess.run([sys.executable, "scripts/build/clean_install.py", str(tmp_path / "dist")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["seconds"] <= 60 and found["best"] in found["levels"]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["seconds"] <= 60 and answer["best"] in answer["levels"]
 
 
 # --- the backend that is loaded, with real libraries: stand-ins for the backends, and the real question to the CPU ---
@@ -131,8 +131,8 @@ def answer(folder, **environment):
         "import ctypes, sys; from pathlib import Path; from moeoff.system import machine; folder = Path(sys.argv[1]); print(machine.load_from(folder));"
         "which = ctypes.CDLL(str(folder / 'libllama.so')).which; which.restype = ctypes.c_char_p; print(which().decode())"
     )
-    given = {name: value for name, value in os.environ.items() if name != machine.ENVIRONMENT} | environment
-    return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, env=given).stdout.split()
+    env = {name: value for name, value in os.environ.items() if name != machine.ENVIRONMENT} | environment
+    return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, env=env).stdout.split()
 
 
 def test_the_best_level_is_loaded_and_serves_who_is_linked_to_the_backend(folder):
