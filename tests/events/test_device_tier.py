@@ -407,10 +407,10 @@ def test_a_server_says_it_too(demo, tmp_path):
     env = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", SERVE, demo], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert 0 < said["moeoff"]["device_hits"] <= said["moeoff"]["hits"]
-    assert re.search(r"^moeoff_device_hits_total [1-9]", said["metrics"], re.MULTILINE)
-    assert re.search(r'^moeoff_device_bytes\{device="\w+"\} [1-9]', said["metrics"], re.MULTILINE)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < answer["moeoff"]["device_hits"] <= answer["moeoff"]["hits"]
+    assert re.search(r"^moeoff_device_hits_total [1-9]", answer["metrics"], re.MULTILINE)
+    assert re.search(r'^moeoff_device_bytes\{device="\w+"\} [1-9]', answer["metrics"], re.MULTILINE)
 
 
 OVERLAP = """

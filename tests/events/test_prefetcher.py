@@ -64,14 +64,14 @@ def test_the_driver_thread_predicts_as_python_would(demo, monkeypatch, strategy,
             llm.eval([100 + token])
             llm.engine.buffer.drain()
             assert [event.gate for event in events] == list(range(12))
-            found = {gate: experts.tolist() for gate, experts, _ in prefetcher._native.predictions()}
+            predictions = {gate: experts.tolist() for gate, experts, _ in prefetcher._native.predictions()}
             expected = {}
             for event in events:
                 for p in prefetcher.predictor.observe(event)[:n_ahead]:
                     expected[p.gate] = [*expected.get(p.gate, []), np.argsort(-p.scores[0])[: prefetcher._n_candidates].tolist()]
-            assert len(found) == len(expected) == 11
-            assert all(found[gate] in expected[gate] for gate in found)  # of several layers ahead the last that was predicted
-            assert all(found[gate] == expected[gate][-1] for gate in found if n_ahead == 1)
+            assert len(predictions) == len(expected) == 11
+            assert all(predictions[gate] in expected[gate] for gate in predictions)  # of several layers ahead the last that was predicted
+            assert all(predictions[gate] == expected[gate][-1] for gate in predictions if n_ahead == 1)
         assert llm.stats().prefetch_issued > 0
 
 
@@ -123,8 +123,8 @@ def test_a_prompts_demand_is_read_by_popularity(demo, strategy):
                 late = reads[(reads["tensor"] == i) & (reads["t_start"] > event.t_ns)]
                 late = late[np.isin(late["expert"], event.ids)]  # a prefetch that was under way may begin its next chunk
                 late = late[np.argsort(late["t_start"])]
-                found = count[late["expert"]]
-                n_ordered += bool((np.diff(found) <= 0).all())
+                counts = count[late["expert"]]
+                n_ordered += bool((np.diff(counts) <= 0).all())
                 n_late += len(late)
                 appeared = np.array([event.ids.ravel().tolist().index(e) for e in late["expert"]])
                 first_seen += bool(len(late) > 2 and (np.diff(appeared) > 0).all())
@@ -145,9 +145,9 @@ def test_what_is_expected_stays(demo):
         buffer.preload(0, range(32))
         buffer.preload(1, range(32))
         wait_until_still(lambda: buffer.stats().reads)
-        kept = np.flatnonzero(buffer.residency()[11])
+        experts = np.flatnonzero(buffer.residency()[11])
         assert before == buffer.stats().prefetch_issued == 0, "limit=0 reads nothing"
-        assert set(resident) <= set(kept)
+        assert set(resident) <= set(experts)
 
 
 def test_limit(demo):
@@ -435,8 +435,8 @@ def test_weights_are_estimated_as_the_gate_makes_them():
             if normalized:
                 weights *= 2.5 / weights.sum()
             estimate.selected(0, weights)
-            found = estimate.of(0, weights * (rng.random() if normalized else 1.0))
-        np.testing.assert_allclose(found, weights, rtol=1e-3 if normalized else 0.1)
+            estimates = estimate.of(0, weights * (rng.random() if normalized else 1.0))
+        np.testing.assert_allclose(estimates, weights, rtol=1e-3 if normalized else 0.1)
 
 
 def test_another_precision_is_compared_anew():
@@ -620,8 +620,8 @@ def test_begins_with_all_places():
 
 
 def test_a_gate_that_is_hard_to_foresee_reads_less():
-    found = run((0.9, 0.85, 0.8, 0.75), bad_gate=3)
-    assert found[2] == 0 and found[0] == found[1] == found[3] == found[4] == 4
+    places = run((0.9, 0.85, 0.8, 0.75), bad_gate=3)
+    assert places[2] == 0 and places[0] == places[1] == places[3] == places[4] == 4
 
 
 def test_what_is_resident_says_nothing():

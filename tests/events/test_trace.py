@@ -174,12 +174,12 @@ def test_every_read_of_a_run(demo, tmp_path):
         stats = llm.engine.buffer.stats()
     closed = time.monotonic_ns()
     trace = Trace.read(tmp_path / "t")
-    done = trace.reads[trace.reads["result"] == 0]
+    reads = trace.reads[trace.reads["result"] == 0]
     assert len(trace.reads) == stats.reads > 0 and trace.reads_lost == 0
-    assert done["nbytes"].sum() == stats.bytes_read == trace.notes[-1]["bytes_read"]
+    assert reads["nbytes"].sum() == stats.bytes_read == trace.notes[-1]["bytes_read"]
     assert not trace.reads["version"].any()
     slices = np.array([t.nbytes for t in trace.model.tensors])
-    assert (done["nbytes"] == slices[done["tensor"]]).all() and set(done["level"]) >= {PREFETCH_LEVEL, DEMAND_LEVEL}
+    assert (reads["nbytes"] == slices[reads["tensor"]]).all() and set(reads["level"]) >= {PREFETCH_LEVEL, DEMAND_LEVEL}
     ended = trace.reads["t_queued"] + 1000 * (trace.reads["wait_us"].astype(np.int64) + trace.reads["read_us"])
     assert began < trace.reads["t_queued"].min() and ended.max() < closed  # the clock of the gates' times too
     assert began < trace.events[0].t_ns and trace.events[-1].t_ns < closed
