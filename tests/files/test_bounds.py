@@ -218,9 +218,9 @@ def damages(array: np.ndarray) -> list[np.ndarray | None]:
 
 def test_profiles_with_wrong_arrays(calibrated, tmp_path):
     """Every array of every section, replaced: the model opens as if it were right, or a sentence names the section. Nothing else."""
-    model, done, _ = calibrated
+    model, result, _ = calibrated
     index = ModelIndex.read(model)
-    whole = Profile.read(done.path, index)
+    whole = Profile.read(result.path, index)
     uses = {"gate": "fate", "popularity": "edgemoe", "hobbit": "hobbit", "score": "score", "path": "edgemoe", "first": "edgemoe", "learned": "promoe"}
     assert set(uses) <= set(whole.sections)
     tried = refused = 0
@@ -324,11 +324,11 @@ for statement in sys.argv[1:]:
 """
 
 
-def said_and_taken(*statements: str) -> list[tuple[str, int]]:
+def texts_and_peaks(*statements: str) -> list[tuple[str, int]]:
     """What each of these, one after the other, says of files that ask for too much, and the most that the process had taken by then, in MiB. A use of freed
     memory, at its end too, ends it."""
     lines = run_python(EACH, *statements, MALLOC_PERTURB_="165").splitlines()
-    return [(said, int(peak)) for peak, _, said in (line.partition(" ") for line in lines)]
+    return [(text, int(peak)) for peak, _, text in (line.partition(" ") for line in lines)]
 
 
 def with_hole(source: str, out) -> str:
@@ -350,8 +350,8 @@ def test_adapters_that_ask_for_too_much(demo, tmp_path):
     long = rewritten(small, tmp_path / "long.gguf", {"general.description": "x" * (60 << 20)})
     expected = {with_hole(small, tmp_path / "hole.gguf"): "header is damaged: it is longer than", long: "a budget of 200 MiB is too small",
                 large: "a budget of 200 MiB is too small", small: ""}  # fmt: skip
-    done = said_and_taken(*(f'moeoff.Llama({demo!r}, n_ctx=256, memory="200M", lora_path={str(path)!r})' for path in expected))
-    assert all(words in said for words, (said, _) in zip(expected.values(), done, strict=True)) and done[-1][0] == "" and done[-2][1] < 200
+    lines = texts_and_peaks(*(f'moeoff.Llama({demo!r}, n_ctx=256, memory="200M", lora_path={str(path)!r})' for path in expected))
+    assert all(words in text for words, (text, _) in zip(expected.values(), lines, strict=True)) and lines[-1][0] == "" and lines[-2][1] < 200
     assert os.path.getsize(large) > 100 << 20
 
 
@@ -370,7 +370,7 @@ def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
 
 def test_a_template_is_read_within_bounds(tmp_path):
     path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
-    (_, usual), (_, peak) = said_and_taken(*(f"from moeoff.engine.prompt import chat_template; assert chat_template({file!r})" for file in (str(DEMO), path)))
+    (_, usual), (_, peak) = texts_and_peaks(*(f"from moeoff.engine.prompt import chat_template; assert chat_template({file!r})" for file in (str(DEMO), path)))
     assert peak - usual < 8
 
 
@@ -381,8 +381,8 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
     path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     words = "what its header says takes about 2.. MiB to read, and there is room for"
     models = (f"{path!r}", f"{demo!r}, draft={path!r}", f"{demo!r}, mmproj={path!r}")
-    done = said_and_taken(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
-    assert all(re.search(words, said) and peak < 200 for said, peak in done) and len(done) == 3, done
+    lines = texts_and_peaks(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
+    assert all(re.search(words, text) and peak < 200 for text, peak in lines) and len(lines) == 3, lines
     index = ModelIndex.read(demo)
     usual, long = (ExtraModels.of(index, 256, Config.make(demo), ServerOptions(draft=draft), 2 << 30).resident for draft in (demo, path))
     assert long - usual > 3.9 * (60 << 20)

@@ -180,8 +180,8 @@ def test_dry_run_writes_nothing(tmp_path):
     model = write_model(tmp_path)
     plan = convert(model, tiers="original,Q4_0", dry_run=True)
     assert leftovers(tmp_path) == []
-    done = convert(model, tiers="original,Q4_0")
-    assert (done.n_bytes, done.tiers) == (plan.n_bytes, plan.tiers)
+    sidecar = convert(model, tiers="original,Q4_0")
+    assert (sidecar.n_bytes, sidecar.tiers) == (plan.n_bytes, plan.tiers)
 
 
 def test_bad_options(tmp_path):
@@ -272,7 +272,7 @@ def test_resume(large, tmp_path, sign):
         file.seek(ALIGNMENT * 40)
         file.write(bytes(4096))
     seen = []
-    made = convert(large, tiers="original,IQ4_XS", resume=True, progress=lambda done, total: seen.append(done))
+    made = convert(large, tiers="original,IQ4_XS", resume=True, progress=lambda n, total: seen.append(n))
     assert Path(made.path).read_bytes() == expected
     assert seen[0] > 0 and not part.exists() and leftovers(tmp_path) == ["m.experts.gguf"]
 
@@ -282,7 +282,7 @@ def test_resume_of_another_conversion_starts_over(large, tmp_path):
         wait_for_part(tmp_path)
         process.send_signal(signal.SIGKILL)
     seen = []
-    made = convert(large, tiers="Q4_0", resume=True, progress=lambda done, total: seen.append(done))
+    made = convert(large, tiers="Q4_0", resume=True, progress=lambda n, total: seen.append(n))
     assert seen[0] == 0 and verify(made.path).tiers == ("Q4_0",)
     assert leftovers(tmp_path) == ["m.experts.gguf"]
 
