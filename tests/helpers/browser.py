@@ -104,11 +104,11 @@ class Page:
 
     def evaluate(self, script: str) -> Any:
         """The value of a JavaScript expression; that of a promise once it is kept."""
-        done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in done:
-            failed = done["exceptionDetails"]
+        reply = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in reply:
+            failed = reply["exceptionDetails"]
             raise BrowserError(failed.get("exception", {}).get("description") or failed["text"])
-        return done["result"].get("value")
+        return reply["result"].get("value")
 
     def wait(self, script: str, timeout: float = 300) -> None:
         """Until the expression is true."""

@@ -69,11 +69,11 @@ class _ChatCompletions(Client):
         messages: list[Any] = self.user(text)
         replies = []
         for _ in range(2):
-            said = self.complete(messages=messages, tools=[TOOL]).choices[0]
-            assert said.finish_reason == "tool_calls"
-            calls = said.message.tool_calls
+            choice = self.complete(messages=messages, tools=[TOOL]).choices[0]
+            assert choice.finish_reason == "tool_calls"
+            calls = choice.message.tool_calls
             replies.append([(call.function.name, json.loads(call.function.arguments)) for call in calls])
-            messages += [said.message, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in calls)]
+            messages += [choice.message, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in calls)]
         return replies
 
     def schema(self, text: str) -> str:
@@ -128,12 +128,12 @@ class Anthropic(Client):
         tool = {"name": "measure", "description": "Measures the room", "input_schema": PARAMETERS}
         messages, replies = self.user(text), []
         for _ in range(2):
-            said = self.client.messages.create(**self.ask(text, tools=[tool], messages=messages))
-            assert said.stop_reason == "tool_use"
-            calls = [block for block in said.content if block.type == "tool_use"]
+            reply = self.client.messages.create(**self.ask(text, tools=[tool], messages=messages))
+            assert reply.stop_reason == "tool_use"
+            calls = [block for block in reply.content if block.type == "tool_use"]
             replies.append([(call.name, call.input) for call in calls])
             results = [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT} for call in calls]
-            messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
+            messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": results}]
         return replies
 
     def list(self) -> list[str]:
@@ -162,10 +162,10 @@ class Ollama(Client):
         messages: list[Any] = self.user(text)
         replies = []
         for _ in range(2):
-            said = self.client.chat(self.model, messages, tools=[TOOL]).message
-            calls = said.tool_calls or []
+            message = self.client.chat(self.model, messages, tools=[TOOL]).message
+            calls = message.tool_calls or []
             replies.append([(call.function.name, dict(call.function.arguments)) for call in calls])
-            messages += [said, *({"role": "tool", "tool_name": call.function.name, "content": RESULT} for call in calls)]
+            messages += [message, *({"role": "tool", "tool_name": call.function.name, "content": RESULT} for call in calls)]
         return replies
 
     def schema(self, text: str) -> str:
@@ -202,9 +202,9 @@ class _LangChain(Client):
         messages: list[Any] = [HumanMessage(text)]
         replies = []
         for _ in range(2):
-            said = model.invoke(messages)
-            replies.append([(call["name"], call["args"]) for call in said.tool_calls])
-            messages += [said, *(ToolMessage(RESULT, tool_call_id=call["id"]) for call in said.tool_calls)]
+            message = model.invoke(messages)
+            replies.append([(call["name"], call["args"]) for call in message.tool_calls])
+            messages += [message, *(ToolMessage(RESULT, tool_call_id=call["id"]) for call in message.tool_calls)]
         return replies
 
     def schema(self, text: str) -> str:
@@ -264,8 +264,8 @@ class LiteLLM(_ChatCompletions):
         return [item["embedding"] for item in self.module.embedding(**self.where, input=texts).data]
 
     def list(self) -> list[str]:
-        found = self.module.get_valid_models(check_provider_endpoint=True, custom_llm_provider="openai", api_key=KEY, api_base=self.where["api_base"])
-        return [name.removeprefix("openai/") for name in found]
+        names = self.module.get_valid_models(check_provider_endpoint=True, custom_llm_provider="openai", api_key=KEY, api_base=self.where["api_base"])
+        return [name.removeprefix("openai/") for name in names]
 
     def cancel(self, text: str) -> None:
         stream = self.complete(messages=self.user(text), stream=True)
@@ -310,7 +310,7 @@ class LLM(Client):
         code = f"from typing import Literal as _L\ndef measure(unit: _L['metres']) -> str:\n    'Measures the room'\n    return {RESULT!r}\n"
         done = self.run("--functions", code, "--td", "--no-stream", text, check=False)
         calls = (line.removeprefix("Tool call: ").partition("(") for line in done.stderr.splitlines() if line.startswith("Tool call: "))
-        return [[(name, json.loads(given.rstrip(")").replace("'", '"')))] for name, _, given in calls]
+        return [[(name, json.loads(args.rstrip(")").replace("'", '"')))] for name, _, args in calls]
 
     def schema(self, text: str) -> str:
         return self.run("--schema", json.dumps(SCHEMA), text).stdout
@@ -371,8 +371,8 @@ class OpenWebUI(Client):
         return replies
 
     def schema(self, text: str) -> str:
-        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-        return "".join(delta.get("content") or "" for delta in self.deltas(messages=self.user(text), response_format=wanted))
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+        return "".join(delta.get("content") or "" for delta in self.deltas(messages=self.user(text), response_format=form))
 
     def embeddings(self, texts: list[str]) -> list[list[float]]:
         return [item["embedding"] for item in self.post("/embeddings", input=texts)["data"]]

@@ -64,11 +64,11 @@ class Cluster:
         """By node, as soon as n of them have a server."""
         out: list[Replica] = []
 
-        def found() -> bool:
+        def ready() -> bool:
             out[:] = self.running()
             return len(out) == n
 
-        wait_until(found, _SECONDS)
+        wait_until(ready, _SECONDS)
         return out
 
 
@@ -143,7 +143,7 @@ def _marked(mark: str) -> list[int]:
 
 
 def _started(process: subprocess.Popen[bytes], log: str) -> bool:
-    said = Path(log).read_text()
+    text = Path(log).read_text()
     if process.poll() is not None:
-        raise RuntimeError(f"ray start has ended: {said}")
-    return "Ray runtime started" in said
+        raise RuntimeError(f"ray start has ended: {text}")
+    return "Ray runtime started" in text
