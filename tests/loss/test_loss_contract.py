@@ -62,9 +62,9 @@ def measured(demo, text, tmp_path_factory) -> tuple[str, SearchResult]:
 def tau_alone(measured, tmp_path_factory) -> tuple[str, LossContract]:
     """The same model without its sidecar, and a contract that has what was measured without."""
     model = str(shutil.copy(measured[0], tmp_path_factory.mktemp("alone") / "model.gguf"))
-    found = replace(measured[1].contract, sidecar=0, candidates=tuple(c for c in measured[1].contract.candidates if c.tier == "original"))
-    Profile.write(profile_path(model), ModelIndex.read(model), {SECTION: found.to_section()})
-    return model, found
+    contract = replace(measured[1].contract, sidecar=0, candidates=tuple(c for c in measured[1].contract.candidates if c.tier == "original"))
+    Profile.write(profile_path(model), ModelIndex.read(model), {SECTION: contract.to_section()})
+    return model, contract
 
 
 def test_parse_loss():
@@ -85,44 +85,44 @@ def whole(upper, cost) -> Candidate:
     return Candidate(f"Q{cost}", 0.0, 0.0, upper / 2, upper, 0.0, cost, size=cost)
 
 
-def contract(*candidates: Candidate) -> LossContract:
+def contract_of(*candidates: Candidate) -> LossContract:
     return LossContract(7, 8, 10, 100, 64, candidates)
 
 
 def test_what_held_with_fewer_resident_holds_with_more():
     c = [of_tau(0.1, 0.25, 0.004, 0.7), of_tau(0.12, 0.25, 0.02, 0.6), of_tau(0.2, 0.5, 0.005, 0.5), of_tau(0.22, 0.5, 0.012, 0.4)]
-    found = contract(*c)
-    assert found.choose(0.01, 0.2) is None  # not measured with so little
-    assert [found.choose(0.01, share) for share in (0.25, 0.49, 0.5, 0.8)] == [c[0], c[0], c[2], c[2]]
-    assert found.choose(0.03, 0.3) is c[1] and found.choose(0.03, 0.6) is c[3] and found.choose(0.001, 0.6) is None
-    assert found.choose(0.01, 0.97) is None  # nothing is to be gained
-    chosen = found.select(0.01, 0.3)
+    contract = contract_of(*c)
+    assert contract.choose(0.01, 0.2) is None  # not measured with so little
+    assert [contract.choose(0.01, share) for share in (0.25, 0.49, 0.5, 0.8)] == [c[0], c[0], c[2], c[2]]
+    assert contract.choose(0.03, 0.3) is c[1] and contract.choose(0.03, 0.6) is c[3] and contract.choose(0.001, 0.6) is None
+    assert contract.choose(0.01, 0.97) is None  # nothing is to be gained
+    chosen = contract.select(0.01, 0.3)
     assert (chosen.tier, chosen.precision, chosen.estimated_loss) == ("original", Precision(tau=0.1, resident=0.25), 0.002)
-    assert found.select(0.0005).precision.lossless and found.select(0.01, 0.5, lambda c: not c.tau).precision.lossless
-    assert LossContract.from_section(found.to_section()) == found
-    version = found.to_section()["version"]
+    assert contract.select(0.0005).precision.lossless and contract.select(0.01, 0.5, lambda c: not c.tau).precision.lossless
+    assert LossContract.from_section(contract.to_section()) == contract
+    version = contract.to_section()["version"]
     for other in (version + 1, version.astype(float), version[None]):
         with pytest.raises(LookupError):
-            LossContract.from_section(found.to_section() | {"version": other})
-    assert contract(replace(c[0], upper_loss=math.inf)).choose(0.5, 0.5) is None
+            LossContract.from_section(contract.to_section() | {"version": other})
+    assert contract_of(replace(c[0], upper_loss=math.inf)).choose(0.5, 0.5) is None
 
 
 def test_memory_decides_what_reads_the_least():
     tier, rule = whole(0.004, 0.5), of_tau(0.1, 0.1, 0.004, 0.3)
-    found = contract(rule, tier, whole(0.02, 0.2))
-    assert found.choose(0.01, 0.0) is tier and found.choose(0.01, 0.1) is rule  # though twice as many fit in the tier
-    assert found.choose(0.01, 0.4) is tier  # nearly all fit
-    assert found.choose(0.05, 0.1).cost == 0.2
-    selected = found.select(0.01, 0.4)
+    contract = contract_of(rule, tier, whole(0.02, 0.2))
+    assert contract.choose(0.01, 0.0) is tier and contract.choose(0.01, 0.1) is rule  # though twice as many fit in the tier
+    assert contract.choose(0.01, 0.4) is tier  # nearly all fit
+    assert contract.choose(0.05, 0.1).cost == 0.2
+    selected = contract.select(0.01, 0.4)
     assert selected.tier == tier.tier and selected.precision.lossless
 
 
 def test_tau_inside_a_tier():
     tier, both = whole(0.004, 0.5), of_tau(0.1, 0.5, 0.006, 0.3, "Q0.5", 0.5)
-    found = contract(tier, both, of_tau(0.1, 0.5, 0.006, 0.9))
-    assert found.choose(0.01, 0.3) is both and found.select(0.01, 0.3).tier == "Q0.5" and found.select(0.01, 0.3).precision.tau == 0.1
-    assert found.choose(0.01, 0.2) is tier  # in the tier that is 40 %, and it was measured with 50
-    assert found.select(0.005, 0.3).precision.lossless and found.select(0.005, 0.3).tier == "Q0.5"
+    contract = contract_of(tier, both, of_tau(0.1, 0.5, 0.006, 0.9))
+    assert contract.choose(0.01, 0.3) is both and contract.select(0.01, 0.3).tier == "Q0.5" and contract.select(0.01, 0.3).precision.tau == 0.1
+    assert contract.choose(0.01, 0.2) is tier  # in the tier that is 40 %, and it was measured with 50
+    assert contract.select(0.005, 0.3).precision.lossless and contract.select(0.005, 0.3).tier == "Q0.5"
 
 
 # --- searching ---
@@ -162,8 +162,8 @@ def test_how_far_a_search_goes_depends_on_the_divergence_alone():
 
 def test_searched_tau(measured, text):
     """At each share τ grows by steps while the bound holds, and ends at the first that does not; the more is resident, the more may be left out."""
-    model, done = measured
-    rules = {share: [c for c in done.measured if c.tier == "original" and c.resident == share] for share in precision_search.SHARES}
+    model, result = measured
+    rules = {share: [c for c in result.measured if c.tier == "original" and c.resident == share] for share in precision_search.SHARES}
     boldest = [0.0]
     for of_share in rules.values():
         assert all(c.upper_loss <= BOUND for c in of_share[:-1])
@@ -172,20 +172,20 @@ def test_searched_tau(measured, text):
         assert [c.cost for c in of_share] == sorted((c.cost for c in of_share), reverse=True)
         boldest += [max((c.tau for c in of_share if c.upper_loss <= BOUND), default=boldest[-1])]
     assert 0 < boldest[1] <= boldest[2]
-    best = done.contract.choose(BOUND, 0.5, lambda c: c.tier == "original")
+    best = result.contract.choose(BOUND, 0.5, lambda c: c.tier == "original")
     assert best is not None and best.cost < 0.6 and 0.1 < best.skipped < 0.6
-    assert [(c.loss, c.upper_loss) for c in done.contract.candidates] == [
-        (m.distance.loss.value, upper_loss(m.distance.loss, done.contract.n_windows, 2 * 2 + 2)) for m in done.measured
+    assert [(c.loss, c.upper_loss) for c in result.contract.candidates] == [
+        (m.distance.loss.value, upper_loss(m.distance.loss, result.contract.n_windows, 2 * 2 + 2)) for m in result.measured
     ]
     # and a run of its own finds the same loss
-    ctx = done.contract.ctx
+    ctx = result.contract.ctx
     with open_model(model, ctx, precision=best.precision, experts=False, deterministic=True, **OPTIONS) as llm:
-        windows = read_windows(llm, [text], ctx, done.contract.n_windows)
+        windows = read_windows(llm, [text], ctx, result.contract.n_windows)
         llm.engine.quality.use(Precision())
         with Reference.record(llm, windows, "simulated", n_prompt=precision_search.PROMPT) as reference:
             llm.engine.quality.use(best.precision)
-            found = evaluate(llm, windows, reference, mode="simulated", n_prompt=precision_search.PROMPT).quality()
-    assert (found.loss.value, found.kl.value) == pytest.approx((best.loss, best.kl), abs=1e-6)
+            quality = evaluate(llm, windows, reference, mode="simulated", n_prompt=precision_search.PROMPT).quality()
+    assert (quality.loss.value, quality.kl.value) == pytest.approx((best.loss, best.kl), abs=1e-6)
 
 
 def test_bytes_are_compared_on_the_same_tokens(demo, text):
@@ -207,14 +207,14 @@ def test_bytes_are_compared_on_the_same_tokens(demo, text):
 
 def test_all_experts_in_a_tier(measured, text):
     """Where more memory makes that read less: the measured loss is that of the tier, and so are the logits."""
-    model, done = measured
-    tiers = {c.tier: c for c in done.contract.candidates if not c.tau}
+    model, result = measured
+    tiers = {c.tier: c for c in result.contract.candidates if not c.tau}
     assert (
         set(tiers) == {"Q4_0", "Q2_0"}
         and tiers["Q4_0"].upper_loss < BOUND < tiers["Q2_0"].loss
         and tiers["Q4_0"].cost == tiers["Q4_0"].size == pytest.approx(18 / 34)
     )
-    assert {c.tier for c in done.contract.candidates if c.tau} == {"original", "Q4_0"}  # in the smallest tier that keeps the bound, τ as well
+    assert {c.tier for c in result.contract.candidates if c.tau} == {"original", "Q4_0"}  # in the smallest tier that keeps the bound, τ as well
     logits = []
     for how in ({"max_loss": BOUND}, {"tier": "Q4_0"}):
         with moeoff.Llama(model, n_ctx=64, logits_all=True, **how, **OPTIONS | {"expert_memory": 5 << 20}) as llm:
@@ -279,9 +279,9 @@ def test_an_interrupted_search_goes_on_with_its_windows_and_its_own_text(tau_alo
     monkeypatch.setattr(RuleEvaluator, "measure", lambda self, *how: (measured.append(how[1].tau), measure(self, *how))[1])
     with pytest.raises(KeyboardInterrupt):
         search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS)
-    found, before = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS), len(measured)
-    assert before == len(set(measured)) == len(found.contract.candidates) == 1  # none twice
-    assert found.contract.n_windows == precision_search.MIN_WINDOWS
+    result, before = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS), len(measured)
+    assert before == len(set(measured)) == len(result.contract.candidates) == 1  # none twice
+    assert result.contract.n_windows == precision_search.MIN_WINDOWS
     assert [seed for _, seed in written] == [0, 1, 2, 2]
 
 
@@ -324,10 +324,10 @@ def test_lossless_unless_asked(measured):
 
 
 def test_a_run_says_what_it_leaves_out(tau_alone):
-    model, found = tau_alone
+    model, contract = tau_alone
     with moeoff.Llama(model, n_ctx=256, max_loss=BOUND, **OPTIONS | {"expert_memory": SOME}) as llm:
         share = SOME / llm.engine.buffer.arena_full
-        assert 0.5 < share < 0.75 and llm.engine.quality.precision == found.select(BOUND, share).precision and llm.engine.quality.precision.tau > 0
+        assert 0.5 < share < 0.75 and llm.engine.quality.precision == contract.select(BOUND, share).precision and llm.engine.quality.precision.tau > 0
         llm("Natalia sold 48 clips", max_tokens=40, temperature=0)
         stats = llm.stats()
     assert stats.skipped > 10 and stats.served_low == 0 and stats.estimated_loss <= BOUND
@@ -335,7 +335,7 @@ def test_a_run_says_what_it_leaves_out(tau_alone):
 
 
 def test_refusals(measured, demo, text, tmp_path):
-    model, done = measured
+    model, result = measured
     bare = shutil.copy(demo, tmp_path / "bare.gguf")
     with pytest.raises(OptionError, match="needs a measurement of this very model") as refused:
         moeoff.Llama(str(bare), max_loss="1%", **OPTIONS)
@@ -345,17 +345,17 @@ def test_refusals(measured, demo, text, tmp_path):
     other = tmp_path / "other.gguf"
     requantize_experts(demo, other, type_from_name("Q5_0"))
     convert(other, tiers="Q4_0")
-    shutil.copy(done.path, profile_path(other))
+    shutil.copy(result.path, profile_path(other))
     with pytest.raises(ModelError, match="another model"):
         moeoff.Llama(str(other), max_loss="1%", **OPTIONS)
     # the same model, another sidecar
     convert(bare, tiers="Q5_0")
-    shutil.copy(done.path, profile_path(bare))
+    shutil.copy(result.path, profile_path(bare))
     with pytest.raises(OptionError, match="another sidecar"):
         moeoff.Llama(str(bare), max_loss="1%", **OPTIONS)
     with pytest.raises(OptionError, match="bare.gguf has none now"):
         moeoff.Llama(str(bare), max_loss="1%", experts=False, **OPTIONS)
-    contract = done.contract.to_section()
+    contract = result.contract.to_section()
     for version in (1, 2):
         Profile.write(profile_path(bare), ModelIndex.read(bare), {SECTION: contract | {"version": np.array(version)}})
         with pytest.raises(OptionError, match="earlier moeoff"):
@@ -364,7 +364,7 @@ def test_refusals(measured, demo, text, tmp_path):
         moeoff.Llama(model, max_loss="1%", tier="Q4_0", **OPTIONS)
     with pytest.raises(OptionError, match="at least 8"):
         search_precision(model, [text], 0.01, tokens=600, **OPTIONS)
-    assert np.array_equal(Profile.find(ModelIndex.read(model)).section(SECTION)["tau"], done.contract.to_section()["tau"])  # still there
+    assert np.array_equal(Profile.find(ModelIndex.read(model)).section(SECTION)["tau"], result.contract.to_section()["tau"])  # still there
 
 
 def test_the_same_budget_makes_the_same_choice(measured):

@@ -34,8 +34,8 @@ def model(demo, tmp_path_factory) -> str:
 
 def test_what_they_make():
     assert Precision.pop({"t1": None}) is None
-    found = Precision.pop({"t1": 0.6, "t2": 0.9, "low_tier": "Q2_0"})
-    assert (found.t1, found.t2, found.low_tier, found.prefill_low_fraction) == (0.6, 0.9, "Q2_0", 0)
+    precision = Precision.pop({"t1": 0.6, "t2": 0.9, "low_tier": "Q2_0"})
+    assert (precision.t1, precision.t2, precision.low_tier, precision.prefill_low_fraction) == (0.6, 0.9, "Q2_0", 0)
     skipping = Precision.pop({"t2": 0.9})  # nothing is read low: T1 follows
     assert (skipping.t1, skipping.t2, skipping.uses_low) == (0.9, 0.9, False)
     for wrong, why in (
@@ -69,10 +69,10 @@ def test_thresholds_on_the_command_line(model, invoke):
     stats = json.loads(done.stdout)["stats"]
     assert stats["served_low"] > 0 and stats["skipped"] > 0, done.stderr
     done = invoke("eval", *options, "--text", str(PROSE), "--ctx", "64", "--chunks", "2", "--prefill-low-fraction", "0.5", "--json")
-    found = json.loads(done.stdout)
-    assert found["served_low"] > 0 == found["skipped"] and found["precision"]["prefill_low_fraction"] == 0.5 and found["kl"] is not None
-    weighed = [json.loads(invoke("eval", *options, "--text", str(PROSE), "--ctx", "8", "--chunks", "2", "--t1", "0.4", "--t2", "0.7", "--json", *given).stdout)
-               for given in ((), ("--weigh-prompts",))]  # fmt: skip
+    result = json.loads(done.stdout)
+    assert result["served_low"] > 0 == result["skipped"] and result["precision"]["prefill_low_fraction"] == 0.5 and result["kl"] is not None
+    weighed = [json.loads(invoke("eval", *options, "--text", str(PROSE), "--ctx", "8", "--chunks", "2", "--t1", "0.4", "--t2", "0.7", "--json", *flags).stdout)
+               for flags in ((), ("--weigh-prompts",))]  # fmt: skip
     assert [(w["served_low"] > 0, w["skipped"] > 0) for w in weighed] == [(False, False), (True, True)]
 
 
@@ -116,14 +116,14 @@ def test_hobbits_lossy_presets(demo, model, tmp_path, invoke):
     options = ("--expert-memory", "6M", "--strategy", "hobbit-jetson", "-p", "Once", "-n", "12", "--temp", "0", "--json")
     stats = json.loads(invoke("run", model, *options).stdout)["stats"]
     assert stats["served_low"] > 0
-    for strategy, asked, found in (("hobbit-jetson", LOWEST, "Q2_0"), ("hobbit-lossy", INT4, "Q4_0")):
+    for strategy, asked, tier in (("hobbit-jetson", LOWEST, "Q2_0"), ("hobbit-lossy", INT4, "Q4_0")):
         config = Config.make(model, strategy=strategy)
         assert config.precision == Precision(0.6, 0.9, low_tier=asked, weigh_prompts=True)
         profile = tmp_path / f"{strategy}.npz"
         Profile.write(profile, ModelIndex.read(model), {"thresholds": {"t1": np.array(0.7), "t2": np.array(0.95)}})
         for path, thresholds in ((profile, (0.7, 0.95)), (False, (0.6, 0.9))):
             with moeoff.Llama(model, strategy=strategy, profile=path, expert_memory="6M", n_ctx=64) as llm:
-                assert llm.engine.quality.precision == Precision(*thresholds, low_tier=found, weigh_prompts=True)
+                assert llm.engine.quality.precision == Precision(*thresholds, low_tier=tier, weigh_prompts=True)
     with moeoff.Llama(model, strategy="hobbit-lossy", t2=0.9, profile=profile, expert_memory="6M", n_ctx=64) as llm:
         assert llm.engine.quality.precision == Precision(0.9, 0.9)
     assert Config.make(demo, strategy="hobbit-jetson", precision=LOSSLESS).precision is LOSSLESS
@@ -139,9 +139,9 @@ def test_fates_preset_with_four_and_two_bits(demo, model, invoke):
     options = ("-m", model, "--expert-memory", "3M", "--raw", "--temp", "0", "--json", "--warm", "off", "-p", prompt)
     fate, lossy = (json.loads(invoke("run", *options, "--strategy", name, "-n", "16").stdout)["stats"] for name in ("fate", "fate-lossy"))
     assert (fate["tier"], lossy["tier"]) == ("original", "Q4_0") and fate["low_bytes_read"] == 0 < lossy["low_bytes_read"]
-    found = Config.make(demo, strategy="fate-lossy")
-    assert found.precision == Precision(prefill_low_fraction=0.25, low_tier=LOWEST)
-    assert replace(found.strategy, name="fate", summary="", precision=LOSSLESS, tier=None) == replace(PRESETS["fate"], summary="")
+    config = Config.make(demo, strategy="fate-lossy")
+    assert config.precision == Precision(prefill_low_fraction=0.25, low_tier=LOWEST)
+    assert replace(config.strategy, name="fate", summary="", precision=LOSSLESS, tier=None) == replace(PRESETS["fate"], summary="")
 
 
 def test_edgemoes_widths(demo, invoke, tmp_path):
@@ -153,8 +153,8 @@ def test_edgemoes_widths(demo, invoke, tmp_path):
     done = invoke("run", *options)
     assert done.returncode == 1 and "tier bits needs a sidecar" in done.stderr and "Traceback" not in done.stderr
     convert(model, tiers=["Q4_0"], bits=str(plan))
-    found = [json.loads(invoke("run", *options, *given).stdout)["stats"] for given in ((), ("--tier", "Q4_0"), ("--tier", "original"))]
-    assert [stats["tier"] for stats in found] == ["bits", "Q4_0", "original"]
+    runs = [json.loads(invoke("run", *options, *flags).stdout)["stats"] for flags in ((), ("--tier", "Q4_0"), ("--tier", "original"))]
+    assert [stats["tier"] for stats in runs] == ["bits", "Q4_0", "original"]
     assert replace(PRESETS["edgemoe-lossy"], name="edgemoe", summary="", tier=None) == replace(PRESETS["edgemoe"], summary="")
     with pytest.raises(OptionError, match="give no other"):
         Config.make(demo, strategy="edgemoe-lossy", max_loss="1%")
@@ -164,20 +164,20 @@ def test_only_what_was_mispredicted(model, invoke):
     """Fate §5.3 on a model: some of decode is served low, less than where every miss is, and no prompt is."""
     options = ("-m", model, "--expert-memory", "6M", "--strategy", "fate", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
 
-    def served_low(*given, n=48):
-        done = invoke("run", *options, "--warm", "off", "-p", "The quick brown fox jumps over the lazy dog.", "-n", str(n), *given)
+    def served_low(*flags, n=48):
+        done = invoke("run", *options, "--warm", "off", "-p", "The quick brown fox jumps over the lazy dog.", "-n", str(n), *flags)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["stats"]["served_low"]
 
     assert 0 < served_low("--mispredicted-low") < served_low("--t1", "0")
     assert served_low("--mispredicted-low", n=1) == 0
-    for given, why in (
+    for wrong, why in (
         ({"strategy": "auto"}, "does not always predict"),
         ({"strategy": "lru"}, "does not always predict"),
         ({"deterministic": True}, "depends on time"),
     ):
         with pytest.raises(OptionError, match=why):
-            Config.make(model, **{"strategy": "fate", "low_tier": "Q2_0", "mispredicted_low": True} | given)
+            Config.make(model, **{"strategy": "fate", "low_tier": "Q2_0", "mispredicted_low": True} | wrong)
 
 
 def test_the_simulator_prices_misses_by_them():

@@ -121,16 +121,16 @@ def test_command(demo, text, sidecar, invoke):
 def test_what_a_preset_gives_up_is_measured(demo, text, tmp_path):
     """It brings its precision and its tier by its name: the options alone are lossless. Low versions are not those of the tier."""
     sidecar = convert(demo, output=tmp_path / "x.experts.gguf", tiers="Q2_K,Q4_0").path
-    done = evaluate_model(demo, [text], ctx=CTX, chunks=3, mode="decode", strategy="fate-lossy", n_threads=1, experts=sidecar, expert_memory=1 << 21)
-    assert done.quality.kl.value > 1e-4 and done.quality.loss is not None
-    assert done.stats.tier == "Q4_0" and 0 < done.stats.served_low < done.stats.expert_uses
-    assert "all experts in Q4_0, " in done.stats.precision_summary and "in low precision" in done.stats.precision_summary
+    result = evaluate_model(demo, [text], ctx=CTX, chunks=3, mode="decode", strategy="fate-lossy", n_threads=1, experts=sidecar, expert_memory=1 << 21)
+    assert result.quality.kl.value > 1e-4 and result.quality.loss is not None
+    assert result.stats.tier == "Q4_0" and 0 < result.stats.served_low < result.stats.expert_uses
+    assert "all experts in Q4_0, " in result.stats.precision_summary and "in low precision" in result.stats.precision_summary
 
 
 @pytest.mark.parametrize("options", [{"attention": "f32"}, {"type_k": "q8_0", "type_v": "q8_0"}])
 def test_other_sums_and_caches_are_compared_with_f16(demo, text, options):
-    done = evaluate_model(demo, [text], ctx=CTX, chunks=3, mode="decode", n_threads=1, flash_attn=True, **options)
-    assert 0 < done.quality.kl.value < 1e-3 and done.precision.lossless
+    result = evaluate_model(demo, [text], ctx=CTX, chunks=3, mode="decode", n_threads=1, flash_attn=True, **options)
+    assert 0 < result.quality.kl.value < 1e-3 and result.precision.lossless
 
 
 def test_weights_that_are_no_numbers(demo, text, tmp_path, invoke):

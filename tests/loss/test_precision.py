@@ -113,13 +113,13 @@ def test_a_trace_tells_low_reads(model, tmp_path):
         wait_until_still(lambda: llm.engine.buffer.stats().reads)
         stats = llm.engine.buffer.stats()
     trace = Trace.read(tmp_path / "trace")
-    done = trace.reads[trace.reads["result"] == 0]
-    low = done["version"] == LOW
-    assert 20 < low.sum() < len(done) - 20 and trace.reads_lost == 0
-    assert done["nbytes"][low].sum() == stats.low_bytes_read == trace.notes[-1]["low_bytes_read"]
-    assert done["nbytes"].sum() == stats.bytes_read
-    whole = np.array([t.nbytes for t in trace.model.tensors])[done["tensor"]]  # Q8_0: 34 bytes for 32 values, Q4_0: 18
-    np.testing.assert_array_equal(done["nbytes"], np.where(low, whole * 18 // 34, whole))
+    reads = trace.reads[trace.reads["result"] == 0]
+    low = reads["version"] == LOW
+    assert 20 < low.sum() < len(reads) - 20 and trace.reads_lost == 0
+    assert reads["nbytes"][low].sum() == stats.low_bytes_read == trace.notes[-1]["low_bytes_read"]
+    assert reads["nbytes"].sum() == stats.bytes_read
+    whole = np.array([t.nbytes for t in trace.model.tensors])[reads["tensor"]]  # Q8_0: 34 bytes for 32 values, Q4_0: 18
+    np.testing.assert_array_equal(reads["nbytes"], np.where(low, whole * 18 // 34, whole))
 
 
 def test_replay_of_another_run_is_refused(model, demo, tmp_path):
