@@ -114,12 +114,12 @@ def test_a_borrowed_cache():
         assert borrowing.borrowed >= (untouched - 2 * CELLS) * cache.cell
         assert changed or borrowing.borrowed == before
     assert cache.given_back == 1
-    kept = borrowing.borrowed
+    size = borrowing.borrowed
     cache.used -= 300  # another answer to the same question
     for _ in range(2 * CELLS):
         borrowing.advance(1)
         cache.used += 1
-    assert borrowing.borrowed > kept and cache.given_back == 2
+    assert borrowing.borrowed > size and cache.given_back == 2
     assert borrowing.return_all() and borrowing.borrowed == 0 and not borrowing.return_all()
     assert not borrowing.advance(500) and borrowing.borrowed == 0  # llama.cpp moves what is cached when the next batch comes
     borrowing.advance(1)
@@ -203,13 +203,13 @@ def converse(grown, flash_attn):
     text = tokens(500)
 
     def logits(llm: moeoff.Llama) -> np.ndarray:
-        found = []
+        rows = []
         for turn in (text[:20], text, text[:30]):
             llm.reset()
             for begin in range(0, len(turn), 128):
                 llm.eval(turn[begin : begin + 128])
-                found.append(np.ctypeslib.as_array(api.llama_get_logits_ith(llm.context_handle, -1), (llm.n_vocab(),)).copy())
-        return np.array(found)
+                rows.append(np.ctypeslib.as_array(api.llama_get_logits_ith(llm.context_handle, -1), (llm.n_vocab(),)).copy())
+        return np.array(rows)
 
     with moeoff.Llama(grown, expert_memory=ROOM, **options) as llm:
         expected = logits(llm)
@@ -392,8 +392,8 @@ def test_budget_holds_while_it_is_lent(grown, script, longest):
     with cgroup.memory_cgroup(memory) as group:
         done = group.run([*run, str(memory)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
-    found = json.loads(done.stdout)
-    for turn, seen in zip(turns, found["seen"], strict=True):
+    report = json.loads(done.stdout)
+    for turn, seen in zip(turns, report["seen"], strict=True):
         assert seen["peak"] <= memory
-        assert seen["arena"] > found["planned"] + 0.8 * found["compute"], turn
-    assert found["seen"][-1]["peak"] > memory - 16 * MIB, "the budget is used"
+        assert seen["arena"] > report["planned"] + 0.8 * report["compute"], turn
+    assert report["seen"][-1]["peak"] > memory - 16 * MIB, "the budget is used"
