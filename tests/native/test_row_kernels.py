@@ -102,17 +102,17 @@ def random_columns(n: int, n_cols: int, rng: np.random.Generator) -> np.ndarray:
 
 def compare(name: str, n_products: int) -> None:
     rng = np.random.default_rng(TYPES[name])
-    done = numbers = 0
-    while done < n_products:
+    total = numbers = 0
+    while total < n_products:
         n_rows, n_columns = rng.integers(1, 24), rng.integers(1, 10)
         n_cols = int(UNITS[name] // (1 if "K" in name else 2) * rng.integers(1, 14))  # also an odd number of blocks
         rows, x = random_rows(name, n_rows, n_cols, rng), random_columns(n_columns, n_cols, rng)
         expected, computed = expected_products(TYPES[name], rows, x), products(TYPES[name], rows, x)
         same = (expected.view(np.uint32) == computed.view(np.uint32)) | (np.isnan(expected) & np.isnan(computed))
         assert same.all(), f"{(~same).sum()} of {same.size} differ, {n_rows} rows of {n_cols}"
-        done += expected.size
+        total += expected.size
         numbers += int(np.isfinite(expected).sum())
-    assert numbers > done / 3
+    assert numbers > total / 3
 
 
 @pytest.mark.parametrize("name", UNITS)
