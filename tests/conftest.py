@@ -176,10 +176,10 @@ def calibrated(demo, tmp_path_factory):
     def make(folder: Path) -> None:
         model = shutil.copy(demo, folder / "model.gguf")
         Profile.write(profile_path(model), ModelIndex.read(model), {"precision": {"bits": np.arange(3)}})
-        said: list[tuple[str, int, int]] = []
+        steps: list[tuple[str, int, int]] = []
         with mock.patch.object(hobbit, "MAX_EVENTS", 240):  # of the trace that its weights are fitted on, 96 times or more
-            done = calibrate(model, text=CALIBRATION_TEXTS, tokens=1024, hidden=16, progress=lambda *args: said.append(args))
-        (folder / "result").write_bytes(pickle.dumps((str(model), done, said)))
+            result = calibrate(model, text=CALIBRATION_TEXTS, tokens=1024, hidden=16, progress=lambda *args: steps.append(args))
+        (folder / "result").write_bytes(pickle.dumps((str(model), result, steps)))
 
     return pickle.loads((made_once(tmp_path_factory, "calibrated", make) / "result").read_bytes())
 

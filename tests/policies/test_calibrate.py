@@ -36,35 +36,35 @@ from moeoff.routing.router import Router
 
 
 def test_profile(calibrated):
-    model, done, _ = calibrated
-    found = Profile.find(ModelIndex.read(model))
-    assert found.path == done.path == profile_path(model)
-    wanted = {predictor.profile_section for predictor in PREDICTORS.values() if predictor.profile_section}
-    assert set(done.sections) >= wanted | {"popularity", "score", "thresholds"}
-    assert set(found.sections) == set(done.sections) | {"precision"}
-    assert np.array_equal(found.section("precision")["bits"], np.arange(3))
-    assert found.info == {"tokens": done.n_tokens, "texts": ["prose.txt", "code.txt"]}
-    assert abs(done.n_tokens - 1024) < 300
-    counts = found.section("popularity")["counts"]
-    assert counts.shape == (12, 32) and (counts.sum(axis=1) == 4 * done.n_tokens).all()
-    assert done.recall > 0.6 and 2 <= done.shallow <= 4
+    model, result, _ = calibrated
+    profile = Profile.find(ModelIndex.read(model))
+    assert profile.path == result.path == profile_path(model)
+    expected = {predictor.profile_section for predictor in PREDICTORS.values() if predictor.profile_section}
+    assert set(result.sections) >= expected | {"popularity", "score", "thresholds"}
+    assert set(profile.sections) == set(result.sections) | {"precision"}
+    assert np.array_equal(profile.section("precision")["bits"], np.arange(3))
+    assert profile.info == {"tokens": result.n_tokens, "texts": ["prose.txt", "code.txt"]}
+    assert abs(result.n_tokens - 1024) < 300
+    counts = profile.section("popularity")["counts"]
+    assert counts.shape == (12, 32) and (counts.sum(axis=1) == 4 * result.n_tokens).all()
+    assert result.recall > 0.6 and 2 <= result.shallow <= 4
 
 
 def test_progress(calibrated):
-    _, done, said = calibrated
-    stages = list(dict.fromkeys(stage for stage, _, _ in said))
+    _, _, calls = calibrated
+    stages = list(dict.fromkeys(stage for stage, _, _ in calls))
     assert stages[0] == "reading text" and len(stages) > 4
     for stage in stages:
-        steps = [(at, total) for name, at, total in said if name == stage]
+        steps = [(at, total) for name, at, total in calls if name == stage]
         assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
 
 
 def test_predictors_take_their_sections(calibrated):
     model, _, _ = calibrated
     model_index = ModelIndex.read(model)
-    found, router = Profile.find(model_index), Router.read(model_index, list(range(12)))
+    profile, router = Profile.find(model_index), Router.read(model_index, list(range(12)))
     for name, predictor in PREDICTORS.items():
-        get_predictor(name)(router, predictor.profile_section and found.section(predictor.profile_section))
+        get_predictor(name)(router, predictor.profile_section and profile.section(predictor.profile_section))
 
 
 def test_what_does_not_help_is_left_out(monkeypatch):
@@ -86,15 +86,15 @@ def test_what_does_not_help_is_left_out(monkeypatch):
             if self.options["order"] is not None:
                 self.priorities[:] = self.options["order"]
 
-    recording, said = random_recording(800, n_experts=16), []
+    recording, warnings = random_recording(800, n_experts=16), []
     recording.ids[:] = (2 * np.arange(800)[:, None, None] + np.arange(2)) % 16  # in turn, of which LRU has none when it comes back
     try:
         moeoff.register(Mine)
         monkeypatch.setattr(module, "_LEAST_HELD", 64)
-        assert "mine" in fit(recording, FitOptions(), only=["mine"], warn=said.append) and not said
+        assert "mine" in fit(recording, FitOptions(), only=["mine"], warn=warnings.append) and not warnings
         Mine.good = False
-        assert fit(recording, FitOptions(), only=["mine"], warn=said.append) == {}
-        assert said == ["mine: on text that it was not fitted to it keeps no more than the defaults, and is left out"]
+        assert fit(recording, FitOptions(), only=["mine"], warn=warnings.append) == {}
+        assert warnings == ["mine: on text that it was not fitted to it keeps no more than the defaults, and is left out"]
     finally:
         POLICIES.pop("mine", None)
 
@@ -103,29 +103,29 @@ def test_what_foresees_no_more_is_left_out(monkeypatch):
     """A predictor's fit, too. The text's end is of another kind: what followed what in its beginning does not there, and the predictor learns more of it
     while it runs."""
     monkeypatch.setattr(module, "_LEAST_HELD", 64)
-    recording, said, names = random_recording(1600, n_experts=16), [], ["first", "path"]
+    recording, warnings, names = random_recording(1600, n_experts=16), [], ["first", "path"]
     steps = np.arange(1600)[:, None] * 4 + np.arange(4)  # gate after gate
     recording.tokens[:] = np.arange(1600) % 16
     follows = (3 * steps % 16)[..., None] + 8 * np.arange(2)
     recording.ids[:] = follows % 16
-    kept = fit(recording, FitOptions(), only=names, warn=said.append)
-    assert set(kept) >= {"path"} and not [line for line in said if line.startswith("path")]
+    sections = fit(recording, FitOptions(), only=names, warn=warnings.append)
+    assert set(sections) >= {"path"} and not [line for line in warnings if line.startswith("path")]
     recording.ids[1440:] = (5 * steps[1440:] % 16)[..., None] + np.arange(2)
     recording.ids %= 16
-    said.clear()
-    assert fit(recording, FitOptions(), only=names, warn=said.append) == {}
-    assert said == [f"{name}: on text that it was not fitted to no more is predicted with it, and it is left out" for name in ("path", "first")]
+    warnings.clear()
+    assert fit(recording, FitOptions(), only=names, warn=warnings.append) == {}
+    assert warnings == [f"{name}: on text that it was not fitted to no more is predicted with it, and it is left out" for name in ("path", "first")]
     assert set(fit(recording, FitOptions(), only=names, compare=False)) == set(names)
 
 
 def test_the_norm_is_chosen_only_where_that_helps(monkeypatch):
     """What `gate` and `shallow` say is left out where the default does as well."""
     monkeypatch.setattr(module, "_LEAST_HELD", 64)
-    recording, said = random_recording(800), []
+    recording, warnings = random_recording(800), []
     fitted = CrossLayerGate.fit(recording)
     monkeypatch.setattr(CrossLayerGate, "fit", lambda *_: fitted | {"next_norm": np.ones(4, bool)})
-    assert "gate" not in fit(recording, FitOptions(), only=["gate"], warn=said.append)
-    assert said == ["gate: on text that it was not fitted to no more is predicted with it, and it is left out"]
+    assert "gate" not in fit(recording, FitOptions(), only=["gate"], warn=warnings.append)
+    assert warnings == ["gate: on text that it was not fitted to no more is predicted with it, and it is left out"]
 
 
 def test_what_is_left_out_leaves_an_earlier_profile(demo, tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ class TestFitsOfUsers:
     def test_is_fitted(self):
         moeoff.register(self.Mine)
         recording, stages = random_recording(), []
-        sections = fit(recording, FitOptions(7, 16), lambda stage, done, total: stages.append((stage, done, total)), only=["gate", "mine"])
+        sections = fit(recording, FitOptions(7, 16), lambda stage, n, total: stages.append((stage, n, total)), only=["gate", "mine"])
         assert set(sections) == {"gate", "mine"} < set(fits())
         assert sections["mine"]["seed"] == [7] and any(re.fullmatch(r"fitting mine \(\d+ of \d+\)", stage) for stage, *_ in stages)
         mine = get_predictor("mine")(recording.router, sections["mine"])
@@ -176,18 +176,18 @@ class TestFitsOfUsers:
 
 def test_policies_take_their_sections(calibrated):
     """What calibration gives, and a user's options, which beat it."""
-    model, done, _ = calibrated
-    found = Profile.find(ModelIndex.read(model))
+    model, result, _ = calibrated
+    profile = Profile.find(ModelIndex.read(model))
     shape = CacheShape(12, 32, 4, 100.0)
 
     def made(name, **options):
-        return get_policy(name).from_profile(found.section(get_policy(name).profile_section), shape, **options)
+        return get_policy(name).from_profile(profile.section(get_policy(name).profile_section), shape, **options)
 
     assert made("score")._weights is not None
-    assert made("edgemoe").options["counts"].sum() == 12 * 4 * done.n_tokens
-    hobbit, fitted = made("hobbit", lru=0.5).options, found.section("hobbit")
+    assert made("edgemoe").options["counts"].sum() == 12 * 4 * result.n_tokens
+    hobbit, fitted = made("hobbit", lru=0.5).options, profile.section("hobbit")
     assert hobbit["lru"] == 0.5 and all(hobbit[name] == fitted[name] for name in ("lfu", "lhu", "fld"))
-    assert [made("arc", **options).options["shallow"] for options in ({}, {"shallow": 5})] == [done.shallow, 5]
+    assert [made("arc", **options).options["shallow"] for options in ({}, {"shallow": 5})] == [result.shallow, 5]
 
 
 def test_a_users_policy_takes_its_sections(calibrated):
@@ -284,12 +284,12 @@ def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
     room = module._FIXED + (8 << 20)
     tracemalloc.start()
     try:
-        found = fit(recording, FitOptions(room=room), only=names)
+        sections = fit(recording, FitOptions(room=room), only=names)
         assert tracemalloc.get_traced_memory()[1] < room
     finally:
         tracemalloc.stop()
-    assert set(found) == {"popularity", "first", "gate", "path", "pairs"}
-    assert 256 < found["popularity"]["n_tokens"][0] < 10_000
+    assert set(sections) == {"popularity", "first", "gate", "path", "pairs"}
+    assert 256 < sections["popularity"]["n_tokens"][0] < 10_000
     assert fit(recording, FitOptions(), only=("popularity",))["popularity"]["n_tokens"][0] == 40_000
     assert fit(recording, FitOptions(room=1 << 20), only=("popularity",))["popularity"]["n_tokens"][0] == 256
     part, whole = recording.part(0, 100), recording.take(np.arange(40_000) < 100)
@@ -302,8 +302,8 @@ def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
 def test_little_text_warns_of_nothing(demo, tmp_path):
     """Some experts are never chosen, and a layer's inputs may all be the same."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
-    done = calibrate(model, text=CALIBRATION_TEXTS[:1], tokens=512, n_threads=1, hidden=16, only=set(fits()) - {"score", "hobbit"})
-    assert "learned" in done.sections and done.recall > 0.3
+    result = calibrate(model, text=CALIBRATION_TEXTS[:1], tokens=512, n_threads=1, hidden=16, only=set(fits()) - {"score", "hobbit"})
+    assert "learned" in result.sections and result.recall > 0.3
 
 
 def test_another_models_profile_is_in_the_way(demo, tmp_path):
@@ -317,14 +317,14 @@ def test_another_models_profile_is_in_the_way(demo, tmp_path):
 
 def test_command(calibrated, invoke, monkeypatch):
     """What is typed reaches the library function, and what that returns is shown."""
-    model, done, _ = calibrated
-    given = {}
+    model, result, _ = calibrated
+    options = {}
     with monkeypatch.context() as patched:
-        patched.setattr("moeoff.measure.profile_fit.calibrate", lambda *args, **kwargs: given.update(kwargs) or done)
+        patched.setattr("moeoff.measure.profile_fit.calibrate", lambda *args, **kwargs: options.update(kwargs) or result)
         shown = CliRunner().invoke(command, ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"])
     assert shown.exit_code == 0, shown.output
-    assert shown.stdout.startswith(f"{done.path}: {', '.join(done.sections)}; ") and "are predicted to" in shown.stderr
-    assert given["model"] == model and given["text"] == ("a.txt", "b.txt") and (given["tokens"], given["seed"]) == (1024, 7)
+    assert shown.stdout.startswith(f"{result.path}: {', '.join(result.sections)}; ") and "are predicted to" in shown.stderr
+    assert options["model"] == model and options["text"] == ("a.txt", "b.txt") and (options["tokens"], options["seed"]) == (1024, 7)
     twice = CliRunner().invoke(command, [model, "-m", model])
     assert twice.exit_code == 1 and "give MODEL or -m, not both" in twice.stderr
     refused = invoke("calibrate", model, "--text", "/nowhere.txt")
@@ -341,9 +341,9 @@ def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
     def run(model: str, until: tuple[str, float] = ("", 1.0), **more):
         """Interrupted when that share of a stage is done."""
 
-        def progress(stage: str, done: int, total: int) -> None:
-            stages.append((stage, done))
-            if stage == until[0] and done >= until[1] * total > 0:
+        def progress(stage: str, n: int, total: int) -> None:
+            stages.append((stage, n))
+            if stage == until[0] and n >= until[1] * total > 0:
                 raise KeyboardInterrupt
 
         stages.clear()
@@ -358,14 +358,14 @@ def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
         run(parts, ("reading text", 0.8))
     assert not os.path.exists(profile_path(parts))
     (folder,) = (tmp_path / "cache" / "moeoff" / "calibrate").iterdir()
-    kept = folder / "sequence-1.npz"
-    damaged = bytearray(kept.read_bytes())
+    part = folder / "sequence-1.npz"
+    damaged = bytearray(part.read_bytes())
     damaged[len(damaged) // 2] ^= 1
-    kept.write_bytes(damaged)
-    done = run(parts, warn=warned.append)
+    part.write_bytes(damaged)
+    result = run(parts, warn=warned.append)
     assert "the model writes text" not in {stage for stage, _ in stages}
     assert len(warned) == 1 and "sequence-1.npz: is damaged and left out" in warned[0]
-    assert done.n_tokens == expected.n_tokens and not folder.exists()
+    assert result.n_tokens == expected.n_tokens and not folder.exists()
     profiles = [Profile.find(ModelIndex.read(model)) for model in (whole, parts)]
     assert profiles[0].sections == profiles[1].sections == ["first", "gate", "popularity"] and profiles[0].info == profiles[1].info
     for section in profiles[0].sections:
@@ -388,8 +388,8 @@ def test_ctrl_c_leaves_no_profile(demo, tmp_path):
     process, shown = start_with_bars(command, stdout=subprocess.PIPE, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
     shown.expect("reading text")
     process.send_signal(signal.SIGINT)
-    said = shown.read()
-    assert "Traceback" not in said and "the same command goes on from here" in said and process.wait(300) == 130
+    text = shown.read()
+    assert "Traceback" not in text and "the same command goes on from here" in text and process.wait(300) == 130
     assert sorted(os.listdir(tmp_path)) == ["cache", "model.gguf", "text.txt"]
 
 

@@ -68,22 +68,22 @@ def test_papers_on_a_device(demo, learned):
         strategy = replace(get_strategy(name), ab_tested=False)
         return on_device(held, strategy, ModelIndex.read(demo), SLOW_LINK, share=share, profile=profile, tokens=96, **options)
 
-    found = {name: decode(name) for name in ("on-demand", "lru", "fate", "hobbit", "promoe")}
-    assert decode("hobbit") == found["hobbit"]
-    assert all(result.n_tokens == 96 and result.device + result.host == 96 * 12 * 4 for result in found.values())
-    assert found["on-demand"].device == 0 and found["on-demand"].uploads == 96 * 12 * 4
+    results = {name: decode(name) for name in ("on-demand", "lru", "fate", "hobbit", "promoe")}
+    assert decode("hobbit") == results["hobbit"]
+    assert all(result.n_tokens == 96 and result.device + result.host == 96 * 12 * 4 for result in results.values())
+    assert results["on-demand"].device == 0 and results["on-demand"].uploads == 96 * 12 * 4
     # LRU's hits are those of the simulator without a clock, which knows no device
     events = held.events(0, 96, inputs=False)
     hits = simulate(Trace(held.model, events, np.zeros(len(events), bool)), "lru", held.model.full_bytes // 4).hit_rate
-    assert found["lru"].device / (96 * 12 * 4) == pytest.approx(hits, abs=0.01) and found["lru"].uploads == found["lru"].host
+    assert results["lru"].device / (96 * 12 * 4) == pytest.approx(hits, abs=0.01) and results["lru"].uploads == results["lru"].host
     for name in ("fate", "hobbit", "promoe"):  # prediction sends more and waits less than the same cache without it
         strategy = replace(get_strategy(name), ab_tested=False, predictor=None)
         without = on_device(held, strategy, ModelIndex.read(demo), SLOW_LINK, share=0.25, profile=profile, tokens=96)
-        assert found[name].tps > 1.02 * without.tps and found[name].uploads > without.uploads, name
-        assert found[name].uploads < 1.6 * without.uploads, "what was sent ahead was thrown out before its use"
-    assert decode("lru", share=0.5).uploads < 0.8 * found["lru"].uploads
+        assert results[name].tps > 1.02 * without.tps and results[name].uploads > without.uploads, name
+        assert results[name].uploads < 1.6 * without.uploads, "what was sent ahead was thrown out before its use"
+    assert decode("lru", share=0.5).uploads < 0.8 * results["lru"].uploads
     mixed = decode("hobbit", low=LowVersions(0.25, 0.6, 0.9))
-    assert mixed.tps > found["hobbit"].tps and mixed.low > 0 < mixed.skipped
+    assert mixed.tps > results["hobbit"].tps and mixed.low > 0 < mixed.skipped
 
 
 def test_lru_layer_by_brute_force(recording):
@@ -100,9 +100,9 @@ def test_lru_layer_by_brute_force(recording):
             cache.move_to_end(expert)
             if len(cache) > quota:
                 cache.popitem(last=False)
-    found = result.resident.reshape(model.n_gates, -1)
+    resident = result.resident.reshape(model.n_gates, -1)
     for gate, cache in enumerate(caches):
-        assert set(np.flatnonzero(found[gate])) == set(cache), gate
+        assert set(np.flatnonzero(resident[gate])) == set(cache), gate
 
 
 class TwoAhead(Predictor):
@@ -146,9 +146,9 @@ def test_the_oracle_looks_as_far_ahead_as_it_is_asked_to():
         oracle = baselines.Oracle(recording.router, **options)
         oracle.text = recording
         oracle.begin(recording.tokens[:2])
-        found = oracle.observe(recording.events(1, 2, inputs=False)[0])
-        assert [p.gate for p in found] == gates
-        assert all(set(np.flatnonzero(p.scores[0])) == set(recording.ids[1, p.gate]) for p in found)
+        predictions = oracle.observe(recording.events(1, 2, inputs=False)[0])
+        assert [p.gate for p in predictions] == gates
+        assert all(set(np.flatnonzero(p.scores[0])) == set(recording.ids[1, p.gate]) for p in predictions)
 
 
 def read_order(demo, learned, strategy, n_tokens=128):
@@ -181,11 +181,11 @@ def test_the_meter_counts_what_was_there_in_time(demo, learned):
     """GoodPred's two factors are counts: over a link that takes no time everything predicted is there, over a slow one little, and accuracy is the
     predictor's own whatever the link. One layer more of distance costs accuracy and leaves more time (ProMoE §4.4)."""
     promoe = replace(PRESETS["promoe"], bounded=True)  # else all but the slowest of these links bring nearly everything in time
-    found = {read: meter(demo, learned, promoe, share=0.25, read=read) for read in (1 / 64, 1 / 8, 3)}
-    accuracies = [m.accuracy for m in found.values()]
+    meters = {read: meter(demo, learned, promoe, share=0.25, read=read) for read in (1 / 64, 1 / 8, 3)}
+    accuracies = [m.accuracy for m in meters.values()]
     assert max(accuracies) - min(accuracies) < 1e-9 and 0.4 < accuracies[0] < 0.95
-    assert all(m.good_pred == pytest.approx(m.accuracy * m.fetch_rate) for m in found.values())
-    assert found[1 / 64].fetch_rate > 0.97 > found[1 / 8].fetch_rate > found[3].fetch_rate + 0.05
+    assert all(m.good_pred == pytest.approx(m.accuracy * m.fetch_rate) for m in meters.values())
+    assert meters[1 / 64].fetch_rate > 0.97 > meters[1 / 8].fetch_rate > meters[3].fetch_rate + 0.05
     one, two = (meter(demo, learned, promoe.with_stride(stride), share=0.25) for stride in (1, 2))
     assert 0.02 < one.accuracy - two.accuracy < 0.15 and two.fetch_rate > one.fetch_rate + 0.01
 
@@ -204,8 +204,8 @@ def test_presets_are_what_their_papers_say(demo, learned):
             policy.update(event)
         tables[name] = policy.priorities.copy()
     assert np.array_equal(tables["eap"], tables["fate"]) and PRESETS["eap"].predictor != PRESETS["fate"].predictor
-    kept = (tables["promoe"] > -1.5).sum(axis=1)  # those beyond a layer's quota lie below
-    assert kept.tolist() == [16] * 12
+    n_foreseen = (tables["promoe"] > -1.5).sum(axis=1)  # those beyond a layer's quota lie below
+    assert n_foreseen.tolist() == [16] * 12
     targets = {}
     for name in ("promoe", "fate", "eap"):
         _, driver = attached(demo, learned, PRESETS[name])
@@ -330,19 +330,19 @@ def test_execution_by_hand(execution, ns):
 
 def test_a_prefetch_gives_way_after_a_piece_or_after_the_expert():
     """While 4 is sent ahead, 2 is selected: it waits for the rest of a matrix, or of the whole expert; and what was not selected is given up, or not."""
-    found = {}
+    times = {}
     for chunked in (True, False):
         for eager in (True, False):
             buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 8 * 10_000, execution=Execution(chunked=chunked, eager=eager))
             compute(buffer, 0, [0])
             buffer.prefetch(1, [4])
             compute(buffer, 0, [0])  # 2 * DEVICE + LAYER later: of the first piece LINK - 4000 are left
-            found[chunked, eager] = compute(buffer, 1, [2])
+            times[chunked, eager] = compute(buffer, 1, [2])
             compute(buffer, 0, [1])
             assert (buffer.sent["uploads"], bool(buffer._resident[8 + 4])) == ((3, False) if chunked and eager else (4, True)), (chunked, eager)
     late = LINK - 4000
-    assert found[True, True] == found[True, False] == late + 2 * LINK + 2 * DEVICE + LAYER
-    assert found[False, True] == found[False, False] == late + 3 * LINK + 2 * DEVICE + LAYER
+    assert times[True, True] == times[True, False] == late + 2 * LINK + 2 * DEVICE + LAYER
+    assert times[False, True] == times[False, False] == late + 3 * LINK + 2 * DEVICE + LAYER
 
 
 def test_a_layers_room_is_its_own():
@@ -355,8 +355,8 @@ def test_a_layers_room_is_its_own():
         compute(buffer, 1, [7])
         for expert in (0, 1, 2, 3, 4, 5):
             compute(buffer, 0, [expert])
-        there = [np.flatnonzero(row).tolist() for row in buffer.residency()]
-        assert there == ([[4, 5], [7]] if by_layer else [[0, 1, 2, 3, 4, 5], []])
+        resident = [np.flatnonzero(row).tolist() for row in buffer.residency()]
+        assert resident == ([[4, 5], [7]] if by_layer else [[0, 1, 2, 3, 4, 5], []])
 
 
 def test_a_layer_without_room_keeps_nothing():
@@ -372,14 +372,14 @@ def test_a_layer_without_room_keeps_nothing():
 
 def test_a_prompt_by_number_throws_out_what_it_is_about_to_need():
     """ProMoE §7.2: of a layer's eight experts four are there, the last used of them the last by number; by number none of them is there when it is its turn."""
-    found = {}
+    uploads = {}
     for name, execution in (("by number", Execution(eager=False, reordered=NEVER, order=BY_ID)), ("reordered", Execution(order=BY_ID))):
         buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 4 * 10_000, execution=execution)
         compute(buffer, 0, *[[e] for e in range(8)])
         before = buffer.sent["uploads"]
         compute(buffer, 0, *[[e] for e in range(8)])
-        found[name] = buffer.sent["uploads"] - before
-    assert found == {"by number": 8, "reordered": 4}
+        uploads[name] = buffer.sent["uploads"] - before
+    assert uploads == {"by number": 8, "reordered": 4}
 
 
 def test_what_is_eager_in_its_own_order_ends():
@@ -421,14 +421,14 @@ def test_widths_make_room():
 
 def test_only_prompts_reordered():
     """Fate orders a prompt's experts, not a token's (§4.3)."""
-    found = {}
+    times = {}
     for reordered in (PROMPTS, NEVER):
         for rows in ([[5, 1]], [[5], [1]]):
             buffer = DeviceBuffer(replace(WIDE, n_used=len(rows[0])), SPEEDS, 8 * 10_000, execution=Execution(eager=False, reordered=reordered, order=AS_NAMED))
             compute(buffer, 0, [1] * len(rows[0]))
             buffer._request((5, False), 0)  # on its way
-            found[reordered, len(rows)] = compute(buffer, 0, *rows)
-    assert found[PROMPTS, 1] == found[NEVER, 1] == found[NEVER, 2] > found[PROMPTS, 2]
+            times[reordered, len(rows)] = compute(buffer, 0, *rows)
+    assert times[PROMPTS, 1] == times[NEVER, 1] == times[NEVER, 2] > times[PROMPTS, 2]
 
 
 def test_the_processor_computes_with_what_is_absent():

@@ -217,7 +217,7 @@ def assert_computable(tables):
     runs = {tuple(row[:4]): row[4:] for row in tables["runs"]}
     rows = {tuple(row[:3]): row[3:] for paper in papers.PAPERS for row in tables[paper.lower()]}
     for r in papers.RATIOS:
-        ours, said, cause = rows[r.figure, r.what, r.says]
+        ours, text, cause = rows[r.figure, r.what, r.says]
         on, of, verdicts = r.on or r.paper, "prompts" if r.prompt else "decode", []
         for share in papers.MACHINES[on].shares:
             fast, slow, right = (runs.get((on, name, f"{share:.0%}", of)) for name in (r.fast, r.slow, f"{r.fast}, always predicted right"))
@@ -232,7 +232,7 @@ def assert_computable(tables):
                 if why is not None and name in why:
                     number = float(why.partition(f"{name} ")[2].split(", ")[0])
                     assert number == pytest.approx(float(row[column]) / float(slow[0]), abs=0.0051), (r, share, name)
-        assert all(name in said for name in verdicts)
+        assert all(name in text for name in verdicts)
 
 
 def test_every_ratio_can_be_computed_from_the_data():

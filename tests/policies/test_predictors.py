@@ -100,13 +100,13 @@ class TestContract:
     def test_shapes(self, name, batch, recording, sections):
         n, e = recording.model.n_gates, recording.router.n_experts
         events = recording.events(0, 3) if batch == 1 else batch_events(recording, 0, batch)
-        said = [p for step in drive(make(name, recording, sections), events, recording.tokens) for p in step]
-        assert said
-        for gate, scores in said:
+        predictions = [p for step in drive(make(name, recording, sections), events, recording.tokens) for p in step]
+        assert predictions
+        for gate, scores in predictions:
             assert 0 <= gate < n
             assert scores.dtype == np.float32 and scores.shape[1] == e and len(scores) in (1, batch)
             assert np.isfinite(scores).all()
-        assert {gate for gate, _ in said} >= set(range(3, n))
+        assert {gate for gate, _ in predictions} >= set(range(3, n))
 
     def test_predicts_what_is_to_come(self, name, recording, sections):
         """Never the gate of the event, nor, within a token, an earlier one."""
@@ -344,8 +344,8 @@ def test_static_layers_are_known_from_the_token(recording):
     assert predictor.wants_tokens and not get_predictor("activation-path")(recording.router, None).wants_tokens
     (p,) = predictor.begin(np.array([2, 0]))
     assert p.gate == 0 and set(top_k(p.scores, 2)[0]) == {4, 5} and set(top_k(p.scores, 2)[1]) == {0, 1}
-    said = [q.gate for g in (0, 1, 2) for q in predictor.observe(GateEvent(g, np.array([[0, 1]]), np.ones((1, 2), np.float32)))]
-    assert said == [1, 2]
+    gates = [q.gate for g in (0, 1, 2) for q in predictor.observe(GateEvent(g, np.array([[0, 1]]), np.ones((1, 2), np.float32)))]
+    assert gates == [1, 2]
 
 
 def test_the_first_layer_begins_with_the_token(recording):
@@ -360,11 +360,11 @@ def test_the_first_layer_begins_with_the_token(recording):
         for t in range(rest.n_tokens):
             if rest.starts[t]:
                 predictor.reset_sequence()
-                said = []
-            said = [*said, *predictor.begin(rest.tokens[t : t + 1])] if rest.tokens[t] in with_tokens._first["first_tokens"] else []
-            if said and not rest.starts[t]:
-                hits.append(len(set(top_k(said[-1].scores, k)[0]) & set(rest.ids[t, 0])) / k)
-            said = [p for event in rest.events(t, t + 1) for p in predictor.observe(event) if p.gate == 0]
+                predictions = []
+            predictions = [*predictions, *predictor.begin(rest.tokens[t : t + 1])] if rest.tokens[t] in with_tokens._first["first_tokens"] else []
+            if predictions and not rest.starts[t]:
+                hits.append(len(set(top_k(predictions[-1].scores, k)[0]) & set(rest.ids[t, 0])) / k)
+            predictions = [p for event in rest.events(t, t + 1) for p in predictor.observe(event) if p.gate == 0]
         right[name] = np.mean(hits)
     assert right["tokens"] > right["plain"] + 0.1, right
 
@@ -375,8 +375,8 @@ def test_path_learns_while_it_runs():
     predictor = get_predictor("activation-path")(recording.router)
     loop = [GateEvent(g, np.array([[g, g + 1]]), np.ones((1, 2), np.float32)) for g in range(3)]
     for _ in range(30):
-        said = {p.gate: p.scores for event in loop for p in predictor.observe(event)}
-    for gate, scores in said.items():
+        predictions = {p.gate: p.scores for event in loop for p in predictor.observe(event)}
+    for gate, scores in predictions.items():
         assert set(top_k(scores, 2)[0]) == {gate, gate + 1}
 
 
@@ -385,10 +385,10 @@ def test_token_table_by_brute_force():
     arrays = get_predictor("token-table").fit(recording)
     predictor = get_predictor("token-table")(recording.router, arrays)
     popularity = recording.used().mean(axis=0)
-    said = {p.gate: p.scores for p in predictor.begin(np.array([3, 77]))}
-    assert sorted(said) == [0, 1, 2]
+    predictions = {p.gate: p.scores for p in predictor.begin(np.array([3, 77]))}
+    assert sorted(predictions) == [0, 1, 2]
     where = np.flatnonzero(recording.tokens == 3)
-    for gate, scores in said.items():
+    for gate, scores in predictions.items():
         expected = [(sum(x in recording.ids[t, gate] for t in where) + PRIOR * popularity[gate, x]) / (len(where) + PRIOR) for x in range(6)]
         np.testing.assert_allclose(scores[0], expected, rtol=2e-3)
         np.testing.assert_allclose(scores[1], popularity[gate], rtol=1e-6)
@@ -428,7 +428,7 @@ def test_sequences_side_by_side_are_predicted_as_each_alone(recording, sections)
         ids, weights = (np.concatenate([getattr(event, name) for event in events]) for name in ("ids", "weights"))
         (p,) = predictor.observe(GateEvent(i % n, ids, weights, decode=True))
         assert p.gate == (i + 1) % n
-        np.testing.assert_allclose(p.scores, [said[i] for said in alone], rtol=1e-5)
+        np.testing.assert_allclose(p.scores, [scores[i] for scores in alone], rtol=1e-5)
 
 
 def test_gates_are_the_routers(recording, sections):
