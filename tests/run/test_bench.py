@@ -66,8 +66,8 @@ def test_rows_and_their_table(invoke, quick, small):
 
 def test_forms_for_programs(demo):
     """One measurement, written in each form, is read back by somebody else."""
-    done = measure(Job(demo, options={"memory": 200 << 20, "n_ctx": 256}, tests=(BenchTest(16, 0),), repetitions=1))
-    written = rows(done, 200 << 20)
+    measured = measure(Job(demo, options={"memory": 200 << 20, "n_ctx": 256}, tests=(BenchTest(16, 0),), repetitions=1))
+    written = rows(measured, 200 << 20)
 
     def text(name: str) -> str:
         return "".join(FORMATS[name]([written, written]))
@@ -103,8 +103,8 @@ def test_same_tokens_for_every_engine(demo):
     jobs = [Job(demo, engine, {"n_ctx": 256, **options}, (BenchTest(32, 4),), 1, False, probe_seconds=0)
             for engine, options in (("moeoff", {"memory": 200 << 20}), (STOCK, {"use_mmap": True, "n_threads": 2}))]  # fmt: skip
     for job in jobs:
-        done = measure(job)
-        assert not done.error and [sample.n_tokens for sample in done.samples] == [36]
+        result = measure(job)
+        assert not result.error and [sample.n_tokens for sample in result.samples] == [36]
 
 
 def test_a_text_is_fed_on_and_begins_again():
@@ -121,19 +121,19 @@ def test_a_text_is_fed_on_and_begins_again():
 
 
 def test_a_process_that_fails_says_why(demo):
-    done = measure(Job(demo, options={"memory": 1 << 20}, tests=(BenchTest(1, 0),)))
-    assert "too small" in done.error and not done.samples
-    (row,) = rows(done, 1 << 20)
-    assert row["avg_ts"] is None and row["error"] == done.error
-    done.closed["cgroup_peak_bytes"] = 1 << 20  # known of any process that had a limit
-    assert rows(done, 1 << 20)[0]["error"] == done.error
+    result = measure(Job(demo, options={"memory": 1 << 20}, tests=(BenchTest(1, 0),)))
+    assert "too small" in result.error and not result.samples
+    (row,) = rows(result, 1 << 20)
+    assert row["avg_ts"] is None and row["error"] == result.error
+    result.closed["cgroup_peak_bytes"] = 1 << 20  # known of any process that had a limit
+    assert rows(result, 1 << 20)[0]["error"] == result.error
     assert "not finished after" in measure(Job(demo, options={"n_ctx": 512}, tests=(BenchTest(0, 512),), repetitions=1000), timeout=2.0).error
 
 
 def test_time_limit_cuts_a_test_short(demo):
-    done = measure(Job(demo, options={"n_ctx": 4096}, tests=(BenchTest(0, 4000),), repetitions=3, warm_up=False, seconds=0.2, probe_seconds=0))
-    assert len(done.samples) == 1 and 0 < done.samples[0].n_tokens < 4000
-    assert rows(done, 0)[0]["error"].startswith("cut off after")
+    result = measure(Job(demo, options={"n_ctx": 4096}, tests=(BenchTest(0, 4000),), repetitions=3, warm_up=False, seconds=0.2, probe_seconds=0))
+    assert len(result.samples) == 1 and 0 < result.samples[0].n_tokens < 4000
+    assert rows(result, 0)[0]["error"].startswith("cut off after")
 
 
 def test_ceiling_is_the_longer_of_both():
@@ -178,14 +178,14 @@ def test_jobs_in_rounds(grown, small, tmp_path):
 def test_an_answer_of_its_own(demo):
     """The model's greedy answer, which others then decode, whoever they are; behind what is given the model goes on by itself."""
     job = Job(demo, options={"n_ctx": 256}, tests=prompt_then_tokens(16, 8), repetitions=1, warm_up=False, probe_seconds=0, answer=())
-    done = measure(job)
-    assert [(sample.test, sample.n_tokens) for sample in done.samples] == [(0, 16), (1, 8)]
+    result = measure(job)
+    assert [(sample.test, sample.n_tokens) for sample in result.samples] == [(0, 16), (1, 8)]
     with Llama(demo, n_ctx=256) as llm:
         llm.eval(TokenStream(llm, read_text(None), llm.adds_bos()).take(16, first=True))
-        for token in done.closed["answer"]:
+        for token in result.closed["answer"]:
             assert token == llm.sample(temp=0.0)
             llm.eval([token])
-        other = (int(np.argmin(llm.eval_logits[-1])), *done.closed["answer"][:2])
+        other = (int(np.argmin(llm.eval_logits[-1])), *result.closed["answer"][:2])
         llm.n_tokens = 16
         for token in other:
             llm.eval([token])
@@ -201,8 +201,8 @@ def test_a_context_is_computed_once(demo, tmp_path):
 
     def answer(depth, contexts="", **engine):
         job = Job(demo, options={"n_ctx": 256, "flash_attn": True}, tests=prompt_then_tokens(4, 6, depth), repetitions=1, warm_up=False, probe_seconds=0)
-        done = measure(replace(job, answer=(), contexts=contexts, **engine))
-        return done.error or done.closed["answer"]
+        result = measure(replace(job, answer=(), contexts=contexts, **engine))
+        return result.error or result.closed["answer"]
 
     expected, folder = answer(48), str(tmp_path)
     answer(32, folder)

@@ -160,8 +160,8 @@ def test_a_model_without_a_template_chats_with_a_remark(chat, demo, tmp_path):
     bare = rewritten(demo, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
     terminal = Terminal("-m", bare, "-n", "24", "--temp", "0", cache=tmp_path / "other")
     with terminal:
-        said = " ".join(terminal.ready().split())
-        assert "the model has no chat template: the chat is a plain transcript" in said and "--chat-template" in said
+        text = " ".join(terminal.ready().split())
+        assert "the model has no chat template: the chat is a plain transcript" in text and "--chat-template" in text
         first = sum(prompt_counts(terminal.ask("How many?")))
         assert prompt_counts(terminal.ask("And how many more?"))[1] >= first + 8
 
@@ -171,8 +171,8 @@ def test_commands(chat, tmp_path):
     terminal.child.send("half a question" + CTRL_C)  # which clears the line
     terminal.ready()
     assert "nothing was asked yet" in terminal.ask("/regen")
-    said = terminal.ask("/help")
-    assert all(name in said for name in "/help /clear /regen /system /think /save /load /memory /exit Ctrl-J".split())
+    text = terminal.ask("/help")
+    assert all(name in text for name in "/help /clear /regen /system /think /save /load /memory /exit Ctrl-J".split())
     assert "/bogus: there is no such command" in terminal.ask("/bogus")
 
     assert "there is no system prompt" in terminal.ask("/system")
@@ -281,9 +281,9 @@ def test_how_answers_are_drawn_can_be_changed(demo, capfd):
         lines = iter(["/set", "/set n_predict 3", "/set ignore_eos on", "/set top_p 7", "/set warmth 1", "Hello?"])
         Chat(completer, read=lambda: next(lines, None) or _leave()).loop()
         assert completer.sampling == Sampling(temp=0.5, n_predict=3, ignore_eos=True)
-    said = capfd.readouterr().err
-    assert "| generated 3, " in said and "n_predict -1, temp 0.5, top_k 40" in said and "n_predict 3, temp 0.5" in said
-    assert "/set top_p: 0 to 1, not 7" in said and "a name is one of n_predict, temp, top_k" in said
+    text = capfd.readouterr().err
+    assert "| generated 3, " in text and "n_predict -1, temp 0.5, top_k 40" in text and "n_predict 3, temp 0.5" in text
+    assert "/set top_p: 0 to 1, not 7" in text and "a name is one of n_predict, temp, top_k" in text
 
 
 def _leave() -> str:

@@ -117,9 +117,9 @@ def test_calibrate_refuses_what_it_would_ignore(invoke, options, words):
 def test_the_model_in_both_forms(invoke, command):
     """MODEL and -m MODEL, for every command that has a model; both at once are too many, and calibrate writes nothing beside the demo model."""
     more = ("--text", "x.txt") if command == "eval" else ("-p", "x") if command == "run" else ()
-    said = [invoke(command, *model, *more) for model in (("missing.gguf",), ("-m", "missing.gguf"))]
-    assert all(done.returncode == 1 and "missing.gguf" in done.stdout + done.stderr for done in said), said
-    assert command == "doctor" or (said[0].stdout, said[0].stderr) == (said[1].stdout, said[1].stderr)
+    results = [invoke(command, *model, *more) for model in (("missing.gguf",), ("-m", "missing.gguf"))]
+    assert all(done.returncode == 1 and "missing.gguf" in done.stdout + done.stderr for done in results), results
+    assert command == "doctor" or (results[0].stdout, results[0].stderr) == (results[1].stdout, results[1].stderr)
     if command != "bench":
         done = invoke(command, "missing.gguf", "-m", "missing.gguf", *more)
         assert done.returncode == 1 and "give MODEL or -m, not both" in done.stderr
@@ -130,8 +130,8 @@ def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
     now = iter([0.0, 0.0, 1.0, 61.0, 62.0, 130.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
     with progress_bar("tokens") as update:
-        for done in (0, 100, 610, 620, 1000):
-            update("evaluating", done, 2000)
+        for n in (0, 100, 610, 620, 1000):
+            update("evaluating", n, 2000)
     assert capsys.readouterr().err == "evaluating: 610 of 2000 tokens, 10 tok/s, 2:19 left\nevaluating: 1000 of 2000 tokens, 7.69 tok/s, 2:10 left\n"
 
 
@@ -141,8 +141,8 @@ def test_the_time_left_of_what_slows_down(monkeypatch, capsys):
     now = iter([0.0, *seconds])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
     line = console.ProgressLine(slows=True)
-    for done in range(0, 1001, 250):
-        line.update("prompt", done, 2010)
+    for at in range(0, 1001, 250):
+        line.update("prompt", at, 2010)
     assert capsys.readouterr().err == "prompt: 1000 of 2010 tokens, 16.7 tok/s, 2:21 left\n"
 
 

@@ -142,8 +142,8 @@ def test_refused(demo, tmp_path):
 
 
 def test_from_the_command_line(demo, invoke):
-    said = [
+    answers = [
         json.loads(invoke("run", demo, "-p", PROMPT, "--temp", "0", "-n", "60", "--raw", "--json", *more).stdout)
         for more in ([], ["--spec-type", "ngram-simple"])
     ]
-    assert said[0]["text"] == said[1]["text"] and said[0]["usage"] == said[1]["usage"]
+    assert answers[0]["text"] == answers[1]["text"] and answers[0]["usage"] == answers[1]["usage"]

@@ -40,8 +40,8 @@ def test_every_habit_takes_as_many_values_as_in_llama_cpp():
     for program in ("run", "serve"):
         theirs = {name: habit for name, habit in habits_of(program).items() if name in server_options()}
         assert {name for name, habit in theirs.items() if habit.takes_value != bool(server_options()[name].n_values)} == set()
-    gone = {"--mmap", "--no-mmap", "--mlock", "-dio", "--direct-io", "-ndio", "--no-direct-io"}  # which people still type
-    assert set(habits_of("serve")) - set(server_options()) <= gone
+    flags = {"--mmap", "--no-mmap", "--mlock", "-dio", "--direct-io", "-ndio", "--no-direct-io"}  # which people still type
+    assert set(habits_of("serve")) - set(server_options()) <= flags
     ours = {opt: not param.is_flag for param in main.commands["run"].params for opt in param.opts if hasattr(param, "is_flag")}
     optional = {"--swa-full", "--kv-unified"}  # on or off may follow
     assert {name for name in ours.keys() & server_options().keys() - optional if ours[name] != bool(server_options()[name].n_values)} == set()
@@ -114,13 +114,13 @@ def test_what_is_wrong_is_said_before_any_weight_is_read(demo, tmp_path):
     with mock.patch.object(Engine, "loading", side_effect=AssertionError("weights are read")):
         for command in (run, report):
             assert isinstance(CliRunner().invoke(main, command).exception, AssertionError)  # where nothing is wrong
-            for words, said in (
+            for words, text in (
                 (("--strategy", "magic"), "unknown strategy 'magic'"),
                 (("--strategy", "promoe", "--expert-memory", "4M"), "moeoff calibrate"),
                 (("--profile", "missing.npz"), "missing.npz"),
                 (("--profile", str(tmp_path / "damaged.npz")), "damaged.npz"),
             ):
                 done = CliRunner().invoke(main, [*command, *words])
-                assert done.exit_code == 1 and said in done.stderr, (words, done.output, done.exception)
+                assert done.exit_code == 1 and text in done.stderr, (words, done.output, done.exception)
         done = CliRunner().invoke(main, [*run, "--chat-template-file", str(tmp_path / "damaged.jinja")])
         assert done.exit_code == 1 and "cannot be read" in done.stderr

@@ -46,9 +46,9 @@ def test_json(invoke, demo):
 
 def test_text(demo, moeoff_command):
     done = moeoff_command("inspect", demo, "-c", "1024", "--memory", "130M")
-    said = " ".join(done.stdout.split())
+    text = " ".join(done.stdout.split())
     row = r"130 MiB is enough at a context of 1024: \d+% of the experts in memory, at most \S+ tokens/s; behind 1,024 tokens \d+%, \S+ tokens/s"
-    assert re.search(row, said), said
+    assert re.search(row, text), text
     assert done.returncode == 0 and done.stderr.startswith("a context of 1024: the model was trained for 256 tokens") and done.stderr.count("\n") == 1
     for words in (
         "qwen2moe, 12 layers",
@@ -61,14 +61,14 @@ def test_text(demo, moeoff_command):
         "Measured now: computing a token takes",
         "attention to 1,024 tokens",
     ):
-        assert words in said, words
+        assert words in text, words
 
 
 def test_what_is_chosen_is_explained(demo, invoke):
     """By inspect before a model is loaded, by a model and a server of themselves. Inspect says what a server chooses otherwise, and why one cannot be."""
-    said = json.loads(invoke("inspect", demo, "--explain", "--json", "-ub", "64").stdout)
-    assert "80% of what is available" in said["memory"] and said["micro-batch"].startswith("64 tokens: as given")
-    assert said["strategy"].startswith("auto: nothing to do, all experts fit") and said["prefetching"] == "none: all experts fit"
+    choices = json.loads(invoke("inspect", demo, "--explain", "--json", "-ub", "64").stdout)
+    assert "80% of what is available" in choices["memory"] and choices["micro-batch"].startswith("64 tokens: as given")
+    assert choices["strategy"].startswith("auto: nothing to do, all experts fit") and choices["prefetching"] == "none: all experts fit"
     with moeoff.Llama(demo, expert_memory="4M", n_ctx=256, strategy="fate", flash_attn=True) as llm:
         reasons, stats = explain(llm.engine), llm.stats()
     assert f"{stats.micro_batch} tokens: {stats.micro_batch_reason};" in reasons["micro-batch"]
@@ -76,7 +76,7 @@ def test_what_is_chosen_is_explained(demo, invoke):
     assert reasons["experts"] == "4.00 MiB in memory of 18 MiB" and reasons["strategy"].startswith("fate: ") and reasons["prefetching"] == "by gate"
     server = moeoff.Server(demo, port=0, expert_memory="4M", n_ctx=256, parallel=2, kv_disk=0).explain()
     assert reasons.keys() < server.keys() and server["slots"].startswith("answers at a time: 2,") and server["on disk"].startswith("none")
-    assert said["serve"].keys() == {"memory", "context", *server.keys() - reasons.keys()} and said["serve"]["slots"].startswith("answers at a time: 4,")
+    assert choices["serve"].keys() == {"memory", "context", *server.keys() - reasons.keys()} and choices["serve"]["slots"].startswith("answers at a time: 4,")
     floor = json.loads(invoke("inspect", demo, "--json", "--probe", "off").stdout)["floor_bytes"]
     assert "this model needs" in json.loads(invoke("inspect", demo, "--explain", "--json", "--memory", str(floor)).stdout)["serve"][""]
 
@@ -103,8 +103,8 @@ def test_every_command_names_the_same_needs(demo, moeoff_command):
     asked = ("-m", demo, "--memory", f"{needed - 1}M", "-n", "8")
     for command in (("run", *asked, "-p", "x"), ("report", *asked, "-p", "8"), ("bench", *asked, "-p", "8", "-r", "1")):
         done = moeoff_command(*command)
-        said = " ".join((done.stdout + done.stderr).split())
-        assert f"this model needs {needed} MiB" in said and "at 256 tokens" in said and done.returncode == 1, said
+        text = " ".join((done.stdout + done.stderr).split())
+        assert f"this model needs {needed} MiB" in text and "at 256 tokens" in text and done.returncode == 1, text
     done = moeoff_command("run", "-m", demo, "--memory", f"{needed}M", "-n", "8", "-p", "x")
     assert done.returncode == 0 and "| context 256 | memory" in done.stderr, done.stderr
 
@@ -114,8 +114,8 @@ def test_one_share(grown, moeoff_command, tmp_path):
     """What inspect says of a budget is what a run then has while it decodes, and what bench says of it: of a model whose experts are many times what two processes differ by."""
     full = sum(slot_bytes(kind.nbytes) * kind.count for kind in slice_kinds(ModelIndex.read(grown)))
     for budget in ("150M", "180M"):
-        said = moeoff_command("inspect", grown, "--memory", budget, "--json", "--probe", "off")
-        share = next(row["resident_share"] for row in json.loads(said.stdout)["budgets"] if row["asked"])
+        report = moeoff_command("inspect", grown, "--memory", budget, "--json", "--probe", "off")
+        share = next(row["resident_share"] for row in json.loads(report.stdout)["budgets"] if row["asked"])
         stats = tmp_path / f"{budget}.json"
         assert moeoff_command("run", grown, "--memory", budget, "-p", "How many?", "-n", "64", "--ignore-eos", "--stats-json", str(stats)).returncode == 0
         ran = json.loads(stats.read_text())["arena_bytes"] / full
@@ -212,8 +212,8 @@ def test_speeds_are_those_of_a_run(moeoff_command, tmp_path):
     model = tmp_path / "grown.gguf"
     grow_model(DEMO, model, Growth(16, 16, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q8_0))
     for budget in ("1330M", "1045M", "760M"):
-        said = moeoff_command("inspect", str(model), "--memory", budget, "--json")
-        told = next(row for row in json.loads(said.stdout)["budgets"] if row["asked"])
+        report = moeoff_command("inspect", str(model), "--memory", budget, "--json")
+        told = next(row for row in json.loads(report.stdout)["budgets"] if row["asked"])
         done = moeoff_command("bench", str(model), "--memory", budget, "-p", "0", "-n", "96", "-r", "3", "-o", "json", "--text", str(PROSE))
         (row,) = json.loads(done.stdout)
         assert told["tps"] == pytest.approx(row["avg_ts"], rel=0.25), (budget, done.stdout)

@@ -107,10 +107,10 @@ def test_what_was_given_reaches_llama_server(demo):
 
 def test_llama_cpps_numbers_for_nothing_are_as_good_as_nothing_said(demo):
     """Programs that know llama_cpp.Llama pass them; people do not write them."""
-    said = {"n_threads": 0, "rope_scaling_type": -1, "rope_freq_base": 0.0, "rope_freq_scale": 0.0, "yarn_orig_ctx": 0, "numa": False}
-    assert Config.make(demo, **said).keywords == Config.make(demo).keywords
+    numbers = {"n_threads": 0, "rope_scaling_type": -1, "rope_freq_base": 0.0, "rope_freq_scale": 0.0, "yarn_orig_ctx": 0, "numa": False}
+    assert Config.make(demo, **numbers).keywords == Config.make(demo).keywords
     assert Config.make(demo, numa=0).numa is None
-    for name in said:
+    for name in numbers:
         with pytest.raises(moeoff.OptionError, match=f"{name}: "):
             Config.make(demo, **{name: "0"})
 
@@ -333,12 +333,12 @@ def test_a_build_with_a_backend_and_no_driver_says_so_in_a_sentence(monkeypatch,
     monkeypatch.setattr("moeoff.llamacpp.devices.devices", lambda: [])
     monkeypatch.setattr("moeoff.llamacpp.devices.find_devices", lambda: "the driver is too old")
     values = {"n_gpu_layers": 99, "vram": "auto"}
-    (said,) = without_gpu(values)
+    (line,) = without_gpu(values)
     reason = f"this build has {backend}, and no driver offers a device (the driver is too old)"
-    assert said.startswith(f"--n-gpu-layers and --vram have no effect: {reason}") and not values
+    assert line.startswith(f"--n-gpu-layers and --vram have no effect: {reason}") and not values
     (gpu,) = [finding for finding in check_cpu() if finding.name == "gpu"]
     assert gpu.text.startswith(reason) and gpu.text.endswith(": the CPU computes everything")
-    assert all(("GGML_VK_VISIBLE_DEVICES" in text) == (backend == "Vulkan") for text in (said, gpu.text))
+    assert all(("GGML_VK_VISIBLE_DEVICES" in text) == (backend == "Vulkan") for text in (line, gpu.text))
     asked = {"n_gpu_layers": 99, "vram": "1G"}
     assert without_gpu(asked) == [] and len(asked) == 2
 

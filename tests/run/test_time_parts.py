@@ -16,9 +16,9 @@ def run(model: str, **options) -> tuple[Sample, Sample]:
     """A prompt's sample, and one of single tokens, in an arena of a fifth of the demo model's experts."""
     options = {"expert_memory": "2M", "n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "io_threads": 3} | options
     meter = {"registers": (str(ROOT / "scripts/research/time_parts.py"),), "meter": "time_parts:TimeMeter"}
-    done = measure(Job(model, options=options, tests=prompt_then_tokens(16, N), repetitions=1, warm_up=False, text=str(PROSE), probe_seconds=0, **meter))
-    assert not done.error
-    return done.samples[0], done.samples[1]
+    result = measure(Job(model, options=options, tests=prompt_then_tokens(16, N), repetitions=1, warm_up=False, text=str(PROSE), probe_seconds=0, **meter))
+    assert not result.error
+    return result.samples[0], result.samples[1]
 
 
 def test_parts_add_up(demo):

@@ -316,7 +316,7 @@ def test_every_method_after_the_end(demo, closes):
     state, tokenizer = llm.save_state(), llm.tokenizer()
 
     def problems():
-        found = []
+        lines = []
         for name in sorted(set(methods()) - HARMLESS):
             args = (state,) if name == "load_state" else AFTER.get(name, ())
             try:
@@ -328,13 +328,13 @@ def test_every_method_after_the_end(demo, closes):
             except ImportError:  # what create_chat_completion_openai_v1 needs
                 continue
             except BaseException as error:
-                found.append(f"{name}: {type(error).__name__}: {error}")
+                lines.append(f"{name}: {type(error).__name__}: {error}")
             else:
-                found.append(f"{name}: nothing")
+                lines.append(f"{name}: nothing")
         for what in (lambda: tokenizer.tokenize(b"x"), lambda: llm.ctx, lambda: llm.model, lambda: llm.can_shift):
             with pytest.raises(MoeoffError):
                 what()
-        return found
+        return lines
 
     if closes == "close":
         llm.close()
@@ -418,12 +418,12 @@ def test_a_budget_moves_whole_or_not_at_all(demo, step):
         while True:
             nth += step
             before = llm.engine.plan.budget
-            wanted = llm.engine.plan.fixed + ((6 if nth % 2 else 11) << 20)
+            budget = llm.engine.plan.fixed + ((6 if nth % 2 else 11) << 20)
             with contextlib.suppress(Interrupt), at_event(nth) as counted:
-                llm.set_memory(wanted)
-            plan, found = llm.engine.plan, llm.engine.buffer.stats()
-            if plan.budget not in (before, wanted) or found.arena_bytes != sum(llm.engine.sizer.arenas) or found.arena_committed > found.arena_bytes:
-                wrong.append(f"{counted.where}: plan {plan.arena}, arenas {found.arena_bytes}")
+                llm.set_memory(budget)
+            plan, stats = llm.engine.plan, llm.engine.buffer.stats()
+            if plan.budget not in (before, budget) or stats.arena_bytes != sum(llm.engine.sizer.arenas) or stats.arena_committed > stats.arena_bytes:
+                wrong.append(f"{counted.where}: plan {plan.arena}, arenas {stats.arena_bytes}")
             if counted.where is None:
                 break
         assert not wrong and nth > 50

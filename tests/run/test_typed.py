@@ -60,13 +60,13 @@ def first(table: dict, line: str):
 
 
 def test_every_command_is_typed_or_has_a_reason():
-    found = {line: page.name for page in PAGES for line in commands(page)}
-    assert len(found) >= 30 and {"README.md", "serving.md", "policy.md"} <= set(found.values())
-    lost = [line for line in found if first(EXCEPT, line) is None and first(SAYS, line) is None]
+    pages = {line: page.name for page in PAGES for line in commands(page)}
+    assert len(pages) >= 30 and {"README.md", "serving.md", "policy.md"} <= set(pages.values())
+    lost = [line for line in pages if first(EXCEPT, line) is None and first(SAYS, line) is None]
     assert not lost, lost
     for table in (EXCEPT, SAYS):
         for pattern in table:
-            assert any(re.search(pattern, line) for line in found), f"{pattern}: no page has such a command"
+            assert any(re.search(pattern, line) for line in pages), f"{pattern}: no page has such a command"
 
 
 @pytest.mark.slow
@@ -88,29 +88,29 @@ def _type(line: str, folder: Path) -> None:
     child = pexpect.spawn(
         str(Path(sys.executable).with_name(words[0])), words[1:], cwd=folder, dimensions=(40, COLUMNS), encoding="utf-8", timeout=2400, env=env
     )
-    ending, said = child.expect([r"Ctrl-D\s+leaves", r"Ctrl-C\s+ends", pexpect.EOF]), ""
-    said = child.before + (child.after + "\n" if ending < 2 else "")  # what is drawn over later begins a line of its own
+    ending, output = child.expect([r"Ctrl-D\s+leaves", r"Ctrl-C\s+ends", pexpect.EOF]), ""
+    output = child.before + (child.after + "\n" if ending < 2 else "")  # what is drawn over later begins a line of its own
     if ending == 0:  # a chat
         child.expect(READING)
         child.send("How many apples?\r")
         child.expect(ENTERED)
         child.expect(_ANSWERED)
-        said += child.before + child.after
+        output += child.before + child.after
         child.expect(READING)
         child.send("\x04")
     elif ending == 1:  # a server
         child.sendintr()
     if ending < 2:
         child.expect(pexpect.EOF)
-        said += child.before
+        output += child.before
     child.close()
-    said = plain(re.sub(r"[^\n]*\r(?!\n)", "", said))  # without what was drawn over
-    assert child.exitstatus == 0 and "Traceback" not in said, f"{line}\n{said}"
-    assert re.search(first(SAYS, line), " ".join(said.split())), f"{line}\n{said}"
+    output = plain(re.sub(r"[^\n]*\r(?!\n)", "", output))  # without what was drawn over
+    assert child.exitstatus == 0 and "Traceback" not in output, f"{line}\n{output}"
+    assert re.search(first(SAYS, line), " ".join(output.split())), f"{line}\n{output}"
     if (made := next((words[i + 1] for i, word in enumerate(words) if word in ("-o", "--plot", "--trace")), None)) is not None:
         assert (folder / made).exists(), line
     if first(LONG, line) is None:
-        long = [text for text in said.splitlines() if len(text.rstrip()) > COLUMNS]
+        long = [text for text in output.splitlines() if len(text.rstrip()) > COLUMNS]
         assert not long, f"{line}\n" + "\n".join(long)
 
 
