@@ -30,7 +30,7 @@ def test_the_last_stage_of_the_container_is_what_is_tested():
     assert any(name == "RUN" and "pip install" in rest and "--find-links /wheels moeoff" in rest for name, rest in steps)
     assert "g++" not in "".join(rest for _, rest in steps)
     place = clean_install.Place(ROOT)
-    with pytest.raises(clean_install.Failed, match="does not know: ADD"):
+    with pytest.raises(clean_install.Failure, match="does not know: ADD"):
         place.follow("ADD", "x y")
 
 

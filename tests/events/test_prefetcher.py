@@ -283,14 +283,14 @@ def test_a_text_begins_where_no_other_goes_on():
 
 
 def test_a_trace_is_closed_whatever_fails_before():
-    class Fails(Observer):
+    class Failure(Observer):
         def close(self):
             raise OSError("no space left")
 
     driver, calls = Driver(Recorder()), []
     driver.buffer.running = True
     driver._trace = SimpleNamespace(note=calls.append, close=lambda: calls.append("closed"))
-    driver.add(Fails())
+    driver.add(Failure())
     with pytest.raises(OSError):
         driver.close({"reads": 3})
     assert calls == [{"reads": 3}, "closed"]
@@ -317,7 +317,7 @@ class Parts:
 def test_a_decode_batch_is_predicted_row_by_row():
     """The experts of all sequences, those that a sequence wants most before those that one wants second, up to what the disk can read."""
     buffer = Recorder()
-    predictor = Fixed([[9, 8, 1, 0, 0, 0, 0, 0], [0, 0, 0, 7, 9, 0, 0, 0], [0, 8, 0, 0, 9, 0, 0, 0]])
+    predictor = Constant([[9, 8, 1, 0, 0, 0, 0, 0], [0, 0, 0, 7, 9, 0, 0, 0], [0, 8, 0, 0, 9, 0, 0, 0]])
     prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1, ab_tested=False)
     prefetcher._earned = 3.0
     event = event_of(0, 3)
@@ -463,7 +463,7 @@ def test_a_prompt_is_read_ahead_whatever_decode_leaves_out(demo, strategy):
     assert stats.skipped > 0 and (strategy != "auto" or stats.prefetch_gain is not None)  # in decode as judged
 
 
-class Fixed:
+class Constant:
     """Predicts the same scores for the other gate, whatever happens."""
 
     wants_tokens = False
@@ -481,7 +481,7 @@ def event_of(gate, n_tokens, t_ns=0, n_miss=1, ids=(0, 1)):
 
 
 def test_what_decode_found_leaves_prompts_alone():
-    buffer, predictor = Recorder(), Fixed([[9, 8, 1, 0, 0, 0, 0, 0]] * 4)
+    buffer, predictor = Recorder(), Constant([[9, 8, 1, 0, 0, 0, 0, 0]] * 4)
     prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1)
     prefetcher.ab_test.on = False
     prefetcher.observe(event_of(0, 1))
@@ -493,7 +493,7 @@ def test_what_decode_found_leaves_prompts_alone():
 def test_reads_ahead_only_what_is_mostly_used():
     """The second place is never selected: it is no longer read, but kept if it is there."""
     buffer = Recorder()
-    prefetcher = Prefetcher(buffer, Fixed([[9, 8, 1, 0, 0, 0, 0, 0]]), n_used=2, io_threads=1)
+    prefetcher = Prefetcher(buffer, Constant([[9, 8, 1, 0, 0, 0, 0, 0]]), n_used=2, io_threads=1)
     prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
     prefetcher._earned = 4.0
     for token in range(40):
@@ -505,7 +505,7 @@ def test_reads_ahead_only_what_is_mostly_used():
 
 
 def test_predicts_nothing_while_the_disk_has_nothing_to_do():
-    buffer, predictor = Recorder(), Fixed([[9, 8, 1, 0, 0, 0, 0, 0]])
+    buffer, predictor = Recorder(), Constant([[9, 8, 1, 0, 0, 0, 0, 0]])
     prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1, ab_tested=False)
     t = 0
 
@@ -535,7 +535,7 @@ def decoded(gate, n_tokens, t_ns=0):
 
 def test_each_number_of_tokens_is_compared_by_itself():
     """Four at once take longer than one, with prefetching and without."""
-    prefetcher = Prefetcher(Recorder(), Fixed(np.ones((4, 8))), n_used=2, io_threads=1)
+    prefetcher = Prefetcher(Recorder(), Constant(np.ones((4, 8))), n_used=2, io_threads=1)
     t = 0
 
     def step(n_tokens, ns):
@@ -558,7 +558,7 @@ def test_each_number_of_tokens_is_compared_by_itself():
 
 def test_what_is_seldom_useful_is_not_read_for_several_sequences():
     buffer = Recorder()
-    prefetcher = Prefetcher(buffer, Fixed([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]]), n_used=2, io_threads=1)
+    prefetcher = Prefetcher(buffer, Constant([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]]), n_used=2, io_threads=1)
     prefetcher._ab_tests[2] = SimpleNamespace(on=True, token=lambda ns: None)
     prefetcher._earned = 8.0
     for token in range(40):
@@ -572,7 +572,7 @@ def test_what_is_seldom_useful_is_not_read_for_several_sequences():
 
 
 def test_several_tokens_may_earn_the_slices_of_all_their_experts():
-    prefetcher = Prefetcher(Recorder(), Fixed(np.zeros((6, 8))), n_used=2, io_threads=1, ab_tested=False)
+    prefetcher = Prefetcher(Recorder(), Constant(np.zeros((6, 8))), n_used=2, io_threads=1, ab_tested=False)
     mosts = []
     for n_tokens in (1, 3, 6):
         prefetcher.observe(decoded(0, n_tokens))

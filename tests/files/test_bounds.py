@@ -495,7 +495,7 @@ def test_texts_that_are_too_long(tmp_path, monkeypatch):
     with open(text, "wb") as file:
         file.truncate(17 << 20)
 
-    class Reads:
+    class Reader:
         def adds_bos(self) -> bool:
             return False
 
@@ -503,7 +503,7 @@ def test_texts_that_are_too_long(tmp_path, monkeypatch):
             return 0
 
     with pytest.raises(OptionError, match="it has 17 MiB, expected at most 16 MiB"):
-        read_windows(Reads(), [text], 64)
+        read_windows(Reader(), [text], 64)
 
 
 # --- what would be overwritten ---

@@ -19,7 +19,7 @@ from helpers import ggml_api
 from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
 from helpers.eval_callback import WithCallback
 from helpers.files import ROOT, flip_bit
-from helpers.kernels import Op, Plain
+from helpers.kernels import CpuTensor, Op
 from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.models import rewritten, split_model
 from moeoff import ModelError, OptionError, ReadError
@@ -159,7 +159,7 @@ def test_mixed_types_in_a_layer(model, tmp_path):
             expected = np.zeros_like(result)
             for type in np.unique(type_of).tolist():
                 data = source.data(name) if type == tensor.type else quantize(source.rows(name), type)
-                with Plain(data.reshape(32, -1), type, tensor.shape[:0:-1]) as plain:
+                with CpuTensor(data.reshape(32, -1), type, tensor.shape[:0:-1]) as plain:
                     with Op(plain, n_tokens=len(ids), n_rows_in=rows.shape[1], n_used=ids.shape[1]) as op:
                         op.give(rows, ids)
                         expected[type_of == type] = op.compute(backend, 0)[type_of == type]

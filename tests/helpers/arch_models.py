@@ -150,7 +150,7 @@ class Block:
     router_input: np.ndarray | None
 
 
-class Watched(WithCallback, moeoff.Llama):
+class Watcher(WithCallback, moeoff.Llama):
     """Notes what the graph's own nodes read; `blocks` has it in the order of computing."""
 
     def __init__(self, *args, **kwargs):

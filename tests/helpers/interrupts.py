@@ -70,7 +70,7 @@ class Interrupt(BaseException):
 
 
 @dataclass
-class Counted:
+class Places:
     """Places passed so far, and where the exception was raised; None: it was not."""
 
     places: int = 0
@@ -78,9 +78,9 @@ class Counted:
 
 
 @contextmanager
-def at_event(nth: int) -> Iterator[Counted]:
+def at_event(nth: int) -> Iterator[Places]:
     """Raises `Interrupt` at the n-th place of this thread at which Python looks for signals. 0: never, they are counted."""
-    counted = Counted()
+    counted = Places()
 
     def watch(frame: FrameType, event: str, argument: object) -> None:
         if event not in ("call", "c_return") or frame.f_code.co_name == "__del__":  # what is raised in one goes nowhere
@@ -99,9 +99,9 @@ def at_event(nth: int) -> Iterator[Counted]:
 
 
 @contextmanager
-def at_time(seconds: float) -> Iterator[Counted]:
+def at_time(seconds: float) -> Iterator[Places]:
     """Raises `Interrupt` after this time, wherever the main thread is then, as Ctrl-C would: from a signal."""
-    counted = Counted()
+    counted = Places()
 
     def arrive(_signum: int, frame: FrameType | None) -> None:
         if counted.where is None and frame is not None and frame.f_code.co_name != "__del__":

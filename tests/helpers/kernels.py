@@ -15,7 +15,7 @@ N_COLS, N_ROWS, N_EXPERT, N_USED = 512, 48, 8, 3
 NONE = -1
 
 
-class Reserved:
+class BufferTensor:
     """One tensor of experts in an expert buffer, its slices scattered over a file.
 
     Args:
@@ -50,7 +50,7 @@ class Reserved:
         assert self.buffer.arena_full == sum(slot_bytes(s.nbytes) for s in slices if s is not None)
         self.buffer.start(int(n_slots * self.slot))
 
-    def __enter__(self) -> Reserved:
+    def __enter__(self) -> BufferTensor:
         return self
 
     def __exit__(self, *_exc) -> None:
@@ -60,7 +60,7 @@ class Reserved:
         self._context.close()
 
 
-class Plain:
+class CpuTensor:
     """The same experts in a CPU buffer."""
 
     def __init__(self, data: np.ndarray, type: int, shape=(N_COLS, N_ROWS)):
@@ -70,7 +70,7 @@ class Plain:
         self._context.allocate(cpu_buffer_type())
         write(self.tensor, data)
 
-    def __enter__(self) -> Plain:
+    def __enter__(self) -> CpuTensor:
         return self
 
     def __exit__(self, *_exc) -> None:
@@ -88,7 +88,7 @@ class Op:
 
     def __init__(
         self,
-        *experts: Plain | Reserved,
+        *experts: CpuTensor | BufferTensor,
         n_tokens: int,
         n_rows_in: int = 1,
         padded_ids: bool = False,

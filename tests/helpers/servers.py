@@ -34,7 +34,7 @@ print("stopped", flush=True)
 """
 
 
-class Served:
+class Service:
     """A process that serves until it is told to stop. first: code that it runs before all else. Nothing is kept on disk unless it is said."""
 
     def __init__(self, model: str, first: str = "", **options):
@@ -54,7 +54,7 @@ class Served:
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=300, http_client=single_use())
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> Service:
         return self
 
     def __exit__(self, *_) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.ggml_api import F32, I32, Context, cpu_buffer_type, quantized, read, write
-from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
+from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, CpuTensor
 from helpers.waiting import wait_until
 from moeoff import OptionError
 from moeoff.engine.buffer import ExpertBuffer
@@ -41,7 +41,7 @@ class Block:
             for _ in MATRICES:
                 weights = rng.standard_normal((N_EXPERT, N_ROWS, N_COLS), np.float32)
                 data = [quantized(weights, type) for type in self.types]
-                self.plain.append([Plain(d, type) for d, type in zip(data, self.types)])
+                self.plain.append([CpuTensor(d, type) for d, type in zip(data, self.types)])
                 for version in (HIGH, LOW):
                     sources[version].append([])
                     for row in data[version]:

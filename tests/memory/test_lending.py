@@ -132,7 +132,7 @@ def tokens(n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(10, 4000, n).tolist()
 
 
-class Watched:
+class Outcome:
     """What comes of turns: the arena as each batch is about to be computed, each batch's outputs, and the experts in memory after each turn.
 
     Its numbers are the process's: one at a time.
@@ -170,8 +170,8 @@ def needs(model: str) -> int:
 
 def test_experts_have_what_short_prompts_leave(grown):
     turns = (20, 400, 30, 520, 12)
-    without = Watched(grown, turns, expert_memory=ROOM)
-    lent = Watched(grown, turns, memory=needs(grown) + ROOM)
+    without = Outcome(grown, turns, expert_memory=ROOM)
+    lent = Outcome(grown, turns, memory=needs(grown) + ROOM)
     batches = [n for turn in turns for n in (*([512] * (turn // 512)), turn % 512, *([1] * 12))]
     ends = np.cumsum([turn // 512 + 13 for turn in turns]) - 1  # the last of each turn
     plan = lent.plan
@@ -342,7 +342,7 @@ def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
 
 
 def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):
-    run = Watched(grown, [20], memory=needs(grown) + ROOM, trace=tmp_path / "t.trace")
+    run = Outcome(grown, [20], memory=needs(grown) + ROOM, trace=tmp_path / "t.trace")
     assert set(run.arenas) == {run.arenas[0]}
 
 

@@ -12,7 +12,7 @@ from helpers.arch_models import (
     ROUTED_OUTSIDE,
     WITHOUT_BLOCK,
     WITHOUT_MEMORY,
-    Watched,
+    Watcher,
     expert_layers,
     open_moeoff,
     open_stock,
@@ -75,7 +75,7 @@ def test_gate_events(architecture, writer, folder):
     """Events come in the order of the graph, with the ids that its matrix ops read and the operand of the router."""
     path = write_model(writer, folder, architecture, "F32")
     events = []
-    with open_moeoff(path, cls=Watched, gate_input=True) as model:
+    with open_moeoff(path, cls=Watcher, gate_input=True) as model:
         model.set_gate_callback(events.append)
         run(model, 17, 3)
         model.engine.buffer.drain()

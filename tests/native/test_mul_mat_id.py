@@ -19,7 +19,7 @@ from helpers.ggml_api import (
     quantized,
     random_experts,
 )
-from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, NONE, Op, Plain, Reserved
+from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, NONE, BufferTensor, CpuTensor, Op
 from moeoff.errors import MoeoffError, ReadError
 from moeoff.gguf.quantize import type_from_name
 from moeoff.llamacpp import native
@@ -29,10 +29,10 @@ Q8_0, Q4_K = type_from_name("Q8_0"), type_from_name("Q4_K")
 ROW_KERNELS = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "Q4_0", "IQ4_NL", "MXFP4", "Q5_0", "Q8_0")  # where the processor has them
 
 
-def pair(tmp_path: Path, type: int, rng: np.random.Generator, **options) -> tuple[Plain, Reserved]:
+def pair(tmp_path: Path, type: int, rng: np.random.Generator, **options) -> tuple[CpuTensor, BufferTensor]:
     shape = options.get("shape", (N_COLS, N_ROWS))
     data = random_experts(type, (N_EXPERT, *shape[::-1]), rng)
-    return Plain(data, type, shape), Reserved(tmp_path / "experts", list(data), [type] * N_EXPERT, **options)
+    return CpuTensor(data, type, shape), BufferTensor(tmp_path / "experts", list(data), [type] * N_EXPERT, **options)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -145,8 +145,8 @@ def test_mixed_types_and_none(names, n_none, tmp_path, backend):
     slices = [None if t == NONE else data[t][e] for e, t in enumerate(type_of)]
     assert len({activation_type(t) for t in types}) >= 2
     with contextlib.ExitStack() as stack:
-        plains = [stack.enter_context(Plain(data[t], t)) for t in data]
-        reserved = stack.enter_context(Reserved(tmp_path / "experts", slices, type_of.tolist(), n_slots=2))
+        plains = [stack.enter_context(CpuTensor(data[t], t)) for t in data]
+        reserved = stack.enter_context(BufferTensor(tmp_path / "experts", slices, type_of.tolist(), n_slots=2))
         for n_tokens in (1, 8, 40):
             for n_rows_in in (1, N_USED):
                 with Op(*plains, reserved, n_tokens=n_tokens, n_rows_in=n_rows_in) as op:
@@ -164,7 +164,7 @@ def test_only_none(tmp_path, backend):
     """A token whose experts are all "none"."""
     data = random_experts(Q8_0, (N_EXPERT, N_ROWS, N_COLS), np.random.default_rng(4))
     slices = [data[0]] + [None] * (N_EXPERT - 1)
-    with Reserved(tmp_path / "experts", slices, [Q8_0] + [NONE] * (N_EXPERT - 1)) as reserved, Op(reserved, n_tokens=4) as op:
+    with BufferTensor(tmp_path / "experts", slices, [Q8_0] + [NONE] * (N_EXPERT - 1)) as reserved, Op(reserved, n_tokens=4) as op:
         for n_threads in (1, 4):
             ids = op.choose(np.random.default_rng(5))
             out = op.compute(backend, 0, n_threads)
@@ -202,7 +202,7 @@ def test_two_slots(name, tmp_path, backend):
 
 def test_below_two_slots_is_refused(tmp_path):
     data = random_experts(Q8_0, (N_EXPERT, N_ROWS, N_COLS), np.random.default_rng(8))
-    with Reserved(tmp_path / "experts", list(data), [Q8_0] * N_EXPERT) as reserved:
+    with BufferTensor(tmp_path / "experts", list(data), [Q8_0] * N_EXPERT) as reserved:
         with pytest.raises(MoeoffError, match="below the floor"):
             reserved.buffer.set_arena_bytes(2 * reserved.slot - 1)
 
@@ -241,7 +241,7 @@ def test_resizing_with_classes_of_different_sizes(tmp_path, backend):
     weights = rng.standard_normal((N_EXPERT, N_ROWS, N_COLS), np.float32)
     data = {t: quantized(weights, t) for t in set(types)}
     slices = [data[t][e] for e, t in enumerate(types)]
-    with Plain(data[F32], F32) as f32, Plain(data[Q4_K], Q4_K) as q4_k, Reserved(tmp_path / "experts", slices, types, n_slots=2) as reserved:
+    with CpuTensor(data[F32], F32) as f32, CpuTensor(data[Q4_K], Q4_K) as q4_k, BufferTensor(tmp_path / "experts", slices, types, n_slots=2) as reserved:
         with Op(f32, q4_k, reserved, n_tokens=12) as op:
             for n_slots in (2, 4.5, 2.25, 3, 2, 8):
                 reserved.buffer.set_arena_bytes(int(n_slots * reserved.slot))

@@ -70,7 +70,7 @@ def test_predictors_take_their_sections(calibrated):
 def test_what_does_not_help_is_left_out(monkeypatch):
     """A policy's fit is written where it reads less on text that it has not seen, and nowhere else."""
 
-    class Mine(Policy):
+    class MyPolicy(Policy):
         name, defaults, profile_section, compared, good = "mine", {"order": None}, "mine", True, True
 
         @classmethod
@@ -89,10 +89,10 @@ def test_what_does_not_help_is_left_out(monkeypatch):
     recording, warnings = random_recording(800, n_experts=16), []
     recording.ids[:] = (2 * np.arange(800)[:, None, None] + np.arange(2)) % 16  # in turn, of which LRU has none when it comes back
     try:
-        moeoff.register(Mine)
+        moeoff.register(MyPolicy)
         monkeypatch.setattr(module, "_LEAST_HELD", 64)
         assert "mine" in fit(recording, FitOptions(), only=["mine"], warn=warnings.append) and not warnings
-        Mine.good = False
+        MyPolicy.good = False
         assert fit(recording, FitOptions(), only=["mine"], warn=warnings.append) == {}
         assert warnings == ["mine: on text that it was not fitted to it keeps no more than the defaults, and is left out"]
     finally:
@@ -146,7 +146,7 @@ class TestFitsOfUsers:
         yield
         PREDICTORS.pop("mine", None)
 
-    class Mine(Predictor):
+    class MyPredictor(Predictor):
         name, profile_section = "mine", "mine"
 
         @classmethod
@@ -155,7 +155,7 @@ class TestFitsOfUsers:
             return {"seed": np.array([options.seed]), "used": recording.used().sum(axis=0)}
 
     def test_is_fitted(self):
-        moeoff.register(self.Mine)
+        moeoff.register(self.MyPredictor)
         recording, stages = random_recording(), []
         sections = fit(recording, FitOptions(7, 16), lambda stage, n, total: stages.append((stage, n, total)), only=["gate", "mine"])
         assert set(sections) == {"gate", "mine"} < set(fits())
@@ -165,7 +165,7 @@ class TestFitsOfUsers:
 
     @pytest.mark.parametrize("section, message", [(None, "no profile_section"), ("path", "'path'"), ("score", "'score'"), ("popularity", "'popularity'")])
     def test_needs_a_section_of_its_own(self, section, message, demo):
-        moeoff.register(type("Other", (self.Mine,), {"profile_section": section}))
+        moeoff.register(type("Other", (self.MyPredictor,), {"profile_section": section}))
         with pytest.raises(OptionError, match=f"^mine .*{message}"):
             calibrate(demo, text=CALIBRATION_TEXTS, progress=lambda *_: pytest.fail("the work has begun"))
 
@@ -193,7 +193,7 @@ def test_policies_take_their_sections(calibrated):
 def test_a_users_policy_takes_its_sections(calibrated):
     model, _, _ = calibrated
 
-    class Popular(Policy):
+    class Popularity(Policy):
         name, defaults, profile_section = "popular", {"counts": None}, "popularity"
 
         @classmethod
@@ -206,7 +206,7 @@ def test_a_users_policy_takes_its_sections(calibrated):
 
     counts = Profile.find(ModelIndex.read(model)).section("popularity")["counts"]
     try:
-        moeoff.register(Popular)
+        moeoff.register(Popularity)
         for profile, expected in (("auto", counts), (False, np.zeros_like(counts))):
             with moeoff.Llama(model, expert_memory="4M", strategy="popular", profile=profile, n_ctx=64, n_threads=2) as llm:
                 assert np.array_equal(llm.engine.buffer.priorities, expected)

@@ -346,7 +346,7 @@ def test_refuses(demo, tmp_path):
 
 
 def test_a_policy_that_raises_is_heard(demo):
-    class Broken(Policy):
+    class BrokenPolicy(Policy):
         name = "broken"
 
         def update(self, event):
@@ -354,7 +354,7 @@ def test_a_policy_that_raises_is_heard(demo):
 
     with Llama(demo, expert_memory="4M", strategy="lru", **OPTIONS) as llm:
         driver = Driver(llm.engine.buffer)
-        driver.add(PolicyUpdates(Broken(get_policy("lru")(CacheShape.of(ONE, 1)).shape), llm.engine.buffer))
+        driver.add(PolicyUpdates(BrokenPolicy(get_policy("lru")(CacheShape.of(ONE, 1)).shape), llm.engine.buffer))
         with pytest.raises(RuntimeError, match="no"):  # of the decode it happened in, or the next
             llm.eval([10])
             llm.engine.buffer.drain()

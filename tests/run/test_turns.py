@@ -121,12 +121,12 @@ def test_interrupts_at_given_places(demo, kind):
 # --- exceptions of callbacks ---
 
 
-class Own(Exception):
+class OwnError(Exception):
     pass
 
 
 def fails(*_args):
-    raise Own
+    raise OwnError
 
 
 @pytest.mark.parametrize("keywords", [{"logits_processor": [fails]}, {"stopping_criteria": [fails]}])
@@ -135,9 +135,9 @@ def test_exceptions_of_callbacks_reach_the_caller(llm, expected, keywords):
     ((name, functions),) = keywords.items()
     for ask in (lambda: answer(llm), lambda: None):
         ask()
-        with pytest.raises(Own):
+        with pytest.raises(OwnError):
             llm.create_completion(PROMPT, max_tokens=8, temperature=0, **{name: kinds[name](functions)})
-        with pytest.raises(Own):
+        with pytest.raises(OwnError):
             list(llm.create_completion(PROMPT, max_tokens=8, temperature=0, stream=True, **{name: kinds[name](functions)}))
         assert answer(llm) == expected[8]
 
@@ -161,12 +161,12 @@ def test_processors_change_what_is_drawn_and_nothing_else(llm, demo):
 
 
 def test_an_exception_of_progress_ends_the_load(demo):
-    with pytest.raises(Own):
+    with pytest.raises(OwnError):
         moeoff.Llama(demo, progress=fails, **OPTIONS)
 
 
 def test_an_exception_of_on_stats(demo):
-    with moeoff.Llama(demo, on_stats=fails, **OPTIONS) as llm, pytest.raises(Own):
+    with moeoff.Llama(demo, on_stats=fails, **OPTIONS) as llm, pytest.raises(OwnError):
         answer(llm)
 
 

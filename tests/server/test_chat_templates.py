@@ -17,7 +17,7 @@ import pytest
 import moeoff
 from helpers.models import with_template
 from helpers.processes import run_python
-from helpers.servers import Served
+from helpers.servers import Service
 from helpers.waiting import wait_until
 from moeoff.llamacpp import templates
 
@@ -108,7 +108,7 @@ FAILS_LATER = "".join(f"{{% if messages[-1].content == '{name}' %}}{what}{{% end
 @pytest.mark.parametrize("first", ["", pytest.param(BOUND, marks=pytest.mark.slow)], ids=["free", "bound"])
 def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, first):
     budget = 300 << 20
-    with Served(with_template(demo, tmp_path / "model.gguf", FAILS_LATER), first, memory=budget, n_ctx=512) as served:
+    with Service(with_template(demo, tmp_path / "model.gguf", FAILS_LATER), first, memory=budget, n_ctx=512) as served:
         before = ask(served.url).json()["choices"]
         for what in ("crash", "memory", "length"):
             for _ in range(3):
@@ -118,7 +118,7 @@ def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, first):
         assert served.peak <= budget
 
 
-def begin_slow(served: Served, pool: ThreadPoolExecutor, n: int) -> list[Future]:
+def begin_slow(served: Service, pool: ThreadPoolExecutor, n: int) -> list[Future]:
     late = [pool.submit(ask, served.url, "slow") for _ in range(n)]
     wait_until(lambda: any(processor_ticks(program) > 20 for program in programs(served.process.pid)))
     return late
@@ -127,7 +127,7 @@ def begin_slow(served: Served, pool: ThreadPoolExecutor, n: int) -> list[Future]
 @pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_slow_ones_hold_nobody_up_and_a_stop_ends_them(demo, tmp_path, n):
     """They take turns among themselves, and who is quick never waits for the end of one. A busy machine may take as long for an ordinary answer."""
-    with Served(with_template(demo, tmp_path / "model.gguf", FAILS_LATER), expert_memory=4 << 20, n_ctx=512) as served, ThreadPoolExecutor() as pool:
+    with Service(with_template(demo, tmp_path / "model.gguf", FAILS_LATER), expert_memory=4 << 20, n_ctx=512) as served, ThreadPoolExecutor() as pool:
         ask(served.url)
         for _ in range(4):
             late = begin_slow(served, pool, n)
@@ -185,7 +185,7 @@ print(len(programs()))
 
 
 def test_the_program_is_started_again_and_nothing_of_it_stays_after_a_stop(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=512) as served:
+    with Service(demo, expert_memory=4 << 20, n_ctx=512) as served:
         before = ask(served.url).json()["choices"]
         (first,) = programs(served.process.pid)
         os.kill(first, signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGUFReader
 
 from helpers.clients import CLIENTS, SCHEMA, WHAT
-from helpers.servers import Served
+from helpers.servers import Service
 from helpers.waiting import wait_until
 
 QUESTION = "What is 2 + 3?"
@@ -45,7 +45,7 @@ TEMPLATE = """
 
 @pytest.fixture(scope="module")
 def chatting(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--temp", "0", "-n", "256"]) as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--temp", "0", "-n", "256"]) as server:
         yield server
 
 
@@ -57,20 +57,20 @@ def calling(demo, tmp_path_factory):
     pieces = [bytes(tokens.parts[at]).decode() for at in tokens.data]
     biases = [f"{pieces.index(BEGINS[0])}+40", *(f"{token}-40" for token, piece in enumerate(pieces) if piece and set(piece) <= set(LINE_ENDS))]
     args = ["--chat-template-file", str(template), "--temp", "0", "-n", "128", *(word for bias in biases for word in ("--logit-bias", bias))]
-    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=args) as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=args) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def endless(demo):
     args = ["--override-kv", f"qwen2moe.context_length=int:{2 * N}", "--ignore-eos", "-n", str(N)]
-    with Served(demo, expert_memory=4 << 20, n_ctx=2 * N, alias=MODEL, args=args) as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=2 * N, alias=MODEL, args=args) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def embedding(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, alias=MODEL, embedding=True) as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=512, alias=MODEL, embedding=True) as server:
         yield server
 
 
@@ -91,14 +91,14 @@ def each(what: str) -> pytest.MarkDecorator:
     )
 
 
-def expected(served: Served) -> str:
+def expected(served: Service) -> str:
     """What the server says to a plain request. Asked twice: from then on the prompt is kept, and each answer computed from the same place."""
     body = {"messages": [{"role": "user", "content": QUESTION}]}
     texts = [httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300).json()["choices"][0]["message"]["content"] for _ in range(2)]
     return texts[1].strip()
 
 
-def metric(served: Served, name: str) -> float:
+def metric(served: Service, name: str) -> float:
     return float(re.search(rf"^llamacpp:{name} (\S+)$", httpx.get(f"{served.url}/metrics", timeout=300).text, re.MULTILINE)[1])
 
 

@@ -19,7 +19,7 @@ from companions import N_PATCHES, write_projector
 from helpers.files import PROSE, flip_bit
 from helpers.models import rewritten
 from helpers.processes import run_python
-from helpers.servers import Served, needed, said_of_each, stock_server
+from helpers.servers import Service, needed, said_of_each, stock_server
 from moeoff.budget.dry_load import dry_load
 from moeoff.experts.convert import convert
 from moeoff.experts.profile import Profile, profile_path
@@ -52,10 +52,10 @@ def texts(url: str) -> tuple[list[str], int, int]:
 def test_the_models_own_layers(nextn, tmp_path):
     """Their experts are read like all others, and a trace has their gate."""
     trace = tmp_path / "t"
-    with Served(nextn, **DRAFTS) as server:
+    with Service(nextn, **DRAFTS) as server:
         expected, drafted, _ = texts(server.url)
         assert drafted == 0
-    with Served(nextn, spec_type="draft-mtp", strategy="score", trace=str(trace), **DRAFTS) as server:
+    with Service(nextn, spec_type="draft-mtp", strategy="score", trace=str(trace), **DRAFTS) as server:
         answers, drafted, accepted = texts(server.url)
         server.process.terminate()
         assert server.process.wait(300) == 0
@@ -73,7 +73,7 @@ def test_a_profile_of_the_model_without_these_layers(nextn, tmp_path):
     model_index = ModelIndex.read(model)
     weights = {name: np.zeros((1, model_index.n_layer - 2, model_index.n_expert), np.float32) for name in NAMES}
     Profile.write(profile_path(model), model_index, {"score": weights})
-    with Served(str(model), spec_type="draft-mtp", strategy="score", **DRAFTS) as server:
+    with Service(str(model), spec_type="draft-mtp", strategy="score", **DRAFTS) as server:
         assert texts(server.url)[1] > 0
 
 
@@ -84,14 +84,14 @@ def test_they_say_what_stock_says(nextn, demo):
         with stock_server(model, "-c", "256", *arguments) as url:
             expected, drafted, accepted = texts(url)
             assert drafted > 0 < accepted
-        with Served(model, **DRAFTS | options) as server:
+        with Service(model, **DRAFTS | options) as server:
             assert texts(server.url)[0] == expected
 
 
 @pytest.mark.slow
 def test_several_at_a_time(nextn):
     """Each with drafts of its own; in a batch with others kernels round differently, so the texts are not compared."""
-    with Served(nextn, spec_type="draft-mtp", **DRAFTS | {"parallel": 4, "n_ctx": 1024}) as server:
+    with Service(nextn, spec_type="draft-mtp", **DRAFTS | {"parallel": 4, "n_ctx": 1024}) as server:
         body = {"prompt": PROMPTS * 4, "n_predict": 64, "temperature": 0, "ignore_eos": True}
         answers = httpx.post(f"{server.url}/completion", json=body, timeout=300).raise_for_status().json()
     assert len(answers) == 12 and all(answer["tokens_predicted"] == 64 for answer in answers)
@@ -101,9 +101,9 @@ def test_several_at_a_time(nextn):
 @pytest.mark.slow
 def test_a_draft_model(demo, tmp_path):
     """The model itself, which guesses right, and one whose vocabulary is another's."""
-    with Served(demo, **DRAFTS) as server:
+    with Service(demo, **DRAFTS) as server:
         expected = texts(server.url)[0]
-    with Served(demo, draft=demo, **DRAFTS) as server:
+    with Service(demo, draft=demo, **DRAFTS) as server:
         answers, drafted, accepted = texts(server.url)
         assert "moeoff_draft_length" in httpx.get(f"{server.url}/metrics", timeout=300).text
     assert answers == expected and 0.5 * drafted < accepted <= drafted
@@ -117,7 +117,7 @@ def test_a_read_error_in_the_models_own_layers(nextn, tmp_path):
     layer = ModelIndex.read(model).n_layer - 1
     places = [part.offset for (name, _, _), part in Sidecar(sidecar).slices.items() if name.startswith(f"blk.{layer}.")]
     options = DRAFTS | {"experts": sidecar, "tier": "Q4_0", "verify_reads": True, "spec_type": "draft-mtp", "expert_memory": 2 << 20}
-    with Served(str(model), **options) as server:
+    with Service(str(model), **options) as server:
         expected = complete(server.url, PROMPTS[0])["content"]
         for at in places:
             flip_bit(sidecar, at)
@@ -200,12 +200,12 @@ def refusal(url: str, body: dict, status: int) -> str:
 
 def test_an_answer_depends_on_the_picture_and_not_on_the_memory(demo, projector, tmp_path):
     trace = tmp_path / "t"
-    with Served(demo, mmproj=projector, trace=str(trace), **PICTURES) as server:
+    with Service(demo, mmproj=projector, trace=str(trace), **PICTURES) as server:
         few = [ask(server.url, question(picture(seed)))[0] for seed in (0, 1, 0)]
         _, answer = ask(server.url, question(picture(2)))
         server.process.terminate()
         assert server.process.wait(300) == 0
-    with Served(demo, mmproj=projector, **PICTURES | {"expert_memory": 1 << 30}) as server:
+    with Service(demo, mmproj=projector, **PICTURES | {"expert_memory": 1 << 30}) as server:
         assert [ask(server.url, question(picture(seed)))[0] for seed in (0, 1, 0)] == few
     assert few[0] == few[2] != few[1]
     assert answer["usage"]["prompt_tokens"] > N_PATCHES and answer["moeoff"]["misses"] > 0
@@ -218,7 +218,7 @@ def test_it_says_what_stock_says(demo, projector):
     bodies = [question(picture(seed), text) for seed, text in ((0, "What is this?"), (1, "What is this?"), (2, "Count the colours."))]
     with stock_server(demo, "--mmproj", projector, "-c", "512") as url:
         expected = [ask(url, body)[0] for body in bodies]
-    with Served(demo, mmproj=projector, **PICTURES) as server:
+    with Service(demo, mmproj=projector, **PICTURES) as server:
         assert [ask(server.url, body)[0] for body in bodies] == expected
 
 
@@ -227,7 +227,7 @@ def test_a_read_error_while_a_picture_is_computed(demo, projector, tmp_path):
     """Is that request's, with the file's name, and the next one's answer is right."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
     before = os.stat(model)
-    with Served(str(model), mmproj=projector, **PICTURES) as server:
+    with Service(str(model), mmproj=projector, **PICTURES) as server:
         expected = ask(server.url, question(picture(0)))[0]
         with open(model, "ab") as file:
             file.write(b"x")
@@ -243,7 +243,7 @@ def test_the_budget_holds_with_a_picture(grown, tmp_path):
     write_projector(tmp_path / "mmproj.gguf", ModelIndex.read(grown).hparams["embedding_length"], side=256)
     budget, options = 240, {"n_ctx": 1280, "parallel": 1, "flash_attn": False, "n_threads": 2}
     arguments = ["--override-kv", "qwen2moe.context_length=int:2048"]
-    with Served(grown, mmproj=str(tmp_path / "mmproj.gguf"), memory=f"{budget}M", args=arguments, **options) as server:
+    with Service(grown, mmproj=str(tmp_path / "mmproj.gguf"), memory=f"{budget}M", args=arguments, **options) as server:
         server.complete(PROSE.read_text()[:3000], 8)  # experts take what there is for them
         assert ask(server.url, question(picture(0, 1000, 800)))[1]["usage"]["prompt_tokens"] > 1024
         assert server.peak <= budget << 20

@@ -6,7 +6,7 @@ import subprocess
 import httpx
 import pytest
 
-from helpers.servers import Served
+from helpers.servers import Service
 from helpers.waiting import wait_until
 
 THROWS = r"""
@@ -37,7 +37,7 @@ def test_the_next_answer_is_right(demo, tmp_path, monkeypatch):
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", source, "-o", throws, "-ldl"], check=True)
     monkeypatch.setenv("LD_PRELOAD", str(throws))
     monkeypatch.setenv("ARMED", str(armed))
-    with Served(demo, expert_memory=2 << 20, n_ctx=4096, parallel=1) as server:
+    with Service(demo, expert_memory=2 << 20, n_ctx=4096, parallel=1) as server:
         expected = server.complete("One day", 16).choices[0].text
         armed.touch()
 

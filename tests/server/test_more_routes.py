@@ -8,12 +8,12 @@ import sys
 import httpx
 import pytest
 
-from helpers.servers import Served
+from helpers.servers import Service
 
 
 @pytest.fixture(scope="module")
 def served(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, alias="demo", embedding=True, pooling="mean") as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=512, alias="demo", embedding=True, pooling="mean") as server:
         yield server
 
 
@@ -81,4 +81,4 @@ def test_what_ends_on_purpose_is_no_error(demo):
 
 def test_a_template_that_cannot_be_read_is_refused_with_its_reason(demo):
     with pytest.raises(AssertionError, match="chat template cannot be used: .*Unexpected token"):
-        Served(demo, expert_memory=4 << 20, n_ctx=512, args=["--chat-template", "{% if %}x"])
+        Service(demo, expert_memory=4 << 20, n_ctx=512, args=["--chat-template", "{% if %}x"])

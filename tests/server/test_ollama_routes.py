@@ -9,7 +9,7 @@ import httpx
 import ollama
 import pytest
 
-from helpers.servers import Served
+from helpers.servers import Service
 
 QUESTION = "What is 2 + 3?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -52,22 +52,22 @@ TEMPLATE = """
 
 @pytest.fixture(scope="module")
 def served(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo") as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo") as server:
         yield server
 
 
-def post(served: Served, path: str, **body) -> httpx.Response:
+def post(served: Service, path: str, **body) -> httpx.Response:
     return httpx.post(f"{served.url}{path}", json={"model": "demo"} | body, timeout=300)
 
 
-def whole(served: Served, path: str, **body) -> dict:
+def whole(served: Service, path: str, **body) -> dict:
     """The answer where nothing is streamed."""
     reply = post(served, path, stream=False, **body)
     assert reply.status_code == 200 and reply.headers["content-type"].startswith("application/json"), reply.text
     return reply.json()
 
 
-def lines(served: Served, path: str, **body) -> list[dict]:
+def lines(served: Service, path: str, **body) -> list[dict]:
     """Those of a stream, which is what one gets unasked."""
     reply = post(served, path, **body)
     assert reply.status_code == 200 and reply.headers["content-type"] == "application/x-ndjson", reply.text
@@ -152,7 +152,7 @@ def test_any_name_means_the_model(served):
 # --- options ---
 
 
-def heron(served: Served, **options) -> dict:
+def heron(served: Service, **options) -> dict:
     return whole(served, "/api/generate", prompt="The heron stood", raw=True, options=GREEDY | options)
 
 
@@ -210,7 +210,7 @@ def test_think_where_the_model_does_not(served, think):
 def with_tools(demo, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE.strip())
-    with Served(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo", args=["--chat-template-file", str(template)]) as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo", args=["--chat-template-file", str(template)]) as server:
         yield server
 
 

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from helpers.servers import Served, needed
+from helpers.servers import Service, needed
 from helpers.waiting import wait_until
 from moeoff.errors import ModelError
 from moeoff.server import prompts_on_disk
@@ -250,7 +250,7 @@ def test_no_thread_to_write_with(tmp_path, monkeypatch):
 # --- with a server ---
 
 
-def ask(served: Served, prompt: list[int], n: int = 16) -> tuple[str, dict]:
+def ask(served: Service, prompt: list[int], n: int = 16) -> tuple[str, dict]:
     """The text, and the timings."""
     body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{served.url}/completion", json=body, timeout=300).json()
@@ -267,7 +267,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "moeoff" / "prompts"
 
 
-def fill(served: Served, prompts: list[list[int]]) -> None:
+def fill(served: Service, prompts: list[list[int]]) -> None:
     """Asks for them in turn, each of which puts the one before out of the only slot, until that one is on disk."""
     for n, prompt in enumerate(prompts):
         ask(served, prompt)
@@ -277,22 +277,22 @@ def fill(served: Served, prompts: list[list[int]]) -> None:
 def test_a_prompt_outlives_its_server(grown, cache):
     """Which has ended in good order. The next one computes what is new, and says the same."""
     long, asked = words(1, 700).tolist(), words(1, 700).tolist() + words(3, 900).tolist()
-    with Served(grown, expert_memory=60 << 20, **OPTIONS) as server:
+    with Service(grown, expert_memory=60 << 20, **OPTIONS) as server:
         ask(server, long)
         expected, timings = ask(server, asked)
         assert timings["prompt_n"] == 900
-    with Served(grown, expert_memory=60 << 20, kv_disk="1G", **OPTIONS) as server:
+    with Service(grown, expert_memory=60 << 20, kv_disk="1G", **OPTIONS) as server:
         fill(server, [words(4, 300).tolist(), long])
         assert server.metrics()["moeoff_prompts_disk_bytes"] == sum(path.stat().st_size for path in files(cache)) > 1 << 20
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-    with Served(grown, expert_memory=80 << 20, kv_disk="1G", **OPTIONS) as server:
+    with Service(grown, expert_memory=80 << 20, kv_disk="1G", **OPTIONS) as server:
         text, timings = ask(server, asked)
         assert text == expected and timings["cache_n"] >= 700 and timings["prompt_n"] <= 964
         assert server.metrics()["moeoff_prompts_disk_read_total"] == 1
 
 
-def likely(served: Served, prompt: list[int], **more) -> tuple[dict[int, float], int]:
+def likely(served: Service, prompt: list[int], **more) -> tuple[dict[int, float], int]:
     """Logarithms of the likeliest next tokens' probabilities, and how many of the prompt's tokens were computed."""
     answer = httpx.post(f"{served.url}/completion", json={"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 10, **more}, timeout=300).json()
     return {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}, answer["timings"]["prompt_n"]
@@ -311,14 +311,14 @@ def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, mor
     options |= {"expert_memory": 16 << 20, "kv_disk": "1G"}
     shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), model)
     first, turn, other = words(1, 1400).tolist(), words(1, 1400).tolist() + words(3, 300).tolist(), words(1, 1000).tolist() + words(4, 100).tolist()
-    with Served(model, **options) as server:
+    with Service(model, **options) as server:
         ask(server, first, 1)
         expected, timings = ask(server, turn)
         assert timings["prompt_n"] == 300
         ask(server, first, 1)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-    with Served(model, **options) as server:
+    with Service(model, **options) as server:
         few = 5 if more else 0  # behind the last checkpoint: a window that is kept alone
         for prompt, n in ((other, 100 + n_again), ([*first, *words(5, 300).tolist()], 300 + few)):
             logprobs, n_computed = likely(server, prompt)
@@ -329,7 +329,7 @@ def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, mor
 
 def test_a_file_that_was_damaged_costs_a_computation(grown, cache):
     prompts = [words(seed, 500).tolist() for seed in (1, 2)]
-    with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
+    with Service(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
         expected = ask(server, prompts[0])[0]
         fill(server, [prompts[0], prompts[1]])
         (path,) = files(cache)
@@ -347,7 +347,7 @@ def test_the_budget_is_held_while_prompts_go_and_come(grown, cache):
     """Their states are the experts' memory on the way."""
     budget = (needed(grown, **OPTIONS) + 60) << 20
     prompts = [words(seed, 1500).tolist() for seed in range(3)]
-    with Served(grown, memory=budget, kv_disk="1G", **OPTIONS) as server:
+    with Service(grown, memory=budget, kv_disk="1G", **OPTIONS) as server:
         fill(server, [*prompts, words(9, 300).tolist()])
         for prompt in prompts:
             assert ask(server, prompt, 4)[1]["prompt_n"] <= 64
@@ -356,7 +356,7 @@ def test_the_budget_is_held_while_prompts_go_and_come(grown, cache):
 
 def test_a_full_disk_stops_no_answer(grown, cache):
     first = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))\n"
-    with Served(grown, first=first, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
+    with Service(grown, first=first, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
         for seed in (1, 2, 1, 2):
             assert ask(server, words(seed, 500).tolist())[1]["prompt_n"] == 500
         assert server.metrics()["moeoff_prompts_disk_kept_total"] == 0
@@ -366,7 +366,7 @@ def test_a_full_disk_stops_no_answer(grown, cache):
 @pytest.mark.slow
 def test_a_server_that_is_killed_leaves_whole_files(grown, cache):
     for n in range(6):
-        with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
+        with Service(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as server:
             for seed in range(n, n + 2):
                 ask(server, words(seed, 1500).tolist(), 1)
             if n:

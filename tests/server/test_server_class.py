@@ -22,7 +22,7 @@ import pytest
 
 from helpers.models import rewritten
 from helpers.processes import run_python
-from helpers.servers import Served, free_port, needed
+from helpers.servers import Service, free_port, needed
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError, Server
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
@@ -34,7 +34,7 @@ from moeoff.server.process import ServerProcess
 
 def test_documents_are_ranked(demo):
     """By a model that was not made for it: the route works, whatever it finds."""
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, args=["--rerank"]) as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=512, args=["--rerank"]) as server:
         answer = httpx.post(f"{server.url}/rerank", json={"query": "a dog", "documents": ["a dog barks", "seven apples"]}, timeout=300).json()
     ranks = answer["results"]
     assert {one["index"] for one in ranks} == {0, 1} and ranks[0]["relevance_score"] > ranks[1]["relevance_score"]
@@ -45,7 +45,7 @@ def test_answers_say_what_was_left_out(demo, tmp_path):
     model = shutil.copy(demo, tmp_path / "model.gguf")
     rules = [Candidate("original", 0.15, share, 0.0, 0.0, 0.0, 0.5) for share in (0.25, 0.5, 0.75)]
     Profile.write(profile_path(model), ModelIndex.read(model), {SECTION: LossContract(0, 1, 32, 100, 64, tuple(rules)).to_section()})
-    with Served(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as server, ThreadPoolExecutor(2) as pool:
+    with Service(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as server, ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda text: server.complete(text, 64), ["The heron stood", "Count to a hundred, slowly:"]))
         counted = server.metrics()['moeoff_expert_uses_total{precision="none"}']
     blocks = [answer.moeoff for answer in answers]
@@ -62,7 +62,7 @@ def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
     os.sched_setaffinity(0, cores)  # what the server inherits
     try:
         own_claims = f"from moeoff.llamacpp import threads\nthreads.machine_wide_file = lambda name: {str(tmp_path / 'cores.lock')!r}\n"
-        server = Served(demo, own_claims, n_ctx=1024, n_threads=2)  # whatever others on this machine compute
+        server = Service(demo, own_claims, n_ctx=1024, n_threads=2)  # whatever others on this machine compute
     finally:
         os.sched_setaffinity(0, mine)
 
@@ -95,7 +95,7 @@ def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
 
 def test_a_trace_tells_where_a_conversation_begins_alone(demo, tmp_path):
     """Answers that are written at once are decoded together; a slot's next conversation begins where it leaves what it had computed."""
-    with Served(demo, expert_memory=4 << 20, n_ctx=2048, parallel=2, strategy="score", trace=str(tmp_path / "t")) as server:
+    with Service(demo, expert_memory=4 << 20, n_ctx=2048, parallel=2, strategy="score", trace=str(tmp_path / "t")) as server:
         server.complete(["The heron stood", "Count to a hundred, slowly:"], 96)  # of one request: both begin before either has ended
         for text in ("The heron stood in the water", "The heron stood on one leg"):
             server.complete(text, 4)
@@ -170,7 +170,7 @@ def test_a_model_that_is_written_to(demo, tmp_path):
     """An error for those who ask, and not for the next ones once it is as it was."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
     before = os.stat(model)
-    with Served(str(model), expert_memory=4 << 20, n_ctx=512) as server:
+    with Service(str(model), expert_memory=4 << 20, n_ctx=512) as server:
         expected = server.complete("The heron", 4).choices[0].text
         with open(model, "ab") as file:
             file.write(b"x")
@@ -245,7 +245,7 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
     """)
     port, answers = free_port(), []
     with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(Served, demo, slow, port=port, expert_memory=4 << 20, n_ctx=512)
+        starting = pool.submit(Service, demo, slow, port=port, expert_memory=4 << 20, n_ctx=512)
         while not starting.done() or not answers or answers[-1].status_code == 503:
             with contextlib.suppress(httpx.TransportError):
                 answers.append(httpx.post(f"http://127.0.0.1:{port}/tokenize", json={"content": "," * 200_000}, timeout=300))
@@ -317,7 +317,7 @@ def test_a_conversation_computes_what_is_new(demo, parallel, cache_ram, thinks):
     as another one, and what was thought not at all."""
     options = {"n_ctx": 4096, "parallel": parallel, "cache_ram": cache_ram, "args": LONGER}
     # room for all experts, and for the conversation: of a fixed budget a process that is 3 MiB larger would leave it none
-    with Served(demo, memory=(needed(demo, **options) + 60) << 20, **options) as server:
+    with Service(demo, memory=(needed(demo, **options) + 60) << 20, **options) as server:
         system = words(0, 40)
         talk = [*system]
         for turn, n in enumerate(TURNS):
@@ -331,7 +331,7 @@ def test_a_conversation_computes_what_is_new(demo, parallel, cache_ram, thinks):
 
 def test_progress_within_a_batch(demo):
     """Of one that takes long: the process is stopped again and again, and computes for twentieths of a second."""
-    with Served(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER) as server:
+    with Service(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER) as server:
         body, processed = {"prompt": words(1, 1900), "n_predict": 1, "stream": True, "return_progress": True}, []
         with httpx.stream("POST", f"{server.url}/completion", json=body, timeout=300) as answer:
             for line in answer.iter_lines():
@@ -348,7 +348,7 @@ def test_progress_within_a_batch(demo):
 @pytest.mark.slow
 def test_a_stream_that_nobody_listens_to_ends(demo):
     """Though it could be resumed: of a browser's tab that was closed."""
-    with Served(demo, expert_memory=400 << 10, n_ctx=8192, parallel=1, args=["--override-kv", "qwen2moe.context_length=int:8192"]) as server:
+    with Service(demo, expert_memory=400 << 10, n_ctx=8192, parallel=1, args=["--override-kv", "qwen2moe.context_length=int:8192"]) as server:
         body = {"prompt": words(1, 20), "n_predict": -1, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/completion", json=body, headers={"X-Conversation-Id": "a"}, timeout=300) as answer:
             next(answer.iter_lines())
@@ -358,7 +358,7 @@ def test_a_stream_that_nobody_listens_to_ends(demo):
 
 def test_a_conversation_that_nothing_keeps_stays_where_others_are_empty(demo):
     """Without a prompt cache: another prompt, of which more than half is the conversation's beginning, takes an empty slot, if there is one."""
-    with Served(demo, memory="150M", n_ctx=2048, parallel=2, cache_ram=0, kv_disk=0, args=LONGER) as server:
+    with Service(demo, memory="150M", n_ctx=2048, parallel=2, cache_ram=0, kv_disk=0, args=LONGER) as server:
         first, other = words(1, 600), words(2, 30)
         complete(server.url, first)
         assert complete(server.url, first[:50] + other)["tokens_cached"] < 100
@@ -382,7 +382,7 @@ LONGER = ["--override-kv", "qwen2moe.context_length=int:4096"]
 
 def test_conversations_that_share_a_full_context_make_room_for_each_other(demo):
     """The idle one's cells are taken, and what was in them is kept, and gets its room when it comes back: the other one's, which is kept in turn."""
-    with Served(demo, memory="150M", n_ctx=1024, parallel=2, cache_ram="24M", args=LONGER) as server:
+    with Service(demo, memory="150M", n_ctx=1024, parallel=2, cache_ram="24M", args=LONGER) as server:
         first, second = words(1, 600), words(2, 800)
         complete(server.url, first, id_slot=0)
         assert complete(server.url, second, id_slot=1)["timings"]["prompt_n"] == 800
@@ -400,11 +400,11 @@ def test_a_slots_file_that_the_context_has_no_room_for_is_refused(demo, tmp_path
     def answer(url: str) -> str:
         return complete(url, prompt[:400], n_predict=4, id_slot=0)["content"]
 
-    with Served(demo, n_ctx=1024, **options) as server:
+    with Service(demo, n_ctx=1024, **options) as server:
         expected = answer(server.url)
         complete(server.url, prompt, n_predict=1, id_slot=0)
         assert httpx.post(f"{server.url}/slots/0?action=save", json={"filename": cache}, timeout=300).json()["n_saved"] >= 700
-    with Served(demo, n_ctx=512, **options) as server:
+    with Service(demo, n_ctx=512, **options) as server:
         assert answer(server.url) == expected
         refused = httpx.post(f"{server.url}/slots/0?action=restore", json={"filename": cache}, timeout=300)
         assert refused.status_code == 400 and "Unable to restore slot: No available space" in refused.json()["error"]["message"]
@@ -414,7 +414,7 @@ def test_a_slots_file_that_the_context_has_no_room_for_is_refused(demo, tmp_path
 def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
     """And not when they are computed."""
     options = {"n_ctx": 2048, "parallel": 1, "cache_ram": "40M", "args": LONGER}
-    with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as server:
+    with Service(grown, memory=needed(grown, **options) + 60 << 20, **options) as server:
 
         def after(seed: int) -> float:
             complete(server.url, words(seed, 1500), n_predict=8)
@@ -428,7 +428,7 @@ def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
 def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path):
     """Before the first request, and where the arena is full in the place of what only the answer needed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with Served(demo, warm=True, expert_memory=6 << 20, n_ctx=2048, strategy="score", args=LONGER) as server:
+    with Service(demo, warm=True, expert_memory=6 << 20, n_ctx=2048, strategy="score", args=LONGER) as server:
         prompt = words(1, 24)
         wait_until(lambda: server.metrics()["moeoff_expert_read_bytes_total"] > 4 << 20)
         complete(server.url, prompt, n_predict=400, cache_prompt=False)
@@ -443,7 +443,7 @@ def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path):
 def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
     """What it was computed in, though no answer follows in which that would be seen."""
     options = {"n_ctx": 2048, "parallel": 1, "warm": False, "args": LONGER}
-    with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as server:
+    with Service(grown, memory=needed(grown, **options) + 60 << 20, **options) as server:
         complete(server.url, words(1, 1500), n_predict=12, cache_prompt=False)  # the work area of a long prompt stays as large as it is
         wait_until_still(lambda: server.metrics()["moeoff_arena_bytes"])
         before = server.metrics()["moeoff_arena_bytes"]
@@ -454,7 +454,7 @@ def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
 def test_budget_is_kept_under_clients(grown):
     options = {"n_ctx": 4096, "parallel": 4, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
     budget = needed(grown, **options) + 25 << 20
-    with Served(grown, memory=budget, **options) as server:
+    with Service(grown, memory=budget, **options) as server:
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda n: server.ask("word " * (100 + 20 * n), max_tokens=16), range(16)))
         assert all(answer.usage.completion_tokens for answer in answers)

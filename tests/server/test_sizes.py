@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from helpers.processes import run_python
-from helpers.servers import Served, needed
+from helpers.servers import Service, needed
 from moeoff.budget.dry_load import dry_load
 from moeoff.budget.plan import RESERVE, MemoryPlan
 from moeoff.gguf.model_index import ModelIndex
@@ -83,7 +83,7 @@ def test_a_server_starts_with_less_context_in_the_place_of_a_refusal(grown):
     more = ["--override-kv", "qwen2moe.context_length=int:4096"]
     memory = needed(grown, n_ctx=1024, args=more)
     code = "from moeoff.server import server\nserver.usual_ctx = lambda *_: 4096\n"
-    with Served(grown, code, memory=f"{memory}M", args=more) as server:
+    with Service(grown, code, memory=f"{memory}M", args=more) as server:
         assert server.ask("How many?", max_tokens=4).usage.completion_tokens
         slots = httpx.get(f"{server.url}/props", timeout=300).json()
         assert slots["default_generation_settings"]["n_ctx"] < 4096 * 4
@@ -106,7 +106,7 @@ def test_a_context_that_is_divided_stays_within_the_budget(demo):
     """With four answers at a time, of which each fills its part."""
     more = ["--override-kv", "qwen2moe.context_length=int:4096"]
     memory = needed(demo, n_ctx=2048, parallel=4, kv_unified=False, args=more) + 8
-    with Served(demo, memory=f"{memory}M", n_ctx=2048, parallel=4, kv_unified=False, args=more) as server:
+    with Service(demo, memory=f"{memory}M", n_ctx=2048, parallel=4, kv_unified=False, args=more) as server:
         assert httpx.get(f"{server.url}/props", timeout=300).json()["default_generation_settings"]["n_ctx"] == 512
         answers = server.complete([f"Count to a hundred, {i}:" for i in range(4)], 480).choices
         assert all(answer.text for answer in answers)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from helpers.browser import Browser, Chat, find_browser
-from helpers.servers import Served
+from helpers.servers import Service
 from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def program() -> str:
 
 @pytest.fixture(scope="module")
 def url(program, demo):
-    with Served(
+    with Service(
         demo, expert_memory=4 << 20, n_ctx=4096, args=["-n", str(N), "--ignore-eos", "--temp", "0", "--override-kv", "qwen2moe.context_length=int:4096"]
     ) as server:
         if httpx.get(server.url, timeout=300).status_code == 404:
@@ -93,7 +93,7 @@ def test_the_page_of_figures(browser, url, width):
 
 
 def test_the_page_of_figures_asks_for_the_key(program, demo, tmp_path):
-    with Served(demo, expert_memory=4 << 20, n_ctx=512, api_key="not-a-secret") as server, Browser(program, tmp_path / "profile") as browser:
+    with Service(demo, expert_memory=4 << 20, n_ctx=512, api_key="not-a-secret") as server, Browser(program, tmp_path / "profile") as browser:
         page = browser.open(f"{server.url}/moeoff")
         page.wait("document.body?.classList.contains('locked')")
         page.evaluate("document.getElementById('key').focus()")
