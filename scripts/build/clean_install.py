@@ -39,7 +39,7 @@ DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
 _WHICH = "from moeoff.llamacpp import llama; from moeoff.system import machine; print(machine.LEVEL)"
 
 
-class Failed(Exception):
+class Failure(Exception):
     """What is not as it should be."""
 
 
@@ -64,7 +64,7 @@ class Place:
         home = {"HOME": "/root" if self.user == "root" else f"/home/{self.user}"}
         done = subprocess.run(inside, env=home | self.environment | environment, capture_output=True, text=True)
         if done.returncode:
-            raise Failed(f"{shlex.join(command)}: exit {done.returncode}: {(done.stderr or done.stdout).strip()[-2000:]}")
+            raise Failure(f"{shlex.join(command)}: exit {done.returncode}: {(done.stderr or done.stdout).strip()[-2000:]}")
         return done.stdout
 
     def follow(self, instruction: str, rest: str) -> None:
@@ -79,13 +79,13 @@ class Place:
         elif instruction == "ENTRYPOINT":
             self.entry = json.loads(rest)
         elif instruction not in ("COPY", "VOLUME", "WORKDIR", "EXPOSE", "CMD"):
-            raise Failed(f"{CONTAINER.name} has an instruction that this script does not know: {instruction}")
+            raise Failure(f"{CONTAINER.name} has an instruction that this script does not know: {instruction}")
 
 
 def architecture(wheels: Path) -> str:
     architectures = [arch for wheel in wheels.glob("llama_cpp_python-*.whl") for arch in DEBIAN if wheel.stem.endswith(arch)]
     if len(architectures) != 1:
-        raise Failed(f"{wheels} has {len(architectures)} wheels of the fork, expected one")
+        raise Failure(f"{wheels} has {len(architectures)} wheels of the fork, expected one")
     return architectures[0]
 
 
@@ -97,7 +97,7 @@ def make_root(root: Path, arch: str) -> None:
         root.chmod(0o755)  # a temporary folder is closed to the container's user
     compilers = [name for name in ("cc", "gcc", "c++", "g++", "clang", "make", "cmake") if shutil.which(name, path=f"{root}/usr/bin:{root}/usr/local/bin")]
     if compilers:
-        raise Failed(f"{root} has {', '.join(compilers)}: it is to be a place without a compiler")
+        raise Failure(f"{root} has {', '.join(compilers)}: it is to be a place without a compiler")
 
 
 def bring(wheels: Path, root: Path, version: str, arch: str) -> None:
@@ -131,20 +131,20 @@ def check(wheels: Path, root: Path) -> dict[str, object]:
     seconds = time.monotonic() - started
     say(f"{seconds:.1f} s from the first step to the answer: {answer.strip()!r}")
     if len(answer.split()) < 3:
-        raise Failed(f"no answer: {answer!r}")
+        raise Failure(f"no answer: {answer!r}")
     if seconds > LIMIT and arch == platform.machine():
-        raise Failed(f"{seconds:.0f} s, expected at most {LIMIT}")
+        raise Failure(f"{seconds:.0f} s, expected at most {LIMIT}")
 
     python = "/opt/moeoff/bin/python"
     best = place.run([python, "-c", _WHICH]).strip()
     able = place.run([python, "-c", "from moeoff.system import machine; import importlib.util as u; from pathlib import Path;"
                       "print(*machine.supported(Path(u.find_spec('llama_cpp').submodule_search_locations[0]) / 'lib'))"]).split()  # fmt: skip
     if best != able[0]:
-        raise Failed(f"level {best} was taken, and {able[0]} is the best that this CPU can run")
+        raise Failure(f"level {best} was taken, and {able[0]} is the best that this CPU can run")
     levels = {}
     for level in able:
         if place.run([python, "-c", _WHICH], MOEOFF_CPU_LEVEL=level).strip() != level:
-            raise Failed(f"MOEOFF_CPU_LEVEL={level} had no effect")
+            raise Failure(f"MOEOFF_CPU_LEVEL={level} had no effect")
         levels[level] = place.run([*place.entry, *QUESTION], MOEOFF_CPU_LEVEL=level).strip()
         say(f"{level}: {levels[level]!r}")
     report: dict[str, object] = {"arch": arch, "seconds": round(seconds, 1), "python": version, "best": best, "levels": levels}
@@ -154,7 +154,7 @@ def check(wheels: Path, root: Path) -> dict[str, object]:
         old = [f"/usr/bin/{name}", "-cpu", cpu, python]
         report["old_cpu"] = place.run([*old, "-c", _WHICH]).strip()
         if report["old_cpu"] != able[-1]:
-            raise Failed(f"{cpu} got {report['old_cpu']}, expected {able[-1]}")
+            raise Failure(f"{cpu} got {report['old_cpu']}, expected {able[-1]}")
         report["old_cpu_answer"] = place.run([*old, "-m", "moeoff.cli", *QUESTION]).strip()
         say(f"{cpu}, emulated: {report['old_cpu']}: {report['old_cpu_answer']!r}")
     else:
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             with tempfile.TemporaryDirectory(prefix="moeoff-root-") as folder:
                 report = check(options.wheels, Path(folder))
-    except Failed as error:
+    except Failure as error:
         say(f"error: {error}")
         return 1
     print(json.dumps(report))

@@ -211,7 +211,7 @@ def ended_with(action: Callable[[], object], *thrown: type[BaseException]) -> tu
         return "raised", f"{type(error).__name__}: {error}"
 
 
-class Measured:
+class Costs:
     """How many places and seconds each action takes, as far as it is known."""
 
     def __init__(self) -> None:
@@ -230,14 +230,14 @@ class Measured:
             self.places[name] = counted.places
 
 
-def interrupted(subject: Subject, rng: random.Random, measured: Measured) -> tuple[str, str]:
+def interrupted(subject: Subject, rng: random.Random, costs: Costs) -> tuple[str, str]:
     name, action = chosen(subject, rng)
-    measured.measure(f"{subject.variant}{name}", action, subject.llm.clear_context)
+    costs.measure(f"{subject.variant}{name}", action, subject.llm.clear_context)
     subject.begin(rng)
     if rng.random() < 0.6:
-        interrupt = at_event(rng.randrange(1, int(1.05 * measured.places[f"{subject.variant}{name}"]) + 2))
+        interrupt = at_event(rng.randrange(1, int(1.05 * costs.places[f"{subject.variant}{name}"]) + 2))
     else:
-        interrupt = at_time(max(rng.uniform(0, 1.05 * measured.seconds[f"{subject.variant}{name}"]), 1e-6))
+        interrupt = at_time(max(rng.uniform(0, 1.05 * costs.seconds[f"{subject.variant}{name}"]), 1e-6))
 
     def body() -> None:
         with interrupt:
@@ -247,7 +247,7 @@ def interrupted(subject: Subject, rng: random.Random, measured: Measured) -> tup
     return outcome, problem and f"{name}: {problem}"
 
 
-def abandoned(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
+def abandoned(subject: Subject, rng: random.Random, _costs: Costs) -> tuple[str, str]:
     """Left in its middle, and closed, kept or forgotten; or cancelled."""
     llm, n = subject.llm, rng.randrange(N_TOKENS)
     if rng.random() < 0.5:
@@ -274,7 +274,7 @@ def abandoned(subject: Subject, rng: random.Random, _measured: Measured) -> tupl
 # --- threads ---
 
 
-def threaded(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
+def threaded(subject: Subject, rng: random.Random, _costs: Costs) -> tuple[str, str]:
     from moeoff.errors import MoeoffError
 
     closes = rng.random() < 0.4
@@ -311,7 +311,7 @@ def threaded(subject: Subject, rng: random.Random, _measured: Measured) -> tuple
 
 
 # each with its share of the cases
-KINDS: dict[str, tuple[int, Callable[[Subject, random.Random, Measured], tuple[str, str]]]] = {
+KINDS: dict[str, tuple[int, Callable[[Subject, random.Random, Costs], tuple[str, str]]]] = {
     "interrupt": (60, interrupted),
     "abandon": (10, abandoned),
     "threads": (8, threaded),
@@ -347,12 +347,12 @@ def kind_of(n: int, seed: int, only: tuple[str, ...]) -> str:
 
 
 def worker(model: str, seed: int, only: tuple[str, ...], expected: list[list[list[int]]]) -> Callable[[int], tuple[str, str]]:
-    subject, measured = Subject(model, seed, expected), Measured()
+    subject, costs = Subject(model, seed, expected), Costs()
 
     def check(n: int) -> tuple[str, str]:
         rng, kind = case_rng(seed, n), kind_of(n, seed, only)
         subject.open(n // STAYS % len(VARIANTS))
-        outcome, problem = KINDS[kind][1](subject, rng, measured)
+        outcome, problem = KINDS[kind][1](subject, rng, costs)
         if subject.llm is None:
             subject.open(subject.variant)
         wrong = subject.check(subject.latest if rng.random() < 0.6 else rng.randrange(len(PROMPTS)), rng.randrange(2))
