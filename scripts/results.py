@@ -144,8 +144,8 @@ def with_columns(table: dict, columns: str | None) -> dict:
 
 def block(name: str, table: str | None, columns: str | None = None) -> str:
     """The text of a block: a table of a data file, or one that has a row of each of several."""
-    found = GATHERED[name]() if name in GATHERED else next(t for t in read(name)["tables"] if t["name"] == table)
-    return markdown(with_columns(found, columns))
+    data = GATHERED[name]() if name in GATHERED else next(t for t in read(name)["tables"] if t["name"] == table)
+    return markdown(with_columns(data, columns))
 
 
 SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and 10^9 bytes of its file
@@ -237,7 +237,7 @@ KERNELS = {  # of docs/results/kernels.md
 POLICIES = {"belady": GREY, "score": BLUE, "lfu": "#1a7f37", "lru": GOLD, "edgemoe": MAUVE, "arc": "#cf222e"}
 
 
-def bars(title: str, side: str, named: dict[str, tuple[str, tuple[str, ...]]], panels: dict[str, dict[str, dict[str, str]]], said: str) -> str:
+def bars(title: str, side: str, named: dict[str, tuple[str, tuple[str, ...]]], panels: dict[str, dict[str, dict[str, str]]], note: str) -> str:
     """Medians as bars, and the range of the rounds as a line.
 
     Args:
@@ -268,7 +268,7 @@ def bars(title: str, side: str, named: dict[str, tuple[str, tuple[str, ...]]], p
                 if low < high:
                     out.append(f'<path d="M{low:.1f} {y + 8:g}H{at:.1f}" stroke="#fff"/><path d="M{at:.1f} {y + 8:g}H{high:.1f}" stroke="{GREY}"/>')
                 out.append(f'<text x="{high + 6:.1f}" y="{y + 13:g}">{cell.split()[0]}</text>')
-    return "\n".join([*out, f'<text x="10" y="{height - 10}" font-size="12">{said}</text>', "</svg>"]) + "\n"
+    return "\n".join([*out, f'<text x="10" y="{height - 10}" font-size="12">{note}</text>', "</svg>"]) + "\n"
 
 
 def policies_chart(name: str, table: str, colours: dict[str, str]) -> str:

@@ -66,14 +66,14 @@ print((len(times) - 2) / (times[-2] - times[0]))
 def served(command: list[str], pattern: str, enter: Callable[[], None] | None = None) -> Iterator[str]:
     """The URL of a server that says it on its standard error. enter: what the process calls first."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", preexec_fn=enter) as process:
-        said = []
+        lines = []
         try:
             for line in process.stderr:
-                said.append(line)
+                lines.append(line)
                 if match := re.search(pattern, line):
                     break
             else:
-                raise click.ClickException("".join(said[-5:]))
+                raise click.ClickException("".join(lines[-5:]))
             threading.Thread(target=process.stderr.read, daemon=True).start()
             yield match[1]
         finally:

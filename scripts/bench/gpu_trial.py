@@ -102,8 +102,8 @@ def check(trial: Trial) -> dict[str, Any]:
     doctor = subprocess.run([sys.executable, "-m", "moeoff.cli", "doctor", "--json"], capture_output=True, text=True)
     if not doctor.stdout:
         raise RuntimeError((doctor.stderr.strip().splitlines() or [f"doctor: exit code {doctor.returncode}"])[-1])
-    found = [{"name": device.name, "description": device.description, "memory": device.memory} for device in devices()]
-    if not found and not trial.fake:
+    gpus = [{"name": device.name, "description": device.description, "memory": device.memory} for device in devices()]
+    if not gpus and not trial.fake:
         raise RuntimeError(f"no device: this build has {' and '.join(backends()) or 'no GPU backend'}, and no driver offers one")
     driver = Path("/proc/driver/nvidia/version")
     return {
@@ -112,7 +112,7 @@ def check(trial: Trial) -> dict[str, Any]:
         "machine": machine(),
         "commit": PACKED_COMMIT.read_text() if PACKED_COMMIT.exists() else commit(),
         "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
-        "devices": found,
+        "devices": gpus,
         "doctor": json.loads(doctor.stdout),
     }
 
@@ -259,11 +259,11 @@ def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: in
         repetitions=n_rounds,
         warm_up=False,
     )
-    done = measure(job, timeout=STEP_SECONDS - 20)
-    if done.error:
-        raise RuntimeError(done.error)
-    facts = {fact: done.closed[fact] for fact in done.closed if fact.startswith("device_")}
-    return {"share": share, "host": host, "rows": rows(done, 0), **facts}
+    result = measure(job, timeout=STEP_SECONDS - 20)
+    if result.error:
+        raise RuntimeError(result.error)
+    facts = {fact: result.closed[fact] for fact in result.closed if fact.startswith("device_")}
+    return {"share": share, "host": host, "rows": rows(result, 0), **facts}
 
 
 def _with_scripts() -> dict[str, str]:
@@ -298,11 +298,11 @@ def run_step(trial: Trial, name: str, seconds: float) -> dict[str, Any] | None:
     started, error, errors, result = time.monotonic(), "", "", None
     with subprocess.Popen(command, env=_with_scripts(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            said, errors = process.communicate(timeout=seconds)
+            output, errors = process.communicate(timeout=seconds)
             if process.returncode:
                 error = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             else:
-                result = json.loads(said.splitlines()[-1])
+                result = json.loads(output.splitlines()[-1])
         except subprocess.TimeoutExpired:
             if seconds < STEP_SECONDS:
                 return None
@@ -310,13 +310,13 @@ def run_step(trial: Trial, name: str, seconds: float) -> dict[str, Any] | None:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it has started, too: it would keep the device's memory
-    found = {"step": name, "fake": trial.fake, "small": trial.small, "seconds": round(time.monotonic() - started, 1), "error": error, "result": result}
+    step = {"step": name, "fake": trial.fake, "small": trial.small, "seconds": round(time.monotonic() - started, 1), "error": error, "result": result}
     if error:
-        found["stderr"] = errors[-4000:]
+        step["stderr"] = errors[-4000:]
     part = out.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
+    part.write_text(json.dumps(step, indent=1) + "\n")
     os.replace(part, out)
-    return found
+    return step
 
 
 def run(trial: Trial, names: list[str], minutes: float | None) -> int:
@@ -326,13 +326,13 @@ def run(trial: Trial, names: list[str], minutes: float | None) -> int:
     todo = names or [name for name in every if not (trial.folder / f"{name}.json").exists()]
     for i, name in enumerate(todo):
         left = STEP_SECONDS if minutes is None or not i else 60 * minutes - (time.monotonic() - started)
-        found = run_step(trial, name, min(left, STEP_SECONDS)) if left >= LEAST_SECONDS else None
-        if found is None:
+        step = run_step(trial, name, min(left, STEP_SECONDS)) if left >= LEAST_SECONDS else None
+        if step is None:
             print(f"{len(todo) - i} steps are left; run it again", flush=True)
             return 75
-        print(f"{name}: {found['error'] or 'done'} ({found['seconds']} s)", flush=True)
-        failed += bool(found["error"])
-        if name == "check" and found["error"]:
+        print(f"{name}: {step['error'] or 'done'} ({step['seconds']} s)", flush=True)
+        failed += bool(step["error"])
+        if name == "check" and step["error"]:
             return 1
     return min(failed, 1)
 
@@ -341,49 +341,49 @@ def save_tables(folder: Path, path: Path | None) -> None:
     """Prints what the results say, and writes it as a data file of where they were measured."""
     results = sorted(folder.glob("*.json"), key=lambda result: result.stat().st_mtime)
     steps = {result.stem: json.loads(result.read_text()) for result in results}
-    kept = ResultsFile(None)
-    tables(steps, kept)
+    file = ResultsFile(None)
+    tables(steps, file)
     if path:
         facts = steps["check"]["result"]
         place = ", ".join([facts["machine"], *(device["description"] for device in facts["devices"])])
         day = datetime.date.fromtimestamp(results[0].stat().st_mtime).isoformat()
         head = (shlex.join(["python", "scripts/bench/gpu_trial.py", *steps]), place, day, facts["commit"])
-        write(path, dict(zip(HEAD, head)) | {"tables": [vars(table) for table in kept.tables]})
+        write(path, dict(zip(HEAD, head)) | {"tables": [vars(table) for table in file.tables]})
 
 
-def tables(steps: dict[str, dict[str, Any]], kept: ResultsFile) -> None:
+def tables(steps: dict[str, dict[str, Any]], file: ResultsFile) -> None:
     """What the results say; the failed steps last."""
-    done = {name: step["result"] for name, step in steps.items() if step["result"]}
+    results = {name: step["result"] for name, step in steps.items() if step["result"]}
     rows: dict[str, list[dict[str, Any]]] = {}
-    for name, result in done.items():
+    for name, result in results.items():
         if "rows" in result:
             rows.setdefault(name.partition("@")[0] + " (fake)" * steps[name]["fake"], []).append(result)
     if rows:
         tests = [test["test"] for test in next(iter(rows.values()))[0]["rows"]]
-        speeds = kept.table("rows", "Tokens/s, the model's share on the device, host memory and contender", ["", *tests, "of the experts on the GPU", "slots"])
+        speeds = file.table("rows", "Tokens/s, the model's share on the device, host memory and contender", ["", *tests, "of the experts on the GPU", "slots"])
         for name, processes in rows.items():
             rates = [_speed([process["rows"][i]["samples_ts"] for process in processes]) for i in range(len(tests))]
             hits = [process["rows"][-1]["device_hit_rate"] for process in processes]
             slots = {use["n_slots"] for use in processes[0].get("device_memory", {}).values()}
             speeds.row(name, *rates, "" if None in hits else f"{statistics.median(hits):.0%}", ", ".join(map(str, slots)))
-        longest = max(len(result["rows"][0]["samples_ts"]) for result in done.values() if "rows" in result)
-        prompts = kept.table("prompts", f"Each {tests[0]} in turn: tokens/s", ["", *map(str, range(1, longest + 1))])
+        longest = max(len(result["rows"][0]["samples_ts"]) for result in results.values() if "rows" in result)
+        prompts = file.table("prompts", f"Each {tests[0]} in turn: tokens/s", ["", *map(str, range(1, longest + 1))])
         for name, processes in rows.items():
             for process in processes:
                 rates = [f"{rate:.0f}" for rate in process["rows"][0]["samples_ts"]]
                 prompts.row(name, *rates, *[""] * (longest - len(rates)))
-    if "transfers" in done:
-        transfers = kept.table("transfers", "To and from the device", ["", "GB/s"])
-        for device, rates in done["transfers"].items():
+    if "transfers" in results:
+        transfers = file.table("transfers", "To and from the device", ["", "GB/s"])
+        for device, rates in results["transfers"].items():
             for way, rate in rates.items():
                 transfers.row(f"{device}, {way}", f"{rate / 1e9:.1f}")
-    if "bits" in done:
-        bits = kept.table("bits", "Numbers that differ from stock's", ["", "differ", "of", "experts uploaded"])
-        for name, run in done["bits"]["runs"].items():
+    if "bits" in results:
+        bits = file.table("bits", "Numbers that differ from stock's", ["", "differ", "of", "experts uploaded"])
+        for name, run in results["bits"]["runs"].items():
             bits.row(name, str(run["differ"]), str(run["of"]), str(run["uploads"]))
     reasons = {name: step["error"] or step["result"].get("left_out") for name, step in steps.items()}
     if any(reasons.values()):
-        failed = kept.table("failed", "Steps without a result", ["", "why"])
+        failed = file.table("failed", "Steps without a result", ["", "why"])
         for name, why in reasons.items():
             if why:
                 failed.row(name, why)
@@ -455,8 +455,8 @@ def _install(folder: Path, python: str, *packages: str) -> None:
 
 
 def _files_of_the_repository() -> list[Path]:
-    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return [*found, ROOT / "scripts/results.py", ROOT / "LICENSE", ROOT / "NOTICE"]
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return [*paths, ROOT / "scripts/results.py", ROOT / "LICENSE", ROOT / "NOTICE"]
 
 
 def main() -> int:

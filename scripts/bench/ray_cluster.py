@@ -72,9 +72,9 @@ class Clients:
                 self.answers.append((time.monotonic() - asked, whole))
 
 
-def servers(it: Cluster) -> set[tuple[int, int]]:
+def servers(nodes: Cluster) -> set[tuple[int, int]]:
     """(node, process) of every server that there is now."""
-    return {(replica.node, replica.server_pid) for replica in it.running()}
+    return {(replica.node, replica.server_pid) for replica in nodes.running()}
 
 
 def after(condition: Callable[[], bool], began: float | None = None) -> float:
@@ -118,10 +118,10 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
     steps: list[tuple[str, int, float, Clients | None, float | None]] = []
     model = os.path.abspath(model)
 
-    def happens(it: Cluster, what: str, event: Callable[[], tuple[float, Callable[[], bool]]]) -> None:
+    def happens(nodes: Cluster, what: str, event: Callable[[], tuple[float, Callable[[], bool]]]) -> None:
         """event: does it, and returns when, and what says that the cluster is whole again."""
         console.print(what, style="dim")
-        with Clients(it.url, n_clients) as clients:
+        with Clients(nodes.url, n_clients) as clients:
             time.sleep(AROUND)
             began, whole = event()
             seconds = after(whole, began)
@@ -129,33 +129,33 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
         rows.append((what, seconds, clients))
 
     def hang() -> tuple[float, Callable[[], bool]]:
-        hung, now = min(servers(it)), time.monotonic()
+        hung, now = min(servers(nodes)), time.monotonic()
         os.kill(hung[1], signal.SIGSTOP)
-        return now, lambda: hung not in servers(it) and n_running("moeoff") == 2
+        return now, lambda: hung not in servers(nodes) and n_running("moeoff") == 2
 
     def die() -> tuple[float, Callable[[], bool]]:
         now = time.monotonic()
-        it.kill(1)
+        nodes.kill(1)
         return now, lambda: n_running("moeoff") == 1
 
     def join() -> tuple[float, Callable[[], bool]]:
-        it.add({"holds": "model"})  # until Ray runs there
+        nodes.add({"holds": "model"})  # until Ray runs there
         return time.monotonic(), lambda: n_running("moeoff") == 2
 
-    with cluster([{"holds": "model"}] * 2, 2 * GIB, None) as it:
+    with cluster([{"holds": "model"}] * 2, 2 * GIB, None) as nodes:
         serve.run(moeoff.ray.deployment(model, memory=memory, num_replicas=2, labels={"holds": "model"}, n_threads=1))
-        happens(it, "a server hangs (SIGSTOP)", hang)
-        happens(it, "a node dies", die)
-        happens(it, "a node joins", join)
+        happens(nodes, "a server hangs (SIGSTOP)", hang)
+        happens(nodes, "a node dies", die)
+        happens(nodes, "a node joins", join)
         serve.delete("default")
-        after(lambda: not servers(it))
+        after(lambda: not servers(nodes))
         scaled = moeoff.ray.deployment(model, memory=memory, labels={"holds": "model"}, n_threads=1, ray_options={"autoscaling_config": SCALED})
         serve.run(scaled)
         for n, n_expected in ((1, 1), (2 * n_clients, 2)):
             console.print(f"{n} clients, replicas scaled", style="dim")
-            with Clients(it.url, n, N_LONGER):
+            with Clients(nodes.url, n, N_LONGER):
                 seconds = after(lambda n_expected=n_expected: n_running("moeoff") == n_expected)
-            with Clients(it.url, n, N_LONGER) as clients:
+            with Clients(nodes.url, n, N_LONGER) as clients:
                 time.sleep(LASTS)
                 n_replicas, in_flight = n_running("moeoff"), n_in_flight()
             steps.append((f"{n} client{'s' * (n > 1)}", n_replicas, seconds, clients, in_flight))

@@ -196,13 +196,13 @@ def check_answers(model: str, answers: Iterable[tuple[str, str]], console: Conso
         console.print(f"{len(doubtful)} answers are read, {at_once} tokens at once, flash attention {'on' if flash_attn else 'off'}", style="dim")
         with moeoff.Llama(model, expert_memory="2G", n_ctx=1024, logits_all=True, flash_attn=flash_attn) as llm:
             for prompt, tokens in doubtful:
-                asked, said = llm.tokenize(prompt.encode(), add_bos=True, special=True), json.loads(tokens)
+                asked, answer = llm.tokenize(prompt.encode(), add_bos=True, special=True), json.loads(tokens)
                 llm.reset()
                 llm.eval(asked)
-                for i in range(0, len(said), at_once):
-                    llm.eval(said[i : i + at_once])
-                logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(said) - 1])
-                far = logits.max(axis=1) - logits[np.arange(len(said)), said]
+                for i in range(0, len(answer), at_once):
+                    llm.eval(answer[i : i + at_once])
+                logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(answer) - 1])
+                far = logits.max(axis=1) - logits[np.arange(len(answer)), answer]
                 behind[prompt, tokens] = np.minimum(far, behind.get((prompt, tokens), far))
     return [
         f"{prompt!r}: token {far.argmax()} of {tokens} is {far.max():.2f} behind the best one"

@@ -63,6 +63,6 @@ def check_advisories(json_file: str | None) -> None:
     columns = ["advisory", "source", "what", "fixed in", "here"]
     with findings(json_file, "advisories", f"advisories against {pin['name']} {pin['version']}", columns) as (table, problems):
         for entry in entries:
-            said, holds = why(entry, texts)
-            problems += [] if holds else [f"{entry['id']}: {said}"]
-            table.row(entry["id"], entry["source"], entry["what"], entry["fixed"], said)
+            reason, holds = why(entry, texts)
+            problems += [] if holds else [f"{entry['id']}: {reason}"]
+            table.row(entry["id"], entry["source"], entry["what"], entry["fixed"], reason)

@@ -250,15 +250,15 @@ def in_workers(
         reader, writer = os.pipe()
         child = Child(functools.partial(_work, make, left[:life], writer, memory, deadline))
         os.close(writer)
-        begun = done = 0
+        begun = n_done = 0
         for line in _lines(reader, child):
             n, *result = json.loads(line)
             begun += not result
             if result:
-                done += 1
+                n_done += 1
                 yield Case(n, *result)
         if child.wait(deadline) == 0:
-            left = left[done:]
+            left = left[n_done:]
             continue
         how = "hangs" if child.code in (None, -signal.SIGPROF) or "Timeout (" in child.errors else f"the process ended with {child.code}"
         if not begun:

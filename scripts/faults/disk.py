@@ -114,10 +114,10 @@ def a_sparse_file(folder: Path) -> str:
     os.truncate(hollow, os.path.getsize(DEMO))
     try:
         with open_model(str(hollow)) as llm:
-            said = f"{len(answer(llm))} tokens"
+            text = f"{len(answer(llm))} tokens"
     except (moeoff.MoeoffError, RuntimeError) as error:
-        said = str(error)
-    return f"of the hollow one: {said}"
+        text = str(error)
+    return f"of the hollow one: {text}"
 
 
 @case
@@ -142,13 +142,13 @@ def cut_while_it_runs(folder: Path) -> str:
         answer(llm)
         os.truncate(model, 3 << 20)
         llm.engine.buffer.clear()
-        said = error_of(lambda: answer(llm), "model.gguf")
+        text = error_of(lambda: answer(llm), "model.gguf")
         error_of(lambda: answer(llm), "model.gguf")
     error_of(lambda: open_model(model), "truncated")
     shutil.copy(DEMO, model)
     with open_model(model) as llm:
         assert answer(llm) == expected
-    return said
+    return text
 
 
 @case
@@ -156,15 +156,15 @@ def rows_that_cannot_be_read(folder: Path) -> str:
     """of the token embedding, which stays on disk: it fails, or the file ends there: one sentence that says where, then the same text"""
     from moeoff.gguf.model_index import EMBEDDING, ModelIndex
 
-    model, expected, said = model_in(folder), reference(), []
+    model, expected, texts = model_in(folder), reference(), []
     table = ModelIndex.read(model).row_tables[EMBEDDING]
     for kind, value in ((Kind.ERROR, errno.EIO), (Kind.END, 0)):
         with open_model(model, strategy="lru") as llm:
             with Fault(Call.READ, kind, value, 1, of=NATIVE):
-                said.append(error_of(lambda llm=llm: answer(llm), "model.gguf: read of "))
-            assert table.offset <= int(re.search(r"at offset (\d+)", said[-1])[1]) < table.offset + table.nbytes, said[-1]
+                texts.append(error_of(lambda llm=llm: answer(llm), "model.gguf: read of "))
+            assert table.offset <= int(re.search(r"at offset (\d+)", texts[-1])[1]) < table.offset + table.nbytes, texts[-1]
             assert answer(llm) == expected
-    return "; ".join(said)
+    return "; ".join(texts)
 
 
 @case
@@ -196,13 +196,13 @@ def cut_while_it_is_converted(folder: Path) -> str:
 
     model = model_in(folder)
 
-    def cut(done: int, total: int) -> None:
-        if done > total // 4:
+    def cut(n: int, total: int) -> None:
+        if n > total // 4:
             os.truncate(model, 3 << 20)
 
-    said = error_of(lambda: convert(model, tiers="original,Q4_0", progress=cut, threads=2), "model.gguf")
+    text = error_of(lambda: convert(model, tiers="original,Q4_0", progress=cut, threads=2), "model.gguf")
     assert sorted(path.name for path in folder.iterdir()) == ["model.gguf"]
-    return said
+    return text
 
 
 @contextlib.contextmanager
@@ -234,9 +234,9 @@ def full_while_it_is_converted(folder: Path) -> str:
     with full_disk(folder, 4 << 20) as place:
         out = place / "m.experts.gguf"
         out.write_bytes(b"old")
-        said = error_of(lambda: convert(model, tiers="original,Q4_0", output=out, force=True), "m.experts.gguf")
+        message = error_of(lambda: convert(model, tiers="original,Q4_0", output=out, force=True), "m.experts.gguf")
         assert [path.name for path in place.iterdir()] == ["m.experts.gguf"] and out.read_bytes() == b"old"
-    return said
+    return message
 
 
 @case
@@ -257,9 +257,9 @@ def full_while_it_is_calibrated(folder: Path) -> str:
         old = profile.read_bytes()
         if not os.path.ismount(place):
             resource.setrlimit(resource.RLIMIT_FSIZE, (256, -1))
-        said = error_of(lambda: calibrate(model, text=[str(text)], output=profile, **options), "m.profile.npz")
+        message = error_of(lambda: calibrate(model, text=[str(text)], output=profile, **options), "m.profile.npz")
         assert [path.name for path in place.iterdir()] == ["m.profile.npz"] and profile.read_bytes() == old
-    return said
+    return message
 
 
 @case
@@ -275,10 +275,10 @@ def full_while_a_trace_is_written(folder: Path) -> str:
                 for _ in range(20):
                     answer(llm)
 
-        said = error_of(run, "run.trace: cannot be written")
+        text = error_of(run, "run.trace: cannot be written")
         n = len(Trace.read(place / "run.trace").events)
     assert n > 10
-    return f"{said}; {n} events are there"
+    return f"{text}; {n} events are there"
 
 
 @case
@@ -318,10 +318,10 @@ def a_read_only_folder(folder: Path) -> str:
         os.chown(cache, 65534, -1)
         os.setgroups([])
         os.setuid(65534)
-    done = calibrate(model, text=[str(text)], **options)
-    assert Path(done.path).is_relative_to(cache), done.path
+    result = calibrate(model, text=[str(text)], **options)
+    assert Path(result.path).is_relative_to(cache), result.path
     profile = Profile.find(ModelIndex.read(model))
-    assert profile is not None and profile.path == done.path
+    assert profile is not None and profile.path == result.path
     with open_model(model, warm=True, profile="auto") as llm:
         answer(llm)
     assert list(cache.rglob("warm/*.npz")), "no warm-start file"
@@ -339,7 +339,7 @@ def check_disk(only: tuple[str, ...], json_file: str | None) -> None:
                 os.environ["XDG_CACHE_HOME"] = f"{folder}/own-cache"
                 child = Child(lambda name=name, folder=folder: print("DONE " + CASES[name](Path(folder)).replace(folder, "…")))
                 code = child.wait(DEADLINE)
-            said = next((line[5:] for line in child.output.splitlines() if line.startswith("DONE ")), "")
+            text = next((line[5:] for line in child.output.splitlines() if line.startswith("DONE ")), "")
             if code != 0:
                 problems.append(f"{name}: {'hangs' if code is None else f'exit code {code}'}: {child.output[-500:]}{child.errors[-3000:]}")
-            table.row(name, CASES[name].__doc__ or "", said, "yes" if code == 0 else "NO")
+            table.row(name, CASES[name].__doc__ or "", text, "yes" if code == 0 else "NO")

@@ -110,22 +110,22 @@ def slow_bodies(target: Target) -> str:
 @case
 def huge_bodies(target: Target) -> str:
     """lengths that cannot be, 4 million brackets and a prompt of 200,000 words are refused"""
-    said = []
+    replies = []
     for length in ("99999999999", "-1", "18446744073709551616", "1e9", "0x10"):
         reply = target.raw(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
         assert b" 200 " not in reply[:20], (length, reply[:200])
-        said.append(reply[9:12].decode() or "closed")
+        replies.append(reply[9:12].decode() or "closed")
     reply = target.post("/completion", b"[" * (4 << 20))
     assert reply.status_code in (400, 413, 500), reply.status_code
     reply = target.post("/completion", {"prompt": "word " * 200_000})
     assert reply.status_code == 400, reply.status_code
-    return ", ".join(said)
+    return ", ".join(replies)
 
 
 @case
 def header_floods(target: Target) -> str:
     """10,000 headers, one of 10 MB, a path of 1 MB: refused, or the connection is closed"""
-    said = []
+    replies = []
     for data in (
         b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(10_000)) + b"\r\n",
         b"GET /health HTTP/1.1\r\nX-Long: " + b"y" * (10 << 20) + b"\r\n\r\n",
@@ -139,8 +139,8 @@ def header_floods(target: Target) -> str:
     ):
         reply = target.raw(data)
         assert b" 200 " not in reply[:20], (data[:60], reply[:200])
-        said.append(reply[9:12].decode("ascii", "replace") or "closed")
-    return ", ".join(said)
+        replies.append(reply[9:12].decode("ascii", "replace") or "closed")
+    return ", ".join(replies)
 
 
 @case
@@ -278,13 +278,13 @@ def serve() -> None:
 def trouble(target: Target, name: str, expected: list[int]) -> tuple[str, str]:
     """What a case says, and what is wrong."""
     try:
-        said = CASES[name](target)
+        text = CASES[name](target)
         assert target.answer() == expected, "another answer afterwards"
         assert httpx.get(f"{target.url}/health", timeout=SECONDS).status_code == 200
     except Exception as error:
         return "", f"{name}: {type(error).__name__}: {error}"
     peak = status_bytes("VmHWM", target.pid)
-    return said, f"{name}: {peak >> 20} MiB of {MEMORY >> 20}" if peak > MEMORY else ""
+    return text, f"{name}: {peak >> 20} MiB of {MEMORY >> 20}" if peak > MEMORY else ""
 
 
 @main.command("http", help=__doc__)
@@ -306,13 +306,13 @@ def check_http(rounds: int, only: tuple[str, ...], json_file: str | None) -> Non
         target = Target(server.output.strip(), server.pid, random.Random(1), secret)
         expected = target.answer()
         for name in only or CASES:
-            said, problem = "", ""
+            text, problem = "", ""
             for _ in range(rounds):
-                said, problem = trouble(target, name, expected)
+                text, problem = trouble(target, name, expected)
                 if problem:
                     problems.append(problem)
                     break
-            table.row(name, CASES[name].__doc__ or "", said, "NO" if problem else "yes")
+            table.row(name, CASES[name].__doc__ or "", text, "NO" if problem else "yes")
             if server.ended():
                 break
         else:

@@ -215,8 +215,8 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
         scenario = make(folder)
 
         def again() -> object:
-            done = (scenario.again or scenario.attempt)()
-            return scenario.result() if scenario.result else done
+            answer = (scenario.again or scenario.attempt)()
+            return scenario.result() if scenario.result else answer
 
         expected = again()
         for _ in range(5):
@@ -230,28 +230,28 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
                 say(at=index, n=n)
                 faulthandler.dump_traceback_later(DEADLINE, exit=True)
                 where = {"of": NATIVE, "below": scenario.below} if scenario.native else {"below": str(folder)}
-                problem, said = "", ""
+                problem, text = "", ""
                 fault = Fault(call, kind, value, n, **where)
                 try:
                     with fault:
-                        done = scenario.attempt()
-                    if (scenario.result() if scenario.result else done) != expected:
+                        answer = scenario.attempt()
+                    if (scenario.result() if scenario.result else answer) != expected:
                         problem = "wrong result"
                 except (moeoff.MoeoffError, OSError, MemoryError) as error:
-                    said = str(error)
-                    if not is_sentence(said):
-                        problem = f"no sentence: {said!r}"
+                    text = str(error)
+                    if not is_sentence(text):
+                        problem = f"no sentence: {text!r}"
                     elif isinstance(error, OSError) and not isinstance(error, moeoff.MoeoffError):
-                        problem = f"{type(error).__name__} instead of an error of ours: {said}"
-                    elif scenario.reads_named and call == Call.READ and not ("model" in said and "offset" in said):
-                        problem = f"does not name file and offset: {said}"
+                        problem = f"{type(error).__name__} instead of an error of ours: {text}"
+                    elif scenario.reads_named and call == Call.READ and not ("model" in text and "offset" in text):
+                        problem = f"does not name file and offset: {text}"
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
                 must_be_told = scenario.reads_named and call == Call.READ and kind in (Kind.ERROR, Kind.END, Kind.WRONG) and value != errno.EINVAL
-                if fault.fired and must_be_told and not said and not problem:
+                if fault.fired and must_be_told and not text and not problem:
                     problem = "the failed read was not told"
                 try:
-                    if said and not problem and scenario.result and scenario.result() != expected:
+                    if text and not problem and scenario.result and scenario.result() != expected:
                         problem = "what was there before the failure has changed"
                     if again() != expected:
                         problem = problem or "the next request was answered wrongly"
@@ -263,7 +263,7 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
                     time.sleep(0.01)
                 if stays := left(before):
                     problem, before = problem or stays, held()
-                say(at=index, n=n, fired=fault.fired, said=said, problem=problem, rss=status_bytes())
+                say(at=index, n=n, fired=fault.fired, said=text, problem=problem, rss=status_bytes())
                 if not fault.fired:
                     break
         faulthandler.cancel_dump_traceback_later()

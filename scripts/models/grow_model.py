@@ -112,7 +112,7 @@ def grow_model(
     *,
     overwrite: bool = False,
     threads: int = 2,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda n, total: None,
 ) -> None:
     """Write the model of `source` (qwen2moe, any types) to `out`, grown; the tokenizer and all other metadata are kept.
 
@@ -123,13 +123,13 @@ def grow_model(
     with ModelFile(source) as model:
         plan = _plan(model, growth)
         tensors = [tensor for tensor, _ in plan]
-        done, total = 0, sum(tensor.n_bytes for tensor in tensors)
+        n, total = 0, sum(tensor.n_bytes for tensor in tensors)
         with ModelWriter(out, _metadata(model, growth), tensors, model.alignment, overwrite=overwrite) as writer:
             for tensor, role in plan:
                 for data in quantize_chunks(_blocks(model, tensor.name, role, growth), tensor.type, threads=threads):
                     writer.write(data)
-                    done += data.nbytes
-                    progress(done, total)
+                    n += data.nbytes
+                    progress(n, total)
 
 
 def _tiles(growth: Growth, name: str) -> int:

@@ -487,7 +487,7 @@ def shape_model(
     *,
     seed: int = 0,
     overwrite: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda n, total: None,
 ) -> None:
     """Write a model of this shape to `out`; the same seed gives the same file. progress(done, total) is called
     with bytes written.
@@ -501,14 +501,14 @@ def shape_model(
     with ModelFile(demo_model()) as demo:
         n_tokens = len(unpack(demo.metadata["tokenizer.ggml.tokens"]))
     weights = Weights(shape, scales_of(shape), seed, n_tokens)
-    done, total = 0, sum(tensor.n_bytes for tensor in plan)
+    n, total = 0, sum(tensor.n_bytes for tensor in plan)
     with ModelWriter(out, metadata(shape) | vocabulary, plan, overwrite=overwrite) as writer:
         for tensor in plan:
             for piece in weights.pieces(tensor):
                 if len(piece):
                     writer.write(piece)
-                done += len(piece)
-                progress(done, total)
+                n += len(piece)
+                progress(n, total)
 
 
 def tokenizer(n_vocab: int) -> tuple[list[str], dict[str, bytes]]:
@@ -841,8 +841,8 @@ class Weights:
             return np.concatenate([keys, keys, self._reading(delta.n_value * delta.head, rng, _SMALL)])
         rows = np.zeros((delta.n_value * (delta.head if part == "attn_gate" else 1), shape.n_embd), np.float32)
         if part != "ssm_alpha":
-            said = np.ones(len(rows)) if part == "attn_gate" else np.linspace(-1.4, 0, len(rows))
-            rows[:, : self._n_constant] = (said / self._n_constant)[:, None]
+            values = np.ones(len(rows)) if part == "attn_gate" else np.linspace(-1.4, 0, len(rows))
+            rows[:, : self._n_constant] = (values / self._n_constant)[:, None]
         return rows
 
     def _latent(self, part: str, layer: int, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:

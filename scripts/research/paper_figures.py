@@ -319,7 +319,7 @@ def hobbit_18(d: Data) -> tuple[str, str]:
     """By texts: a miss costs what its token's weights say, 1 in high precision, a quarter in low, nothing if it is skipped."""
     cost = MissCost(*thresholds(recorded_unimportance(d.train)), LOW_COST)
     weights = {name: float(d.sections["hobbit"][name]) for name in NAMES}
-    ours, said = [], []
+    ours, outcomes = [], []
     for share in (0.25, 0.5):
         paid = {}
         for name, options in (("hobbit", weights | {"t1": cost.t1}), ("lru", {}), ("lfu", {})):
@@ -327,8 +327,8 @@ def hobbit_18(d: Data) -> tuple[str, str]:
         less = [verdicts.ratio(paid["hobbit"], paid[name]).map(lambda x: 1 - x) for name in ("lru", "lfu")]
         less = [Estimate(x.value, x.high, x.low) for x in less]
         ours.append(f"{', '.join(verdicts.text(x, '{:.1%}') for x in less)} with {share:.0%}")
-        said.append([verdict(claim, x, 0.0) for claim, x in zip(((0.0469, 0.0868), (0.0213, 0.0419)), less)])
-    lru, lfu = map(weakest, zip(*said))
+        outcomes.append([verdict(claim, x, 0.0) for claim, x in zip(((0.0469, 0.0868), (0.0213, 0.0419)), less)])
+    lru, lfu = map(weakest, zip(*outcomes))
     return "; ".join(ours).replace("%", " %"), lru if lru == lfu else f"{lru} (over LRU); {lfu} (over LFU)"
 
 

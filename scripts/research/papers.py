@@ -336,14 +336,14 @@ def on_simulated(r: Ratio, runs: Runs) -> tuple[str, str, str]:
     for share in shares:
         fast, slow = (runs.of(name, on, share, r.prompt) for name in (r.fast, r.slow))
         ratios.append(verdicts.ratio([x.tps for x in fast], [x.tps for x in slow]))
-    said = [verdicts.verdict(r.claim, x) for x in ratios]
-    for share, verdict in zip(shares, said):
+    outcomes = [verdicts.verdict(r.claim, x) for x in ratios]
+    for share, verdict in zip(shares, outcomes):
         if verdict != REPRODUCED:
             causes.append(f"{share:.0%}: {cause(r, on, share, runs)}")
     ours = ", ".join(f"{verdicts.text(x)} with {share:.0%}" for x, share in zip(ratios, shares))
     return (
         f"{r.fast} / {r.slow}: {ours}",
-        said[0] if said[0] == said[1] else ", ".join(f"{s} with {share:.0%}" for s, share in zip(said, shares)),
+        outcomes[0] if outcomes[0] == outcomes[1] else ", ".join(f"{s} with {share:.0%}" for s, share in zip(outcomes, shares)),
         "; ".join(causes),
     )
 
@@ -452,11 +452,11 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
     with ResultsFile(json_file) as results:
         for paper in PAPERS:
             table = results.table(paper.lower(), paper, HEAD)
-            said = counted.setdefault(paper, [])
+            outcomes = counted.setdefault(paper, [])
 
             def row(figure: str, what: str, claim: str, ours: str, verdict: str, why: str) -> None:
                 table.row(figure, what, claim, ours, verdict, why)  # noqa: B023  called at once
-                said.append(verdict)  # noqa: B023
+                outcomes.append(verdict)  # noqa: B023
 
             for measured in FIGURES:
                 if measured.paper == paper:
@@ -468,8 +468,8 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
             for figure, what, why in UNTESTED[paper]:
                 row(figure, what, "", "", NOT_TESTABLE, why)
         table = results.table("verdicts", "How often which", ["paper", *verdicts.RULES, verdicts.SPLIT])
-        for paper, said in counted.items():
-            table.row(paper, *(str(list(map(verdicts.counted, said)).count(name)) for name in (*verdicts.RULES, verdicts.SPLIT)))
+        for paper, outcomes in counted.items():
+            table.row(paper, *(str(list(map(verdicts.counted, outcomes)).count(name)) for name in (*verdicts.RULES, verdicts.SPLIT)))
         contenders(results, runs)
         announce("losses")
         table = results.table("losses", "Perplexity over the model's own, on text that no widths were planned on", ["served", "loss (95 %)"])

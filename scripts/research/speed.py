@@ -155,9 +155,9 @@ def cold(job: Job, timeout: float) -> Turn:
 # the driver
 
 
-def tell(name: str, index: int, done: Measurement) -> None:
-    said = done.error or ", ".join(f"{test.name} {rates(done.of(i)).get('tps', 0):.2f} tok/s" for i, test in enumerate(done.job.tests))
-    Console(stderr=True).print(f"round {index + 1}: {name}: {said}", style="dim")
+def tell(name: str, index: int, result: Measurement) -> None:
+    text = result.error or ", ".join(f"{test.name} {rates(result.of(i)).get('tps', 0):.2f} tok/s" for i, test in enumerate(result.job.tests))
+    Console(stderr=True).print(f"round {index + 1}: {name}: {text}", style="dim")
 
 
 def table(results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequence[Comparison]]) -> None:
@@ -191,9 +191,9 @@ def table(results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequ
             cells.append(str(len(decode.measurements) - failed) if failed else "")
             lines.append([group, decode.name, *cells])
     told = [i for i in range(len(head)) if any(line[i] not in ("", "0.0%") for line in lines)]
-    said = results.table(name, title, [head[i].strip() for i in told])
+    out = results.table(name, title, [head[i].strip() for i in told])
     for line in lines:
-        said.row(*(line[i] for i in told))
+        out.row(*(line[i] for i in told))
 
 
 def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
@@ -201,13 +201,13 @@ def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
     return next((c.figures["tps"].median for c in groups.get(IN_MEMORY, ()) if c.test.n_gen and c.figures and c.measurements[0].job.engine != STOCK), None)
 
 
-def ceiling(done: Measurement, in_memory: float | None) -> float | None:
+def ceiling(result: Measurement, in_memory: float | None) -> float | None:
     """The share of what could be reached, where the disk's rate was measured: of the speed in memory or of the disk's rate over the bytes that are missed,
     whichever is less; where the speed in memory is not known, of the longer one of computing and reading."""
-    disk = done.closed.get("disk_bytes_per_second")
+    disk = result.closed.get("disk_bytes_per_second")
     if not disk:
         return None
-    return rows(done, 0)[1]["ceiling_share"] if in_memory is None else Ceiling.of(done.of(1), in_memory, disk).reached
+    return rows(result, 0)[1]["ceiling_share"] if in_memory is None else Ceiling.of(result.of(1), in_memory, disk).reached
 
 
 @dataclass
@@ -249,10 +249,10 @@ class Bench:
         tokens, and those whose bits differ do not go another way."""
         drop_from_page_cache(self.model)
         job = replace(self.job(limit << 20, memory=within(limit), strategy="lru"), tests=prompt_then_tokens(self.n_prompt, self.n_decode), answer=())
-        done = measure(replace(job, probe_seconds=0.0), timeout=TIMEOUT)
-        if done.error:
-            raise click.ClickException(f"the answer that all are to decode was not found: {done.error}")
-        return replace(self, answer=tuple(done.closed["answer"]))
+        result = measure(replace(job, probe_seconds=0.0), timeout=TIMEOUT)
+        if result.error:
+            raise click.ClickException(f"the answer that all are to decode was not found: {result.error}")
+        return replace(self, answer=tuple(result.closed["answer"]))
 
 
 def metered(job: Job) -> Job:
@@ -389,19 +389,19 @@ def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]
         return {name: {group: [each[name] for each in rounds if name in each] for group, rounds in of.items()} for name in names}
 
     totals = {group: statistics.median(sum(token_parts(each).values()) for each in rounds) for group, rounds in samples.items()}
-    said = results.table("token", "Where a token's time goes: ms, and share", ["", *samples])
+    out = results.table("token", "Where a token's time goes: ms, and share", ["", *samples])
     for name, values in medians(token_parts).items():
         middles = {group: statistics.median(rounds) for group, rounds in values.items()}
-        said.row(name, *(f"{ms:.2f}, {ms / totals[group]:.0%}" for group, ms in middles.items()))
-    said.row("a token", *(f"{total:.2f}" for total in totals.values()))
-    said = results.table("beside", "Beside it, for each token: ms, and sleeps", ["", *samples])
+        out.row(name, *(f"{ms:.2f}, {ms / totals[group]:.0%}" for group, ms in middles.items()))
+    out.row("a token", *(f"{total:.2f}" for total in totals.values()))
+    out = results.table("beside", "Beside it, for each token: ms, and sleeps", ["", *samples])
     for name, values in medians(other_parts).items():
-        said.row(name, *(f"{statistics.median(rounds):.2f}" for rounds in values.values()))
-    said = results.table("reads", "Reads of a token: number; MB; mean ms in the queue, and on the disk", ["", *samples])
+        out.row(name, *(f"{statistics.median(rounds):.2f}" for rounds in values.values()))
+    out = results.table("reads", "Reads of a token: number; MB; mean ms in the queue, and on the disk", ["", *samples])
     for name, values in medians(read_parts).items():
         forms = "{:.1f}", "{:.2f} MB", "{:.2f}", "{:.2f}"
-        said.row(name, *("; ".join(form.format(statistics.median(of)) for form, of in zip(forms, zip(*rounds))) for rounds in values.values()))
-    said = results.table("ceiling", "Speed and ceiling, tok/s", ["", "in memory", "disk / bytes missed", "ceiling", "reached", "of ceiling"])
+        out.row(name, *("; ".join(form.format(statistics.median(of)) for form, of in zip(forms, zip(*rounds))) for rounds in values.values()))
+    out = results.table("ceiling", "Speed and ceiling, tok/s", ["", "in memory", "disk / bytes missed", "ceiling", "reached", "of ceiling"])
     in_memory = next((decode.figures["tps"].median for group, decode in decodes.items() if group == IN_MEMORY and decode.figures), None)
     for group, rounds in samples.items():
         disks = [m.closed.get("disk_bytes_per_second") for m in decodes[group].measurements if not m.error]
@@ -409,7 +409,7 @@ def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]
             continue
         ceilings = [Ceiling.of(each, in_memory, disk) for each, disk in zip(rounds, disks)]
         middle = [statistics.median(values) for values in zip(*((c.in_memory, c.disk, min(c.in_memory, c.disk), c.tps) for c in ceilings))]
-        said.row(group, *(f"{value:.2f}" for value in middle), f"{statistics.median(c.reached for c in ceilings):.0%}")
+        out.row(group, *(f"{value:.2f}" for value in middle), f"{statistics.median(c.reached for c in ceilings):.0%}")
 
 
 @workload("Decode speed in memory limits, with the meters of the tables below", 64, 256, 1.0, [LIMITS, ANSWER,
@@ -457,8 +457,8 @@ def from_rows(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
     """The measurement that `moeoff bench -o json` has printed: a row for the prompt, and one for decoding."""
     lines = json.loads(done.stdout) if done.stdout.strip() else []
     if done.returncode:
-        said = [row["error"] for row in lines if row.get("error")] or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return Measurement(job, error=said[-1])
+        errors = [row["error"] for row in lines if row.get("error")] or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return Measurement(job, error=errors[-1])
     sizes = [row["n_prompt"] + row["n_gen"] for row in lines]
     samples = [Sample(i, n, row["avg_ns"] / 1e9, n * row.get("cpu_ms_per_token", 0) / 1e3) for i, (n, row) in enumerate(zip(sizes, lines))]
     return Measurement(job, closed={PEAK: lines[-1].get("peak_rss")}, samples=samples)

@@ -41,9 +41,9 @@ def verdict(claim: float | tuple[float, float] | None, ours: Estimate, floor: fl
     return REPRODUCED if claim is not None and abs(gain - 1) <= CLOSE else DIRECTION
 
 
-def weakest(said: Sequence[str]) -> str:
+def weakest(verdicts: Sequence[str]) -> str:
     """Of several claims in one."""
-    return max(said, key=(REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
+    return max(verdicts, key=(REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
 
 
 def counted(cell: str) -> str:
