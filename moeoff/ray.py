@@ -204,7 +204,7 @@ class _Ingress:
         body, path = await request.body(), request.url.path
         replicas = self._replicas.options(session_id=request.headers.get("x-session-id") or _session(body))  # Ray's header
         what = request.method, path + (f"?{request.url.query}" if request.url.query else ""), _passed_on(request.headers.items()), body
-        said = ""
+        reason = ""
         for attempt in range(_TRIES):
             await asyncio.sleep(attempt)  # so that it is known who has died
             answer: Any = replicas.remote(*what)
@@ -214,11 +214,11 @@ class _Ingress:
             except BackPressureError:
                 return JSONResponse(_error(503, "too many requests are waiting: ask again later"), 503)
             except _LOST as error:
-                said = str(error).strip().splitlines()[-1]
+                reason = str(error).strip().splitlines()[-1]
             finally:
                 if not isinstance(response, StreamingResponse):
                     answer.cancel()  # where it has ended nothing happens
-        return JSONResponse(_error(502, f"the request has been given to {_TRIES} replicas, and each of them died ({said})"), 502)
+        return JSONResponse(_error(502, f"the request has been given to {_TRIES} replicas, and each of them died ({reason})"), 502)
 
 
 async def _begin(answer: Any, path: str) -> Response:
@@ -283,11 +283,11 @@ def _session(body: bytes) -> str:
         return ""
     common: Any = asked.get("prompt_cache_key")
     if not isinstance(common, str):
-        said = next((value for name in ("messages", "input", "prompt", "input_prefix") if (value := asked.get(name))), None)
-        if said is None:
+        prompt = next((value for name in ("messages", "input", "prompt", "input_prefix") if (value := asked.get(name))), None)
+        if prompt is None:
             return ""
-        if isinstance(said, list):
-            roles = [message.get("role") if isinstance(message, dict) else None for message in said]
-            said = said[: roles.index("user") + 1 if "user" in roles else _BEGINNING]
-        common = [asked.get("system"), asked.get("instructions"), said[:_BEGINNING] if isinstance(said, str) else said]
+        if isinstance(prompt, list):
+            roles = [message.get("role") if isinstance(message, dict) else None for message in prompt]
+            prompt = prompt[: roles.index("user") + 1 if "user" in roles else _BEGINNING]
+        common = [asked.get("system"), asked.get("instructions"), prompt[:_BEGINNING] if isinstance(prompt, str) else prompt]
     return hashlib.blake2b(json.dumps(common, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -236,9 +236,9 @@ def more_memory(session: Session) -> list[MoreMemory]:
         # with everything in memory a replay would still read each slice once
         ratio, hit_rate = 0.0, 1.0
         if share < 1:
-            done = simulate(trace, session.policy, arena)
-            ratio = done.bytes_read / replayed.bytes_read if replayed.bytes_read else float(share < here / full)
-            hit_rate = 1 - (1 - session.decode.hit_rate) * (1 - done.hit_rate) / max(1 - replayed.hit_rate, 1e-9)
+            result = simulate(trace, session.policy, arena)
+            ratio = result.bytes_read / replayed.bytes_read if replayed.bytes_read else float(share < here / full)
+            hit_rate = 1 - (1 - session.decode.hit_rate) * (1 - result.hit_rate) / max(1 - replayed.hit_rate, 1e-9)
         out.append(MoreMemory(share, rest + arena if rest else 0, min(max(hit_rate, 0.0), 1.0), mb * ratio, n / (seconds - stall + stall * ratio)))
     return sorted(out, key=lambda row: row.share)
 

@@ -81,8 +81,8 @@ def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[in
     for n in fitting:
         if n > best and seconds(n) < _WORTH * seconds(best):
             best = n
-    said = f"{n_prompt} tokens take {seconds(best):.1f} s"
-    return MicroBatch(best, said if best == usual else f"{said}, in pieces of {usual} {seconds(usual):.1f} s")
+    text = f"{n_prompt} tokens take {seconds(best):.1f} s"
+    return MicroBatch(best, text if best == usual else f"{text}, in pieces of {usual} {seconds(usual):.1f} s")
 
 
 def choose_within(planned: MemoryPlan, n_tokens: int, budget: int, rates: PromptRates | None) -> MicroBatch:

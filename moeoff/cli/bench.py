@@ -177,11 +177,11 @@ def _listener(job: Job) -> Listener:
         if event["kind"] != "progress":
             return
         test, repetition = job.tests[event["test"]], event["repetition"]
-        done, total = min(event["done"], test.n_tokens), test.n_tokens
+        n, total = min(event["done"], test.n_tokens), test.n_tokens
         if repetition is None:
-            line.update(f"{name}, {test.name}, warming up", done, total)
+            line.update(f"{name}, {test.name}, warming up", n, total)
         else:
-            line.update(f"{name}, {test.name}", repetition * total + done, job.repetitions * total)
+            line.update(f"{name}, {test.name}", repetition * total + n, job.repetitions * total)
 
     return listen
 

@@ -76,14 +76,14 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
         try:
             with progress_bar() as progress:
                 progress("opening the model", 0, 0)
-                done = library(model=model, **options, progress=progress, warn=note)
+                result = library(model=model, **options, progress=progress, warn=note)
         except KeyboardInterrupt:
             note("interrupted: the same command goes on from here")
             raise
-        say(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
-        if done.recall is not None:
-            shallow = f"; the first {done.shallow} layers are hard to predict" if done.shallow is not None else ""
-            note(f"the next layer's experts are predicted to {100 * done.recall:.0f} %{shallow}")
+        say(f"{result.path}: {', '.join(result.sections)}; {result.n_tokens:,} tokens in {result.seconds:.0f} s")
+        if result.recall is not None:
+            shallow = f"; the first {result.shallow} layers are hard to predict" if result.shallow is not None else ""
+            note(f"the next layer's experts are predicted to {100 * result.recall:.0f} %{shallow}")
 
 
 def _print(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -101,10 +101,10 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
         progress("opening the model", 0, 0)
-        done = search_precision(model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, warn=note, **options)
-    contract = done.contract
+        result = search_precision(model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, warn=note, **options)
+    contract = result.contract
     rows = []
-    for c in done.measured:
+    for c in result.measured:
         limit = f"{c.upper_loss:+.2%}" + ("" if c.upper_loss <= bound else " no")
         rows.append([_name(c), f"{c.resident:.0%}" if c.resident else "", f"{c.skipped:.1%}", f"{c.cost:.1%}",
                      interval(c.distance.loss, "{:+.2%}"), limit, interval(c.distance.kl, "{:.4f}"), f"{c.distance.top1.value:.1%}"])  # fmt: skip
@@ -113,7 +113,7 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
     for share in _RESIDENT:
         chosen = contract.choose(bound, share)
         note(f"with {share:.0%} of the experts in memory: {_name(chosen) if chosen else 'lossless'}")
-    return done
+    return result
 
 
 def _name(c: Candidate) -> str:
@@ -178,28 +178,26 @@ def eval_(
     model = model or demo_model()
     remark_on_context(ctx, ModelIndex.read(model).n_ctx_train, options)
     with progress_bar("tokens") as progress:
-        done = evaluate_model(model, text, ctx=ctx, mode=mode, progress=progress, **options)
-    stats = done.stats
+        run = evaluate_model(model, text, ctx=ctx, mode=mode, progress=progress, **options)
+    stats = run.stats
     if as_json:
         result = {
-            **asdict(stats), "model": model, "mode": mode, "ctx": ctx, **_fields(done.quality),
-            "texts": [{"file": path, **_fields(quality)} for path, quality in zip(text, done.texts)],
-            "precision": asdict(done.precision),
-            "seconds": done.seconds, "bytes_read": done.bytes_read, "peak_rss_bytes": peak_rss(),
+            **asdict(stats), "model": model, "mode": mode, "ctx": ctx, **_fields(run.quality),
+            "texts": [{"file": path, **_fields(quality)} for path, quality in zip(text, run.texts)],
+            "precision": asdict(run.precision),
+            "seconds": run.seconds, "bytes_read": run.bytes_read, "peak_rss_bytes": peak_rss(),
         }  # fmt: skip
         click.echo(json.dumps(result))
         return
-    compared = done.quality.kl is not None
+    compared = run.quality.kl is not None
     lossy = f"at most {100 * stats.max_loss:g}% lost" if stats.max_loss else stats.tier if stats.tier != ORIGINAL else "lossy" if compared else "lossless"
     rows = []
-    for path, q in [*zip(text, done.texts), *([("all", done.quality)] if len(text) > 1 else [])]:
+    for path, q in [*zip(text, run.texts), *([("all", run.quality)] if len(text) > 1 else [])]:
         distance = [interval(value, form) for value, form in zip(q.distance, ("{:+.2%}", "{:.5f}", "{:.2%}"))] if compared else []
         rows.append([os.path.basename(path), str(q.n_windows), f"{q.perplexity:.4f} ± {q.perplexity_error:.5f}", *distance])
     columns = ["text", "windows", "perplexity", *(["loss (95 %)", "KL (95 %)", "same top token (95 %)"] if compared else [])]
     _print(f"{os.path.basename(model)}, {lossy}, {mode}, windows of {ctx} tokens", columns, rows)
-    speed = (
-        f"{done.n_tokens} tokens in {done.seconds:.1f} s, {done.n_tokens / done.seconds:.1f} tok/s | {done.bytes_read / 1e6 / done.n_tokens:.2f} MB/token read"
-    )
+    speed = f"{run.n_tokens} tokens in {run.seconds:.1f} s, {run.n_tokens / run.seconds:.1f} tok/s | {run.bytes_read / 1e6 / run.n_tokens:.2f} MB/token read"
     note(f"{speed} | {stats.precision_summary}" if stats.precision_summary else speed)
 
 

@@ -34,17 +34,17 @@ def convert(**options: Any) -> None:
 
     try:
         with progress_bar("bytes") as progress:
-            done = library(**options, progress=functools.partial(progress, "converting"))
+            file = library(**options, progress=functools.partial(progress, "converting"))
     except KeyboardInterrupt:
         note("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"))
         raise
-    for line in done.fallbacks:
+    for line in file.fallbacks:
         note(line)
-    tiers = ", ".join(f"{name} {format_size(n)}" for name, n in done.tiers.items())
-    say(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} " + ("of disk" if options["dry_run"] else f"in {done.seconds:.1f} s"))
+    tiers = ", ".join(f"{name} {format_size(n)}" for name, n in file.tiers.items())
+    say(f"{file.path}: {file.n_experts} experts: {tiers}; {format_size(file.n_bytes)} " + ("of disk" if options["dry_run"] else f"in {file.seconds:.1f} s"))
     if not options["dry_run"]:
-        lower = next((name for name in done.tiers if name != ORIGINAL), None)
-        where = ["--experts", done.path] if done.path != sidecar_path(options["model"]) else []
+        lower = next((name for name in file.tiers if name != ORIGINAL), None)
+        where = ["--experts", file.path] if file.path != sidecar_path(options["model"]) else []
         print("next:", shlex.join(["moeoff", "run", "-m", options["model"], *where, *(["--tier", lower] if lower else [])]))
 
 
@@ -56,6 +56,6 @@ def verify(**options: Any) -> None:
     from ..experts.verify import verify as library
 
     with progress_bar("bytes") as progress:
-        done = library(**options, progress=functools.partial(progress, "verifying"))
-    belongs = f"made of {done.model}" if done.model else "its model is not beside it and was not checked (give -m)"
-    say(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")
+        file = library(**options, progress=functools.partial(progress, "verifying"))
+    belongs = f"made of {file.model}" if file.model else "its model is not beside it and was not checked (give -m)"
+    say(f"{file.path}: {file.n_slices} slices, {format_size(file.n_bytes)}, intact; tiers {', '.join(file.tiers)}; {belongs}")

@@ -303,8 +303,8 @@ def sentence(error: BaseException) -> str:
         known = isinstance(error, OSError) and error.strerror and (f"{error.filename}: " if error.filename else "") + error.strerror
         return one_line(known or str(error)) or type(error).__name__
     context = click.get_current_context(silent=True)
-    said = in_flags(error, None if context is None else flags_as_typed(context))
-    return f"{said} (the shell leaves ~ as it is within quotes and behind =: write $HOME)" if error.message.startswith("~") else said
+    text = in_flags(error, None if context is None else flags_as_typed(context))
+    return f"{text} (the shell leaves ~ as it is within quotes and behind =: write $HOME)" if error.message.startswith("~") else text
 
 
 def flags_as_typed(context: click.Context) -> dict[str, tuple[str, str]]:

@@ -68,11 +68,11 @@ def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
     n = int(np.searchsorted(np.cumsum(sizes.ravel()[order]), arena, "right"))
     before = buffer.stats().reads
     queued = sum(buffer.preload(int(index) // counts.shape[1], [int(index) % counts.shape[1]]) for index in order[:n])
-    done, since = before, time.monotonic()
-    while buffer.running and done < before + queued and time.monotonic() - since < _STUCK:
+    last, since = before, time.monotonic()
+    while buffer.running and last < before + queued and time.monotonic() - since < _STUCK:
         time.sleep(_POLL)
-        if (reads := buffer.stats().reads) > done:
-            done, since = reads, time.monotonic()
+        if (reads := buffer.stats().reads) > last:
+            last, since = reads, time.monotonic()
     buffer.check()
     return queued
 

@@ -217,18 +217,18 @@ class _Builder:
         folder, name = os.path.split(os.path.abspath(out))
         try:
             with _PartialFile(os.path.join(folder, f".{name}.part"), resume) as file:
-                done = file.resume(self._fingerprint, len(self._tiers), self._ranges, threads) if resume else {}
+                entries = file.resume(self._fingerprint, len(self._tiers), self._ranges, threads) if resume else {}
                 missing, free = self.n_bytes - os.fstat(file.fd).st_blocks * 512, shutil.disk_usage(folder).free
                 if missing > free:
                     needs = f"needs {format_size(missing)}, and there are {format_size(free)} free"
                     raise OptionError(f"{out}: {needs}: make room, or write elsewhere", hint={"output": ...})
                 os.ftruncate(file.fd, self.n_bytes)
                 if resume:
-                    file.begin_journal(self._fingerprint, done)
-                self._run(file, done, threads, progress)
+                    file.begin_journal(self._fingerprint, entries)
+                self._run(file, entries, threads, progress)
                 self.model_index.check_unchanged()
-                hashes = {target: value for index, (_, *values) in done.items() for target, value in zip(self.jobs[index].targets, values)}
-                header = self._header([hashes[i] for i in range(len(self.tensors))], [done[i][0] for i in range(len(self.jobs))])
+                hashes = {target: value for index, (_, *values) in entries.items() for target, value in zip(self.jobs[index].targets, values)}
+                header = self._header([hashes[i] for i in range(len(self.tensors))], [entries[i][0] for i in range(len(self.jobs))])
                 _write(file.fd, header, 0)
                 file.publish(out)
         except OSError as error:
@@ -238,15 +238,15 @@ class _Builder:
         """Offsets and bytes of what a job writes."""
         return [(self._offsets[i], self.tensors[i].n_bytes) for i in self.jobs[index].targets]
 
-    def _run(self, file: _PartialFile, done: dict[int, tuple[int, ...]], threads: int, progress: Callable[[int, int], None] | None) -> None:
-        """Adds to `done` the jobs that are not: hashes of the source's slice and of each target."""
+    def _run(self, file: _PartialFile, entries: dict[int, tuple[int, ...]], threads: int, progress: Callable[[int, int], None] | None) -> None:
+        """Adds to `entries` the jobs that are not there: hashes of the source's slice and of each target."""
         stop = threading.Event()
-        n_bytes, total = sum(self.jobs[index].nbytes for index in done), sum(job.nbytes for job in self.jobs)
+        n_bytes, total = sum(self.jobs[index].nbytes for index in entries), sum(job.nbytes for job in self.jobs)
         if progress:
             progress(n_bytes, total)
         with ModelBytes(self.model_index.files) as sources, ThreadPoolExecutor(threads) as pool:
             try:
-                todo = iter([index for index in range(len(self.jobs)) if index not in done])
+                todo = iter([index for index in range(len(self.jobs)) if index not in entries])
                 running: dict[Future[tuple[int, ...]], int] = {}
                 while True:
                     while len(running) < 2 * threads and (index := next(todo, None)) is not None:
@@ -255,8 +255,8 @@ class _Builder:
                         return
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         index = running.pop(future)
-                        done[index] = future.result()
-                        file.note(index, done[index])
+                        entries[index] = future.result()
+                        file.note(index, entries[index])
                         n_bytes += self.jobs[index].nbytes
                     if progress:
                         progress(n_bytes, total)
@@ -362,10 +362,10 @@ class _PartialFile:
         publish(self.fd, self.path, out)
         self._remove()
 
-    def begin_journal(self, fingerprint: bytes, done: dict[int, tuple[int, ...]]) -> None:
+    def begin_journal(self, fingerprint: bytes, entries: dict[int, tuple[int, ...]]) -> None:
         self._journal = open(self._journal_path, "wb", buffering=0)
         self._journal.write(fingerprint)
-        for index, values in done.items():
+        for index, values in entries.items():
             self.note(index, values)
 
     def note(self, index: int, values: tuple[int, ...]) -> None:

@@ -55,16 +55,16 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
                     raise ModelError(f"{sidecar.path}: has no expert {expert} of {span.name}: convert the model again")
                 ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * nbytes, nbytes, value)
     damaged: list[tuple[str, int]] = []  # names and files
-    done, total = 0, sum(nbytes for _, _, nbytes, _ in ranges.values())
+    n, total = 0, sum(nbytes for _, _, nbytes, _ in ranges.values())
     with ModelBytes(paths) as files, ThreadPoolExecutor(n_cores()) as pool:
         try:
             hashes = pool.map(lambda name: hash_range(files, *ranges[name][:3], name), ranges)
             for (name, (file_index, _, nbytes, expected)), value in zip(ranges.items(), hashes):
                 if value != expected:
                     damaged.append((name, file_index))
-                done += nbytes
+                n += nbytes
                 if progress:
-                    progress(done, total)
+                    progress(n, total)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

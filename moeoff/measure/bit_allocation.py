@@ -111,7 +111,7 @@ class Planner:
             raise OptionError(f"{model}: its experts have the fewest bits already; name types to try")
         self._measure, self._text, self._ctx, self._tokens = measure, text, ctx, tokens
         self._warn = warn
-        self._tell = progress or (lambda what, done, total: None)
+        self._tell = progress or (lambda what, n, total: None)
         self._options = {"flash_attn": True} | options
         self._uniform: dict[str, tuple[int, Quality]] = {}
         self._importance: dict[str, dict[tuple[int, int], float]] = {}
@@ -125,7 +125,7 @@ class Planner:
             how = {name: value for name, value in self._options.items() if name != "flash_attn"}
             with texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **how) as files:
                 self.windows, self.reference = self._lossless(files)
-            made = convert(self._model, output=out, tiers=tiers, progress=lambda done, total: self._tell("converting", done, total))
+            made = convert(self._model, output=out, tiers=tiers, progress=lambda n, total: self._tell("converting", n, total))
             self.sidecar = Sidecar(made.path)
             self.experts = sorted({(role.layer, e) for name, e, _ in self.sidecar.slices if not (role := parse_tensor_name(name)).chunk})
         except BaseException:
@@ -161,8 +161,8 @@ class Planner:
     def _lossless(self, text: Sequence[str]) -> tuple[list[Window], Reference]:
         with open_model(self._model, self._ctx, experts=False, **self._options) as llm:
             windows = read_windows(llm, text, self._ctx, max(self._tokens // (self._ctx * len(text)), 1))
-            n = len(windows) * self._ctx
-            return windows, self._stack.enter_context(Reference.record(llm, windows, progress=lambda done: self._tell("lossless", done, n)))
+            total = len(windows) * self._ctx
+            return windows, self._stack.enter_context(Reference.record(llm, windows, progress=lambda n: self._tell("lossless", n, total)))
 
     def uniform(self) -> dict[str, tuple[int, Quality]]:
         """By type, all experts in it: bytes and quality, the most bytes first."""

@@ -209,7 +209,7 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
         raise OptionError(f"windows of {n_ctx} tokens do not fit the context of {llm.n_ctx()}")
     first, last, n_vocab = n_ctx // 2 if n_prompt is None else n_prompt, n_ctx - 1, llm.n_vocab()
     step = max(_CHUNK // n_vocab, 1)
-    done = 0
+    n = 0
     with llm.engine.cancellation.in_progress():  # cancel() works from the first batch to the last
         for index, window in enumerate(windows):
             if index >= least and time.monotonic() > until:
@@ -228,9 +228,9 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
                     for row in range(scored[0], scored[1], step):
                         end = min(row + step, scored[1])
                         sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
-                done += stop - start
+                n += stop - start
                 if progress:
-                    progress(done)
+                    progress(n)
     llm.clear_context()
     return len(windows)
 
@@ -298,7 +298,7 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
     lossless = {name: value for name, value in options.items() if name not in _LOSSY} | {"strategy": "lru", "experts": False, "verify_reads": False}
 
     def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:
-        return progress and functools.partial(lambda total, done: progress(stage, done, total), len(windows) * ctx)
+        return progress and functools.partial(lambda total, n: progress(stage, n, total), len(windows) * ctx)
 
     def measured(llm: Llama, reference: Reference | None) -> tuple[list[Window], Scores, float, Stats, Precision]:
         with interruptible(llm) as call:
@@ -312,14 +312,14 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
         quality, config = llm.engine.quality, llm.engine.config
         lossy = quality.selected is not None or not quality.precision.lossless or quality.source.tier != ORIGINAL
         lossy |= any(getattr(config, name) not in (None, "f16") for name in _CONTEXT)
-        done = None if lossy else measured(llm, None)
-    if done is None:
+        result = None if lossy else measured(llm, None)
+    if result is None:
         with open_model(model, ctx, **lossless) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, chunks)
             reference = call(Reference.record, llm, windows, mode, tokens("lossless", windows))
         with reference, open_model(model, ctx, **options) as llm:
-            done = measured(llm, reference)
-    windows, scores, seconds, stats, precision = done
+            result = measured(llm, reference)
+    windows, scores, seconds, stats, precision = result
     starts = np.searchsorted([window.text for window in windows], range(len(text) + 1)).tolist()
     by_text = [scores.quality(slice(*ends)) for ends in zip(starts, starts[1:])]
     return Evaluation(scores.quality(), tuple(by_text), precision, stats, len(windows) * ctx, seconds, scores.bytes_read)

@@ -147,12 +147,12 @@ class RuleEvaluator:
     def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1,
                  progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None):  # fmt: skip
         self._llm, self.windows, self._tier, self._size, self.at_once = llm, windows, tier, size, at_once
-        self._tell = progress or (lambda what, done, total: None)
+        self._tell = progress or (lambda what, n, total: None)
         self.n_prompt, self.choices, self.seconds = n_prompt, choices, 0.0
         self._lossless_misses: dict[float, int] = {}  # by what is resident
 
     def _stage(self, name: str, n_windows: int) -> Callable[[int], None]:
-        return lambda done: self._tell(name, done, n_windows * len(self.windows[0].tokens))
+        return lambda n: self._tell(name, n, n_windows * len(self.windows[0].tokens))
 
     def reference(self, until: float = math.inf, least: int = 1) -> Reference:
         """The lossless model's, in the batches that rules are measured in. `windows` are then those that it read.

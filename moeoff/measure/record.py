@@ -171,15 +171,15 @@ def record(
         for i, tokens in enumerate(texts):
             if i >= least and time.monotonic() > until:
                 break
-            done = checkpoint.load(f"sequence-{i}") if checkpoint else None
+            part = checkpoint.load(f"sequence-{i}") if checkpoint else None
             begin, end = n_done, n_done + len(tokens)
-            if done is not None:
+            if part is not None:
                 for what in ("inputs", "probs"):
-                    if what in done:
-                        allocate(what, done[what].shape[2])
+                    if what in part:
+                        allocate(what, part[what].shape[2])
                 make_room(len(tokens))
                 for what, place in parts(begin, end).items():
-                    place[:] = done[what]
+                    place[:] = part[what]
                 n_done = end
             else:
                 make_room(len(tokens))

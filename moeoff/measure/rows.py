@@ -27,7 +27,7 @@ STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"  # its default, repac
 Row = dict[str, Any]  # by name, in the order of the columns of csv; `rows` says what each is
 
 
-def rows(done: Measurement, memory: int, note: str = "") -> list[Row]:
+def rows(result: Measurement, memory: int, note: str = "") -> list[Row]:
     """A row for each test of a job. Sizes in bytes, times in nanoseconds or as their name says, rates per second; None: nobody knows.
 
     Args:
@@ -49,14 +49,14 @@ def rows(done: Measurement, memory: int, note: str = "") -> list[Row]:
         mode: how it ran, in words.
         error: why there are no samples, or fewer; empty: nothing went wrong.
     """
-    return [_row(done, index, memory, note) for index in range(len(done.job.tests))]
+    return [_row(result, index, memory, note) for index in range(len(result.job.tests))]
 
 
-def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
-    job, test, samples = done.job, done.job.tests[index], done.of(index)
-    ours, options, opened = job.engine == MOEOFF, job.options, done.opened
+def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
+    job, test, samples = result.job, result.job.tests[index], result.of(index)
+    ours, options, opened = job.engine == MOEOFF, job.options, result.opened
     speeds, times = [s.tps for s in samples], [1e9 * s.seconds for s in samples]
-    figures, disk = rates(samples), done.closed.get("disk_bytes_per_second")
+    figures, disk = rates(samples), result.closed.get("disk_bytes_per_second")
     return {
         "build": f"moeoff {__version__}",
         "cpu_info": cpu_name(),
@@ -93,9 +93,9 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         "cpu_ms_per_token": figures.get("cpu_ms_per_token"),
         "driver_ms_per_token": figures.get("driver_ms_per_token"),
         "arena": opened.get("arena_bytes"),
-        "peak_rss": done.closed.get("peak_rss_bytes"),
-        "mode": _mode(done, note),
-        "error": done.error or _cut(samples, job.repetitions, test.n_tokens),
+        "peak_rss": result.closed.get("peak_rss_bytes"),
+        "mode": _mode(result, note),
+        "error": result.error or _cut(samples, job.repetitions, test.n_tokens),
         "samples_ns": times,
         "samples_ts": speeds,
     }
@@ -128,9 +128,9 @@ def _cut(samples: list[Sample], repetitions: int, n_tokens: int) -> str:
     return f"cut off after {sum(s.n_tokens for s in samples)} tokens" if samples else "nothing was measured"
 
 
-def _mode(done: Measurement, note: str) -> str:
+def _mode(result: Measurement, note: str) -> str:
     """How the run went about its work, in words."""
-    job, closed, opened = done.job, done.closed, done.opened
+    job, closed, opened = result.job, result.closed, result.opened
     if job.engine != MOEOFF:
         parts = ["memory map" if job.options.get("use_mmap", True) else "read into memory"]
         parts.append("repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels")
@@ -235,7 +235,7 @@ def as_markdown(configurations: Configurations, varied: Collection[str] = ()) ->
                 model = what
                 notes.append(f"model: {what}")
             cells = [(row if not name else row[name], width, value) for name, _, width, value in columns]
-            out += f"| {' | '.join(_cell('' if it is None else value(it), width) for it, width, value in cells)} |\n"
+            out += f"| {' | '.join(_cell('' if x is None else value(x), width) for x, width, value in cells)} |\n"
             if row["error"] and not any(row["error"] in note for note in notes[-len(rows) :]):
                 notes.append(f"{_title(row)}, {row['test']}: {row['error']}")
         if rows and rows[0]["mode"]:

@@ -96,7 +96,7 @@ def work(job: Job, emit: Emit) -> None:
 
 def _tell(engine: _Engine, emit: Emit, ended: threading.Event) -> None:
     while not ended.wait(_TELL):
-        emit("progress", test=engine.test, repetition=engine.repetition, done=engine.done)
+        emit("progress", test=engine.test, repetition=engine.repetition, done=engine.n_done)
 
 
 class _Engine:
@@ -147,7 +147,7 @@ class _Engine:
         return {"resident_share": self._moeoff.stats().arena_bytes / max(self._moeoff.engine.buffer.arena_full, 1)}
 
     @property
-    def done(self) -> int:
+    def n_done(self) -> int:
         """Tokens of this repetition so far. From any thread."""
         return self._single + (self._moeoff.engine.prompt_tokens if self._moeoff is not None else 0)
 
@@ -169,16 +169,16 @@ class _Engine:
 
     def _go_behind(self, tokens: list[int]) -> None:
         """Computes what the context is to hold, but for what an earlier job has kept of it."""
-        llm, job, done = self.llm, self._job, 0
+        llm, job, n_have = self.llm, self._job, 0
         kind = "-".join([Path(job.model).stem, *(f"{job.options.get(name)}" for name in ("flash_attn", "type_k", "type_v"))])  # laid out alike
         if job.contexts:
             contexts = {int(path.stem.rpartition("-")[2]): str(path) for path in Path(job.contexts).glob(f"{kind}-*.context")}
-            done = max((n for n in contexts if n <= len(tokens)), default=0)
-            error = llm.load_context(contexts[done]) if done else ""
-            if error or llm.input_ids[:done].tolist() != tokens[:done]:
-                raise MoeoffError(f"{contexts[done]}: {error or 'of another text'}")
-        if done < len(tokens):
-            llm.eval(tokens[done:])
+            n_have = max((n for n in contexts if n <= len(tokens)), default=0)
+            error = llm.load_context(contexts[n_have]) if n_have else ""
+            if error or llm.input_ids[:n_have].tolist() != tokens[:n_have]:
+                raise MoeoffError(f"{contexts[n_have]}: {error or 'of another text'}")
+        if n_have < len(tokens):
+            llm.eval(tokens[n_have:])
             if job.contexts:
                 with atomic_file(Path(job.contexts) / f"{kind}-{len(tokens)}.context") as file:
                     if error := llm.save_context(file.name):
@@ -196,24 +196,24 @@ class _Engine:
             model.engine.buffer.drain()
             model.reset_stats()
         meter = pkgutil.resolve_name(meter_name)(model) if meter_name else None
-        before, cpu, faults, started, done = self._seconds(), time.process_time(), _page_faults(), time.perf_counter(), 0
+        before, cpu, faults, started, n = self._seconds(), time.process_time(), _page_faults(), time.perf_counter(), 0
         if prompt:
             llm.eval(prompt)
-            done = len(prompt)
+            n = len(prompt)
         for token in single:
-            if limit is not None and done and time.perf_counter() - started > limit:
+            if limit is not None and n and time.perf_counter() - started > limit:
                 break
             if meter is not None:
                 meter.token(lambda: llm.eval([token]))  # noqa: B023  # called at once
             else:
                 llm.eval([token])
-            done, self._single = done + 1, self._single + 1
+            n, self._single = n + 1, self._single + 1
         seconds, cpu, faults = self._seconds() - before, time.process_time() - cpu, _page_faults() - faults
         parts = meter.end(seconds) if meter is not None else {}
         if model is not None:
             model.engine.buffer.drain()
         facts = self.facts()
-        return Sample(index, done, seconds, cpu, faults, {name: facts[name] for name in COUNTERS if name in facts}, parts)
+        return Sample(index, n, seconds, cpu, faults, {name: facts[name] for name in COUNTERS if name in facts}, parts)
 
 
 def _page_faults() -> int:

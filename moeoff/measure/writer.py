@@ -191,20 +191,20 @@ class Writer:
 
     def _round(self, index: int, enough: Callable[[int], bool]) -> dict[str, np.ndarray]:
         """As many tokens of each sequence as it may have; one that ends before makes way for another opening, and the last are cut."""
-        sequences, done = self._begin(index), list[list[int]]()
+        sequences, texts = self._begin(index), list[list[int]]()
         random = np.random.default_rng([self._seed, index])
         self.llm.clear_context()
         with self.llm.engine.cancellation.in_progress():
             for _ in range(self._length - 1):
-                self._step(sequences, random, done)
-                if enough(sum(map(len, done)) + sum(len(s.written) for s in sequences)):
+                self._step(sequences, random, texts)
+                if enough(sum(map(len, texts)) + sum(len(s.written) for s in sequences)):
                     break
         self.llm.clear_context()
-        done += [s.written for s in sequences]
-        text = "\n\n".join(self.llm.detokenize(tokens).decode("utf-8", "replace").strip() for tokens in done if tokens)
-        return {"text": np.frombuffer(text.encode(), np.uint8), "n_tokens": np.array(sum(map(len, done)))}
+        texts += [s.written for s in sequences]
+        text = "\n\n".join(self.llm.detokenize(tokens).decode("utf-8", "replace").strip() for tokens in texts if tokens)
+        return {"text": np.frombuffer(text.encode(), np.uint8), "n_tokens": np.array(sum(map(len, texts)))}
 
-    def _step(self, sequences: list[_Sequence], random: np.random.Generator, done: list[list[int]]) -> None:
+    def _step(self, sequences: list[_Sequence], random: np.random.Generator, texts: list[list[int]]) -> None:
         tokens = [s.forced[0] if s.forced else s.written[-1] for s in sequences]
         self.llm.decode_sequences(tokens, [s.position for s in sequences], range(len(sequences)), [True] * len(sequences))
         drawn = self._draw(self.llm.batch_logits(len(sequences)), random)
@@ -219,7 +219,7 @@ class Writer:
             if not ended:
                 s.written.append(token)
             if ended or s.position + 1 >= self._length:
-                done.append(s.written)
+                texts.append(s.written)
                 self.llm.forget_sequence(i)
                 sequences[i] = self._opening()
 

@@ -125,7 +125,7 @@ class Learned(Predictor):
                 f"there_{s}": np.zeros(n, bool), f"recall_{s}": np.zeros(n, np.float32),
             }  # fmt: skip
         jobs = [(g, s) for g in range(n) for s in strides if g + s < n and router.knows(g + s)]
-        for done, (g, s) in enumerate(jobs):
+        for i, (g, s) in enumerate(jobs):
             x, ahead = recording.inputs[:, g].astype(np.float32), router.ahead(g, g + s, True)
             if not x.any() or ahead is None:
                 continue
@@ -152,7 +152,7 @@ class Learned(Predictor):
                     if reached >= best[0]:
                         best = (reached, [c.copy() for c in network.coefs_], [b.copy() for b in network.intercepts_])
                     if progress:
-                        progress(done * (EPOCHS + FINE_EPOCHS) + epoch + 1, len(jobs) * (EPOCHS + FINE_EPOCHS))
+                        progress(i * (EPOCHS + FINE_EPOCHS) + epoch + 1, len(jobs) * (EPOCHS + FINE_EPOCHS))
             _, network.coefs_, network.intercepts_ = best
             (w1, w2), (b1, b2) = network.coefs_, network.intercepts_
             arrays[f"first_{s}"][g + s] = np.clip(w1.T @ fold, -65504, 65504)

@@ -142,9 +142,9 @@ class SimulatedArena:
         """The choice of one gate does not fit: each late expert takes the place of one that is computed already, or needed last."""
         for index in late:
             place = want.tolist().index(index)
-            done = [i for i in want[:place].tolist() if self.resident[i]]
+            behind = [i for i in want[:place].tolist() if self.resident[i]]
             ahead = [i for i in want[place + 1 :].tolist() if self.resident[i]]
-            queue = iter([*done, *reversed(ahead)])
+            queue = iter([*behind, *reversed(ahead)])
             if self.one_class:
                 victim = next(queue, None)
                 if victim is not None:
@@ -315,8 +315,8 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, tau
     for i, (arena, name) in enumerate(runs, 1):
         report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
         options: dict[str, Any] = {"t1": cost.t1} if "t1" in policy[name].defaults else {}
-        done = simulate(trace, policy[name].name, arena, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
-        results.append(replace(done, policy=name))  # a strategy's or variant's result is named after it, not after its policy
+        result = simulate(trace, policy[name].name, arena, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
+        results.append(replace(result, policy=name))  # a strategy's or variant's result is named after it, not after its policy
     return results
 
 

@@ -102,9 +102,9 @@ def _main() -> None:
 
         server = Server(model, host=socket, **options).start()
     except Exception as error:
-        said = error if isinstance(error, MoeoffError) else MoeoffError(f"{model}: {type(error).__name__}: {error}")
+        failure = error if isinstance(error, MoeoffError) else MoeoffError(f"{model}: {type(error).__name__}: {error}")
         with stdout:
-            pickle.dump(MoeoffError(str(said)), stdout)
+            pickle.dump(MoeoffError(str(failure)), stdout)
         sys.exit(1)
     with stdout:
         pickle.dump(None, stdout)

@@ -385,12 +385,12 @@ def _common(a: Tokens, b: Tokens) -> int:
 
 def _read_all(file: object, into: memoryview) -> memoryview:
     """Fills a buffer from an unbuffered file. Raises `OSError`: it has ended."""
-    done = 0
-    while done < into.nbytes:
-        n = file.readinto(into[done:])  # type: ignore[attr-defined]
+    at = 0
+    while at < into.nbytes:
+        n = file.readinto(into[at:])  # type: ignore[attr-defined]
         if not n:
             raise OSError(0, "it is too short")
-        done += n
+        at += n
     return into
 
 

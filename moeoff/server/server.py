@@ -194,10 +194,10 @@ class Server:
 
     def _choose_context(self, config: Config, model_index: ModelIndex, budget: Budget) -> ContextSize:
         """For all conversations together: as the user says, else what the budget allows."""
-        usual, said, options = usual_ctx(model_index, config.n_ctx), config.n_ctx is not None, self._options
-        if said or budget.process is None:
+        usual, fixed, options = usual_ctx(model_index, config.n_ctx), config.n_ctx is not None, self._options
+        if fixed or budget.process is None:
             n = options.parallel or PARALLEL
-            return ContextSize(usual if said else usual * n, n)
+            return ContextSize(usual if fixed else usual * n, n)
         config.check_model(model_index)
         model_index.require_experts()
         overrides = tensor_buffers(config.override_tensor, model_index)
@@ -362,11 +362,11 @@ class Server:
 
     def _use_idle(self) -> None:
         """The idle thread: once after each request, when no batch has come for a while."""
-        done = seen = -1
+        last = seen = -1
         while not self._closing.wait(_IDLE):
             with self._between:
-                if seen == self._n_batches != done and not self._computes:
-                    done = seen
+                if seen == self._n_batches != last and not self._computes:
+                    last = seen
                     self.engine.idle(lambda: self._computes)
                 seen = self._n_batches
 
@@ -508,9 +508,9 @@ class Server:
 
     def _store_prompt(self, pointer: Any) -> None:
         assert self._disk is not None  # it was asked before
-        it, free = pointer.contents, self._lib.moeoff_prompt_free
-        tokens, checkpoints = np.ctypeslib.as_array(it.tokens, (it.n_tokens,)).copy(), it.checkpoints[: 3 * it.n_checkpoints]
-        prompt = EvictedPrompt(tokens, states(it), lambda: free(pointer), tuple(checkpoints))
+        raw, free = pointer.contents, self._lib.moeoff_prompt_free
+        tokens, checkpoints = np.ctypeslib.as_array(raw.tokens, (raw.n_tokens,)).copy(), raw.checkpoints[: 3 * raw.n_checkpoints]
+        prompt = EvictedPrompt(tokens, states(raw), lambda: free(pointer), tuple(checkpoints))
         with self._between:
             self._cached, self._evicted = self._cached - prompt.nbytes, self._evicted + prompt.nbytes
         self._disk.store(prompt)
@@ -519,16 +519,16 @@ class Server:
         self._stored = None if self._disk is None else self._disk.find(np.ctypeslib.as_array(tokens, (n,)), n_have)
         if self._stored is None:
             return 0
-        it, sizes, checkpoints = pointer.contents, self._stored.sizes, self._stored.checkpoints
-        it.n_tokens, it.n_checkpoints = len(self._stored.tokens), len(checkpoints) // 3
-        it.sizes[: len(sizes)], it.checkpoints[: len(checkpoints)] = sizes, checkpoints
+        raw, sizes, checkpoints = pointer.contents, self._stored.sizes, self._stored.checkpoints
+        raw.n_tokens, raw.n_checkpoints = len(self._stored.tokens), len(checkpoints) // 3
+        raw.sizes[: len(sizes)], raw.checkpoints[: len(checkpoints)] = sizes, checkpoints
         return 1
 
     def _read_prompt(self, pointer: Any) -> int:
-        stored, it = self._stored, pointer.contents
-        if self._disk is None or stored is None or not self._disk.read(stored, states(it)):
+        stored, raw = self._stored, pointer.contents
+        if self._disk is None or stored is None or not self._disk.read(stored, states(raw)):
             return 1
-        np.ctypeslib.as_array(it.tokens, (it.n_tokens,))[:] = stored.tokens
+        np.ctypeslib.as_array(raw.tokens, (raw.n_tokens,))[:] = stored.tokens
         return 0
 
     def _fill_cells(self, n_tokens: int) -> None:

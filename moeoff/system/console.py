@@ -88,21 +88,21 @@ class ProgressLine:
         self._slows, self._points = slows, list[tuple[int, float]]()  # units and seconds so far, of each update
         self._next = self._started + (LINE_MINUTE if not self._terminal else LINE_DELAY if delay is None else delay)
 
-    def update(self, stage: str, done: int, total: int) -> None:
+    def update(self, stage: str, n: int, total: int) -> None:
         now = time.monotonic()
         if stage != self._stage:
-            self._stage, self._started, self._done, self._points = stage, now, done, []
-        if self._slows and done > self._done:
-            self._points.append((done - self._done, now - self._started))
+            self._stage, self._started, self._done, self._points = stage, now, n, []
+        if self._slows and n > self._done:
+            self._points.append((n - self._done, now - self._started))
         if now < self._next:
             return
         self._next = now + (LINE_INTERVAL if self._terminal else LINE_MINUTE)
-        rate = (done - self._done) / max(now - self._started, 1e-9)
+        rate = (n - self._done) / max(now - self._started, 1e-9)
         if self._unit == "bytes":
-            text, speed = f"{stage}: {format_size(done)} of {format_size(total)}", f"{rate / 1e6:.0f} MB/s"
+            text, speed = f"{stage}: {format_size(n)} of {format_size(total)}", f"{rate / 1e6:.0f} MB/s"
         else:
-            text, speed = f"{stage}: {done} of {total} {self._unit}".rstrip() if total else stage, f"{rate:.3g} {'tok/s' if self._unit == 'tokens' else '/s'}"
-        text += f", {speed}, {_clock(self._left(total - done, rate))} left" if rate and total else ""
+            text, speed = f"{stage}: {n} of {total} {self._unit}".rstrip() if total else stage, f"{rate:.3g} {'tok/s' if self._unit == 'tokens' else '/s'}"
+        text += f", {speed}, {_clock(self._left(total - n, rate))} left" if rate and total else ""
         self._shown = self._terminal
         if self._terminal:
             text = f"\r\x1b[2K\x1b[2m{text[: shutil.get_terminal_size().columns - 1]}\x1b[0m"
@@ -112,11 +112,11 @@ class ProgressLine:
         """Seconds for n more units. Where they slow down, all of them have taken a n + b n^2: a and b from now, and from when half as many were done."""
         if not self._points:
             return n / rate
-        done, seconds = self._points[-1]
-        half, at_half = min(self._points, key=lambda point: abs(2 * point[0] - done))
-        b = (seconds / done - at_half / half) / (done - half) if half < done else 0.0
-        b = min(max(b, 0.0), seconds / done**2)
-        return (seconds / done + b * n) * (done + n) - seconds
+        at, seconds = self._points[-1]
+        half, at_half = min(self._points, key=lambda point: abs(2 * point[0] - at))
+        b = (seconds / at - at_half / half) / (at - half) if half < at else 0.0
+        b = min(max(b, 0.0), seconds / at**2)
+        return (seconds / at + b * n) * (at + n) - seconds
 
     def clear(self) -> None:
         if self._shown:
