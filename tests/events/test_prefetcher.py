@@ -224,25 +224,6 @@ def test_the_policy_follows_the_budget(demo, strategy):
         assert told == pytest.approx(holds, rel=0.02, abs=1)  # a change of less than 1 % is not told
 
 
-def test_a_text_begins_where_positions_go_back(demo):
-    """A conversation whose beginning is still in the context never begins at position 0; what follows it is new all the same."""
-    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy="lfu", n_ctx=256, n_threads=2) as llm:
-        n_gates, n_used = llm.engine.buffer.priorities.shape[0], llm.engine.model_index.n_expert_used
-
-        def counted():
-            llm.engine.buffer.drain()
-            return llm.engine.buffer.priorities.sum() / n_gates / n_used
-
-        llm.eval(PROMPT[:12])
-        llm.eval([7])
-        assert counted() == pytest.approx(13, abs=1)  # the last layer leaves out tokens whose logits are not asked for
-        llm.n_tokens = 8
-        llm.eval([20, 21, 22])
-        assert counted() == pytest.approx(3, abs=1)
-        llm.eval([23])
-        assert counted() == pytest.approx(4, abs=1)
-
-
 @pytest.mark.parametrize("strategy", ["hobbit+none", "lfu"])
 def test_a_new_conversation_forgets_the_old_ones_counts(demo, strategy):
     """HOBBIT §3.4, through what applications call: a prompt that shares its beginning with the last one is a new sequence, a turn more of it is not."""
@@ -255,7 +236,7 @@ def test_a_new_conversation_forgets_the_old_ones_counts(demo, strategy):
             return policy._tokens - 1 if strategy == "hobbit+none" else llm.engine.buffer.priorities.sum() / n_gates / n_used
 
         answer = llm.create_completion(PROMPT[:12], max_tokens=4, temperature=0)["usage"]
-        assert counted() == pytest.approx(12 + answer["completion_tokens"] - 1, abs=1)
+        assert counted() == pytest.approx(12 + answer["completion_tokens"] - 1, abs=1)  # the last layer leaves out tokens whose logits are not asked for
         llm.create_completion([*PROMPT[:8], 20, 21, 22], max_tokens=1)  # of which eight tokens are in the context
         assert counted() == pytest.approx(3, abs=1)
         llm.create_completion([*llm.input_ids[: llm.n_tokens].tolist(), 30, 31], max_tokens=1)
@@ -490,20 +471,6 @@ def test_what_decode_found_leaves_prompts_alone():
     assert buffer.prefetched == [(1, [0, 1], False, 2)]
 
 
-def test_reads_ahead_only_what_is_mostly_used():
-    """The second place is never selected: it is no longer read, but kept if it is there."""
-    buffer = Recorder()
-    prefetcher = Prefetcher(buffer, Constant([[9, 8, 1, 0, 0, 0, 0, 0]]), n_used=2, io_threads=1)
-    prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
-    prefetcher._earned = 4.0
-    for token in range(40):
-        buffer.prefetched.clear()
-        buffer.counters.io_thread_busy_ns += 5_000_000
-        for gate in (0, 1):
-            prefetcher.observe(event_of(gate, 1, t_ns=10_000_000 * (2 * token + gate + 1), ids=(0, 7)))
-    assert (1, [0, 1], False, 1) in buffer.prefetched
-
-
 def test_predicts_nothing_while_the_disk_has_nothing_to_do():
     buffer, predictor = Recorder(), Constant([[9, 8, 1, 0, 0, 0, 0, 0]])
     prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1, ab_tested=False)
@@ -556,19 +523,24 @@ def test_each_number_of_tokens_is_compared_by_itself():
     assert prefetcher.ab_test is four
 
 
-def test_what_is_seldom_useful_is_not_read_for_several_sequences():
-    buffer = Recorder()
-    prefetcher = Prefetcher(buffer, Constant([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]]), n_used=2, io_threads=1)
-    prefetcher._ab_tests[2] = SimpleNamespace(on=True, token=lambda ns: None)
-    prefetcher._earned = 8.0
+@pytest.mark.parametrize("scores, ids, experts", [
+    ([[9, 8, 1, 0, 0, 0, 0, 0]], [[0, 7]], [0, 1]),
+    ([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]], [[0, 7], [2, 6]], [0, 2, 1, 3]),
+], ids=["one sequence", "two"])  # fmt: skip
+def test_reads_ahead_only_what_is_mostly_used(scores, ids, experts):
+    """The second place is never selected: it is no longer read, but kept if it is there."""
+    n, buffer = len(ids), Recorder()
+    prefetcher = Prefetcher(buffer, Constant(scores), n_used=2, io_threads=1)
+    prefetcher.ab_test = prefetcher._ab_tests[n] = SimpleNamespace(on=True, token=lambda ns: None)
+    prefetcher._earned = 4.0 * n
     for token in range(40):
         buffer.prefetched.clear()
         buffer.counters.io_thread_busy_ns += 5_000_000
         for gate in (0, 1):
-            event = decoded(gate, 2, 10_000_000 * (2 * token + gate + 1))
-            event.ids[:] = [[0, 7], [2, 6]]
+            event = decoded(gate, n, 10_000_000 * (2 * token + gate + 1))
+            event.ids[:] = ids
             prefetcher.observe(event)
-    assert (1, [0, 2, 1, 3], False, 2) in buffer.prefetched
+    assert (1, experts, False, n) in buffer.prefetched
 
 
 def test_several_tokens_may_earn_the_slices_of_all_their_experts():

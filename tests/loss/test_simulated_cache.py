@@ -10,7 +10,6 @@ import pytest
 import moeoff
 from helpers.arch_models import decode, open_moeoff, tokens, write_model
 from helpers.logits import assert_bit_equal, greedy_logits
-from moeoff import OptionError
 from moeoff.experts.convert import convert
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.perplexity import Reference, evaluate, open_model, read_windows
@@ -159,8 +158,3 @@ def test_simulate_command(demo, tmp_path, invoke):
     assert simulated.decoded == sum(event.ids.size for event in trace.events if event.decode) > simulated.skipped > 0
     lru, *_, belady = (line for line in left_out.splitlines() if " lru " in line or " belady " in line)
     assert lru.endswith(f"{simulated.skipped / simulated.decoded:.1%}") and not belady.rstrip().endswith("0.0%")
-
-
-def test_a_server_does_not_simulate(demo):
-    with pytest.raises(OptionError, match="deterministic"):
-        moeoff.Server(demo, precision=TAU, deterministic=True)

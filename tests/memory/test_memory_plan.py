@@ -74,13 +74,9 @@ def test_bounds():
             DeviceBound.parse(text)
 
 
-@pytest.mark.parametrize("free, n", [(1000 * MIB, 8), (80 * MIB, 6), (41 * MIB, 2), (30 * MIB, 1)])
-def test_all_layers_get_as_many(free, n):
-    assert slots_that_fit(DeviceRoom("GPU0", min(100 * MIB, free), 0, free), layers(4 * MIB, 6 * MIB), 16) == n
-
-
-def test_never_more_than_there_are_experts():
-    assert slots_that_fit(DeviceRoom("GPU0", 500 * MIB, 100 * MIB, 4000 * MIB), layers(MIB), 16) == 16
+@pytest.mark.parametrize("free, sizes, n", [(1000, (4, 6), 8), (80, (4, 6), 6), (41, (4, 6), 2), (30, (4, 6), 1), (4000, (1,), 16)])
+def test_all_layers_get_as_many_and_no_more_than_there_are_experts(free, sizes, n):
+    assert slots_that_fit(DeviceRoom("GPU0", min(100, free) * MIB, 0, free * MIB), layers(*(size * MIB for size in sizes)), 16) == n
 
 
 def test_what_would_do_is_named():

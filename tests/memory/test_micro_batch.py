@@ -37,12 +37,9 @@ def test_larger_where_the_disk_is_the_limit():
     assert "in pieces of 512" in choice.reason
 
 
-def test_usual_where_computing_is_the_limit():
-    assert choose(8192, 6 * GIB, 16 * GIB, buffers, SLOW).n_tokens == USUAL
-
-
-def test_usual_where_all_experts_stay():
-    assert choose(8192, 20 * GIB, 16 * GIB, buffers, FAST).n_tokens == USUAL
+@pytest.mark.parametrize("room, rates", [(6 * GIB, SLOW), (20 * GIB, FAST)], ids=["computing is the limit", "all experts stay"])
+def test_usual_where_the_disk_is_not_the_limit(room, rates):
+    assert choose(8192, room, 16 * GIB, buffers, rates).n_tokens == USUAL
 
 
 def test_buffers_leave_the_experts_most_of_the_memory():

@@ -100,24 +100,15 @@ def test_save_and_load_state(both):
     assert texts[0] == texts[1]
 
 
-def test_embeddings(demo):
-    stock = Stock(demo, embedding=True, **OPTIONS)
-    expected = stock.create_embedding(["an apple", "the sea"])
-    stock.close()
-    with moeoff.Llama(demo, expert_memory="1M", embedding=True, **OPTIONS) as ours:
-        got = ours.create_embedding(["an apple", "the sea"])
-    for a, b in zip(expected["data"], got["data"]):
-        assert a["embedding"] == b["embedding"]
-
-
-def test_pooled_embeddings(demo):
+@pytest.mark.parametrize("pooling", [{}, {"pooling_type": 1}], ids=["of tokens", "of texts"])
+def test_embeddings(demo, pooling):
     """One for each text: llama.cpp then wants an output of every token, also when it only plans a graph."""
-    options = OPTIONS | {"embedding": True, "pooling_type": 1}
+    options, texts = OPTIONS | {"embedding": True} | pooling, ["an apple", "the sea"]
     stock = Stock(demo, **options)
-    expected = stock.embed(["an apple", "the sea"])
+    expected = stock.create_embedding(texts)["data"]
     stock.close()
     with moeoff.Llama(demo, expert_memory="1M", **options) as ours:
-        assert ours.embed(["an apple", "the sea"]) == expected
+        assert ours.create_embedding(texts)["data"] == expected
 
 
 def test_adapters_of_experts(demo, tmp_path):

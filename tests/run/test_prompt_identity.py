@@ -63,14 +63,9 @@ def test_a_prompt_comes_back(model, cache, same):
         assert PromptCache(cache).load(llm) == 39
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_options_that_change_it(model, cache, other):
-    with moeoff.Llama(model, **OPTIONS | other) as llm, pytest.raises(ModelError, match="computed by another one, or with other options"):
-        PromptCache(cache).load(llm)
-
-
-def test_another_model(changed, cache):
-    with moeoff.Llama(changed, **OPTIONS) as llm, pytest.raises(ModelError, match="computed by another one, or with other options"):
+@pytest.mark.parametrize("other", [*OTHERS.values(), {}], ids=[*OTHERS, "model"])
+def test_what_changes_it(model, changed, cache, other):
+    with moeoff.Llama(model if other else changed, **OPTIONS | other) as llm, pytest.raises(ModelError, match="computed by another one, or with other options"):
         PromptCache(cache).load(llm)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 import threading
 import time
 from pathlib import Path
@@ -166,12 +165,12 @@ def test_files_of_others_go_when_nobody_uses_them(tmp_path, hours, remain):
 
 
 # where each field begins
-@pytest.mark.parametrize("at", [0, 8, 24, 28, 32, 40, 48, 52 + 4 * N, 56 + 4 * N, 56 + 4 * N + STATE, FILE - 16, FILE - 1])
+@pytest.mark.parametrize("at", [0, 8, 24, 27, 28, 32, 40, 48, 52 + 4 * N, 56 + 4 * N, 56 + 4 * N + STATE, FILE - 16, FILE - 1])
 def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
     assert Disk(tmp_path).keep(1)
     path = files(tmp_path)[0]
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[at] ^= 255  # at 27 it claims more than memory has
     path.write_bytes(data)
     disk = Disk(tmp_path)
     assert not disk.comes_back(1) and files(tmp_path) == []
@@ -188,15 +187,6 @@ def test_so_is_one_of_another_length(tmp_path, monkeypatch, size, known):
     os.truncate(files(tmp_path)[0], size)
     disk = disk if known else Disk(tmp_path)
     assert not disk.comes_back(1) and files(tmp_path) == []
-
-
-def test_a_header_that_claims_much_takes_no_memory(tmp_path):
-    assert Disk(tmp_path).keep(1)
-    path = files(tmp_path)[0]
-    data = bytearray(path.read_bytes())
-    data[24:28] = struct.pack("<I", 2**32 - 1)
-    path.write_bytes(data)
-    assert Disk(tmp_path).find(words(1), 0) is None and files(tmp_path) == []
 
 
 def test_one_that_has_gone_is_no_error(tmp_path, capfd):
