@@ -28,6 +28,7 @@ from moeoff import MoeoffError, Server
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
 from moeoff.experts.profile import Profile, profile_path
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.precision import Precision
 from moeoff.routing.trace import Trace
 from moeoff.server.process import ServerProcess
 
@@ -258,8 +259,8 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
                                            ({"args": ["--top_k", "many"]}, "--top-k many: llama-server does not take this"),
                                            ({"args": ["-ot", "exps=CPU"]}, "routed experts lie in"), ({"args": ["--sleep-idle-seconds=3"]}, "put together again"),
                                            ({"tier": "Q4_0", "experts": False}, "needs a sidecar"), ({"api_key": ""}, "an empty key"),
-                                           ({"api_key": " ,"}, "an empty key"), ({"api_key_file": "/dev/null"}, "/dev/null"),
-                                           ({"api_key_file": "/nowhere"}, "/nowhere"), ({"tau": 0.1, "deterministic": True}, "deterministic")])  # fmt: skip
+                                           ({"api_key": " ,"}, "an empty key"), ({"api_key_file": "/dev/null"}, "/dev/null"), ({"api_key_file": "/nowhere"}, "/nowhere"),
+                                           ({"precision": Precision(tau=0.1, resident=0.5), "deterministic": True}, "deterministic")])  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, text):
     with pytest.raises(MoeoffError, match=re.escape(text)):
         Server(demo, port=0, **options)
