@@ -199,59 +199,109 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
     return largest;
 }
 
-// acc[r * dv + d] += weights of row r times V, for C vectors of columns from v's on. Halves: V has them; Rounds: acc is rounded to them each time.
-template <int R, int C, bool Halves, bool Rounds>
+// How weights times V are added up, by vectors of `width` numbers. V has floats.
+struct float_sums {
+    using numbers = vec;
+    static constexpr int width = lanes;
+    using number = float;
+    static vec  begin(const float * acc) { return load(acc); }
+    static void end(float * acc, vec a) { store(acc, a); }
+    static vec  same(float x) { return all(x); }
+    static vec  of(const char * v) { return load((const float *) v); }
+    static vec  scaled(vec a, vec scale) { return mul(a, scale); }
+    static vec  added(vec a, vec x, vec weight) { return fma(x, weight, a); }
+};
+
+// V has halves.
+struct sums_of_halves : float_sums {
+    using number = ggml_half;
+    static vec of(const char * v) { return load_halves(v); }
+};
+
+// The sum, too, is rounded to halves each time.
+struct rounded_sums : sums_of_halves {
+    static vec scaled(vec a, vec scale) { return as_halves(mul(a, scale)); }
+    static vec added(vec a, vec x, vec weight) { return as_halves(fma(x, weight, a)); }
+};
+
+#ifdef __AVX512FP16__
+// Everything is of halves, the weight, too.
+struct half_sums {
+    using numbers = __m512h;
+    static constexpr int width = 2 * lanes;
+    using number = ggml_half;
+    static __m512h begin(const float * acc) {
+        const __m256i low = _mm512_cvtps_ph(load(acc), 0), high = _mm512_cvtps_ph(load(acc + lanes), 0);
+        return _mm512_castsi512_ph(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+    }
+    static void end(float * acc, __m512h a) {
+        const __m512i halves = _mm512_castph_si512(a);
+        store(acc, _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
+        store(acc + lanes, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+    }
+    static __m512h same(float x) { return _mm512_set1_ph((_Float16) x); }
+    static __m512h of(const char * v) { return _mm512_loadu_ph(v); }
+    static __m512h scaled(__m512h a, __m512h scale) { return _mm512_mul_ph(a, scale); }
+    static __m512h added(__m512h a, __m512h x, __m512h weight) { return _mm512_fmadd_ph(x, weight, a); }
+};
+#endif
+
+// acc[r * dv + d] += weights of row r times V, for C vectors of columns from v's on.
+template <int R, int C, class Sums>
 static inline void some_values(int dv, int column, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
-    vec a[R][C];
+    constexpr int          bytes = C * Sums::width * sizeof(typename Sums::number);
+    typename Sums::numbers a[R][C];
     acc += column;
     MOEOFF_UNROLL for (int r = 0; r < R; r++) {
-        MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = load(acc + r * dv + c * lanes); }
+        MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = Sums::begin(acc + r * dv + c * Sums::width); }
     }
     for (int t = 0, i = 0; t < n;) {
         if (i < largest.n && largest.position[i] == t) {
             MOEOFF_UNROLL for (int r = 0; r < R; r++) {
-                const vec scale = all(largest.scale[i * R + r]);
-                MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = Rounds ? as_halves(mul(a[r][c], scale)) : mul(a[r][c], scale); }
+                const auto scale = Sums::same(largest.scale[i * R + r]);
+                MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = Sums::scaled(a[r][c], scale); }
             }
             i++;
         }
         for (const int end = i < largest.n ? largest.position[i] : n; t < end; t++) {
-            vec x[C];
-            if (Halves) {
-                const char * p = v[t] + 2 * column;
-                MOEOFF_UNROLL for (int c = 0; c < C; c++) { x[c] = load_halves(p + 2 * c * lanes); }
-                if (2 * column % 64 == 0 || 2 * C * lanes >= 64) { // once for each line
-                    fetch(p + ahead, 2 * C * lanes);
-                }
-            } else {
-                MOEOFF_UNROLL for (int c = 0; c < C; c++) { x[c] = load((const float *) v[t] + column + c * lanes); }
+            const char *           p = v[t] + column * sizeof(typename Sums::number);
+            typename Sums::numbers x[C];
+            MOEOFF_UNROLL for (int c = 0; c < C; c++) { x[c] = Sums::of(p + c * (bytes / C)); }
+            if (ahead && (2 * column % 64 == 0 || bytes >= 64)) { // once for each line
+                fetch(p + ahead, bytes);
             }
             MOEOFF_UNROLL for (int r = 0; r < R; r++) {
-                const vec weight = all(weights[t * R + r]);
-                MOEOFF_UNROLL for (int c = 0; c < C; c++) {
-                    a[r][c] = fma(x[c], weight, a[r][c]);
-                    if (Rounds) {
-                        a[r][c] = as_halves(a[r][c]);
-                    }
-                }
+                const auto weight = Sums::same(weights[t * R + r]);
+                MOEOFF_UNROLL for (int c = 0; c < C; c++) { a[r][c] = Sums::added(a[r][c], x[c], weight); }
             }
         }
     }
     MOEOFF_UNROLL for (int r = 0; r < R; r++) {
-        MOEOFF_UNROLL for (int c = 0; c < C; c++) { store(acc + r * dv + c * lanes, a[r][c]); }
+        MOEOFF_UNROLL for (int c = 0; c < C; c++) { Sums::end(acc + r * dv + c * Sums::width, a[r][c]); }
     }
 }
 
-template <int R, bool Halves, bool Rounds>
-static inline void values(int dv, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
-    constexpr int C = std::min(8, lanes / R); // as many as registers hold
-    int           d = 0;
-    for (; d + C * lanes <= dv; d += C * lanes) {
-        some_values<R, C, Halves, Rounds>(dv, d, n, v, ahead, weights, largest, acc);
+// as `some_values`, columns from d to end
+template <int R, class Sums>
+static inline void values(int dv, int d, int end, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
+    constexpr int C = std::min(128 / Sums::width, lanes / R), step = C * Sums::width; // as many as registers hold
+    for (; d + step <= end; d += step) {
+        some_values<R, C, Sums>(dv, d, n, v, ahead, weights, largest, acc);
     }
-    for (; d < dv; d += 4 * lanes) { // C is 8
-        some_values<R, std::min(C, 4), Halves, Rounds>(dv, d, n, v, ahead, weights, largest, acc);
+    for (; d < end; d += 4 * lanes) { // C is 8
+        some_values<R, std::min(C, 4 * lanes / Sums::width), Sums>(dv, d, n, v, ahead, weights, largest, acc);
     }
+}
+
+// as ggml adds up halves
+template <int R>
+static inline void values_of_halves(int dv, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
+    int d = 0;
+#ifdef __AVX512FP16__
+    d = dv / 128 * 128; // what is left it adds as floats
+    values<R, half_sums>(dv, 0, d, n, v, ahead, weights, largest, acc);
+#endif
+    values<R, rounded_sums>(dv, d, dv, n, v, ahead, weights, largest, acc);
 }
 
 // --- tiled: 64 positions at a time ---

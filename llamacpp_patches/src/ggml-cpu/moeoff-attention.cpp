@@ -4,7 +4,7 @@
 #include "moeoff-attention.h"
 
 #include "moeoff-simd.h"
-#if defined(MOEOFF_SIMD) && !defined(__AVX512FP16__) // with FP16 ggml adds halves without rounding the product
+#ifdef MOEOFF_SIMD
 #define MOEOFF_ATTENTION
 #include "moeoff-attention-kernels.h"
 #endif
@@ -263,11 +263,11 @@ class query_rows {
         }
         const maxima largest = softmax<R>(op.rule, seen.n, weights, seen.mask, slope + r, M + r, S + r);
         if (!has_halves()) {
-            values<R, false, false>(op.dv, seen.n, v, 0, weights, largest, of(r));
+            values<R, float_sums>(op.dv, 0, op.dv, seen.n, v, 0, weights, largest, of(r));
         } else if (op.in_f32) {
-            values<R, true, false>(op.dv, seen.n, v, tile * op.v->nb[1], weights, largest, of(r));
+            values<R, sums_of_halves>(op.dv, 0, op.dv, seen.n, v, tile * op.v->nb[1], weights, largest, of(r));
         } else {
-            values<R, true, true>(op.dv, seen.n, v, tile * op.v->nb[1], weights, largest, of(r));
+            values_of_halves<R>(op.dv, seen.n, v, tile * op.v->nb[1], weights, largest, of(r));
         }
     }
 };
