@@ -63,7 +63,7 @@ def test_bits_of_ggml(kind):
 
 def test_kernels_are_those_of_this_processor():
     """A kernel that does not pass the comparison before its first use would only be slow."""
-    emulated = "AVX512 = 1" in api.llama_print_system_info().decode()  # these were tried emulated alone: refused, they are only slow
+    emulated = "AVX512 = 1" in api.llama_print_system_info().decode()  # without FP16 tried emulated alone: refused, they are only slow
     assert native.attention_kernels() in ({1, -1} if emulated else {int(has_kernels())})
     with kernels(False):
         assert native.attention_kernels() == 0
