@@ -15,7 +15,7 @@ from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import api
 
-HEADS = [(64, 64), (128, 128), (256, 256), (192, 128), (576, 512)]  # MLA's last; with AVX2 others, too, which four vectors of eight divide
+HEADS = [(64, 64), (128, 128), (256, 256), (192, 128), (192, 192), (576, 512)]  # MLA's last; with AVX2 others, too, which four vectors of eight divide
 N_CASES = int(os.environ.get("MOEOFF_ATTENTION_CASES", 100))  # of each kind; a proof takes 10,000
 KINDS = {"a token": (1, 1, 2), "few tokens": (2, 9, 2), "a prompt": (64, 100, 1)}  # the fewest and the most tokens, the most KV heads
 
