@@ -279,7 +279,7 @@ class Engine:
             OptionError: attention is to be added up in f32, and there is no kernel for that.
         """
         if self.config.attention == "f32" and not native.attend_context_in_f32(ctx):
-            raise OptionError("`attention` f32: there is no such kernel for this model's KV cache")
+            raise OptionError("`attention` f32: there is no such kernel for this model's heads and KV cache")
         self.buffer.attach(self.model_index, self.quality.source, self.quality.low_source)
         api.llama_set_abort_callback(ctx, native.should_abort, self.buffer.handle)
 

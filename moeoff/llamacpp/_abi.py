@@ -472,8 +472,8 @@ row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int,
 attention_kernels = function("moeoff_attention_kernels", c_int)
 # void moeoff_use_attention_kernels(bool use);
 use_attention_kernels = function("moeoff_use_attention_kernels", None, c_bool)
-# void moeoff_attend_in_f32(struct ggml_tensor * k);
-attend_in_f32 = function("moeoff_attend_in_f32", None, c_void_p)
+# bool moeoff_attend_in_f32(struct ggml_tensor * k, int dk, int dv);
+attend_in_f32 = function("moeoff_attend_in_f32", c_bool, c_void_p, c_int, c_int)
 # ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
 # const char * ggml_type_name(enum ggml_type type);

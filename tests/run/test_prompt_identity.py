@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import moeoff
+from helpers.attention import DEMO_IN_F32
 from moeoff.engine.engine import Engine
 from moeoff.engine.prompt import PromptCache, state_identity
 from moeoff.errors import ModelError
@@ -26,9 +27,8 @@ OTHERS = {
     "precision": {"tau": 0.3},
     "tier": {"tier": "Q4_0"},
     "cache": {"type_k": "q8_0", "flash_attn": True},
-    "attention": {"attention": "f32", "flash_attn": True},
     "micro-batch": {"n_ubatch": 64},
-}
+} | ({"attention": {"attention": "f32", "flash_attn": True}} if DEMO_IN_F32 else {})
 
 
 @pytest.fixture(scope="module")

@@ -57,9 +57,10 @@ struct shape {
 
 #ifdef MOEOFF_ATTENTION
 
+static bool has_step(int64_t n) { return n > 0 && n % (4 * lanes) == 0 && n <= max_head; } // ggml adds what is left of a row in another way
+
 static bool is_covered(const shape & s) {
     const ggml_tensor * q = s.q, * k = s.k, * v = s.v, * mask = s.mask;
-    const auto has_step = [](int64_t n) { return n > 0 && n % (4 * lanes) == 0 && n <= max_head; }; // ggml adds what is left of a row in another way
     const auto * traits = ggml_get_type_traits_cpu(k->type);
     return has_step(s.dk) && has_step(s.dv) && q->type == GGML_TYPE_F32 && s.op->type == GGML_TYPE_F32 && k->type != GGML_TYPE_F32 &&
            traits->vec_dot && ggml_get_type_traits_cpu(traits->vec_dot_type)->from_float && ggml_get_type_traits(v->type)->to_float &&
@@ -650,6 +651,7 @@ bool is_attention(const ggml_tensor * op) {
 
 #else
 
+static bool has_step(int64_t) { return false; }
 bool   is_attention(const ggml_tensor *) { return false; }
 size_t attention_work_size(int, const ggml_tensor *) { return 0; }
 bool   attention(const ggml_compute_params *, ggml_tensor *) { return false; }
@@ -670,4 +672,8 @@ int moeoff_attention_kernels(void) {
 
 void moeoff_use_attention_kernels(bool use) { moeoff::is_switched_off = !use; }
 
-void moeoff_attend_in_f32(ggml_tensor * k) { ggml_set_op_params_i32(k, moeoff::in_f32_param, 1); }
+bool moeoff_attend_in_f32(ggml_tensor * k, int dk, int dv) {
+    const bool is_covered = moeoff::has_step(dk) && moeoff::has_step(dv);
+    ggml_set_op_params_i32(k, moeoff::in_f32_param, is_covered);
+    return is_covered;
+}

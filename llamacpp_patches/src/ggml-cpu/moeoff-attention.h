@@ -18,7 +18,8 @@ MOEOFF_API int moeoff_attention_kernels(void);
 MOEOFF_API void moeoff_use_attention_kernels(bool use);
 
 // From now on attention over this K, or a view of it, is added up in floats where ggml adds halves: faster behind many tokens, more exact, other bits.
-MOEOFF_API void moeoff_attend_in_f32(struct ggml_tensor * k);
+// false: not of heads of dk and dv numbers, which ggml computes.
+MOEOFF_API bool moeoff_attend_in_f32(struct ggml_tensor * k, int dk, int dv);
 
 #ifdef __cplusplus
 }

@@ -456,10 +456,10 @@ uint64_t moeoff_unused_state(const llama_context * ctx, uint32_t n_tokens, bool 
 
 bool moeoff_attend_context_in_f32(const llama_context * ctx) {
     bool any = false;
+    const auto & hparams = ctx->get_model().hparams;
     for (const llama_kv_cache * cache : caches_of(ctx)) {
         for (const uint32_t il : cache->get_layer_ids()) {
-            moeoff_attend_in_f32(cache->get_k_storage(il));
-            any = true;
+            any = moeoff_attend_in_f32(cache->get_k_storage(il), (int) hparams.n_embd_head_k(il), (int) hparams.n_embd_head_v(il)) || any;
         }
     }
     return any;

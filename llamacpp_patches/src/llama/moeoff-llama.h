@@ -40,7 +40,8 @@ extern "C" LLAMA_API int moeoff_batch_memory(struct llama_context * ctx, uint32_
 // Not while ctx decodes.
 extern "C" LLAMA_API uint64_t moeoff_unused_state(const struct llama_context * ctx, uint32_t n_tokens, bool gives_back);
 
-// moeoff_attend_in_f32() of each layer of ctx's KV cache. false: there is none, or it is laid out otherwise.
+// moeoff_attend_in_f32() of each layer of ctx's KV cache. false: there is none, or it is laid out otherwise, or ggml
+// computes with its heads.
 extern "C" LLAMA_API bool moeoff_attend_context_in_f32(const struct llama_context * ctx);
 
 // Zeroes a KV cache's buffer. One of which moeoff_unused_state() has given something back is given back as a whole: what is lent stays lent.
