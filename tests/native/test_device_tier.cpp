@@ -285,11 +285,13 @@ TEST(a_batch_that_needs_more_than_its_gates_slots_is_computed_on_the_stage) {
         x.device->pins     = true;
         x.device->n_stages = n_stages;
         x.s.set_device(MOEOFF_DEVICE_WAVES, 0, x.n_spare, { 2, 2, 2 }, std::move(memory), {}, n_stage, n_stages);
-        for (const auto & ids : prompts) {
-            for (int gate = 0; gate < 3; gate++) {
-                staged_event(x, ids, gate);
+        for (int round = 0; round < 50 && (round == 0 || (n_stages == 2 && x.stats().device_ahead == 0)); round++) { // on a busy machine nothing may come ahead
+            for (const auto & ids : prompts) {
+                for (int gate = 0; gate < 3; gate++) {
+                    staged_event(x, ids, gate);
+                }
+                REQUIRE(x.stats().device_experts == 3 * 2); // the first has filled the slots, and none takes another's
             }
-            REQUIRE(x.stats().device_experts == 3 * 2); // the first has filled the slots, and none takes another's
         }
         REQUIRE(x.device->n_copies > 0 && x.stats().device_hits > 0);
         const moeoff_stats before = x.stats();

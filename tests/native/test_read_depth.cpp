@@ -117,7 +117,7 @@ TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {
             REQUIRE(s.prefetch(0, e, n, n, ~0u, HIGH, false, -1) == n);
             wait_until([&] { return std::all_of(e, e + n, [&](int32_t one) { return s.at(*t, one, HIGH).is_ready(); }); });
         };
-        for (int round = 0; round < 10 && !(round > 2 && (most <= 2) == is_shared); round++) {
+        for (int round = 0; round < 50 && !(round > 2 && (most <= 2) == is_shared); round++) {
             for (int32_t e = 0; e < 16; e++) {
                 read(&e, 1);
             }
