@@ -107,31 +107,35 @@ def test_large_batches_are_read_whole_gates_ahead(demo, part):
 @pytest.mark.parametrize("strategy", ["lru", "lru+gate"])
 def test_a_prompts_demand_is_read_by_popularity(demo, strategy):
     """Fate §4.3, behind the gate: of each matrix the experts of the most tokens are read first, also those that a prefetch had queued in another order."""
+    n_prompts = first_seen = n_late = n_ordered = 0
     with moeoff.Llama(demo, expert_memory=share(demo, 1), strategy=strategy, io_threads=1, gate_input=True, **OPTIONS) as llm:
         buffer, events = llm.engine.buffer, []
         llm.set_gate_callback(events.append)
         buffer.log_reads()
-        buffer.prefetch(6, range(32))  # by index
-        tokens = np.random.default_rng(0).integers(10, 2000, 96).tolist()
-        llm.eval(tokens)
-        buffer.drain()
-        reads, tensors = buffer.take_reads(), buffer.tensors
-        first_seen = n_late = n_ordered = 0
-        for event in events:
-            count = np.bincount(event.ids.ravel(), minlength=32)
-            for i in (i for i, t in enumerate(tensors) if t.gate == event.gate):
-                late = reads[(reads["tensor"] == i) & (reads["t_start"] > event.t_ns)]
-                late = late[np.isin(late["expert"], event.ids)]  # a prefetch that was under way may begin its next chunk
-                late = late[np.argsort(late["t_start"])]
-                counts = count[late["expert"]]
-                n_ordered += bool((np.diff(counts) <= 0).all())
-                n_late += len(late)
-                appeared = np.array([event.ids.ravel().tolist().index(e) for e in late["expert"]])
-                first_seen += bool(len(late) > 2 and (np.diff(appeared) > 0).all())
+        while n_late <= (300 if strategy == "lru" else 30):  # on a busy machine prefetches come in time
+            assert n_prompts < 20, "hardly anything had to be read behind a gate"
+            buffer.clear()
+            events.clear()
+            buffer.prefetch(6, range(32))  # by index
+            llm.reset()
+            llm.eval(np.random.default_rng(n_prompts).integers(10, 2000, 96).tolist())
+            buffer.drain()
+            reads, tensors = buffer.take_reads(), buffer.tensors
+            n_prompts += 1
+            for event in events:
+                count = np.bincount(event.ids.ravel(), minlength=32)
+                for i in (i for i, t in enumerate(tensors) if t.gate == event.gate):
+                    late = reads[(reads["tensor"] == i) & (reads["t_start"] > event.t_ns)]
+                    late = late[np.isin(late["expert"], event.ids)]  # a prefetch that was under way may begin its next chunk
+                    late = late[np.argsort(late["t_start"])]
+                    counts = count[late["expert"]]
+                    n_ordered += bool((np.diff(counts) <= 0).all())
+                    n_late += len(late)
+                    appeared = np.array([event.ids.ravel().tolist().index(e) for e in late["expert"]])
+                    first_seen += bool(len(late) > 2 and (np.diff(appeared) > 0).all())
     # an event's time is taken just before its experts are queued: on a busy machine a read in the old order may begin in between
-    assert n_ordered >= 0.8 * len(tensors)
-    assert n_late > 300 or strategy != "lru", "hardly anything had to be read behind a gate"  # on a busy machine prefetches may have come in time
-    assert first_seen < 12, "the same order as the tokens'"
+    assert n_ordered >= 0.8 * len(tensors) * n_prompts
+    assert first_seen < 12 * n_prompts, "the same order as the tokens'"
 
 
 def test_what_is_expected_stays(demo):

@@ -11,6 +11,7 @@ import pytest
 import moeoff
 from helpers.attention import MASKS, Attention, Shape, kernels
 from helpers.files import DEMO
+from helpers.ggml_api import F16, Context
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import api
@@ -67,6 +68,12 @@ def test_kernels_are_those_of_this_processor():
     assert native.attention_kernels() in ({1, -1} if emulated else {int(has_kernels())})
     with kernels(False):
         assert native.attention_kernels() == 0
+
+
+def test_which_heads_have_sums_in_f32():
+    with Context(1, 1) as context:
+        k = context.tensor(F16, 128, 1, 8)
+        assert [native.attend_in_f32(k, *heads) for heads in ((128, 128), (128, 40), (40, 128))] == [has_kernels(), False, False]
 
 
 @pytest.mark.skipif(not has_kernels(), reason="no kernels for this processor")

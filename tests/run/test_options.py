@@ -21,6 +21,7 @@ from moeoff.cli.options import help_of
 from moeoff.errors import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import llama as binding
+from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import KEYWORDS, api
 from moeoff.options import TABLE, Config, Sampling, ServerOptions, with_gpu, without_gpu
 from moeoff.precision import Precision
@@ -172,6 +173,12 @@ def logits(demo, **options) -> np.ndarray:
 def test_has_an_effect(demo, options):
     plain, other = logits(demo, flash_attn=True), logits(demo, flash_attn=True, **options)
     assert not np.array_equal(plain, other) and np.isfinite(other).all()
+
+
+@pytest.mark.skipif(DEMO_IN_F32 or native.attention_kernels() != 1, reason="its heads have kernels, or none has")
+def test_attention_in_f32_needs_one_for_the_models_heads(demo):
+    with pytest.raises(OptionError, match="attention.*no such kernel for this model's heads"):
+        moeoff.Llama(demo, **SMALL, flash_attn=True, attention="f32")
 
 
 def test_attention_in_f32_needs_a_kernel(demo):
