@@ -10,18 +10,21 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
 A run is a `moeoff.measure.job.Job`, and they take turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
-cache before it; a model on tmpfs stays where it is. --disk slows the disk (root). A profile of `moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
+cache before it; a model on tmpfs stays where it is. --disk bounds the disk's rate (root), --latency slows each of moeoff's reads and not the disk. A profile of
+`moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +46,8 @@ from moeoff.system.machine import n_cores
 from results import HELP, ResultsFile, machine, spread
 from time_parts import Ceiling, other_parts, read_parts, token_parts
 
-BASELINES, METER, GGML_ATTENTION = (str(Path(__file__).with_name(name)) for name in ("baselines.py", "time_parts.py", "ggml_attention.py"))
+BESIDE = "baselines.py", "time_parts.py", "ggml_attention.py", "latency.c"
+BASELINES, METER, GGML_ATTENTION, LATENCY = (str(Path(__file__).with_name(name)) for name in BESIDE)
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
@@ -150,6 +154,25 @@ def cold(job: Job, timeout: float) -> Turn:
         return measure(job, timeout=timeout)
 
     return turn
+
+
+@contextlib.contextmanager
+def slow_reads(path: str, latency: float) -> Iterator[None]:
+    """Processes that begin meanwhile wait so many milliseconds at least for each read of files in this one's folder, 16 of them at a time (latency.c)."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = os.path.join(folder, "latency.so")
+        try:
+            subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O1", LATENCY, "-o", library, "-ldl", "-pthread"], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise click.ClickException(f"--latency needs a C compiler: {error}") from None
+        below = os.path.join(os.path.dirname(os.path.realpath(path)), "")
+        variables = {"LD_PRELOAD": library, "READ_LATENCY_MS": str(latency), "READ_LATENCY_BELOW": below}
+        os.environ |= variables
+        try:
+            yield
+        finally:
+            for name in variables:
+                del os.environ[name]
 
 
 # the driver
@@ -278,10 +301,16 @@ def workload(
     """Makes a command of a function that compares its contenders and returns the comparisons by group."""
 
     def decorate(run: Callable[..., Mapping[str, Sequence[Comparison]]]) -> click.Command:
-        def command(model: str, text: str, rounds: int, n_prompt: int, n_decode: int, disk: int | None, json_file: str | None, **more: Any) -> None:
+        def command(model: str, text: str, rounds: int, n_prompt: int, n_decode: int, disk: int | None, latency: float | None, json_file: str | None,
+                    **more: Any) -> None:  # fmt: skip
+            context, slowed = click.get_current_context(), ""
             if disk:
-                click.get_current_context().with_resource(disk_cgroup(model, disk * 10**6)).enter()
-            print(f"{machine()}; {n_prompt} + {n_decode} tokens, {rounds} rounds" + (f", disk {disk} MB/s" if disk else ""))
+                context.with_resource(disk_cgroup(model, disk * 10**6)).enter()
+                slowed += f", disk {disk} MB/s"
+            if latency:
+                context.with_resource(slow_reads(model, latency))
+                slowed += f", reads of {latency:g} ms"
+            print(f"{machine()}; {n_prompt} + {n_decode} tokens, {rounds} rounds{slowed}")
             groups = run(Bench(model, text, n_prompt, n_decode, rounds, probe_seconds), **more)
             with ResultsFile(json_file) as results:
                 table(results, run.__name__, title, groups)
@@ -295,6 +324,7 @@ def workload(
             click.option("--n-prompt", default=n_prompt, show_default=True),
             click.option("--n-decode", default=n_decode, show_default=True),
             click.option("--disk", type=int, metavar="MB/S", help="No faster than this."),
+            click.option("--latency", type=click.FloatRange(min=0), metavar="MS", help="Of each read of moeoff's (not of stock's) at least; 16 at a time."),
             click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP),
         ]
         for option in [*common, *options][::-1]:
