@@ -6,6 +6,7 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
        speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
        speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
                         [--contexts FOLDER] [--no-in-memory]                            which are computed once; in the limit alone
+                        [--no-repack]                                                   stock with the plain kernels
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
@@ -383,11 +384,12 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
           click.option("--depths", default="0,1024,4096,16384", show_default=True, help="Tokens that they are behind."),
           click.option("--limit", type=int, metavar="MIB", help="Also in a memory cgroup; --memory is 5 % below."),
           click.option("--in-memory/--no-in-memory", default=True, help="With everything in memory."),
+          click.option("--no-repack", is_flag=True, help="Stock keeps the weights' layout: with AMX and MLA models it ends itself otherwise."),
           click.option("--contexts", type=click.Path(file_okay=False), help="What the runs are behind is computed once, and kept here.")])  # fmt: skip
-def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, contexts: str | None) -> dict[str, list[Comparison]]:
+def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, no_repack: bool, contexts: str | None) -> dict[str, list[Comparison]]:
     """Everything in memory: stock llama.cpp with flash attention and without it, ours with its bits and with sums in f32. In a limit, with a context for the
     deepest, ours with llama.cpp's attention and with our own: what experts lose to a conversation that grows, and whether what is prefetched comes in time."""
-    out, hours = {}, 16 * TIMEOUT
+    stock, out, hours = "stock, plain kernels" if no_repack else "stock", {}, 16 * TIMEOUT
     n_ctx = max(numbers(depths)) + bench.n_prompt + bench.n_decode
     if contexts:
         os.makedirs(contexts, exist_ok=True)
@@ -395,7 +397,8 @@ def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, contex
     for depth in numbers(depths):
         deep, jobs = replace(bench, depth=depth), dict[str, Job]()
         if in_memory:
-            jobs = {"stock": deep.stock(use_mmap=False), "stock, -fa off": deep.stock(use_mmap=False, flash_attn=False),
+            jobs = {stock: deep.stock(use_mmap=False, use_extra_bufts=not no_repack),
+                    f"{stock}, -fa off": deep.stock(use_mmap=False, use_extra_bufts=not no_repack, flash_attn=False),
                     "moeoff": deep.job(expert_memory=EVERYTHING), "moeoff, f32": deep.job(expert_memory=EVERYTHING, attention="f32")}  # fmt: skip
         if limit:
             job = deep.job(limit << 20, memory=within(limit), n_ctx=n_ctx)
