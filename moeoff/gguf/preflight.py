@@ -27,8 +27,9 @@ _ELEMENTWISE = re.compile(
     r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|(?<!_exps)\.scale$"
 )
 _EXPERTS_OF_TOKENS = ".ffn_gate_tid2eid.weight"  # where a token alone decides
+_CAST = "ple_conv1d"  # before it is multiplied; the quantizer leaves it in halves
 _ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
-_F32 = 0
+_F32, _F16, _BF16 = 0, 1, 30
 
 
 def preflight(index: ModelIndex) -> None:
@@ -81,7 +82,8 @@ def _check_tensors(index: ModelIndex) -> None:
         path = index.files[span.file]
         if not is_computed(span.type):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
-        if (span.type != _F32 and _ELEMENTWISE.search(name)) or (span.type == I32 and not _ID_TABLES.search(name)):
+        elementwise = (_F32, _F16, _BF16) if _CAST in name else (_F32,)
+        if (span.type not in elementwise and _ELEMENTWISE.search(name)) or (span.type == I32 and not _ID_TABLES.search(name)):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert the model again")
         if name in index.experts and not parse_tensor_name(name).chunk and span.shape[2] != index.n_expert:
             raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {index.n_expert} of expert_count")
