@@ -28,6 +28,10 @@ A model that answers keeps to half of its experts, whatever it says:
 - The layer after it adds `context` times the stream's size from the tokens just before: tokens that follow each other share experts.
 - What a token can be followed by is written in its code, in channels that only the output reads: an answer goes through the vocabulary,
   and context decides between two ways. So greedy answers do not repeat a few tokens. Where the output is the embedding (`tied`), attention moves the code.
+
+Hyper-connections (qwen4exp) are nearly one residual stream: all streams begin as the embedding, a mixer's gates let half of each through, which its norm
+doubles, and what is injected into each is the same; both waver by a few per cent, by the token. Rows for n-grams add a tenth of the stream's size, all rows
+at random. The indexer compares random directions.
 """
 
 from __future__ import annotations
@@ -54,7 +58,11 @@ from moeoff.system.files import demo_model
 
 # --- shapes ---
 
-FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+# of rows that are no multiple of 256
+_FALLBACK = {"Q2_0": "Q4_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"} | dict.fromkeys(
+    ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"
+)
+_KEPT = {"ffn_gate_inp": "F32", "ssm_conv1d": "F32", "ple_conv1d": "F16", "indexer": "BF16"}  # matrices that are not quantized
 _GATING = {"softmax": 1, "sigmoid": 2, "softmax of the selected": 3}  # LLAMA_EXPERT_GATING_FUNC_TYPE_*
 
 
@@ -103,6 +111,28 @@ class Delta:
         return (2 * self.n_key + self.n_value) * self.head
 
 
+@dataclass(frozen=True)
+class Streams:
+    """Hyper-connections: residual streams, mixed in `rank` dimensions. With them come an indexer in each layer with attention, whose heads choose blocks of
+    positions, and a table of rows for the n-grams before a token: of each head so many, of heads so many for each length from 2 to `ngram`."""
+
+    n: int = 4
+    rank: int = 320
+    index_heads: int = 4
+    index_head: int = 128
+    index_top: int = 2048
+    index_block: int = 4
+    ngram: int = 3
+    ngram_heads: int = 8
+    ngram_rows: int = 20_000_096
+    ngram_layer: int = 1
+    ngram_conv: int = 4
+
+    @property
+    def n_ngram_heads(self) -> int:
+        return (self.ngram - 1) * self.ngram_heads
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """One model's shape. Lengths in values; n_rot 0: the whole head is rotated.
@@ -142,6 +172,7 @@ class Shape:
     tied: bool = False
     wide: Wide | None = None
     delta: Delta | None = None
+    streams: Streams | None = None
     expert_type: str | None = None
 
     def is_wide(self, layer: int) -> bool:
@@ -172,7 +203,8 @@ class Shape:
     def cut(self, *, layers: int | None = None, shrink: int = 1, hidden: int | None = None, expert_type: str | None = None) -> Shape:
         """The shape with fewer layers, with all widths divided, with as many hidden values in each expert, with experts of another type.
 
-        Number and choice of experts stay; the vocabulary of a shape that is shrunk is the tokenizer's (n_vocab 0).
+        Number and choice of experts stay; the vocabulary of a shape that is shrunk is the tokenizer's (n_vocab 0). A table for n-grams is shortened as
+        the experts are: by layers and hidden values left out, and by the square of the shrink.
 
         Raises:
             OptionError: fewer layers than it takes to have one with experts, a shrink below 1, or hidden values that are no multiple of 32.
@@ -192,9 +224,13 @@ class Shape:
                 raise OptionError(f"hidden: expected a multiple of 32, found {hidden}")
             shape = replace(shape, ff=hidden)
         if layers is not None:
-            if not self.n_dense < layers <= self.n_layer:
-                raise OptionError(f"{self.name} can have {self.n_dense + 1} to {self.n_layer} layers, found {layers}")
+            fewest = self.streams.ngram_layer + 1 if self.streams else self.n_dense + 1
+            if not fewest <= layers <= self.n_layer:
+                raise OptionError(f"{self.name} can have {fewest} to {self.n_layer} layers, found {layers}")
             shape = replace(shape, n_layer=layers)
+        if self.streams:
+            rows = self.streams.ngram_rows * shape.n_layer * (hidden or self.ff) // (self.n_layer * self.ff * shrink**2)
+            shape = replace(shape, streams=replace(self.streams, ngram_rows=rows))
         return shape
 
 
@@ -207,7 +243,9 @@ def _type(shape: Shape, part: str, layer: int, row: int) -> int:
     """The type of a matrix. part: its name without layer and ".weight"."""
     more = layer < shape.n_layer // 8 or layer >= 7 * shape.n_layer // 8 or (layer - shape.n_layer // 8) % 3 == 2
     name = shape.recipe
-    if part.endswith("_exps") and shape.expert_type:
+    if part in _KEPT:
+        name = _KEPT[part]
+    elif part.endswith("_exps") and shape.expert_type:
         name = shape.expert_type
     elif shape.recipe == "MXFP4":
         name = "MXFP4" if part.endswith("_exps") else "Q8_0"
@@ -222,8 +260,8 @@ def _type(shape: Shape, part: str, layer: int, row: int) -> int:
         elif more and (part == "attn_v" or part.startswith("ffn_down")):
             name = "Q6_K"
     if not fits(type_from_name(name), row):
-        name = FALLBACK.get(name, name)
-    return type_from_name(name)
+        name = _FALLBACK.get(name, name)
+    return type_from_name(name if fits(type_from_name(name), row) else "F16")
 
 
 def _gemma_type(shape: Shape, part: str, layer: int, more: bool) -> str:
@@ -240,21 +278,47 @@ def _gemma_type(shape: Shape, part: str, layer: int, more: bool) -> str:
 
 def tensors(shape: Shape) -> list[Tensor]:
     """All tensors in the order of a published file: embedding and output, then layer by layer."""
-    n_embd = shape.n_embd
-    out = [
-        Tensor("token_embd.weight", (shape.n_vocab, n_embd), _type(shape, "token_embd", -1, n_embd)),
-        Tensor("output_norm.weight", (n_embd,), 0),
-    ]
+    out = []
+
+    def add(name: str, dims: tuple[int, ...], layer: int = -1) -> None:
+        matrix = len(dims) > 1 and name.endswith(".weight")
+        out.append(Tensor(f"blk.{layer}.{name}" if layer >= 0 else name, dims, _type(shape, name.partition(".")[0], layer, dims[-1]) if matrix else 0))
+
+    n_embd, streams = shape.n_embd, shape.streams
+    add("token_embd.weight", (shape.n_vocab, n_embd))
+    if not streams:
+        add("output_norm.weight", (n_embd,))
     if not shape.tied:
-        out.append(Tensor("output.weight", (shape.n_vocab, n_embd), _type(shape, "output", -1, n_embd)))
+        add("output.weight", (shape.n_vocab, n_embd))
+    if streams:
+        add("per_layer_token_embd.weight", (streams.n_ngram_heads * streams.ngram_rows, n_embd // streams.n_ngram_heads))
+        for name, dims in _mixer(shape, "output_hc"):
+            add(name, dims)
     if any(map(shape.is_wide, range(shape.n_layer))):
-        out.append(Tensor("rope_freqs.weight", (shape.wide.head // 2,), 0))
+        add("rope_freqs.weight", (shape.wide.head // 2,))
     for layer in range(shape.n_layer):
         for name, dims in [*_attention(shape, layer), *_feed_forward(shape, layer)]:
-            part, dot, kind = name.partition(".")
-            matrix = len(dims) > 1 and dot and kind == "weight" and part not in ("ffn_gate_inp", "ssm_conv1d")
-            out.append(Tensor(f"blk.{layer}.{name}", dims, _type(shape, part, layer, dims[-1]) if matrix else 0))
+            add(name, dims, layer)
     return out
+
+
+def _mixer(shape: Shape, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What makes one stream of several, in the place of a norm; before a layer's attention and experts with what puts their sum into each."""
+    width = shape.streams.n * shape.n_embd
+    yield f"{name}_norm.weight", (width,)
+    yield f"{name}_down.weight", (shape.streams.rank, width)
+    yield f"{name}_up.weight", (width, shape.streams.rank)
+    if name != "output_hc":
+        yield f"{name}_inject.weight", (shape.streams.n, width)
+
+
+def _ngrams(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = shape.streams.n * shape.n_embd
+    yield "ple_key.weight", (width, shape.n_embd)
+    yield "ple_value.weight", (shape.n_embd, shape.n_embd)
+    for part in ("key", "query", "conv"):
+        yield f"ple_norm_{part}.weight", (width,)
+    yield "ple_conv1d.weight", (width, shape.streams.ngram_conv)
 
 
 def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -263,9 +327,14 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     rows_kv = n_head_kv * head
     if shape.wide is not None:
         rows_q = shape.n_head * head
-    yield "attn_norm.weight", (n_embd,)
+    if shape.streams:
+        yield from _mixer(shape, "hc_attn")
+        if layer == shape.streams.ngram_layer:
+            yield from _ngrams(shape)
+    else:
+        yield "attn_norm.weight", (n_embd,)
     if shape.is_delta(layer):
-        yield from delta_tensors(shape.delta, n_embd)
+        yield from _delta(shape.delta, n_embd)
         return
     if shape.mla:
         mla = shape.mla
@@ -288,9 +357,13 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     if shape.arch == "gpt-oss":
         yield "attn_output.bias", (n_embd,)
         yield "attn_sinks.weight", (shape.n_head,)
+    if (streams := shape.streams) is not None:
+        for part, heads in (("q", streams.index_heads), ("k", 1)):
+            yield f"indexer.{part}_proj.weight", (heads * streams.index_head, n_embd)
+            yield f"indexer.{part}_norm.weight", (streams.index_head,)
 
 
-def delta_tensors(delta: Delta, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _delta(delta: Delta, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Of a layer, names and shapes."""
     n_values = delta.n_value * delta.head
     yield "attn_qkv.weight", (delta.n_mixed, n_embd)
@@ -309,7 +382,10 @@ def _feed_forward(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ..
     if shape.arch == "gemma4":
         yield from _gemma_feed_forward(shape)
         return
-    yield ("post_attention_norm.weight" if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe") else "ffn_norm.weight"), (n_embd,)
+    if shape.streams:
+        yield from _mixer(shape, "hc_ffn")
+    else:
+        yield ("post_attention_norm.weight" if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe") else "ffn_norm.weight"), (n_embd,)
     if layer < shape.n_dense:
         yield "ffn_gate.weight", (shape.ff_dense, n_embd)
         yield "ffn_up.weight", (shape.ff_dense, n_embd)
@@ -375,7 +451,18 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
             "expert_weights_scale": shape.weights_scale,
         }
     if (delta := shape.delta) is not None:
-        values |= {"expert_shared_feed_forward_length": shape.n_shared * shape.ff, **delta_metadata(delta)}
+        values |= {
+            "expert_shared_feed_forward_length": shape.n_shared * shape.ff,
+            "full_attention_interval": delta.every,
+            "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
+            "ssm.conv_kernel": delta.conv,
+            "ssm.inner_size": delta.n_value * delta.head,
+            "ssm.state_size": delta.head,
+            "ssm.time_step_rank": delta.n_value,
+            "ssm.group_count": delta.n_key,
+        }
+    if shape.streams:
+        values |= _streams_metadata(shape, shape.streams)
     if shape.mla:
         values |= {"attention.kv_lora_rank": shape.mla.kv_rank, "attention.q_lora_rank": 0}
         values |= {"attention.key_length_mla": shape.qk_head, "attention.value_length_mla": shape.mla.value}
@@ -407,15 +494,25 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
     return head | {f"{shape.arch}.{key}": value for key, value in values.items()}
 
 
-def delta_metadata(delta: Delta) -> dict[str, int | np.ndarray]:
+def _streams_metadata(shape: Shape, streams: Streams) -> dict[str, int | np.ndarray]:
+    heads = np.arange(streams.n_ngram_heads, dtype=np.uint64)
     return {
-        "full_attention_interval": delta.every,
-        "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
-        "ssm.conv_kernel": delta.conv,
-        "ssm.inner_size": delta.n_value * delta.head,
-        "ssm.state_size": delta.head,
-        "ssm.time_step_rank": delta.n_value,
-        "ssm.group_count": delta.n_key,
+        "hyper_connection.count": streams.n,
+        "hyper_connection.low_rank": streams.rank,
+        "attention.indexer.head_count": streams.index_heads,
+        "attention.indexer.key_length": streams.index_head,
+        "attention.indexer.top_k": streams.index_top,
+        "attention.compress_ratios": np.array([0 if shape.is_delta(layer) else streams.index_block for layer in range(shape.n_layer)], np.int32),
+        "ple.layers": np.array([streams.ngram_layer], np.int32),
+        "ple.ngram_size": streams.ngram,
+        "ple.heads_per_ngram": streams.ngram_heads,
+        "ple.conv_kernel": streams.ngram_conv,
+        "ple.eos_token_id": 0,
+        # odd numbers of 45 bits, as the published ones; and no two heads of a length divide by the same, so that they read different rows
+        "ple.layer_multipliers": np.array([(i * _STEP << 13) % 2**45 | 1 for i in range(1, streams.ngram + 1)], np.uint64),
+        "ple.head_offsets": heads * np.uint64(streams.ngram_rows),
+        "ple.head_vocab_sizes": np.uint64(streams.ngram_rows) - heads,
+        "embedding_length_per_layer_input": shape.n_embd // streams.n_ngram_heads,
     }
 
 
@@ -432,6 +529,10 @@ _ALL = (
     Shape(
         name="qwen3.6-35b-a3b", arch="qwen35moe", recipe="Q4_K_M", n_layer=40, n_ctx=262144, n_embd=2048, n_vocab=248320, n_head=16, n_head_kv=2, head=256,
         n_rot=64, n_expert=256, n_used=8, ff=512, n_shared=1, rope_base=1e7, eps=1e-6, qk_norm=True, delta=Delta(4, 32, 16, 128, 4),
+    ),
+    Shape(
+        name="qwen3.8-flash-next", arch="qwen4exp", recipe="Q4_K_M", n_layer=48, n_ctx=262144, n_embd=2560, n_vocab=248320, n_head=24, n_head_kv=2, head=256,
+        n_rot=64, n_expert=512, n_used=10, ff=640, n_shared=1, rope_base=1e7, eps=1e-6, qk_norm=True, delta=Delta(4, 48, 16, 128, 4), streams=Streams(),
     ),
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-120b", n_layer=36, n_expert=128),
@@ -470,6 +571,8 @@ _HEADSTART = 16.0  # logit of the tokenizer's tokens against unused ones
 _SMALL = 0.2  # values of delta networks, so that SiLU is nearly linear
 _FORGETS = 0.05  # ssm_a: they keep 97 % from one token to the next
 _N_CONTROL = 3  # of the demo model's tokens, the first
+_WAVERS = 0.1  # of hyper-connections' gates, before the sigmoid, and of what is injected against 1
+_NGRAMS = 0.1  # what their rows add, against the stream
 _SHARED = 0.4  # of the variance that a feed-forward network with shared experts adds, what they add
 _MXFP4 = "MXFP4"
 # Where a block has its float16 scales; all of a block's values are proportional to them.
@@ -492,8 +595,7 @@ def shape_model(
     """Write a model of this shape to `out`; the same seed gives the same file. progress(done, total) is called
     with bytes written.
 
-    Raises OptionError for a type of experts of which no random blocks are made, ModelError for one that does not fit the rows,
-    WriteError if `out` exists (unless overwrite).
+    Raises OptionError for a type of experts of which no random blocks are made, WriteError if `out` exists (unless overwrite).
     """
     tokens, vocabulary = tokenizer(shape.n_vocab)
     shape = replace(shape, n_vocab=len(tokens))
@@ -552,7 +654,7 @@ ANSWER = {
     "qwen3.6-35b-a3b": Scales(recency=1.2, logits=0.9, skew=0.33, topic=0.6, context=1.3, attention=0.17, feed_forward=0.1),
 }
 # of shapes without a published trace, the one whose scales they have
-NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
+NEAREST = {"gpt-oss-20b": "gpt-oss-120b", "qwen3.8-flash-next": "qwen3.6-35b-a3b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
 
 
 def scales_of(shape: Shape) -> Scales:
@@ -605,8 +707,11 @@ class Weights:
                 rows *= np.float32(self._shape.n_embd**-0.5)  # llama.cpp takes it as many times
             yield quantize(rows, tensor.type).reshape(-1)
             yield np.zeros(tensor.n_bytes // tensor.shape[0] * (tensor.shape[0] - len(rows)), np.uint8)
-        elif part == "ssm_conv1d":
-            yield np.eye(1, tensor.shape[1], tensor.shape[1] - 1, np.float32).repeat(tensor.shape[0], 0).reshape(-1).view(np.uint8)  # the last tap alone
+        elif part in ("ssm_conv1d", "ple_conv1d"):  # the last tap alone
+            taps = np.eye(1, tensor.shape[1], tensor.shape[1] - 1, np.float32) * np.float32(1 if part == "ssm_conv1d" else _NGRAMS)
+            yield quantize(taps.repeat(tensor.shape[0], 0), tensor.type).reshape(-1)
+        elif part == "indexer":
+            yield quantize(self._reading(tensor.shape[0], rng), tensor.type).reshape(-1)
         elif part in ("attn_q", "attn_k", "attn_v", "attn_kv_a_mqa", "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ffn_gate_inp"):
             for rows, times in self._matrix(part, layer, rng):
                 yield np.tile(quantize(rows, tensor.type).reshape(-1), times)
@@ -617,7 +722,7 @@ class Weights:
             n_slices = tensor.shape[0] if len(tensor.shape) == 3 else 1
             n_bytes = tensor.n_bytes // n_slices
             pieces = self._pools.slices(tensor.type, n_bytes, n_slices, self._deviation(part, layer))
-            if part in ("attn_output", "ssm_out", "ffn_down", "ffn_down_shexp", "ffn_down_exps"):
+            if part in ("attn_output", "ssm_out", "ple_value", "ffn_down", "ffn_down_shexp", "ffn_down_exps"):
                 row = n_bytes // self._shape.n_embd
                 pieces = _without(pieces, n_bytes, self._n_constant * row, self._n_special * row)
             yield from pieces
@@ -670,6 +775,15 @@ class Weights:
             return self._attention(layer) * size / (self._scales.mean_size * _gated(shape) * math.sqrt(shape.n_head * shape.v_head))
         if part == "ssm_out":  # of values that a norm has brought to 1, times SiLU of a gate of 1
             return self._attention(layer) * size / (_silu(1.0) * math.sqrt(shape.delta.n_value * shape.delta.head))
+        if (streams := shape.streams) is not None:  # a mixer's input has a deviation of 2, SiLU of its middle one of 0.6, the table of 1
+            wide = (streams.n * shape.n_embd) ** -0.5
+            sizes = {"down": streams.n / 2 * wide, "up": _WAVERS / (0.6 * math.sqrt(streams.rank)), "inject": _WAVERS * streams.n * wide}
+            if "hc_" in part:
+                return sizes[part.rpartition("_")[2]]
+            if part == "per_layer_token_embd":
+                return 1.0
+            if part == "ple_value":
+                return 2 * _NGRAMS * size * shape.n_embd**-0.5
         if not part.startswith("ffn_down"):
             return self._n_content**-0.5
         out = self._update(layer) * middle / self._hidden
@@ -719,11 +833,10 @@ class Weights:
             return self._nearness(layer) - 1 + 0.5 * noise
         if part in ("attn_q_norm", "attn_k_norm"):
             return np.full(dims, self._key_size(layer) * math.hypot(1, self._content(layer)))
-        if part == "output_norm":
-            return self._norm(self._sizes[-1][0], 1.0, noise)
-        if part == "attn_norm":
+        norm = part.replace("hc_", "")
+        if norm in ("attn_norm", "output_norm"):
             return self._norm(size, 1.0, noise)
-        if part in ("ffn_norm", "post_attention_norm"):
+        if norm in ("ffn_norm", "post_attention_norm"):
             return self._norm(middle, _SEEN, noise)
         if part == "ssm_a":
             return np.full(dims, -_FORGETS)
@@ -761,10 +874,10 @@ class Weights:
     def _norm(self, size: float, constant: float, noise: np.ndarray) -> np.ndarray:
         """Weights that give a stream of this size a deviation of 1, and the constant channels this value."""
         root = math.sqrt(size**2 + _CONSTANT**2 * self._n_constant / self._shape.n_embd)
-        weights = root / size * (1 + 0.05 * noise)
-        weights[: self._n_constant] = root / _CONSTANT * constant
-        weights[self._n_constant : self._n_special] = root
-        return weights
+        weights = root / size * (1 + 0.05 * noise.reshape(-1, self._shape.n_embd))  # of each residual stream
+        weights[:, : self._n_constant] = root / _CONSTANT * constant
+        weights[:, self._n_constant : self._n_special] = root
+        return 2 * weights if self._shape.streams else weights
 
     # --- matrices with structure: rows float32, and how often they follow each other ---
 
@@ -1014,7 +1127,7 @@ def _scaled_mxfp4(pool: _Pool, doublings: int) -> np.ndarray:
 @command()
 @click.argument("shape", type=click.Choice(list(SHAPES)))
 @click.option("-o", "--out", metavar="OUT.gguf", required=True)
-@click.option("--layers", type=int, metavar="N", help="The first N layers alone.")
+@click.option("--layers", type=int, metavar="N", help="The first N layers alone, and as much of a table for n-grams.")
 @click.option("--experts-type", metavar="TYPE", help="ggml type of the routed experts. Default: the published file's.")
 @click.option("--hidden", type=int, metavar="N", help="Experts of N hidden values: for measuring the routing, which stays, quickly.")
 @click.option("--shrink", default=1, metavar="K", help="Divide all widths by K: for tests.")

@@ -184,8 +184,8 @@ def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str,
 
 def target_of(name: str) -> tuple[str | None, int]:
     """The published trace that a shape follows, if there is one, and the tokens of its answer."""
-    published = name if name in PUBLISHED else NEAREST.get(name)
-    return published, 64 if published == "gpt-oss-120b" else 128
+    published = NEAREST.get(name, name)
+    return published if published in PUBLISHED else None, 64 if published == "gpt-oss-120b" else 128
 
 
 def percent(values: Any) -> str:
@@ -259,7 +259,7 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
         for name, trace, next_recall in shape_answers(names or list(ANSWER), keep):
             source = target_of(name)[0]
             if source is None:
-                repeats, told_recall = TOLD[name]
+                repeats, told_recall = TOLD[NEAREST.get(name, name)]
                 table.row(name, "reached", *cells(measure_answer(trace), next_recall))
                 table.row("", "wanted", repeats, "", "", "", told_recall, "", "")
                 continue
