@@ -68,7 +68,7 @@ class Session:
 
     @property
     def arena(self) -> int:
-        return self.decode.arena_bytes
+        return self.decode.cache_bytes
 
 
 def record(

@@ -247,7 +247,7 @@ class Chat:
             remark_on_memory(size, parse_size(size))
         s = self._llm.stats()
         budget = f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""
-        note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.arena_bytes)}, context {self._llm.n_tokens} of {self._llm.n_ctx()} tokens")
+        note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.cache_bytes)}, context {self._llm.n_tokens} of {self._llm.n_ctx()} tokens")
 
 
 def _overflow(error: ContextError, has_history: bool) -> str:

@@ -284,7 +284,7 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
             note(f"a conversation ends at {trained} tokens, which the model was trained for: --override-kv {longer}{each} gives it more")
         page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
         context = f"{server.engine.planned.n_ctx} tokens of context for {server.n_parallel} answer{'s' * (server.n_parallel > 1)} at a time"
-        experts = f"experts in {format_size(server.stats().arena_bytes)}"
+        experts = f"experts in {format_size(server.stats().cache_bytes)}"
         note(f"serving {path} on {server.url}/v1, {page}, figures on {server.url}/moeoff, {context}, {experts}; Ctrl-C ends")
         server.wait()
 

@@ -68,7 +68,7 @@ def _table(rows: list[dict[str, Any]], full: int, leaves_out: bool) -> str:
         left_out = "" if not leaves_out else f"{row['skipped_share']:>10.1%}" if row["strategy"] != "belady" else f"{'':>10}"
         gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"
         lines.append(
-            f"{format_size(row['arena_bytes']):>10} {100 * row['arena_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
+            f"{format_size(row['cache_bytes']):>10} {100 * row['cache_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
             f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}{left_out}"
         )
     lines.append("\nhit rate: slices found in memory; read/token: bytes; penalty: of misses, 1 for\n"

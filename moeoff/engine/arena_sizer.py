@@ -186,7 +186,7 @@ class ArenaSizer:
     def resize(self) -> None:
         """To what the arenas should have."""
         self._doubt = True
-        self._buffer.set_arena_bytes(*self.arenas)
+        self._buffer.set_cache_bytes(*self.arenas)
         self._doubt = False
 
     def _change(self, plan: MemoryPlan, grown: int) -> None:
@@ -286,12 +286,12 @@ class ArenaSizer:
         taken = rss() - stats.arena_committed
         if taken >= self._expected:
             self._expected = 0
-        free = self.plan.budget - taken - stats.arena_bytes - RESERVE // 2  # beyond half of the reserve
-        moves = free < -RESERVE // 4 and stats.arena_bytes > self.plan.arena_floor
+        free = self.plan.budget - taken - stats.cache_bytes - RESERVE // 2  # beyond half of the reserve
+        moves = free < -RESERVE // 4 and stats.cache_bytes > self.plan.arena_floor
         if free > 0 and self._borrowed is not None and self._borrowed.nbytes:
             free -= self._borrowed.untouched  # as if none of it had been touched
             free -= max(self._expected - taken, 0)  # reserved, and soon resident
-            moves = free > _WORTH and stats.arena_bytes < self.plan.arena_full
+            moves = free > _WORTH and stats.cache_bytes < self.plan.arena_full
             if moves:  # nor slots that nothing has been read into, as of a warm start that a prompt has ended
                 free -= stats.arena_committed - sum(int(self._buffer.expert_bytes(low=low, resident=True).sum()) for low in (False, True))
                 moves = free > _WORTH

@@ -71,7 +71,7 @@ def _replaced(model_index: ModelIndex, name: str) -> ModelError:
 
 
 class ExpertBuffer:
-    """Slices of routed experts in an arena of at most `arena_bytes`, read by `io_threads` I/O threads.
+    """Slices of routed experts in an arena of at most `cache_bytes`, read by `io_threads` I/O threads.
 
     A slice may have a low version in addition to the high one, with an arena of its own; `set_precision` says when it is used.
 
@@ -96,7 +96,7 @@ class ExpertBuffer:
             | (native.FLAG_GATE_INPUT if gate_input else 0)
             | (native.FLAG_GATE_LOGITS if gate_logits else 0)
         )
-        params = native.Params(flags=self._flags, n_io_threads=io_threads, arena_bytes=0, read_chunk=READ_CHUNK)
+        params = native.Params(flags=self._flags, n_io_threads=io_threads, cache_bytes=0, read_chunk=READ_CHUNK)
         self._handle: int = native.expert_buffer_init(params)
         if not self._handle:
             raise OptionError(native.last_error().decode())
@@ -250,14 +250,14 @@ class ExpertBuffer:
         """`arena_full` of the low versions; 0 if there are none."""
         return int(native.arena_full(self.handle, native.LOW))
 
-    def start(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
-        self.set_arena_bytes(arena_bytes, low_arena_bytes)
+    def start(self, cache_bytes: int, low_cache_bytes: int = 0) -> None:
+        self.set_cache_bytes(cache_bytes, low_cache_bytes)
         self._check(native.start(self.handle))
         self._started = True
 
-    def set_arena_bytes(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
+    def set_cache_bytes(self, cache_bytes: int, low_cache_bytes: int = 0) -> None:
         """Between decodes; a smaller arena evicts at once. High and low versions have an arena each, and take nothing from the other."""
-        self._check(native.set_arena_bytes(self.handle, arena_bytes, low_arena_bytes))
+        self._check(native.set_cache_bytes(self.handle, cache_bytes, low_cache_bytes))
 
     # --- devices ---
 

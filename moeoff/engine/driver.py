@@ -116,7 +116,7 @@ class PolicyUpdates(Observer):
 
     def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None):
         self.policy, self._buffer, self._model = policy, buffer, model
-        self._arena = self._arena_bytes() if model is not None else 0  # as the policy knows it
+        self._arena = self._cache_bytes() if model is not None else 0  # as the policy knows it
 
     def observe(self, event: GateEvent) -> None:
         if self.policy.update(event) is not False:
@@ -125,7 +125,7 @@ class PolicyUpdates(Observer):
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
         if self._model is None:
             return
-        arena = self._arena_bytes()
+        arena = self._cache_bytes()
         if abs(arena - self._arena) > _RESIZED * self._arena:
             self._buffer.drain()
             self.policy.resize(CacheShape.of(self._model, arena).capacity)
@@ -136,10 +136,10 @@ class PolicyUpdates(Observer):
         self.policy.reset_sequence()
         self._buffer.publish()
 
-    def _arena_bytes(self) -> int:
+    def _cache_bytes(self) -> int:
         """For high versions."""
         stats = self._buffer.stats()
-        return int(stats.arena_bytes - stats.low_arena_bytes)
+        return int(stats.cache_bytes - stats.low_cache_bytes)
 
 
 class Driver:
@@ -177,7 +177,7 @@ class Driver:
             OptionError: the trace file is something else, or a predictor that needs a profile has none.
         """
         buffer, stats = self.buffer, self.buffer.stats()
-        arena = stats.arena_bytes - stats.low_arena_bytes
+        arena = stats.cache_bytes - stats.low_cache_bytes
         works = on_devices or arena < buffer.arena_full  # else no slice is ever evicted, nor absent for long
         policy_class, predictor_class = strategy.policy if works else None, strategy.predictor if works or precision.mispredicted_low else None
         if policy_class is not None and policy_class.static and strategy.predictor is None:
@@ -204,9 +204,9 @@ class Driver:
                 policy = policy_class.from_profile(arrays, CacheShape.of(model, arena), buffer.priorities, **options)
             buffer.publish()  # what it has written at its start: a static policy is never published again
         if trace is not None:
-            session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
+            session: dict[str, Any] = {"strategy": strategy.name, "cache_bytes": arena}
             if not precision.lossless:
-                session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
+                session |= {"precision": asdict(precision), "low_cache_bytes": stats.low_cache_bytes}
             writer = TraceWriter(trace, model, session)
 
         parts: list[Observer] = [] if prefetcher is None else [prefetcher]  # first, because the I/O threads may be idle

@@ -51,7 +51,7 @@ from .quality import Quality
 from .stats import LayerHits, Stats, Timing
 from .warm_start import PromptUses, exchange, fill, read_ahead, recall, remember
 
-_COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
+_COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "cache_bytes")  # that end a trace
 
 
 class _Operation:
@@ -341,7 +341,7 @@ class Engine:
         )
         self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
         if self.buffer.running:
-            self.buffer.set_arena_bytes(*self.sizer.arenas)
+            self.buffer.set_cache_bytes(*self.sizer.arenas)
         else:
             self.buffer.start(*self.sizer.arenas)
         self._ran, self._followed = True, self.plan.budget

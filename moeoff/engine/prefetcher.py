@@ -73,7 +73,7 @@ class ReadAhead:
 
     def _read(self, gate: int, n_computing: int, first: Sequence[int] = (), versions: np.ndarray | None = None) -> None:
         """Queues as many as fit next to the slices of the gate that is computed: more would be evicted again before their turn."""
-        room = int(self._buffer.stats().arena_bytes * self._slices_per_byte) - n_computing
+        room = int(self._buffer.stats().cache_bytes * self._slices_per_byte) - n_computing
         self.read(gate, list(dict.fromkeys([*first, *np.argsort(-self._uses[gate], kind="stable").tolist()])), max(room, 0), versions)
 
     def read(self, gate: int, order: list[int], limit: int = -1, versions: np.ndarray | None = None) -> int:

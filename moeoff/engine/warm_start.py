@@ -109,7 +109,7 @@ def exchange(buffer: ExpertBuffer, weights: np.ndarray, ended: Callable[[], bool
         ended: as `read_ahead` takes it.
     """
     stats = buffer.stats()
-    room = stats.arena_bytes - stats.low_arena_bytes
+    room = stats.cache_bytes - stats.low_cache_bytes
     room -= room // _ROUNDING
     slots = buffer.expert_bytes()
     resident = buffer.residency() > 0
@@ -137,8 +137,8 @@ def read_ahead(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) 
         ended: True once a batch wants to begin: the layers that follow are left out.
     """
     stats = buffer.stats()
-    room = stats.arena_bytes - stats.low_arena_bytes - (stats.arena_committed - stats.low_arena_committed)
-    room -= stats.arena_bytes // _ROUNDING
+    room = stats.cache_bytes - stats.low_cache_bytes - (stats.arena_committed - stats.low_arena_committed)
+    room -= stats.cache_bytes // _ROUNDING
     absent = buffer.expert_bytes() - buffer.expert_bytes(resident=True)
     order = np.argsort(np.where(absent > 0, -buffer.priorities, np.inf), axis=1, kind="stable")
     ranked = np.take_along_axis(absent, order, axis=1)

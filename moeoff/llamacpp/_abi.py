@@ -99,7 +99,7 @@ class Params(Structure):
     _fields_ = [
         ("flags", c_uint32),
         ("n_io_threads", c_int32),
-        ("arena_bytes", c_uint64),
+        ("cache_bytes", c_uint64),
         ("read_chunk", c_uint64),
     ]
 
@@ -210,7 +210,7 @@ class Stats(Structure):
         ("queue_wait_ns", c_uint64),
         ("io_thread_busy_ns", c_uint64),
         ("driver_ns", c_uint64),
-        ("arena_bytes", c_uint64),
+        ("cache_bytes", c_uint64),
         ("arena_committed", c_uint64),
         ("arena_peak", c_uint64),
         ("resident_slices", c_uint64),
@@ -219,7 +219,7 @@ class Stats(Structure):
         ("served_low", c_uint64),
         ("skipped", c_uint64),
         ("low_bytes_read", c_uint64),
-        ("low_arena_bytes", c_uint64),
+        ("low_cache_bytes", c_uint64),
         ("low_arena_committed", c_uint64),
         ("simulated_misses", c_uint64),
         ("device_hits", c_uint64),
@@ -358,8 +358,8 @@ arena_floor = function("moeoff_arena_floor", c_uint64, c_void_p, c_int32)
 arena_full = function("moeoff_arena_full", c_uint64, c_void_p, c_int32)
 # int moeoff_start(moeoff_expert_buffer * eb);
 start = function("moeoff_start", c_int, c_void_p)
-# int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
-set_arena_bytes = function("moeoff_set_arena_bytes", c_int, c_void_p, c_uint64, c_uint64)
+# int moeoff_set_cache_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
+set_cache_bytes = function("moeoff_set_cache_bytes", c_int, c_void_p, c_uint64, c_uint64)
 # void moeoff_get_options(const moeoff_expert_buffer * eb, struct moeoff_options * options);
 get_options = function("moeoff_get_options", None, c_void_p, POINTER(Options))
 # int moeoff_set_options(moeoff_expert_buffer * eb, const struct moeoff_options * options);

@@ -92,7 +92,7 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "ceiling_share": ceiling_share(samples, disk) if "stall_share" in figures and disk else None,
         "cpu_ms_per_token": figures.get("cpu_ms_per_token"),
         "driver_ms_per_token": figures.get("driver_ms_per_token"),
-        "arena": opened.get("arena_bytes"),
+        "arena": opened.get("cache_bytes"),
         "peak_rss": result.closed.get("peak_rss_bytes"),
         "mode": _mode(result, note),
         "error": result.error or _cut(samples, job.repetitions, test.n_tokens),

@@ -130,7 +130,7 @@ class _Engine:
                 layers = "|".join(map(str, range(n_cpu_moe)))
                 options["overrides"] = TensorOverrides([(EXPERT_PATTERN.replace("[0-9]+", layers), cpu_buffer_type())])
             self.llm = StockLlama(job.model, **llama_keywords(options))
-        if self._moeoff is not None and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
+        if self._moeoff is not None and self._moeoff.stats().cache_bytes >= self._moeoff.engine.buffer.arena_full:
             load_everything(self._moeoff.engine.buffer)
 
     def facts(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class _Engine:
         """Of the experts, what memory holds now: after tests of single tokens more than before them, since buffers are lent."""
         if self._moeoff is None:
             return {}
-        return {"resident_share": self._moeoff.stats().arena_bytes / max(self._moeoff.engine.buffer.arena_full, 1)}
+        return {"resident_share": self._moeoff.stats().cache_bytes / max(self._moeoff.engine.buffer.arena_full, 1)}
 
     @property
     def n_done(self) -> int:

@@ -51,10 +51,10 @@ class CacheShape:
             raise OptionError(f"no buffer has this shape: {self}")
 
     @classmethod
-    def of(cls, model: TraceHeader, arena_bytes: int) -> CacheShape:
+    def of(cls, model: TraceHeader, cache_bytes: int) -> CacheShape:
         """The shape of a model's buffer whose arena has so many bytes, slot padding included."""
         n = sum({t.gate: t.n_experts for t in model.tensors}.values())
-        return cls(model.n_gates, model.n_experts, model.n_used, n * min(arena_bytes / model.full_bytes, 1.0), model.name)
+        return cls(model.n_gates, model.n_experts, model.n_used, n * min(cache_bytes / model.full_bytes, 1.0), model.name)
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,16 @@ from .strategy import policy_of
 
 
 class SimulatedArena:
-    """Experts of a model in an arena of `arena_bytes`: hits, misses and victims of one gate after the other.
+    """Experts of a model in an arena of `cache_bytes`: hits, misses and victims of one gate after the other.
 
     Experts are numbered as natively, gate after gate, in a grid [n_gates, n_experts] as wide as the widest gate. They come and go whole.
     """
 
-    def __init__(self, model: TraceHeader, arena_bytes: int):
+    def __init__(self, model: TraceHeader, cache_bytes: int):
         floor = model.arena_floor
-        if arena_bytes < floor:
-            raise BudgetError(f"{format_size(arena_bytes)} for experts is too small: a replay needs at least {format_size(floor)}", hint={"memory": floor})
-        self.width, self.limit = model.n_experts, arena_bytes
+        if cache_bytes < floor:
+            raise BudgetError(f"{format_size(cache_bytes)} for experts is too small: a replay needs at least {format_size(floor)}", hint={"memory": floor})
+        self.width, self.limit = model.n_experts, cache_bytes
         self.slot = model.expert_slots  # by gate
         self.one_class = len(set(self.slot)) == 1
         n = model.n_gates * self.width
@@ -45,7 +45,7 @@ class SimulatedArena:
         self.last_use = np.zeros(n, np.int64)
         self.clock = 0
         self.free = dict.fromkeys(self.slot, 0)  # committed slots without an expert
-        self.spare = arena_bytes // 128  # arena::spare_bytes
+        self.spare = cache_bytes // 128  # arena::spare_bytes
         self.committed = 0
 
     def gate(self, gate: int, chosen: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -171,7 +171,7 @@ class Result:
     """
 
     policy: str
-    arena_bytes: int
+    cache_bytes: int
     n_tokens: int
     gate_hits: np.ndarray
     gate_misses: np.ndarray
@@ -193,7 +193,7 @@ class Result:
         per_layer = self.gate_hits / np.maximum(self.gate_hits + self.gate_misses, 1)
         return {
             "strategy": self.policy,
-            "arena_bytes": self.arena_bytes,
+            "cache_bytes": self.cache_bytes,
             "tokens": self.n_tokens,
             "hit_rate": self.hit_rate,
             "evictions": self.evictions,
@@ -205,12 +205,12 @@ class Result:
         }
 
 
-def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, lag: str = "event", tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
+def simulate(trace: Trace, policy: str | Policy, cache_bytes: int, *, lag: str = "event", tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
     """Replays a trace; the same arguments give the same result.
 
     Args:
         policy: a name of `moeoff.policies`, or one ready to use.
-        arena_bytes: of the experts' arena, slot padding included, as `Llama(expert_memory=...)`.
+        cache_bytes: of the experts' arena, slot padding included, as `Llama(expert_memory=...)`.
         lag: "event": a gate sees what the policy made of the gate before it. "token": of the token before.
         tau: of `Precision`: what is absent and weighs less is left out; what follows in the trace stays as it was recorded.
         cost: of misses, for the penalty.
@@ -221,11 +221,11 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, lag: str =
         BudgetError: the arena is below the floor.
     """
     model = trace.model
-    arena_bytes = min(arena_bytes, model.full_bytes)
+    cache_bytes = min(cache_bytes, model.full_bytes)
     if isinstance(policy, str):
-        policy = get_policy(policy)(CacheShape.of(model, arena_bytes), **options)
+        policy = get_policy(policy)(CacheShape.of(model, cache_bytes), **options)
     policy.prepare(trace.events)
-    replay = SimulatedArena(model, arena_bytes)
+    replay = SimulatedArena(model, cache_bytes)
     table = policy.priorities if lag == "event" else policy.priorities.copy()
     last = model.n_gates - 1
     n_matrices, nbytes = np.array(model.n_matrices), np.array(model.expert_bytes)
@@ -257,7 +257,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, lag: str =
             table[:] = policy.priorities
         if progress and n % 4096 == 0:
             progress(n)
-    return Result(policy.name, arena_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
+    return Result(policy.name, cache_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
                   replay.resident, event_hits, n_skipped, n_decoded)  # fmt: skip
 
 
@@ -322,5 +322,5 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, tau
 
 def gap_recovered(result: Result, results: list[Result]) -> float | None:
     """Share of the way from LRU's hit rate to Belady's at the same size."""
-    rate = {r.policy: r.hit_rate for r in results if r.arena_bytes == result.arena_bytes and r.policy in ("lru", "belady")}
+    rate = {r.policy: r.hit_rate for r in results if r.cache_bytes == result.cache_bytes and r.policy in ("lru", "belady")}
     return (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"]) if rate["belady"] > rate["lru"] else None

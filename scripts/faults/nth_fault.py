@@ -108,7 +108,7 @@ def with_open_model(*, moved: bool = False, below: bool = False, **options) -> C
         def attempt() -> object:
             if moved:
                 for share in (0.5, 0.1, 0.9):
-                    buffer.set_arena_bytes(max(int(share * buffer.arena_full), buffer.arena_floor))
+                    buffer.set_cache_bytes(max(int(share * buffer.arena_full), buffer.arena_floor))
                     tokens = answer(llm)
                 return tokens
             buffer.clear()

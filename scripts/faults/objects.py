@@ -114,7 +114,7 @@ class Subject:
             return f"the next answer: {type(error).__name__}: {error}"
         if reply != expected:
             return f"the next answer is {reply}, expected {expected}"
-        planned, held = sum(self.llm.engine.sizer.arenas), self.llm.engine.buffer.stats().arena_bytes
+        planned, held = sum(self.llm.engine.sizer.arenas), self.llm.engine.buffer.stats().cache_bytes
         return "" if planned == held or not self.llm.engine.plan.budget else f"the arenas have {held} bytes, planned {planned}"
 
 
@@ -155,7 +155,7 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
         plan = llm.engine.plan
         with contextlib.suppress(BudgetError):  # what the smallest one is changes with what the process needs beside the model
             if not plan.budget:
-                llm.engine.buffer.set_arena_bytes(rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full)))
+                llm.engine.buffer.set_cache_bytes(rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full)))
                 return
             llm.set_memory(rng.choice((plan.floor, plan.floor + (1 << 20), plan.fixed + plan.arena_full, plan.budget)))
 

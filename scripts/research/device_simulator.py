@@ -229,8 +229,8 @@ class DeviceBuffer:
         return SimpleNamespace(
             io_thread_busy_ns=self.counts["busy_ns"],
             reads=len(self._of_gate[0]) * self.sent["uploads"],
-            arena_bytes=round(self.arena_full * self.capacity / self._sizes.size),
-            low_arena_bytes=0,
+            cache_bytes=round(self.arena_full * self.capacity / self._sizes.size),
+            low_cache_bytes=0,
             prefetch_issued=self.counts["prefetched"],
         )
 

@@ -165,7 +165,7 @@ def test_what_loses_its_slot_goes_back_to_host_memory(demo, tmp_path):
     logits, stats = device_runs(demo, tmp_path, {"CPU": {"stock": "CPU", "batches": batches}, "ours": ours})
     s = stats["ours"]
     assert s["device_downloads"] > 0 and s["device_bytes_down"] == s["device_downloads"] * 8704
-    assert s["arena_bytes"] < 12 * 32 * 3 * 16384 and s["bytes_read"] <= 12 * 32 * 3 * 8704
+    assert s["cache_bytes"] < 12 * 32 * 3 * 16384 and s["bytes_read"] <= 12 * 32 * 3 * 8704
     np.testing.assert_array_equal(logits["ours"].argmax(1), logits["CPU"].argmax(1))
 
 

@@ -45,8 +45,8 @@ def test_lossless(demo, reference, strategy, direct_io, share):
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), reference)
         stats = llm.stats()
         assert stats.demand_misses > 0
-        assert stats.arena_bytes <= max(arena, llm.engine.buffer.arena_full)
-        assert llm.engine.buffer.stats().arena_peak <= stats.arena_bytes
+        assert stats.cache_bytes <= max(arena, llm.engine.buffer.arena_full)
+        assert llm.engine.buffer.stats().arena_peak <= stats.cache_bytes
         assert stats.evictions > 0 or strategy != "lru" or share > 1
         assert not (stats.direct_io and not direct_io)
         if strategy != "lru":
@@ -134,11 +134,11 @@ def test_resize_between_decodes(demo, reference):
     with moeoff.Llama(demo, expert_memory="9M", **OPTIONS) as llm:
         buffer = llm.engine.buffer
         for arena in (9 << 20, 400 << 10, 2 << 20, buffer.arena_floor, buffer.arena_full):
-            buffer.set_arena_bytes(arena)
+            buffer.set_cache_bytes(arena)
             assert buffer.stats().arena_committed <= arena
             assert_bit_equal(greedy_logits(llm, PROMPT, 16), reference)
         with pytest.raises(moeoff.MoeoffError, match="below the floor"):
-            buffer.set_arena_bytes(buffer.arena_floor - 1)
+            buffer.set_cache_bytes(buffer.arena_floor - 1)
 
 
 def test_gate_events(demo):

@@ -212,9 +212,9 @@ with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_t
     for mib in (2, 14, 14):
         llm.set_memory(needs + (mib << 20))
         before = None
-        while before != (before := buffer.stats().arena_bytes):  # what is lent changes behind a batch, and is told with the next
+        while before != (before := buffer.stats().cache_bytes):  # what is lent changes behind a batch, and is told with the next
             llm.eval([10])
-        now = CacheShape.of(TraceHeader.of(buffer, "", llm.engine.model_index.n_expert_used), buffer.stats().arena_bytes)
+        now = CacheShape.of(TraceHeader.of(buffer, "", llm.engine.model_index.n_expert_used), buffer.stats().cache_bytes)
         print(llm.engine.driver.policy.shape.capacity, now.capacity)
 """
 
@@ -319,7 +319,7 @@ def test_edgemoe_begins_with_the_most_frequent_experts(calibrated):
         resident, stats = llm.engine.buffer.residency(), llm.stats()
         slots = llm.engine.buffer.slots()
         held = sum(int(slots[i][resident[t.gate, : len(slots[i])] & (1 << t.matrix) > 0].sum()) for i, t in enumerate(llm.engine.buffer.tensors))
-        assert stats.evictions == 0 and 0.97 * stats.arena_bytes < held <= stats.arena_bytes
+        assert stats.evictions == 0 and 0.97 * stats.cache_bytes < held <= stats.cache_bytes
         assert counts[resident > 0].min() >= counts[resident == 0].max()
         priorities = llm.engine.buffer.priorities
         assert priorities[0, counts[0].argmax()] == priorities[0].max() and priorities.max() < 1

@@ -101,7 +101,7 @@ def open_moeoff(path: Path, *, cls: type[moeoff.Llama] = moeoff.Llama, floor: bo
     """The model in an arena that cannot hold it: one layer and 25 %, or the smallest possible."""
     model = cls(str(path), expert_memory=1 << 30, **options(path), **more)
     buffer = model.engine.buffer
-    buffer.set_arena_bytes(buffer.arena_floor if floor else layer_arena(buffer))
+    buffer.set_cache_bytes(buffer.arena_floor if floor else layer_arena(buffer))
     return model
 
 

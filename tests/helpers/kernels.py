@@ -55,7 +55,7 @@ class BufferTensor:
 
     def __exit__(self, *_exc) -> None:
         stats = self.buffer.stats()
-        assert stats.arena_committed <= stats.arena_bytes
+        assert stats.arena_committed <= stats.cache_bytes
         self.buffer.close()
         self._context.close()
 

@@ -154,7 +154,7 @@ def test_stays_within_its_budget(grown, text, tmp_path, moeoff_command):
     done = moeoff_command(*common, "--memory", f"{floor + 24}M")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["arena_bytes"] < result["budget_bytes"] == (floor + 24) << 20
+    assert result["cache_bytes"] < result["budget_bytes"] == (floor + 24) << 20
     assert result["peak_rss_bytes"] <= result["budget_bytes"]
 
 

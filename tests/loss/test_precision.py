@@ -88,7 +88,7 @@ def test_lossless_with_a_low_pool(model):
     own, _ = logits(model)
     with_pool, stats = logits(model, precision=Precision(low_tier="Q4_0"))
     assert_bit_equal(with_pool, own)
-    assert stats.served_low == stats.skipped == 0 and stats.low_arena_bytes > 0 and stats.precision_summary == ""
+    assert stats.served_low == stats.skipped == 0 and stats.low_cache_bytes > 0 and stats.precision_summary == ""
 
 
 def test_replay_is_bit_identical(model, tmp_path):
@@ -193,7 +193,7 @@ def test_warm_start_fills_smaller_arenas(model, remembered):
     with moeoff.Llama(model, expert_memory="3M", **options | {"precision": replace(LOSSY, low_share=0.2)}) as llm:
         buffer = llm.engine.buffer
         stats = buffer.stats()
-        high_arena, low_arena = stats.arena_bytes - stats.low_arena_bytes, stats.low_arena_bytes
+        high_arena, low_arena = stats.cache_bytes - stats.low_cache_bytes, stats.low_cache_bytes
 
         def committed() -> tuple[int, int]:
             now = buffer.stats()
@@ -256,10 +256,10 @@ with moeoff.Llama({str(model)!r}, memory={budget}, n_ctx=512, n_threads=2, preci
     for _ in llm.create_completion("The sun had set behind the hills. " * 8, max_tokens=40, temperature=0, stream=True):
         pass
     s = llm.stats()
-    print(s.peak_rss_bytes, s.budget_bytes, s.low_arena_bytes, s.served_low, s.evictions)
+    print(s.peak_rss_bytes, s.budget_bytes, s.low_cache_bytes, s.served_low, s.evictions)
     llm.set_memory({budget - (10 << 20)})
-    high, low = llm.engine.buffer.stats().arena_bytes, llm.engine.buffer.stats().low_arena_bytes
-    assert 0 < low < high < s.arena_bytes
+    high, low = llm.engine.buffer.stats().cache_bytes, llm.engine.buffer.stats().low_cache_bytes
+    assert 0 < low < high < s.cache_bytes
 """
     peak, bound, low, served_low, evictions = map(int, run_python(code).split())
     assert peak <= bound == budget and low > 0 and served_low > 0 and evictions > 0

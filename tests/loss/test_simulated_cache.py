@@ -144,9 +144,9 @@ def test_replay_of_what_was_left_out(demo, tmp_path):
     assert_bit_equal(again, recorded)
     assert replayed.skipped == stats.skipped
     trace = Trace.read(tmp_path / "trace")
-    simulated = simulate(trace, "lru", stats.arena_bytes, tau=0.1)
+    simulated = simulate(trace, "lru", stats.cache_bytes, tau=0.1)
     assert (simulated.skipped, simulated.bytes_read) == (stats.skipped, stats.bytes_read)
-    assert simulate(trace, "lru", stats.arena_bytes, tau=0.05).skipped < simulated.skipped < simulate(trace, "lru", stats.arena_bytes, tau=0.2).skipped
+    assert simulate(trace, "lru", stats.cache_bytes, tau=0.05).skipped < simulated.skipped < simulate(trace, "lru", stats.cache_bytes, tau=0.2).skipped
 
 
 def test_simulate_command(demo, tmp_path, invoke):

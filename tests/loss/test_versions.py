@@ -62,9 +62,9 @@ class Block:
 
     def close(self):
         stats = self.buffer.stats()
-        assert stats.low_arena_committed <= stats.low_arena_bytes
-        assert stats.arena_committed - stats.low_arena_committed <= stats.arena_bytes - stats.low_arena_bytes
-        assert stats.arena_peak <= stats.arena_bytes
+        assert stats.low_arena_committed <= stats.low_cache_bytes
+        assert stats.arena_committed - stats.low_arena_committed <= stats.cache_bytes - stats.low_cache_bytes
+        assert stats.arena_peak <= stats.cache_bytes
         self.buffer.close()
         self._context.close()
         for pair in self.plain:
@@ -391,9 +391,9 @@ def test_native_refusals(tmp_path):
         buffer.set_precision(Precision(0, 1, low_tier="low"))
         for low in (0, 2 * block.slots[LOW] - 1):
             with pytest.raises(MoeoffError, match="for low versions is below the floor"):
-                buffer.set_arena_bytes(2 * block.slots[HIGH], low)
+                buffer.set_cache_bytes(2 * block.slots[HIGH], low)
         buffer.set_precision(Precision(0, 0))  # skips, and needs no low versions
-        buffer.set_arena_bytes(2 * block.slots[HIGH], 0)
+        buffer.set_cache_bytes(2 * block.slots[HIGH], 0)
         for rule in ({"t1": 0.0}, {"mispredicted_low": True}):
             with pytest.raises(OptionError, match="need low versions"):
                 buffer.set_precision(Precision(**rule, low_tier="low"))

@@ -146,7 +146,7 @@ class Outcome:
 
             def watched(*args):
                 begin(*args)
-                self.arenas.append(engine.buffer.stats().arena_bytes)
+                self.arenas.append(engine.buffer.stats().cache_bytes)
 
             engine.begin = watched
             for seed, n in enumerate(turns):
@@ -214,7 +214,7 @@ def converse(grown, flash_attn):
     with moeoff.Llama(grown, expert_memory=ROOM, **options) as llm:
         expected = logits(llm)
     with moeoff.Llama(grown, memory=fixed + ROOM, **options) as llm:
-        plan, arena = llm.engine.plan, lambda: llm.engine.buffer.stats().arena_bytes
+        plan, arena = llm.engine.plan, lambda: llm.engine.buffer.stats().cache_bytes
         lendable = plan.state if flash_attn else plan.state // 2
         assert plan.state > 8 * MIB and min(0.9 * lendable, plan.arena_full - plan.arena) <= arena() - plan.arena, "nothing of it is resident yet"
         llm.eval(text[:20])
@@ -246,7 +246,7 @@ class Conversations:
         def watched(*args):
             untouched = borrowed and borrowed.cache._unused(0, False)
             begin(*args)
-            self.arenas.append(engine.buffer.stats().arena_bytes)
+            self.arenas.append(engine.buffer.stats().cache_bytes)
             if borrowed:
                 self.lent.append((borrowed.cache.borrowed, untouched))
 
@@ -319,10 +319,10 @@ def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
         buffer = llm.engine.buffer
         buffer.clear()
         before = buffer.stats()
-        assert llm.engine.plan.arena_full - before.arena_bytes > before.arena_committed > 4 * MIB
+        assert llm.engine.plan.arena_full - before.cache_bytes > before.arena_committed > 4 * MIB
         monkeypatch.setattr(arena_sizer, "rss", lambda: rss() - before.arena_committed)
         llm.engine.sizer.fit_budget()
-        assert buffer.stats().arena_bytes == before.arena_bytes
+        assert buffer.stats().cache_bytes == before.cache_bytes
 
 
 def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
@@ -336,9 +336,9 @@ def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
             sizer.reserve(nbytes)
             sizer.fit_budget()
             stats, reserved = llm.engine.buffer.stats(), reserved + nbytes
-            assert rss() - stats.arena_committed + sizer._borrowed.untouched + reserved + stats.arena_bytes <= budget
+            assert rss() - stats.arena_committed + sizer._borrowed.untouched + reserved + stats.cache_bytes <= budget
         sizer.reserve(-reserved)
-        assert llm.engine.buffer.stats().arena_bytes > stats.arena_bytes
+        assert llm.engine.buffer.stats().cache_bytes > stats.cache_bytes
 
 
 def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):
@@ -360,7 +360,7 @@ with moeoff.Llama(model, memory=int(sys.argv[3]), n_ctx=1024, n_threads=2, n_bat
         for j in range(24):
             llm.eval([11 + (5 * i + j) % 4000])
         stats = llm.stats()
-        seen.append({"peak": peak_rss(), "rss": rss(), "arena": stats.arena_bytes, "resident": llm.engine.buffer.stats().resident_slices})
+        seen.append({"peak": peak_rss(), "rss": rss(), "arena": stats.cache_bytes, "resident": llm.engine.buffer.stats().resident_slices})
     print(json.dumps({"planned": llm.engine.plan.arena, "compute": llm.engine.plan.compute, "seen": seen}))
 """
 SERVER = """
@@ -375,7 +375,7 @@ with moeoff.Server(model, port=0, memory=int(sys.argv[3]), n_ctx=1024, n_threads
         request = urllib.request.Request(server.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
         assert json.loads(urllib.request.urlopen(request, timeout=300).read())["tokens_predicted"] == 24
         stats = server.stats()
-        seen.append({"peak": peak_rss(), "rss": rss(), "arena": stats.arena_bytes, "resident": server.engine.buffer.stats().resident_slices})
+        seen.append({"peak": peak_rss(), "rss": rss(), "arena": stats.cache_bytes, "resident": server.engine.buffer.stats().resident_slices})
     print(json.dumps({"planned": server.engine.plan.arena, "compute": server.engine.plan.compute, "seen": seen}))
 """
 

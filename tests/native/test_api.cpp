@@ -67,7 +67,7 @@ struct buffer {
     bool add() { return moeoff_add_file(eb, file.path.c_str()) == 0; }
     bool set_all() {
         return moeoff_set_sources(eb, 0, sources.data(), n_expert) == 0 && moeoff_set_low_sources(eb, 0, low.data(), n_expert) == 0 &&
-               moeoff_set_arena_bytes(eb, moeoff_arena_full(eb, 0), moeoff_arena_full(eb, 1)) == 0;
+               moeoff_set_cache_bytes(eb, moeoff_arena_full(eb, 0), moeoff_arena_full(eb, 1)) == 0;
     }
 };
 
@@ -146,7 +146,7 @@ TEST(what_runs_while_the_model_computes_takes_no_memory) {
         s.unpin(t, experts[i], versions[i]);
     }
     REQUIRE(moeoff_residency(b.eb, 0, residency.data()) == 0 && residency[0] && !residency[2]);
-    REQUIRE(moeoff_set_arena_bytes(b.eb, moeoff_arena_floor(b.eb, 0), moeoff_arena_floor(b.eb, 1)) == 0);
+    REQUIRE(moeoff_set_cache_bytes(b.eb, moeoff_arena_floor(b.eb, 0), moeoff_arena_floor(b.eb, 1)) == 0);
     moeoff_publish(b.eb);
     moeoff_clear(b.eb);
     moeoff_drain(b.eb);

@@ -41,7 +41,7 @@ def compare(writer, folder, architecture: str, kind: str) -> None:
             np.testing.assert_array_equal(run(model, gives_back=not floor), expected)
             buffer = model.engine.buffer
             stats, n_gates = buffer.stats(), buffer.priorities.shape[0]
-        assert stats.arena_peak <= stats.arena_bytes
+        assert stats.arena_peak <= stats.cache_bytes
         if architecture in WITHOUT_BLOCK:
             assert (stats.reads, stats.gate_events) == (0, 0)
             continue

@@ -50,7 +50,7 @@ def test_every_type(name, tmp_path, backend):
         stats = reserved.buffer.stats()
         assert stats.evictions > 50
         assert stats.demand_hits > 0 and stats.demand_misses > stats.evictions
-        assert stats.arena_peak <= stats.arena_bytes == 3 * reserved.slot
+        assert stats.arena_peak <= stats.cache_bytes == 3 * reserved.slot
 
 
 def test_one_wrong_bit_is_noticed(tmp_path, backend):
@@ -204,7 +204,7 @@ def test_below_two_slots_is_refused(tmp_path):
     data = random_experts(Q8_0, (N_EXPERT, N_ROWS, N_COLS), np.random.default_rng(8))
     with BufferTensor(tmp_path / "experts", list(data), [Q8_0] * N_EXPERT) as reserved:
         with pytest.raises(MoeoffError, match="below the floor"):
-            reserved.buffer.set_arena_bytes(2 * reserved.slot - 1)
+            reserved.buffer.set_cache_bytes(2 * reserved.slot - 1)
 
 
 def test_large_arena_reads_once(tmp_path, backend):
@@ -225,12 +225,12 @@ def test_resizing_between_computes(tmp_path, backend):
     buffer = reserved.buffer
     with plain, reserved, Op(plain, reserved, n_tokens=16) as op:
         for n_slots in (8, 2, 5, 3, 2, 6, 2, 8, 4):
-            buffer.set_arena_bytes(n_slots * reserved.slot)
+            buffer.set_cache_bytes(n_slots * reserved.slot)
             assert buffer.stats().arena_committed <= n_slots * reserved.slot  # shrinking evicts at once
             for n_threads in (1, 2):
                 op.assert_equal(backend, rng, n_threads)
                 stats = buffer.stats()
-                assert stats.arena_committed <= stats.arena_bytes == n_slots * reserved.slot
+                assert stats.arena_committed <= stats.cache_bytes == n_slots * reserved.slot
                 assert stats.resident_slices <= n_slots
 
 
@@ -244,13 +244,13 @@ def test_resizing_with_classes_of_different_sizes(tmp_path, backend):
     with CpuTensor(data[F32], F32) as f32, CpuTensor(data[Q4_K], Q4_K) as q4_k, BufferTensor(tmp_path / "experts", slices, types, n_slots=2) as reserved:
         with Op(f32, q4_k, reserved, n_tokens=12) as op:
             for n_slots in (2, 4.5, 2.25, 3, 2, 8):
-                reserved.buffer.set_arena_bytes(int(n_slots * reserved.slot))
+                reserved.buffer.set_cache_bytes(int(n_slots * reserved.slot))
                 for _ in range(4):
                     is_f32 = op.choose(rng) % 2 == 0
                     expected = np.where(is_f32[:, :, None], op.compute(backend, 0), op.compute(backend, 1))
                     np.testing.assert_array_equal(op.compute(backend, 2), expected)
                     stats = reserved.buffer.stats()
-                    assert stats.arena_committed <= stats.arena_bytes
+                    assert stats.arena_committed <= stats.cache_bytes
 
 
 def test_after_clear_and_prefetch(tmp_path, backend):
@@ -315,4 +315,4 @@ def test_read_error_and_recovery(direct_io, tmp_path, backend):
             op.assert_equal(backend, rng, n_threads)
         assert not native.should_abort(buffer.handle)
         stats = buffer.stats()
-        assert stats.arena_committed <= stats.arena_bytes
+        assert stats.arena_committed <= stats.cache_bytes

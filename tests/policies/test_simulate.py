@@ -97,7 +97,7 @@ def test_the_checked_in_run_comes_out_as_it_happened():
     """Recorded live with lru at 40 %: hits of every event, evictions and bytes."""
     trace = SMALL
     began, ended = trace.notes
-    result = simulate(trace, "lru", began["arena_bytes"])
+    result = simulate(trace, "lru", began["cache_bytes"])
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events]
     assert (result.evictions, result.bytes_read) == (ended["evictions"], ended["bytes_read"])
 
@@ -118,7 +118,7 @@ def test_a_result_as_a_dictionary():
     result = Result("score", 1000, 4, **counts, resident=np.zeros(1, bool), event_hits=np.zeros(1, int), skipped=1, decoded=8)
     assert result.to_dict() == {
         "strategy": "score",
-        "arena_bytes": 1000,
+        "cache_bytes": 1000,
         "tokens": 4,
         "hit_rate": 4 / 13,
         "evictions": 7,
@@ -135,9 +135,9 @@ def test_policies_compared_on_a_trace():
     trace = random_trace(ONE, 240)
     small, half = ONE.full_bytes // 4, ONE.full_bytes // 2
     results = compare(trace, ["decay", "lru"], [small, half, ONE.full_bytes])
-    assert [(r.policy, r.arena_bytes) for r in results] == [(p, a) for a in (small, half, ONE.full_bytes) for p in ("lru", "decay", "belady")]
+    assert [(r.policy, r.cache_bytes) for r in results] == [(p, a) for a in (small, half, ONE.full_bytes) for p in ("lru", "decay", "belady")]
     for r in results:
-        again = simulate(trace, r.policy, r.arena_bytes)
+        again = simulate(trace, r.policy, r.cache_bytes)
         assert (r.hit_rate, r.evictions, r.bytes_read) == (again.hit_rate, again.evictions, again.bytes_read)
     lru, decay, belady = results[:3]
     assert lru.hit_rate < decay.hit_rate < belady.hit_rate
@@ -208,7 +208,7 @@ def test_replay_of_a_live_run(demo, tmp_path, name):
         decode(llm, held=None if name == "lru" else HeldUpdates(llm))
         stats, residency = llm.stats(), llm.engine.buffer.residency()
     trace = Trace.read(tmp_path / "t")
-    result = simulate(trace, name, stats.arena_bytes, lag="event" if name == "lru" else "token")
+    result = simulate(trace, name, stats.cache_bytes, lag="event" if name == "lru" else "token")
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
     assert residency_of(trace, result).tolist() == residency.tolist()
 
@@ -230,7 +230,7 @@ def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path):
         stats, residency = llm.stats(), llm.engine.buffer.residency()
     trace = Trace.read(tmp_path / "t")
     assert [n // trace.model.n_gates for n in np.flatnonzero(trace.starts)] == [0, 48] and all(e.decode for e in trace.events)
-    result = simulate(trace, "hobbit", stats.arena_bytes, lag="token")
+    result = simulate(trace, "hobbit", stats.cache_bytes, lag="token")
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
     assert residency_of(trace, result).tolist() == residency.tolist()
 
@@ -250,7 +250,7 @@ def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
         decode(llm, 64, n_seq=8)
         stats = llm.stats()
     trace = Trace.read(tmp_path / "t")
-    result = simulate(trace, name, stats.arena_bytes)
+    result = simulate(trace, name, stats.cache_bytes)
     assert trace.n_tokens == 512 and stats.evictions > 0
     assert abs(result.hit_rate - stats.hit_rate) < (0.01 if name == "lru" else 0.03)
 

@@ -60,11 +60,11 @@ def test_stats_json(invoke, demo, tmp_path):
     stats = json.loads(path.read_text())
     assert set(stats) == {field.name for field in fields(Stats)}
     assert stats["gen_tokens"] == 31 and 3 <= stats["prompt_tokens"] <= 8  # the last token is sampled and not evaluated
-    assert stats["arena_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
+    assert stats["cache_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
     names = "python token_embedding weights row_cache state compute_buffers work_area outputs reserve experts"
     assert list(stats["memory"]) == names.split()
     assert stats["memory"].pop("token_embedding") == 0 < stats["row_table_bytes"] and all(n > 0 for n in stats["memory"].values())
-    assert stats["memory"]["experts"] == stats["arena_bytes"]
+    assert stats["memory"]["experts"] == stats["cache_bytes"]
     assert stats["demand_misses"] > 0 and stats["bytes_read"] > 0 and 0 < stats["hit_rate"] < 1
     assert stats["row_hits"] > 0 and stats["row_misses"] > 0 and stats["row_bytes_read"] > 0
     assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["io_thread_busy_seconds"] > 0

@@ -118,7 +118,7 @@ def test_one_share(grown, moeoff_command, tmp_path):
         share = next(row["resident_share"] for row in json.loads(report.stdout)["budgets"] if row["asked"])
         stats = tmp_path / f"{budget}.json"
         assert moeoff_command("run", grown, "--memory", budget, "-p", "How many?", "-n", "64", "--ignore-eos", "--stats-json", str(stats)).returncode == 0
-        ran = json.loads(stats.read_text())["arena_bytes"] / full
+        ran = json.loads(stats.read_text())["cache_bytes"] / full
         done = moeoff_command("bench", grown, "--memory", budget, "-p", "0", "-n", "64", "-r", "1", "--no-warmup")
         benched = int(re.search(r"(\d+)% of the experts fit", " ".join(done.stdout.split()))[1]) / 100
         assert share == pytest.approx(ran, abs=0.1) and share == pytest.approx(benched, abs=0.1), (budget, share, ran, benched)
@@ -189,7 +189,7 @@ for share in (0.25, 0.5):
         t0 = time.perf_counter()
         for token in tokens[32:]:
             llm.eval([token])
-        tps[share] = 192 / (time.perf_counter() - t0), llm.engine.buffer.stats().arena_bytes / llm.engine.buffer.arena_full
+        tps[share] = 192 / (time.perf_counter() - t0), llm.engine.buffer.stats().cache_bytes / llm.engine.buffer.arena_full
 print(json.dumps([probe(model, 1 << 20, 2.0).bytes_per_second, tps]))
 """
     with disk_cgroup(demo, rate) as group:

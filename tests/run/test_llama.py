@@ -235,12 +235,12 @@ def test_progress(demo):
 def test_set_memory(demo):
     with moeoff.Llama(demo, memory=rss() + (150 << 20), **OPTIONS) as llm:
         expected = without_identity(CALLS["completion"](llm))
-        full = llm.stats().arena_bytes
+        full = llm.stats().cache_bytes
         needed = llm.engine.plan.fixed + (8 << 20)
         llm.set_memory(needed)
         small = llm.stats()
-        assert small.budget_bytes == needed and small.arena_bytes < full
-        assert llm.engine.buffer.stats().arena_committed <= small.arena_bytes
+        assert small.budget_bytes == needed and small.cache_bytes < full
+        assert llm.engine.buffer.stats().arena_committed <= small.cache_bytes
         assert without_identity(CALLS["completion"](llm)) == expected
         with pytest.raises(BudgetError, match="too small"):
             llm.set_memory("30M")
@@ -248,7 +248,7 @@ def test_set_memory(demo):
             llm.set_memory("much")
         assert llm.stats().budget_bytes == needed
         llm.set_memory(rss() + (150 << 20))
-        assert llm.stats().arena_bytes == full
+        assert llm.stats().cache_bytes == full
         assert without_identity(CALLS["completion"](llm)) == expected
 
 
@@ -260,12 +260,12 @@ import numpy as np, moeoff
 from moeoff.system.memory import peak_rss, rss
 llm = moeoff.Llama({grown!r}, memory={budget}, n_ctx=256, n_threads=2)
 llm.eval(list(range(10, 200)))
-before = llm.stats().arena_bytes
+before = llm.stats().cache_bytes
 held = []
 for i in range(40):
     held.append(np.ones(1 << 17))
     llm.eval([i + 5]) if llm.n_tokens < 250 else None
-after = llm.stats().arena_bytes
+after = llm.stats().cache_bytes
 assert after < before, (before, after)
 assert peak_rss() <= {budget}, peak_rss() / (1 << 20)
 """
@@ -315,8 +315,8 @@ def test_room_that_is_left_is_filled_while_nothing_computes(demo):
                 llm.engine.idle()
                 wait_until_still(lambda buffer=buffer: buffer.stats().reads, 0.3)
             stats, each = buffer.stats(), (buffer.residency() == 0b1110).sum(axis=1)
-            assert stats.evictions == 0 and stats.arena_committed <= stats.arena_bytes
-            assert (stats.arena_committed > 0.95 * stats.arena_bytes and np.ptp(each) <= 1) if warm else stats.reads == 0
+            assert stats.evictions == 0 and stats.arena_committed <= stats.cache_bytes
+            assert (stats.arena_committed > 0.95 * stats.cache_bytes and np.ptp(each) <= 1) if warm else stats.reads == 0
             outputs.append(greedy_logits(llm, llm.tokenize(PROMPT.encode()), 4))
             misses.append(llm.stats().demand_misses)
     assert_bit_equal(*outputs)
@@ -393,5 +393,5 @@ def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
     monkeypatch.setattr(Driver, "attach", attach)
     with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         assert llm.engine.plan.process > before.process + (24 << 20)
-        assert llm.stats().arena_bytes == llm.engine.plan.arena
+        assert llm.stats().cache_bytes == llm.engine.plan.arena
         assert llm.engine.plan.fixed + llm.engine.plan.arena <= budget

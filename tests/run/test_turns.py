@@ -422,8 +422,8 @@ def test_a_budget_moves_whole_or_not_at_all(demo, step):
             with contextlib.suppress(Interrupt), at_event(nth) as counted:
                 llm.set_memory(budget)
             plan, stats = llm.engine.plan, llm.engine.buffer.stats()
-            if plan.budget not in (before, budget) or stats.arena_bytes != sum(llm.engine.sizer.arenas) or stats.arena_committed > stats.arena_bytes:
-                wrong.append(f"{counted.where}: plan {plan.arena}, arenas {stats.arena_bytes}")
+            if plan.budget not in (before, budget) or stats.cache_bytes != sum(llm.engine.sizer.arenas) or stats.arena_committed > stats.cache_bytes:
+                wrong.append(f"{counted.where}: plan {plan.arena}, arenas {stats.cache_bytes}")
             if counted.where is None:
                 break
         assert not wrong and nth > 50

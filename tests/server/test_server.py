@@ -109,7 +109,7 @@ def test_chat(server, alone):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     stats = answer.model_extra["moeoff"]
     assert stats["hits"] + stats["misses"] > 0 and 0 <= stats["hit_rate"] <= 1 and stats["bytes_read"] > 0 and stats["stall_seconds"] >= 0
-    assert set(stats) == set("hit_rate hits device_hits misses bytes_read stall_seconds expert_uses served_low skipped arena_bytes".split())
+    assert set(stats) == set("hit_rate hits device_hits misses bytes_read stall_seconds expert_uses served_low skipped cache_bytes".split())
 
 
 def test_streaming(server, alone):
@@ -217,7 +217,7 @@ def test_metrics(server):
     for kind in ("hits", "misses"):
         assert sum(n for name, n in grown.items() if name.startswith(f"moeoff_layer_{kind}_total{{")) == stats[kind]
     assert grown["moeoff_decoded_tokens_total"] == answer.usage.completion_tokens - 1 and grown["moeoff_read_seconds_total"] > 0
-    assert after["moeoff_arena_bytes"] == 4 << 20 and after["moeoff_resident_memory_bytes"] > 20 << 20
+    assert after["moeoff_expert_cache_bytes"] == 4 << 20 and after["moeoff_resident_memory_bytes"] > 20 << 20
     text = server.get("/metrics").text
     names = set(re.findall(r"^(moeoff_\w+)", text, re.MULTILINE))
     assert names == set(re.findall(r"^# TYPE (moeoff_\w+) (?:counter|gauge)$", text, re.MULTILINE))

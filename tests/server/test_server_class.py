@@ -130,8 +130,8 @@ def test_a_budget_moves_whole_or_not_at_all(demo):
                 with contextlib.suppress(Interrupt), at_event(nth) as counted:
                     server.set_memory(engine.plan.fixed + ((12 if nth % 2 else 24) << 20))
                 found = engine.buffer.stats()
-                if found.arena_bytes != sum(engine.sizer.arenas) or engine.plan.extras != base + server._reserved or server._between.locked():
-                    print(f"{counted.where}: plan {engine.plan.arena}, arenas {found.arena_bytes}, kept {engine.plan.extras - base}, taken {server._reserved}")
+                if found.cache_bytes != sum(engine.sizer.arenas) or engine.plan.extras != base + server._reserved or server._between.locked():
+                    print(f"{counted.where}: plan {engine.plan.arena}, arenas {found.cache_bytes}, kept {engine.plan.extras - base}, taken {server._reserved}")
                 if counted.where is None:
                     break
             print(nth > 50, ask() == text)
@@ -419,8 +419,8 @@ def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
 
         def after(seed: int) -> float:
             complete(server.url, words(seed, 1500), n_predict=8)
-            wait_until_still(lambda: server.metrics()["moeoff_arena_bytes"])
-            return server.metrics()["moeoff_arena_bytes"]
+            wait_until_still(lambda: server.metrics()["moeoff_expert_cache_bytes"])
+            return server.metrics()["moeoff_expert_cache_bytes"]
 
         arenas = [after(seed) for seed in range(2)]
         assert arenas[0] - arenas[1] > 1 << 20
@@ -446,10 +446,10 @@ def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
     options = {"n_ctx": 2048, "parallel": 1, "warm": False, "args": LONGER}
     with Service(grown, memory=needed(grown, **options) + 60 << 20, **options) as server:
         complete(server.url, words(1, 1500), n_predict=12, cache_prompt=False)  # the work area of a long prompt stays as large as it is
-        wait_until_still(lambda: server.metrics()["moeoff_arena_bytes"])
-        before = server.metrics()["moeoff_arena_bytes"]
+        wait_until_still(lambda: server.metrics()["moeoff_expert_cache_bytes"])
+        before = server.metrics()["moeoff_expert_cache_bytes"]
         complete(server.url, words(2, 1500), n_predict=1, cache_prompt=False)
-        wait_until(lambda: server.metrics()["moeoff_arena_bytes"] > before - (4 << 20), 60)
+        wait_until(lambda: server.metrics()["moeoff_expert_cache_bytes"] > before - (4 << 20), 60)
 
 
 def test_budget_is_kept_under_clients(grown):

@@ -114,7 +114,7 @@ int moeoff_start(moeoff_expert_buffer * eb) {
     return guarded(-1, [&] { return eb->store->start(last_error()) ? 0 : -1; });
 }
 
-int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low) {
+int moeoff_set_cache_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low) {
     return guarded(-1, [&] { return eb->store->set_limits(high, low, last_error()) ? 0 : -1; });
 }
 

@@ -12,7 +12,7 @@
 
 namespace moeoff {
 
-store::store(const moeoff_params & p) : params(p), flags(p.flags), limits { p.arena_bytes, 0 } {
+store::store(const moeoff_params & p) : params(p), flags(p.flags), limits { p.cache_bytes, 0 } {
     read = [this](const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
         return read_slices(slices, n, cancel, direct, message);
     };
@@ -779,8 +779,8 @@ void store::get_stats(moeoff_stats & out) const {
     {
         store_lock lock(sync);
         table.get_stats(out);
-        out.arena_bytes     = limits[HIGH] + limits[LOW];
-        out.low_arena_bytes = limits[LOW];
+        out.cache_bytes     = limits[HIGH] + limits[LOW];
+        out.low_cache_bytes = limits[LOW];
         out.device_experts  = (uint64_t) device.n_served();
     }
     out.stall_ns = total_stall_ns.load(std::memory_order_relaxed);

@@ -226,7 +226,7 @@ class store {
     bool is_decode(int32_t n_tokens) const;
 
     const uint32_t             made_at = n_forks();
-    const moeoff_params        params;    // flags and arena_bytes: as they were at first
+    const moeoff_params        params;    // flags and cache_bytes: as they were at first
     mutable monitor            sync;
     expert_map                 map;
     files                      sources;

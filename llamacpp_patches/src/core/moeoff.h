@@ -113,7 +113,7 @@ struct moeoff_options {
 struct moeoff_params {
     uint32_t flags;        // moeoff_flag
     int32_t  n_io_threads; // threads that read
-    uint64_t arena_bytes;  // upper bound of the resident high versions, slot padding included
+    uint64_t cache_bytes;  // upper bound of the resident high versions, slot padding included
     uint64_t read_chunk;   // a read is split into pieces of this size, a prefetch can be given up between two
 };
 
@@ -208,7 +208,7 @@ struct moeoff_stats {
     uint64_t queue_wait_ns;     // from asking to the start of the read, summed over reads
     uint64_t io_thread_busy_ns; // summed over the I/O threads
     uint64_t driver_ns;         // CPU time inside the gate callback
-    uint64_t arena_bytes;       // allowed now, both versions together
+    uint64_t cache_bytes;       // allowed now, both versions together
     uint64_t arena_committed;   // in use now, slot padding included
     uint64_t arena_peak;        // sum of the two versions' peaks
     uint64_t resident_slices;   // of both versions
@@ -217,7 +217,7 @@ struct moeoff_stats {
     uint64_t served_low;        // of expert_uses, served by the low version
     uint64_t skipped;           // of expert_uses, served by nothing
     uint64_t low_bytes_read;    // of bytes_read
-    uint64_t low_arena_bytes;     // of arena_bytes
+    uint64_t low_cache_bytes;     // of cache_bytes
     uint64_t low_arena_committed; // of arena_committed
     uint64_t simulated_misses;  // of the experts that served decoded tokens, those that a simulated cache would have had to read in high precision
     uint64_t device_hits;       // of demand_hits, slices on a device
@@ -296,7 +296,7 @@ MOEOFF_API uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t v
 // once; a start that fails for want of memory or threads is final
 MOEOFF_API int     moeoff_start(moeoff_expert_buffer * eb);
 // between decodes: shrinking evicts at once, and waits, a second at most, for what is being read beyond the new limits. Each version has an arena of its own; low may be 0 while the thresholds select no low version
-MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
+MOEOFF_API int     moeoff_set_cache_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
 MOEOFF_API void    moeoff_get_options(const moeoff_expert_buffer * eb, struct moeoff_options * options);
 // All of them, or none: -1 if one is out of range, or needs low versions and an arena for them
 MOEOFF_API int     moeoff_set_options(moeoff_expert_buffer * eb, const struct moeoff_options * options);

@@ -81,7 +81,7 @@ void server_usage::add(const server_usage & share) {
     for (int i = 0; i < N_COUNTERS; i++) {
         counters[i] += share.counters[i];
     }
-    arena_bytes = share.arena_bytes;
+    cache_bytes = share.cache_bytes;
 }
 
 void server_usage::to_json(common_json & timings) const {
@@ -92,7 +92,7 @@ void server_usage::to_json(common_json & timings) const {
     common_json  usage    = {
         {"hit_rate", n_slices > 0 ? counters[HITS] / n_slices : 0.0},
         {"stall_seconds", counters[STALL_NS] / 1e9},
-        {"arena_bytes", arena_bytes},
+        {"cache_bytes", cache_bytes},
     };
     for (int i = 0; i < STALL_NS; i++) {
         usage[COUNTERS[i].name] = std::llround(counters[i]);
@@ -198,7 +198,7 @@ int server_decode::after(int result) {
     for (int i = 0; i < server_usage::N_COUNTERS; i++) {
         share.counters[i] = (now.*COUNTERS[i].counter - (*seen).*COUNTERS[i].counter) / n;
     }
-    share.arena_bytes = now.arena_bytes;
+    share.cache_bytes = now.cache_bytes;
     seen = now;
     char text[1024] = "";
     if (server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) == 0) {

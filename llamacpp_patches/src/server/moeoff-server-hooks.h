@@ -31,7 +31,7 @@ struct server_usage {
     enum counter { HITS, DEVICE_HITS, MISSES, BYTES_READ, EXPERT_USES, SERVED_LOW, SKIPPED, STALL_NS, N_COUNTERS };
 
     double   counters[N_COUNTERS] = {};
-    uint64_t arena_bytes = 0; // that experts could take when it ended
+    uint64_t cache_bytes = 0; // that experts could take when it ended
 
     void add(const server_usage & share);
     void to_json(common_json & timings) const; // adds a "moeoff" object if there are hooks
