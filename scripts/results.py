@@ -228,6 +228,7 @@ GATHERED = {"models": models_table, "reliability": reliability_table}
 
 GREY, BLUE, GOLD, MAUVE = "#6e7781", "#2f81f7", "#bf8700", "#8250df"  # that read on white and on black
 FONT = f'font-family="sans-serif" font-size="14" fill="{GREY}"'
+DEPTHS = ("-0", "", "-8k", "-16k", "-32k")
 KERNELS = {  # of docs/results/kernels.md
     "kernels-grown": "demo model, grown",
     "kernels-gpt-oss-20b": "gpt-oss-20b",
@@ -318,8 +319,8 @@ def charts() -> dict[str, str]:
             "Speed behind other tokens",
             "context",
             {"llama.cpp": (GOLD, stock), "llama.cpp -fa off": (GREY, ("stock, -fa off",)), "moeoff": ours, "moeoff --attention f32": (MAUVE, ("moeoff, f32",))},
-            {unit: by_contender("long-contexts-16k", column) for unit, column in units.items()},
-            "medians and ranges of 3 rounds",
+            {unit: {k: row for depth in DEPTHS for k, row in by_contender(f"long-contexts-xeon{depth}", column).items()} for unit, column in units.items()},
+            "medians and ranges of 3 rounds, up to 4,096 of 5",
         ),
         "loss": bars(
             "Decode speed with a loss budget, and lossless",
