@@ -17,7 +17,7 @@ from ..options import TABLE, in_flags
 from ..system.console import ProgressLine, note, progress_bar
 from ..system.files import atomic_file, demo_model, require_new
 from ..system.memory import format_size, parse_size
-from .options import Listed, command, flags_as_typed, help_of, input_files, model_argument, option, remark_on_context, remark_on_memory, table_options
+from .options import ValueList, command, flags_as_typed, help_of, input_files, model_argument, option, remark_on_context, remark_on_memory, table_options
 
 if TYPE_CHECKING:
     from ..measure.job import BenchTest, Job
@@ -84,7 +84,7 @@ def _axes(function: Callable[..., None]) -> Callable[..., None]:
     for line in (TABLE[name] for name in reversed(AXES)):
         usual = line.default if line.usual is None else line.usual
         function = _several(*line.flags, line.name, read=partial(_read_axis, line), metavar=f"{line.metavar},...", help=help_of(line, usual),
-                            kind=Listed(line), group=line.group)(function)  # fmt: skip
+                            kind=ValueList(line), group=line.group)(function)  # fmt: skip
     return function
 
 

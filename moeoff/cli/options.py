@@ -139,7 +139,7 @@ class _TableValue(click.ParamType):  # type: ignore[type-arg]  # generic since c
         return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
 
 
-class Listed(_TableValue):
+class ValueList(_TableValue):
     """The same, where several values stand between commas."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

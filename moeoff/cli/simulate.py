@@ -10,7 +10,7 @@ import click
 from ..options import TABLE
 from ..system.console import progress_bar, wrapped
 from ..system.memory import format_size, parse_size
-from .options import Listed, command, table_options
+from .options import ValueList, command, table_options
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
@@ -21,7 +21,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
     "--strategy",
     multiple=True,
     metavar="NAME[,NAME]",
-    type=Listed(TABLE["strategy"]),
+    type=ValueList(TABLE["strategy"]),
     help="Strategies to compare with lru and belady; may be repeated. Default: auto.",
 )
 @click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")

@@ -125,7 +125,7 @@ class BorrowedCache:
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class BorrowedMemory:
     """Memory of llama.cpp's that experts have while it is not touched."""
 
     buffers: BorrowedBuffers
@@ -158,7 +158,7 @@ class ArenaSizer:
         BudgetError: below what the model needs.
     """
 
-    def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float, borrowed: Borrowed | None = None):
+    def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float, borrowed: BorrowedMemory | None = None):
         self._buffer = buffer
         self._pools = Pools(buffer.arena_floor, buffer.arena_full, buffer.low_arena_floor, buffer.low_arena_full, low_share)
         plan = replace(plan, arena_floor=self._pools.floor + self._pools.low_floor, arena_full=self._pools.full + self._pools.low_full)

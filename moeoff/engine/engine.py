@@ -39,7 +39,7 @@ from ..routing.batch import Span
 from ..routing.event import GateEvent
 from ..system.arrays import require_arrays
 from ..system.memory import Budget, parse_size, peak_rss, rss
-from .arena_sizer import ArenaSizer, Borrowed, BorrowedBuffers, BorrowedCache
+from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache, BorrowedMemory
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
@@ -350,13 +350,13 @@ class Engine:
         if not precision.lossless:
             self.quality.use(precision)
 
-    def _borrowed(self, ctx: int) -> Borrowed | None:
+    def _borrowed(self, ctx: int) -> BorrowedMemory | None:
         """None: a device computes, too, or what is resident must repeat."""
         largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
         if self.config.repeatable or self.device_tier is not None or native.memory_of_batches(ctx, largest, False) is None:
             return None
         buffers = BorrowedBuffers(functools.partial(native.memory_of_batches, ctx), largest)
-        return Borrowed(buffers, BorrowedCache(functools.partial(native.unused_state, ctx)))
+        return BorrowedMemory(buffers, BorrowedCache(functools.partial(native.unused_state, ctx)))
 
     def attach_strategy(self) -> None:
         """Its policy and predictor, unless all experts fit; what their tables take, the experts lose."""

@@ -42,7 +42,7 @@ _PIECE_BYTES = 4 << 20  # copied at once
 
 
 @dataclass(frozen=True)
-class Converted:
+class Conversion:
     """Result of a conversion, or plan of one.
 
     Attributes:
@@ -74,7 +74,7 @@ def convert(
     force: bool = False,
     resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Converted:
+) -> Conversion:
     """Repacks a model's routed experts into a sidecar; the model stays as it is.
 
     Args:
@@ -112,7 +112,7 @@ def convert(
     tier_bytes = {tier.name: sum(builder.tensors[job.targets[i]].n_bytes for job in builder.jobs) for i, tier in enumerate(made)}
     n_experts = sum(max(span.shape[2] for span in spans) for spans in model_index.gates)
     lines = [f"{type} cannot hold rows of {n_cols}: {other} instead, in {count} slices" for (type, other, n_cols), count in builder.fallbacks.items()]
-    return Converted(out, tier_bytes, builder.n_bytes, n_experts, time.monotonic() - started, tuple(lines))
+    return Conversion(out, tier_bytes, builder.n_bytes, n_experts, time.monotonic() - started, tuple(lines))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ _SHOWN = 5  # damaged slices that a message names
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """Tiers, slices and bytes of the sidecar that was checked; the model's path, or None where there was none to check."""
 
     path: str
@@ -26,7 +26,7 @@ class Verified:
     model: str | None
 
 
-def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, progress: Callable[[int, int], None] | None = None) -> Verified:
+def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, progress: Callable[[int, int], None] | None = None) -> Verification:
     """Reads a sidecar whole, and the experts of its model, and compares every slice with its hash.
 
     Args:
@@ -74,4 +74,4 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
             raise ModelError(f"{sidecar.path}: damaged in {len(damaged)} of {len(ranges)} slices: {names}; convert the model again")
         raise ModelError(f"{model}: not the model that {sidecar.path} was made of: {names} changed since; convert the model again")
     n_bytes = sum(s.nbytes for s in sidecar.slices.values())
-    return Verified(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, None if model is None else os.fspath(model))
+    return Verification(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, None if model is None else os.fspath(model))

@@ -47,7 +47,7 @@ _INT64_MAX = (1 << 63) - 1
 _HEADER_PIECE = 1 << 18  # bytes of a header that are read at once
 
 
-class _Damaged(Exception):
+class _DamagedHeader(Exception):
     """A header is damaged; the message says how."""
 
 
@@ -191,9 +191,9 @@ class ModelFile:
             self._head, self._begin = bytearray(), 0  # the part of the header that was read last, and where it begins
             self._read_header()
             del self._head
-        except (struct.error, OverflowError, _Damaged) as error:
+        except (struct.error, OverflowError, _DamagedHeader) as error:
             self.close()
-            why = error if isinstance(error, _Damaged) else "it is cut short"
+            why = error if isinstance(error, _DamagedHeader) else "it is cut short"
             raise ModelError(f"{path}: the GGUF header is damaged: {why}; download or copy it again") from None
         except ModelError:
             self.close()
@@ -248,9 +248,9 @@ class ModelFile:
     def _require(self, end: int, keep: int) -> None:
         """Reads the header up to this byte at least. What lies before `keep` is forgotten, or never read."""
         if end > self.state.size:
-            raise _Damaged("it is cut short")
+            raise _DamagedHeader("it is cut short")
         if end > _LONGEST_HEADER:
-            raise _Damaged(f"it is longer than {format_size(_LONGEST_HEADER)}, which no vocabulary takes")
+            raise _DamagedHeader(f"it is longer than {format_size(_LONGEST_HEADER)}, which no vocabulary takes")
         if end <= self._begin + len(self._head):
             return
         del self._head[: keep - self._begin]
@@ -264,18 +264,18 @@ class ModelFile:
         if self.version not in VERSIONS:
             raise ModelError(f"{self.path}: GGUF of a version that llama.cpp does not read: {self.version}, expected 2 or 3, little-endian")
         if n_tensors < 0 or n_values < 0:
-            raise _Damaged(f"{n_tensors} tensors, {n_values} values")
+            raise _DamagedHeader(f"{n_tensors} tensors, {n_values} values")
         if n_tensors > self._max_tensors:
-            raise _Damaged(f"{n_tensors} tensors, expected at most {self._max_tensors}")
+            raise _DamagedHeader(f"{n_tensors} tensors, expected at most {self._max_tensors}")
         if n_values > _MAX_VALUES:
-            raise _Damaged(f"{n_values} values, expected at most {_MAX_VALUES}")
+            raise _DamagedHeader(f"{n_values} values, expected at most {_MAX_VALUES}")
         self.metadata: dict[str, bytes] = {}
         self.n_strings = self.written = 0
         keys: set[str] = set()
         for _ in range(n_values):
             key = self._string()
             if not key or key in keys:
-                raise _Damaged(f"the key {key!r} is empty or there twice")
+                raise _DamagedHeader(f"the key {key!r} is empty or there twice")
             keys.add(key)
             if (value := self._value(key)) is not None:
                 self.metadata[key] = value
@@ -286,12 +286,12 @@ class ModelFile:
         for _ in range(n_tensors):
             tensor, offset = self._read_tensor()
             if offset != end:
-                raise _Damaged(f"tensor {tensor.name!r} begins at {offset} of the data, expected {end}")
+                raise _DamagedHeader(f"tensor {tensor.name!r} begins at {offset} of the data, expected {end}")
             self.tensors[tensor.name], self._offsets[tensor.name] = tensor, offset
             end += tensor.n_bytes + -tensor.n_bytes % self.alignment
         self.data_start = self._offset + -self._offset % self.alignment
         if n_tensors and self.data_start > self.state.size:
-            raise _Damaged("it is cut short")
+            raise _DamagedHeader("it is cut short")
         last = 0
         for name, tensor in self.tensors.items():
             self._offsets[name] += self.data_start
@@ -306,26 +306,26 @@ class ModelFile:
         value: int
         code, value = struct.unpack_from("<II", raw)
         if code != UINT32 or value == 0 or value & (value - 1):
-            raise _Damaged("general.alignment is no power of 2")
+            raise _DamagedHeader("general.alignment is no power of 2")
         return int(value)
 
     def _read_tensor(self) -> tuple[Tensor, int]:
         """The next tensor, and where its bytes begin after those of the header."""
         name = self._string()
         if len(name.encode("utf-8", "surrogateescape")) >= _NAME_LIMIT or name in self.tensors:
-            raise _Damaged(f"the tensor name {name!r} is there twice, or longer than {_NAME_LIMIT - 1} bytes")
+            raise _DamagedHeader(f"the tensor name {name!r} is there twice, or longer than {_NAME_LIMIT - 1} bytes")
         (n_dims,) = self._take("I")
         if n_dims > _MAX_DIMS:
-            raise _Damaged(f"tensor {name!r} has {n_dims} dimensions, expected at most {_MAX_DIMS}")
+            raise _DamagedHeader(f"tensor {name!r} has {n_dims} dimensions, expected at most {_MAX_DIMS}")
         *dims, type, offset = self._take(f"{n_dims}qiQ")
         if any(n < 0 for n in dims) or any(n > _INT64_MAX for n in accumulate(dims, operator.mul)):
-            raise _Damaged(f"tensor {name!r} has the shape {dims}")
+            raise _DamagedHeader(f"tensor {name!r} has the shape {dims}")
         tensor = Tensor(name, tuple(reversed(dims)) or (1,), type)
         try:
             type_name(type)
             tensor.n_bytes  # noqa: B018
         except ModelError as error:
-            raise _Damaged(f"tensor {name!r}: {error}") from None
+            raise _DamagedHeader(f"tensor {name!r}: {error}") from None
         return tensor, offset
 
     def _take(self, form: str, keep: int | None = None) -> tuple[Any, ...]:
@@ -337,7 +337,7 @@ class ModelFile:
         """A key or a name; what is not UTF-8 in it comes back when it is written."""
         (n,) = self._take("Q")
         if n > _MAX_KEY:
-            raise _Damaged(f"a key or name of {n} bytes")
+            raise _DamagedHeader(f"a key or name of {n} bytes")
         text: bytes = self._take(f"{n}s")[0]
         return text.decode("utf-8", "surrogateescape")
 
@@ -348,7 +348,7 @@ class ModelFile:
         if code == ARRAY:
             code, n = self._take("IQ", keep=start)
         if n > _MAX_LENGTH:
-            raise _Damaged(f"{key!r} has {n} elements")
+            raise _DamagedHeader(f"{key!r} has {n} elements")
         longest = _LONGEST_HEADER if self._longest is None else self._longest
         if code in FORMATS:
             self._offset += n * struct.calcsize(FORMATS[code])
@@ -362,11 +362,11 @@ class ModelFile:
                     begin, end = self._begin, self._begin + len(data)
                 (n_bytes,) = length(data, offset - begin)
                 if n_bytes > _MAX_LENGTH:
-                    raise _Damaged(f"{key!r} has a string of {n_bytes} bytes")
+                    raise _DamagedHeader(f"{key!r} has a string of {n_bytes} bytes")
                 offset += 8 + n_bytes
             self._offset = offset
         else:
-            raise _Damaged(f"{key!r} has the type {code}")
+            raise _DamagedHeader(f"{key!r} has the type {code}")
         if self._offset - start > longest:
             self._require(self._offset, self._offset)
             return None

@@ -66,14 +66,14 @@ def set_log(verbose: bool) -> None:
     _logger.set_verbose(verbose)
 
 
-class _Collected(threading.local):
+class _ErrorCollector(threading.local):
     """Errors that llama.cpp logs on the calling thread, while someone collects it."""
 
     errors: list[str] | None = None
     last = 0  # level, for what continues a line
 
 
-_collected = _Collected()
+_collected = _ErrorCollector()
 
 
 # void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);  -- one for ever: another thread may be logging

@@ -46,7 +46,7 @@ Section = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class Calibration:
     """Results of a calibration.
 
     Attributes:
@@ -81,7 +81,7 @@ def calibrate(
     progress: Callable[[str, int, int], None] | None = None,
     warn: Callable[[str], None] | None = None,
     **options: Any,
-) -> Calibrated:
+) -> Calibration:
     """Measures a model on texts and writes its profile; sections of other commands stay in it.
 
     May be interrupted at any point: called again with the same arguments it goes on from there, to the same profile.
@@ -138,7 +138,7 @@ def calibrate(
     gate, boundary = sections.get("gate"), sections.get("shallow")
     recall = float(np.maximum(gate["recall_raw"], gate["recall_norm"])[1:].mean()) if gate else None
     shallow = int(boundary["shallow"][0]) if boundary else None
-    return Calibrated(path, recording.n_tokens, time.monotonic() - started, tuple(sections), recall, shallow)
+    return Calibration(path, recording.n_tokens, time.monotonic() - started, tuple(sections), recall, shallow)
 
 
 def _digest(path: str | os.PathLike[str]) -> str:

@@ -108,7 +108,7 @@ class StoredPrompt:
         return struct.pack(f"<{len(self.sizes)}Q{len(self.checkpoints)}i", *self.sizes, *self.checkpoints)
 
 
-class _Closed(Exception):
+class _ServerEnded(Exception):
     """The server ends while a file is written."""
 
 
@@ -183,7 +183,7 @@ class PromptsOnDisk:
             self._write_file(prompt)
         except WriteError as error:
             self._complain(error.message)
-        except _Closed:
+        except _ServerEnded:
             pass
         finally:
             self._free(prompt)
@@ -205,7 +205,7 @@ class PromptsOnDisk:
             for part in (memoryview(header + stored.table), stored.tokens.data.cast("B"), *prompt.parts):
                 for offset in range(0, part.nbytes, _PIECE):
                     if self._closing:
-                        raise _Closed
+                        raise _ServerEnded
                     piece = part[offset : offset + _PIECE]
                     digest.update(piece)
                     file.write(piece)

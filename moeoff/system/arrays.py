@@ -39,7 +39,7 @@ class WrongArrays(ValueError):
     """Arrays are not what their reader expects; the message says which."""
 
 
-class _Bounded:
+class _BoundedFile:
     """A file for zipfile, which gives no more at once than an honest archive asks for."""
 
     def __init__(self, file: BinaryIO):
@@ -70,7 +70,7 @@ def read_npz(path: str | os.PathLike[str], limit: int, select: Callable[[str], b
         if file.read(2) != b"PK":
             raise NoArchive("no archive")
         try:
-            with zipfile.ZipFile(_Bounded(file)) as archive:
+            with zipfile.ZipFile(_BoundedFile(file)) as archive:
                 members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
                 members = {name: info for name, info in members.items() if select(name)}
                 size = sum(info.file_size for info in members.values())
