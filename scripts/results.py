@@ -300,6 +300,8 @@ def charts() -> dict[str, str]:
     speeds = by_contender("real-qwen3-budgets") | by_contender("real-qwen3")
     limits = sorted(speeds, key=lambda limit: int(limit.split()[0]) if limit.endswith("MiB") else 1 << 30)
     disks = {"400 MB/s": "loss-live-400", "1.7 GB/s": "loss-live-1700"}
+    left, lent = by_contender("long-contexts-lending-6", "experts in memory"), by_contender("long-contexts-lending-6")
+    limited = next(name for cells in lent.values() for name in cells if name.startswith("moeoff in "))
     return {
         "speed": bars(
             "Decode speed by memory limit",
@@ -321,6 +323,13 @@ def charts() -> dict[str, str]:
             {"llama.cpp": (GOLD, stock), "llama.cpp -fa off": (GREY, ("stock, -fa off",)), "moeoff": ours, "moeoff --attention f32": (MAUVE, ("moeoff, f32",))},
             {unit: {k: row for depth in DEPTHS for k, row in by_contender(f"long-contexts-xeon{depth}", column).items()} for unit, column in units.items()},
             "medians and ranges of 3 rounds, up to 4,096 of 5",
+        ),
+        "long-contexts-lending": bars(
+            "Experts in memory and decode speed behind other tokens",
+            "context",
+            {f"moeoff in {_gib(limited.removeprefix('moeoff in '))}": (BLUE, (limited,))},
+            {"experts in memory": left, "decode, tokens/s": lent},
+            "medians of the rounds, and the range of their speeds",
         ),
         "loss": bars(
             "Decode speed with a loss budget, and lossless",
