@@ -8,6 +8,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <random>
 
 using namespace moeoff;
 
@@ -26,6 +27,42 @@ void read_at(read_depth & depth, int64_t & now, int n, double rate) {
             depth.end(now, start, nbytes);
         }
     }
+}
+
+// What is found out of a disk whose reads share one rate and have another at most (bytes per ns), while their number changes. Most are prefetches
+int enough_of(double rate, double of_one, int n_threads) {
+    struct read {
+        read_depth::start began;
+        double            left;
+        uint64_t          nbytes;
+    };
+    read_depth        depth;
+    std::vector<read> under_way;
+    std::minstd_rand  random;
+    double            now    = 0;
+    size_t            wanted = 0;
+    for (int i = 0; i < 8000; i++) {
+        if (i % 16 == 0) {
+            wanted = 1 + random() % (unsigned) n_threads;
+        }
+        const bool is_demanded = random() % 4 == 0;
+        while (under_way.size() < wanted && (is_demanded || depth.has_room())) {
+            const uint64_t nbytes = (1 + random() % 16) << 16;
+            under_way.push_back({ depth.begin((int64_t) now), (double) nbytes, nbytes });
+        }
+        if (under_way.empty()) {
+            continue;
+        }
+        const auto first = std::min_element(under_way.begin(), under_way.end(), [](const read & a, const read & b) { return a.left < b.left; });
+        const read ended = *first;
+        now += ended.left / std::min(of_one, rate / (double) under_way.size());
+        under_way.erase(first);
+        for (read & other : under_way) {
+            other.left -= ended.left;
+        }
+        depth.end((int64_t) now, ended.began, ended.nbytes);
+    }
+    return depth.enough();
 }
 
 // A disk that gives each of its reads a part in turn
@@ -80,6 +117,14 @@ TEST(a_read_more_is_worth_what_the_disk_gains_from_it) {
             }
             REQUIRE(depth.enough() == d.enough);
         }
+    }
+}
+
+TEST(reads_of_any_size_that_come_and_go_tell_what_a_disk_shares) {
+    for (const int n_threads : { 4, 8, 16, 32 }) {
+        REQUIRE(enough_of(2.0, 2.0, n_threads) <= 2);
+        REQUIRE(enough_of(0.4, 0.4, n_threads) <= 2);   // throttled
+        REQUIRE(enough_of(4.0, 0.25, n_threads) >= 12); // sixteen at a time
     }
 }
 

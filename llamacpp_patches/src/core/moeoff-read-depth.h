@@ -3,8 +3,9 @@
 // How many reads at a time a disk gains from, as the reads themselves tell.
 //
 // From some depth on a disk shares one rate among what is under way: one more makes all take longer. A read tells the rate of the disk: its own
-// times the mean number under way while it lasted. Where a disk serves one after the other instead, that promises more of depth than it gives: prefetches do
-// not wait then. Guarded by its owner.
+// times the harmonic mean of the number under way while it lasted. That is exact where the disk shares its rate and where each read has one of its own,
+// however others come and go. Where a disk serves one after the other instead, it promises more of depth than it gives: prefetches do not wait then.
+// Guarded by its owner.
 
 #include <algorithm>
 #include <array>
@@ -18,20 +19,20 @@ class read_depth {
 
     struct start {
         int64_t t;
-        int64_t read_ns;
+        double  share_ns;
     };
 
     start begin(int64_t now) {
         advance(now);
         n_under_way++;
-        return { last, read_ns };
+        return { last, share_ns };
     }
     // a read of so many bytes has ended; 0: it has failed
     void end(int64_t now, const start & began, uint64_t nbytes) {
         advance(now);
         n_under_way--;
         if (nbytes > 0 && last > began.t) {
-            const double ns = (double) (last - began.t), depth = (double) (read_ns - began.read_ns) / ns;
+            const double ns = (double) (last - began.t), depth = ns / (share_ns - began.share_ns);
             sums & of = depths[(size_t) (depth + 0.5)];
             of.bytes += depth * (double) nbytes;
             of.ns    += ns;
@@ -73,14 +74,14 @@ class read_depth {
     double rate(int d) const { return depths[(size_t) d].bytes / depths[(size_t) d].ns; }
     void   advance(int64_t now) {
         now = std::max(now, last); // threads look at the clock before they have the mutex
-        read_ns += n_under_way * (now - last);
+        share_ns += n_under_way > 0 ? (double) (now - last) / n_under_way : 0;
         last = now;
     }
 
     std::array<sums, unbounded + 1> depths {}; // by the mean number of reads under way
     int     n_under_way = 0;
     int64_t last        = 0;
-    int64_t read_ns     = 0; // summed over the reads
+    double  share_ns    = 0; // of each read, in a disk that all share
 };
 
 } // namespace moeoff
