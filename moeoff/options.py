@@ -248,8 +248,10 @@ class Config:
     swa_full: bool | None = _context("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), commands=f"{_RUN_EVAL} inspect", server="",
                                      help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
     spec_type: str | None = option("--spec-type", metavar="NAME", group="Context and batches", commands="run serve", server=True,
-                                   help="Draft tokens ahead and verify several at once: ngram-simple, from the text itself; serve also draft-mtp, with the "
-                                        "model's own layers, and llama-server's others.")  # fmt: skip
+                                   help="Draft tokens ahead and verify several at once: ngram-simple, from the text itself, or draft-simple, with -md; serve "
+                                        "also draft-mtp, with the model's own layers, and llama-server's others.")  # fmt: skip
+    draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, group="Context and batches", commands="run serve", server=True,
+                               help="Draft model for speculative decoding: a small one with the same vocabulary, in memory as a whole.")  # fmt: skip
     context_shift: bool = _context("--context-shift", default=False, commands=_OPEN, llama=False,
                                    help="When the context is full, forget the older half of it and go on.")  # fmt: skip
     n_keep: int = _context("--keep", metavar="N", parse=integer(-MOST), default=0, commands=_OPEN, llama=False,
@@ -530,7 +532,6 @@ class ServerOptions(Options):
     ctx_checkpoints: int | None = _server("-ctxcp", "--ctx-checkpoints", metavar="N", parse=integer(0, 1024), server="",
                                           help="Checkpoints of each answer's recurrent state, part of --memory. Default: up to 8, as they fit.")  # fmt: skip
     mmproj: str | None = _server("--mmproj", metavar="FILE", is_file=True, help="Projector for images and sound.")
-    draft: str | None = _server("-md", "--model-draft", metavar="FILE", is_file=True, help="Draft model for speculative decoding.")
     embedding: bool = _server("--embedding", default=False, help="Serve embeddings.")
     pooling: str | None = _server("--pooling", metavar="TYPE", parse=one_of(_POOLINGS), choices=_POOLINGS,
                                   help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip

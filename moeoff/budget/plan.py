@@ -33,7 +33,7 @@ class MemoryPlan:
             an expert buffer.
         outputs: logits that llama.cpp and llama_cpp keep.
         process: without the rest: interpreter, libraries, the app.
-        extras: of a server, prompts outside the context, samplers, and other files that it loads.
+        extras: other files that are loaded, as a draft model; of a server also prompts outside the context, and samplers.
         arena_floor, arena_full: the smallest arena for experts, and the one that holds all of them.
         budget: of the process; 0: only the arena is bounded.
         arena: for experts, high and low versions together.

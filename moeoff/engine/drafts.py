@@ -34,6 +34,7 @@ class DraftLength:
         self._seconds: dict[int, float] = {}  # by tokens of a sequence, in the mean
         self._spans: dict[int, Span] = {}  # of the batch before
         self._n_sequences, self._last = 0, 0.0
+        self._drafting: float | None = None
         self._wait, self._since, self._longer = _WAIT, 0, False
         self._paid = True
         self._trial: int | None = None
@@ -50,6 +51,15 @@ class DraftLength:
         rates = self._rates() if len(self._seconds) > 1 else None
         return None if rates is None else float(rates[self._best] / rates[0] - 1)
 
+    def begin_draft(self, now: float, missed: float) -> None:
+        """Another model makes the next batch's draft from here on, in time that counts as that batch's.
+
+        Args:
+            now: in seconds.
+            missed: seconds until now, of no batch, in which it has read what came while there were no drafts.
+        """
+        self._drafting, self._last = now, self._last + missed
+
     def begin(self, spans: Mapping[int, Span], now: float) -> int:
         """Learns from the batch before: a sequence has gained what its first position has moved by, one token and what was accepted of its draft.
 
@@ -59,6 +69,8 @@ class DraftLength:
         Returns:
             Tokens of drafts that the batch before has rejected.
         """
+        if self._drafting is not None:
+            now, self._drafting = self._drafting, None
         seconds, self._last = now - self._last, now
         before, self._spans = self._spans, dict(spans)
         drafts = [  # tokens of each, and how many of them were accepted

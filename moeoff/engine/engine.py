@@ -23,16 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from ..budget.draft_model import MODEL_DRAFTS, DraftModel, draft_keywords
 from ..budget.dry_load import dry_load, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates, remember_rates
 from ..budget.plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
-from ..errors import BudgetError, Cancelled, MoeoffError, OptionError
+from ..errors import BudgetError, Cancelled, ComputeError, MoeoffError, OptionError
 from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex, loaded_whole
 from ..llamacpp import native
 from ..llamacpp.devices import devices
-from ..llamacpp.llama import api
+from ..llamacpp.llama import api, errors_unless
 from ..llamacpp.turns import require_computable
 from ..options import Config, in_flags
 from ..routing.batch import Span
@@ -43,7 +44,7 @@ from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache, BorrowedMem
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
-from .drafts import MOST, DraftLength
+from .drafts import MOST, TEXT_DRAFTS, DraftLength
 from .driver import Callback, Driver, require_calibration, sections, wants_gate_logits
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
@@ -101,6 +102,26 @@ class Cancellation:
                 if not self._open:
                     self._withdraw()
 
+    @contextlib.contextmanager
+    def computing(self, what: str, failed: Callable[[], None]) -> Iterator[None]:
+        """`in_progress` while llama.cpp computes.
+
+        Args:
+            failed: called if it has not; what that raises comes before what llama.cpp says of it.
+
+        Raises:
+            Cancelled: it was.
+            ComputeError: it could not.
+        """
+        with self.in_progress(), errors_unless(lambda: self.requested):
+            try:
+                yield
+            except RuntimeError as error:
+                failed()
+                if self.requested:
+                    raise Cancelled("the answer was cancelled") from None
+                raise ComputeError(f"llama.cpp could not compute {what}: {error}") from error
+
 
 class Engine:
     """The runtime state of one model: what it was opened with, its memory, its expert buffer, and what drives that.
@@ -123,6 +144,7 @@ class Engine:
         driver: delivers gate events, to a strategy's policy and predictor among others.
         sizer: after `loaded`.
         drafts: how long drafts are, if any are made.
+        draft_model, draft_keywords, draft_memory: a model that makes them, if it is not the server's; its arguments of llama_cpp.Llama, and what it takes.
         experts_per_token: that it uses, in all layers together.
         unfinished_tokens: of the last prompt_tokens, those of a batch that was ended, which are not in the context.
 
@@ -158,7 +180,10 @@ class Engine:
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing, self._cpu_start = Timing(), time.process_time()
-        self.drafts = DraftLength() if config.spec_type else None
+        self.drafts = DraftLength() if config.spec_type or config.draft else None
+        self.draft_model: DraftModel | None = None
+        self.draft_keywords: dict[str, Any] = {}
+        self.draft_memory: MemoryPlan | None = None
         self._callback: Callback | None = None
         self._layer_hits: LayerHits | None = None
         self._watches = False
@@ -203,6 +228,8 @@ class Engine:
         if adapter := config.llama_cpp.get("lora_path"):
             self._loaded += sum(loaded_whole(adapter))
         n_ctx = (512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512
+        if self.drafts is not None:
+            self._plan_drafts(n_ctx)
         self.planned = self._dry_load(n_ctx)
         is_fixed = config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
         if self.budget.process is not None and not is_fixed and self.planned.floor > self.budget.most:
@@ -224,7 +251,35 @@ class Engine:
     @property
     def n_draft(self) -> int:
         """Tokens of the longest draft that a batch verifies."""
-        return MOST if self.config.spec_type else 0
+        return 0 if self.drafts is None else MOST
+
+    def _plan_drafts(self, n_ctx: int) -> None:
+        """Checks what drafts are made with, and plans the memory of a model that makes them.
+
+        Raises:
+            OptionError: the server alone can do that, or nobody.
+            ModelError: that model makes none, is missing, or damaged.
+            BudgetError: there is no room for its headers.
+        """
+        config, spec_type = self.config, self.config.spec_type
+        if spec_type not in (None, TEXT_DRAFTS, MODEL_DRAFTS):
+            made = f"from the text itself ({TEXT_DRAFTS}) or with a small model ({MODEL_DRAFTS})"
+            raise OptionError(f"`spec_type` {spec_type}: moeoff serve makes such drafts; here they are made {made}")
+        if spec_type == MODEL_DRAFTS and config.draft is None:
+            raise OptionError(f"`spec_type` {MODEL_DRAFTS}: which model makes the drafts is not said", hint={"draft": ...})
+        if spec_type == TEXT_DRAFTS and config.draft is not None:
+            raise OptionError(f"give `draft`, or `spec_type` {TEXT_DRAFTS}, which needs no model, not both")
+        option = "`spec_type`" if config.draft is None else "`draft`"
+        if config.context_shift or config.repeatable:
+            raise OptionError(f"{option}: neither with `context_shift` nor in a run that repeats: how long a draft is depends on time")
+        if self.keywords.get("n_batch", USUAL) <= MOST:
+            raise OptionError(f"{option}: needs batches (`n_batch`) of more than {MOST} tokens")
+        if config.draft is not None:
+            self.draft_model = DraftModel.read(config.draft, spec_type, self.budget.most)
+            self.draft_model.require_text()
+            self.draft_keywords = draft_keywords(SMALLEST | self.keywords)
+            self.draft_memory = self.draft_model.memory(n_ctx, self.draft_keywords)
+            self._loaded += self.draft_memory.llama_cpp + self.draft_memory.extras
 
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""
@@ -300,6 +355,8 @@ class Engine:
         self._start_devices(ctx, adapters)
         self._start(sizes(), ctx)
         self.attach_strategy()
+        if self.draft_memory is not None:
+            self.sizer.reserve(self.draft_memory.computing)
         if watches:
             self.watch_prompts()
         self._warm_up()
@@ -330,14 +387,15 @@ class Engine:
 
     def _start(self, allocated: MemoryPlan, ctx: int) -> None:
         precision = self.quality.precision
-        borrowed = self._borrowed(ctx)
+        borrowed, draft = self._borrowed(ctx), self.draft_memory
+        drafting = 0 if draft is None else draft.weights + draft.state
         plan = replace(
             self.planned,
             **{name: getattr(allocated, name) for name in ALLOCATED},
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.row_table_bytes,
-            process=max(rss() - allocated.weights - allocated.state + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest of both is resident
-            extras=self._extras,
+            process=max(rss() - allocated.weights - allocated.state - drafting + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest is resident
+            extras=self._extras + drafting,
         )
         self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
         if self.buffer.running:
@@ -433,6 +491,10 @@ class Engine:
         if not decodes:
             self._prompt_meter.begin(max(span.first for span in spans.values()))
             self._uses_before = self.buffer.stats().expert_uses
+
+    def drafted(self, seconds: float) -> None:
+        """A model has made a draft, for so long."""
+        self._timing.add(0, seconds, True)
 
     def end_answer(self, n_tokens: int) -> None:
         """The context's only sequence has ended behind so many tokens; what a draft had beyond them was not generated."""

@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..budget.dry_load import memory_sizes, usual_ctx
-from ..budget.micro_batch import USUAL
-from ..errors import Cancelled, ComputeError, ModelError, MoeoffError, OptionError
+from ..errors import Cancelled, ModelError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
-from ..llamacpp.llama import LoadError, PatchedLlama, errors_unless, set_log
+from ..llamacpp.llama import LoadError, PatchedLlama, set_log
 from ..llamacpp.threads import CoreBinding
 from ..llamacpp.turns import Stream
 from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent
 from ..system.console import loading_bar
-from .drafts import MOST, TEXT_DRAFTS, TextDrafts
+from .drafts import TextDrafts
 from .engine import Engine
+from .model_drafts import ModelDrafts
 from .stats import Stats
 
 _ROOM = 4  # tokens that are never kept, so that each shift makes some room
@@ -141,7 +141,7 @@ class Llama(PatchedLlama):
     _context_shift: ContextShift | None = None
     _decodes: bool | None = None  # what batches are, if a caller says so
     _raised: BaseException | None = None  # by a callback
-    _drafts: TextDrafts | None = None
+    _drafts: TextDrafts | ModelDrafts | None = None
     _drawn_behind = 0  # tokens of the context that the latest one was drawn behind: the rest of a draft is not verified
 
     def __init__(
@@ -156,8 +156,6 @@ class Llama(PatchedLlama):
         if not isinstance(model_path, Engine):
             model_path = Engine(Config.make(model_path, **options))
         engine = self._engine = model_path
-        if engine.drafts is not None:
-            self._check_drafts(engine)
         self._one_output, self._n_draft = not engine.config.gate_input, engine.n_draft
         set_log(engine.keywords["verbose"])
         try:
@@ -170,28 +168,21 @@ class Llama(PatchedLlama):
                     raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
             self.on_close(engine.close)
             engine.attach(self.context_handle)
+            if engine.draft_model is not None:
+                self._drafts = ModelDrafts(engine, self)
+                self.on_close(self._drafts.close)
+            elif engine.drafts is not None:
+                self._drafts = TextDrafts(engine.drafts)
+            if self._drafts is not None:
+                self._draft_with(self._drafts)
             engine.loaded(self.context_handle, functools.partial(memory_sizes, self), adapters=bool(engine.config.llama_cpp.get("lora_path")))
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
-            if engine.drafts is not None:
-                self._drafts = TextDrafts(engine.drafts)
-                self._draft_with(self._drafts)
             if engine.config.context_shift:
                 self._context_shift = ContextShift(self, engine.config.n_keep)
                 self.unbounded_context()
         except BaseException:
             self.close()
             raise
-
-    @staticmethod
-    def _check_drafts(engine: Engine) -> None:
-        """Raises OptionError for what the server alone can do, or nobody."""
-        config = engine.config
-        if config.spec_type != TEXT_DRAFTS:
-            raise OptionError(f"`spec_type` {config.spec_type}: moeoff serve makes such drafts; here they are made from the text itself ({TEXT_DRAFTS})")
-        if config.context_shift or config.repeatable:
-            raise OptionError("`spec_type`: neither with `context_shift` nor in a run that repeats: how long a draft is depends on time")
-        if engine.keywords.get("n_batch", USUAL) <= MOST:
-            raise OptionError(f"`spec_type`: needs batches (`n_batch`) of more than {MOST} tokens")
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, here or in another process, is opened with: the same options, and a text of its own."""
@@ -300,15 +291,9 @@ class Llama(PatchedLlama):
         decodes = is_decode(spans)
         engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes)
         started = time.perf_counter()
-        cancellation = engine.cancellation
-        with cancellation.in_progress(), self._core_binding or contextlib.nullcontext(), errors_unless(lambda: cancellation.requested):
-            try:
-                decode()
-            except RuntimeError as error:
-                engine.interrupted(time.perf_counter() - started)
-                if cancellation.requested:
-                    raise Cancelled("the answer was cancelled") from None
-                raise ComputeError(f"llama.cpp could not compute {batch.n_tokens} tokens: {error}") from error
+        computing = engine.cancellation.computing(f"{batch.n_tokens} tokens", lambda: engine.interrupted(time.perf_counter() - started))
+        with computing, self._core_binding or contextlib.nullcontext():
+            decode()
         engine.end(batch.n_tokens, time.perf_counter() - started, decodes)
 
     @contextlib.contextmanager

@@ -47,6 +47,7 @@ __all__ = [
     "llama_cpp",
     "set_log",
     "supports_gpu",
+    "why_no_drafts",
 ]
 
 llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined,assignment]  # templates are the model file's: they may not hang either
@@ -540,7 +541,7 @@ class PatchedLlama(_AnyLlama):
             OptionError: the model cannot forget those that it rejects.
         """
         if self._is_recurrent or self._is_hybrid:
-            raise OptionError("`spec_type`: this model's recurrent layers cannot go back behind a draft that is rejected; moeoff serve keeps their states")
+            raise OptionError("no drafts: this model's recurrent layers cannot go back behind one that is rejected; moeoff serve keeps their states")
         self.draft_model = drafts  # type: ignore[assignment]  # any callable does; to the constructor it would mean that the logits of the whole context are kept
 
     def _verify_draft(self, tokens: Sequence[int]) -> None:
@@ -655,3 +656,22 @@ class StockLlama(_AnyLlama):
         self.model_params.use_extra_bufts = self._extra
         if self._overrides is not None:  # kept here, since llama.cpp does not copy them
             self.model_params.tensor_buft_overrides = self._overrides.address
+
+
+_MORE_TOKENS, _FIRST_WORD = 128, 5  # that a draft model's vocabulary may have or lack, and the first that must be the same
+
+
+def why_no_drafts(draft: PatchedLlama, model: PatchedLlama) -> str:
+    """Why one model cannot make drafts for another one; empty: it can. llama.cpp's programs want nearly the same vocabulary (common/speculative.cpp)."""
+    if draft._is_recurrent or draft._is_hybrid:
+        return "its recurrent layers cannot go back behind a draft that is rejected"
+    if api.llama_model_has_encoder(draft._model.model) or not draft._ctx.memory:
+        return "it does not write a text token by token"
+    ours, other, n_ours, n_other = draft._model.vocab, model._model.vocab, draft.n_vocab(), model.n_vocab()
+    for kind, add, token in (("begins", api.llama_vocab_get_add_bos, api.llama_vocab_bos), ("ends", api.llama_vocab_get_add_eos, api.llama_vocab_eos)):
+        if add(ours) != add(other) or (add(ours) and token(ours) != token(other)):
+            return f"its tokenizer {kind} a text in another way"
+    if api.llama_vocab_type(ours) != api.llama_vocab_type(other) or abs(n_ours - n_other) > _MORE_TOKENS:
+        return f"its vocabulary of {n_ours} tokens is not the model's of {n_other}"
+    tokens, text = range(_FIRST_WORD, min(n_ours, n_other)), api.llama_vocab_get_text
+    return next((f"its token {i} is not the model's" for i in tokens if text(ours, i) != text(other, i)), "")

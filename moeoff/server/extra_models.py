@@ -10,18 +10,14 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any
 
-from ..budget.dry_load import dry_load_whole, embedding_width
+from ..budget.draft_model import OWN_LAYERS, DraftModel, draft_keywords
+from ..budget.dry_load import embedding_width
 from ..budget.plan import require_header_room
 from ..errors import ModelError, OptionError
 from ..gguf.model_index import ModelIndex
-from ..gguf.preflight import preflight
 from ..options import Config, ServerOptions
 
-_OWN_LAYERS = "draft-mtp"
-_DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself
-_TOLD_BY_FILE = ("dflash",)  # and where it does
 _WANT_SECTIONS, _SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"  # pictures of theirs have positions in three directions, if the file says how
 # a projector is planned in a process of its own, which ends if the file lacks what llama.cpp computes with
 _PLAN = "import json, sys; from moeoff.server.library import projector_memory; print(json.dumps(projector_memory(sys.argv[1:])))"
@@ -61,30 +57,17 @@ class ExtraModels:
         keywords = config.keywords
         if options.mmproj is not None:
             resident, computing = _projector(model_index, options.mmproj, options, bool(keywords.get("flash_attn")), budget)
-        spec_type, draft = config.spec_type, None
-        if options.draft is not None:
-            draft = ModelIndex.read(options.draft)
-            require_header_room(options.draft, draft.header_memory, budget)
-            preflight(draft)
-            spec_type = spec_type or _spec_type(draft)
-        nextn = _OWN_LAYERS in (spec_type or "").split(",")
-        if draft is not None:
-            shared: dict[str, Any] = {
-                name: keywords[name] for name in ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn") if name in keywords
-            }
-            resident += draft.header_memory + dry_load_whole(draft, n_ctx, shared, (), options.parallel or 1, nextn).llama_cpp
-        elif nextn and not model_index.n_nextn:
+        if config.draft is not None:
+            draft = DraftModel.read(config.draft, config.spec_type, budget)
+            memory = draft.memory(n_ctx, draft_keywords(keywords), options.parallel or 1)
+            return cls(resident + memory.llama_cpp + memory.extras, computing, draft.spec_type, draft.nextn)
+        spec_type = config.spec_type
+        nextn = OWN_LAYERS in (spec_type or "").split(",")
+        if nextn and not model_index.n_nextn:
             raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
         elif nextn and model_index.architecture in _WANT_SECTIONS and _SECTIONS in model_index.hparams:  # it would abort at the first token
             raise OptionError(f"`spec_type`: llama.cpp cannot make drafts with the next-token layers of a {model_index.architecture} model for pictures")
         return cls(resident, computing, spec_type, nextn)
-
-
-def _spec_type(draft: ModelIndex) -> str | None:
-    """How drafts are made with a model that nobody said more of. llama.cpp would make none with an ordinary one."""
-    if draft.architecture in _TOLD_BY_FILE:
-        return None
-    return _OWN_LAYERS if draft.n_nextn else _DRAFTS_OF.get(draft.architecture, "draft-simple")
 
 
 def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int) -> tuple[int, int]:

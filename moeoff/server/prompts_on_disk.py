@@ -65,7 +65,7 @@ def identity(engine: Engine, options: ServerOptions, files: Sequence[str]) -> by
         del args[i : i + 2]
     parallel = options.kv_unified or options.parallel
     n_ctx = any("rope_factors" in name for name in engine.model_index.dense) and engine.planned.n_ctx
-    return state_identity(engine, parallel, n_ctx, options.draft, engine.config.spec_type, args, [file_state(path) for path in files])
+    return state_identity(engine, parallel, n_ctx, engine.config.spec_type, args, [file_state(path) for path in files])
 
 
 @dataclass(frozen=True)

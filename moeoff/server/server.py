@@ -20,7 +20,6 @@ import numpy as np
 
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
 from ..budget.plan import MemoryPlan, require_header_room
-from ..engine.drafts import DraftLength
 from ..engine.engine import Engine
 from ..engine.explanation import explain
 from ..engine.stats import LayerHits, Metric, Stats
@@ -77,13 +76,14 @@ class _ServedEngine(Engine):
         self._options = options
         unified, n = options.kv_unified, options.parallel or PARALLEL
         super().__init__(config, model_index, budget, n_sequences=n, extras=extras, loaded=loaded, nextn=nextn, unified=unified)
-        if options.draft:
-            self.drafts = DraftLength()
         self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
 
     @property
     def n_draft(self) -> int:
         return 0  # llama-server plans for drafts by itself
+
+    def _plan_drafts(self, n_ctx: int) -> None:
+        """`ExtraModels` has done so."""
 
     def _plan_more(self) -> None:
         room = self.budget.most - self.planned.fixed

@@ -384,7 +384,7 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
     lines = texts_and_peaks(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
     assert all(re.search(words, text) and peak < 200 for text, peak in lines) and len(lines) == 3, lines
     index = ModelIndex.read(demo)
-    usual, long = (ExtraModels.of(index, 256, Config.make(demo), ServerOptions(draft=draft), 2 << 30).resident for draft in (demo, path))
+    usual, long = (ExtraModels.of(index, 256, Config.make(demo, draft=draft), ServerOptions(), 2 << 30).resident for draft in (demo, path))
     assert long - usual > 3.9 * (60 << 20)
 
 

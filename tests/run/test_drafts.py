@@ -1,16 +1,25 @@
-"""Speculative decoding: a draft is as long as pays, and changes no text; the server's are in tests/server/test_extra_models.py."""
+"""Speculative decoding: a draft is as long as pays, and changes no text, whether the text itself or a second model makes it; the server's are in
+tests/server/test_extra_models.py."""
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
 
 import numpy as np
 import pytest
 from llama_cpp import LogitsProcessorList
 
 import moeoff
-from moeoff import OptionError
+from helpers.files import PROSE
+from helpers.models import rewritten
+from helpers.processes import run_python
+from moeoff import BudgetError, Cancelled, MoeoffError
 from moeoff.engine.drafts import MOST, DraftLength, TextDrafts
+from moeoff.engine.engine import Engine
+from moeoff.gguf.file import ModelFile, unpack
+from moeoff.options import Config
 from moeoff.routing.batch import Span
 from shape_model import SHAPES, shape_model
 
@@ -60,6 +69,25 @@ def test_a_prompt_between_is_no_time_of_an_answer():
     assert length.gain is None
 
 
+@pytest.mark.parametrize("seconds, least, most", [(0.004, 1.5, MOST), (0.2, 0, 0.2)])
+def test_the_time_of_a_draft_model(seconds, least, most):
+    """Is that of the batch with the draft, and not of the one before; what it has missed it reads in no batch's time."""
+    rng, length, now, first, missed, lengths, took = np.random.default_rng(0), DraftLength(), 0.0, 0, 0, [], []
+    for _ in range(2000):
+        n = length.best
+        missed = 0 if n else missed + 1
+        if n:
+            now += 0.05 * missed
+            length.begin_draft(now, 0.05 * missed)
+            now += n * seconds
+        length.begin({0: Span(first, first + 1 + n, 1 + n, True)}, now)
+        now += 0.1 * (1 + 0.15 * n)
+        first += 1 + int(np.cumprod(rng.random(n) < 0.7).sum())
+        lengths.append(n)
+        took.append(length._seconds.get(1, 0.1))
+    assert least <= np.mean(lengths[500:]) <= most and max(took) < 0.101
+
+
 def test_what_was_rejected():
     """Also where a prompt of somebody else is read beside it. Not what a new question in an answer's place leaves out of that."""
     length = DraftLength()
@@ -83,14 +111,32 @@ def test_what_followed_before():
 
 
 @pytest.fixture(scope="module")
-def both(demo):
-    with moeoff.Llama(demo, **OPTIONS) as plain, moeoff.Llama(demo, spec_type="ngram-simple", **OPTIONS) as drafting:
+def dense(demo, tmp_path_factory) -> str:
+    """A model with the same vocabulary that knows little: the demo model's attention and shared experts alone."""
+    with ModelFile(demo) as model:
+        shared = {name: name.replace("_shexp", "") for name in model.tensors if "_shexp" in name and "_inp" not in name}
+        arrays = dict.fromkeys(name for name in model.tensors if "exp" in name or "_inp" in name) | {new: model.rows(old) for old, new in shared.items()}
+        values = {key: None if "expert" in key else value for key, value in model.metadata.items() if key.startswith("qwen2moe.")}
+        keys = dict.fromkeys(values) | {key.replace("qwen2moe", "qwen2"): value for key, value in values.items()} | {"general.architecture": "qwen2"}
+    return rewritten(demo, tmp_path_factory.mktemp("dense") / "dense.gguf", keys, arrays=arrays)
+
+
+@pytest.fixture(scope="module")
+def drafted(demo, dense) -> dict[str, dict]:
+    return {"text": {"spec_type": "ngram-simple"}, "itself": {"draft": demo}, "dense": {"draft": dense, "spec_type": "draft-simple"}}
+
+
+@pytest.fixture(scope="module", params=["text", "itself", "dense"])
+def both(demo, drafted, request):
+    with moeoff.Llama(demo, **OPTIONS) as plain, moeoff.Llama(demo, **drafted[request.param], **OPTIONS) as drafting:
         yield plain, drafting
 
 
 CALLS = {
     "greedy": {"temperature": 0, "max_tokens": 100},
     "sampled": {"temperature": 0.7, "max_tokens": 60, "seed": 5},
+    "another seed": {"temperature": 0.7, "max_tokens": 60, "seed": 6},
+    "until the context is full": {"temperature": 0.9, "max_tokens": None, "seed": 5, "logit_bias": {"0": -100}},
     "a stop within a draft": {"temperature": 0, "max_tokens": 60, "stop": ["five six. one"]},
     "a processor that looks at the text": {
         "temperature": 0,
@@ -114,6 +160,7 @@ def test_the_text_is_the_same(both, call):
     assert plain.draft_length is None and drafting.draft_length is not None
 
 
+@pytest.mark.parametrize("both", ["text", "itself"], indirect=True)
 def test_drafts_are_verified_several_at_a_time(both):
     decode = both[1]._decode
     for _ in range(5):  # on a busy machine a longer batch may not seem to pay
@@ -133,20 +180,90 @@ def test_what_their_logits_take_is_planned(both):
     assert drafting.outputs == (MOST + 1) * plain.outputs
 
 
-def test_refused(demo, tmp_path):
-    for options, why in (({"spec_type": "draft-mtp"}, "moeoff serve makes such drafts"), ({"context_shift": True}, "context_shift"),
-                         ({"trace": str(tmp_path / "t")}, "repeats"), ({"n_batch": MOST}, "batches")):  # fmt: skip
-        with pytest.raises(OptionError, match=why):
+def test_a_draft_model_reads_what_is_new(demo):
+    """It goes on behind what a text has in common with the last one; a copy of the model has one of its own."""
+    with moeoff.Llama(demo, draft=demo, **OPTIONS) as llm, pickle.loads(pickle.dumps(llm)) as copy:
+        for model in (llm, copy):
+            draft, n_read = model._drafts._llm, []
+            decode = draft._decode
+            draft._decode = lambda function, batch, decode=decode, n_read=n_read: (n_read.append(batch.n_tokens), decode(function, batch))[1]
+            for more in ("", " three four", " three five"):
+                n_read.append(0)
+                model.create_completion(PROMPT + more, temperature=0, max_tokens=12)
+            first, second, third = (n_read[i + 1] for i, n in enumerate(n_read) if not n)
+            assert first > 20 > 5 > max(second, third) > 0
+            del draft._decode
+    assert llm.engine.config.draft == demo and not llm._drafts._llm._stack._exit_callbacks
+
+
+def test_an_answer_that_is_cancelled_in_a_draft(demo):
+    with moeoff.Llama(demo, draft=demo, **OPTIONS) as llm:
+        expected = llm.create_completion(PROMPT, temperature=0, max_tokens=20)["choices"]
+        draft = llm._drafts._llm
+        decode = draft._decode
+        draft._decode = lambda function, batch: (llm.engine.cancellation.request(), decode(function, batch))[1]
+        with pytest.raises(Cancelled):
+            llm.create_completion("a b c", temperature=0, max_tokens=20)
+        del draft._decode
+        assert llm.create_completion(PROMPT, temperature=0, max_tokens=20)["choices"] == expected
+
+
+def test_a_draft_models_memory_is_planned(demo, dense):
+    """Before it is loaded, and as long as it is."""
+    plain, drafting = (Engine(Config.make(demo, memory="1G", n_ctx=256, n_batch=64, draft=draft)).planned for draft in (None, dense))
+    assert drafting.extras - plain.extras > os.path.getsize(dense) and drafting.floor > plain.floor
+    with pytest.raises(BudgetError, match="samplers and other files") as refused:
+        Engine(Config.make(demo, memory=drafting.floor - (2 << 20), n_ctx=256, n_batch=64, draft=dense))
+    assert refused.value.hint["memory"] > plain.floor
+    with moeoff.Llama(demo, memory="1G", n_ctx=256, draft=dense) as llm:
+        assert os.path.getsize(dense) < llm.stats().memory["extras"] < drafting.extras
+
+
+def test_the_budget_holds(grown):
+    """With a draft model that is larger than the experts' room; its buffers are touched after the prompt's."""
+    code = """
+import sys, moeoff
+budget = int(sys.argv[2]) << 20
+with moeoff.Llama(sys.argv[1], draft=sys.argv[1], memory=budget, n_ctx=2048, flash_attn=True, n_threads=1, n_batch=512) as llm:
+    llm.create_completion(open(sys.argv[3]).read()[:5000], max_tokens=64, temperature=0)
+    print(llm.stats().peak_rss_bytes <= budget, llm._drafts._llm.n_tokens > 1000)
+"""
+    budget = Engine(Config.make(grown, memory="4G", n_ctx=2048, flash_attn=True, n_batch=512, draft=grown)).planned.floor // (1 << 20) + 8
+    assert run_python(code, grown, str(budget), str(PROSE)).split() == ["True", "True"]
+
+
+def test_refused(demo, dense, nextn, tmp_path):
+    shape_model(SHAPES["qwen3.6-35b-a3b"].cut(layers=4, shrink=8, hidden=64), recurrent := tmp_path / "recurrent.gguf")
+    with ModelFile(demo) as model:
+        tokens = unpack(model.metadata["tokenizer.ggml.tokens"])
+    changed = {"a": {"qwen2.pooling_type": 3}, "b": {"general.architecture": "eagle3"}, "c": {"tokenizer.ggml.tokens": [*tokens[:-1], "<other>"]}}
+    others = {name: rewritten(dense, tmp_path / f"{name}.gguf", values) for name, values in changed.items()}
+    cases = [
+        ({"spec_type": "draft-mtp"}, "moeoff serve makes such drafts"), ({"context_shift": True}, "context_shift"),
+        ({"trace": str(tmp_path / "t")}, "repeats"), ({"n_batch": MOST}, "batches"), ({"spec_type": "draft-simple"}, "not said: give draft="),
+        ({"draft": dense}, "not both"),
+        *(({"spec_type": None, "draft": draft} | more, why) for draft, more, why in (
+            (dense, {"context_shift": True}, "draft: neither with context_shift"), (dense, {"deterministic": True}, "draft: neither"),
+            (dense, {"spec_type": "draft-mtp"}, "moeoff serve makes such drafts"), ("absent.gguf", {}, "absent.gguf: cannot be read"),
+            (nextn, {}, "makes drafts as draft-mtp, for moeoff serve alone"), (others["b"], {}, "makes drafts as eagle3, for moeoff serve alone"),
+            (others["b"], {"spec_type": "draft-simple"}, "for moeoff serve alone"), (others["a"], {}, "a model for embeddings"),
+            (others["c"], {}, "its token 4095 is not the model's"), (str(recurrent), {}, "its recurrent layers cannot go back"))),
+    ]  # fmt: skip
+    for options, why in cases:
+        with pytest.raises(MoeoffError, match=why) as refused:
             moeoff.Llama(demo, **OPTIONS | {"spec_type": "ngram-simple"} | options)
-    recurrent = tmp_path / "recurrent.gguf"
-    shape_model(SHAPES["qwen3.6-35b-a3b"].cut(layers=4, shrink=8, hidden=64), recurrent)
-    with pytest.raises(OptionError, match="recurrent"):
-        moeoff.Llama(str(recurrent), spec_type="ngram-simple", **OPTIONS)
+        assert "\n" not in str(refused.value)
+    for drafts in ({"spec_type": "ngram-simple"}, {"draft": str(recurrent)}):
+        with pytest.raises(MoeoffError, match="recurrent"):
+            moeoff.Llama(str(recurrent), **drafts, **OPTIONS)
 
 
-def test_from_the_command_line(demo, invoke):
+def test_from_the_command_line(demo, dense, invoke):
     answers = [
         json.loads(invoke("run", demo, "-p", PROMPT, "--temp", "0", "-n", "60", "--raw", "--json", *more).stdout)
-        for more in ([], ["--spec-type", "ngram-simple"])
+        for more in ([], ["--spec-type", "ngram-simple"], ["-md", demo], ["--model-draft", dense, "--spec-type", "draft-simple"])
     ]
-    assert answers[0]["text"] == answers[1]["text"] and answers[0]["usage"] == answers[1]["usage"]
+    assert all(answer["text"] == answers[0]["text"] and answer["usage"] == answers[0]["usage"] for answer in answers)
+    assert [answer["stats"]["draft_length"] is None for answer in answers] == [True, False, False, False]
+    done = invoke("run", demo, "-p", PROMPT, "-md", dense, "--context-shift")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "-md: neither with --context-shift" in done.stderr

@@ -73,7 +73,7 @@ def test_servers(model, changed):
     """Their context is as long as memory allows, and changes a state only with factors for positions that depend on it."""
 
     def of(path: str = model, long_factors: bool = False, args: tuple[str, ...] = (), **options) -> bytes:
-        server = {name: options.pop(name) for name in ("draft", "kv_unified", "parallel") if name in options}
+        server = {name: options.pop(name) for name in ("kv_unified", "parallel") if name in options}
         engine = Engine(Config.make(path, **{"expert_memory": "4M"} | options))
         if long_factors:
             engine.model_index.dense["rope_factors_long.weight"] = None
@@ -81,7 +81,7 @@ def test_servers(model, changed):
 
     same = of()
     assert {of(memory="1G", expert_memory=None), of(n_ctx=512), of(n_threads=3), of(strategy="lru"), of(parallel=2), of(args=("--log-file", "x"))} == {same}
-    others = [of(changed), of(draft="x.gguf"), of(kv_unified=False), of(args=("--control-vector", "x.gguf")), of(long_factors=True, n_ctx=256),
+    others = [of(changed), of(draft=changed), of(kv_unified=False), of(args=("--control-vector", "x.gguf")), of(long_factors=True, n_ctx=256),
               of(long_factors=True, n_ctx=512), *(of(**other) for name, other in OTHERS.items() if name != "context")]  # fmt: skip
     assert len({same, *others}) == 1 + len(others)
 

@@ -1,0 +1,75 @@
+"""A model that makes drafts for another one: of which kind it is, and the memory that it takes, as a whole. Nothing is loaded here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import ModelError
+from ..gguf.model_index import ModelIndex
+from ..gguf.preflight import preflight
+from .dry_load import dry_load_whole
+from .plan import MemoryPlan, require_header_room
+
+# llama-server's names of how drafts are made
+MODEL_DRAFTS, OWN_LAYERS = "draft-simple", "draft-mtp"
+_DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself
+_TOLD_BY_FILE = ("dflash",)  # and where it does
+_SHARED = ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn")
+
+
+def draft_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of llama_cpp.Llama that a draft model has from those of the model that it drafts for. It is computed by the CPU."""
+    return {name: keywords[name] for name in _SHARED if name in keywords} | {"op_offload": False}
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Its file.
+
+    Attributes:
+        spec_type: how drafts are made with it; None: as llama.cpp finds in the file.
+    """
+
+    model_index: ModelIndex
+    spec_type: str | None
+
+    @classmethod
+    def read(cls, path: str, spec_type: str | None, budget: int) -> DraftModel:
+        """Reads its headers.
+
+        Args:
+            spec_type: as the user says. llama.cpp would make no drafts with an ordinary model of which nobody says more.
+            budget: of the process.
+
+        Raises:
+            ModelError: it is missing, or damaged.
+            BudgetError: there is no room for its headers.
+        """
+        model_index = ModelIndex.read(path)
+        require_header_room(path, model_index.header_memory, budget)
+        preflight(model_index)
+        if spec_type is None and model_index.architecture not in _TOLD_BY_FILE:
+            spec_type = OWN_LAYERS if model_index.n_nextn else _DRAFTS_OF.get(model_index.architecture, MODEL_DRAFTS)
+        return cls(model_index, spec_type)
+
+    @property
+    def nextn(self) -> bool:
+        """Its next-token layers make them."""
+        return OWN_LAYERS in (self.spec_type or "").split(",")
+
+    def require_text(self) -> None:
+        """Checks that it makes drafts as it writes a text. Raises `ModelError`."""
+        path, architecture = self.model_index.files[0], self.model_index.architecture
+        kind = architecture if architecture in (*_DRAFTS_OF, *_TOLD_BY_FILE) else self.spec_type
+        if kind != MODEL_DRAFTS:
+            raise ModelError(f"{path}: makes drafts as {kind}, for moeoff serve alone: here an ordinary small model makes them")
+        if "pooling_type" in self.model_index.hparams or self.model_index.hparams.get("attention.causal") is False:
+            raise ModelError(f"{path}: a model for embeddings, which writes no text: an ordinary small model makes drafts")
+        self.model_index.require_text()
+
+    def memory(self, n_ctx: int, keywords: Mapping[str, Any], n_sequences: int = 1) -> MemoryPlan:
+        """What llama.cpp allocates for it with these `draft_keywords`, and as extras what it takes for the headers while it loads."""
+        planned = dry_load_whole(self.model_index, n_ctx, keywords, (), n_sequences, self.nextn)
+        return replace(planned, n_ctx=n_ctx, extras=self.model_index.header_memory)
