@@ -652,9 +652,10 @@ ANSWER = {
     "gemma-4-26b-a4b": Scales(recency=1.35, logits=1.07, topic=0.695, context=1.1),
     "gpt-oss-120b": Scales(logits=0.9, topic=0.65, context=0.5),
     "qwen3.6-35b-a3b": Scales(recency=1.2, logits=0.9, skew=0.33, topic=0.6, context=1.3, attention=0.17, feed_forward=0.1),
+    "qwen3.8-flash-next": Scales(recency=1.2, logits=0.9, skew=0.33, topic=0.75, context=1.3, attention=0.16, feed_forward=0.095),
 }
 # of shapes without a published trace, the one whose scales they have
-NEAREST = {"gpt-oss-20b": "gpt-oss-120b", "qwen3.8-flash-next": "qwen3.6-35b-a3b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
+NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
 
 
 def scales_of(shape: Shape) -> Scales:

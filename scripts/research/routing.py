@@ -52,8 +52,9 @@ PIECE = 256  # tokens of a text, where texts take turns
 PROMPT = b"Explain how a mixture-of-experts model decides which experts handle each token."  # of the published traces
 # the next gate's choice by this layer's input, as the source of the traces measured it on real weights; of the others it has none
 RECALL = {"qwen3-30b-a3b": 0.886}
-# of a model of which it has no trace: as the token before, and the next gate's recall, of all experts used, in %
-TOLD = {"qwen3.6-35b-a3b": ("35.4", "80.7")}
+# of a model of which it has no trace: as the token before, and the next gate's recall, of all experts used, in %; of Flash-Next's there is nothing, so the
+# nearest model's are wanted
+TOLD = dict.fromkeys(("qwen3.6-35b-a3b", "qwen3.8-flash-next"), ("35.4", "80.7"))
 HIDDEN = 32  # values of each expert in the copies
 ALONE: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False}  # of a copy: others on the machine hardly slow one thread
 JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
@@ -184,8 +185,8 @@ def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str,
 
 def target_of(name: str) -> tuple[str | None, int]:
     """The published trace that a shape follows, if there is one, and the tokens of its answer."""
-    published = NEAREST.get(name, name)
-    return published if published in PUBLISHED else None, 64 if published == "gpt-oss-120b" else 128
+    published = name if name in PUBLISHED else NEAREST.get(name)
+    return published, 64 if published == "gpt-oss-120b" else 128
 
 
 def percent(values: Any) -> str:
@@ -259,7 +260,7 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
         for name, trace, next_recall in shape_answers(names or list(ANSWER), keep):
             source = target_of(name)[0]
             if source is None:
-                repeats, told_recall = TOLD[NEAREST.get(name, name)]
+                repeats, told_recall = TOLD[name]
                 table.row(name, "reached", *cells(measure_answer(trace), next_recall))
                 table.row("", "wanted", repeats, "", "", "", told_recall, "", "")
                 continue
