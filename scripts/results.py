@@ -150,12 +150,14 @@ def block(name: str, table: str | None, columns: str | None = None) -> str:
 
 SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and 10^9 bytes of its file
     "real-qwen3": ("Qwen3-30B-A3B", 18.55),
+    "real-qwen36": ("Qwen3.6-35B-A3B", 21.16),
     "real-gpt-oss": ("gpt-oss-20b", 12.10),
     "real-deepseek": ("DeepSeek-V2-Lite", 10.37),
     "real-gemma": ("gemma-4-26B-A4B", 17.03),
     "real-glm": ("GLM-4.5-Air", 60.35),
     "real-gpt-oss-120b": ("gpt-oss-120b", 63.37),
 }
+_PROMPT = 64  # tokens, of their runs
 STOCK_IN_A_LIMIT = ("stock, memory map", "stock, memory map, plain kernels")  # for its repacked kernels the kernel may kill it
 
 
@@ -191,7 +193,9 @@ def models_table() -> dict:
     for name, (model, size) in SHAPES.items():
         limit, speeds = next(iter(by_contender(name).items()))
         stock = next(speeds[contender] for contender in STOCK_IN_A_LIMIT if speeds.get(contender))
-        ours = [by_contender(name, column)[limit]["auto"] for column in ("tok/s", "MB/token", "first token s")]
+        prompt, *ours = (by_contender(name, column)[limit]["auto"] for column in ("prompt tok/s", "tok/s", "MB/token"))
+        first, *range_ = (f"{_PROMPT / rate:.2f}" for rate in _numbers(prompt))
+        ours.append(first + (f" ({range_[1]} to {range_[0]})" if range_ else ""))
         rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(limit), *ours, _said(read(name), "--rounds"), stock])
     return {"columns": ["model", "file", "memory", "moeoff, tok/s", "MB/token", "first token s", "rounds", "llama.cpp, tok/s"], "rows": rows}
 
