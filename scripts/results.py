@@ -232,6 +232,7 @@ GATHERED = {"models": models_table, "reliability": reliability_table}
 
 GREY, BLUE, GOLD, MAUVE = "#6e7781", "#2f81f7", "#bf8700", "#8250df"  # that read on white and on black
 FONT = f'font-family="sans-serif" font-size="14" fill="{GREY}"'
+# what the names of the data files of long contexts end with, by depth
 DEPTHS = ("-0", "", "-8k", "-16k", "-32k")
 KERNELS = {  # of docs/results/kernels.md
     "kernels-grown": "demo model, grown",
