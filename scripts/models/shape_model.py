@@ -31,7 +31,9 @@ A model that answers keeps to half of its experts, whatever it says:
 
 Hyper-connections (qwen4exp) are nearly one residual stream: all streams begin as the embedding, a mixer's gates let half of each through, which its norm
 doubles, and what is injected into each is the same; both waver by a few per cent, by the token. Rows for n-grams add a tenth of the stream's size, all rows
-at random. The indexer compares random directions.
+at random. The indexer compares random directions. Those of glm5-next are mixed evenly, and waver as much.
+
+Without RoPE (glm5-next) attention has no recency but in the delta networks; latent attention compares random directions, and in the topic's layer stresses.
 """
 
 from __future__ import annotations
@@ -62,17 +64,29 @@ from moeoff.system.files import demo_model
 _FALLBACK = {"Q2_0": "Q4_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"} | dict.fromkeys(
     ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"
 )
-_KEPT = {"ffn_gate_inp": "F32", "ssm_conv1d": "F32", "ple_conv1d": "F16", "indexer": "BF16"}  # matrices that are not quantized
+# matrices that are not quantized
+_KEPT = {"ffn_gate_inp": "F32", "ssm_conv1d": "F32", "ple_conv1d": "F16", "indexer": "BF16"} | dict.fromkeys(
+    ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v", "hc_attn_fn", "hc_ffn_fn", "indexer_compressor_gate", "indexer_compressor_ape"), "F32"
+)
+_KEPT_KIMI = {"attn_q_a": "Q8_0", "attn_q_b": "Q8_0"} | dict.fromkeys(
+    ("attn_kv_a_mqa", "attn_k_b", "attn_v_b", "ssm_beta", "ssm_f_a", "ssm_f_b", "ssm_g_a", "ssm_g_b"), "BF16"
+)
+_GLM5 = {  # of glm5-next: keys as its converter writes them, values of GLM-5.3-Flash
+    "attention.indexer.head_count": 32, "attention.indexer.key_length": 128, "attention.indexer.top_k": 2048, "attention.indexer.kpool": 4,
+    "attention.indexer.kpool_select_tail": True, "hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 20, "hyper_connection.epsilon": 1e-6,
+    "kda.gate_lower_bound": -5.0,
+}  # fmt: skip
 _GATING = {"softmax": 1, "sigmoid": 2, "softmax of the selected": 3}  # LLAMA_EXPERT_GATING_FUNC_TYPE_*
 
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention: the rank, and the sizes of a head's parts."""
+    """Multi-head latent attention: the rank, the sizes of a head's parts, and the rank of queries; 0: they have none."""
 
     kv_rank: int
     nope: int
     value: int
+    q_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,7 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One model's shape. Lengths in values; n_rot 0: the whole head is rotated.
+    """One model's shape. Lengths in values; n_rot 0: the whole head is rotated, and a head of 0 not at all.
 
     ff is one expert's hidden size, ff_dense that of a layer without experts, of which there are n_dense at the start.
     qk_norm: a norm for each head. tied: the output matrix is the embedding.
@@ -175,6 +189,10 @@ class Shape:
     streams: Streams | None = None
     expert_type: str | None = None
 
+    @property
+    def glm5(self) -> bool:
+        return self.arch == "glm5-next"
+
     def is_wide(self, layer: int) -> bool:
         return self.wide is not None and layer % self.wide.every == self.wide.every - 1
 
@@ -213,7 +231,7 @@ class Shape:
         if shrink < 1:
             raise OptionError(f"shrink: expected at least 1, found {shrink}")
         if shrink > 1:
-            mla = self.mla and replace(self.mla, kv_rank=_narrow(self.mla.kv_rank, shrink))
+            mla = self.mla and replace(self.mla, kv_rank=_narrow(self.mla.kv_rank, shrink), q_rank=_narrow(self.mla.q_rank, shrink))
             kv = max(1, self.n_head_kv // shrink)
             delta = self.delta and replace(self.delta, n_value=max(1, self.delta.n_value // shrink), n_key=max(1, self.delta.n_key // shrink))
             widths = {key: _narrow(getattr(self, key), shrink) for key in ("n_embd", "ff", "ff_dense")}
@@ -241,10 +259,11 @@ def _narrow(width: int, by: int) -> int:
 
 def _type(shape: Shape, part: str, layer: int, row: int) -> int:
     """The type of a matrix. part: its name without layer and ".weight"."""
-    more = layer < shape.n_layer // 8 or layer >= 7 * shape.n_layer // 8 or (layer - shape.n_layer // 8) % 3 == 2
-    name = shape.recipe
-    if part in _KEPT:
-        name = _KEPT[part]
+    n = shape.n_layer + shape.glm5  # with the MTP layer, which the quantizer counts
+    more = layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
+    name, kept = shape.recipe, _KEPT | (_KEPT_KIMI if shape.glm5 else {})
+    if part in kept:
+        name = kept[part]
     elif part.endswith("_exps") and shape.expert_type:
         name = shape.expert_type
     elif shape.recipe == "MXFP4":
@@ -333,6 +352,10 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
             yield from _ngrams(shape)
     else:
         yield "attn_norm.weight", (n_embd,)
+    if shape.glm5:
+        yield from _hyper(shape, "hc_attn")
+        yield from _glm5_attention(shape, layer)
+        return
     if shape.is_delta(layer):
         yield from _delta(shape.delta, n_embd)
         return
@@ -363,6 +386,35 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"indexer.{part}_norm.weight", (streams.index_head,)
 
 
+def _hyper(shape: Shape, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What weighs glm5-next's streams before a layer's attention or experts, and mixes them behind."""
+    n = _GLM5["hyper_connection.count"]
+    yield from ((f"{name}_fn.weight", ((2 + n) * n, n * shape.n_embd)), (f"{name}_base.weight", ((2 + n) * n,)), (f"{name}_scale.weight", (3,)))
+
+
+def _glm5_attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Kimi's delta networks, or latent attention without RoPE, whose indexer chooses pools of positions."""
+    n_embd, n_head, mla, head = shape.n_embd, shape.n_head, shape.mla, shape.delta.head
+    heads, width, pool = (_GLM5[f"attention.indexer.{key}"] for key in ("head_count", "key_length", "kpool"))
+    if shape.is_delta(layer):
+        n = n_head * head
+        for part in "qkv":
+            yield from ((f"attn_{part}.weight", (n, n_embd)), (f"ssm_conv1d_{part}.weight", (n, 1, shape.delta.conv)))
+        for part in "fg":  # what is forgotten, and the gate
+            yield from ((f"ssm_{part}_a.weight", (head, n_embd)), (f"ssm_{part}_b.weight", (n, head)))
+        parts = {"ssm_beta.weight": (n_head, n_embd), "ssm_a": (n_head,), "ssm_dt.bias": (n,), "ssm_norm.weight": (head,), "attn_output.weight": (n_embd, n)}
+    else:
+        parts = {
+            "attn_q_a.weight": (mla.q_rank, n_embd), "attn_q_a_norm.weight": (mla.q_rank,), "attn_q_b.weight": (n_head * mla.nope, mla.q_rank),
+            "attn_kv_a_mqa.weight": (mla.kv_rank, n_embd), "attn_kv_a_norm.weight": (mla.kv_rank,), "attn_k_b.weight": (n_head, mla.kv_rank, mla.nope),
+            "attn_v_b.weight": (n_head, mla.value, mla.kv_rank), "attn_output.weight": (n_embd, n_head * mla.value), "indexer.k_norm.weight": (width,),
+            "indexer.k_norm.bias": (width,), "indexer.proj.weight": (heads, n_embd), "indexer.attn_k.weight": (width, n_embd),
+            "indexer.attn_q_b.weight": (heads * width, mla.q_rank), "indexer_compressor_gate.weight": (width, n_embd),
+            "indexer_compressor_ape.weight": (pool, width),
+        }  # fmt: skip
+    yield from parts.items()
+
+
 def _delta(delta: Delta, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Of a layer, names and shapes."""
     n_values = delta.n_value * delta.head
@@ -386,6 +438,8 @@ def _feed_forward(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ..
         yield from _mixer(shape, "hc_ffn")
     else:
         yield ("post_attention_norm.weight" if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe") else "ffn_norm.weight"), (n_embd,)
+    if shape.glm5:
+        yield from _hyper(shape, "hc_ffn")
     if layer < shape.n_dense:
         yield "ffn_gate.weight", (shape.ff_dense, n_embd)
         yield "ffn_up.weight", (shape.ff_dense, n_embd)
@@ -403,7 +457,7 @@ def _feed_forward(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ..
             yield f"ffn_{part}_exps.bias", (n_expert, dims[0])
     if shape.n_shared:
         rows = shape.n_shared * ff
-        if shape.delta:
+        if _gated(shape) < 1:
             yield "ffn_gate_inp_shexp.weight", (n_embd,)
         yield "ffn_gate_shexp.weight", (rows, n_embd)
         yield "ffn_up_shexp.weight", (rows, n_embd)
@@ -442,7 +496,7 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
         "expert_used_count": shape.n_used,
         "expert_feed_forward_length": shape.ff,
     }
-    if shape.arch in ("deepseek2", "glm4moe"):
+    if shape.arch in ("deepseek2", "glm4moe", "glm5-next"):
         values |= {
             "leading_dense_block_count": shape.n_dense,
             "expert_shared_count": shape.n_shared,
@@ -450,7 +504,11 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
             "expert_weights_norm": shape.norm_weights,
             "expert_weights_scale": shape.weights_scale,
         }
-    if (delta := shape.delta) is not None:
+    if (delta := shape.delta) is not None and shape.glm5:
+        values |= _GLM5 | {f"swiglu_clamp_{part}": np.full(shape.n_layer, 10, np.float32) for part in ("exp", "shexp")}
+        values |= {"ssm.conv_kernel": delta.conv, "kda.head_dim": delta.head}
+        values["attention.head_count_kv"] = np.array([0 if shape.is_delta(layer) else 1 for layer in range(shape.n_layer)], np.int32)
+    elif delta is not None:
         values |= {
             "expert_shared_feed_forward_length": shape.n_shared * shape.ff,
             "full_attention_interval": delta.every,
@@ -464,7 +522,7 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
     if shape.streams:
         values |= _streams_metadata(shape, shape.streams)
     if shape.mla:
-        values |= {"attention.kv_lora_rank": shape.mla.kv_rank, "attention.q_lora_rank": 0}
+        values |= {"attention.kv_lora_rank": shape.mla.kv_rank, "attention.q_lora_rank": shape.mla.q_rank}
         values |= {"attention.key_length_mla": shape.qk_head, "attention.value_length_mla": shape.mla.value}
     if shape.sliding_window:
         values["attention.sliding_window"] = shape.sliding_window
@@ -551,6 +609,12 @@ _ALL = (
         n_rot=64, n_expert=128, n_used=8, ff=1408, ff_dense=10944, n_dense=1, n_shared=1, gating="sigmoid", selection_bias=True, qkv_bias=True,
         rope_base=1e6, eps=1e-5,
     ),
+    # zai-org/GLM-5.3-Flash: what vLLM's and other model classes for its config.json take as default; nothing reads rope_base
+    Shape(
+        name="glm-5.3-flash", arch="glm5-next", recipe="Q4_K_M", n_layer=45, n_ctx=1048576, n_embd=4096, n_vocab=154880, n_head=64, n_head_kv=64, head=0,
+        mla=Mla(512, 256, 256, 1536), n_expert=288, n_used=8, ff=2048, ff_dense=12288, n_dense=3, n_shared=1, gating="sigmoid", weights_scale=2.5,
+        selection_bias=True, rope_base=10000.0, eps=1e-5, delta=Delta(4, 64, 64, 128, 4),
+    ),
 )  # fmt: skip
 SHAPES = {shape.name: shape for shape in _ALL}
 
@@ -570,6 +634,7 @@ _STEADY = 3.0  # of what does not compare in topic keys, against a token of stre
 _HEADSTART = 16.0  # logit of the tokenizer's tokens against unused ones
 _SMALL = 0.2  # values of delta networks, so that SiLU is nearly linear
 _FORGETS = 0.05  # ssm_a: they keep 97 % from one token to the next
+_FORGETS_KIMI = -5.0  # the bias that keeps as much where it is five times a sigmoid
 _N_CONTROL = 3  # of the demo model's tokens, the first
 _WAVERS = 0.1  # of hyper-connections' gates, before the sigmoid, and of what is injected against 1
 _NGRAMS = 0.1  # what their rows add, against the stream
@@ -581,6 +646,7 @@ _SCALES = {
     "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
 }  # fmt: skip
 _ROW = 256  # values: one block of every K-quant
+_STRUCTURED = ("attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa", "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ffn_gate_inp")
 _STEP = 2654435761  # odd, so that multiples of it meet every block before they meet one twice
 
 
@@ -655,7 +721,7 @@ ANSWER = {
     "qwen3.8-flash-next": Scales(recency=1.2, logits=0.9, skew=0.33, topic=0.75, context=1.3, attention=0.16, feed_forward=0.095),
 }
 # of shapes without a published trace, the one whose scales they have
-NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
+NEAREST = {"gpt-oss-20b": "gpt-oss-120b", "glm-5.3-flash": "qwen3.6-35b-a3b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
 
 
 def scales_of(shape: Shape) -> Scales:
@@ -669,7 +735,7 @@ def _silu(x):
 
 def _gated(shape: Shape) -> float:
     """What a gate that reads nothing leaves of attention, and of the shared expert."""
-    return 0.5 if shape.delta else 1.0
+    return 0.5 if shape.delta and not shape.glm5 else 1.0
 
 
 class Weights:
@@ -708,17 +774,23 @@ class Weights:
                 rows *= np.float32(self._shape.n_embd**-0.5)  # llama.cpp takes it as many times
             yield quantize(rows, tensor.type).reshape(-1)
             yield np.zeros(tensor.n_bytes // tensor.shape[0] * (tensor.shape[0] - len(rows)), np.uint8)
-        elif part in ("ssm_conv1d", "ple_conv1d"):  # the last tap alone
-            taps = np.eye(1, tensor.shape[1], tensor.shape[1] - 1, np.float32) * np.float32(1 if part == "ssm_conv1d" else _NGRAMS)
+        elif "conv1d" in part:  # the last tap alone
+            taps = np.eye(1, tensor.shape[-1], tensor.shape[-1] - 1, np.float32) * np.float32(_NGRAMS if part == "ple_conv1d" else 1)
             yield quantize(taps.repeat(tensor.shape[0], 0), tensor.type).reshape(-1)
-        elif part == "indexer":
-            yield quantize(self._reading(tensor.shape[0], rng), tensor.type).reshape(-1)
-        elif part in ("attn_q", "attn_k", "attn_v", "attn_kv_a_mqa", "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ffn_gate_inp"):
+        elif part in _STRUCTURED or (self._shape.glm5 and layer == self._topic_layer and part in ("attn_q_b", "attn_k_b")):
             for rows, times in self._matrix(part, layer, rng):
                 yield np.tile(quantize(rows, tensor.type).reshape(-1), times)
         elif part == "attn_output" and layer >= 0 and layer in (self._topic_layer, self._next_layer):
             for rows in self._special_output(layer, tensor.shape[1], rng):
                 yield quantize(rows, tensor.type).reshape(-1)
+        elif type_name(tensor.type) in ("F32", "BF16"):
+            size = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+            rows = self._reading(size[0], rng) if size[1] == self._shape.n_embd else rng.standard_normal(size, np.float32) * np.float32(size[1] ** -0.5)
+            if part == "attn_v_b" and layer == self._topic_layer:  # values are what does not compare, which the norm has made smaller
+                n = self._shape.mla.nope // 2
+                rows *= np.float32(math.sqrt((size[1] + 4 * n) / (size[1] - n)))
+                rows[:, :n] = 0
+            yield quantize(rows, tensor.type).reshape(-1)
         else:
             n_slices = tensor.shape[0] if len(tensor.shape) == 3 else 1
             n_bytes = tensor.n_bytes // n_slices
@@ -772,10 +844,11 @@ class Weights:
         size, middle = self._sizes[layer]
         if part in ("attn_k_b", "attn_v_b"):
             return shape.mla.kv_rank**-0.5
+        if part == "ssm_out" or (shape.glm5 and part == "attn_output" and shape.is_delta(layer)):
+            gate = 0.54 if shape.glm5 else _silu(1.0)  # of values that a norm has brought to 1: sigmoid of a random one, SiLU of 1
+            return self._attention(layer) * size / (gate * math.sqrt(shape.delta.n_value * shape.delta.head))
         if part == "attn_output":
             return self._attention(layer) * size / (self._scales.mean_size * _gated(shape) * math.sqrt(shape.n_head * shape.v_head))
-        if part == "ssm_out":  # of values that a norm has brought to 1, times SiLU of a gate of 1
-            return self._attention(layer) * size / (_silu(1.0) * math.sqrt(shape.delta.n_value * shape.delta.head))
         if (streams := shape.streams) is not None:  # a mixer's input has a deviation of 2, SiLU of its middle one of 0.6, the table of 1
             wide = (streams.n * shape.n_embd) ** -0.5
             sizes = {"down": streams.n / 2 * wide, "up": _WAVERS / (0.6 * math.sqrt(streams.rank)), "inject": _WAVERS * streams.n * wide}
@@ -823,6 +896,8 @@ class Weights:
         if kind == "bias":
             if part == "ffn_gate_inp":
                 return self._scales.skew * self._scales.logits * noise
+            if part == "ssm_dt" and self._shape.glm5:
+                return _FORGETS_KIMI + 0.05 * noise
             factors = {"exp_probs_b": 0.02, "attn_output": 0.02 * size, "ffn_down_exps": 0.1 * self._update(layer) * middle}
             values = factors.get(part, 0.05) * noise
             if part in ("attn_output", "ffn_down_exps"):
@@ -840,7 +915,9 @@ class Weights:
         if norm in ("ffn_norm", "post_attention_norm"):
             return self._norm(middle, _SEEN, noise)
         if part == "ssm_a":
-            return np.full(dims, -_FORGETS)
+            return np.full(dims, -1 if self._shape.glm5 else -_FORGETS)
+        if part.startswith("hc_") and part.endswith(("_base", "_scale")):
+            return np.full(dims, 0 if part.endswith("_base") else _WAVERS)
         return np.zeros(dims) if part == "ffn_gate_inp_shexp" else np.ones(dims)
 
     def _wide_vector(self, part: str, kind: str, layer: int, dims: tuple[int, ...], noise: np.ndarray) -> np.ndarray | None:
@@ -924,16 +1001,18 @@ class Weights:
         shape = self._shape
         if part == "ffn_gate_inp":
             yield self._router(rng), 1
+        elif shape.is_delta(layer):
+            yield self._delta(part, layer, rng), 1
         elif part == "attn_v":
             rows = self._reading(shape.n_head_kv * shape.head, rng)
             if layer == self._next_layer:  # the first head takes the code along
                 rows[: shape.head] = 0
                 rows[np.arange(self._code.stop - self._code.start), np.arange(self._code.start, self._code.stop)] = 1
             yield rows, 1
+        elif shape.glm5:
+            yield self._unturned(part, layer, rng), shape.n_head if part.endswith("_b") else 1
         elif shape.mla:
             yield from self._latent(part, layer, rng)
-        elif shape.is_delta(layer):
-            yield self._delta(part, layer, rng), 1
         else:
             n_head_kv, head, _ = shape.heads(layer)
             keys = self._keys(layer, n_head_kv * head, 1.0 if shape.qk_norm else self._key_size(layer), part == "attn_q")
@@ -948,6 +1027,10 @@ class Weights:
         """The matrices of a delta network that is a running mean of the recent past: queries and keys are one fixed vector, and of what a head says for it
         each token takes a part of its own, by the head a fifth to a half."""
         shape, delta = self._shape, self._shape.delta
+        if part in ("attn_q", "attn_k"):
+            return self._keys(layer, delta.n_key * delta.head, 1.0)
+        if part == "attn_v":
+            return self._reading(delta.n_value * delta.head, rng, _SMALL)
         if part == "attn_qkv":
             keys = self._reading(delta.n_key * delta.head, rng, self._content(layer))
             fixed = rng.choice(np.array([-1, 1], np.float32), len(keys))
@@ -966,6 +1049,19 @@ class Weights:
             yield np.concatenate([self._reading(mla.kv_rank, rng), self._keys(layer, shape.rot, size)]), 1
         else:
             yield np.concatenate([self._reading(mla.nope, rng, _CONTENT), self._keys(layer, shape.rot, size, queries=True)]), shape.n_head
+
+    def _unturned(self, part: str, layer: int, rng: np.random.Generator) -> np.ndarray:
+        """A matrix of latent attention without RoPE; b: of one head. Where the topic is made, half of a head and as much of the latent are the topic's keys."""
+        mla = self._shape.mla
+        n = mla.nope // 2
+        if part == "attn_k_b":
+            return np.eye(mla.kv_rank, mla.nope, dtype=np.float32)
+        if part == "attn_q_b":  # the norms of queries and latent take a root of two
+            return np.eye(mla.nope, mla.q_rank, dtype=np.float32) * (np.arange(mla.q_rank) < n) * (2 * self._scales.keenness * math.sqrt(2 * mla.nope) / n)
+        rows = self._reading(mla.q_rank if part == "attn_q_a" else mla.kv_rank, rng)
+        if layer == self._topic_layer:
+            rows[:n] = self._topic_keys(self._rng("keys", layer), n, 1.0, part == "attn_q_a")
+        return rows
 
     def _special_output(self, layer: int, n_in: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
         """The output matrix of the attention that writes the topic, or what comes next; pieces of rows."""
