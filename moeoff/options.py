@@ -20,7 +20,6 @@ from .budget.plan import DeviceBound
 from .errors import MoeoffError, OptionError
 from .option import MOST, Option, Options, integer, number, one_of, option, parse_switch, read, table_of
 from .precision import LOSSLESS, Precision
-from .system.disk import IO_THREADS
 from .system.files import read_text
 from .system.machine import n_cores
 from .system.memory import MIB, parse_percent, parse_size
@@ -225,8 +224,8 @@ class Config:
     warm: bool = _expert("--warm", metavar="on|off", parse=parse_switch, default=False, usual=True, choices=("on", "off"), commands=_OPEN,
                          help="Preload in the background: all experts if they fit, else those cached at the last exit. While the model waits for a "
                               "prompt, fill the cache.")  # fmt: skip
-    io_threads: int = _expert("--io-threads", metavar="N", parse=integer(1, 64), default=IO_THREADS, commands=f"{_OPEN} bench",
-                                     help="Threads that read experts.")  # fmt: skip
+    io_threads: int | None = _expert("--io-threads", metavar="N", parse=integer(1, 64), commands=f"{_OPEN} bench",
+                                     help="Threads that read experts. Default: as many as the disk is seen to gain from, 4 to 16.")  # fmt: skip
     deterministic: bool = _expert("--deterministic", default=False,
                                   help="With --max-loss: decide by a simulated cache instead of the real one, so that a run can be repeated.")  # fmt: skip
     trace: Path | None = _expert("--trace", metavar="FILE", parse=os.fspath, is_file=True, commands="run",

@@ -105,7 +105,7 @@ def record(
             llm.engine.buffer.drain()
             decode = llm.stats()
             policy = llm.engine.config.strategy.policy
-            io_threads, policy_name, peak = llm.engine.config.io_threads, "lru" if policy is None else policy.name, peak_rss()
+            io_threads, policy_name, peak = decode.io_threads, "lru" if policy is None else policy.name, peak_rss()
             n_ctx, needed = llm.n_ctx(), llm.engine.planned.floor
         trace = Trace.read(path)
     disk = disk_rate(model_index, io_threads, _PROBE_SECONDS)

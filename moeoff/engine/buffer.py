@@ -71,12 +71,12 @@ def _replaced(model_index: ModelIndex, name: str) -> ModelError:
 
 
 class ExpertBuffer:
-    """Slices of routed experts in an arena of at most `cache_bytes`, read by `io_threads` I/O threads.
+    """Slices of routed experts in an arena of at most `cache_bytes`, read by I/O threads.
 
     A slice may have a low version in addition to the high one, with an arena of its own; `set_precision` says when it is used.
 
     Args:
-        io_threads: I/O threads, 1 to 64.
+        io_threads: at most 64; 0: as many as the disk is seen to gain from.
         keep: False drops every expert after its use.
         eager: False lets each matrix op ask for its own slices instead of the gate for all of them.
         direct_io: reads around the page cache where the file system can.
@@ -87,7 +87,7 @@ class ExpertBuffer:
         OptionError: an argument out of range.
     """
 
-    def __init__(self, *, io_threads: int = 4, keep: bool = True, eager: bool = True, direct_io: bool = True,
+    def __init__(self, *, io_threads: int = 0, keep: bool = True, eager: bool = True, direct_io: bool = True,
                  gate_input: bool = False, gate_logits: bool = False):  # fmt: skip
         self._flags = (
             (native.FLAG_KEEP if keep else 0)

@@ -160,7 +160,7 @@ class Driver:
         self._trace: TraceWriter | None = None
         self._ends: dict[int, int] = {}  # of each sequence, the first position at which it may go on
 
-    def attach(self, strategy: Strategy, model_index: ModelIndex, *, io_threads: int, trace: str | os.PathLike[str] | None = None,
+    def attach(self, strategy: Strategy, model_index: ModelIndex, *, trace: str | os.PathLike[str] | None = None,
                profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None,
                on_devices: bool = False) -> None:  # fmt: skip
         """The parts of a strategy, once: nothing, where all experts are resident anyway. They see every event before other observers.
@@ -194,7 +194,7 @@ class Driver:
             require_calibration(strategy, profile, model_index)
             predictor = _predictor(predictor_class, router, profile, **strategy.options)
             fallback = _predictor(get_predictor(_WITHOUT_INPUT), router, profile, small=True) if predictor.wants_gate_input else None
-            prefetcher = Prefetcher(buffer, predictor, model.n_used, io_threads, fallback, share=strategy.share, bounded=strategy.bounded,
+            prefetcher = Prefetcher(buffer, predictor, model.n_used, fallback, share=strategy.share, bounded=strategy.bounded,
                                     ab_tested=strategy.ab_tested, precision=precision, fills_devices=on_devices)  # fmt: skip
         if policy_class is not None:
             options = {} if precision.lossless else policy_class.precision_options(precision.t1)

@@ -203,7 +203,7 @@ class Engine:
             require_calibration(config.strategy, self.profile, model_index)
         strategy = config.strategy
         self.buffer = ExpertBuffer(
-            io_threads=config.io_threads,
+            io_threads=config.io_threads or 0,
             keep=strategy.keep,
             eager=strategy.eager,
             direct_io=config.direct_io,
@@ -404,7 +404,7 @@ class Engine:
             self.buffer.start(*self.sizer.arenas)
         self._ran, self._followed = True, self.plan.budget
         self._ends = {}
-        self._prompt_meter = PromptMeter(self.buffer, self.config.io_threads)
+        self._prompt_meter = PromptMeter(self.buffer)
         if not precision.lossless:
             self.quality.use(precision)
 
@@ -424,7 +424,6 @@ class Engine:
         self.driver.attach(
             config.strategy,
             self.model_index,
-            io_threads=config.io_threads,
             trace=config.trace,
             profile=self.profile,
             precision=self.quality.precision,
@@ -630,7 +629,6 @@ class Engine:
             peak_rss_bytes=peak_rss(),
             direct_io=not self.buffer.buffered and counters.direct_reads == counters.reads,
             row_table_bytes=self.buffer.row_table_bytes,
-            io_threads=self.config.io_threads,
             micro_batch=self.micro_batch.n_tokens,
             micro_batch_reason=self.micro_batch.reason,
             memory=plan.items(),

@@ -25,7 +25,7 @@ def explain(engine: Engine) -> dict[str, str]:
         "micro-batch": f"{engine.micro_batch.n_tokens} tokens: {engine.micro_batch.reason}; another one changes results in their last bits (-ub)",
         "attention": f"flash attention {'on: smaller buffers, and faster behind long texts' if engine.keywords.get('flash_attn') else 'off'} (-fa)",
         "threads": f"{engine.keywords['n_threads']} compute (-t)",
-        "I/O threads": f"{config.io_threads} read (--io-threads)",
+        "I/O threads": f"{engine.buffer.stats().io_threads} read{'' if config.io_threads else ', as many as the disk is seen to gain from'} (--io-threads)",
         "strategy": f"{strategy.name}: {'nothing to do, all experts fit' if whole else strategy.summary} (--strategy)",
         "prefetching": _prefetching(engine, whole),
         "profile": engine.profile.path if engine.profile else "none: moeoff calibrate fits cache and predictor to the model",

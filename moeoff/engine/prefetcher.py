@@ -276,7 +276,6 @@ class Prefetcher(Observer):
         buffer: started.
         predictor: its `observe` is called for the events that are predicted from.
         n_used: experts for each token.
-        io_threads: I/O threads of the buffer.
         fallback: takes the predictor's place if it reads gate inputs and events have none.
         share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
         bounded: in decode, as of `Strategy`.
@@ -286,13 +285,13 @@ class Prefetcher(Observer):
         fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
     """
 
-    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, io_threads: int,
+    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int,
                  fallback: Predictor | None = None, *, share: float = 0.0, bounded: bool = True, ab_tested: bool = True,
                  precision: Precision = LOSSLESS, fills_devices: bool = False):  # fmt: skip
         self._buffer, self.predictor, self._fallback = buffer, predictor, fallback
         self._fills_devices, self._bounded = fills_devices, bounded
         self._n_gates, n_experts = buffer.priorities.shape
-        self._n_used, self._io_threads = n_used, io_threads
+        self._n_used = n_used
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
         self._n_experts = n_experts
         self._native: GatePredictor | None = None
@@ -315,10 +314,10 @@ class Prefetcher(Observer):
         self._token_ns = 0.0
         self._missed = 0  # slices that this token's gates found absent
         self._misses = self._most / 2  # the same for each gate
-        self._busy: float | None = None  # ns of a token, all I/O threads
+        self._busy: float | None = None  # ns of a token, in which the disk reads
         self._credit = self._earned = 0.0  # slices; what a gate adds to them
         self._all = n_experts * self._n_matrices  # slices of a gate
-        self._seen = (0, 0)  # io_thread_busy_ns, reads
+        self._seen = (0, 0)  # disk_busy_ns, reads
 
     def use(self, precision: Precision) -> None:
         """Between batches: what is predicted is read as this will serve it, and compared anew with reading nothing."""
@@ -415,8 +414,8 @@ class Prefetcher(Observer):
         """At the first gate of a token: measures the token before, and what the disk can read besides demand."""
         now, n_rows = event.t_ns, len(event.ids)
         stats = self._buffer.stats()
-        busy, reads = stats.io_thread_busy_ns - self._seen[0], stats.reads - self._seen[1]
-        self._seen = (stats.io_thread_busy_ns, stats.reads)
+        busy, reads = stats.disk_busy_ns - self._seen[0], stats.reads - self._seen[1]
+        self._seen = (stats.disk_busy_ns, stats.reads)
         if self._usefulness is not None and self._predicts:
             for prediction in () if self._native is None else self._native.predictions():
                 self._usefulness.predicted(*prediction)
@@ -429,11 +428,10 @@ class Prefetcher(Observer):
                 self.ab_test.token(ns)
             self._token_ns += _RATE * (ns - self._token_ns) if self._token_ns else ns
             self._misses += _RATE * (self._missed / self._n_gates - self._misses)
-            busy_now = busy / self._io_threads
-            self._busy = busy_now if self._busy is None else self._busy + _RATE * (busy_now - self._busy)
-            # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the I/O threads idle, and adds up
+            self._busy = float(busy) if self._busy is None else self._busy + _RATE * (busy - self._busy)
+            # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the disk idle, and adds up
             if reads > 0:
-                t_slice = busy / reads / self._io_threads
+                t_slice = busy / reads
                 self._earned = max(self._token_ns / self._n_gates / t_slice - self._misses, 0.0) if t_slice else 0.0
         if n_rows != self._n_rows:
             self._most = float(min(n_rows * self._n_used, self._n_experts) * self._n_matrices)

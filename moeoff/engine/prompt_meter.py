@@ -12,11 +12,10 @@ _LEAST_BYTES = 64 << 20
 class PromptMeter:
     """Args:
     buffer: started.
-    io_threads: its I/O threads.
     """
 
-    def __init__(self, buffer: ExpertBuffer, io_threads: int):
-        self._buffer, self._io_threads = buffer, io_threads
+    def __init__(self, buffer: ExpertBuffer):
+        self._buffer = buffer
         self._tokens = self._ns = self._bytes = self._busy_ns = 0
         self._seen: tuple[int, int, int] | None = None
 
@@ -36,11 +35,11 @@ class PromptMeter:
 
     def _counters(self) -> tuple[int, int, int]:
         stats = self._buffer.stats()
-        return stats.stall_ns, stats.bytes_read, stats.io_thread_busy_ns
+        return stats.stall_ns, stats.bytes_read, stats.disk_busy_ns
 
     @property
     def rates(self) -> PromptRates | None:
         """None: too little was computed or read."""
         if self._tokens < _LEAST_TOKENS or self._bytes < _LEAST_BYTES or not self._busy_ns or self._ns <= 0:
             return None
-        return PromptRates(self._ns / 1e9 / self._tokens, self._bytes / (self._busy_ns / self._io_threads) * 1e9)
+        return PromptRates(self._ns / 1e9 / self._tokens, self._bytes / self._busy_ns * 1e9)

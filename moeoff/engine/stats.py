@@ -97,7 +97,7 @@ class Stats:
     row_table_bytes: int = _figure("Of tables that stay on disk and whose rows are read as tokens name them, as the token embedding.", "bytes")
     micro_batch: int = _figure("Tokens of a prompt that are computed at once.", "tokens")
     micro_batch_reason: str = _figure("Why so many.", default="")
-    io_threads: int = _figure("Reads that may be in flight at a time: threads that read experts.", metric="io_threads")
+    io_threads: int = _figure("Reads that may be in flight at a time: as many as the disk is seen to gain from, or as --io-threads says.", metric="io_threads")
     direct_io: bool = _figure("Whether every read went around the page cache.", default=False)
 
     prompt_tokens: int = _figure("Tokens of prompts that were computed.", "tokens", counter=True, metric="prompt_tokens")
@@ -124,9 +124,7 @@ class Stats:
     row_misses: int = _figure("Rows that were read from disk.", "rows", counter=True, metric="row_misses")
     row_bytes_read: int = _figure("Bytes read for them, in whole pages.", "bytes", counter=True, metric="row_read_bytes")
     stall_seconds: float = _figure("Time compute waited for experts, mean over its threads.", "seconds", 0.0, counter=True, metric="stall_seconds")
-    io_thread_busy_seconds: float = _figure(
-        "Time that reads took, summed over them: its rate is the mean number of reads in flight.", "seconds", 0.0, counter=True, metric="read_seconds"
-    )
+    disk_busy_seconds: float = _figure("Time in which experts were being read.", "seconds", 0.0, counter=True, metric="disk_busy_seconds")
     prefetch_issued: int = _figure("Expert slices read ahead.", "slices", counter=True, metric="prefetch_issued")
     prefetch_useful: int = _figure("Of these, slices that were then asked for.", "slices", counter=True, metric="prefetch_useful")
     prefetch_on: bool | None = _figure(

@@ -73,7 +73,7 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "vram_mode": str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",
         "memory": opened.get("budget_bytes") or memory,
         "strategy": opened.get("strategy", str(options.get("strategy", "auto"))) if ours else _stock_name(job),
-        "io_threads": opened.get("io_threads"),
+        "io_threads": result.closed.get("io_threads"),
         "n_ctx": opened.get("n_ctx") or options.get("n_ctx"),
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
@@ -137,7 +137,7 @@ def _mode(result: Measurement, note: str) -> str:
         return ", ".join([*parts, *([note] if note else [])])
     if "direct_io" not in closed:  # it ended before; its cgroup's peak is known all the same
         return note
-    parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {opened['io_threads']} I/O threads"]
+    parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {closed['io_threads']} I/O threads"]
     parts.append(f"{closed['resident_share']:.0%} of the experts fit at a context of {opened['n_ctx']}")
     tier = opened["tier"]
     parts.append("own precision" if tier == "original" and not closed["precision_summary"] else closed["precision_summary"] or f"all experts in {tier}")

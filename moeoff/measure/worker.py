@@ -90,7 +90,7 @@ def work(job: Job, emit: Emit) -> None:
     closed |= engine.resident_share() | ({} if job.answer is None else {"answer": engine.answered})
     engine.llm.close()
     if job.probe_seconds:
-        closed["disk_bytes_per_second"] = disk_rate(ModelIndex.read(job.model), opened.get("io_threads", IO_THREADS), job.probe_seconds).bytes_per_second
+        closed["disk_bytes_per_second"] = disk_rate(ModelIndex.read(job.model), closed.get("io_threads", IO_THREADS), job.probe_seconds).bytes_per_second
     emit("closed", **closed)
 
 

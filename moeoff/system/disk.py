@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from ..errors import ModelError
 
-IO_THREADS = 4  # more take the rate of a disk from the reads that compute waits for; fewer leave those to one another's pace
+# As moeoff-read-depth.h has it: more take the rate of a disk from the reads that compute waits for, unless it gains from them; fewer leave those to one
+# another's pace
+IO_THREADS, MOST_IO_THREADS = 4, 16
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _F_NOCACHE = 48  # of macOS's fcntl.h
 LONGEST_READ = 1 << 20  # an I/O thread reads a slice in pieces of this size

@@ -227,7 +227,7 @@ class DeviceBuffer:
 
     def stats(self) -> Any:
         return SimpleNamespace(
-            io_thread_busy_ns=self.counts["busy_ns"],
+            disk_busy_ns=self.counts["busy_ns"],
             reads=len(self._of_gate[0]) * self.sent["uploads"],
             cache_bytes=round(self.arena_full * self.capacity / self._sizes.size),
             low_cache_bytes=0,
@@ -490,7 +490,7 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
     buffer = DeviceBuffer(model, speeds, int(share * nbytes), keep=strategy.keep, execution=execution, low=low, widths=widths)
     precision = LOSSLESS if low is None else low.precision()
     driver = Driver(cast(ExpertBuffer, buffer))
-    driver.attach(strategy, model_index, io_threads=1, profile=profile, precision=precision)
+    driver.attach(strategy, model_index, profile=profile, precision=precision)
     if by_layer:
         buffer.divide(driver.policy)
     if whole_layers:

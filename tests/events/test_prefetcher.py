@@ -303,7 +303,7 @@ def test_a_decode_batch_is_predicted_row_by_row():
     """The experts of all sequences, those that a sequence wants most before those that one wants second, up to what the disk can read."""
     buffer = Recorder()
     predictor = Constant([[9, 8, 1, 0, 0, 0, 0, 0], [0, 0, 0, 7, 9, 0, 0, 0], [0, 8, 0, 0, 9, 0, 0, 0]])
-    prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1, ab_tested=False)
+    prefetcher = Prefetcher(buffer, predictor, n_used=2, ab_tested=False)
     prefetcher._earned = 3.0
     event = event_of(0, 3)
     event.decode = True
@@ -368,13 +368,13 @@ def test_prefetches_by_predicted_weight():
     lossy = [(1, [1, 3, 4, 2], False, 2), (1, [4], True, 1)]  # 4 and 2 are protected where they are resident
     for precision, expected in ((rule, lossy), (Precision(), [(1, [1, 3, 4, 2], False, 4)])):
         buffer = Recorder()
-        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, io_threads=1, ab_tested=False, precision=precision)
+        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, ab_tested=False, precision=precision)
         prefetcher._credit = 8.0
         prefetcher._act([Prediction(1, scores)], decode=True)
         assert buffer.prefetched == expected and prefetcher._credit == 8 - sum(n for *_, n in expected)
     buffer = Recorder()
     batch = np.array([[9, 8, 1, 0], [9, 8, 0, 1], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32)
-    Prefetcher(buffer, SimpleNamespace(), n_used=2, io_threads=1, ab_tested=False, precision=rule)._act([Prediction(0, batch)], decode=False)
+    Prefetcher(buffer, SimpleNamespace(), n_used=2, ab_tested=False, precision=rule)._act([Prediction(0, batch)], decode=False)
     assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]  # chosen by 4, 2, 1, 1 tokens
 
 
@@ -390,7 +390,7 @@ def test_prefetches_of_a_prompt_by_predicted_weight():
         (Precision(0.4, 0.8, low_tier="Q4_0"), [(1, [0, 1, 3, 2], False, 4)]),
     ):
         buffer = Recorder()
-        Prefetcher(buffer, SimpleNamespace(), n_used=2, io_threads=1, ab_tested=False, precision=precision)._act([Prediction(1, batch)], decode=False)
+        Prefetcher(buffer, SimpleNamespace(), n_used=2, ab_tested=False, precision=precision)._act([Prediction(1, batch)], decode=False)
         assert [(gate, experts, low, n) for gate, experts, low, n in buffer.prefetched] == expected, precision
 
 
@@ -398,7 +398,7 @@ def test_of_what_is_left_out_below_a_weight_only_what_is_predicted_above_it_is_r
     """Scores are made weights as the gate made them before: here all of a token's add up to 2.5."""
     scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)
     buffer = Recorder()
-    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, io_threads=1, precision=Precision(tau=0.6))
+    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, precision=Precision(tau=0.6))
     prefetcher._credit = 8.0
     prefetcher._act([Prediction(1, scores)], decode=True)
     assert buffer.prefetched == [(1, [1, 3, 4, 2], False, 0)]  # nothing is known of the gate's weights
@@ -426,7 +426,7 @@ def test_weights_are_estimated_as_the_gate_makes_them():
 
 def test_another_precision_is_compared_anew():
     buffer = Recorder()
-    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, io_threads=1)
+    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4)
     judged = prefetcher.ab_test
     judged.on, judged.gain = True, 0.3
     prefetcher.use(Precision())
@@ -467,7 +467,7 @@ def event_of(gate, n_tokens, t_ns=0, n_miss=1, ids=(0, 1)):
 
 def test_what_decode_found_leaves_prompts_alone():
     buffer, predictor = Recorder(), Constant([[9, 8, 1, 0, 0, 0, 0, 0]] * 4)
-    prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1)
+    prefetcher = Prefetcher(buffer, predictor, n_used=2)
     prefetcher.ab_test.on = False
     prefetcher.observe(event_of(0, 1))
     assert not buffer.prefetched and predictor.n_asked == 0
@@ -477,13 +477,13 @@ def test_what_decode_found_leaves_prompts_alone():
 
 def test_predicts_nothing_while_the_disk_has_nothing_to_do():
     buffer, predictor = Recorder(), Constant([[9, 8, 1, 0, 0, 0, 0, 0]])
-    prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1, ab_tested=False)
+    prefetcher = Prefetcher(buffer, predictor, n_used=2, ab_tested=False)
     t = 0
 
     def tokens(n, busy_ns):
         nonlocal t
         for _ in range(n):
-            buffer.counters.io_thread_busy_ns += busy_ns
+            buffer.counters.disk_busy_ns += busy_ns
             buffer.counters.reads += 1
             for gate in (0, 1):
                 t += 10_000_000
@@ -506,7 +506,7 @@ def decoded(gate, n_tokens, t_ns=0):
 
 def test_each_number_of_tokens_is_compared_by_itself():
     """Four at once take longer than one, with prefetching and without."""
-    prefetcher = Prefetcher(Recorder(), Constant(np.ones((4, 8))), n_used=2, io_threads=1)
+    prefetcher = Prefetcher(Recorder(), Constant(np.ones((4, 8))), n_used=2)
     t = 0
 
     def step(n_tokens, ns):
@@ -534,12 +534,12 @@ def test_each_number_of_tokens_is_compared_by_itself():
 def test_reads_ahead_only_what_is_mostly_used(scores, ids, experts):
     """The second place is never selected: it is no longer read, but kept if it is there."""
     n, buffer = len(ids), Recorder()
-    prefetcher = Prefetcher(buffer, Constant(scores), n_used=2, io_threads=1)
+    prefetcher = Prefetcher(buffer, Constant(scores), n_used=2)
     prefetcher.ab_test = prefetcher._ab_tests[n] = SimpleNamespace(on=True, token=lambda ns: None)
     prefetcher._earned = 4.0 * n
     for token in range(40):
         buffer.prefetched.clear()
-        buffer.counters.io_thread_busy_ns += 5_000_000
+        buffer.counters.disk_busy_ns += 5_000_000
         for gate in (0, 1):
             event = decoded(gate, n, 10_000_000 * (2 * token + gate + 1))
             event.ids[:] = ids
@@ -548,7 +548,7 @@ def test_reads_ahead_only_what_is_mostly_used(scores, ids, experts):
 
 
 def test_several_tokens_may_earn_the_slices_of_all_their_experts():
-    prefetcher = Prefetcher(Recorder(), Constant(np.zeros((6, 8))), n_used=2, io_threads=1, ab_tested=False)
+    prefetcher = Prefetcher(Recorder(), Constant(np.zeros((6, 8))), n_used=2, ab_tested=False)
     mosts = []
     for n_tokens in (1, 3, 6):
         prefetcher.observe(decoded(0, n_tokens))
@@ -560,7 +560,7 @@ def test_each_token_wants_a_version_of_its_own():
     """What one token would skip is read for another that would have it in high precision; the sum of both decides nothing."""
     scores = np.array([[0.5, 0.3, 0.12, 0.08, 0, 0, 0, 0], [0, 0, 0.08, 0.5, 0.3, 0.12, 0, 0]], np.float32)
     buffer = Recorder()
-    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, io_threads=1, ab_tested=False, precision=Precision(0.6, 0.85, 0.5, "Q4_0"))
+    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, ab_tested=False, precision=Precision(0.6, 0.85, 0.5, "Q4_0"))
     prefetcher._credit = 99.0
     prefetcher._act([Prediction(1, scores)], decode=True)
     (_, high, _, n_high), (_, low, *_) = buffer.prefetched

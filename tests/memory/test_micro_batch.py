@@ -125,9 +125,9 @@ def test_measured_while_it_runs(grown, cache):
 
 def test_what_lies_deep_in_a_context_is_not_metered():
     """The choice is made for a prompt of 4,096 tokens. What attention takes behind more of them would make pieces smaller that read experts once each."""
-    counters = [SimpleNamespace(stall_ns=0, bytes_read=n << 30, io_thread_busy_ns=n * 10**9) for n in range(3)]
+    counters = [SimpleNamespace(stall_ns=0, bytes_read=n << 30, disk_busy_ns=n * 10**9) for n in range(3)]
     buffer = SimpleNamespace(stats=lambda: counters[0])
-    meter = PromptMeter(buffer, 1)
+    meter = PromptMeter(buffer)
     for depth, seconds in ((0, 1.0), (4096, 60.0)):
         meter.begin(depth)
         counters.pop(0)

@@ -29,24 +29,23 @@ void read_at(read_depth & depth, int64_t & now, int n, double rate) {
     }
 }
 
-// What is found out of a disk whose reads share one rate and have another at most (bytes per ns), while their number changes. Most are prefetches
-int enough_of(double rate, double of_one, int n_threads) {
+// A disk whose reads share one rate and have another at most (bytes per ns), while their number changes. Most are prefetches; the others are as many as
+// threads are there, or as may read
+void watch(read_depth & depth, double & now, double rate, double of_one, int n_threads, bool follows) {
     struct read {
         read_depth::start began;
         double            left;
         uint64_t          nbytes;
     };
-    read_depth        depth;
     std::vector<read> under_way;
     std::minstd_rand  random;
-    double            now    = 0;
     size_t            wanted = 0;
     for (int i = 0; i < 8000; i++) {
         if (i % 16 == 0) {
             wanted = 1 + random() % (unsigned) n_threads;
         }
         const bool is_demanded = random() % 4 == 0;
-        while (under_way.size() < wanted && (is_demanded || depth.has_room())) {
+        while (under_way.size() < wanted && (is_demanded ? !follows || depth.now() < depth.limit() : depth.has_room())) {
             const uint64_t nbytes = (1 + random() % 16) << 16;
             under_way.push_back({ depth.begin((int64_t) now), (double) nbytes, nbytes });
         }
@@ -62,6 +61,15 @@ int enough_of(double rate, double of_one, int n_threads) {
         }
         depth.end((int64_t) now, ended.began, ended.nbytes);
     }
+    for (const read & other : under_way) {
+        depth.end((int64_t) now, other.began, 0);
+    }
+}
+
+int enough_of(double rate, double of_one, int n_threads) {
+    read_depth depth;
+    double     now = 0;
+    watch(depth, now, rate, of_one, n_threads, false);
     return depth.enough();
 }
 
@@ -93,29 +101,30 @@ TEST(a_read_more_is_worth_what_the_disk_gains_from_it) {
     struct disk {
         const char * name;
         double       rates[4]; // with 1, 2, 4 and 8 reads at a time, bytes per ns; 0: it never had so many
-        int          enough;
+        int          enough, limit;
     };
     for (const auto & d : {
-             disk { "shares one rate", { 2.0, 2.0, 1.9, 2.0 }, 1 },
-             disk { "has gaps between two reads", { 1.6, 2.0, 2.0, 2.0 }, 2 },
-             disk { "serves four at a time", { 0.5, 1.0, 2.0, 2.0 }, 4 },
-             disk { "gains to the end", { 0.5, 1.0, 2.0, 4.0 }, read_depth::unbounded },
-             disk { "was asked for one at a time", { 2.0, 0, 0, 0 }, read_depth::unbounded },
-             disk { "never had one alone", { 0, 0, 2.0, 2.0 }, 4 },
+             disk { "shares one rate", { 2.0, 2.0, 1.9, 2.0 }, 1, 4 },
+             disk { "has gaps between two reads", { 1.6, 2.0, 2.0, 2.0 }, 2, 4 },
+             disk { "serves four at a time", { 0.5, 1.0, 2.0, 2.0 }, 4, 4 },
+             disk { "gains to the end", { 0.5, 1.0, 2.0, 4.0 }, read_depth::unbounded, 16 },
+             disk { "gains from four, and had no more", { 0.5, 1.0, 2.0, 0 }, read_depth::unbounded, 8 },
+             disk { "was asked for one at a time", { 2.0, 0, 0, 0 }, read_depth::unbounded, 4 },
+             disk { "never had one alone", { 0, 0, 2.0, 2.0 }, 4, 4 },
          }) {
         read_depth depth;
         int64_t    now = 0;
-        REQUIRE(depth.enough() == read_depth::unbounded);
+        REQUIRE(depth.enough() == read_depth::unbounded && depth.limit() == 4);
         for (const int again : { 0, 1 }) {
             for (int i = 0; i < 4; i++) {
                 if (d.rates[i] > 0) {
                     read_at(depth, now, 1 << i, d.rates[i]);
                 }
             }
-            if (depth.enough() != d.enough) {
-                fprintf(stderr, "%s: %d, try %d\n", d.name, depth.enough(), again);
+            if (depth.enough() != d.enough || depth.limit() != d.limit) {
+                fprintf(stderr, "%s: %d, %d may read, try %d\n", d.name, depth.enough(), depth.limit(), again);
             }
-            REQUIRE(depth.enough() == d.enough);
+            REQUIRE(depth.enough() == d.enough && depth.limit() == d.limit);
         }
     }
 }
@@ -126,6 +135,23 @@ TEST(reads_of_any_size_that_come_and_go_tell_what_a_disk_shares) {
         REQUIRE(enough_of(0.4, 0.4, n_threads) <= 2);   // throttled
         REQUIRE(enough_of(4.0, 0.25, n_threads) >= 12); // sixteen at a time
     }
+}
+
+TEST(as_many_threads_read_as_the_disk_gains_from) {
+    read_depth depth;
+    double     now = 0;
+    const auto limit_of = [&](double rate, double of_one) {
+        for (const int again : { 0, 1 }) { // what is seldom so deep is forgotten late
+            (void) again;
+            watch(depth, now, rate, of_one, 16, true);
+        }
+        return depth.limit();
+    };
+    REQUIRE(limit_of(2.0, 2.0) == 4);
+    REQUIRE(limit_of(4.0, 0.25) >= 12); // the same disk, later
+    const int of_eight = limit_of(2.0, 0.25);
+    REQUIRE(of_eight >= 6 && of_eight <= 10);
+    REQUIRE(limit_of(0.4, 0.4) == 4);
 }
 
 TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {

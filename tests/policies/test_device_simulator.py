@@ -45,7 +45,7 @@ def attached(demo, learned, strategy, *, share=0.5, read=1 / 8):
     speeds = Bandwidths(link=held.model.tensors[0].nbytes / (1000 * read * LAYER_US), device=1e9, layer_us=LAYER_US)
     buffer = DeviceBuffer(held.model, speeds, int(sum(t.nbytes * t.n_experts for t in held.model.tensors) * share))
     driver = Driver(buffer)
-    driver.attach(strategy, ModelIndex.read(demo), io_threads=1, profile=profile)
+    driver.attach(strategy, ModelIndex.read(demo), profile=profile)
     return buffer, driver
 
 
@@ -117,7 +117,7 @@ def two_ahead(n_tokens, resident, credit, **options):
     """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each, experts 0 and 1."""
     model = TraceHeader("three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2)))
     buffer = DeviceBuffer(model, Bandwidths(link=500, layer_us=1), model.full_bytes)
-    prefetcher = Prefetcher(buffer, TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)), n_used=2, io_threads=1, ab_tested=False, **options)
+    prefetcher = Prefetcher(buffer, TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)), n_used=2, ab_tested=False, **options)
     for gate, experts in resident.items():
         buffer.prefetch(gate, experts)
         buffer.compute(GateEvent(gate, np.array([experts + [6]])[:, :2], np.ones((1, 2), np.float32)))

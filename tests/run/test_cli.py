@@ -67,7 +67,7 @@ def test_stats_json(invoke, demo, tmp_path):
     assert stats["memory"]["experts"] == stats["cache_bytes"]
     assert stats["demand_misses"] > 0 and stats["bytes_read"] > 0 and 0 < stats["hit_rate"] < 1
     assert stats["row_hits"] > 0 and stats["row_misses"] > 0 and stats["row_bytes_read"] > 0
-    assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["io_thread_busy_seconds"] > 0
+    assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["disk_busy_seconds"] > 0
 
 
 def test_layers_for_a_gpu_that_is_not_there_are_left_out(invoke):

@@ -151,11 +151,10 @@ def test_reads_around_the_cache_are_a_property_of_the_descriptor(tmp_path, monke
     assert disk_probe.probe(path, 1 << 16, seconds=0.05).direct_io
 
 
-@pytest.mark.parametrize("n, rate, direct, state", [(4, 1e9, True, "ok"), (16, 1.4e9, True, "ok"), (16, 1.6e9, True, "warning"), (16, 9e9, False, "ok")])
-def test_more_threads_are_proposed_where_they_read_much_faster(demo, monkeypatch, n, rate, direct, state):
-    """Of reads through the page cache nothing is said."""
+@pytest.mark.parametrize("rate", [1e9, 1.6e9])
+def test_what_the_disk_gains_from_more_threads_is_told(demo, monkeypatch, rate):
     monkeypatch.setattr(
-        doctor, "probe", lambda path, block_bytes, seconds, n_threads: disk_probe.DiskRate(rate if n_threads == n else 1e9, block_bytes, direct, seconds)
+        doctor, "probe", lambda path, block_bytes, seconds, n_threads: disk_probe.DiskRate(rate if n_threads == 16 else 1e9, block_bytes, True, seconds)
     )
     threads = {finding.name: finding for finding in doctor.check_disk(demo)}["I/O threads"]
-    assert threads.state == state and f"{rate / 1e9:.1f} times" in threads.text and ("--io-threads 4,16" in threads.way_out) == (state == "warning")
+    assert threads.text == f"4 to 16, as reads are seen to gain from more; 16 read {rate / 1e9:.1f} times as fast now"

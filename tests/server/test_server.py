@@ -216,7 +216,7 @@ def test_metrics(server):
     assert abs(grown["moeoff_expert_read_bytes_total"] - stats["bytes_read"]) < 1 << 20 < stats["bytes_read"]
     for kind in ("hits", "misses"):
         assert sum(n for name, n in grown.items() if name.startswith(f"moeoff_layer_{kind}_total{{")) == stats[kind]
-    assert grown["moeoff_decoded_tokens_total"] == answer.usage.completion_tokens - 1 and grown["moeoff_read_seconds_total"] > 0
+    assert grown["moeoff_decoded_tokens_total"] == answer.usage.completion_tokens - 1 and grown["moeoff_disk_busy_seconds_total"] > 0
     assert after["moeoff_expert_cache_bytes"] == 4 << 20 and after["moeoff_resident_memory_bytes"] > 20 << 20
     text = server.get("/metrics").text
     names = set(re.findall(r"^(moeoff_\w+)", text, re.MULTILINE))

@@ -44,8 +44,8 @@ uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed) { retu
 
 moeoff_expert_buffer * moeoff_expert_buffer_init(moeoff_params params) {
     return guarded((moeoff_expert_buffer *) nullptr, [&]() -> moeoff_expert_buffer * {
-        if (params.n_io_threads < 1 || params.n_io_threads > 64 || params.read_chunk < moeoff::page_size || params.read_chunk % moeoff::page_size != 0) {
-            fail("io_threads must be 1 to 64 and read_chunk a multiple of " + std::to_string(moeoff::page_size));
+        if (params.n_io_threads < 0 || params.n_io_threads > 64 || params.read_chunk < moeoff::page_size || params.read_chunk % moeoff::page_size != 0) {
+            fail("io_threads must be at most 64 and read_chunk a multiple of " + std::to_string(moeoff::page_size));
             return nullptr;
         }
         auto eb  = std::make_shared<moeoff_expert_buffer>();

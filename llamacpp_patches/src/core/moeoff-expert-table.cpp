@@ -13,7 +13,7 @@ static constexpr const char * was_stopped = "the expert buffer was stopped while
 
 // --- queue ---
 
-bool request_queue::empty(request_level least) const {
+bool request_queue::empty(int least) const {
     return std::all_of(ends + least, ends + N_REQUEST_LEVEL, [](const link & e) { return e.next == none; });
 }
 
@@ -380,10 +380,13 @@ void expert_table::count_on_device(const gate & g, int32_t expert, version v, mo
 // --- reading ---
 
 bool expert_table::next_read(read_request & r) {
+    if (least_urgent > DEMAND) {
+        return false;
+    }
     bool got_no_slot = false, has_read = false;
     bool is_short_of[n_pools] = { false, false }; // an op waits for a slot of this pool, and may have any that nothing is being read into
     for (const request_level level : { DEMAND, GATE, PREFETCH }) {
-        if (level == PREFETCH && !may_prefetch) {
+        if (level < least_urgent) {
             break;
         }
         bool may_evict[n_pools] = { true, true };

@@ -43,7 +43,7 @@ class request_queue {
     uint32_t last(request_level level) const { return ends[level].previous; }
     uint32_t next(uint32_t i) const { return links[i].next; }
     uint32_t previous(uint32_t i) const { return links[i].previous; }
-    bool     empty(request_level least) const;
+    bool     empty(int least) const;
 
   private:
     struct link {
@@ -127,7 +127,7 @@ class expert_table {
     void    cancel_unchosen(gate & g, const uint8_t * is_chosen) REQUIRES(store_mutex);
     void    drop_preloads() REQUIRES(store_mutex);
     void    wake_workers() REQUIRES(store_mutex);
-    bool    has_requests() const REQUIRES(store_mutex) { return !queue.empty(may_prefetch ? PREFETCH : GATE); }
+    bool    has_requests() const REQUIRES(store_mutex) { return !queue.empty(least_urgent); }
     bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices, or on a device
     bool    is_coming(const gate & g, int32_t expert) const REQUIRES(store_mutex); // the same, or all that is not has been asked for
     bool    is_expected(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return state_of(g, expert, HIGH).expected; } // a prefetch has asked for its high version
@@ -136,8 +136,8 @@ class expert_table {
     void    count_on_device(const gate & g, int32_t expert, version v, moeoff_gate_event & event) REQUIRES(store_mutex);
 
     // --- reading ---
-    // false: prefetches wait, as the disk would gain nothing from one more read
-    void      allow_prefetches(bool may) REQUIRES(store_mutex) { may_prefetch = may; }
+    // what is less urgent waits; beyond DEMAND: everything
+    void      allow_reads(int from) REQUIRES(store_mutex) { least_urgent = from; }
     // the slice that a worker should read next, loading from now on, who then wakes the next worker; false: nothing is queued that could get a slot. May evict
     bool      next_read(read_request & r) REQUIRES(store_mutex);
     // what is queued of the same expert and begins on the page behind r in the file, loading from now on, too; false: nothing, or r is a prefetch
@@ -193,7 +193,7 @@ class expert_table {
     std::atomic<bool>     wants_slots {false};
     bool                  stopped    GUARDED_BY(store_mutex) = false;
     bool                  preloading GUARDED_BY(store_mutex) = false; // some of the prefetches are preloads
-    bool                  may_prefetch GUARDED_BY(store_mutex) = true;
+    int                   least_urgent GUARDED_BY(store_mutex) = PREFETCH; // of what may be read now
     uint64_t              clock      GUARDED_BY(store_mutex) = 0; // counts gate events and op starts
     moeoff_stats          stats      GUARDED_BY(store_mutex) = {};
     std::vector<std::pair<uint32_t, std::string>> failures GUARDED_BY(store_mutex); // of slices that have failed, by number, and why

@@ -9,7 +9,9 @@
 namespace moeoff {
 
 void io_threads::start(int n, slice_reader r) {
-    reader = std::move(r);
+    reader  = std::move(r);
+    n_fixed = n;
+    n       = n > 0 ? n : read_depth::most;
     threads.reserve((size_t) n);
     for (int i = 0; i < n; i++) {
         threads.emplace_back([this] { run(); });
@@ -28,6 +30,13 @@ void io_threads::stop() {
     threads.clear();
 }
 
+// behind a change of the number under way
+void io_threads::count_depth() {
+    table.allow_reads(depth.now() >= limit() ? DEMAND + 1 : depth.has_room() ? PREFETCH : GATE);
+    table.counters().disk_busy_ns += (uint64_t) (depth.busy_ns() - busy_seen);
+    busy_seen = depth.busy_ns();
+}
+
 void io_threads::run() {
     name_thread("moeoff-io");
     store_lock     lock(sync);
@@ -41,7 +50,7 @@ void io_threads::run() {
         }
         const int64_t t0 = now_ns();
         const read_depth::start began = depth.begin(t0);
-        table.allow_prefetches(depth.has_room());
+        count_depth();
         int      n      = 0;
         uint64_t nbytes = 0;
         bool     more   = true;
@@ -67,9 +76,8 @@ void io_threads::run() {
         const int64_t t1 = now_ns();
 
         lock.lock();
-        stats.io_thread_busy_ns += (uint64_t) (t1 - t0);
         depth.end(t1, began, err == 0 ? nbytes : 0);
-        table.allow_prefetches(depth.has_room());
+        count_depth();
         for (int i = 0; i < n; i++) {
             end_read(r[i], t0, t1, direct, err, message);
         }

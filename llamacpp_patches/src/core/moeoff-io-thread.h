@@ -29,13 +29,16 @@ class io_threads {
   public:
     io_threads(expert_table & table, monitor & sync, const std::atomic<uint32_t> & flags) : table(table), sync(sync), flags(flags) {}
 
+    // n: 0 for as many as the disk gains from
     void start(int n, slice_reader reader) EXCLUDES(store_mutex);
     // after table.stop(): what is being read is read to its end, or given up
     void stop() EXCLUDES(store_mutex);
     int32_t take_reads(moeoff_read * out, int32_t n) REQUIRES(store_mutex);
+    int     limit() const REQUIRES(store_mutex) { return n_fixed > 0 ? n_fixed : depth.limit(); } // how many may read now
 
   private:
     void run() EXCLUDES(store_mutex);
+    void count_depth() REQUIRES(store_mutex);
     void end_read(const read_request & r, int64_t t_start, int64_t t_done, bool direct, int err, const std::string & message) REQUIRES(store_mutex);
     void log_read(const read_request & r, int64_t t_start, int64_t t_done, int err) REQUIRES(store_mutex);
 
@@ -46,8 +49,10 @@ class io_threads {
     const std::atomic<uint32_t> & flags;   // moeoff_flag
     slice_reader                  reader;  // set before the threads start
     std::vector<std::thread>      threads; // used by start() and stop() only
+    int                           n_fixed = 0; // set before the threads start
     bool                          stopping GUARDED_BY(store_mutex) = false;
     read_depth                    depth    GUARDED_BY(store_mutex);
+    int64_t                       busy_seen GUARDED_BY(store_mutex) = 0; // of depth
     std::deque<moeoff_read>       read_log GUARDED_BY(store_mutex);
     uint64_t                      n_logged GUARDED_BY(store_mutex) = 0;
 };

@@ -1,6 +1,7 @@
 #pragma once
 
-// How many reads at a time a disk gains from, as the reads themselves tell.
+// How many reads at a time a disk gains from, as the reads themselves tell: prefetches wait beyond it, and so does what compute waits for, unless the
+// user has said how many threads read.
 //
 // From some depth on a disk shares one rate among what is under way: one more makes all take longer. A read tells the rate of the disk: its own
 // times the harmonic mean of the number under way while it lasted. That is exact where the disk shares its rate and where each read has one of its own,
@@ -16,6 +17,7 @@ namespace moeoff {
 class read_depth {
   public:
     static constexpr int unbounded = 64; // I/O threads at most
+    static constexpr int least = 4, most = 16; // of those that follow the disk: fewer leave reads to one another's pace
 
     struct start {
         int64_t t;
@@ -39,27 +41,30 @@ class read_depth {
             if (++of.n_reads == memory) {
                 of = { memory / 2, of.bytes / 2, of.ns / 2 };
             }
+            if (++n_reads % forgets == 0) { // a disk of another mood may gain from them now
+                std::fill(depths.begin() + limit() + 1, depths.end(), sums {});
+            }
         }
     }
 
     // The least depth whose rate is nearly the best, if that of a greater one is known
     int enough() const {
-        double best    = 0;
-        int    deepest = 0;
+        double best = 0;
         for (int d = 1; d <= unbounded; d++) {
-            if (is_known(d)) {
-                best    = std::max(best, rate(d));
-                deepest = d;
-            }
+            best = is_known(d) ? std::max(best, rate(d)) : best;
         }
-        for (int d = 1; d < deepest; d++) {
+        for (int d = 1; d < deepest(); d++) {
             if (is_known(d) && rate(d) >= nearly * best) {
                 return d;
             }
         }
         return unbounded;
     }
+    // How many threads may read. While the disk gains to the end of what it has been asked for, it is asked for more
+    int  limit() const { return std::clamp(std::min(enough(), 2 * deepest()), least, most); }
     bool has_room() const { return n_under_way < enough(); }
+    int  now() const { return n_under_way; }
+    int64_t busy_ns() const { return busy; } // with one read under way at least
 
   private:
     struct sums {
@@ -67,20 +72,30 @@ class read_depth {
         double bytes   = 0; // of all that were under way
         double ns      = 0;
     };
-    static constexpr int    few = 32, memory = 256; // reads
+    static constexpr int    few = 32, memory = 256, forgets = 4096; // reads
     static constexpr double nearly = 0.95;
 
+    int deepest() const {
+        int d = unbounded;
+        while (d > 0 && !is_known(d)) {
+            d--;
+        }
+        return d;
+    }
     bool   is_known(int d) const { return depths[(size_t) d].n_reads >= few; }
     double rate(int d) const { return depths[(size_t) d].bytes / depths[(size_t) d].ns; }
     void   advance(int64_t now) {
         now = std::max(now, last); // threads look at the clock before they have the mutex
-        share_ns += n_under_way > 0 ? (double) (now - last) / n_under_way : 0;
+        if (n_under_way > 0) {
+            share_ns += (double) (now - last) / n_under_way;
+            busy     += now - last;
+        }
         last = now;
     }
 
     std::array<sums, unbounded + 1> depths {}; // by the mean number of reads under way
-    int     n_under_way = 0;
-    int64_t last        = 0;
+    int     n_under_way = 0, n_reads = 0;
+    int64_t last        = 0, busy = 0;
     double  share_ns    = 0; // of each read, in a disk that all share
 };
 

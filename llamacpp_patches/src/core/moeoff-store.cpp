@@ -782,6 +782,7 @@ void store::get_stats(moeoff_stats & out) const {
         out.cache_bytes     = limits[HIGH] + limits[LOW];
         out.low_cache_bytes = limits[LOW];
         out.device_experts  = (uint64_t) device.n_served();
+        out.io_threads      = (uint64_t) workers.limit();
     }
     out.stall_ns = total_stall_ns.load(std::memory_order_relaxed);
     driver.add_stats(out);

@@ -112,7 +112,7 @@ struct moeoff_options {
 
 struct moeoff_params {
     uint32_t flags;        // moeoff_flag
-    int32_t  n_io_threads; // threads that read
+    int32_t  n_io_threads; // threads that read; 0: as many as the disk is seen to gain from
     uint64_t cache_bytes;  // upper bound of the resident high versions, slot padding included
     uint64_t read_chunk;   // a read is split into pieces of this size, a prefetch can be given up between two
 };
@@ -206,7 +206,8 @@ struct moeoff_stats {
     uint64_t events_dropped;    // the driver was too late and the queue was full
     uint64_t stall_ns;          // compute waited for bytes, mean over the compute threads
     uint64_t queue_wait_ns;     // from asking to the start of the read, summed over reads
-    uint64_t io_thread_busy_ns; // summed over the I/O threads
+    uint64_t disk_busy_ns;      // at least one slice was being read
+    uint64_t io_threads;        // that may read now
     uint64_t driver_ns;         // CPU time inside the gate callback
     uint64_t cache_bytes;       // allowed now, both versions together
     uint64_t arena_committed;   // in use now, slot padding included
