@@ -247,8 +247,8 @@ class Config:
     swa_full: bool | None = _context("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), commands=f"{_RUN_EVAL} inspect", server="",
                                      help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
     spec_type: str | None = option("--spec-type", metavar="NAME", group="Context and batches", commands="run serve", server=True,
-                                   help="Draft tokens ahead and verify several at once: ngram-simple, from the text itself, or draft-simple, with -md; serve "
-                                        "also draft-mtp, with the model's own layers, and llama-server's others.")  # fmt: skip
+                                   help="Draft tokens ahead and verify several at once: ngram-simple, from the text itself, draft-simple, with -md, or "
+                                        "draft-mtp, with the model's own layers; serve also llama-server's others.")  # fmt: skip
     draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, group="Context and batches", commands="run serve", server=True,
                                help="Draft model for speculative decoding: a small one with the same vocabulary, in memory as a whole.")  # fmt: skip
     context_shift: bool = _context("--context-shift", default=False, commands=_OPEN, llama=False,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import ModelError, OptionError
 from ..gguf.model_index import ModelIndex
 from ..gguf.preflight import preflight
 from .dry_load import dry_load_whole
@@ -16,7 +16,21 @@ from .plan import MemoryPlan, require_header_room
 MODEL_DRAFTS, OWN_LAYERS = "draft-simple", "draft-mtp"
 _DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself
 _TOLD_BY_FILE = ("dflash",)  # and where it does
+WANT_SECTIONS, SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"  # pictures of theirs have positions in three directions, if the file says how
 _SHARED = ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn")
+
+
+def uses_nextn(spec_type: str | None) -> bool:
+    """Next-token layers make drafts, perhaps among others."""
+    return OWN_LAYERS in (spec_type or "").split(",")
+
+
+def require_nextn(model_index: ModelIndex) -> None:
+    """Checks that a model has next-token layers that llama.cpp can make drafts with. Raises `OptionError`."""
+    if not model_index.n_nextn:
+        raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
+    if model_index.architecture in WANT_SECTIONS and SECTIONS in model_index.hparams:  # it would abort at the first token
+        raise OptionError(f"`spec_type`: llama.cpp cannot make drafts with the next-token layers of a {model_index.architecture} model for pictures")
 
 
 def draft_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,11 +68,6 @@ class DraftModel:
             spec_type = OWN_LAYERS if model_index.n_nextn else _DRAFTS_OF.get(model_index.architecture, MODEL_DRAFTS)
         return cls(model_index, spec_type)
 
-    @property
-    def nextn(self) -> bool:
-        """Its next-token layers make them."""
-        return OWN_LAYERS in (self.spec_type or "").split(",")
-
     def require_text(self) -> None:
         """Checks that it makes drafts as it writes a text. Raises `ModelError`."""
         path, architecture = self.model_index.files[0], self.model_index.architecture
@@ -71,5 +80,5 @@ class DraftModel:
 
     def memory(self, n_ctx: int, keywords: Mapping[str, Any], n_sequences: int = 1) -> MemoryPlan:
         """What llama.cpp allocates for it with these `draft_keywords`, and as extras what it takes for the headers while it loads."""
-        planned = dry_load_whole(self.model_index, n_ctx, keywords, (), n_sequences, self.nextn)
+        planned = dry_load_whole(self.model_index, n_ctx, keywords, (), n_sequences, uses_nextn(self.spec_type))
         return replace(planned, n_ctx=n_ctx, extras=self.model_index.header_memory)

@@ -18,7 +18,7 @@ from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tens
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
 from ..llamacpp.devices import buffer_types
-from ..llamacpp.llama import PatchedLlama, api, assertions_raise, set_log
+from ..llamacpp.llama import PatchedLlama, api, nextn_params, set_log
 from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
 from ..system.memory import rss, slot_bytes, trim
 from .plan import ALLOCATED, MemoryPlan, planned_process
@@ -26,7 +26,6 @@ from .plan import ALLOCATED, MemoryPlan, planned_process
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
 # takes is told from two of these lengths, because everything grows with the length or not at all
 LONGEST = 1 << 18
-_MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16
 
 # there are no weights for a LoRA to change, and NUMA is set up once in a process
 _PLANNED = {"use_mmap": False, "verbose": False, "lora_path": None, "numa": False}
@@ -41,22 +40,12 @@ class _PlannedLlama(PatchedLlama):
     _one_output = True
 
     def __init__(self, overrides: Overrides = (), n_sequences: int = 1, nextn: bool = False, unified: bool = True, n_draft: int = 0):
-        self._n_sequences, self._nextn, self._unified, self._n_draft = n_sequences, nextn, unified, n_draft
+        self._n_sequences, self._loads_nextn, self._unified, self._n_draft = n_sequences, nextn, unified, n_draft
         self._overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
-
-    def _before_load(self) -> None:
-        super()._before_load()
-        self.model_params.load_mtp = self._nextn
 
     def sizes_with(self, **params: Any) -> MemoryPlan:
         """Sizes of another context of the model, with these of llama_context_params."""
-        changed = type(self.context_params).from_buffer_copy(self.context_params)
-        for name, value in params.items():
-            setattr(changed, name, value)
-        with assertions_raise():
-            ctx = api.llama_init_from_model(self.model_handle, changed)
-        if not ctx:
-            raise ValueError(f"no context can be made with {', '.join(params)}")
+        ctx = self.new_context(**params)
         try:
             return context_sizes(ctx)
         finally:
@@ -69,9 +58,7 @@ class _PlannedLlama(PatchedLlama):
 
     def nextn_sizes(self) -> MemoryPlan:
         """Sizes of the second context, which makes drafts with the next-token layers; it has no weights."""
-        # F16 is llama-server's default for drafts, whatever the model's own cache is
-        types = {"type_k": _F16, "type_v": _F16}
-        return replace(self.sizes_with(ctx_type=_MTP, ctx_other=self.context_handle, n_outputs_max=self._n_sequences, **types), weights=0)
+        return replace(self.sizes_with(**nextn_params(self.context_handle, self._n_sequences)), weights=0)
 
 
 def memory_sizes(llm: PatchedLlama) -> MemoryPlan:
@@ -85,6 +72,14 @@ def context_sizes(ctx: int) -> MemoryPlan:
     if sizes is None:
         raise MoeoffError("no memory for the graph of the largest batch")
     return MemoryPlan(**dict(zip(ALLOCATED, sizes, strict=True)))
+
+
+def with_drafts(allocated: MemoryPlan, ctx_draft: int | None) -> MemoryPlan:
+    """`allocated`, and what a context that makes drafts may touch yet: its weights and state are resident already."""
+    if not ctx_draft:
+        return allocated
+    drafts = context_sizes(ctx_draft)
+    return replace(allocated, **{name: getattr(allocated, name) + getattr(drafts, name) for name in ("compute", "work", "outputs")})
 
 
 def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: Overrides = (), *,

@@ -27,6 +27,9 @@ class DraftLength:
     Lengths that were not timed yet are taken for cheap, and now and then another one is tried; the longer drafts do not pay, the more seldom.
 
     Told of every batch before it is computed. The drafts of a batch may be made already when it begins: `best` counts for the next.
+
+    Attributes:
+        most: tokens that a draft may have.
     """
 
     def __init__(self) -> None:
@@ -38,12 +41,12 @@ class DraftLength:
         self._wait, self._since, self._longer = _WAIT, 0, False
         self._paid = True
         self._trial: int | None = None
-        self._best = 1
+        self._best, self.most = 1, MOST
 
     @property
     def best(self) -> int:
         """Tokens to draft for each sequence, at most."""
-        return self._best if self._trial is None else self._trial
+        return min(self._best if self._trial is None else self._trial, self.most)
 
     @property
     def gain(self) -> float | None:
@@ -127,7 +130,7 @@ class DraftLength:
         rates = self._rates()
         if rates is None:
             return
-        longest = int(np.argmax(rates))
+        longest = int(np.argmax(rates[: self.most + 1]))
         self._best = longest if rates[longest] > _MARGIN * rates[0] else 0
         if self._trial is not None and (n_drafted > 0) == (self._trial > 0):  # it was tried; a text without a draft cannot try one
             self._trial = None
@@ -139,7 +142,7 @@ class DraftLength:
         pays = self._best > 0
         self._wait = _WAIT if pays != self._paid else min(2 * self._wait, _LONGEST_WAIT)
         self._paid, self._since, self._longer = pays, 0, not self._longer
-        self._trial = min(2 * self._best, MOST) if self._longer and pays else self._best // 2 if pays else 1
+        self._trial = min(2 * self._best, self.most) if self._longer and pays else self._best // 2 if pays else 1
 
 
 class TextDrafts:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..budget.draft_model import MODEL_DRAFTS, DraftModel, draft_keywords
+from ..budget.draft_model import MODEL_DRAFTS, OWN_LAYERS, DraftModel, draft_keywords, require_nextn, uses_nextn
 from ..budget.dry_load import dry_load, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates, remember_rates
@@ -133,7 +133,6 @@ class Engine:
         n_sequences: that share the context.
         extras: bytes of prompts outside the context, and of samplers.
         loaded: bytes of other files that will be loaded with the model.
-        nextn: drafts are made with the model's next-token layers.
         unified: they share all of it, and have not a part of it each.
 
     Attributes:
@@ -144,6 +143,7 @@ class Engine:
         driver: delivers gate events, to a strategy's policy and predictor among others.
         sizer: after `loaded`.
         drafts: how long drafts are, if any are made.
+        nextn: drafts are made with next-token layers, which are loaded.
         draft_model, draft_keywords, draft_memory: a model that makes them, if it is not the server's; its arguments of llama_cpp.Llama, and what it takes.
         experts_per_token: that it uses, in all layers together.
         unfinished_tokens: of the last prompt_tokens, those of a batch that was ended, which are not in the context.
@@ -171,11 +171,10 @@ class Engine:
         n_sequences: int = 1,
         extras: int = 0,
         loaded: int = 0,
-        nextn: bool = False,
         unified: bool = True,
     ):
         require_computable()
-        self._n_sequences, self._extras, self._loaded, self._nextn = n_sequences, extras, loaded, nextn
+        self._n_sequences, self._extras, self._loaded, self.nextn = n_sequences, extras, loaded, uses_nextn(config.spec_type)
         self._unified = unified
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
@@ -190,7 +189,7 @@ class Engine:
         self._prompt_uses: PromptUses | None = None
         self.budget = budget or Budget.of(config.memory, config.expert_memory)
         model_index.require_experts()
-        self.experts_per_token = (model_index if nextn else model_index.without_nextn()).experts_per_token
+        self.experts_per_token = (model_index if self.nextn else model_index.without_nextn()).experts_per_token
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
         self.device_tier: DeviceTier | None = None
         self.device_remark = ""
@@ -262,8 +261,8 @@ class Engine:
             BudgetError: there is no room for its headers.
         """
         config, spec_type = self.config, self.config.spec_type
-        if spec_type not in (None, TEXT_DRAFTS, MODEL_DRAFTS):
-            made = f"from the text itself ({TEXT_DRAFTS}) or with a small model ({MODEL_DRAFTS})"
+        if spec_type not in (None, TEXT_DRAFTS, MODEL_DRAFTS, OWN_LAYERS):
+            made = f"from the text itself ({TEXT_DRAFTS}), with a small model ({MODEL_DRAFTS}) or with the model's own layers ({OWN_LAYERS})"
             raise OptionError(f"`spec_type` {spec_type}: moeoff serve makes such drafts; here they are made {made}")
         if spec_type == MODEL_DRAFTS and config.draft is None:
             raise OptionError(f"`spec_type` {MODEL_DRAFTS}: which model makes the drafts is not said", hint={"draft": ...})
@@ -280,13 +279,15 @@ class Engine:
             self.draft_keywords = draft_keywords(SMALLEST | self.keywords)
             self.draft_memory = self.draft_model.memory(n_ctx, self.draft_keywords)
             self._loaded += self.draft_memory.llama_cpp + self.draft_memory.extras
+        elif self.nextn:
+            require_nextn(self.model_index)
 
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""
 
     def _dry_load(self, n_ctx: int, **keywords: Any) -> MemoryPlan:
         return dry_load(self.model_index, n_ctx, self.keywords | keywords, self.tensor_buffers, n_sequences=self._n_sequences,
-                        extras=self._extras + self._loaded, nextn=self._nextn, unified=self._unified, n_draft=self.n_draft)  # fmt: skip
+                        extras=self._extras + self._loaded, nextn=self.nextn, unified=self._unified, n_draft=self.n_draft)  # fmt: skip
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
@@ -307,8 +308,8 @@ class Engine:
         return choice
 
     def _find_profile(self) -> Profile | None:
-        # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
-        path, names = self.config.profile, {CONTRACT_SECTION} | (set() if self._nextn else sections(self.config.strategy))
+        # what calibration measures of gates has none for next-token layers, which only drafts with them load
+        path, names = self.config.profile, {CONTRACT_SECTION} | (set() if self.nextn else sections(self.config.strategy))
         # twice: what is made of the arrays is as large, while they are there; at the floor a part of the reserve
         room = max(self.budget.most - self.planned.floor, RESERVE // 8) // 2
         if path == "auto":

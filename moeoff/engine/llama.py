@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..budget.dry_load import memory_sizes, usual_ctx
+from ..budget.dry_load import memory_sizes, usual_ctx, with_drafts
 from ..errors import Cancelled, ModelError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
 from ..llamacpp.llama import LoadError, PatchedLlama, set_log
@@ -22,7 +22,7 @@ from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent
 from ..system.console import loading_bar
-from .drafts import TextDrafts
+from .drafts import MOST, TextDrafts
 from .engine import Engine
 from .model_drafts import ModelDrafts
 from .stats import Stats
@@ -156,7 +156,7 @@ class Llama(PatchedLlama):
         if not isinstance(model_path, Engine):
             model_path = Engine(Config.make(model_path, **options))
         engine = self._engine = model_path
-        self._one_output, self._n_draft = not engine.config.gate_input, engine.n_draft
+        self._one_output, self._n_draft, self._loads_nextn = not engine.config.gate_input, engine.n_draft, engine.nextn
         set_log(engine.keywords["verbose"])
         try:
             with engine.loading() as self._overrides:
@@ -168,14 +168,16 @@ class Llama(PatchedLlama):
                     raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
             self.on_close(engine.close)
             engine.attach(self.context_handle)
-            if engine.draft_model is not None:
-                self._drafts = ModelDrafts(engine, self)
-                self.on_close(self._drafts.close)
-            elif engine.drafts is not None:
+            if engine.drafts is not None:
                 self._drafts = TextDrafts(engine.drafts)
-            if self._drafts is not None:
+                if engine.draft_model is not None or engine.nextn:
+                    self._drafts = ModelDrafts(engine, self)
+                    self.on_close(self._drafts.close)
                 self._draft_with(self._drafts)
-            engine.loaded(self.context_handle, functools.partial(memory_sizes, self), adapters=bool(engine.config.llama_cpp.get("lora_path")))
+                engine.drafts.most = self.n_states or MOST
+            nextn = None if self.nextn is None else self.nextn.handle
+            adapters = bool(engine.config.llama_cpp.get("lora_path"))
+            engine.loaded(self.context_handle, lambda: with_drafts(memory_sizes(self), nextn), adapters=adapters)
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
             if engine.config.context_shift:
                 self._context_shift = ContextShift(self, engine.config.n_keep)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import math
 import os
 import re
 import sys
@@ -32,11 +33,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 machine.load()
 
 import llama_cpp
-from llama_cpp import _internals, _logger, llama_chat_format
+from llama_cpp import _internals, _logger, llama_chat_format, llama_cpp_ext
 from llama_cpp import llama_cpp as api
 
 __all__ = [
     "LoadError",
+    "NextnContext",
     "PatchedLlama",
     "StockLlama",
     "api",
@@ -181,6 +183,7 @@ class _Model(_internals.LlamaModel):
 
 class _Context(_internals.LlamaContext):
     ctx, memory = _Handle(), _Handle()
+    first: float = math.inf  # position of the last batch, if nothing else has changed the memory since
 
     def __init__(self, turns: Turns, llama: weakref.ref[PatchedLlama], **options: Any):
         self.turns, self._llama = turns, llama
@@ -190,16 +193,24 @@ class _Context(_internals.LlamaContext):
         computes_here()
         if (llama := self._llama()) is not None:
             llama._check_outputs(batch.batch)
-            llama._decode(functools.partial(super().decode, batch), batch.batch)
+            self.first = batch.batch.pos[0]
+            llama._decode(functools.partial(self._compute, llama.nextn, batch), batch.batch)
+
+    def _compute(self, nextn: NextnContext | None, batch: Any) -> None:
+        super().decode(batch)
+        if nextn is not None:
+            nextn.follow(batch.batch)
 
     def close(self) -> None:
         if self.turns.here:
             super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
 
-    def kv_cache_seq_rm(self, *args: Any, **kwargs: Any) -> bool:
+    def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
         if self.memory is None:
             raise MoeoffError("the model keeps no memory of a text, as diffusion models do not: it cannot go on with one")
-        return super().kv_cache_seq_rm(*args, **kwargs)
+        if 0 < p0 <= min(self.first, api.llama_memory_seq_pos_max(self.memory, 0)) and api.llama_n_rs_seq(self.ctx):
+            return False  # recurrent states are kept of the last batch alone; llama.cpp would take them for earlier ones
+        return super().kv_cache_seq_rm(seq_id, p0, p1)
 
 
 def _reads(kind: type, name: str) -> Any:
@@ -270,6 +281,8 @@ class LoadError(ValueError):
     """llama.cpp cannot load a model."""
 
 
+_MOST_STATES = 3  # of recurrent layers that are kept, as many as llama-server keeps: each is as large as the one that is computed with
+_STATE_COPIES = 5  # of the states of a prompt's batch, on their way to next-token layers
 _NOTHING, _TAIL, _ALL = 0, 1, 2  # of the context may not be what it says: what is behind its tokens, or anything
 
 
@@ -278,7 +291,7 @@ def _as_a_whole(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: _AnyLlama, *args: Any, **kwargs: Any) -> Any:
-        before, self._doubt = self._doubt, _ALL
+        before, self._doubt, self._ctx.first = self._doubt, _ALL, math.inf
         result = method(self, *args, **kwargs)
         self._doubt = before
         return result
@@ -356,6 +369,8 @@ class PatchedLlama(_AnyLlama):
     _n_sequences = 1  # that the context holds side by side
     _unified = False  # they share all of it, and have not a part of it each
     _n_draft = 0  # tokens of a draft in a batch, which give logits as well
+    _loads_nextn = False  # next-token layers, which else stay in the file
+    nextn: NextnContext | None = None  # that follows what is computed
     _keeps_sampler = False
     _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
 
@@ -413,6 +428,20 @@ class PatchedLlama(_AnyLlama):
         model.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # above 4 GiB some tensors would be mapped, and be in no plan of memory
         model.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
         context.n_outputs_max, context.n_seq_max, context.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
+        model.load_mtp = self._loads_nextn
+        if self._n_draft or self._loads_nextn:  # a batch must have room for all of these states, and one token more
+            context.n_rs_seq = max(min(_MOST_STATES, context.n_ubatch - 2), 0)
+
+    def new_context(self, **params: Any) -> int:
+        """struct llama_context * of another context of the model, with these of llama_context_params; the caller frees it. Raises `LoadError`."""
+        changed = type(self.context_params).from_buffer_copy(self.context_params)
+        for name, value in params.items():
+            setattr(changed, name, value)
+        with _collected_errors() as errors, assertions_raise():
+            ctx: int | None = api.llama_init_from_model(self.model_handle, changed)
+        if not ctx:
+            raise LoadError(_reason(errors) or f"no context can be made with {', '.join(params)}")
+        return ctx
 
     @property
     def loaded(self) -> bool:
@@ -447,9 +476,10 @@ class PatchedLlama(_AnyLlama):
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the logits that llama.cpp and llama_cpp keep."""
+        """Bytes of the logits that llama.cpp and llama_cpp keep, and of the states that next-token layers read."""
         rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences + self._n_draft
-        return 4 * self._n_vocab * rows
+        hidden = api.llama_model_n_embd_out(self.model_handle) * self.n_batch * _STATE_COPIES if self._loads_nextn else 0
+        return 4 * (self._n_vocab * rows + hidden)
 
     def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
         if self._keeps_sampler:
@@ -540,9 +570,14 @@ class PatchedLlama(_AnyLlama):
         Raises:
             OptionError: the model cannot forget those that it rejects.
         """
-        if self._is_recurrent or self._is_hybrid:
+        if (self._is_recurrent or self._is_hybrid) and not self.n_states:
             raise OptionError("no drafts: this model's recurrent layers cannot go back behind one that is rejected; moeoff serve keeps their states")
         self.draft_model = drafts  # type: ignore[assignment]  # any callable does; to the constructor it would mean that the logits of the whole context are kept
+
+    @property
+    def n_states(self) -> int:
+        """Tokens that recurrent layers can go back by; 0: none, or there are no such layers."""
+        return int(api.llama_n_rs_seq(self._ctx.ctx))
 
     def _verify_draft(self, tokens: Sequence[int]) -> None:
         """As `eval`, but each token gives logits, for `sample` to draw behind."""
@@ -556,6 +591,19 @@ class PatchedLlama(_AnyLlama):
         """Forgets what was computed behind the first n tokens of the text."""
         if n < self.n_tokens:
             self.n_tokens, self._requires_eval = n, True
+
+    def _forget_rest(self) -> None:
+        """Before the context is written: a recurrent state that was read could not go back behind what was not forgotten."""
+        if self.n_states:
+            self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+
+    def save_state(self) -> Any:
+        self._forget_rest()
+        return super().save_state()
+
+    def save_context(self, path: str, behind: Sequence[int] = ()) -> str:
+        self._forget_rest()
+        return super().save_context(path, behind)
 
     def batch_logits(self, n: int) -> np.ndarray:
         """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""
@@ -656,6 +704,108 @@ class StockLlama(_AnyLlama):
         self.model_params.use_extra_bufts = self._extra
         if self._overrides is not None:  # kept here, since llama.cpp does not copy them
             self.model_params.tensor_buft_overrides = self._overrides.address
+
+
+_MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16: llama-server's default for drafts, whatever the model's own cache is
+_MOST_UNREAD = 17  # tokens that a guess reads at first, as those of an accepted draft
+
+
+def nextn_params(ctx: int, n_sequences: int = 1) -> dict[str, Any]:
+    """Of llama_context_params: those of a model's second context, which computes its next-token layers."""
+    return {"ctx_type": _MTP, "ctx_other": ctx, "n_outputs_max": n_sequences, "n_rs_seq": 0, "type_k": _F16, "type_v": _F16}
+
+
+class NextnContext:
+    """A model's second context, in which its next-token layer guesses how a text goes on: it reads each token together with the model's state before it,
+    behind the last layer (common/speculative.cpp). Of several such layers the first one guesses.
+
+    It follows the model by itself, and reads what is decoded when it guesses. A text of which it has not seen the beginning it guesses worse.
+
+    Args:
+        llm: the model, loaded with these layers.
+
+    Attributes:
+        handle: struct llama_context *
+        n_known: token numbers that it knows.
+
+    Raises:
+        LoadError: llama.cpp cannot make the context.
+    """
+
+    # tokens that it has read; from the last of these on, the model's tokens [n] and its states behind them [n, n_embd]. Together, wherever an interrupt comes
+    _text: tuple[int, np.ndarray, np.ndarray] = 1, np.empty(0), np.empty(0)
+
+    def __init__(self, llm: PatchedLlama):  # which refers to this
+        self._model, self._n_batch, self._n_embd = llm.context_handle, llm.n_batch, api.llama_model_n_embd_out(llm.model_handle)
+        self._vocab, self.n_known = llm._model.vocab, llm.n_vocab()
+        self.handle = llm.new_context(**nextn_params(self._model))
+        llama_cpp_ext.llama_set_embeddings_nextn(self._model, True, False)  # of all tokens
+        llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)  # of those with logits
+        self._end_at(0)
+
+    def is_end_token(self, token: int) -> bool:
+        return bool(api.llama_vocab_is_eog(self._vocab, token))
+
+    def close(self) -> None:
+        """Before the model is freed."""
+        api.llama_free(self.handle)
+
+    def _end_at(self, n: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """The text has n tokens."""
+        n_read, tokens, states = self._text
+        n_kept = n + 1 - n_read
+        if 0 < n_kept <= len(tokens):
+            self._text = n_read, tokens[:n_kept], states[:n_kept]
+        else:  # it goes back, or on behind what was never seen
+            self._text = n, np.zeros(1, np.intc), np.zeros((1, self._n_embd), np.float32)
+        return self._text
+
+    def follow(self, batch: Any) -> None:
+        """The model has computed a llama_batch. Raises RuntimeError as decoding does."""
+        n_read, tokens, states = self._end_at(batch.pos[0])
+        tokens = np.concatenate([tokens, batch.token[: batch.n_tokens]], dtype=np.intc)
+        self._text = n_read, tokens, np.concatenate([states, self._states(self._model, batch.n_tokens)])
+        if len(tokens) > _MOST_UNREAD + 1:
+            self._compute(tokens[1:], self._text[2][:-1], n_read)
+            self._advance()
+
+    def _states(self, ctx: int, n: int) -> np.ndarray:
+        """[n, n_embd] behind a context's last batch: a view that the next one overwrites."""
+        return np.ctypeslib.as_array(llama_cpp_ext.llama_get_embeddings_nextn(ctx), (n, self._n_embd))
+
+    def _advance(self) -> None:
+        n_read, tokens, states = self._text
+        self._text = n_read + len(tokens) - 1, tokens[-1:].copy(), states[-1:].copy()
+
+    def catch_up(self, tokens: np.ndarray) -> None:
+        """Before `guesses`: a text [n], of which the model has computed all but the last token."""
+        self._end_at(len(tokens) - 1)
+
+    def guesses(self, tokens: np.ndarray) -> Iterator[int]:
+        """The likeliest tokens behind the text of `catch_up`, one by one. Raises RuntimeError as decoding does."""
+        first, unread, states = self._text
+        unread = np.append(unread[1:], tokens[-1:])
+        token = self._compute(unread, states, first)
+        self._advance()
+        while True:
+            yield token
+            first, unread, states = first + len(unread), np.array([token], np.intc), self._states(self.handle, 1).copy()
+            token = self._compute(unread, states, first)
+
+    def _compute(self, tokens: np.ndarray, states: np.ndarray, first: int) -> int:
+        """Reads tokens [n] from a position on, each behind its state [n, n_embd]; returns the likeliest token behind them."""
+        memory = api.llama_get_memory(self.handle)
+        api.llama_memory_seq_rm(memory, 0, first, -1)
+        if api.llama_memory_seq_pos_max(memory, 0) + 1 != first:
+            api.llama_memory_clear(memory, False)
+        positions = np.arange(first, first + len(tokens), dtype=np.intc)
+        kinds: list[Any] = [field[1] for field in api.llama_batch._fields_[1:4]]  # of token, embd, pos
+        for i in range(0, len(tokens), self._n_batch):
+            arrays = [array[i : i + self._n_batch] for array in (tokens, states, positions)]
+            pointers = (array.ctypes.data_as(kind) for array, kind in zip(arrays, kinds))
+            if result := api.llama_decode(self.handle, api.llama_batch(len(arrays[0]), *pointers)):
+                raise RuntimeError(f"llama_decode returned {result} for next-token layers")
+        return int(np.ctypeslib.as_array(api.llama_get_logits(self.handle), (self.n_known,)).argmax())
 
 
 _MORE_TOKENS, _FIRST_WORD = 128, 5  # that a draft model's vocabulary may have or lack, and the first that must be the same

@@ -11,14 +11,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from ..budget.draft_model import OWN_LAYERS, DraftModel, draft_keywords
+from ..budget.draft_model import SECTIONS, WANT_SECTIONS, DraftModel, draft_keywords, require_nextn, uses_nextn
 from ..budget.dry_load import embedding_width
 from ..budget.plan import require_header_room
-from ..errors import ModelError, OptionError
+from ..errors import ModelError
 from ..gguf.model_index import ModelIndex
 from ..options import Config, ServerOptions
 
-_WANT_SECTIONS, _SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"  # pictures of theirs have positions in three directions, if the file says how
 # a projector is planned in a process of its own, which ends if the file lacks what llama.cpp computes with
 _PLAN = "import json, sys; from moeoff.server.library import projector_memory; print(json.dumps(projector_memory(sys.argv[1:])))"
 
@@ -31,13 +30,11 @@ class ExtraModels:
     resident: bytes once all is loaded, and of headers until then.
     computing: bytes that come with the first picture, for good.
     spec_type: how drafts are made; None: not at all, or as llama.cpp finds in the draft model.
-    nextn: with the model's own next-token layers.
     """
 
     resident: int = 0
     computing: int = 0
     spec_type: str | None = None
-    nextn: bool = False
 
     @classmethod
     def of(cls, model_index: ModelIndex, n_ctx: int, config: Config, options: ServerOptions, budget: int) -> ExtraModels:
@@ -60,22 +57,18 @@ class ExtraModels:
         if config.draft is not None:
             draft = DraftModel.read(config.draft, config.spec_type, budget)
             memory = draft.memory(n_ctx, draft_keywords(keywords), options.parallel or 1)
-            return cls(resident + memory.llama_cpp + memory.extras, computing, draft.spec_type, draft.nextn)
-        spec_type = config.spec_type
-        nextn = OWN_LAYERS in (spec_type or "").split(",")
-        if nextn and not model_index.n_nextn:
-            raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
-        elif nextn and model_index.architecture in _WANT_SECTIONS and _SECTIONS in model_index.hparams:  # it would abort at the first token
-            raise OptionError(f"`spec_type`: llama.cpp cannot make drafts with the next-token layers of a {model_index.architecture} model for pictures")
-        return cls(resident, computing, spec_type, nextn)
+            return cls(resident + memory.llama_cpp + memory.extras, computing, draft.spec_type)
+        if uses_nextn(config.spec_type):
+            require_nextn(model_index)
+        return cls(resident, computing, config.spec_type)
 
 
 def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int) -> tuple[int, int]:
     """Bytes of its weights and header, and of what it computes with."""
     header_memory = ModelIndex.read(path).header_memory  # mtmd reads a file that ends too early without a word
     require_header_room(path, header_memory, budget)
-    if model_index.architecture in _WANT_SECTIONS and _SECTIONS not in model_index.hparams:  # llama.cpp would abort at the first picture
-        raise ModelError(f"{model_index.files[0]}: converted for text alone (no {_SECTIONS}): convert the model again to use it with {path}")
+    if model_index.architecture in WANT_SECTIONS and SECTIONS not in model_index.hparams:  # llama.cpp would abort at the first picture
+        raise ModelError(f"{model_index.files[0]}: converted for text alone (no {SECTIONS}): convert the model again to use it with {path}")
     argv = ["llama-server", "-m", model_index.files[0], "--mmproj", path, "-fa", "on" if flash_attn else "off", *options.args]
     planned = subprocess.run([sys.executable, "-c", _PLAN, *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if planned.returncode < 0:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
+from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx, with_drafts
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
 from ..engine.explanation import explain
@@ -72,10 +72,10 @@ class _ServedEngine(Engine):
 
     prompt_memory: PromptMemory
 
-    def __init__(self, config: Config, model_index: ModelIndex, budget: Budget, options: ServerOptions, *, extras: int, loaded: int, nextn: bool):
+    def __init__(self, config: Config, model_index: ModelIndex, budget: Budget, options: ServerOptions, *, extras: int, loaded: int):
         self._options = options
         unified, n = options.kv_unified, options.parallel or PARALLEL
-        super().__init__(config, model_index, budget, n_sequences=n, extras=extras, loaded=loaded, nextn=nextn, unified=unified)
+        super().__init__(config, model_index, budget, n_sequences=n, extras=extras, loaded=loaded, unified=unified)
         self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
 
     @property
@@ -170,7 +170,7 @@ class Server:
         config = replace(config, spec_type=extras.spec_type)
         self._options = replace(options, pooling="mean" if pools else options.pooling)
         computing = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
-        engine = _ServedEngine(config, model_index, budget, self._options, extras=computing, loaded=extras.resident + loaded, nextn=extras.nextn)
+        engine = _ServedEngine(config, model_index, budget, self._options, extras=computing, loaded=extras.resident + loaded)
         self._options = replace(self._options, kv_disk=self._disk_bound())
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:
@@ -395,16 +395,8 @@ class Server:
         if self.engine.drafts is not None and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         engine = self.engine
-
-        def sizes() -> MemoryPlan:
-            allocated = context_sizes(ctx)
-            if not ctx_draft:
-                return allocated
-            drafts = context_sizes(ctx_draft)  # whose weights and state are resident already
-            return replace(allocated, **{name: getattr(allocated, name) + getattr(drafts, name) for name in ("compute", "work", "outputs")})
-
         adapters = any(argument.startswith("--lora") for argument in self._options.args)
-        engine.loaded(ctx, sizes, adapters=adapters, watches=engine.config.warm)
+        engine.loaded(ctx, lambda: with_drafts(context_sizes(ctx), ctx_draft), adapters=adapters, watches=engine.config.warm)
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
         if engine.keywords.get("numa") is None and engine.drafts is None and not self._options.mmproj:
             self._core_binding = CoreBinding(ctx)

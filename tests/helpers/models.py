@@ -22,14 +22,15 @@ from shape_model import SHAPES, Weights, metadata, scales_of, tensors, tokenizer
 F64 = type_from_name("F64")
 
 
-def write_nextn_model(path: str | os.PathLike[str]) -> None:
-    """GLM-4.5's architecture, 34 MB: a dense layer, two with experts, and a next-token layer with experts.
+def write_nextn_model(path: str | os.PathLike[str], published: str = "glm-4.5-air") -> None:
+    """GLM-4.5's architecture, 34 MB: a dense layer, two with experts, and a next-token layer with experts. Or Qwen 3.6's: two of the layers are recurrent.
 
     The rows of the output are those of the embedding in another order, so that a text is mostly a walk through the vocabulary in that order.
     The next-token layer reads the latest token, and so guesses often right, but not always.
     """
     tokens, vocabulary = tokenizer(0)
-    shape = replace(SHAPES["glm-4.5-air"].cut(layers=4, shrink=16), n_expert=32, n_used=4, n_vocab=len(tokens), expert_type="Q8_0")
+    shape = replace(SHAPES[published].cut(layers=4, shrink=16), n_expert=32, n_used=4, n_vocab=len(tokens), expert_type="Q8_0")
+    shape = replace(shape, delta=shape.delta and replace(shape.delta, every=2))  # the next-token layer is none
     n_embd, nextn = shape.n_embd, f"blk.{shape.n_layer - 1}.nextn"
     weights, rng = Weights(shape, scales_of(shape), 0, len(tokens)), np.random.default_rng(0)
     plan = [replace(tensor, type=0) if tensor.name in ("token_embd.weight", "output.weight") else tensor for tensor in tensors(shape)]
@@ -41,7 +42,7 @@ def write_nextn_model(path: str | os.PathLike[str]) -> None:
         **{f"{nextn}.{name}.weight": np.ones(n_embd) for name in ("enorm", "hnorm", "shared_head_norm")},
     }
     plan += [Tensor(name, values.shape, 0) for name, values in made.items() if name.startswith(nextn)]
-    with ModelWriter(path, metadata(shape) | {"glm4moe.nextn_predict_layers": 1} | vocabulary, plan) as writer:
+    with ModelWriter(path, metadata(shape) | {f"{shape.arch}.nextn_predict_layers": 1} | vocabulary, plan) as writer:
         for tensor in plan:
             if tensor.name in made:
                 writer.write(np.ascontiguousarray(made[tensor.name], np.float32).reshape(-1).view(np.uint8))

@@ -1,5 +1,5 @@
-"""Speculative decoding: a draft is as long as pays, and changes no text, whether the text itself or a second model makes it; the server's are in
-tests/server/test_extra_models.py."""
+"""Speculative decoding: a draft is as long as pays, and changes no text, whether the text itself, a second model or the model's own layers make it; the
+server's are in tests/server/test_extra_models.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llama_cpp import LogitsProcessorList
 
 import moeoff
 from helpers.files import PROSE
-from helpers.models import rewritten
+from helpers.models import rewritten, write_nextn_model
 from helpers.processes import run_python
 from moeoff import BudgetError, Cancelled, MoeoffError
 from moeoff.engine.drafts import MOST, DraftLength, TextDrafts
@@ -21,7 +21,6 @@ from moeoff.engine.engine import Engine
 from moeoff.gguf.file import ModelFile, unpack
 from moeoff.options import Config
 from moeoff.routing.batch import Span
-from shape_model import SHAPES, shape_model
 
 PROMPT = "one two three four five six. one two three four five six. one two three four five six. one two"
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "seed": 3, "expert_memory": "4M"}
@@ -122,13 +121,24 @@ def dense(demo, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def drafted(demo, dense) -> dict[str, dict]:
-    return {"text": {"spec_type": "ngram-simple"}, "itself": {"draft": demo}, "dense": {"draft": dense, "spec_type": "draft-simple"}}
+def recurrent(tmp_path_factory) -> str:
+    """A model with recurrent layers, and one to make drafts."""
+    path = str(tmp_path_factory.mktemp("recurrent") / "recurrent.gguf")
+    write_nextn_model(path, "qwen3.6-35b-a3b")
+    return path
 
 
-@pytest.fixture(scope="module", params=["text", "itself", "dense"])
-def both(demo, drafted, request):
-    with moeoff.Llama(demo, **OPTIONS) as plain, moeoff.Llama(demo, **drafted[request.param], **OPTIONS) as drafting:
+@pytest.fixture(scope="module")
+def drafted(demo, dense, nextn, recurrent) -> dict[str, tuple[str, dict]]:
+    own = {"spec_type": "draft-mtp"}
+    return {"text": (demo, {"spec_type": "ngram-simple"}), "itself": (demo, {"draft": demo}), "dense": (demo, {"draft": dense, "spec_type": "draft-simple"}),
+            "own layers": (nextn, own), "recurrent": (recurrent, own)}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["text", "itself", "dense", "own layers", "recurrent"])
+def both(drafted, request):
+    model, drafts = drafted[request.param]
+    with moeoff.Llama(model, **OPTIONS) as plain, moeoff.Llama(model, **drafts, **OPTIONS) as drafting:
         yield plain, drafting
 
 
@@ -181,6 +191,7 @@ def test_drafts_are_verified_several_at_a_time(both):
     raise AssertionError(sizes)
 
 
+@pytest.mark.parametrize("both", ["text", "itself"], indirect=True)
 def test_what_their_logits_take_is_planned(both):
     plain, drafting = (llm.engine.plan for llm in both)
     assert drafting.outputs == (MOST + 1) * plain.outputs
@@ -190,7 +201,7 @@ def test_a_draft_model_reads_what_is_new(demo):
     """It goes on behind what a text has in common with the last one; a copy of the model has one of its own."""
     with moeoff.Llama(demo, draft=demo, **OPTIONS) as llm, pickle.loads(pickle.dumps(llm)) as copy:
         for model in (llm, copy):
-            draft, n_read = model._drafts._llm, []
+            draft, n_read = model._drafts._guesser, []
             decode = draft._decode
             draft._decode = lambda function, batch, decode=decode, n_read=n_read: (n_read.append(batch.n_tokens), decode(function, batch))[1]
             for more in ("", " three four", " three five"):
@@ -199,18 +210,19 @@ def test_a_draft_model_reads_what_is_new(demo):
             first, second, third = (n_read[i + 1] for i, n in enumerate(n_read) if not n)
             assert first > 20 > 5 > max(second, third) > 0
             del draft._decode
-    assert llm.engine.config.draft == demo and not llm._drafts._llm._stack._exit_callbacks
+    assert llm.engine.config.draft == demo and not llm._drafts._guesser._stack._exit_callbacks
 
 
-def test_an_answer_that_is_cancelled_in_a_draft(demo):
-    with moeoff.Llama(demo, draft=demo, **OPTIONS) as llm:
+@pytest.mark.parametrize("kind, method", [("itself", "_decode"), ("recurrent", "_compute")])
+def test_an_answer_that_is_cancelled_in_a_draft(drafted, kind, method):
+    model, drafts = drafted[kind]
+    with moeoff.Llama(model, **drafts, **OPTIONS) as llm:
         expected = llm.create_completion(PROMPT, temperature=0, max_tokens=20)["choices"]
-        draft = llm._drafts._llm
-        decode = draft._decode
-        draft._decode = lambda function, batch: (llm.engine.cancellation.request(), decode(function, batch))[1]
+        compute = getattr(llm._drafts._guesser, method)
+        setattr(llm._drafts._guesser, method, lambda *args: (llm.engine.cancellation.request(), compute(*args))[1])
         with pytest.raises(Cancelled):
             llm.create_completion("a b c", temperature=0, max_tokens=20)
-        del draft._decode
+        delattr(llm._drafts._guesser, method)
         assert llm.create_completion(PROMPT, temperature=0, max_tokens=20)["choices"] == expected
 
 
@@ -225,51 +237,85 @@ def test_a_draft_models_memory_is_planned(demo, dense):
         assert os.path.getsize(dense) < llm.stats().memory["extras"] < drafting.extras
 
 
-def test_the_budget_holds(grown):
-    """With a draft model that is larger than the experts' room; its buffers are touched after the prompt's."""
+@pytest.mark.parametrize("kind", ["a larger model", "recurrent"])
+def test_the_budget_holds(grown, drafted, kind):
+    """With a draft model that is larger than the experts' room; its buffers are touched after the prompt's. Or with a second context, and states to go back to."""
+    model, drafts = {**drafted, "a larger model": (grown, {"draft": grown})}[kind]
     code = """
-import sys, moeoff
+import json, sys, moeoff
 budget = int(sys.argv[2]) << 20
-with moeoff.Llama(sys.argv[1], draft=sys.argv[1], memory=budget, n_ctx=2048, flash_attn=True, n_threads=1, n_batch=512) as llm:
-    llm.create_completion(open(sys.argv[3]).read()[:5000], max_tokens=64, temperature=0)
-    print(llm.stats().peak_rss_bytes <= budget, llm._drafts._llm.n_tokens > 1000)
+with moeoff.Llama(sys.argv[1], memory=budget, n_ctx=2048, flash_attn=True, n_threads=1, n_batch=512, **json.loads(sys.argv[4])) as llm:
+    n = llm.create_completion(open(sys.argv[3]).read()[:5000], max_tokens=64, temperature=0)["usage"]["total_tokens"]
+    print(llm.stats().peak_rss_bytes <= budget, n > 1000)
 """
-    budget = Engine(Config.make(grown, memory="4G", n_ctx=2048, flash_attn=True, n_batch=512, draft=grown)).planned.floor // (1 << 20) + 8
-    assert run_python(code, grown, str(budget), str(PROSE)).split() == ["True", "True"]
+    budget = Engine(Config.make(model, memory="4G", n_ctx=2048, flash_attn=True, n_batch=512, **drafts)).planned.floor // (1 << 20) + 8
+    assert run_python(code, model, str(budget), str(PROSE), json.dumps(drafts)).split() == ["True", "True"]
 
 
-def test_refused(demo, dense, nextn, tmp_path):
-    shape_model(SHAPES["qwen3.6-35b-a3b"].cut(layers=4, shrink=8, hidden=64), recurrent := tmp_path / "recurrent.gguf")
+def test_own_layers_guess(nextn, monkeypatch):
+    """Often right; their experts are read like all others, and planned. A state that was loaded they have not seen, and guess on."""
+    monkeypatch.setattr(DraftLength, "best", 3)
+    events = []
+    with moeoff.Llama(nextn, **OPTIONS) as plain, moeoff.Llama(nextn, spec_type="draft-mtp", **OPTIONS) as llm:
+        expected = plain.create_completion(PROMPT, temperature=0, max_tokens=40)["choices"]
+        llm.set_gate_callback(events.append)
+        llm.eval(llm.tokenize(PROMPT[:40].encode()))
+        state = llm.save_state()
+        llm.clear_context()
+        llm.load_state(state)
+        assert llm.create_completion(PROMPT, temperature=0, max_tokens=40)["choices"] == expected
+        n_batches = sum(event.gate == 0 and event.decode for event in events)
+        assert 9 < n_batches < 25 and 0 < llm.stats().drafts_rejected < n_batches
+        assert {event.gate for event in events} == set(range(len(llm.engine.model_index.gates)))
+        assert llm.engine.planned.arena_full > plain.engine.planned.arena_full and llm.engine.planned.state > plain.engine.planned.state
+
+
+def test_recurrent_layers_go_back_within_a_batch(recurrent):
+    """Of earlier ones llama.cpp keeps no states, and would take others for them."""
+    with moeoff.Llama(recurrent, spec_type="ngram-simple", **OPTIONS) as llm:
+        text, logits = list(range(300, 321)), []
+        for drafted in ([300, 301, 302], []):
+            llm.clear_context()
+            llm.eval(text[:20])
+            llm._drafts.n = len(drafted)
+            llm.eval([text[20], *drafted])
+            llm._forget_behind(21)
+            llm.eval([400])
+            logits.append(llm.batch_logits(1)[0].copy())
+        assert np.abs(logits[0] - logits[1]).max() < 1e-3 * np.abs(logits[0]).max()
+        assert not llm._ctx.kv_cache_seq_rm(-1, 21, -1) and llm._ctx.kv_cache_seq_rm(-1, 22, -1)
+
+
+def test_refused(demo, dense, nextn, recurrent, tmp_path):
     with ModelFile(demo) as model:
         tokens = unpack(model.metadata["tokenizer.ggml.tokens"])
     changed = {"a": {"qwen2.pooling_type": 3}, "b": {"general.architecture": "eagle3"}, "c": {"tokenizer.ggml.tokens": [*tokens[:-1], "<other>"]}}
     others = {name: rewritten(dense, tmp_path / f"{name}.gguf", values) for name, values in changed.items()}
     cases = [
-        ({"spec_type": "draft-mtp"}, "moeoff serve makes such drafts"), ({"context_shift": True}, "context_shift"),
+        ({"spec_type": "draft-eagle3"}, "moeoff serve makes such drafts"), ({"spec_type": "draft-mtp"}, "no next-token layers"), ({"context_shift": True}, "context_shift"),
         ({"trace": str(tmp_path / "t")}, "repeats"), ({"n_batch": MOST}, "batches"), ({"spec_type": "draft-simple"}, "not said: give draft="),
         ({"draft": dense}, "not both"),
         *(({"spec_type": None, "draft": draft} | more, why) for draft, more, why in (
             (dense, {"context_shift": True}, "draft: neither with context_shift"), (dense, {"deterministic": True}, "draft: neither"),
-            (dense, {"spec_type": "draft-mtp"}, "moeoff serve makes such drafts"), ("absent.gguf", {}, "absent.gguf: cannot be read"),
+            (dense, {"spec_type": "draft-mtp"}, "makes drafts as draft-mtp, for moeoff serve alone"), ("absent.gguf", {}, "absent.gguf: cannot be read"),
             (nextn, {}, "makes drafts as draft-mtp, for moeoff serve alone"), (others["b"], {}, "makes drafts as eagle3, for moeoff serve alone"),
             (others["b"], {"spec_type": "draft-simple"}, "for moeoff serve alone"), (others["a"], {}, "a model for embeddings"),
-            (others["c"], {}, "its token 4095 is not the model's"), (str(recurrent), {}, "its recurrent layers cannot go back"))),
+            (others["c"], {}, "its token 4095 is not the model's"), (recurrent, {"spec_type": "draft-simple"}, "its recurrent layers cannot go back"))),
     ]  # fmt: skip
     for options, why in cases:
         with pytest.raises(MoeoffError, match=why) as refused:
             moeoff.Llama(demo, **OPTIONS | {"spec_type": "ngram-simple"} | options)
         assert "\n" not in str(refused.value)
-    for drafts in ({"spec_type": "ngram-simple"}, {"draft": str(recurrent)}):
+    for drafts in ({"spec_type": "ngram-simple", "n_batch": 64, "n_ubatch": 2}, {"draft": recurrent, "spec_type": "draft-simple"}):
         with pytest.raises(MoeoffError, match="recurrent"):
-            moeoff.Llama(str(recurrent), **drafts, **OPTIONS)
+            moeoff.Llama(recurrent, **drafts, **OPTIONS)
 
 
-def test_from_the_command_line(demo, dense, invoke):
-    answers = [
-        json.loads(invoke("run", demo, "-p", PROMPT, "--temp", "0", "-n", "60", "--raw", "--json", *more).stdout)
-        for more in ([], ["--spec-type", "ngram-simple"], ["-md", demo], ["--model-draft", dense, "--spec-type", "draft-simple"])
-    ]
-    assert all(answer["text"] == answers[0]["text"] and answer["usage"] == answers[0]["usage"] for answer in answers)
-    assert [answer["stats"]["draft_length"] is None for answer in answers] == [True, False, False, False]
+def test_from_the_command_line(demo, dense, nextn, invoke):
+    for model, drafts in ((demo, (["--spec-type", "ngram-simple"], ["-md", demo], ["--model-draft", dense, "--spec-type", "draft-simple"])),
+                          (nextn, (["--spec-type", "draft-mtp"],))):  # fmt: skip
+        answers = [json.loads(invoke("run", model, "-p", PROMPT, "--temp", "0", "-n", "60", "--raw", "--json", *more).stdout) for more in ([], *drafts)]
+        assert all(answer["text"] == answers[0]["text"] and answer["usage"] == answers[0]["usage"] for answer in answers)
+        assert [answer["stats"]["draft_length"] is None for answer in answers] == [True] + len(drafts) * [False]
     done = invoke("run", demo, "-p", PROMPT, "-md", dense, "--context-shift")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "-md: neither with --context-shift" in done.stderr
