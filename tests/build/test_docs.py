@@ -1,5 +1,6 @@
 """What the documentation says is what the program does."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -176,7 +177,8 @@ def test_examples_run(name, lines):
     assert len(done.stdout.split()) >= 3
 
 
-@pytest.mark.slow  # FastAPI is of the extra nightly
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("fastapi") is None, reason="FastAPI is not installed: it is of the extra nightly")
 def test_fastapi_example_streams():
     sys.path.insert(0, str(ROOT / "docs" / "examples"))
     import fastapi_stream
