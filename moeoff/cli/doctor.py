@@ -216,9 +216,12 @@ def check_model(path: str) -> Iterator[Finding]:
     else:
         yield Finding("model", OK, text)
         options: dict[str, Any] = {"flash_attn": True}
-        with_gpu(options)
-        with contextlib.closing(open_engine(path, **options)) as engine:
-            yield from (Finding(name, OK, reason) for name, reason in explain(engine).items() if name not in ("memory", "I/O threads"))  # told elsewhere
+        try:
+            with_gpu(options)
+            with contextlib.closing(open_engine(path, **options)) as engine:
+                yield from (Finding(name, OK, reason) for name, reason in explain(engine).items() if name not in ("memory", "I/O threads"))  # told elsewhere
+        except MoeoffError as error:  # as where it needs more than the usual part of what is available
+            yield Finding("model", PROBLEM, sentence(error))
     yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(model_index)))
 
 

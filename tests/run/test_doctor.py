@@ -65,6 +65,17 @@ def test_what_a_check_fails_over_is_a_finding_of_its_name(invoke, demo, monkeypa
     assert done.returncode == 1 and findings(done)["model"] == {"name": "model", "state": "problem", "text": "llama.cpp cannot load it", "way_out": ""}
 
 
+def test_the_disk_is_looked_at_where_the_usual_budget_is_too_small(invoke, demo, monkeypatch):
+    def refused(*_args: object, **_options: object) -> None:
+        raise moeoff.BudgetError("80 % of what is available is too small")
+
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("moeoff.engine.llama.open_engine", refused)
+    done = invoke("doctor", "-m", demo, "--json")
+    assert done.returncode == 1 and findings(done)["model"]["text"] == "80 % of what is available is too small"
+    assert {"file system", "direct reads", "disk rate"} <= set(findings(done))
+
+
 def test_warnings(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (100, 100))
