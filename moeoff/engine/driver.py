@@ -271,7 +271,8 @@ class Driver:
         So what follows a conversation's beginning, if that is still in the context, is a text of its own unless it goes on at its end.
         A draft of which not all is accepted goes back, too, but never behind its first token.
         """
-        begins = all(span.first == 0 or span.first < self._ends.get(sequence, 0) for sequence, span in spans.items())
+        # no generator: an interrupt in one that ends early is printed and lost
+        begins = all([span.first == 0 or span.first < self._ends.get(sequence, 0) for sequence, span in spans.items()])
         self._ends |= {sequence: span.first + 1 if span.decode else span.end for sequence, span in spans.items()}
         return begins
 
