@@ -61,7 +61,7 @@ class DeviceTier:
         self.uses: dict[str, dict[str, int]] = {}
         self._is_placed = False
         self._place(bound)
-        self._bound, self._is_placed = bound, True
+        self.bound, self._is_placed = bound, True
 
     def move(self, bound: DeviceBound) -> None:
         """Another bound, between answers: other numbers of slots, all of them empty.
@@ -71,9 +71,9 @@ class DeviceTier:
         """
         try:
             self._place(bound)
-            self._bound = bound
+            self.bound = bound
         except BudgetError:
-            self._place(self._bound)
+            self._place(self.bound)
             raise
         finally:
             if self._mode != self._placed_as:

@@ -366,13 +366,20 @@ class Llama(PatchedLlama):
             vram: of what is allocated on each device, of a model that was opened with one: its slots are empty then.
 
         Raises:
-            BudgetError: below what the model needs, or more than a device has; the old budget stays.
+            BudgetError: below what the model needs, or more than a device has; both old budgets stay.
             OptionError: not a size, or the model has no experts on devices.
         """
+        tier = self.engine.device_tier
+        before = None if tier is None else tier.bound
         if vram is not None:
             self._turn(self.engine.set_vram, vram, changes=False)
         if memory is not None:
-            self._turn(self.engine.set_memory, memory, changes=False)
+            try:
+                self._turn(self.engine.set_memory, memory, changes=False)
+            except MoeoffError:
+                if tier is not None and vram is not None:
+                    self._turn(tier.move, before, changes=False)
+                raise
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""
