@@ -18,7 +18,7 @@ from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tens
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
 from ..llamacpp.devices import buffer_types
-from ..llamacpp.llama import PatchedLlama, api, nextn_params, set_log
+from ..llamacpp.llama import PatchedLlama, api, nextn_params, set_log, signals_after
 from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
 from ..system.memory import rss, slot_bytes, trim
 from .plan import ALLOCATED, MemoryPlan, planned_process
@@ -161,15 +161,16 @@ def planned_model(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, An
     """A model and its context without their memory: nothing can be computed, but graphs can be planned."""
     llm = llm or _PlannedLlama()
     set_log(False)
-    try:
-        llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
-        yield llm
-    except ValueError as error:
-        raise ModelError(f"{model_index.files[0]}: llama.cpp cannot load it: {error}") from error
-    finally:
-        if llm.loaded:
-            llm.close()
-        trim()  # the vocabulary's memory would count against the budget
+    with signals_after():
+        try:
+            llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
+            yield llm
+        except ValueError as error:
+            raise ModelError(f"{model_index.files[0]}: llama.cpp cannot load it: {error}") from error
+        finally:
+            if llm.loaded:
+                llm.close()
+            trim()  # the vocabulary's memory would count against the budget
 
 
 DEFAULT_CTX = 4096  # tokens, where the user names none and the model was trained for as many

@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -48,6 +49,7 @@ __all__ = [
     "lib",
     "llama_cpp",
     "set_log",
+    "signals_after",
     "supports_gpu",
     "why_no_drafts",
 ]
@@ -114,6 +116,24 @@ def errors_unless(expected: Callable[[], bool]) -> Iterator[None]:
     finally:
         for text in () if expected() else errors:
             _logger.llama_log_callback(_LOG_ERROR, text.encode(), None)
+
+
+@contextlib.contextmanager
+def signals_after() -> Iterator[list[int]]:
+    """Inside, signals that Python handles wait in this list, and are handled at the end: what a handler raises in a callback is printed, and lost."""
+    came: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if threading.current_thread() is threading.main_thread() and callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, lambda came_now, _frame: came.append(came_now))
+        yield came
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for raised in came:
+            signal.raise_signal(raised)
 
 
 def _reason(errors: Sequence[str]) -> str:
@@ -394,12 +414,12 @@ class PatchedLlama(_AnyLlama):
                     progress(fraction)
             except BaseException as error:  # must not cross the C frame below
                 raised.append(error)
-            return not raised
+            return not raised and not signals
 
         self._progress_callback = api.llama_progress_callback(report)
         wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
         self._n_outputs_max = self._n_sequences + self._n_draft if self._one_output and not wants_all else 0
-        with _collected_errors() as errors:
+        with signals_after() as signals, _collected_errors() as errors:
             try:
                 with assertions_raise():
                     super().__init__(model_path, **options)

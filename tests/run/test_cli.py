@@ -16,8 +16,9 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from header_model import header_model
 from helpers.files import COMMAND
-from helpers.processes import run_python
+from helpers.processes import run_python, status_bytes
 from helpers.waiting import wait_until
 from moeoff import Llama
 from moeoff.cli.bench import _listener
@@ -291,6 +292,24 @@ def test_ctrl_c_ends_cleanly():
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in err and "hit rate" in err
+
+
+@pytest.mark.parametrize("command, code, phase", [
+    ("run", 130, "planned"), ("run", 130, "loaded"), ("serve", 0, "planned"), pytest.param("serve", 0, "loaded", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ctrl_c_while_a_model_is_loaded(command, code, phase, tmp_path):
+    """llama.cpp's errors are not said, and nothing is lost in what it calls of Python's. Of a model of 18 GB, from its header."""
+    header_model("qwen3-30b-a3b", model := str(tmp_path / "model.gguf"))
+    words = [COMMAND, command, model, "--memory", "4G", *(["-p", "x"] if command == "run" else ["--port", "0"])]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if phase == "planned":
+        wait_until(lambda: any(os.path.realpath(entry) == model for entry in Path(f"/proc/{process.pid}/fd").iterdir()))
+    else:
+        wait_until(lambda: status_bytes(pid=process.pid) > 600 << 20)  # of 1 GB outside the experts
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code and out == "", err
+    assert err == ("SIGINT: every answer ends, then the server; once more ends it at once\n" if command == "serve" else "")
 
 
 def test_ctrl_c_in_the_middle_of_a_long_prompt(tmp_path):
