@@ -77,6 +77,9 @@ bool moeoff_serve_has_page(void) {
 }
 
 void moeoff_serve_stop(void) {
+    if (common_log_get_verbosity_thold() <= LOG_LEVEL_ERROR) {
+        common_log_set_verbosity_thold(LOG_LEVEL_OUTPUT); // what ends on purpose while it loads is no error; the next server sets it anew
+    }
     moeoff::end_templates();
     llama_server_terminate();
 }
