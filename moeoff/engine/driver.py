@@ -19,6 +19,7 @@ from ..errors import OptionError
 from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex
 from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_predictor
+from ..policies.score import Score
 from ..precision import LOSSLESS, Precision
 from ..routing.batch import Span
 from ..routing.event import GateEvent, Observer
@@ -67,13 +68,17 @@ class Callback(Observer):
 
 
 class Probabilities(Observer):
-    """Gives the events that have the router's logits its probabilities, for the observers behind it."""
+    """Gives the events that have the router's logits its probabilities, for the observers behind it.
 
-    def __init__(self, router: Router):
-        self._router = router
+    Args:
+        of_single: of single tokens that are decoded, too.
+    """
+
+    def __init__(self, router: Router, of_single: bool):
+        self._router, self._of_single = router, of_single
 
     def observe(self, event: GateEvent) -> None:
-        if event.logits is not None:
+        if event.logits is not None and (self._of_single or not _is_single(event)):
             event.probs = self._router.gated(event.logits)
 
 
@@ -112,14 +117,15 @@ class PolicyUpdates(Observer):
 
     Args:
         model: says how many experts an arena holds, where it may be resized.
+        of_single: also by those of single tokens that are decoded; else they have gone to it natively.
     """
 
-    def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None):
-        self.policy, self._buffer, self._model = policy, buffer, model
+    def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None, of_single: bool = True):
+        self.policy, self._buffer, self._model, self._of_single = policy, buffer, model, of_single
         self._arena = self._cache_bytes() if model is not None else 0  # as the policy knows it
 
     def observe(self, event: GateEvent) -> None:
-        if self.policy.update(event) is not False:
+        if (self._of_single or not _is_single(event)) and self.policy.update(event) is not False:
             self._buffer.publish()
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
@@ -140,6 +146,10 @@ class PolicyUpdates(Observer):
         """For high versions."""
         stats = self._buffer.stats()
         return int(stats.cache_bytes - stats.low_cache_bytes)
+
+
+def _is_single(event: GateEvent) -> bool:
+    return bool(event.decode) and len(event.ids) == 1
 
 
 class Driver:
@@ -209,19 +219,24 @@ class Driver:
                 session |= {"precision": asdict(precision), "low_cache_bytes": stats.low_cache_bytes}
             writer = TraceWriter(trace, model, session)
 
+        ahead, score = None, policy if isinstance(policy, Score) and writer is None and replay is None else None
+        if prefetcher is not None and isinstance(buffer, ExpertBuffer):
+            together = model.n_gates if score is not None else policy.group if isinstance(policy, GroupedPolicy) and writer is None and replay is None else 1
+            ahead = prefetcher.go_native(together)
+        if ahead is not None and score is not None and router is not None:
+            score.native.gating = router.gating
+            ahead.take_for(score)
+        of_single = ahead is None or score is None
         parts: list[Observer] = [] if prefetcher is None else [prefetcher]  # first, because the I/O threads may be idle
         if replay is not None:
             parts.append(Replay(replay, buffer, model))
         updates = policy is not None and not policy.static  # else events do not change its table
         if router is not None and (writer is not None or policy is not None and updates and policy.wants_probs):
-            parts.append(Probabilities(router))
+            parts.append(Probabilities(router, of_single))
         if writer is not None or prefetcher is not None and prefetcher.meter is not None:
             parts.append(_Records(buffer, writer, None if prefetcher is None else prefetcher.meter))
         if policy is not None and updates:
-            parts.append(PolicyUpdates(policy, buffer, model))
-        ahead = None
-        if prefetcher is not None and isinstance(buffer, ExpertBuffer):
-            ahead = prefetcher.go_native(policy.group if isinstance(policy, GroupedPolicy) and writer is None and replay is None else 1)
+            parts.append(PolicyUpdates(policy, buffer, model, of_single))
         if parts and (ahead is not None or not self.observers):
             buffer.drain()
             buffer.set_gate_callback(self.deliver, predictor=ahead)

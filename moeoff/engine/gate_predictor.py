@@ -7,7 +7,7 @@ computes and no event waits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, c_float, c_int32
+from ctypes import POINTER, c_float, c_int32, pointer
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from ..llamacpp import native
 from ..policies import Predictor
 from ..policies.fate import RoutersAhead
+from ..policies.score import Score
 from ..routing.router import SIGMOID
 
 
@@ -69,6 +70,11 @@ class GatePredictor:
         parts = [np.zeros(n_experts, np.float32) if (bias := router.selection_bias[gate]) is None else bias for gate in targets]
         self._selection_biases.append(np.concatenate(parts, dtype=np.float32))
         return self._selection_biases[-1]
+
+    def take_for(self, score: Score) -> None:
+        """Each event of a single token that is decoded goes to it on that thread, too, which publishes its priorities."""
+        self._score = score
+        self.settings.score = pointer(score.native)
 
     def stop(self) -> None:
         """Predicts no more."""

@@ -172,6 +172,42 @@ class RoutersAhead(Structure):
     ]
 
 
+class Score(Structure):
+    """struct moeoff_score"""
+
+    _fields_ = [
+        ("project", POINTER(c_float)),
+        ("origin", POINTER(c_float)),
+        ("back", POINTER(c_float)),
+        ("bias", POINTER(c_float)),
+        ("coef", POINTER(c_float)),
+        ("rates", POINTER(c_float)),
+        ("means", POINTER(c_float)),
+        ("state", POINTER(c_float)),
+        ("parts", POINTER(c_float)),
+        ("sum", POINTER(c_float)),
+        ("own", POINTER(c_float)),
+        ("scores", POINTER(c_float)),
+        ("due", POINTER(c_float)),
+        ("priorities", POINTER(c_float)),
+        ("scratch", POINTER(c_float)),
+        ("floor", c_float),
+        ("state_rate", c_float),
+        ("position", c_float),
+        ("n_gates", c_int32),
+        ("n_experts", c_int32),
+        ("rank", c_int32),
+        ("n_prob_rates", c_int32),
+        ("n_rates", c_int32),
+        ("n_refresh", c_int32),
+        ("gating", c_int32),
+        ("token", c_int32),
+        ("last", c_int32),
+        ("n_pass", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 class Prefetching(Structure):
     """struct moeoff_prefetching"""
 
@@ -181,6 +217,7 @@ class Prefetching(Structure):
         ("experts", POINTER(c_int32)),
         ("places", POINTER(c_int32)),
         ("n_predicted", POINTER(c_int32)),
+        ("score", POINTER(Score)),
         ("credit", c_double),
         ("earned", c_double),
         ("most", c_double),
@@ -265,6 +302,7 @@ STRUCTS: dict[str, type[Structure]] = {
     "moeoff_tensor_info": TensorInfo,
     "moeoff_gate_event": GateEvent,
     "moeoff_routers_ahead": RoutersAhead,
+    "moeoff_score": Score,
     "moeoff_prefetching": Prefetching,
     "moeoff_stats": Stats,
     "moeoff_read": Read,
@@ -400,6 +438,8 @@ preload = function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32
 residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uint8))
 # int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
+# void moeoff_score_take(struct moeoff_score * score, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses);
+score_take = function("moeoff_score_take", None, POINTER(Score), c_int32, c_int32, c_bool, c_void_p, c_void_p)
 # int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, struct moeoff_prefetching * prefetching);
 set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64, POINTER(Prefetching))
 # void moeoff_drain(moeoff_expert_buffer * eb);

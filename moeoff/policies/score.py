@@ -5,8 +5,8 @@ probabilities (now, and a running mean) go through a narrow bottleneck to what e
 running means of probabilities and uses at several rates, give the score. A linear term in the distance of the layer breaks
 near ties. There is one set of coefficients for each of several discounts: the larger the buffer, the further it looks.
 
-The gates of a group change their own rows. What the bottleneck knows since is added to as many of the rows before them as `REFRESH`
-allows.
+A gate changes its own row. What the bottleneck knows since is added to as many of the rows before it as `REFRESH` allows. The arithmetic is native
+(moeoff-score): where single tokens are decoded the driver's thread does it without Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.trace import Trace
 from ..system.arrays import read_npz, require_arrays
-from .base import DEFAULT_FIT, CacheShape, FitOptions, GroupedPolicy, Progress, chosen
+from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, chosen
 from .fate import CrossLayerGate
 from .strategy import Strategy, register
 
@@ -33,19 +33,21 @@ FLOOR = 1e-4  # under the logarithm
 STATE_RATE = 0.15  # of the running mean of log probabilities that the bottleneck sees
 PROB_RATES = (0.1, 0.02)
 USE_RATES = (0.3, 0.05, 0.01)
-REFRESH = 12_000  # multiplications for each event
-REBASE = 64  # tokens
+REFRESH = 12_000  # multiplications for each event, out of the bottleneck
 # without weights fitted to the model: chosen by hand after the demo model's second stage, not fitted
 GENERIC = (0.5, 0.9, 0.1, 0.25, 0.15)
 
 
 @register
-class Score(GroupedPolicy):
+class Score(Policy):
     """Priority = the estimated discount^(tokens until the next use).
 
     Options:
         weights: what `fit_score` returns. None: those that moeoff has for this model (by its file's name), or else generic coefficients without
             the bottleneck; "generic" takes these.
+
+    Attributes:
+        native: struct moeoff_score, which the driver's thread may take events for.
 
     Raises:
         OptionError: weights of another shape.
@@ -72,25 +74,45 @@ class Score(GroupedPolicy):
         return fit_score(recording.trace(tokens), progress=progress)
 
     def start(self) -> None:
-        super().start()
+        from ..llamacpp import native  # what replays no trace with it loads no llama.cpp
+
         n, e = self.shape.n_gates, self.shape.n_experts
         self._weights = w = load_weights(self.shape, self.options["weights"])
-        self._keep, self._mix = mixing(1)
-        self._now = np.zeros((self.group, 2, e), np.float32)  # probabilities and uses
-        self._means = np.full((n, len(self._keep), e), 1 / e, np.float32)
-        self._means[:, len(PROB_RATES) :] *= self.shape.n_used
+        rates, rank = (*PROB_RATES, *USE_RATES), w["origin"].size if w else 0
+        self._now = np.zeros((2, e), np.float32)  # probabilities and uses
+        means = np.full((n, len(rates), e), 1 / e, np.float32)
+        means[:, len(PROB_RATES) :] *= self.shape.n_used
+        # nearness is the time, in tokens, at which a layer runs next: only the rows change whose layers have run, and the buffer sorts no other
+        tables = {
+            "means": means,
+            "rates": rates,
+            "due": np.arange(n) / n,
+            "scores": np.zeros((n, e)),
+            "scratch": np.zeros(2 * e + rank),
+            "priorities": self.priorities,
+        }
         if w:
-            self._project = w["project"]
-            self._state = w["mean"].reshape(n, 2, e).copy()
-            self._parts = np.einsum("grx,gx->gr", self._project, w["mean"])
-            self._origin = self._parts.sum(axis=0)
-            self._sum = np.zeros(self._project.shape[1], np.float32)
-            self._own = np.zeros((n, e), np.float32)
-        self._scores = np.zeros_like(self.priorities)
-        # Nearness as the time, in tokens, at which a layer runs next: only the rows change whose layers have run, and the buffer sorts no other
-        self._due = (np.arange(n, dtype=np.float32) / n)[:, None]
-        self._token, self._last, self._n_pass = 0, -1, 1
+            parts = np.einsum("gxr,gx->gr", w["project"], w["mean"])
+            tables |= {
+                "project": w["project"],
+                "origin": w["origin"],
+                "parts": parts,
+                "sum": np.zeros(rank),
+                "own": np.zeros((n, e)),
+                "state": w["mean"].copy(),
+            }
+        self.native = native.Score(floor=FLOOR, state_rate=STATE_RATE, n_gates=n, n_experts=e, rank=rank, n_prob_rates=len(PROB_RATES), n_rates=len(rates),
+                                   n_refresh=max(REFRESH // max(e * rank, 1), 1), last=-1, n_pass=1)  # fmt: skip
+        self._tables: dict[str, np.ndarray] = {}
+        self._set(**tables)
+        self._take, self._now_at = native.score_take, [row.ctypes.data for row in self._now]
         self.resize(self.shape.capacity)
+
+    def _set(self, **tables: Any) -> None:
+        """Tables of the native score, which live as long as this."""
+        for name, table in tables.items():
+            self._tables[name] = array = np.ascontiguousarray(table, np.float32)
+            setattr(self.native, name, array.ctypes.data_as(type(getattr(self.native, name))))
 
     def resize(self, capacity: float) -> None:
         """Takes the coefficients of the horizon that fits the new capacity."""
@@ -98,72 +120,24 @@ class Score(GroupedPolicy):
         n, e, w = self.shape.n_gates, self.shape.n_experts, self._weights
         if w:
             h = min(int(np.searchsorted(w["share"], capacity / (n * e))), len(w["share"]) - 1)
-            self._coef, self._back, self._bias = w["coef"][h], w["back"][h], w["bias"][h]
-            self._n_refresh = max(REFRESH // self._back[0].size, 1)
-            self._position = float(w["position"][h])
+            self._set(coef=w["coef"][h], back=w["back"][h], bias=w["bias"][h])
+            self.native.position = w["position"][h]
         else:
-            self._coef, self._position = np.tile(np.array(GENERIC, np.float32), (n, 1)), 0.03
-        np.subtract(self._scores, self._position * self._due, out=self.priorities)
+            self._set(coef=np.tile(GENERIC, (n, 1)))
+            self.native.position = 0.03
+        np.subtract(self._tables["scores"], self.native.position * self._tables["due"][:, None], out=self.priorities)
 
-    def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
-        n_tokens, now = len(events[0].ids), self._now[: len(events)]
-        now[:, 1] = 0
-        for (probs, uses), event in zip(now, events):
-            experts, count = chosen(event)
-            uses[experts] = count / n_tokens
-            probs[:] = 0  # of experts that a gate does not have
-            if event.probs is not None:
-                probs[: event.probs.shape[1]] = event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
-            else:  # without them, the selected experts' weights
-                np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
-        keep, mix = (self._keep, self._mix) if n_tokens == 1 else mixing(n_tokens)
-        self._take(slice(first, first + len(events)), now, keep, mix, 1 if events[0].decode else n_tokens)
-
-    def _take(self, gates: slice, now: np.ndarray, keep: np.ndarray, mix: np.ndarray, n_pass: int) -> None:
-        """Takes probabilities and uses [n, 2, E] of consecutive gates, of which the running means keep and take so much; n_pass as of `_rank`."""
-        means = self._means[gates]
-        means *= keep
-        means += mix @ now
-        own = np.matmul(self._coef[gates, None], means)[:, 0]
-        if self._weights is None:
-            self._scores[gates], rows = own, gates
-        else:
-            state = self._state[gates]
-            np.log(now[:, 0] + FLOOR, out=state[:, 0])
-            state[:, 1] += STATE_RATE * (state[:, 0] - state[:, 1])
-            parts = np.vecdot(self._project[gates], state.reshape(len(now), 1, -1))
-            self._sum += (parts - self._parts[gates]).sum(axis=0)
-            self._parts[gates] = parts
-            if gates.start == 0:  # rounding must not add up for ever
-                np.sum(self._parts, axis=0, out=self._sum)
-                self._sum -= self._origin
-            np.add(own, self._bias[gates], out=self._own[gates])
-            rows = slice(max(gates.stop - self._n_refresh * len(now), 0), gates.stop)
-            np.add(self._back[rows] @ self._sum, self._own[rows], out=self._scores[rows])
-        self._rank(gates, rows, n_pass)
-
-    def _rank(self, gates: slice, rows: slice, n_pass: int) -> None:
-        """Writes the priorities of `rows`, whose scores have changed, after these gates have run: `gates` are the last of them.
-
-        Args:
-            n_pass: tokens of one sequence that pass through the layers at once. A prompt's select most of what is there of a layer ahead, whatever its
-                score, and nothing of the layers behind before all have passed.
-        """
-        n = self.shape.n_gates
-        if gates.start <= self._last:
-            self._token += self._n_pass
-            self._n_pass = 1
-        self._last = gates.stop - 1
-        self._n_pass = n_pass = max(self._n_pass, n_pass)  # the last layer sees a prompt's last token alone
-        self._due[gates, 0] = self._token + n_pass + np.arange(gates.start, gates.stop) / n
-        # the layer that evicts next has chosen already: what it has not chosen waits for the pass after
-        ahead = gates.stop % n
-        self._due[ahead] = self._token + n_pass + (ahead / n or 1)
-        if self._token >= REBASE:  # a float32 must tell gates apart
-            self._due -= self._token
-            self._token, rows = 0, slice(0, n)
-        np.subtract(self._scores[rows], self._position * self._due[rows], out=self.priorities[rows])
-        np.subtract(self._scores[ahead], self._position * self._due[ahead], out=self.priorities[ahead])
+    def update(self, event: GateEvent) -> bool:
+        n_tokens, (probs, uses) = len(event.ids), self._now
+        uses[:] = probs[:] = 0  # also of experts that a gate does not have
+        experts, count = chosen(event)
+        uses[experts] = count / n_tokens
+        if event.probs is not None:
+            probs[: event.probs.shape[1]] = event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
+        else:  # without them, the selected experts' weights
+            np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
+        self._take(self.native, event.gate, n_tokens, event.decode, *self._now_at)
+        return True
 
 
 register(
@@ -171,13 +145,6 @@ register(
         "auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy=Score, predictor=CrossLayerGate, ab_tested=True
     )
 )
-
-
-def mixing(n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shares that the running means keep after so many tokens [n, 1], and take of probabilities and uses [n, 2]."""
-    rates = np.array([*PROB_RATES, *USE_RATES], np.float32)[:, None]
-    keep = (1 - rates) ** n_tokens
-    return keep, (1 - keep) * np.repeat(np.eye(2, dtype=np.float32), (len(PROB_RATES), len(USE_RATES)), axis=0)
 
 
 def load_weights(shape: CacheShape, source: str | Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
@@ -201,7 +168,10 @@ def load_weights(shape: CacheShape, source: str | Mapping[str, np.ndarray] | Non
         "project": ("f", (n, "rank", 2 * e)), "back": ("f", ("horizons", n, e, "rank")), "mean": ("f", (n, 2 * e)), "bias": ("f", ("horizons", n, e)),
         "coef": ("f", ("horizons", n, len(PROB_RATES) + len(USE_RATES))), "position": ("f", ("horizons",)), "share": ("f", ("horizons",)),
     })  # fmt: skip
-    return {name: np.ascontiguousarray(arrays[name], np.float32) for name in NAMES}
+    weights = {name: np.asarray(arrays[name], np.float32) for name in NAMES}
+    weights["origin"] = np.einsum("grx,gx->r", weights["project"], weights["mean"])
+    weights |= {name: np.ascontiguousarray(weights[name].swapaxes(-1, -2)) for name in ("project", "back")}  # as they are multiplied
+    return weights
 
 
 # --- the fit ---

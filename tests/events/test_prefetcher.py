@@ -20,9 +20,11 @@ from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import native
 from moeoff.policies import PREDICTORS, PRESETS, Prediction
+from moeoff.policies.score import Score
 from moeoff.precision import Precision
 from moeoff.routing.batch import batch_spans, is_decode, spans_of
 from moeoff.routing.event import GateEvent, Observer
+from moeoff.routing.router import SIGMOID, SOFTMAX, SQRT_SOFTPLUS
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
@@ -53,7 +55,6 @@ def test_lossless_and_ahead(calibrated, reference, strategy):
 def test_the_driver_thread_predicts_as_python_would(demo, monkeypatch, strategy, n_ahead):
     """From the same rows, at once; what Python is told together comes in order."""
     monkeypatch.setattr(Prefetcher, "_predicts", True)
-    monkeypatch.setattr("moeoff.policies.base.UPDATES", 3)
     with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy=strategy, **OPTIONS) as llm:
         prefetcher, events = llm.engine.driver.prefetcher, []
         llm.eval([10])
@@ -73,6 +74,24 @@ def test_the_driver_thread_predicts_as_python_would(demo, monkeypatch, strategy,
             assert all(predictions[gate] in expected[gate] for gate in predictions)  # of several layers ahead the last that was predicted
             assert all(predictions[gate] == expected[gate][-1] for gate in predictions if n_ahead == 1)
         assert llm.stats().prefetch_issued > 0
+
+
+@pytest.mark.parametrize("gating", [SOFTMAX, SIGMOID, SQRT_SOFTPLUS])
+def test_the_driver_thread_scores_as_python_would(demo, gating):
+    """Prompts, single tokens and several at once, by the same objects as a simulation."""
+    events = []
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), **OPTIONS) as llm:
+        policy, router = llm.engine.driver.policy, llm.engine.driver.prefetcher.predictor.router
+        policy.native.gating = router.gating = gating
+        llm.set_gate_callback(events.append)
+        for tokens in (PROMPT, *([100 + i] for i in range(80)), PROMPT[:3], [7]):
+            llm.eval(tokens)
+        llm.engine.buffer.drain()
+        python = Score(policy.shape)
+        for event in events:
+            event.probs = router.gated(event.logits)
+            python.update(event)
+        np.testing.assert_allclose(policy.priorities, python.priorities, rtol=1e-3, atol=1e-5)
 
 
 def test_prompts_are_read_ahead(calibrated):

@@ -4,6 +4,7 @@
 #include "moeoff-api.h"
 
 #include "moeoff-hash.h"
+#include "moeoff-score.h"
 #include "moeoff-store.h"
 
 #include <cstddef>
@@ -166,6 +167,10 @@ int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * version
 }
 
 // --- events ---
+
+void moeoff_score_take(moeoff_score * score, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses) {
+    moeoff::score_take(*score, gate, n_tokens, is_decode, probs, uses);
+}
 
 int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching) {
     return guarded(-1, [&] {

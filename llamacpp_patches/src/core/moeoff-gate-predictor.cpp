@@ -1,5 +1,7 @@
 #include "moeoff-gate-predictor.h"
 
+#include "moeoff-score.h"
+
 #include <algorithm>
 #include <cmath>
 #include <new>
@@ -7,8 +9,9 @@
 
 namespace moeoff {
 
-gate_predictor::gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product, prefetch_experts prefetch, lacks_experts lacks)
-    : shared(shared), n_gates(n_gates), n_experts(n_experts), product(product), prefetch(std::move(prefetch)), lacks(std::move(lacks)) {}
+gate_predictor::gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product, prefetch_experts prefetch, lacks_experts lacks,
+                               std::function<void()> publish)
+    : shared(shared), n_gates(n_gates), n_experts(n_experts), product(product), prefetch(std::move(prefetch)), lacks(std::move(lacks)), publish(std::move(publish)) {}
 
 void gate_predictor::predict(const moeoff_gate_event & event) noexcept {
     if (!event.decode) {
@@ -16,12 +19,15 @@ void gate_predictor::predict(const moeoff_gate_event & event) noexcept {
     }
     shared.credit = std::min(shared.credit + shared.earned, shared.most);
     const moeoff_routers_ahead & r = shared.routers[event.gate];
-    if (!shared.is_on || !r.rows || !event.gate_input || event.n_embd != r.n_embd) {
-        return;
+    if (shared.is_on && r.rows && event.gate_input && event.n_embd == r.n_embd) {
+        try {
+            look_ahead(event, r);
+        } catch (const std::bad_alloc &) {
+        }
     }
-    try {
-        look_ahead(event, r);
-    } catch (const std::bad_alloc &) {
+    if (shared.score && event.n_tokens == 1) {
+        score_take(*shared.score, event);
+        publish();
     }
 }
 

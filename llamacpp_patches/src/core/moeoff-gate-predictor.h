@@ -22,10 +22,11 @@ class gate_predictor {
     // whether one of them is not in memory, or not yet
     using lacks_experts = std::function<bool(int32_t gate, const int32_t * experts, int32_t n)>;
 
-    // n_gates, n_experts: of the priority table
-    gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product, prefetch_experts prefetch, lacks_experts lacks);
+    // n_gates, n_experts: of the priority table; publish: that it has changed
+    gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product, prefetch_experts prefetch, lacks_experts lacks,
+                   std::function<void()> publish);
 
-    // without memory nothing is predicted
+    // and takes the event for the score; without memory nothing is predicted
     void predict(const moeoff_gate_event & event) noexcept;
     // whether this event is told at once, and the n - 1 before it with it
     bool is_told(const moeoff_gate_event & event, size_t n) const;
@@ -39,6 +40,7 @@ class gate_predictor {
     const router_product   product;
     const prefetch_experts prefetch;
     const lacks_experts    lacks;
+    const std::function<void()> publish;
     std::vector<float>     inputs, scores; // [n_rows, n_embd] and [n_rows, n_expert]
     std::vector<int32_t>   order, top;     // of one row all experts, and [n_rows, n_candidates]
     std::vector<uint8_t>   is_chosen;

@@ -760,7 +760,7 @@ void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64
             return prefetch(gate, experts, n, n_read, (1u << MOEOFF_N_MATRIX) - 1, HIGH, true, limit);
         };
         const auto are_absent = [this](int32_t gate, const int32_t * experts, int32_t n) { return lacks(gate, experts, n); };
-        predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent);
+        predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent, [this] { table.space.publish(); });
     }
     driver.start(callback, user, max_bytes, std::move(predictor));
 }

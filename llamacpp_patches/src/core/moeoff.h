@@ -173,6 +173,39 @@ struct moeoff_routers_ahead {
     int32_t       n_ahead;   // the last of these gates exists
 };
 
+// The policy `score`: what it has been told of all gates, and makes of it. Means are running ones, over tokens
+struct moeoff_score {
+    const float * project;    // [n_gates, 2 n_experts, rank] into the bottleneck; NULL: there is none
+    const float * origin;     // [rank] of its sum
+    const float * back;       // [n_gates, rank, n_experts] out of it
+    const float * bias;       // [n_gates, n_experts]
+    const float * coef;       // [n_gates, n_rates] of the means
+    const float * rates;      // [n_rates] of the means: first of probabilities, then of uses
+    float       * means;      // [n_gates, n_rates, n_experts]
+    float       * state;      // [n_gates, 2, n_experts] log probabilities, and their mean
+    float       * parts;      // [n_gates, rank] what each gate has put into the bottleneck
+    float       * sum;        // [rank] of these, less the origin
+    float       * own;        // [n_gates, n_experts] scores but for what comes out of the bottleneck
+    float       * scores;     // [n_gates, n_experts]
+    float       * due;        // [n_gates] when it runs next, in tokens
+    float       * priorities; // [n_gates, n_experts]
+    float       * scratch;    // [2 n_experts + rank]
+    float         floor;      // under the logarithm
+    float         state_rate; // of the mean of log probabilities
+    float         position;   // what a token of waiting takes from a score
+    int32_t       n_gates;
+    int32_t       n_experts;
+    int32_t       rank;
+    int32_t       n_prob_rates;
+    int32_t       n_rates;
+    int32_t       n_refresh;  // gates whose scores are computed anew at each event, the newest last
+    int32_t       gating;     // llama_expert_gating_func_type
+    int32_t       token;      // that is computed, since a while ago
+    int32_t       last;       // gate that has selected, -1: none
+    int32_t       n_pass;     // tokens that pass through the gates at once
+    int32_t       reserved;
+};
+
 // What the driver's thread predicts by itself where tokens are decoded, from gate inputs: the experts of the highest products are the likeliest of the
 // next gate; of the one behind it if all of these are in memory. Read and written on that thread alone; by others while nothing computes and all events
 // have been told
@@ -182,6 +215,7 @@ struct moeoff_prefetching {
     int32_t       * experts;     // [n_gates, n_experts] the last prediction for each gate: of several tokens those in the first places first, each expert once
     int32_t       * places;      // [n_gates, n_experts] of these, from 0
     int32_t       * n_predicted; // [n_gates] of these
+    struct moeoff_score * score; // takes each event of a single token that is decoded, and its priorities are published; NULL: there is none
     double          credit;      // slices that may be read ahead
     double          earned;      // what each event adds
     double          most;        // and the bound of it
@@ -342,6 +376,9 @@ MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, int32_t ver
 MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 
 // --- events ---
+
+// a gate has selected for so many tokens; probs, uses [n_experts]: of each expert the mean probability, and the share of tokens that selected it
+MOEOFF_API void moeoff_score_take(struct moeoff_score * score, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses);
 
 // starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. max_bytes bounds what may
 // wait for it, but a few events may always; memory is taken for what waits only. With prefetching, which must outlive the thread, it predicts and
