@@ -270,7 +270,7 @@ struct predictions {
     std::array<moeoff_routers_ahead, n_layers>  routers     = {};
     std::array<int32_t, n_layers>               n_paying    = {}, n_predicted = {};
     std::array<int32_t, n_layers * n_expert>    experts     = {}, places = {};
-    moeoff_prefetching                          shared      = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), 0, 2, 9, 1, 3, 4, 3 };
+    moeoff_prefetching                          shared      = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), nullptr, 0, 2, 9, 1, 3, 4, 3 };
 
     predictions() {
         n_paying.fill(2);

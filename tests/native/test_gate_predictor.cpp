@@ -52,14 +52,14 @@ struct fixture {
     fixture() {
         routers[0] = { rows.data(), bias.data(), nullptr, rows.size() * sizeof(float), 0, n_embd, n_experts, 2 };
         routers[1] = { rows.data(), nullptr, nullptr, rows.size() * sizeof(float) / 2, 0, n_embd, n_experts, 1 };
-        shared     = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), 0, 3, 7, 1, 2, 3, 1 };
+        shared     = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), nullptr, 0, 3, 7, 1, 2, 3, 1 };
     }
     std::unique_ptr<gate_predictor> predictor() {
         const auto prefetch = [this](int32_t gate, const int32_t * e, int32_t n, int32_t n_read, int32_t limit) {
             calls.push_back({ gate, std::vector<int32_t>(e, e + n), n_read, limit });
             return std::min(n_absent, limit);
         };
-        return std::make_unique<gate_predictor>(shared, n_gates, n_experts, multiply, prefetch, [this](int32_t, const int32_t *, int32_t) { return is_lacking; });
+        return std::make_unique<gate_predictor>(shared, n_gates, n_experts, multiply, prefetch, [this](int32_t, const int32_t *, int32_t) { return is_lacking; }, [] {});
     }
 };
 
@@ -180,7 +180,7 @@ static std::vector<int32_t> order_of(const std::vector<int32_t> & gates, int32_t
         order.push_back(-gate); // -1 - the gate that it is predicted from
         return 0;
     };
-    auto predictor = std::make_unique<gate_predictor>(x.shared, n_gates + 1, n_experts, multiply, prefetch, [](int32_t, const int32_t *, int32_t) { return true; });
+    auto predictor = std::make_unique<gate_predictor>(x.shared, n_gates + 1, n_experts, multiply, prefetch, [](int32_t, const int32_t *, int32_t) { return true; }, [] {});
     x.experts.resize((n_gates + 1) * n_experts);
     x.places.resize((n_gates + 1) * n_experts);
     x.n_paying.resize(n_gates + 1);
