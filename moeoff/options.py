@@ -200,8 +200,8 @@ class Config:
     max_loss: float | None = option("--max-loss", metavar="PERCENT", parse=parse_loss, commands=f"{_RUN_EVAL} bench",
                                     help="Perplexity that may be lost for speed, e.g. 1%, by what calibrate --max-loss measured. Default: lossless.")  # fmt: skip
     n_ctx: int | None = option("-c", "--ctx-size", metavar="N", parse=_n_ctx, commands=f"{_OPEN} inspect bench", llama=True,
-                               help="Context in tokens; 0: as many as the model was trained with. Default: the same, but at most 4096 (serve: for each "
-                                    "answer).")  # fmt: skip
+                               help="Context in tokens, rounded up to a multiple of 256; 0: as many as the model was trained with. Default: the same, "
+                                    "but at most 4096 (serve: for each answer).")  # fmt: skip
     n_threads: int | None = option("-t", "--threads", metavar="N", parse=integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server=True,
                                    help="Compute threads. Default: every core this process may use.")  # fmt: skip
     n_gpu_layers: int = option("-ngl", "--gpu-layers", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,

@@ -21,7 +21,7 @@ from ..llamacpp.devices import buffer_types
 from ..llamacpp.llama import PatchedLlama, api, nextn_params, set_log, signals_after
 from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
 from ..system.memory import rss, slot_bytes, trim
-from .plan import ALLOCATED, MemoryPlan, planned_process
+from .plan import ALLOCATED, MemoryPlan, as_rounded, planned_process
 
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
 # takes is told from two of these lengths, because everything grows with the length or not at all
@@ -110,7 +110,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     on_disk = {name: span.nbytes for name, span in model_index.row_tables.items() if not any(re.search(pattern, name) for pattern, _ in overrides)}
     return replace(
         planned,
-        n_ctx=n_ctx,
+        n_ctx=as_rounded(n_ctx),
         # experts and tables were planned in ordinary memory, because the expert buffer has tensors only while a model is really loaded
         weights=max(planned.weights - model_index.expert_bytes - sum(on_disk.values()), 0),
         embedding=embedding.nbytes if embedding and EMBEDDING not in on_disk else 0,
@@ -194,8 +194,8 @@ def usual_ctx(model_index: ModelIndex, n_ctx: int | None = None) -> int:
 
 
 def context_for(model_index: ModelIndex, n_tokens: int) -> int:
-    """Tokens of the context where so many are measured: the usual ones, or the next multiple of 256 that holds them."""
-    return max(usual_ctx(model_index), -(-n_tokens // 256) * 256)
+    """Tokens of the context where so many are measured: the usual ones, or as many as hold them."""
+    return max(usual_ctx(model_index), as_rounded(n_tokens))
 
 
 def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:

@@ -157,6 +157,11 @@ def process_once_loaded(nbytes: int) -> int:
     return nbytes + _LIBRARIES
 
 
+def as_rounded(n_ctx: int) -> int:
+    """Tokens that a context has where so many are asked for."""
+    return -(-n_ctx // _CTX_STEP) * _CTX_STEP
+
+
 def planned_process(nbytes: int) -> int:
     """The same, as it is planned before."""
     return max(_PROCESS, process_once_loaded(nbytes))

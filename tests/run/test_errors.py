@@ -131,13 +131,13 @@ def test_a_chat_template_that_cannot_be_read(invoke, demo, tmp_path):
 
 def test_a_context_as_long_as_the_model_was_trained_with(invoke, demo, tmp_path):
     path = patched(demo, tmp_path / "patched.gguf", {"context_length": 5000})
-    for args, n_ctx in ([], 4096), (["-c", "0"], 5000):
-        done = invoke(*COMMANDS["inspect"](path, *args, "--json"))
+    for asked, n_ctx in (None, 4096), (0, 5120), (64, 256):  # llama.cpp's steps
+        done = invoke(*COMMANDS["inspect"](path, *([] if asked is None else ["-c", str(asked)]), "--json"))
         assert json.loads(done.stdout)["ctx_size"] == n_ctx
-        with contextlib.closing(moeoff.Server(path, expert_memory="1M", parallel=1, **({"n_ctx": 0} if args else {})).engine) as engine:
+        with contextlib.closing(moeoff.Server(path, expert_memory="1M", parallel=1, n_ctx=asked).engine) as engine:
             assert engine.planned.n_ctx == n_ctx
     with open_model(moeoff.Llama, path, n_ctx=0, expert_memory="1M") as llm:
-        assert llm.n_ctx() == 5120  # llama.cpp's steps
+        assert llm.n_ctx() == 5120
 
 
 def patched(demo, out, values=(), types=()) -> str:
