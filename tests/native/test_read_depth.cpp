@@ -150,7 +150,7 @@ TEST(as_many_threads_read_as_the_disk_gains_from) {
     REQUIRE(limit_of(2.0, 2.0) == 4);
     REQUIRE(limit_of(4.0, 0.25) >= 12); // the same disk, later
     const int of_eight = limit_of(2.0, 0.25);
-    REQUIRE(of_eight >= 6 && of_eight <= 10);
+    REQUIRE(of_eight == 8);
     REQUIRE(limit_of(0.4, 0.4) == 4);
 }
 

@@ -17,7 +17,7 @@ namespace moeoff {
 class read_depth {
   public:
     static constexpr int unbounded = 64; // I/O threads at most
-    static constexpr int least = 4, most = 16; // of those that follow the disk: fewer leave reads to one another's pace
+    static constexpr int least = 4, most = 16; // of them, where they follow the disk: fewer leave reads to one another's pace
 
     struct start {
         int64_t t;
@@ -49,19 +49,29 @@ class read_depth {
 
     // The least depth whose rate is nearly the best, if that of a greater one is known
     int enough() const {
-        double best = 0;
+        double best    = 0;
+        int    deepest = 0;
         for (int d = 1; d <= unbounded; d++) {
-            best = is_known(d) ? std::max(best, rate(d)) : best;
+            if (is_known(d)) {
+                best    = std::max(best, rate(d));
+                deepest = d;
+            }
         }
-        for (int d = 1; d < deepest(); d++) {
+        for (int d = 1; d < deepest; d++) {
             if (is_known(d) && rate(d) >= nearly * best) {
                 return d;
             }
         }
         return unbounded;
     }
-    // How many threads may read. While the disk gains to the end of what it has been asked for, it is asked for more
-    int  limit() const { return std::clamp(std::min(enough(), 2 * deepest()), least, most); }
+    // How many threads may read. What compute waits for comes later when it shares the disk: twice as many must gain half as much again at least
+    int  limit() const {
+        int n = least;
+        while (n < most && gains(n) && (nearest(2 * n) == 0 || gains(2 * n))) {
+            n *= 2;
+        }
+        return n;
+    }
     bool has_room() const { return n_under_way < enough(); }
     int  now() const { return n_under_way; }
     int64_t busy_ns() const { return busy; } // with one read under way at least
@@ -75,12 +85,18 @@ class read_depth {
     static constexpr int    few = 32, memory = 256, forgets = 4096; // reads
     static constexpr double nearly = 0.95;
 
-    int deepest() const {
-        int d = unbounded;
-        while (d > 0 && !is_known(d)) {
-            d--;
+    // the deepest known depth that is hardly less; 0: none
+    int nearest(int d) const {
+        int n = d;
+        while (n > d * 3 / 4 && !is_known(n)) {
+            n--;
         }
-        return d;
+        return n > d * 3 / 4 ? n : 0;
+    }
+    // over half as many
+    bool gains(int d) const {
+        const int here = nearest(d), half = nearest(d / 2);
+        return here > 0 && half > 0 && rate(here) >= 1.5 * rate(half);
     }
     bool   is_known(int d) const { return depths[(size_t) d].n_reads >= few; }
     double rate(int d) const { return depths[(size_t) d].bytes / depths[(size_t) d].ns; }
