@@ -449,7 +449,7 @@ def test_a_prompt_takes_room_from_the_layers_behind_it():
     run(40, [2])
     run(1, [3])  # as the last layer sees a prompt
     run(1, range(4), decode=True)
-    assert np.ptp(policy._due) <= 1
+    assert np.ptp(policy._tables["due"]) <= 1
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
