@@ -12,7 +12,7 @@ MOST = 16  # tokens of a draft
 TEXT_DRAFTS = "ngram-simple"  # llama-server's name
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # that a token is accepted, and how many tries that counts as
 _FORGET = 0.94  # what a try counts after the next one: acceptance changes with the text
-_SMOOTH = 0.25  # weight of a batch's time
+_SMOOTH, _SMOOTH_TRIAL = 0.25, 0.5  # weight of a batch's time; where it is tried, which is seldom
 _SLOPE = 0.25  # of a token more in a batch, before one was timed: less than it will be, so that it is tried
 _MARGIN = 1.02  # a draft is worth no less
 _WAIT, _LONGEST_WAIT = 8, 256  # batches between two tries of another length
@@ -38,7 +38,7 @@ class DraftLength:
         self._spans: dict[int, Span] = {}  # of the batch before
         self._n_sequences, self._last = 0, 0.0
         self._drafting: float | None = None
-        self._wait, self._since, self._longer = _WAIT, 0, False
+        self._wait, self._since, self._n_trials = _WAIT, 0, 0
         self._paid = True
         self._trial: int | None = None
         self._best, self.most = 1, MOST
@@ -93,7 +93,7 @@ class DraftLength:
         n = 1 + round(sum(drafted for drafted, _ in drafts) / len(drafts))
         if n <= MOST + 1:
             usual = self._seconds.get(n)
-            self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
+            self._seconds[n] = seconds if usual is None else usual + (_SMOOTH if self._trial is None else _SMOOTH_TRIAL) * (min(seconds, 3 * usual) - usual)
         self._choose(max(drafted for drafted, _ in drafts), n_rejected == 0)
         return n_rejected
 
@@ -134,15 +134,18 @@ class DraftLength:
         self._best = longest if rates[longest] > _MARGIN * rates[0] else 0
         if self._trial is not None and (n_drafted > 0) == (self._trial > 0):  # it was tried; a text without a draft cannot try one
             self._trial = None
-            if n_drafted > 0 and self._best == 0 and were_accepted:  # perhaps the text repeats itself from here on
+            pays_if_accepted = 1 + n_drafted > rates[0] * self._seconds.get(1 + n_drafted, 0.0)
+            if n_drafted > 0 and self._best == 0 and were_accepted and pays_if_accepted:  # perhaps the text repeats itself from here on
                 self._since = self._wait
         self._since += 1
         if self._since < self._wait:
             return
         pays = self._best > 0
         self._wait = _WAIT if pays != self._paid else min(2 * self._wait, _LONGEST_WAIT)
-        self._paid, self._since, self._longer = pays, 0, not self._longer
-        self._trial = min(2 * self._best, self.most) if self._longer and pays else self._best // 2 if pays else 1
+        self._paid, self._since, self._n_trials = pays, 0, self._n_trials + 1
+        # drafts that are there from the first token on would else never be compared with none
+        others = (0, min(2 * self._best, self.most), self._best // 2) if 1 in self._seconds else (0,)
+        self._trial = others[self._n_trials % len(others)] if pays else 1
 
 
 class TextDrafts:

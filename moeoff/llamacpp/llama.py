@@ -727,7 +727,7 @@ class StockLlama(_AnyLlama):
 
 
 _MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16: llama-server's default for drafts, whatever the model's own cache is
-_MOST_UNREAD = 17  # tokens that a guess reads at first, as those of an accepted draft
+_AT_ONCE, _MOST_UNREAD = 17, 128  # tokens that a guess reads at first, as those of an accepted draft; that wait to be read while nothing is drafted
 
 
 def nextn_params(ctx: int, n_sequences: int = 1) -> dict[str, Any]:
@@ -785,13 +785,18 @@ class NextnContext:
         n_read, tokens, states = self._end_at(batch.pos[0])
         tokens = np.concatenate([tokens, batch.token[: batch.n_tokens]], dtype=np.intc)
         self._text = n_read, tokens, np.concatenate([states, self._states(self._model, batch.n_tokens)])
-        if len(tokens) > _MOST_UNREAD + 1:
-            self._compute(tokens[1:], self._text[2][:-1], n_read)
-            self._advance()
+        self._read(min(_MOST_UNREAD, self._n_batch))
 
     def _states(self, ctx: int, n: int) -> np.ndarray:
         """[n, n_embd] behind a context's last batch: a view that the next one overwrites."""
         return np.ctypeslib.as_array(llama_cpp_ext.llama_get_embeddings_nextn(ctx), (n, self._n_embd))
+
+    def _read(self, most: int) -> None:
+        """What the model has computed, if more of it than this is unread."""
+        n_read, tokens, states = self._text
+        if len(tokens) > most + 1:
+            self._compute(tokens[1:], states[:-1], n_read)
+            self._advance()
 
     def _advance(self) -> None:
         n_read, tokens, states = self._text
@@ -800,6 +805,7 @@ class NextnContext:
     def catch_up(self, tokens: np.ndarray) -> None:
         """Before `guesses`: a text [n], of which the model has computed all but the last token."""
         self._end_at(len(tokens) - 1)
+        self._read(_AT_ONCE)
 
     def guesses(self, tokens: np.ndarray) -> Iterator[int]:
         """The likeliest tokens behind the text of `catch_up`, one by one. Raises RuntimeError as decoding does."""
