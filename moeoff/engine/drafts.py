@@ -12,7 +12,7 @@ MOST = 16  # tokens of a draft
 TEXT_DRAFTS = "ngram-simple"  # llama-server's name
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # that a token is accepted, and how many tries that counts as
 _FORGET = 0.94  # what a try counts after the next one: acceptance changes with the text
-_SMOOTH, _SMOOTH_TRIAL = 0.25, 0.5  # weight of a batch's time; where it is tried, which is seldom
+_SMOOTH = 0.25  # weight of a batch's time
 _SLOPE = 0.25  # of a token more in a batch, before one was timed: less than it will be, so that it is tried
 _MARGIN = 1.02  # a draft is worth no less
 _WAIT, _LONGEST_WAIT = 8, 256  # batches between two tries of another length
@@ -93,7 +93,7 @@ class DraftLength:
         n = 1 + round(sum(drafted for drafted, _ in drafts) / len(drafts))
         if n <= MOST + 1:
             usual = self._seconds.get(n)
-            self._seconds[n] = seconds if usual is None else usual + (_SMOOTH if self._trial is None else _SMOOTH_TRIAL) * (min(seconds, 3 * usual) - usual)
+            self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
         self._choose(max(drafted for drafted, _ in drafts), n_rejected == 0)
         return n_rejected
 

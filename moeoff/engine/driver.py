@@ -219,10 +219,11 @@ class Driver:
                 session |= {"precision": asdict(precision), "low_cache_bytes": stats.low_cache_bytes}
             writer = TraceWriter(trace, model, session)
 
-        ahead, score = None, policy if isinstance(policy, Score) and writer is None and replay is None else None
+        ahead, each = None, writer is not None or replay is not None  # these see every event as the policy does
+        score = policy if isinstance(policy, Score) and not each else None
         if prefetcher is not None and isinstance(buffer, ExpertBuffer):
-            together = model.n_gates if score is not None else policy.group if isinstance(policy, GroupedPolicy) and writer is None and replay is None else 1
-            ahead = prefetcher.go_native(together)
+            group = policy.group if isinstance(policy, GroupedPolicy) and not each else 1
+            ahead = prefetcher.go_native(group if score is None else model.n_gates)
         if ahead is not None and score is not None and router is not None:
             score.native.gating = router.gating
             ahead.take_for(score)
