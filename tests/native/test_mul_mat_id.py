@@ -11,7 +11,6 @@ import pytest
 
 from helpers.ggml_api import (
     ABORTED,
-    F16,
     F32,
     activation_type,
     has_cpu_kernel,
@@ -20,7 +19,7 @@ from helpers.ggml_api import (
     random_experts,
 )
 from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, NONE, BufferTensor, CpuTensor, Op
-from moeoff.errors import MoeoffError, ReadError
+from moeoff.errors import ReadError
 from moeoff.gguf.quantize import type_from_name
 from moeoff.llamacpp import native
 
@@ -133,7 +132,7 @@ def test_operand_layouts(name, padded_rows, padded_ids, n_rows_in, tmp_path, bac
 
 
 @pytest.mark.parametrize("names", [("Q8_0", "Q4_K", "F16"), ("F32", "BF16", "IQ2_XXS", "Q4_1"), ("F16", "F16", "Q5_K")], ids="-".join)
-@pytest.mark.parametrize("n_none", [0, 2])
+@pytest.mark.parametrize("n_none", [0, 2, N_EXPERT - 1])
 def test_mixed_types_and_none(names, n_none, tmp_path, backend):
     """Experts of several types in one tensor: each row is what a plain tensor of its expert's type gives; none gives 0."""
     rng = np.random.default_rng(3)
@@ -157,33 +156,7 @@ def test_mixed_types_and_none(names, n_none, tmp_path, backend):
                             out = op.compute(backend, i, n_threads)
                             expected[row_types == t] = out[row_types == t]
                         np.testing.assert_array_equal(op.compute(backend, len(plains), n_threads), expected)
-        assert reserved.buffer.stats().evictions > 0
-
-
-def test_only_none(tmp_path, backend):
-    """A token whose experts are all "none"."""
-    data = random_experts(Q8_0, (N_EXPERT, N_ROWS, N_COLS), np.random.default_rng(4))
-    slices = [data[0]] + [None] * (N_EXPERT - 1)
-    with BufferTensor(tmp_path / "experts", slices, [Q8_0] + [NONE] * (N_EXPERT - 1)) as reserved, Op(reserved, n_tokens=4) as op:
-        for n_threads in (1, 4):
-            ids = op.choose(np.random.default_rng(5))
-            out = op.compute(backend, 0, n_threads)
-            assert not out[ids != 0].any()
-            assert out[ids == 0].any() == (ids == 0).any()
-
-
-@pytest.mark.parametrize("options", [{"direct_io": False}, {"keep": False}, {"eager": False}, {"io_threads": 1}, {"io_threads": 16}], ids=str)
-def test_options(options, tmp_path, backend):
-    rng = np.random.default_rng(6)
-    plain, reserved = pair(tmp_path, Q4_K, rng, **options)
-    with plain, reserved, Op(plain, reserved, n_tokens=20) as op:
-        for _ in range(20):
-            op.assert_equal(backend, rng)
-        stats = reserved.buffer.stats()
-        if "keep" in options:
-            assert stats.resident_slices == 0 and stats.demand_hits == 0
-        if "direct_io" in options:
-            assert stats.direct_reads == 0
+        assert (reserved.buffer.stats().evictions > 0) == (n_none < N_EXPERT - 1)  # one expert has room, and some tokens have none
 
 
 @pytest.mark.parametrize("name", ["F32", "Q4_K"])
@@ -200,13 +173,6 @@ def test_two_slots(name, tmp_path, backend):
         assert stats.arena_peak == 2 * reserved.slot
 
 
-def test_below_two_slots_is_refused(tmp_path):
-    data = random_experts(Q8_0, (N_EXPERT, N_ROWS, N_COLS), np.random.default_rng(8))
-    with BufferTensor(tmp_path / "experts", list(data), [Q8_0] * N_EXPERT) as reserved:
-        with pytest.raises(MoeoffError, match="below the floor"):
-            reserved.buffer.set_cache_bytes(2 * reserved.slot - 1)
-
-
 def test_large_arena_reads_once(tmp_path, backend):
     rng = np.random.default_rng(9)
     plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=N_EXPERT)
@@ -217,21 +183,6 @@ def test_large_arena_reads_once(tmp_path, backend):
         assert (stats.evictions, stats.reads, stats.resident_slices) == (0, N_EXPERT, N_EXPERT)
         assert stats.bytes_read == sum(source.nbytes for source in reserved.sources)
         assert (reserved.buffer.residency() == 1 << native.MATRIX_UP).all()
-
-
-def test_resizing_between_computes(tmp_path, backend):
-    rng = np.random.default_rng(10)
-    plain, reserved = pair(tmp_path, F16, rng)
-    buffer = reserved.buffer
-    with plain, reserved, Op(plain, reserved, n_tokens=16) as op:
-        for n_slots in (8, 2, 5, 3, 2, 6, 2, 8, 4):
-            buffer.set_cache_bytes(n_slots * reserved.slot)
-            assert buffer.stats().arena_committed <= n_slots * reserved.slot  # shrinking evicts at once
-            for n_threads in (1, 2):
-                op.assert_equal(backend, rng, n_threads)
-                stats = buffer.stats()
-                assert stats.arena_committed <= stats.cache_bytes == n_slots * reserved.slot
-                assert stats.resident_slices <= n_slots
 
 
 def test_resizing_with_classes_of_different_sizes(tmp_path, backend):
@@ -251,19 +202,6 @@ def test_resizing_with_classes_of_different_sizes(tmp_path, backend):
                     np.testing.assert_array_equal(op.compute(backend, 2), expected)
                     stats = reserved.buffer.stats()
                     assert stats.arena_committed <= stats.cache_bytes
-
-
-def test_after_clear_and_prefetch(tmp_path, backend):
-    rng = np.random.default_rng(12)
-    plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=4)
-    with plain, reserved, Op(plain, reserved, n_tokens=3) as op:
-        for _ in range(20):
-            reserved.buffer.prefetch(0, rng.choice(N_EXPERT, 4, replace=False).tolist())
-            op.assert_equal(backend, rng)
-            if rng.random() < 0.3:
-                reserved.buffer.clear()
-                assert reserved.buffer.stats().resident_slices <= 4
-        assert reserved.buffer.stats().prefetch_issued > 0
 
 
 def test_cancelled(tmp_path, backend):
