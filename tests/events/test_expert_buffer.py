@@ -22,7 +22,7 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
 from moeoff.llamacpp import native
 from moeoff.measure.worker import load_everything
-from moeoff.policies import Strategy
+from moeoff.policies import Policy, Strategy
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 128, "n_threads": 2, "logits_all": True}
@@ -212,35 +212,20 @@ def test_batches_are_what_they_are_said_to_be(demo):
     assert [e.decode for e in events[::12]] == [False, True, True, False, False]
 
 
-def test_gate_events_name_the_experts_that_compute(demo):
-    """The router, computed again from the gate input, chooses what the event says."""
-    from gguf import GGUFReader
+def test_what_a_policy_raises_surfaces_after_decode(demo, reference):
+    class Broken(Policy):
+        n_updates = 0
 
-    routers = {t.name: t.data for t in GGUFReader(demo).tensors if "ffn_gate_inp.weight" in t.name}
-    events = []
-    with moeoff.Llama(demo, expert_memory="3M", gate_input=True, **OPTIONS) as llm:
-        llm.set_gate_callback(events.append)
-        llm.eval(PROMPT)
-        llm.engine.buffer.drain()
-    for event in events:
-        scores = event.gate_input @ np.asarray(routers[f"blk.{event.layer}.ffn_gate_inp.weight"]).T
-        top = np.sort(np.argsort(-scores, axis=1)[:, :4], axis=1)
-        same = (top == np.sort(event.ids, axis=1)).all(axis=1)
-        assert same.mean() > 0.95, f"layer {event.layer}"  # a tie in the last place may fall otherwise
+        def update(self, event):
+            self.n_updates += 1
+            if self.n_updates == 1:
+                raise KeyError("from the policy")
 
-
-def test_callback_exception_surfaces_after_decode(demo, reference):
-    with moeoff.Llama(demo, expert_memory="3M", **OPTIONS) as llm:
-
-        def broken(event):
-            raise KeyError("from the policy")
-
-        llm.set_gate_callback(broken)
+    with moeoff.Llama(demo, expert_memory="3M", strategy=Strategy("broken", "", policy=Broken), **OPTIONS) as llm:
         with pytest.raises(KeyError, match="from the policy"):
             llm.eval(PROMPT)
             llm.engine.buffer.drain()
             llm.eval([5])
-        llm.set_gate_callback(None)
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), reference)
 
 

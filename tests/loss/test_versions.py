@@ -248,18 +248,6 @@ def test_unimportance_is_the_native_one_to_the_last_bit(tmp_path, backend):
                     np.testing.assert_array_equal(graph.speak(backend)[0], np.where(scores <= t1, HIGH, LOW))
 
 
-def test_lossless_by_default(tmp_path, backend):
-    """With low versions there, but no rule, events have no decisions and everything is served high."""
-    rng = np.random.default_rng(2)
-    with Block(tmp_path / "experts", rng) as block, Graph(block, 5) as graph:
-        for _ in range(20):
-            graph.choose(rng)
-            assert graph.speak(backend) is None
-            graph.compute(backend, np.zeros_like(graph.ids))
-        stats = block.buffer.stats()
-        assert stats.served_low == stats.skipped == stats.low_bytes_read == stats.low_arena_committed == 0
-
-
 def test_forced_decisions(tmp_path, backend):
     """Recorded decisions beat rule and residency; when they do not suffice for an event, the rule is back."""
     rng = np.random.default_rng(3)

@@ -27,7 +27,6 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure import profile_fit as module
 from moeoff.measure.checkpoint import Checkpoint
 from moeoff.measure.profile_fit import calibrate, cap_hidden, fit
-from moeoff.measure.record import sequences
 from moeoff.measure.writer import SHAPES, ParallelLlama, Writer
 from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor
 from moeoff.policies.fate import CrossLayerGate
@@ -57,14 +56,6 @@ def test_progress(calibrated):
     for stage in stages:
         steps = [(at, total) for name, at, total in calls if name == stage]
         assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
-
-
-def test_predictors_take_their_sections(calibrated):
-    model, _, _ = calibrated
-    model_index = ModelIndex.read(model)
-    profile, router = Profile.find(model_index), Router.read(model_index, list(range(12)))
-    for name, predictor in PREDICTORS.items():
-        get_predictor(name)(router, predictor.profile_section and profile.section(predictor.profile_section))
 
 
 def test_what_does_not_help_is_left_out(monkeypatch):
@@ -242,11 +233,6 @@ def test_refuses(demo, tmp_path, monkeypatch, change, message):
     with pytest.raises(OptionError, match=message):
         calibrate(model, **{"text": CALIBRATION_TEXTS, "tokens": 1024} | change)
     assert not os.path.exists(profile_path(model))
-
-
-def test_a_text_that_cannot_be_read(tmp_path):
-    with pytest.raises(OptionError, match=f"{tmp_path}: cannot be read: Is a directory"):
-        sequences(None, [tmp_path], 1024)
 
 
 def test_ends_with_what_was_read_in_time(demo, tmp_path, monkeypatch):

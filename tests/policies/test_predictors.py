@@ -405,17 +405,6 @@ def test_tokens_that_decide_alone():
     assert get_predictor("gate")(router).observe(event) == []
 
 
-def test_previous_token(recording):
-    """The top k are the previous token's choice."""
-    predictor, n = get_predictor("previous-token")(recording.router), recording.model.n_gates
-    events = recording.events(0, 4)
-    for i, event in enumerate(events):
-        (prediction,) = predictor.observe(event)
-        t = i // n + (prediction.gate == 0) - 1
-        if t >= 0:
-            assert set(top_k(prediction.scores, 4)[0]) == set(recording.ids[t, prediction.gate])
-
-
 def test_sequences_side_by_side_are_predicted_as_each_alone(recording, sections):
     """A batch of one token of each: each row has its own path, over the tokens before, too."""
     n, texts = recording.model.n_gates, [range(6), range(20, 26)]

@@ -10,10 +10,10 @@ import pytest
 import baselines  # noqa: F401  their counts are exact, too
 from helpers.files import SMALL_TRACE
 from moeoff import BudgetError, Llama, OptionError
-from moeoff.engine.driver import Driver, PolicyUpdates
+from moeoff.engine.driver import PolicyUpdates
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.writer import ParallelLlama
-from moeoff.policies import CacheShape, Policy, get_policy, policy_names
+from moeoff.policies import CacheShape, get_policy, policy_names
 from moeoff.policies.replay import Result, compare, gap_recovered, left_out, simulate
 from moeoff.routing.event import GateEvent, Observer
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader, TraceWriter
@@ -332,20 +332,3 @@ def test_refuses(demo, tmp_path):
     (tmp_path / "t").write_bytes(b"something else entirely")
     with pytest.raises(OptionError, match="is not a trace"):
         Llama(demo, trace=tmp_path / "t")
-
-
-def test_a_policy_that_raises_is_heard(demo):
-    class BrokenPolicy(Policy):
-        name = "broken"
-
-        def update(self, event):
-            raise RuntimeError("no")
-
-    with Llama(demo, expert_memory="4M", strategy="lru", **OPTIONS) as llm:
-        driver = Driver(llm.engine.buffer)
-        driver.add(PolicyUpdates(BrokenPolicy(get_policy("lru")(CacheShape.of(ONE, 1)).shape), llm.engine.buffer))
-        with pytest.raises(RuntimeError, match="no"):  # of the decode it happened in, or the next
-            llm.eval([10])
-            llm.engine.buffer.drain()
-            llm.engine.buffer.check()
-        driver.close()
