@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 
@@ -18,6 +19,7 @@ from helpers.budgets import named
 from helpers.files import ROOT
 from helpers.processes import run_python, status_bytes
 from helpers.waiting import wait_until
+from moeoff.gguf.file import ModelFile, unpack
 
 SCRIPT = """
 import json, signal, sys, threading
@@ -75,6 +77,44 @@ class Service:
 
     def ask(self, text: str, **options):
         return self.client.chat.completions.create(model="x", messages=[{"role": "user", "content": text}], temperature=0, **{"max_tokens": 24} | options)
+
+
+# The demo model's template knows no tools, and by itself it would call none. With this one it calls a tool whenever there is one: what a call begins with is what it
+# would say first and always, and from there on llama-server's grammar of calls leads it. Of line ends in a call it would write as many as that allows.
+BEGINS, LINE_ENDS = "<<", "\u010a\u0109"  # the latter as byte-pair vocabularies spell line feeds and tabs
+TEMPLATE = """
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools:\\n' }}
+    {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.content %}{{- message.content + '\\n' }}{%- endif %}
+        {%- set call = message.tool_calls[0] %}
+        {{- '<<{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}
+        {{- '}>><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def calling_service(model: str, folder: Path, **options) -> Service:
+    """A server whose answers are calls of a tool."""
+    template = folder / "tools.jinja"
+    template.write_text(TEMPLATE.strip())
+    with ModelFile(model) as file:
+        pieces = unpack(file.metadata["tokenizer.ggml.tokens"])
+    biases = [f"{pieces.index(BEGINS[0])}+40", *(f"{token}-40" for token, piece in enumerate(pieces) if piece and set(piece) <= set(LINE_ENDS))]
+    args = ["--chat-template-file", str(template), "--temp", "0", "-n", "128", *(word for bias in biases for word in ("--logit-bias", bias))]
+    return Service(model, expert_memory=4 << 20, n_ctx=2048, args=args, **options)
 
 
 def single_use() -> httpx.Client:

@@ -7,40 +7,14 @@ import re
 
 import httpx
 import pytest
-from gguf import GGUFReader
 
 from helpers.clients import CLIENTS, SCHEMA, WHAT
-from helpers.servers import Service
+from helpers.servers import Service, calling_service
 from helpers.waiting import wait_until
 
 QUESTION = "What is 2 + 3?"
 MODEL = "demo"
 N = 4000  # tokens of an answer that nobody waits for
-# The demo model's template knows no tools, and by itself it would call none. With this one it calls a tool whenever there is one: what a call begins with is what it
-# would say first and always, and from there on llama-server's grammar of calls leads it. Of line ends in a call it would write as many as that allows.
-BEGINS, LINE_ENDS = "<<", "\u010a\u0109"  # the latter as byte-pair vocabularies spell line feeds and tabs
-TEMPLATE = """
-{%- if tools %}
-    {{- '<|im_start|>system\\nTools:\\n' }}
-    {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- elif message.tool_calls %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- if message.content %}{{- message.content + '\\n' }}{%- endif %}
-        {%- set call = message.tool_calls[0] %}
-        {{- '<<{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments | tojson }}
-        {{- '}>><|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +25,7 @@ def chatting(demo):
 
 @pytest.fixture(scope="module")
 def calling(demo, tmp_path_factory):
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(TEMPLATE.strip())
-    tokens = GGUFReader(demo).fields["tokenizer.ggml.tokens"]
-    pieces = [bytes(tokens.parts[at]).decode() for at in tokens.data]
-    biases = [f"{pieces.index(BEGINS[0])}+40", *(f"{token}-40" for token, piece in enumerate(pieces) if piece and set(piece) <= set(LINE_ENDS))]
-    args = ["--chat-template-file", str(template), "--temp", "0", "-n", "128", *(word for bias in biases for word in ("--logit-bias", bias))]
-    with Service(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=args) as server:
+    with calling_service(demo, tmp_path_factory.mktemp("template"), alias=MODEL) as server:
         yield server
 
 

@@ -9,45 +9,13 @@ import httpx
 import ollama
 import pytest
 
-from helpers.servers import Service
+from helpers.clients import TOOL
+from helpers.servers import Service, calling_service
 
 QUESTION = "What is 2 + 3?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 GREEDY = {"temperature": 0, "num_predict": 24}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-MEASURE = {
-    "type": "function",
-    "function": {
-        "name": "measure",
-        "description": "Measures the room",
-        "parameters": {"type": "object", "properties": {"unit": {"type": "string", "enum": ["metres"]}}, "required": ["unit"]},
-    },
-}
-# the demo model's template knows no tools
-TEMPLATE = """
-{%- if tools %}
-    {{- '<|im_start|>system\\nTools:\\n' }}
-    {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- elif message.tool_calls %}
-        {{- '<|im_start|>assistant' }}
-        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-        {%- for call in message.tool_calls %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -208,19 +176,16 @@ def test_think_where_the_model_does_not(served, think):
 
 @pytest.fixture(scope="module")
 def with_tools(demo, tmp_path_factory):
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(TEMPLATE.strip())
-    with Service(demo, expert_memory=4 << 20, n_ctx=1024, alias="demo", args=["--chat-template-file", str(template)]) as server:
+    with calling_service(demo, tmp_path_factory.mktemp("template"), alias="demo") as server:
         yield server
 
 
 def test_a_tool_is_called(with_tools):
-    begun = [*MESSAGES, {"role": "assistant", "content": "<tool_call>\n"}]  # by itself this model would go on talking
-    ask = {"messages": begun, "tools": [MEASURE], "tool_choice": "required", "options": GREEDY | {"num_predict": 96}}
+    ask = {"messages": MESSAGES, "tools": [TOOL], "options": GREEDY | {"num_predict": 96}}
     (call,) = whole(with_tools, "/api/chat", **ask)["message"]["tool_calls"]
     assert call["id"] and call["function"] == {"index": 0, "name": "measure", "arguments": {"unit": "metres"}}
     streamed = lines(with_tools, "/api/chat", **ask)
-    assert streamed[-1]["done_reason"] == "length"
+    assert streamed[-1]["done_reason"] == "stop"
     (call,) = (call for line in streamed for call in line["message"].get("tool_calls", []))
     assert call["function"] == {"index": 0, "name": "measure", "arguments": {"unit": "metres"}}
 
@@ -229,11 +194,11 @@ def test_calls_and_results_are_read_back(with_tools):
     """The same conversation takes the same prompt here and through OpenAI's route."""
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "measure", "arguments": {"unit": "metres"}}}]}
     messages = [*MESSAGES, called, {"role": "tool", "tool_name": "measure", "content": "5 by 4"}]
-    answer = whole(with_tools, "/api/chat", messages=messages, tools=[MEASURE], options=GREEDY)
+    answer = whole(with_tools, "/api/chat", messages=messages, tools=[TOOL], options=GREEDY)
     function = {"name": "measure", "arguments": json.dumps({"unit": "metres"}, separators=(",", ":"))}
     as_openai = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": function}]},
                  {"role": "tool", "tool_call_id": "call00000", "content": "5 by 4"}]  # fmt: skip
-    expected = with_tools.client.chat.completions.create(model="x", messages=as_openai, tools=[MEASURE], max_tokens=4)
+    expected = with_tools.client.chat.completions.create(model="x", messages=as_openai, tools=[TOOL], max_tokens=4)
     assert answer["prompt_eval_count"] == expected.usage.prompt_tokens
     assert "tools" in post(with_tools, "/api/show").json()["capabilities"]
 
