@@ -315,10 +315,6 @@ def test_python_and_native_agree(name):
             parse_tensor_name(name)
 
 
-def test_matrices_are_the_native_ones():
-    assert [getattr(native, f"MATRIX_{name.upper()}") for name in MATRICES] == list(range(native.N_MATRIX))
-
-
 def test_names_and_numbers_are_gguf_pys():
     """Those that the reader has of its own, since importing gguf-py takes longer than to read a header."""
     assert gguf.GGUF_MAGIC == int.from_bytes(reader.MAGIC, "little") and gguf.GGUF_VERSION in reader.VERSIONS

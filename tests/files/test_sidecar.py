@@ -24,7 +24,7 @@ from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.models import rewritten, split_model
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.experts.convert import convert
-from moeoff.experts.sidecar import FORMAT_VERSION, ExpertSource, Sidecar, parse_slice_name, sidecar_path
+from moeoff.experts.sidecar import FORMAT_VERSION, ExpertSource, Sidecar, sidecar_path
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex, parse_tensor_name
 from moeoff.gguf.quantize import quantize, type_name
@@ -53,8 +53,12 @@ def model(demo, tmp_path) -> str:
 def test_names_of_the_format(model):
     """Those that docs/reference/sidecar.md lists, which files of this format version have: another name is another version."""
     listed = set(re.findall(r"^\| `(moeoff\.[\w.]+)`", (ROOT / "docs/reference/sidecar.md").read_text(), re.MULTILINE))
-    names = {name for name in gguf.GGUFReader(convert(model).path).fields if name.startswith("moeoff.")}
+    reader = gguf.GGUFReader(convert(model, tiers="original,Q4_0").path)
+    names = {name for name in reader.fields if name.startswith("moeoff.")}
     assert names == listed and (FORMAT_VERSION, "moeoff.sidecar.tiers" in names) == (2, True)
+    assert len(reader.tensors) == 2 * 12 * 32 * 3
+    first = [tensor.name for tensor in reader.tensors[:3]]  # an expert's matrices lie side by side, as the graph wants them
+    assert first == [f"blk.0.ffn_{matrix}_exps.weight.0.original" for matrix in ("up", "gate", "down")]
 
 
 @pytest.fixture(scope="module")
@@ -169,26 +173,11 @@ def test_mixed_types_in_a_layer(model, tmp_path):
     assert frozenset(["Q2_0", "F16", "MXFP4", "Q8_0"]) in types_seen
 
 
-def test_plan_of_one_type_equals_the_tier(model, tmp_path):
-    (tmp_path / "plan.json").write_text('{"default": "Q4_0"}')
-    made = convert(model, tiers="Q4_0", bits=tmp_path / "plan.json")
-    file = Sidecar(made.path)
-    for (name, expert, tier), s in file.slices.items():
-        assert s.hash == file.slices[name, expert, "Q4_0" if tier == "bits" else "bits"].hash
+QUICK = ("qwen3moe", "llama4", "grovemoe", "gpt-oss")
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "llama4", "grovemoe", "gpt-oss"])
+@pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name not in QUICK)])
 def test_architectures(architecture, writer, folder):
-    compare_architecture(architecture, writer, folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture(architecture, writer, folder):
-    compare_architecture(architecture, writer, folder)
-
-
-def compare_architecture(architecture: str, writer: Path, folder: Path) -> None:
     path = write_model(writer, folder, architecture, "F32")
     made = convert(path, tiers="original,Q4_K")
     with open_stock(path) as stock:
@@ -204,7 +193,8 @@ def compare_architecture(architecture: str, writer: Path, folder: Path) -> None:
 # --- damage ---
 
 
-def fuzz(model: str, n: int, seed: int) -> dict[str, int]:
+@pytest.mark.parametrize("n, seed, least", [(15, 1, 1), pytest.param(1000, 2, 101, marks=pytest.mark.slow)])
+def test_fuzz_of_reading(model, n, seed, least):
     """Any damage: refused on opening, or noticed on reading, or the logits are as ever because nothing read was damaged."""
     made = convert(model, tiers="original,Q2_0")
     good = Path(made.path).read_bytes()
@@ -230,12 +220,6 @@ def fuzz(model: str, n: int, seed: int) -> dict[str, int]:
         else:
             assert_bit_equal(logits, expected[tier][: len(logits)])
             seen["untouched"] += 1
-    return seen
-
-
-@pytest.mark.parametrize("n, seed, least", [(15, 1, 1), pytest.param(1000, 2, 101, marks=pytest.mark.slow)])
-def test_fuzz_of_reading(model, n, seed, least):
-    seen = fuzz(model, n, seed)
     assert min(seen.values()) >= least, seen
 
 
@@ -286,25 +270,6 @@ def test_options(model, tmp_path):
     with moeoff.Llama(model, verify_reads=True, **OPTIONS) as llm:  # without an original tier: the model's own bytes, against the hashes
         greedy_logits(llm, PROMPT, 1)
         assert llm.engine.buffer.stats().read_errors == 0
-
-
-def test_gguf_py_reads_it(model):
-    from gguf import GGUFReader
-
-    made = convert(model, tiers="original,Q4_0")
-    reader = GGUFReader(made.path)
-    assert len(reader.tensors) == 2 * 12 * 32 * 3
-    model_index = ModelIndex.read(model)
-    with ModelFile(model) as source:
-        for tensor in reader.tensors[::97]:
-            name, expert, tier = parse_slice_name(tensor.name)
-            rows = model_index.experts[name].shape[1]
-            original = source.data(name)[expert * rows : (expert + 1) * rows]
-            assert tensor.data_offset % 4096 == 0
-            if tier == "original":
-                assert np.array_equal(tensor.data.reshape(rows, -1), original)
-    first = [t.name for t in reader.tensors[:3]]  # an expert's matrices lie side by side, as the graph wants them
-    assert first == [f"blk.0.ffn_{m}_exps.weight.0.original" for m in ("up", "gate", "down")]
 
 
 def test_command_line(model, invoke):

@@ -29,7 +29,9 @@ from moeoff.gguf.model_index import ModelIndex
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 
 
-def compare(writer, folder, architecture: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), pytest.param("Q8_0", marks=pytest.mark.slow), "4-bit"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_stock(architecture, kind, writer, folder):
     path = write_model(writer, folder, architecture, kind)
     with kernels(False), open_stock(path) as stock:  # attention by ggml, too
         expected = run(stock)
@@ -50,18 +52,6 @@ def compare(writer, folder, architecture: str, kind: str) -> None:
         assert stats.gate_events == n_gates * n_graphs
         if floor:  # some of these random routers use so few experts that an arena of two holds most of what they need
             assert stats.evictions > n_graphs // 3
-
-
-@pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), "4-bit"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_equal_stock(architecture, kind, writer, folder):
-    compare(writer, folder, architecture, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_equal_stock_q8_0(architecture, writer, folder):
-    compare(writer, folder, architecture, "Q8_0")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

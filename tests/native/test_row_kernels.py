@@ -115,15 +115,10 @@ def compare(name: str, n_products: int) -> None:
     assert numbers > total / 3
 
 
+@pytest.mark.parametrize("n_products", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", UNITS)
-def test_bits_of_vec_dot(name):
-    compare(name, 3000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNITS)
-def test_bits_of_vec_dot_of_many(name):
-    compare(name, 100_000)
+def test_bits_of_vec_dot(name, n_products):
+    compare(name, n_products)
 
 
 @pytest.fixture(scope="module")
