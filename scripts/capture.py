@@ -22,17 +22,14 @@ QUESTION = "Tom has 10 bags of 5 oranges. How many oranges does Tom have in tota
 @click.command()
 @click.argument("model")
 @click.option("--memory")
-@click.option("--ask", default=QUESTION, show_default=True)
-@click.option("--tokens", default=256, show_default=True, help="The answer's most.")
-@click.option("--browser", default=find_browser() or "chromium", show_default=True)
-def main(model: str, memory: str | None, ask: str, tokens: int, browser: str) -> None:
+def main(model: str, memory: str | None) -> None:
     """Draws the picture anew."""
     from moeoff import Server
 
-    options = {"port": 0, "n_ctx": 4096, "memory": memory, "args": ("-n", str(tokens), "--temp", "0")}
-    with tempfile.TemporaryDirectory() as folder, Server(model, **options) as served, Browser(browser, Path(folder)) as window:
+    options = {"port": 0, "n_ctx": 4096, "memory": memory, "args": ("-n", "256", "--temp", "0")}
+    with tempfile.TemporaryDirectory() as folder, Server(model, **options) as served, Browser(find_browser() or "chromium", Path(folder)) as window:
         page = Chat(window, served.url)
-        page.ask(ask)
+        page.ask(QUESTION)
         page.read(timeout=600)
         page.page.screenshot(PICTURE)
     print(PICTURE)

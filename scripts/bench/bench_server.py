@@ -194,7 +194,6 @@ def measure_turns(model: str, words: str, limit: int, threads: int, stock: bool,
 @click.option("--n-decode", default=96, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("-t", "--threads", default=0, help="Compute threads. Default: every core.")
-@click.option("--strategy", default="auto", show_default=True)
 @click.option("--stock", is_flag=True)
 @click.option("--turns", "limit", type=int, metavar="MIB", help="Measure a conversation's turns in so much memory, and nothing else.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
@@ -206,7 +205,6 @@ def main(
     n_decode: int,
     rounds: int,
     threads: int,
-    strategy: str,
     stock: bool,
     limit: int | None,
     json_file: str | None,
@@ -225,7 +223,7 @@ def main(
     architecture = ModelIndex.read(model).architecture
     longer = ["--override-kv", f"{architecture}.context_length=int:{n_ctx}"]  # the reference model was trained on 256 tokens
     common = ["-m", model, "-c", str(n_ctx), "-t", str(threads), "-np", str(max(counts)), "--port"]
-    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", memory, "--strategy", strategy]
+    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", memory]
     contenders = {"moeoff serve": ([*ours, "--", *longer], OURS)}
     if stock:
         program = [llama_server(), *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0", *longer]
@@ -234,7 +232,7 @@ def main(
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in [*contenders, "alone"]}
     for index in range(rounds):
         console.print(f"round {index + 1}: alone", style="dim")
-        options = json.dumps({"memory": memory, "n_ctx": n_ctx, "strategy": strategy, "n_threads": threads})
+        options = json.dumps({"memory": memory, "n_ctx": n_ctx, "n_threads": threads})
         done = subprocess.run([sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options, str(LOADING)], capture_output=True, text=True)
         if done.returncode:
             raise click.ClickException(done.stderr[-500:])

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The fork's wheel with CUDA, made on any x86-64 Linux: without a GPU, a driver or an installed toolkit.
 
-usage: cuda.py [-o dist/cuda] [--arch 90] [--arch 89 ...] [--toolkit-only]
+usage: cuda.py [-o dist/cuda] [--arch 90] [--arch 89 ...]
 
 The toolkit is put together from NVIDIA's wheels, which pip downloads: compiler, headers, runtime, cuBLAS, of CUDA 13.0, which drivers from 580 on
 run. It lies in the cache (fork.py), in cuda/, as do source tree and objects of this build; one that was interrupted goes on from its last object. There are 141
@@ -111,15 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
         "-o", "--output", type=Path, default=tool.ROOT / "dist/cuda", help="folder of the finished wheel (default: dist/cuda, as its name is the other wheel's)"
     )
     parser.add_argument("--arch", action="append", help="compute capability, as 90 for sm_90; several of them make the library larger (default: 90)")
-    parser.add_argument("--toolkit-only", action="store_true", help="put the toolkit together, print its folder, and compile nothing")
     options = parser.parse_args(arguments)
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise ForkError("the toolkit's wheels are taken for Linux on x86-64 alone.")
     cache = cuda_cache()
     root = toolkit(cache)
-    if options.toolkit_only:
-        print(root)
-        return 0
     options.output.mkdir(parents=True, exist_ok=True)
     os.environ["CMAKE_ARGS"] = shlex.join([*settings(root, options.arch or ["90"]), *shlex.split(os.environ.get("CMAKE_ARGS", ""))])
     print(fork_wheel(Fork.load(), cache, platform.machine(), "", options.output, OUTSIDE))

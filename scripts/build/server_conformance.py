@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """llama-server's own test suite as a differential test: what the pinned llama-server passes with the demo model, moeoff's server passes too.
 
-usage: server_conformance.py [--tests EXPRESSION] [--keep-stock]
+usage: server_conformance.py [--tests EXPRESSION]
        server_conformance.py serve ARGUMENTS...
 
 The suite comes from the pinned release. It runs twice, in a virtual environment of its own: with llama-server, and with the second form in its place,
@@ -172,7 +172,6 @@ def compare(stock: dict[str, str], ours: dict[str, str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", default="", metavar="EXPRESSION", help="these alone, as pytest -k takes it")
-    parser.add_argument("--keep-stock", action="store_true", help="take llama-server's outcomes from the last run")
     options = parser.parse_args()
     pinned, root = Fork.load(), fork.cache_root()
     program, sdist = fork.program(pinned, root, "llama-server"), fork.pinned_sdist(pinned, root)
@@ -184,9 +183,8 @@ def main() -> int:
         results = {}
         for name, server in (("llama-server", program), ("moeoff", stand_in(Path(place)))):
             result = cache / f"{name}.xml"
-            if not (name == "llama-server" and options.keep_stock and result.exists()):
-                print(f"llama-server's tests with {name}: {result.with_suffix('.log')} ...", file=sys.stderr, flush=True)
-                run(python, tests, server, result, options.tests)
+            print(f"llama-server's tests with {name}: {result.with_suffix('.log')} ...", file=sys.stderr, flush=True)
+            run(python, tests, server, result, options.tests)
             results[name] = outcomes(result)
     return 1 if compare(results["llama-server"], results["moeoff"]) else 0
 

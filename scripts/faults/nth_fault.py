@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -191,14 +191,7 @@ def left(before: tuple[int, int]) -> str:
     return f"threads and descriptors were {before}, are {now}" if now[0] > before[0] + 1 or now[1] != before[1] else ""
 
 
-def steps(every: int, most: int, start: int) -> Iterator[int]:
-    n = start
-    while not most or n <= most:
-        yield n
-        n += 1 if n < 8 else every
-
-
-def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, start: int) -> None:
+def run(name: str, most: int, first: int, start: int) -> None:
     """A scenario from its fault number `first` on, whose first n is `start`; a line of JSON before each step, and one after it."""
     import moeoff
 
@@ -224,9 +217,9 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
         gc.collect()
         before = held()
         for index, (call, kind, value) in enumerate(faults):
-            if index < first or (calls and call.name.lower() not in calls):
+            if index < first:
                 continue
-            for n in steps(every, most, start if index == first else 1):
+            for n in range(start if index == first else 1, most + 1):
                 say(at=index, n=n)
                 faulthandler.dump_traceback_later(DEADLINE, exit=True)
                 where = {"of": NATIVE, "below": scenario.below} if scenario.native else {"below": str(folder)}
@@ -283,13 +276,13 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[list[Outcome], Counter[str], list[int]]:
+def sweep(name: str, most: int) -> tuple[list[Outcome], Counter[str], list[int]]:
     """Children until every fault has been tried: what each kind did, the sentences, and sizes of memory."""
     faults = SCENARIOS[name][0]
     outcomes, sentences, sizes = [Outcome() for _ in faults], Counter(), []
     first, start = 0, 1
     while first < len(faults):
-        child = Child(partial(run, name, calls, every, most, first, start))
+        child = Child(partial(run, name, most, first, start))
         code = child.wait()
         begun = None
         for line in child.output.splitlines():
@@ -321,17 +314,15 @@ def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[lis
 
 
 @main.command("nth", help=__doc__)
-@click.option("--call", "calls", multiple=True, type=click.Choice([call.name.lower() for call in Call]), help="Only these.")
-@click.option("--every", default=1, show_default=True, help="Behind the eighth, only each so manyth call fails.")
-@click.option("--most", default=0, help="No n beyond this.")
+@click.option("--most", default=1 << 30, help="No n beyond this.")
 @options_of(SCENARIOS)
-def check_nth(only: tuple[str, ...], calls: tuple[str, ...], every: int, most: int, json_file: str | None) -> None:
+def check_nth(only: tuple[str, ...], most: int, json_file: str | None) -> None:
     preload()
     import_all()
     columns = ["while", "call", "fault", "faults", "ended in one sentence", "until a run had none", "problems"]
     with findings(json_file, "nth-fault", "the n-th fault", columns) as (table, problems):
         for name in only or SCENARIOS:
-            outcomes, sentences, sizes = sweep(name, calls, every, most)
+            outcomes, sentences, sizes = sweep(name, most)
             for (call, kind, value), outcome in zip(SCENARIOS[name][0], outcomes):
                 what = errno.errorcode[value] if kind == Kind.ERROR else kind.name.lower()
                 table.row(name, call.name.lower(), what, str(outcome.fired), str(outcome.told), "yes" if outcome.complete else "no", str(len(outcome.problems)))

@@ -215,15 +215,12 @@ def _grow_rows(rows: np.ndarray, n_tiles: int, reads: bool, noise: float, key: l
 @click.option("--ff", type=int, required=True, help="Factor of the experts' hidden size.")
 @click.option("--expert-type", default="Q4_K", show_default=True, help="ggml type of the routed experts.")
 @click.option("--dense-type", default="Q8_0", show_default=True, help="ggml type of the other matrices.")
-@click.option("--noise", default=1.0, show_default=True, help="Of the rule above, a factor; 0 is none.")
-@click.option("--seed", default=0, show_default=True)
 @click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
-@click.option("--threads", default=2, show_default=True)
-def main(source: str, out: str, width: int, ff: int, expert_type: str, dense_type: str, noise: float, seed: int, overwrite: bool, threads: int) -> None:
+def main(source: str, out: str, width: int, ff: int, expert_type: str, dense_type: str, overwrite: bool) -> None:
     """Writes a wider copy of a small qwen2moe model that computes and routes the same."""
-    growth = Growth(width, ff, type_from_name(expert_type), type_from_name(dense_type), noise, seed)
+    growth = Growth(width, ff, type_from_name(expert_type), type_from_name(dense_type))
     with progress_bar("bytes") as update:
-        grow_model(source, out, growth, overwrite=overwrite, threads=threads, progress=functools.partial(update, "growing"))
+        grow_model(source, out, growth, overwrite=overwrite, progress=functools.partial(update, "growing"))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moeoff.experts.convert import convert
-from moeoff.experts.sidecar import ORIGINAL, Sidecar, relative_bytes
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.perplexity import open_model, read_windows
 from moeoff.measure.precision_search import OPENING, RuleEvaluator, search_precision
@@ -104,40 +102,34 @@ def beside_curve(curve: Sequence[tuple[float, np.ndarray]], cost: float, nll: np
     return Estimate.mean(nll - (1 - part) * less[1] - part * more[1])
 
 
-@command(TEXT, WINDOWS, THREADS, RESIDENT, TAUS,
-         click.option("--hobbit", "ts", multiple=True, type=float, default=(0.9, 0.8, 0.7, 0.6, 0.5), show_default=True, help="T, beyond which is skipped."),
-         click.option("--lower", help="A type: what lies beyond T is read in it, too."))  # fmt: skip
+@command(
+    TEXT,
+    WINDOWS,
+    THREADS,
+    RESIDENT,
+    TAUS,
+    click.option("--hobbit", "ts", multiple=True, type=float, default=(0.9, 0.8, 0.7, 0.6, 0.5), show_default=True, help="T, beyond which is skipped."),
+)
 def frontier(model: str, text: Sequence[str], windows: int, threads: int, resident: Sequence[float], taus: Sequence[float], ts: Sequence[float],
-             lower: str | None, json_file: str | None) -> None:  # fmt: skip
+             json_file: str | None) -> None:  # fmt: skip
     """Loss and bytes of every rule behind a simulated cache, in batches."""
     ctx = ctx_of(model)
-    rules = {f"τ {tau:g}": Precision(tau=tau) for tau in taus}
-    rules |= {f"T {t:g}": Precision(t, t) for t in ts} | ({f"T {t:g}, {lower}": Precision(t, 1.0, low_tier=lower) for t in ts} if lower else {})
-    opens = Precision(t1=0.0, low_tier=lower) if lower else Precision()
+    rules = {f"τ {tau:g}": Precision(tau=tau) for tau in taus} | {f"T {t:g}": Precision(t, t) for t in ts}
     with contextlib.ExitStack() as stack:
         results = stack.enter_context(ResultsFile(json_file))
-        options: dict[str, Any] = {"experts": False}
-        size = 0.0
-        if lower:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-precision-"))
-            sidecar = Sidecar(convert(model, output=os.path.join(folder, "lower.experts.gguf"), tiers=lower).path)
-            options, size = {"experts": sidecar, "tier": ORIGINAL}, relative_bytes(ModelIndex.read(model), sidecar, lower)
-        llm = stack.enter_context(open_model(model, ctx, precision=opens, deterministic=True, flash_attn=True, profile=False, n_threads=threads, **options))
+        llm = stack.enter_context(open_model(model, ctx, deterministic=True, flash_attn=True, profile=False, n_threads=threads, experts=False))
         evaluator = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
         reference = stack.enter_context(evaluator.reference())
         for room in resident:
-            columns = ["rule", "bytes, of lossless", "left out", "low", *QUALITY, UPPER, BESIDE]
+            columns = ["rule", "bytes, of lossless", "left out", *QUALITY, UPPER, BESIDE]
             table = results.table(f"frontier-{room:g}", f"{room:.0%} of each layer's experts in a simulated cache", columns)
             curve: list[tuple[float, np.ndarray]] = []  # of τ: bytes, and the nll of each token
-            lossless = evaluator.choices.misses(room)
             for name, rule in rules.items():
-                c, low = evaluator.measure(reference, replace(rule, resident=room)), llm.stats().served_low
-                cost = c.cost + size * low / lossless
+                c = evaluator.measure(reference, replace(rule, resident=room))
                 if rule.tau:
-                    curve.append((cost, evaluator.scores.nll))
-                beside = beside_curve(curve, cost, evaluator.scores.nll) if not rule.tau else None
-                numbers = f"{cost:.3f}", f"{c.skipped:.1%}", f"{low / evaluator.choices.uses:.1%}"
-                table.row(name, *numbers, *quality(c.distance), percent(c.upper_loss), interval_text(beside) if beside else "")
+                    curve.append((c.cost, evaluator.scores.nll))
+                beside = beside_curve(curve, c.cost, evaluator.scores.nll) if not rule.tau else None
+                table.row(name, f"{c.cost:.3f}", f"{c.skipped:.1%}", *quality(c.distance), percent(c.upper_loss), interval_text(beside) if beside else "")
 
 
 @command(CALIB, TEXT, WINDOWS, THREADS, RESIDENT, click.option("--max-loss", default="1%", show_default=True),

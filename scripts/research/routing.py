@@ -331,24 +331,22 @@ def fit(paths: Sequence[str], out: Path) -> None:
 
 @main.command()
 @click.option("--trace", "paths", multiple=True, required=True, callback=named, metavar="NAME=FILE")
-@click.option("--shares", default="10,25,50,75,90", show_default=True, help="Per cent of the experts in memory.")
 @click.option("--tokens", default=1536, show_default=True, help="Of each trace.")
 @click.option("--calibration", multiple=True, type=FILE, help="Traces whose counts `static` gets.")
-@click.option("--policies", help="Default: all of them.")
 @JSON
-def table(paths: Mapping[str, str], shares: str, tokens: int, calibration: Sequence[str], policies: str | None, json_file: str | None) -> None:
+def table(paths: Mapping[str, str], tokens: int, calibration: Sequence[str], json_file: str | None) -> None:
     """Every policy on every text, and on all of them in turn."""
     counts = {"static": {"counts": Trace.join([Trace.read(path) for path in calibration]).counts()}} if calibration else {}
     traces = {name: Trace.read(path) for name, path in paths.items()}
     traces = {name: trace.slice(0, tokens * trace.model.n_gates) for name, trace in traces.items()}
-    sizes = [int(share) for share in shares.split(",")]
+    sizes = 10, 25, 50, 75, 90  # per cent of the experts in memory
     with ResultsFile(json_file) as results:
         for name, trace in (traces | {"mixed": mixed(list(traces.values()))}).items():
             title = f"{name}, {trace.n_tokens:,} tokens: hit rate % / MB read per token / miss penalty per token / % of the gap between LRU and Belady"
             rows = results.table(name, title, ["strategy", *(f"{size} %" for size in sizes)])
             arenas = [trace.model.full_bytes * size // 100 for size in sizes]
             ends = [(simulate(trace, "lru", arena).hit_rate, simulate(trace, "belady", arena).hit_rate) for arena in arenas]
-            for policy in policies.split(",") if policies else policy_names():
+            for policy in policy_names():
                 cells = []
                 for arena, (lru, best) in zip(arenas, ends):
                     r = simulate(trace, policy, arena, **counts.get(policy, {}))

@@ -49,7 +49,7 @@ common.preload()
 common.import_all()
 import nth_fault
 nth_fault.SCENARIOS["decode"] = [(common.Call.READ, common.Kind.WRONG, 0)], nth_fault.with_open_model(strategy="lru")
-(outcome,), *_ = nth_fault.sweep("decode", (), 1, 1)
+(outcome,), *_ = nth_fault.sweep("decode", 1)
 print(outcome.problems)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=300)
