@@ -35,6 +35,7 @@ Path = str | os.PathLike[str]
 _CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7}
 _UNQUANTIZED = ("f32", "f16", "bf16")
 _SUMS = ("f16", "f32")
+LONGEST_DRAFT = 16  # tokens
 VRAM_MODES = ("cooperative", "centric", "waves", "cpu", "auto")
 _ALL_UPLOADED = ("centric", "waves")  # the device computes with all experts, or with none
 # llama_cpp.Llama's numbers of these names
@@ -251,6 +252,9 @@ class Config:
                                         "draft-mtp, with the model's own layers; serve also llama-server's others.")  # fmt: skip
     draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, group="Context and batches", commands="run serve", server=True,
                                help="Draft model for speculative decoding: a small one with the same vocabulary, in memory as a whole.")  # fmt: skip
+    draft_max: int | None = option("--draft-max", "--spec-draft-n-max", metavar="N", parse=integer(1, LONGEST_DRAFT), group="Context and batches",
+                                   commands="run serve", server="--spec-draft-n-max",
+                                   help="Tokens of a draft, at most. Default: as many as pay; in serve 3, as llama-server's.")  # fmt: skip
     context_shift: bool = _context("--context-shift", default=False, commands=_OPEN, llama=False,
                                    help="When the context is full, forget the older half of it and go on.")  # fmt: skip
     n_keep: int = _context("--keep", metavar="N", parse=integer(-MOST), default=0, commands=_OPEN, llama=False,
@@ -324,6 +328,8 @@ class Config:
             raise OptionError("`use_mmap` and `use_mlock` cannot be used: the experts are read from the file, not mapped")
         if self.n_keep and not self.context_shift:
             raise OptionError("`n_keep` has no effect without `context_shift`")
+        if self.draft_max is not None and not (self.spec_type or self.draft):
+            raise OptionError("`draft_max` has no effect without `spec_type` or `draft`")
         if self.n_keep < -1:
             raise OptionError(f"`n_keep`: a number of tokens, or -1 for the whole prompt, not {self.n_keep}")
         if self.memory is not None and self.expert_memory is not None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..options import LONGEST_DRAFT
 from ..routing.batch import Span
 
-MOST = 16  # tokens of a draft
 TEXT_DRAFTS = "ngram-simple"  # llama-server's name
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # that a token is accepted, and how many tries that counts as
 _FORGET = 0.94  # what a try counts after the next one: acceptance changes with the text
@@ -28,12 +28,12 @@ class DraftLength:
 
     Told of every batch before it is computed. The drafts of a batch may be made already when it begins: `best` counts for the next.
 
-    Attributes:
-        most: tokens that a draft may have.
+    Args:
+        most: tokens that a draft may have; an attribute, too.
     """
 
-    def __init__(self) -> None:
-        self._tried, self._accepted = np.zeros(MOST), np.zeros(MOST)
+    def __init__(self, most: int = LONGEST_DRAFT) -> None:
+        self._tried, self._accepted = np.zeros(LONGEST_DRAFT), np.zeros(LONGEST_DRAFT)
         self._seconds: dict[int, float] = {}  # by tokens of a sequence, in the mean
         self._spans: dict[int, Span] = {}  # of the batch before
         self._n_sequences, self._last = 0, 0.0
@@ -41,7 +41,7 @@ class DraftLength:
         self._wait, self._since, self._n_trials = _WAIT, 0, 0
         self._paid = True
         self._trial: int | None = None
-        self._best, self.most = 1, MOST
+        self._best, self.most = 1, most
 
     @property
     def best(self) -> int:
@@ -91,7 +91,7 @@ class DraftLength:
         for drafted, accepted in drafts:
             self._count(drafted, accepted)
         n = 1 + round(sum(drafted for drafted, _ in drafts) / len(drafts))
-        if n <= MOST + 1:
+        if n <= LONGEST_DRAFT + 1:
             usual = self._seconds.get(n)
             self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
         self._choose(max(drafted for drafted, _ in drafts), n_rejected == 0)
@@ -103,16 +103,16 @@ class DraftLength:
         return 0 if span is None or not span.decode else max(span.end - end, 0)
 
     def _count(self, n_drafted: int, n_accepted: int) -> None:
-        n = min(n_drafted, n_accepted + 1, MOST)  # what comes behind a rejected token was not tried
+        n = min(n_drafted, n_accepted + 1, LONGEST_DRAFT)  # what comes behind a rejected token was not tried
         self._tried[:n] = 1 + _FORGET * self._tried[:n]
         self._accepted[:n] *= _FORGET
         self._accepted[: min(n_accepted, n)] += 1
 
     def _rates(self) -> np.ndarray | None:
-        """[MOST + 1] tokens per second by length of the draft."""
+        """[LONGEST_DRAFT + 1] tokens per second by length of the draft."""
         if not self._seconds:
             return None
-        chance, chances = _PRIOR, np.empty(MOST)
+        chance, chances = _PRIOR, np.empty(LONGEST_DRAFT)
         for i, (tried, accepted) in enumerate(zip(self._tried, self._accepted)):
             chance = chances[i] = (accepted + _PRIOR_WEIGHT * chance) / (tried + _PRIOR_WEIGHT)
         gained = 1 + np.concatenate([[0], np.cumsum(np.cumprod(chances))])
@@ -120,7 +120,7 @@ class DraftLength:
         times = [self._seconds[n] for n in timed]
         one = self._seconds.get(1) or times[0] / (1 + _SLOPE * (timed[0] - 1))
         slope = (times[-1] - one) / (timed[-1] - 1) if timed[-1] > 1 else _SLOPE * one
-        lengths = np.arange(1, MOST + 2)
+        lengths = np.arange(1, LONGEST_DRAFT + 2)
         seconds = np.where(lengths > timed[-1], times[-1] + max(slope, 0) * (lengths - timed[-1]), np.interp(lengths, [1, *timed], [one, *times]))
         rates: np.ndarray = gained / seconds
         return rates

@@ -35,7 +35,7 @@ from ..llamacpp import native
 from ..llamacpp.devices import devices
 from ..llamacpp.llama import api, errors_unless
 from ..llamacpp.turns import require_computable
-from ..options import Config, in_flags
+from ..options import LONGEST_DRAFT, Config, in_flags
 from ..routing.batch import Span
 from ..routing.event import GateEvent
 from ..system.arrays import require_arrays
@@ -44,12 +44,13 @@ from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache, BorrowedMem
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
-from .drafts import MOST, TEXT_DRAFTS, DraftLength
+from .drafts import TEXT_DRAFTS, DraftLength
 from .driver import Callback, Driver, require_calibration, sections, wants_gate_logits
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
 from .quality import Quality
 from .stats import LayerHits, Stats, Timing
+from .token_experts import TokenExperts
 from .warm_start import PromptUses, exchange, fill, read_ahead, recall, remember
 
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "cache_bytes")  # that end a trace
@@ -179,10 +180,11 @@ class Engine:
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing, self._cpu_start = Timing(), time.process_time()
-        self.drafts = DraftLength() if config.spec_type or config.draft else None
+        self.drafts = DraftLength(config.draft_max or LONGEST_DRAFT) if config.spec_type or config.draft else None
         self.draft_model: DraftModel | None = None
         self.draft_keywords: dict[str, Any] = {}
         self.draft_memory: MemoryPlan | None = None
+        self._token_experts: TokenExperts | None = None
         self._callback: Callback | None = None
         self._layer_hits: LayerHits | None = None
         self._watches = False
@@ -250,7 +252,7 @@ class Engine:
     @property
     def n_draft(self) -> int:
         """Tokens of the longest draft that a batch verifies."""
-        return 0 if self.drafts is None else MOST
+        return 0 if self.drafts is None else self.drafts.most
 
     def _plan_drafts(self, n_ctx: int) -> None:
         """Checks what drafts are made with, and plans the memory of a model that makes them.
@@ -271,8 +273,8 @@ class Engine:
         option = "`spec_type`" if config.draft is None else "`draft`"
         if config.context_shift or config.repeatable:
             raise OptionError(f"{option}: neither with `context_shift` nor in a run that repeats: how long a draft is depends on time")
-        if self.keywords.get("n_batch", USUAL) <= MOST:
-            raise OptionError(f"{option}: needs batches (`n_batch`) of more than {MOST} tokens")
+        if self.keywords.get("n_batch", USUAL) <= self.n_draft:
+            raise OptionError(f"{option}: needs batches (`n_batch`) of more than {self.n_draft} tokens")
         if config.draft is not None:
             self.draft_model = DraftModel.read(config.draft, spec_type, self.budget.most)
             self.draft_model.require_text()
@@ -432,6 +434,10 @@ class Engine:
             on_devices=self.device_tier is not None,
         )
         self.quality.prefetcher = self.driver.prefetcher
+        if (config.draft is not None or self.nextn) and self.driver.prefetcher is not None and self.device_tier is None:
+            n_gates = len(self.model_index.without_nextn().gates)
+            self._token_experts = TokenExperts(self.buffer, n_gates, max(self.model_index.n_expert_used, 1))
+            self.driver.add(self._token_experts)
         self.sizer.make_room(rss() - before)
 
     def _warm_up(self) -> None:
@@ -491,6 +497,11 @@ class Engine:
         if not decodes:
             self._prompt_meter.begin(max(span.first for span in spans.values()))
             self._uses_before = self.buffer.stats().expert_uses
+
+    def expect(self, token: int) -> None:
+        """The next batch will have this token, and a model guesses on behind it: meanwhile its experts are prefetched."""
+        if self._token_experts is not None and self.quality.precision.lossless:
+            self._token_experts.expect(token)
 
     def drafted(self, seconds: float) -> None:
         """A model has made a draft, for so long."""

@@ -22,7 +22,7 @@ from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent
 from ..system.console import loading_bar
-from .drafts import MOST, TextDrafts
+from .drafts import TextDrafts
 from .engine import Engine
 from .model_drafts import ModelDrafts
 from .stats import Stats
@@ -174,7 +174,7 @@ class Llama(PatchedLlama):
                     self._drafts = ModelDrafts(engine, self)
                     self.on_close(self._drafts.close)
                 self._draft_with(self._drafts)
-                engine.drafts.most = self.n_states or MOST
+                engine.drafts.most = min(engine.drafts.most, self.n_states or engine.drafts.most)
             nextn = None if self.nextn is None else self.nextn.handle
             adapters = bool(engine.config.llama_cpp.get("lora_path"))
             engine.loaded(self.context_handle, lambda: with_drafts(memory_sizes(self), nextn), adapters=adapters)

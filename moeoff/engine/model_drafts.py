@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Iterator
 
@@ -103,11 +102,17 @@ class ModelDrafts:
             started = time.perf_counter()
             self._engine.buffer.set_batch_kind(True)
             with self._engine.cancellation.computing("a draft", self._engine.buffer.check), self._core_binding or contextlib.nullcontext():
+                self._engine.expect(int(tokens[-1]))
                 guesser.catch_up(tokens)
                 began = time.perf_counter()
                 self._length.begin_draft(began, began - started)
-                likeliest = itertools.islice(guesser.guesses(tokens), best)
-                draft += itertools.takewhile(lambda token: not guesser.is_end_token(token), likeliest)
+                for token in guesser.guesses(tokens):
+                    if guesser.is_end_token(token):
+                        break
+                    draft.append(token)
+                    if len(draft) == best:
+                        break
+                    self._engine.expect(token)
             self._engine.drafted(time.perf_counter() - started)
         self.n = len(draft)
         return np.array(draft, np.intc)

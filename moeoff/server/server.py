@@ -55,7 +55,7 @@ _CACHE_REUSE = ("--cache-reuse", "LLAMA_ARG_CACHE_REUSE")  # moves what is cache
 _TEMPLATE_BYTES = 5 << 20  # of the program that runs chat templates, with an ordinary conversation
 _MANY = 1 << 18  # tokens of a vocabulary that is not known
 # what llama-server calls, and what it is told where one of them fails
-_HOOKS = {"loaded": 1, "ready": 1, "listening": None, "before": None, "after": 1, "borrow": 1, "metrics": None, "resize_prompt_cache": 1, "answered": None,
+_HOOKS = {"loaded": 1, "ready": 1, "listening": None, "draft_max": 0, "before": None, "after": 1, "borrow": 1, "metrics": None, "resize_prompt_cache": 1, "answered": None,
           "accept_prompt": 0, "store_prompt": None, "find_prompt": 0, "read_prompt": 1, "fill_cells": None}  # fmt: skip
 _serving = threading.Lock()  # llama-server keeps state in globals
 
@@ -130,7 +130,7 @@ class Server:
         self._started, self._decodes = 0.0, True
         self._batch_error: Exception | None = None
         self._between = threading.Lock()  # what happens between decodes, on the serving thread and on others
-        self._ending, self._draft_max = c_int32(0), c_int32(1)
+        self._ending = c_int32(0)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
         self._n_batches, self._computes = 0, False
@@ -336,7 +336,6 @@ class Server:
                 buffer=engine.buffer.handle,
                 overrides=overrides.address,
                 ending=ctypes.pointer(self._ending),
-                draft_max=ctypes.pointer(self._draft_max),
                 expert_uses=engine.experts_per_token,
                 page=_PAGE.read_bytes(),
                 **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._on_request},
@@ -407,6 +406,14 @@ class Server:
         self._idle.start()
         self._serves.set()
 
+    def _draft_max(self, token: int) -> int:
+        """Tokens of the draft behind this one, at most."""
+        n = 0 if self.engine.drafts is None else self.engine.drafts.best
+        if n:
+            with self._between:
+                self.engine.expect(token)
+        return n
+
     def _before(self, tokens: Any, positions: Any, slots: Any, is_prompt: Any, n: int) -> None:
         try:
             computes_here()
@@ -418,8 +425,6 @@ class Server:
             if self._serves.is_set():
                 with self._between:
                     self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes)
-                if self.engine.drafts is not None:
-                    self._draft_max.value = self.engine.drafts.best
             if self._core_binding is not None:
                 self._core_binding.__enter__()  # until `_after`, which comes whatever becomes of the batch
         except Exception as error:  # the batch is computed all the same, and then fails with this

@@ -17,10 +17,10 @@ from helpers.files import PROSE
 from helpers.models import rewritten, write_nextn_model
 from helpers.processes import run_python
 from moeoff import BudgetError, Cancelled, MoeoffError
-from moeoff.engine.drafts import MOST, DraftLength, TextDrafts
+from moeoff.engine.drafts import DraftLength, TextDrafts
 from moeoff.engine.engine import Engine
 from moeoff.gguf.file import ModelFile, unpack
-from moeoff.options import Config
+from moeoff.options import LONGEST_DRAFT, Config
 from moeoff.routing.batch import Span
 
 PROMPT = "one two three four five six. one two three four five six. one two three four five six. one two"
@@ -52,7 +52,7 @@ def test_nearly_as_fast_as_the_best_length(slope, chance, n_sequences):
         return 0.1 * (1 + slope * (n - 1))
 
     rate, _ = measured(DraftLength(), 2000, lambda _: chance, seconds, n_sequences)
-    by_length = [n_sequences * sum(chance**i for i in range(k + 1)) / seconds(k + 1) for k in range(MOST + 1)]
+    by_length = [n_sequences * sum(chance**i for i in range(k + 1)) / seconds(k + 1) for k in range(LONGEST_DRAFT + 1)]
     assert rate > 0.94 * max(by_length) and rate > 0.98 * by_length[0]
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_between_is_no_time_of_an_answer():
     assert length.gain is None
 
 
-@pytest.mark.parametrize("seconds, least, most", [(0.004, 1.5, MOST), (0.2, 0, 0.2)])
+@pytest.mark.parametrize("seconds, least, most", [(0.004, 1.5, LONGEST_DRAFT), (0.2, 0, 0.2)])
 def test_the_time_of_a_draft_model(seconds, least, most):
     """Is that of the batch with the draft, and not of the one before; what it has missed it reads in no batch's time."""
     rng, length, now, first, missed, lengths, took = np.random.default_rng(0), DraftLength(), 0.0, 0, 0, [], []
@@ -198,7 +198,16 @@ def test_drafts_are_verified_several_at_a_time(both, monkeypatch):
 @pytest.mark.parametrize("both", ["text", "itself"], indirect=True)
 def test_what_their_logits_take_is_planned(both):
     plain, drafting = (llm.engine.plan for llm in both)
-    assert drafting.outputs == (MOST + 1) * plain.outputs
+    assert drafting.outputs == (LONGEST_DRAFT + 1) * plain.outputs
+
+
+def test_no_draft_is_longer_than_was_asked_for(demo):
+    with moeoff.Llama(demo, draft=demo, draft_max=2, **OPTIONS) as llm:
+        drafts, lengths = llm._drafts, set()
+        llm._draft_with(lambda tokens: (draft := drafts(tokens), lengths.add(len(draft)))[0])
+        llm.create_completion(PROMPT, temperature=0, max_tokens=100)
+        assert lengths <= {0, 1, 2} and len(lengths) > 1
+        assert llm.engine.plan.outputs == 3 * Engine(Config.make(demo, **OPTIONS)).planned.outputs
 
 
 def test_a_draft_model_reads_what_is_new(demo):
@@ -297,8 +306,8 @@ def test_refused(demo, dense, nextn, recurrent, tmp_path):
     others = {name: rewritten(dense, tmp_path / f"{name}.gguf", values) for name, values in changed.items()}
     cases = [
         ({"spec_type": "draft-eagle3"}, "moeoff serve makes such drafts"), ({"spec_type": "draft-mtp"}, "no next-token layers"), ({"context_shift": True}, "context_shift"),
-        ({"trace": str(tmp_path / "t")}, "repeats"), ({"n_batch": MOST}, "batches"), ({"spec_type": "draft-simple"}, "not said: give draft="),
-        ({"draft": dense}, "not both"),
+        ({"trace": str(tmp_path / "t")}, "repeats"), ({"n_batch": LONGEST_DRAFT}, "batches"), ({"spec_type": "draft-simple"}, "not said: give draft="),
+        ({"draft": dense}, "not both"), ({"spec_type": None, "draft_max": 4}, "no effect without"), ({"draft_max": 17}, "1 to 16, not 17"),
         *(({"spec_type": None, "draft": draft} | more, why) for draft, more, why in (
             (dense, {"context_shift": True}, "draft: neither with context_shift"), (dense, {"deterministic": True}, "draft: neither"),
             (dense, {"spec_type": "draft-mtp"}, "makes drafts as draft-mtp, for moeoff serve alone"), ("absent.gguf", {}, "absent.gguf: cannot be read"),
@@ -317,7 +326,7 @@ def test_refused(demo, dense, nextn, recurrent, tmp_path):
 
 def test_from_the_command_line(demo, dense, nextn, invoke):
     for model, drafts in ((demo, (["--spec-type", "ngram-simple"], ["-md", demo], ["--model-draft", dense, "--spec-type", "draft-simple"])),
-                          (nextn, (["--spec-type", "draft-mtp"],))):  # fmt: skip
+                          (nextn, (["--spec-type", "draft-mtp"], ["--spec-type", "draft-mtp", "--draft-max", "2"]))):  # fmt: skip
         answers = [json.loads(invoke("run", model, "-p", PROMPT, "--temp", "0", "-n", "60", "--raw", "--json", *more).stdout) for more in ([], *drafts)]
         assert all(answer["text"] == answers[0]["text"] and answer["usage"] == answers[0]["usage"] for answer in answers)
         assert [answer["stats"]["draft_length"] is None for answer in answers] == [True] + len(drafts) * [False]

@@ -385,8 +385,8 @@ void server_listens(const std::string & url) {
     }
 }
 
-int32_t server_draft_max() {
-    return server_hooks == nullptr ? INT32_MAX : *server_hooks->draft_max;
+int32_t server_draft_max(int32_t token) {
+    return server_hooks == nullptr ? INT32_MAX : server_hooks->draft_max(token);
 }
 
 bool server_ends_on_purpose() {

@@ -174,7 +174,7 @@ void        server_drafts_loaded(bool can_draft, llama_context * ctx); // null: 
 void        server_drafts_failed(const char * why);
 bool        server_ready(llama_context * ctx);
 void        server_listens(const std::string & url);
-int32_t     server_draft_max(); // tokens
+int32_t     server_draft_max(int32_t token); // behind this one, in tokens
 bool        server_ends_on_purpose(); // a stop, or a batch that nobody waits for: no error, and nothing to log. Any thread
 std::string server_metrics();
 

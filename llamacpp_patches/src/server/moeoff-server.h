@@ -41,8 +41,6 @@ struct moeoff_server_hooks {
 
     const int32_t * ending; // not 0: what is computed is ended, and then the server
 
-    const int32_t * draft_max; // tokens of a draft, at most; it may change between batches
-
     int64_t expert_uses; // of one token: experts that it uses, in all layers together
 
     // The model is loaded and nothing has been computed; nonzero refuses it.
@@ -54,6 +52,9 @@ struct moeoff_server_hooks {
 
     // From now on requests at the url are answered, and no longer refused with 503.
     void (*listening)(const char * url);
+
+    // Tokens of the draft behind this one, at most. The token will be decoded next.
+    int32_t (*draft_max)(int32_t token);
 
     // Around each decode of the main context: what the batch holds, [n] each; whether its tokens are read (a prompt) and not decoded. Pictures
     // and sounds are decodes of their own; their tokens are -1.
