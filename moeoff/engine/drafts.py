@@ -141,7 +141,7 @@ class DraftLength:
         if self._since < self._wait:
             return
         pays = self._best > 0
-        self._wait = _WAIT if pays != self._paid else min(2 * self._wait, _LONGEST_WAIT)
+        self._wait = _WAIT if pays != self._paid else min((2 if pays else 4) * self._wait, _LONGEST_WAIT)
         self._paid, self._since, self._n_trials = pays, 0, self._n_trials + 1
         # drafts that are there from the first token on would else never be compared with none
         others = (0, min(2 * self._best, self.most), self._best // 2) if 1 in self._seconds else (0,)

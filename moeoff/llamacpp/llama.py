@@ -727,7 +727,7 @@ class StockLlama(_AnyLlama):
 
 
 _MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16: llama-server's default for drafts, whatever the model's own cache is
-_AT_ONCE, _MOST_UNREAD = 17, 128  # tokens that a guess reads at first, as those of an accepted draft; that wait to be read while nothing is drafted
+_AT_ONCE, _MOST_UNREAD = 17, 512  # tokens that a guess reads at first, as those of an accepted draft; that wait to be read while nothing is drafted
 
 
 def nextn_params(ctx: int, n_sequences: int = 1) -> dict[str, Any]:
@@ -752,8 +752,8 @@ class NextnContext:
         LoadError: llama.cpp cannot make the context.
     """
 
-    # tokens that it has read; from the last of these on, the model's tokens [n] and its states behind them [n, n_embd]. Together, wherever an interrupt comes
-    _text: tuple[int, np.ndarray, np.ndarray] = 1, np.empty(0), np.empty(0)
+    # tokens that it has read; from the last of these on, the model's tokens and its states [n_embd] behind them. Together, wherever an interrupt comes
+    _text: tuple[int, list[int], list[np.ndarray]] = 1, [], []
 
     def __init__(self, llm: PatchedLlama):  # which refers to this
         self._model, self._n_batch, self._n_embd = llm.context_handle, llm.n_batch, api.llama_model_n_embd_out(llm.model_handle)
@@ -770,21 +770,20 @@ class NextnContext:
         """Before the model is freed."""
         api.llama_free(self.handle)
 
-    def _end_at(self, n: int) -> tuple[int, np.ndarray, np.ndarray]:
+    def _end_at(self, n: int) -> tuple[int, list[int], list[np.ndarray]]:
         """The text has n tokens."""
         n_read, tokens, states = self._text
         n_kept = n + 1 - n_read
         if 0 < n_kept <= len(tokens):
             self._text = n_read, tokens[:n_kept], states[:n_kept]
         else:  # it goes back, or on behind what was never seen
-            self._text = n, np.zeros(1, np.intc), np.zeros((1, self._n_embd), np.float32)
+            self._text = n, [0], [np.zeros(self._n_embd, np.float32)]
         return self._text
 
     def follow(self, batch: Any) -> None:
         """The model has computed a llama_batch. Raises RuntimeError as decoding does."""
         n_read, tokens, states = self._end_at(batch.pos[0])
-        tokens = np.concatenate([tokens, batch.token[: batch.n_tokens]], dtype=np.intc)
-        self._text = n_read, tokens, np.concatenate([states, self._states(self._model, batch.n_tokens)])
+        self._text = n_read, [*tokens, *batch.token[: batch.n_tokens]], [*states, *self._states(self._model, batch.n_tokens).copy()]
         self._read(min(_MOST_UNREAD, self._n_batch))
 
     def _states(self, ctx: int, n: int) -> np.ndarray:
@@ -800,7 +799,7 @@ class NextnContext:
 
     def _advance(self) -> None:
         n_read, tokens, states = self._text
-        self._text = n_read + len(tokens) - 1, tokens[-1:].copy(), states[-1:].copy()
+        self._text = n_read + len(tokens) - 1, tokens[-1:], [states[-1].copy()]
 
     def catch_up(self, tokens: np.ndarray) -> None:
         """Before `guesses`: a text [n], of which the model has computed all but the last token."""
@@ -810,16 +809,16 @@ class NextnContext:
     def guesses(self, tokens: np.ndarray) -> Iterator[int]:
         """The likeliest tokens behind the text of `catch_up`, one by one. Raises RuntimeError as decoding does."""
         first, unread, states = self._text
-        unread = np.append(unread[1:], tokens[-1:])
+        unread = [*unread[1:], int(tokens[-1])]
         token = self._compute(unread, states, first)
         self._advance()
         while True:
             yield token
-            first, unread, states = first + len(unread), np.array([token], np.intc), self._states(self.handle, 1).copy()
+            first, unread, states = first + len(unread), [token], [*self._states(self.handle, 1).copy()]
             token = self._compute(unread, states, first)
 
-    def _compute(self, tokens: np.ndarray, states: np.ndarray, first: int) -> int:
-        """Reads tokens [n] from a position on, each behind its state [n, n_embd]; returns the likeliest token behind them."""
+    def _compute(self, tokens: list[int], states: list[np.ndarray], first: int) -> int:
+        """Reads tokens from a position on, each behind its state; returns the likeliest token behind them."""
         memory = api.llama_get_memory(self.handle)
         api.llama_memory_seq_rm(memory, 0, first, -1)
         if api.llama_memory_seq_pos_max(memory, 0) + 1 != first:
@@ -827,7 +826,8 @@ class NextnContext:
         positions = np.arange(first, first + len(tokens), dtype=np.intc)
         kinds: list[Any] = [field[1] for field in api.llama_batch._fields_[1:4]]  # of token, embd, pos
         for i in range(0, len(tokens), self._n_batch):
-            arrays = [array[i : i + self._n_batch] for array in (tokens, states, positions)]
+            part = slice(i, i + self._n_batch)
+            arrays = [np.array(tokens[part], np.intc), np.stack(states[part]), positions[part]]
             pointers = (array.ctypes.data_as(kind) for array, kind in zip(arrays, kinds))
             if result := api.llama_decode(self.handle, api.llama_batch(len(arrays[0]), *pointers)):
                 raise RuntimeError(f"llama_decode returned {result} for next-token layers")

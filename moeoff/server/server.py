@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..budget.draft_model import uses_nextn
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx, with_drafts
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
@@ -203,7 +204,7 @@ class Server:
         overrides = tensor_buffers(config.override_tensor, model_index)
 
         def planned(n_ctx: int, n: int) -> MemoryPlan:
-            return dry_load(model_index, n_ctx, config.keywords, overrides, n_sequences=n, unified=options.kv_unified)
+            return dry_load(model_index, n_ctx, config.keywords, overrides, n_sequences=n, nextn=uses_nextn(config.spec_type), unified=options.kv_unified)
 
         return choose(planned, usual, options.parallel, budget.process)
 

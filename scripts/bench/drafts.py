@@ -1,6 +1,8 @@
-"""What drafts from the text gain: tokens per second with them over without, on prose and on code that is written again with a name changed.
+"""What drafts gain: tokens per second with them over without, on prose and on code that is written again with a name changed. Of drafts that a model makes
+also what it gains that the experts of drafted tokens are read meanwhile.
 
-usage: drafts.py -m MODEL --text FILE [--memory 6G,none] [--n-prompt 512] [--n-decode 192] [--rounds 5] [--json FILE]
+usage: drafts.py -m MODEL --text FILE [-md FILE | --spec-type draft-mtp] [--draft-max N] [--memory 6G,none] [--n-prompt 512] [--n-decode 192] [--rounds 5]
+                 [--json FILE]
 
 The answer is the text itself: a logits processor rules all other tokens out, with and without drafts. So tokens, and with them routing and what drafts can
 guess, are a real text's, whatever the model would write. A minute or two for each model of 17 GB and round.
@@ -20,10 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import moeoff
+from moeoff.engine.drafts import TEXT_DRAFTS
+from moeoff.engine.engine import Engine
 from results import HELP, ResultsFile, spread
 
 CODE = ROOT / "moeoff" / "routing" / "batch.py"
 FILE = click.Path(exists=True, dir_okay=False)
+WITHOUT, WITH, BLIND = "without", "with drafts", "with drafts, and nothing read ahead"
 
 
 def texts(path: str) -> dict[str, tuple[str, str]]:
@@ -59,38 +64,43 @@ def speed(llm: moeoff.Llama, prompt: list[int], answer: list[int]) -> tuple[floa
 @click.command(help=__doc__)
 @click.option("-m", "--model", required=True, type=FILE)
 @click.option("--text", required=True, type=FILE)
+@click.option("-md", "--draft", type=FILE, help="A model that makes the drafts; else the text itself does.")
+@click.option("--spec-type", help="As of moeoff run.")
+@click.option("--draft-max", type=int, help="As of moeoff run.")
 @click.option("--memory", default="none", show_default=True, help="Limits, with commas between; none: 80 % of what is available.")
 @click.option("--n-prompt", default=512, show_default=True)
 @click.option("--n-decode", default=192, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model: str, text: str, memory: str, n_prompt: int, n_decode: int, rounds: int, json_file: str | None) -> None:
+def main(model: str, text: str, draft: str | None, spec_type: str | None, draft_max: int | None, memory: str, n_prompt: int, n_decode: int, rounds: int,
+         json_file: str | None) -> None:  # fmt: skip
+    spec_type = spec_type or (None if draft else TEXT_DRAFTS)
+    drafts = {"spec_type": spec_type, "draft": draft, "draft_max": draft_max}
+    ways = [WITHOUT, WITH] + ([BLIND] if spec_type != TEXT_DRAFTS else [])
+    expect = Engine.expect
     with ResultsFile(json_file) as results:
-        columns = ["text", "memory", "without, tok/s", "with drafts", "ratio", "rejected, of the text's tokens"]
+        columns = ["text", "memory", "without, tok/s", "with drafts", "ratio", "rejected, of the text's tokens"] + (
+            ["by reading ahead"] if BLIND in ways else []
+        )
         table = results.table("drafts", f"Decoding {n_decode} tokens behind {n_prompt}, medians of {rounds} rounds", columns)
         for limit in memory.split(","):
-            rates: dict[str, list[tuple[float, float]]] = {kind: [] for kind in texts(text)}
+            rates: dict[tuple[str, str], list[float]] = {}
             last: dict[str, moeoff.Stats] = {}
             for index in range(rounds):
-                of_round: dict[str, dict[bool, float]] = {kind: {} for kind in rates}
-                for drafts in (False, True) if index % 2 == 0 else (True, False):
-                    options = {"memory": limit} if limit != "none" else {}
-                    with moeoff.Llama(model, n_ctx=n_prompt + n_decode + 32, flash_attn=True, spec_type="ngram-simple" if drafts else None, **options) as llm:
+                for way in ways if index % 2 == 0 else ways[::-1]:
+                    Engine.expect = (lambda *_: None) if way == BLIND else expect  # type: ignore[method-assign]
+                    options = ({"memory": limit} if limit != "none" else {}) | (drafts if way != WITHOUT else {})
+                    with moeoff.Llama(model, n_ctx=n_prompt + n_decode + 32, flash_attn=True, **options) as llm:
                         for kind, parts in texts(text).items():
                             prompt, answer = (llm.tokenize(part.encode(), add_bos=False) for part in parts)
-                            of_round[kind][drafts], stats = speed(llm, prompt[-n_prompt:] if kind == "prose" else prompt[:n_prompt], answer[:n_decode])
-                            last |= {kind: stats} if drafts else {}
-                for kind, pair in of_round.items():
-                    rates[kind].append((pair[False], pair[True]))
-            for kind, pairs in rates.items():
-                ratios = [with_ / without for without, with_ in pairs]
-                table.row(
-                    kind,
-                    limit,
-                    *map(spread, zip(*pairs)),
-                    spread(ratios),
-                    f"{last[kind].drafts_rejected / n_decode:.0%}",
-                )
+                            rate, stats = speed(llm, prompt[-n_prompt:] if kind == "prose" else prompt[:n_prompt], answer[:n_decode])
+                            rates.setdefault((kind, way), []).append(rate)
+                            last |= {kind: stats} if way == WITH else {}
+            for kind, stats in last.items():
+                with_ = rates[kind, WITH]
+                over = {way: spread([a / b for a, b in zip(with_, rates[kind, way])]) for way in ways if way != WITH}
+                row = [kind, limit, spread(rates[kind, WITHOUT]), spread(with_), over.pop(WITHOUT), f"{stats.drafts_rejected / n_decode:.0%}"]
+                table.row(*row, *over.values())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import moeoff
 from companions import N_PATCHES, write_projector
 from helpers.files import PROSE, flip_bit
 from helpers.models import rewritten
@@ -158,6 +159,11 @@ with moeoff.Server(sys.argv[1], port=0, n_ctx=1024, parallel=2, memory="600M", *
     assert plan.arena_full == memory["experts"]
     assert drafts == (plan.arena_full > model_index.without_nextn().expert_bytes * 1.3)
     assert drafts == (plan.state > memory["state"])  # the second context's is not told apart from the process
+
+
+def test_the_context_leaves_room_for_their_own(nextn):
+    without, with_ = (moeoff.Server(nextn, port=0, memory="160M", spec_type=kind).engine.planned.n_ctx for kind in (None, "draft-mtp"))
+    assert with_ < without
 
 
 def test_a_draft_model_counts_before_the_port_is_open(demo, grown):
