@@ -349,15 +349,6 @@ def test_a_run_gets_along_without_the_server_until_there_is_one(web: WebPage) ->
     assert tool.build_without_server(web.fork, web.cache) == tool.build(web.fork, web.cache) != whole and web.compiled == 3
 
 
-def test_wheel_holds_each_library_once() -> None:
-    wheel = tool.build(Fork.load(), tool.cache_root())
-    libraries = [name for name in zipfile.ZipFile(wheel).namelist() if re.search(r"\.(so|dylib|dll)\b", name)]
-    stems = [Path(name).name.partition(".")[0] for name in libraries]
-    assert {"libllama", "libggml", "libggml-base", "libggml-cpu"} <= set(stems)
-    assert len(stems) == len(set(stems))
-    assert all(re.fullmatch(r"llama_cpp/lib/lib[\w-]+\.(so|dylib)", name) for name in libraries)
-
-
 @pytest.mark.parametrize("extra", ["llama_cpp/lib/libllama.so.0", "lib/libllama.so", "llama_cpp/lib/libggml.so.0.25.3"])
 def test_wheel_with_a_second_copy_is_refused(extra: str, tmp_path: Path) -> None:
     fork = Fork.load()
