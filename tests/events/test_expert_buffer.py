@@ -4,8 +4,6 @@ import contextlib
 import ctypes
 import os
 import shutil
-import subprocess
-import sys
 import threading
 
 import llama_cpp
@@ -13,13 +11,11 @@ import numpy as np
 import pytest
 
 import moeoff
-from helpers.files import DEMO, ROOT
-from helpers.logits import Stock, assert_bit_equal, decode_in, greedy_logits, stock_logits
-from helpers.models import requantize_experts, split_model
+from helpers.logits import assert_bit_equal, decode_in, greedy_logits, stock_logits
+from helpers.models import split_model
 from helpers.waiting import wait_until
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.gguf.quantize import type_from_name
 from moeoff.llamacpp import native
 from moeoff.measure.worker import load_everything
 from moeoff.policies import Policy, Strategy
@@ -51,34 +47,6 @@ def test_lossless(demo, reference, strategy, direct_io, share):
         assert not (stats.direct_io and not direct_io)
         if strategy != "lru":
             assert stats.hit_rate == 0
-
-
-@pytest.fixture(scope="module")
-def grown_f16(tmp_path_factory):
-    """Rows of 256, which every type can hold."""
-    path = tmp_path_factory.mktemp("f16") / "grown.gguf"
-    grow = [sys.executable, str(ROOT / "scripts" / "models" / "grow_model.py"), str(DEMO)]
-    subprocess.run([*grow, "-o", str(path), "--width", "2", "--ff", "4", "--expert-type", "F16"], check=True, capture_output=True)
-    return path
-
-
-SLOW_TYPES = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("F16", "MXFP4", "Q2_K", "Q6_K", "Q4_0", "BF16", "IQ4_XS")
-]  # test_mul_mat_id multiplies all
-
-
-@pytest.mark.parametrize("type", ["Q4_K", *SLOW_TYPES])
-def test_lossless_types(grown_f16, tmp_path, type):
-    path = tmp_path / f"{type}.gguf"
-    requantize_experts(grown_f16, path, type_from_name(type))
-    arena = ModelIndex.read(path).expert_bytes // 6
-    for flash_attn in (False, True):
-        stock = Stock(str(path), n_ctx=128, logits_all=True, flash_attn=flash_attn)
-        expected = greedy_logits(stock, PROMPT, 8)
-        stock.close()
-        with moeoff.Llama(str(path), expert_memory=arena, flash_attn=flash_attn, **OPTIONS) as llm:
-            assert_bit_equal(greedy_logits(llm, PROMPT, 8), expected)
-            assert llm.stats().evictions > 0
 
 
 def test_split_model(demo, reference, tmp_path):

@@ -289,23 +289,29 @@ def assert_stocks_bits(path: Path, threads: Iterable[int]) -> None:
     """A model's logits with stock llama.cpp, whose model has no expert buffer and uses vec_dot alone, with its experts in memory and from disk, with row
     kernels and without."""
     for n_threads in threads:
-        options = {"n_ctx": 64, "logits_all": True, "verbose": False, "n_threads": n_threads, "n_threads_batch": n_threads}
+        options = {"n_ctx": 64, "logits_all": True, "verbose": False, "n_threads": n_threads, "n_threads_batch": n_threads, "flash_attn": n_threads % 2 == 0}
         with contextlib.closing(Stock(str(path), **options)) as stock:
             expected = greedy_logits(stock, list(range(40, 60)), 6)
         for memory, is_on in ((1 << 30, True), (8 << 20, True), (8 << 20, False)):
             native.use_row_kernels(is_on)
             with moeoff.Llama(str(path), expert_memory=memory, **options) as llm:
                 assert_bit_equal(greedy_logits(llm, list(range(40, 60)), 6), expected)
+                assert (llm.stats().evictions > 0) == (memory == 8 << 20)
 
 
-LARGER = [("Q4_K", "Q4_K"), ("MXFP4", "Q6_K"), ("Q4_0", "Q4_0"), ("IQ4_NL", "Q5_K"), ("Q3_K", "Q2_K")]
+LARGER = [("Q4_K", "Q4_K"), ("MXFP4", "Q6_K"), ("Q4_0", "Q4_0"), ("IQ4_NL", "Q5_K"), ("Q3_K", "Q2_K"),
+          *((name, "Q8_0") for name in ("F16", "BF16", "Q2_K", "Q6_K", "IQ4_XS"))]  # fmt: skip
 
 
 @pytest.mark.parametrize("experts, dense, n", [("MXFP4", "Q4_K", 2), *(pytest.param(*types, 4, marks=pytest.mark.slow) for types in LARGER)])
 def test_models_give_stocks_bits(experts, dense, n, tmp_path, kernels_on):
     path = tmp_path / "model.gguf"
-    grow_model(DEMO, path, Growth(n, n, TYPES[experts], TYPES[dense]))  # 2 is as small as rows of 256 weights allow: quantizing takes longest
-    assert_stocks_bits(path, (3,) if n == 2 else (1, 2, 3, 4))
+    grow_model(DEMO, path, Growth(n, n, type_from_name(experts), type_from_name(dense)))  # 2 is as small as rows of 256 weights allow: quantizing takes longest
+    assert_stocks_bits(path, (2, 3) if n == 2 else (1, 2, 3, 4))
+
+
+def test_a_model_in_k_quants_gives_stocks_bits(grown, kernels_on):
+    assert_stocks_bits(Path(grown), (2,))
 
 
 @pytest.mark.slow

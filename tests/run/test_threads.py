@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from helpers.files import DEMO
 from helpers.waiting import wait_until
 from moeoff.llamacpp import threads
 from moeoff.llamacpp.threads import CoreClaims, one_each, runs, why_not
+from moeoff.system.cgroup import Cgroup, controller, make_folder, set_value
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 pytestmark = pytest.mark.cores
@@ -247,29 +247,11 @@ def test_cores_that_change(lock):
 @contextlib.contextmanager
 def cpuset():
     """A function that gives a cgroup its cores, and one with which a process enters it. Raises OSError without rights or controller."""
-    v1 = "/sys/fs/cgroup/cpuset"
-    parent = v1 if os.path.isdir(v1) else "/sys/fs/cgroup"
-
-    def write(path: str, value: str) -> None:
-        with open(path, "w") as file:
-            file.write(value)
-
-    if parent != v1:
-        write(f"{parent}/cgroup.subtree_control", "+cpuset")
-    folder = f"{parent}/moeoff-{os.getpid()}-{time.monotonic_ns()}"
-    os.mkdir(folder)
-    try:
-        write(f"{folder}/cpuset.cpus", BOTH)
-        write(f"{folder}/cpuset.mems", "0")
-        yield lambda cores: write(f"{folder}/cpuset.cpus", cores), lambda: write(f"{folder}/cgroup.procs", str(os.getpid()))
-    finally:
-
-        def removed() -> bool:
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
-            return not os.path.exists(folder)
-
-        wait_until(removed)  # a process that was killed leaves a moment later
+    parent, _ = controller("cpuset", "cpuset")
+    with make_folder(parent) as folder:
+        set_value(folder, "cpuset.cpus", BOTH)
+        set_value(folder, "cpuset.mems", "0")
+        yield lambda cores: set_value(folder, "cpuset.cpus", cores), Cgroup(folder).enter
 
 
 def _no_cpuset() -> str | None:
