@@ -293,7 +293,7 @@ def test_a_line_for_each_request(demo):
         r"GET /v1/models 401",
         r"GET /nothing\?here 404",
     ]
-    assert code == 0 and len(lines) == len(expected), text
+    assert code == 0 and len(lines) == len(expected) and " E " not in text, text  # who leaves has made no error
     for pattern in expected:  # the one that was left is noticed when it is
         assert sum(bool(re.fullmatch(pattern, line)) for line in lines) == 1, (pattern, lines)
 
