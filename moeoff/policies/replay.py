@@ -65,31 +65,16 @@ class SimulatedArena:
         return here
 
     def _admit(self, gate: int, missing: np.ndarray, want: np.ndarray, table: np.ndarray, out: list[int]) -> None:
-        stride = self.slot[gate]
-        if self.one_class:
-            room = (self.limit - self.committed) // stride
-            need = missing.size - room
-            self.committed += min(missing.size, room) * stride
-            if need <= 0:
-                self.resident[missing] = True
-                return
-            victims = self._victims(want, table, int(need))
-            self.resident[victims] = False
-            out.extend(victims.tolist())
-            fits = missing.size - (need - len(victims))
-            self.resident[missing[:fits]] = True
-            self._squeeze(stride, missing[fits:], want, out)
-            return
-        queue = self._in_order(want, table)
+        stride, queue = self.slot[gate], self._in_order(want, table, missing.size)
         for i, index in enumerate(missing):
             if not self._take_slot(stride, queue, out):
                 self._squeeze(stride, missing[i:], want, out)
                 return
             self.resident[index] = True
 
-    def _in_order(self, want: np.ndarray, table: np.ndarray) -> Iterator[int]:
-        """All victims, told when the first is asked for."""
-        yield from self._victims(want, table, int(self.resident.sum())).tolist()
+    def _in_order(self, want: np.ndarray, table: np.ndarray, n: int) -> Iterator[int]:
+        """Victims for n slots, told when the first is asked for: of several sizes all, because one may not be enough for a slot."""
+        yield from self._victims(want, table, n if self.one_class else int(self.resident.sum())).tolist()
 
     def _take_slot(self, stride: int, queue: Iterator[int], out: list[int]) -> bool:
         """expert_table::take_slot: a slot, after evictions if need be; with nothing left to evict, of spare ones too."""
@@ -122,19 +107,15 @@ class SimulatedArena:
         out.append(index)
 
     def _victims(self, want: np.ndarray, table: np.ndarray, n: int) -> np.ndarray:
-        """The `n` lowest residents outside `want`, in order if there is more than one size class."""
+        """The `n` lowest residents outside `want`, in order."""
         mask = self.resident.copy()
         mask[want] = False
         candidates: np.ndarray = np.flatnonzero(mask)
-        if candidates.size <= n and self.one_class:
-            return candidates
         rank = table.ravel()[candidates]
         if n < candidates.size:
             kth = np.partition(rank, n - 1)[n - 1]
             keep = rank <= kth
             candidates, rank = candidates[keep], rank[keep]
-            if candidates.size == n and self.one_class:
-                return candidates
         candidates = candidates[np.lexsort((candidates, self.last_use[candidates], rank))[:n]]
         return candidates
 
@@ -145,13 +126,6 @@ class SimulatedArena:
             behind = [i for i in want[:place].tolist() if self.resident[i]]
             ahead = [i for i in want[place + 1 :].tolist() if self.resident[i]]
             queue = iter([*behind, *reversed(ahead)])
-            if self.one_class:
-                victim = next(queue, None)
-                if victim is not None:
-                    self.resident[victim] = False
-                    out.append(victim)
-                    self.resident[index] = True
-                continue
             if self._take_slot(stride, queue, out):
                 self.resident[index] = True
 
