@@ -15,6 +15,7 @@ from ..routing.event import GateEvent
 
 _KEPT_BY_TOKEN = np.float32(0.98)  # of a count
 _LARGEST_UNIT = np.float32(1e18)
+_WEIGHTS = 1 << 20  # that are kept, at most
 
 
 @dataclass
@@ -30,14 +31,13 @@ class Choices:
 
     Args:
         n_experts: of each gate.
-        n_weights: weights that are kept, at most.
 
     Attributes:
         uses: experts that decoded tokens chose.
     """
 
-    def __init__(self, n_experts: Sequence[int], n_weights: int = 1 << 20):
-        self._n_experts, self._room = list(n_experts), n_weights
+    def __init__(self, n_experts: Sequence[int]):
+        self._n_experts, self._room = list(n_experts), _WEIGHTS
         self._windows: list[list[_Window]] = [[] for _ in self._n_experts]
         self._weights: list[np.ndarray] = []
         self._decoded, self.uses = True, 0

@@ -44,7 +44,7 @@ from ..system.memory import Budget, rss
 from .checkpoint import Checkpoint
 from .choices import Choices
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
-from .statistics import Distance, Estimate, Scores, log_probs, one_sided, upper_loss
+from .statistics import Distance, Estimate, Scores, log_probs, one_sided, spread, upper_loss
 from .writer import texts_or_written
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
@@ -64,8 +64,6 @@ CTX = 512
 PROMPT = 64  # tokens of a window that are read: as long as a simulated cache remembers
 _NOTHING = 1e-9  # resident: a cache is simulated, and holds nothing
 _SPREAD = 1.3  # of windows' means, in errors of as many tokens that do not depend on each other
-_WEIGHTS = 1 << 20  # kept of the reference's, at most
-_GOLDEN = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill an interval evenly
 
 Once = Callable[[str, Callable[[], dict[str, np.ndarray]]], dict[str, np.ndarray]]
 
@@ -164,7 +162,7 @@ class RuleEvaluator:
         n_experts: dict[int, int] = {}
         for tensor in self._llm.engine.buffer.tensors:
             n_experts[tensor.gate] = max(n_experts.get(tensor.gate, 0), tensor.ne[2])
-        self.choices, self._lossless_misses = Choices([n_experts[gate] for gate in sorted(n_experts)], _WEIGHTS), {}
+        self.choices, self._lossless_misses = Choices([n_experts[gate] for gate in sorted(n_experts)]), {}
         self._llm.set_gate_callback(self.choices.observe)
         try:
             progress = self._stage("lossless", len(self.windows))
@@ -389,7 +387,7 @@ def search_precision(
     @contextlib.contextmanager
     def opened(name: str, files: Sequence[str | os.PathLike[str]], choices: Choices | None) -> Iterator[tuple[RuleEvaluator, Callable[..., Any]]]:
         with open_model(model, ctx, tier=name, **how) as llm, interruptible(llm) as call:
-            few = windows or _spread(read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1)))
+            few = windows or spread(read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1)))
             if len(few) < MIN_WINDOWS:
                 short = f"the texts make {len(few)} windows of {ctx} tokens"
                 raise OptionError(f"{short}, and at least {MIN_WINDOWS} are needed for an interval: more text is needed", hint={"text": ..., "tokens": ...})
@@ -436,11 +434,6 @@ def search_precision(
     Profile.write(path, model_index, {SECTION: contract.to_section()})
     checkpoint.remove()
     return SearchResult(path, contract, max_loss, tuple(measured))
-
-
-def _spread(windows: list[Window]) -> list[Window]:
-    """In an order whose first ones lie all over the texts."""
-    return [windows[i] for i in sorted(range(len(windows)), key=lambda i: i * _GOLDEN % 1)]
 
 
 def _hash_of(windows: Sequence[Window]) -> int:

@@ -27,11 +27,11 @@ from ..routing.trace import TraceHeader
 from ..system.files import open_file
 from ..system.memory import available, rss
 from .checkpoint import Checkpoint
+from .statistics import spread
 
 Model = TypeVar("Model", bound=Llama)
 LENGTH = 256  # tokens of a sequence
 LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an eighth of what is available of each
-_GOLDEN = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill an interval evenly
 _OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
 
 
@@ -48,7 +48,7 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
         try:
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
-                for i in sorted(range(per_text), key=lambda piece: piece * _GOLDEN % 1):  # a fit may keep only the first tokens
+                for i in spread(range(per_text)):  # a fit may keep only the first tokens
                     piece = os.pread(file.fileno(), min(12 * LENGTH, -(-size // per_text)), size * i // per_text)
                     pieces.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:LENGTH])
         except OSError as error:

@@ -7,12 +7,14 @@ windows hardly do. What is compared is compared token by token on the same text,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.special import stdtrit
+
+T = TypeVar("T")
 
 
 def log_probs(logits: np.ndarray) -> np.ndarray:
@@ -26,6 +28,12 @@ def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """KL(p || q) in nats: [n, n_vocab] log-probabilities, as `log_probs` gives them, to [n] float64. p must be finite."""
     kl: np.ndarray = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
     return kl
+
+
+def spread(items: Sequence[T]) -> list[T]:
+    """In an order whose first ones lie all over them."""
+    golden = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill an interval evenly
+    return [items[i] for i in sorted(range(len(items)), key=lambda i: i * golden % 1)]
 
 
 def student(n: int) -> float:
