@@ -73,11 +73,7 @@ def check_cpu() -> Iterator[Finding]:
     find_devices()  # else the next call does, and says what is in its way
     text = api.llama_print_system_info().decode()
     built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
-    try:
-        with open("/proc/cpuinfo") as file:
-            flags = next((line.split(":")[1].split() for line in file if line.startswith("flags")), [])
-    except OSError:
-        flags = []
+    flags = machine.cpu_info("flags").split()
     unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
     lacking = [theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built]
     features = ", ".join(sorted(built)) or "none"

@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import ModelError
 
@@ -37,10 +38,6 @@ class DiskRate:
     block_bytes: int
     direct_io: bool
     seconds: float
-
-
-def _aligned(n: int) -> int:
-    return -(-n // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _open_direct(path: str) -> int | None:
@@ -80,19 +77,15 @@ def direct_io(path: str | os.PathLike[str]) -> bool:
 
 def file_system(path: str | os.PathLike[str]) -> str:
     """Type of the file system a path is on ("ext4", "tmpfs", "overlay"), or "unknown"."""
+    import psutil
+
     path = os.path.realpath(path)
-    best, kind = "", "unknown"
     try:
-        with open("/proc/self/mountinfo") as file:
-            for line in file:
-                fields, _, rest = line.partition(" - ")
-                point = fields.split()[4].encode().decode("unicode_escape")  # blanks are written as \040
-                inside = path == point or path.startswith(point.rstrip("/") + "/")
-                if inside and len(point) >= len(best):  # the last of equals was mounted over the others
-                    best, kind = point, rest.split()[0]
-    except OSError:  # not Linux
-        pass
-    return kind
+        around = [mount for mount in psutil.disk_partitions(all=True) if Path(path).is_relative_to(mount.mountpoint)]
+    except (OSError, psutil.Error):
+        around = []
+    innermost = max(reversed(around), key=lambda mount: len(mount.mountpoint), default=None)  # the last of equals was mounted over the others
+    return innermost.fstype if innermost is not None else "unknown"
 
 
 def probe(path: str | os.PathLike[str], block_bytes: int, seconds: float = 2.0, n_threads: int = IO_THREADS) -> DiskRate:
@@ -101,7 +94,7 @@ def probe(path: str | os.PathLike[str], block_bytes: int, seconds: float = 2.0, 
     Raises:
         ModelError: the file is empty, or cannot be read.
     """
-    path, nbytes = os.fspath(path), min(_aligned(block_bytes), LONGEST_READ)
+    path, nbytes = os.fspath(path), min(-(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, LONGEST_READ)
     try:
         size = os.path.getsize(path)
         if size == 0:

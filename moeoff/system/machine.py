@@ -80,14 +80,19 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@functools.lru_cache(maxsize=1)
-def cpu_name() -> str:
-    """The processor, as the system calls it."""
+@functools.cache
+def cpu_info(key: str) -> str:
+    """What /proc/cpuinfo says of the first core: "model name", "flags"; empty: nothing."""
     try:
         with open("/proc/cpuinfo") as file:
-            return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
+            return next((line.split(":")[1].strip() for line in file if line.startswith(key)), "")
     except OSError:  # not Linux
-        return platform.processor() or platform.machine()
+        return ""
+
+
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
+    return cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def machine_name() -> str:
