@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from .errors import ModelError, MoeoffError, OptionError
@@ -90,39 +90,37 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
         "graceful_shutdown_timeout_s": 120,
         "request_router_config": {"request_router_class": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"},
     }
-    demand = _Demand(chosen.get("num_replicas", 1), (ours | chosen)["max_replicas_per_node"], actor) if "autoscaling_config" not in chosen else None
-    if demand is not None and ray.is_initialized():
-        demand.check()
+    require = functools.partial(_require_machines, chosen.get("num_replicas", 1), (ours | chosen)["max_replicas_per_node"], actor)
+    check = require if "autoscaling_config" not in chosen else None
+    if check is not None and ray.is_initialized():
+        check()
     replicas = serve.deployment(name=name, ray_actor_options=actor, **(ours | chosen))(_Replica)
     ingress = serve.deployment(name=f"{name}-ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(_Ingress)
     server = {"memory": budget, "parallel": parallel, "alias": os.path.basename(model).removesuffix(".gguf")} | options
-    return ingress.bind(replicas.bind(os.fspath(model), server), demand)
+    return ingress.bind(replicas.bind(os.fspath(model), server), check)
 
 
-@dataclass(frozen=True)
-class _Demand:
-    """Replicas, and what each asks of its machine. Ray would wait for machines without an end, and say so in its own log alone."""
+def _require_machines(n_replicas: Any, per_machine: int, actor: Mapping[str, Any]) -> None:
+    """Checks that Ray's machines, of which none has died, can hold so many replicas; before Ray is started there are none to ask. Ray would wait for
+    machines without an end, and say so in its own log alone. Raises OptionError.
 
-    n_replicas: Any
-    per_machine: int
-    actor: Mapping[str, Any]
-
-    def check(self) -> None:
-        """Checks that Ray's machines, of which none has died, can hold them; before Ray is started there are none to ask. Raises OptionError."""
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        if not isinstance(self.n_replicas, int) or not all(node["Alive"] for node in nodes):  # one may come for one that has gone
-            return
-        labels = {key: value for key, value in (self.actor.get("label_selector") or {}).items() if not re.match(r"!|in\(", value)}  # Ray's own operators
-        needs = {name: n for name, n in {"memory": self.actor.get("memory"), "CPU": self.actor.get("num_cpus")}.items() if n}
-        labelled = [node for node in nodes if all(node.get("Labels", {}).get(key) == value for key, value in labels.items())]
-        hold = [min([self.per_machine, *(int(node["Resources"].get(name, 0) // n) for name, n in needs.items())]) for node in labelled]
-        if sum(hold) < self.n_replicas:
-            has = f"{len(nodes)} machines, {len(labelled)} with its labels, on which {sum(hold)} have room"
-            each = f"{format_size(int(needs.get('memory', 0)))} of memory and {needs.get('CPU', 0):g} cores"
-            raise OptionError(
-                f"`num_replicas`: {self.n_replicas} replicas of {each}, at most {self.per_machine} on a machine, and Ray has {has}: start Ray on more, give "
-                "fewer, or max_replicas_per_node in ray_options; with autoscaling_config they may come later"
-            )
+    Args:
+        actor: what each replica asks of its machine.
+    """
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    if not isinstance(n_replicas, int) or not all(node["Alive"] for node in nodes):  # one may come for one that has gone
+        return
+    labels = {key: value for key, value in (actor.get("label_selector") or {}).items() if not re.match(r"!|in\(", value)}  # Ray's own operators
+    needs = {name: n for name, n in {"memory": actor.get("memory"), "CPU": actor.get("num_cpus")}.items() if n}
+    labelled = [node for node in nodes if all(node.get("Labels", {}).get(key) == value for key, value in labels.items())]
+    hold = [min([per_machine, *(int(node["Resources"].get(name, 0) // n) for name, n in needs.items())]) for node in labelled]
+    if sum(hold) < n_replicas:
+        has = f"{len(nodes)} machines, {len(labelled)} with its labels, on which {sum(hold)} have room"
+        each = f"{format_size(int(needs.get('memory', 0)))} of memory and {needs.get('CPU', 0):g} cores"
+        raise OptionError(
+            f"`num_replicas`: {n_replicas} replicas of {each}, at most {per_machine} on a machine, and Ray has {has}: start Ray on more, give "
+            "fewer, or max_replicas_per_node in ray_options; with autoscaling_config they may come later"
+        )
 
 
 class _Replica:
@@ -195,9 +193,9 @@ class _Ingress:
     It is the first to know the machines where Ray is started after the application was made.
     """
 
-    def __init__(self, replicas: DeploymentHandle[Any], demand: _Demand | None = None):
-        if demand is not None:
-            demand.check()
+    def __init__(self, replicas: DeploymentHandle[Any], check: Callable[[], None] | None = None):
+        if check is not None:
+            check()
         self._replicas = replicas.options(method_name="answer", stream=True)
 
     async def __call__(self, request: Request) -> Response:
