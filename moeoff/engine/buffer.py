@@ -177,8 +177,7 @@ class ExpertBuffer:
                 files.append(sidecar.path)
                 states.append(sidecar.state)
         for path, state in zip(files, states, strict=True):
-            if native.add_file(self.handle, os.fsencode(path)) < 0:
-                raise ModelError(native.last_error().decode("utf-8", "replace"))
+            self._check(native.add_file(self.handle, os.fsencode(path)), ModelError)
             # opened three times by now: for its header, for the dense weights, for the experts
             if FileState.read(path) != state:
                 raise ModelError(f"{path}: the file was changed or replaced while it was loaded: load it again")
@@ -381,9 +380,7 @@ class ExpertBuffer:
             OptionError: not decisions, or low ones without an arena for low versions.
         """
         array = np.ascontiguousarray(np.frombuffer(versions, np.uint8))
-        left: int = native.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array))
-        self._require(left >= 0)
-        return left
+        return self._check(native.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array)), OptionError)
 
     def simulate_cache(self, share: float | None) -> None:
         """Where tokens are decoded, thresholds take for resident what a simulated cache with this share of each gate's experts
@@ -499,13 +496,11 @@ class ExpertBuffer:
             native.get_options(self.handle, options)
             for name, value in changed.items():
                 setattr(options, name, value)
-            self._require(native.set_options(self.handle, options) == 0)
+            self._check(native.set_options(self.handle, options), OptionError)
 
     @staticmethod
-    def _require(done: bool) -> None:
-        if not done:
-            raise OptionError(native.last_error().decode("utf-8", "replace"))
-
-    def _check(self, result: int) -> None:
-        if result != 0:
-            raise MoeoffError(native.last_error().decode("utf-8", "replace"))
+    def _check(result: int, error: type[MoeoffError] = MoeoffError) -> int:
+        """The result of a native call, none of which succeeds with a negative one."""
+        if result < 0:
+            raise error(native.last_error().decode("utf-8", "replace"))
+        return result
