@@ -14,8 +14,6 @@ from ..llamacpp.llama import api
 from ..system.memory import MIB, format_size
 from .buffer import ExpertBuffer
 
-__all__ = ["AUTO", "MODES", "WAVES", "DeviceTier"]
-
 AUTO = "auto"  # whichever is the fastest, by measuring
 
 # how devices compute with experts; docs/internals/gpu.md
@@ -156,17 +154,12 @@ class DeviceTier:
 
     def _slot_bytes(self, handle: int) -> list[Callable[[int], int]]:
         """Of each layer there, what n slots take."""
+        return [partial(self._layer_bytes, handle, gate) for gate, device in enumerate(self._devices) if device == handle]
 
-        def of(gate: int) -> Callable[[int], int]:
-            def nbytes(n: int) -> int:
-                low = self._n_low(n)
-                return self._buffer.device_slot_bytes(handle, gate, n, self._n_used) + (
-                    low and self._buffer.device_slot_bytes(handle, gate, low, self._n_used, low=True)
-                )
-
-            return nbytes
-
-        return [of(gate) for gate, device in enumerate(self._devices) if device == handle]
+    def _layer_bytes(self, handle: int, gate: int, n: int) -> int:
+        low = self._n_low(n)
+        low_bytes = self._buffer.device_slot_bytes(handle, gate, low, self._n_used, low=True) if low else 0
+        return self._buffer.device_slot_bytes(handle, gate, n, self._n_used) + low_bytes
 
     def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
         """The same, and what the stages take."""
