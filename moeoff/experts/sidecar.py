@@ -201,7 +201,7 @@ class Sidecar:
         if name.lower() == LOWEST:
             return min(lower, key=self.bits, default=None)
         if name.lower() == INT4:
-            return next((tier for tier in lower if _is_int4(self.bits(tier))), None)
+            return next((tier for tier in lower if 4 <= self.bits(tier) <= 5), None)
         return next((tier for tier in self.tiers if tier.lower() == name.lower()), None)
 
     def bits(self, tier: str) -> float:
@@ -308,10 +308,6 @@ class ExpertSource:
             names = ", ".join(dict.fromkeys([*sidecar.tiers, ORIGINAL]))
             raise OptionError(f"{sidecar.path}: no tier {tier}; there are {names}{_made_by(model_index, sidecar, tier, low_tier)}")
         return cls(sidecar, name, verify)
-
-
-def _is_int4(bits: float) -> bool:
-    return 4 <= bits <= 5
 
 
 def _has_int4(model_index: ModelIndex) -> bool:

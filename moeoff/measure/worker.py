@@ -87,7 +87,7 @@ def work(job: Job, emit: Emit) -> None:
         engine.repetition = None
     ended.set()
     closed = engine.facts() | {"peak_rss_bytes": peak_rss()}
-    closed |= engine.resident_share() | ({} if job.answer is None else {"answer": engine.answered})
+    closed |= {} if job.answer is None else {"answer": engine.answered}
     engine.llm.close()
     if job.probe_seconds:
         closed["disk_bytes_per_second"] = disk_rate(ModelIndex.read(job.model), closed.get("io_threads", IO_THREADS), job.probe_seconds).bytes_per_second
@@ -134,17 +134,12 @@ class _Engine:
             load_everything(self._moeoff.engine.buffer)
 
     def facts(self) -> dict[str, Any]:
-        """`moeoff.Stats`, and in words what is given up; of stock nothing."""
+        """`moeoff.Stats`, in words what is given up, and of the experts what memory holds now: after tests of single tokens more than before them, since
+        buffers are lent. Of stock nothing."""
         if self._moeoff is None:
             return {}
-        stats = self._moeoff.stats()
-        return asdict(stats) | {"precision_summary": stats.precision_summary}
-
-    def resident_share(self) -> dict[str, float]:
-        """Of the experts, what memory holds now: after tests of single tokens more than before them, since buffers are lent."""
-        if self._moeoff is None:
-            return {}
-        return {"resident_share": self._moeoff.stats().cache_bytes / max(self._moeoff.engine.buffer.arena_full, 1)}
+        stats, full = self._moeoff.stats(), self._moeoff.engine.buffer.arena_full
+        return asdict(stats) | {"precision_summary": stats.precision_summary, "resident_share": stats.cache_bytes / max(full, 1)}
 
     @property
     def n_done(self) -> int:

@@ -148,7 +148,9 @@ def atomic_file(path: str | os.PathLike[str], *, overwrite: bool = True) -> Iter
             as a failed write.
     """
     try:
-        mode = _mode(path)
+        mode: int | None = None
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(path).st_mode  # of what it links to
         if mode is not None and not overwrite:
             raise WriteError(f"{os.fspath(path)} exists already; choose another name, or ask to overwrite it")
         if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -185,14 +187,6 @@ def publish(fd: int, partial: str | os.PathLike[str], path: str | os.PathLike[st
     except OSError as error:
         if error.errno not in _UNSYNCABLE:
             raise
-
-
-def _mode(path: str | os.PathLike[str]) -> int | None:
-    """Mode of what is at a path, through links; None: nothing."""
-    try:
-        return os.stat(path).st_mode
-    except FileNotFoundError:
-        return None
 
 
 def cache_folder() -> Path:

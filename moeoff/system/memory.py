@@ -123,14 +123,6 @@ class Budget:
         return self.experts or 0 if self.process is None else self.process - fixed
 
 
-def _read_int(path: str) -> int | None:
-    try:
-        with open(path) as file:
-            return int(file.read())
-    except (OSError, ValueError):  # absent, or "max"
-        return None
-
-
 @dataclass(frozen=True)
 class _MemoryGroup:
     """A memory cgroup: its folder, and the names that its version has for limit and statistics.
@@ -145,8 +137,12 @@ class _MemoryGroup:
 
     @property
     def limit(self) -> int | None:
-        nbytes = _read_int(f"{self.folder}/{self.limit_file}")
-        return nbytes if nbytes is not None and nbytes < _MOST else None  # version 1 writes a huge number for "none"
+        try:
+            with open(f"{self.folder}/{self.limit_file}") as file:
+                nbytes = int(file.read())
+        except (OSError, ValueError):  # absent, or "max"
+            return None
+        return nbytes if nbytes < _MOST else None  # version 1 writes a huge number for "none"
 
     def held_by_others(self, own: int) -> int:
         """Bytes of the group's other processes that the kernel cannot take back without swap, those of files in memory among them."""
