@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from .. import __version__
 from ..errors import ContextError, ModelError, OptionError, WriteError
 from ..experts.sidecar import Hasher
+from ..gguf.file import LONGEST_TEMPLATE, FileState, ModelFile
 from ..llamacpp import templates
 from ..system.files import atomic_file, open_file
 from ..system.memory import MIB
@@ -59,8 +60,6 @@ def chat_template(model_path: str, template: str | None = None) -> str | None:
     Raises:
         ModelError, OptionError: it cannot be read.
     """
-    from ..gguf.file import LONGEST_TEMPLATE, ModelFile
-
     source, way_out = (f"{model_path}: its chat template", _RAW) if template is None else ("`chat_template`:", "")
     if template is not None and "{" not in template:
         if template.lower() != "chatml":
@@ -142,11 +141,8 @@ def state_identity(engine: Engine, *facts: object) -> bytes:
 
 def file_state(path: str | os.PathLike[str]) -> list[object]:
     """A file's path, size and time of change; the path alone if it is not there."""
-    try:
-        state = os.stat(path)
-    except OSError:
-        return [os.fspath(path)]
-    return [os.path.realpath(path), state.st_size, state.st_mtime_ns]
+    state = FileState.read(path)
+    return [os.fspath(path)] if state is None else [os.path.realpath(path), state.size, state.mtime_ns]
 
 
 class PromptCache:

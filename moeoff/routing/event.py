@@ -69,18 +69,9 @@ class GateEvent:
         step = k * self.row_step
         if step == 1:
             return self
-        rows = slice(None, None, k)
-        return replace(
-            self,
-            ids=self.ids[::step],
-            weights=self.weights[::step],
-            versions=None if self.versions is None else self.versions[::step],
-            probs=None if self.probs is None else self.probs[rows],
-            gate_input=None if self.gate_input is None else self.gate_input[rows],
-            logits=None if self.logits is None else self.logits[rows],
-            row_step=1,
-            on_device=None if self.on_device is None else self.on_device[::step],
-        )
+        every = dict.fromkeys(("ids", "weights", "versions", "on_device"), step) | dict.fromkeys(("probs", "gate_input", "logits"), k)
+        told = {name: array[::n] for name, n in every.items() if (array := getattr(self, name)) is not None}
+        return replace(self, **told, row_step=1)
 
 
 class Observer:

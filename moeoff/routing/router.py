@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..errors import ModelError
-from ..gguf.model_index import EMBEDDING, ModelBytes, ModelIndex
+from ..gguf.model_index import EMBEDDING, ModelBytes, ModelIndex, count
 from ..gguf.quantize import I32, dequantize, fits, quantize, type_from_name
 from ..system.console import note
 
@@ -117,11 +117,6 @@ class Router:
                 next(((norm, get(f"blk.{i}.{bias}")) for weight, bias in names_of_norms if (norm := get(f"blk.{i}.{weight}")) is not None), None)
                 for i in layers
             ]
-
-        def number(key: str) -> int:
-            value = model_index.hparams.get(key, 0)
-            return value if isinstance(value, int) else 0
-
         return cls(
             weights,
             [model_index.experts_used(i) for i in layers],
@@ -130,8 +125,8 @@ class Router:
             selection,
             norms,
             tables,
-            number("expert_group_count"),
-            number("expert_group_used_count"),
+            count(model_index.hparams, "expert_group_count"),
+            count(model_index.hparams, "expert_group_used_count"),
             n_experts or model_index.n_expert,
             model_index.architecture == "llama4",
         )
