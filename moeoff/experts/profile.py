@@ -64,8 +64,12 @@ class Profile:
         info: the header's facts: tokens and texts of the calibration, say.
     """
 
-    def __init__(self, path: str, arrays: dict[str, np.ndarray], info: dict[str, Any]):
-        self.path, self._arrays, self.info = path, arrays, info
+    def __init__(self, path: str, arrays: Mapping[str, np.ndarray], info: dict[str, Any]):
+        self.path, self.info = path, info
+        self._sections: dict[str, dict[str, np.ndarray]] = {}
+        for key, array in arrays.items():
+            section, _, name = key.partition("/")
+            self._sections.setdefault(section, {})[name] = array
 
     @contextlib.contextmanager
     def taking(self, *sections: str) -> Iterator[None]:
@@ -77,12 +81,11 @@ class Profile:
 
     @property
     def sections(self) -> list[str]:
-        return sorted({key.split("/", 1)[0] for key in self._arrays})
+        return sorted(self._sections)
 
     def section(self, name: str) -> dict[str, np.ndarray] | None:
         """Its arrays by name, or None if the profile has no such section."""
-        arrays = {key.split("/", 1)[1]: array for key, array in self._arrays.items() if key.split("/", 1)[0] == name}
-        return arrays or None
+        return self._sections.get(name)
 
     @classmethod
     def find(cls, model_index: ModelIndex, only: Collection[str] | None = None, room: int | None = None) -> Profile | None:
@@ -129,7 +132,7 @@ class Profile:
             arrays = read_npz(
                 path,
                 available() // 2 if room is None else room,
-                lambda key: "/" in key and (only is None or key.split("/", 1)[0] in only),
+                lambda key: "/" in key and (only is None or key.partition("/")[0] in only),
             )
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -153,8 +156,7 @@ class Profile:
         """
         path = os.fspath(path)
         old = cls.read(path, model_index) if os.path.exists(path) else cls(path, {}, {})
-        arrays = {key: array for key, array in old._arrays.items() if key.split("/", 1)[0] not in sections}
-        arrays |= {f"{section}/{name}": np.asarray(array) for section, named in sections.items() for name, array in named.items()}
+        arrays = {f"{section}/{name}": np.asarray(array) for section, named in (old._sections | dict(sections)).items() for name, array in named.items()}
         if any(array.dtype.kind not in "biufU" for array in arrays.values()):
             raise TypeError("a profile holds numbers only")
         info = old.info | (info or {})
