@@ -80,13 +80,12 @@ def _products(model_index: ModelIndex) -> list[_Product]:
     """The matrices that a token is multiplied with, layer by layer from the middle of the model, whose first layers may be of another kind."""
 
     def matrices(span: TensorSpan) -> list[_Product]:
-        n_experts = max(span.shape[2], 1) if len(span.shape) > 2 else 1
-        used = min(model_index.n_expert_used, n_experts) if span.name in model_index.experts else n_experts
-        return [(span.type, span.shape[0], max(span.shape[1], 1), span.nbytes // n_experts)] * used
+        used = min(model_index.n_expert_used, span.shape[2]) if span.name in model_index.experts else span.shape[2]
+        return [(span.type, span.shape[0], span.shape[1], span.slice_bytes)] * used
 
     read_by_row = model_index.row_tables
     weights = {**model_index.dense, **model_index.experts}
-    spans = [span for name, span in weights.items() if name not in read_by_row and len(span.shape) > 1 and span.shape[1] > 1]
+    spans = [span for name, span in weights.items() if name not in read_by_row and span.shape[1] > 1]
     layers: dict[str, list[TensorSpan]] = {}
     for span in spans:
         layers.setdefault(span.name.split(".")[1] if span.name.startswith("blk.") else "", []).append(span)

@@ -105,7 +105,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     preflight(model_index)
     keywords = {"flash_attn": True} if keywords is None else keywords
     planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified, n_draft)
-    slots = [(slot_bytes(*(span.nbytes // max(span.shape[2], 1) for span in spans)), spans[0].shape[2]) for spans in model_index.gates]
+    slots = [(slot_bytes(*(span.slice_bytes for span in spans)), spans[0].shape[2]) for spans in model_index.gates]
     embedding = model_index.dense.get(EMBEDDING)
     on_disk = {name: span.nbytes for name, span in model_index.row_tables.items() if not any(re.search(pattern, name) for pattern, _ in overrides)}
     return replace(
@@ -202,14 +202,14 @@ def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:
     """The sizes slices come in, most frequent first."""
     counts: Counter[tuple[str, int, int]] = Counter()
     for span in model_index.experts.values():
-        role, n_expert = parse_tensor_name(span.name), max(span.shape[2], 1)
-        counts[role.matrix_name + (" (chexps)" if role.chunk else ""), span.type, span.nbytes // n_expert] += n_expert
+        role = parse_tensor_name(span.name)
+        counts[role.matrix_name + (" (chexps)" if role.chunk else ""), span.type, span.slice_bytes] += max(span.shape[2], 1)
     return [SliceKind(matrix, type_name(kind), nbytes, n) for (matrix, kind, nbytes), n in counts.most_common()]
 
 
 def token_bytes(model_index: ModelIndex) -> int:
     """Bytes of the slices that one token uses."""
-    return sum(span.nbytes // max(span.shape[2], 1) * min(model_index.n_expert_used, span.shape[2]) for span in model_index.experts.values())
+    return sum(span.slice_bytes * min(model_index.n_expert_used, span.shape[2]) for span in model_index.experts.values())
 
 
 def tensor_buffers(text: str | None, model_index: ModelIndex) -> list[tuple[str, int]]:

@@ -212,11 +212,8 @@ class ExpertBuffer:
             file = files.index(sidecar.path)
             slices = sidecar.sources(span, source.tier)
             return [native.Source(file, s.type, s.offset, s.nbytes, s.hash if source.verify else 0) for s in slices]
-        n_expert = span.shape[2]
-        nbytes = span.nbytes // n_expert
-        known = source.sidecar.source_hashes if source.sidecar is not None and source.verify else {}
-        hashes = [known.get((span.name, e), 0) for e in range(n_expert)]
-        return [native.Source(span.file, span.type, span.offset + e * nbytes, nbytes, hashes[e]) for e in range(n_expert)]
+        known, nbytes = source.sidecar.source_hashes if source.sidecar is not None and source.verify else {}, span.slice_bytes
+        return [native.Source(span.file, span.type, span.offset + e * nbytes, nbytes, known.get((span.name, e), 0)) for e in range(span.shape[2])]
 
     def set_sources(self, tensor: int, sources: Sequence[native.Source], *, low: bool = False) -> None:
         """Where each expert of a tensor is, or its low version; their types may differ. Before `start()`. All tensors have low versions, or none."""
@@ -328,18 +325,13 @@ class ExpertBuffer:
         n = len(experts)
         array = (ctypes.c_int32 * n)(*experts)
         version = native.LOW if low else native.HIGH
-        return self._queued(gate, native.prefetch(self.handle, gate, array, n, n if n_read is None else n_read, native.ALL_MATRICES, version, limit))
+        return self._check(native.prefetch(self.handle, gate, array, n, n if n_read is None else n_read, native.ALL_MATRICES, version, limit), OptionError)
 
     def preload(self, gate: int, experts: Sequence[int], *, low: bool = False) -> int:
         """Like `prefetch`, but whatever the gates choose, until the next gate event: a warm start, in the time in which nothing computes. Not counted as prefetched."""
         array = (ctypes.c_int32 * len(experts))(*experts)
-        return self._queued(gate, native.preload(self.handle, gate, array, len(experts), native.ALL_MATRICES, native.LOW if low else native.HIGH))
-
-    @staticmethod
-    def _queued(gate: int, queued: int) -> int:
-        if queued < 0:
-            raise OptionError(f"gate {gate} has no such experts, or no such versions of them, or the buffer has not been started")
-        return queued
+        version = native.LOW if low else native.HIGH
+        return self._check(native.preload(self.handle, gate, array, len(experts), native.ALL_MATRICES, version), OptionError)
 
     def residency(self, *, low: bool = False) -> np.ndarray:
         """[n_gates, n_experts] uint8; bit i is set where the slice of `moeoff.gguf.model_index.MATRICES[i]` is resident, in its low version if so asked."""

@@ -134,12 +134,10 @@ def _termination_interrupts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Job:
-    """A slice of the source, `nbytes` at `offset` of file `span.file`, and the tensors it becomes, one for each tier."""
+    """A slice of the source and the tensors it becomes, one for each tier."""
 
     span: TensorSpan
     expert: int
-    offset: int
-    nbytes: int
     targets: tuple[int, ...]  # indices of tensors
 
 
@@ -165,8 +163,7 @@ class _Builder:
             slices = [(span, expert) for expert in range(max(span.shape[2] for span in spans)) for span in spans if expert < span.shape[2]]
             targets = [[self._add(tier, span, expert) for span, expert in slices] for tier in tiers]
             for (span, expert), *of_tiers in zip(slices, *targets):
-                nbytes = span.nbytes // span.shape[2]
-                self.jobs.append(_Job(span, expert, span.offset + expert * nbytes, nbytes, tuple(of_tiers)))
+                self.jobs.append(_Job(span, expert, tuple(of_tiers)))
         self._offsets: list[int] = []  # of the tensors in the file
         self.n_bytes = len(self._header([0] * len(self.tensors), [0] * len(self.jobs)))
         for tensor in self.tensors:
@@ -241,7 +238,7 @@ class _Builder:
     def _run(self, file: _PartialFile, entries: dict[int, tuple[int, ...]], threads: int, progress: Callable[[int, int], None] | None) -> None:
         """Adds to `entries` the jobs that are not there: hashes of the source's slice and of each target."""
         stop = threading.Event()
-        n_bytes, total = sum(self.jobs[index].nbytes for index in entries), sum(job.nbytes for job in self.jobs)
+        n_bytes, total = sum(self.jobs[index].span.slice_bytes for index in entries), sum(job.span.slice_bytes for job in self.jobs)
         if progress:
             progress(n_bytes, total)
         with ModelBytes(self.model_index.files) as sources, ThreadPoolExecutor(threads) as pool:
@@ -257,7 +254,7 @@ class _Builder:
                         index = running.pop(future)
                         entries[index] = future.result()
                         file.note(index, entries[index])
-                        n_bytes += self.jobs[index].nbytes
+                        n_bytes += self.jobs[index].span.slice_bytes
                     if progress:
                         progress(n_bytes, total)
             finally:
@@ -266,7 +263,7 @@ class _Builder:
     def _do(self, index: int, sources: ModelBytes, out: int, stop: threading.Event) -> tuple[int, ...]:
         """Hashes of the source's slice and of each target."""
         job = self.jobs[index]
-        span = job.span
+        span, begin = job.span, job.span.offset + job.expert * job.span.slice_bytes
         n_rows, n_cols = span.shape[1], span.shape[0]
         source_row = row_bytes(span.type, n_cols)
         tensors = [self.tensors[i] for i in job.targets]
@@ -279,7 +276,7 @@ class _Builder:
             if stop.is_set():
                 raise Cancelled("the conversion was stopped")
             rows = min(step, n_rows - row)
-            data = np.frombuffer(sources.read(span.file, job.offset + row * source_row, rows * source_row, span.name), np.uint8)
+            data = np.frombuffer(sources.read(span.file, begin + row * source_row, rows * source_row, span.name), np.uint8)
             source.update(data)
             values = None
             for tensor, target, hasher in zip(tensors, job.targets, hashers):
@@ -288,17 +285,14 @@ class _Builder:
                     if values is None:
                         values = dequantize(data, span.type, (rows, n_cols))
                     try:
-                        piece = quantize(values, tensor.type, self._weights(weights, tensor.type, n_cols), search=target in self._stand_ins)
+                        # an expert that was never chosen while the matrix was measured has none; all alike is what some types need then
+                        columns = np.ones(n_cols, np.float32) if weights is None and needs_imatrix(tensor.type) else weights
+                        piece = quantize(values, tensor.type, columns, search=target in self._stand_ins)
                     except ModelError as error:
                         raise ModelError(f"{self.model_index.files[span.file]}: expert {job.expert} of {span.name}: {error}") from None
                     hasher.update(piece)
                 _write(out, piece, self._offsets[target] + row * row_bytes(tensor.type, n_cols))
         return tuple(hasher.value() for hasher in [source, *hashers])
-
-    @staticmethod
-    def _weights(weights: np.ndarray | None, type: int, n_cols: int) -> np.ndarray | None:
-        """An expert that was never chosen while the matrix was measured has none; all alike is what some types need then."""
-        return np.ones(n_cols, np.float32) if weights is None and needs_imatrix(type) else weights
 
     @property
     def _fingerprint(self) -> bytes:

@@ -105,10 +105,8 @@ def source_sample(model_index: ModelIndex) -> int:
     with ModelBytes(model_index.files) as files:
         for i, span in enumerate(sorted(model_index.experts.values(), key=lambda span: span.name)):
             parts.append(f"{span.name} {span.type} {span.shape};".encode())
-            n_expert, nbytes = span.shape[2], span.nbytes // span.shape[2]
-            for expert in (i % n_expert, (7 * i + 3) % n_expert):
-                n = min(_SAMPLE, nbytes)
-                parts.append(files.read(span.file, span.offset + expert * nbytes, n, span.name))
+            for expert in (i % span.shape[2], (7 * i + 3) % span.shape[2]):
+                parts.append(files.read(span.file, span.offset + expert * span.slice_bytes, min(_SAMPLE, span.slice_bytes), span.name))
     return hash64(b"".join(parts))
 
 

@@ -48,12 +48,11 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
         sidecar.check_belongs(model_index)
         paths += model_index.files
         for span in model_index.experts.values():
-            nbytes = span.nbytes // span.shape[2]
             for expert in range(span.shape[2]):
                 value = sidecar.source_hashes.get((span.name, expert))
                 if value is None:
                     raise ModelError(f"{sidecar.path}: has no expert {expert} of {span.name}: convert the model again")
-                ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * nbytes, nbytes, value)
+                ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * span.slice_bytes, span.slice_bytes, value)
     damaged: list[tuple[str, int]] = []  # names and files
     n, total = 0, sum(nbytes for _, _, nbytes, _ in ranges.values())
     with ModelBytes(paths) as files, ThreadPoolExecutor(n_cores()) as pool:

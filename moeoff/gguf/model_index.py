@@ -121,6 +121,11 @@ class TensorSpan:
     type: int
     shape: tuple[int, int, int, int]
 
+    @property
+    def slice_bytes(self) -> int:
+        """Of one of its matrices: of routed experts, of one expert's."""
+        return self.nbytes // max(self.shape[2], 1)
+
 
 @dataclass(frozen=True)
 class ModelIndex:

@@ -306,7 +306,7 @@ def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sideca
         if not len(token):
             continue
         x = inputs[token].astype(np.float32)
-        high = {m: _read(files, s.file, s.offset + expert * (s.nbytes // s.shape[2]), s.nbytes // s.shape[2], s.type, s) for m, s in spans.items()}
+        high = {m: _read(files, s.file, s.offset + expert * s.slice_bytes, s.slice_bytes, s.type, s) for m, s in spans.items()}
         y = _expert(high, x)
         low = {}
         for m, s in spans.items():
