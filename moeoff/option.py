@@ -49,7 +49,7 @@ def number(least: float | None = None, most: float | None = None, above: float |
         try:
             parsed = float(value)
         except (ValueError, OverflowError):
-            raise OptionError(f"a number, not {value!r}") from None
+            parsed = math.nan
         if not math.isfinite(parsed):
             raise OptionError(f"a number, not {value!r}")
         if above is not None and parsed <= above:

@@ -90,9 +90,8 @@ def _axes(function: Callable[..., None]) -> Callable[..., None]:
 
 def _read_axis(line: Option, text: str) -> list[Any]:
     values = numbers(-1)(text) if line.metavar == "N" else words(text)
-    for value in values:
-        line.parse(value)  # raises before the work
-    return [line.parse(value) for value in values] if line.name == "flash_attn" else values
+    parsed = [line.parse(value) for value in values]  # raises before the work
+    return parsed if line.name == "flash_attn" else values
 
 
 @command()

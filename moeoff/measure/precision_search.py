@@ -375,7 +375,8 @@ def search_precision(
     how = {"flash_attn": True, "experts": sidecar or False, "deterministic": True, "precision": Precision(tau=_NOTHING, resident=1.0)} | options
     n_searches = 2 if tiers else 1
     at_once = len(SHARES) * n_searches + len(tiers)
-    checkpoint = Checkpoint("loss", model_index, options, warn, tokens=tokens, max_loss=max_loss, sidecar=sidecar.identity if sidecar else 0, tiers=tiers)
+    identity = sidecar.identity if sidecar else 0
+    checkpoint = Checkpoint("loss", model_index, options, warn, tokens=tokens, max_loss=max_loss, sidecar=identity, tiers=tiers)
     windows: Sequence[Window] = ()
     measured: list[MeasuredCandidate] = []
 
@@ -427,7 +428,6 @@ def search_precision(
                 if best is None and measured[-1].upper_loss <= max_loss:
                     best = name
                     measured += searched(evaluator, call, reference, 1.0, once(name))
-    identity = sidecar.identity if sidecar else 0
     contract = LossContract(
         identity, _hash_of(windows), len(windows), len(windows) * n_scored(ctx, n_prompt), ctx, tuple(c.without_intervals() for c in measured)
     )

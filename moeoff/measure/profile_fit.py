@@ -190,7 +190,8 @@ def fit(
     Args:
         compare: False keeps everything, fitted on all tokens.
     """
-    options = replace(options, replay=options.replay or simulate)
+    replay = options.replay or simulate
+    options = replace(options, replay=replay)
     if options.room is not None:
         recording = recording.part(0, max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH))
     sections: dict[str, Section] = {}
@@ -206,7 +207,7 @@ def fit(
         stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(names)})")
         learned = functools.partial(lambda learn, source, stage: learn(source, options, stage) or {}, learn, source, stage)
         arrays = checkpoint.once(f"fit-{name}", learned) if checkpoint else learned()
-        if arrays and policy is not None and not _helps(policy, arrays, recording.part(cut, end).trace(), options.replay or simulate):
+        if arrays and policy is not None and not _helps(policy, arrays, recording.part(cut, end).trace(), replay):
             if warn:
                 warn(f"{name}: on text that it was not fitted to it keeps no more than the defaults, and is left out")
         elif arrays:

@@ -175,10 +175,6 @@ class Writer:
             progress(n_tokens, n_tokens)
         return "\n\n".join(pieces)
 
-    def _begin(self, index: int) -> list[_Sequence]:
-        self._n_begun = 2 * index * self._n_sequences
-        return [self._opening() for _ in range(self._n_sequences)]
-
     def _opening(self) -> _Sequence:
         """The next one: by turns as a question in the model's template, and as a text to go on with."""
         opening, asked = OPENINGS[self._n_begun % len(OPENINGS)], self._n_begun % 2 == 0
@@ -191,7 +187,8 @@ class Writer:
 
     def _round(self, index: int, enough: Callable[[int], bool]) -> dict[str, np.ndarray]:
         """As many tokens of each sequence as it may have; one that ends before makes way for another opening, and the last are cut."""
-        sequences, texts = self._begin(index), list[list[int]]()
+        self._n_begun = 2 * index * self._n_sequences
+        sequences, texts = [self._opening() for _ in range(self._n_sequences)], list[list[int]]()
         random = np.random.default_rng([self._seed, index])
         self.llm.clear_context()
         with self.llm.engine.cancellation.in_progress():
