@@ -28,7 +28,7 @@ from .policies.replay import simulate
 from .routing.trace import PREFETCH_LEVEL, Trace
 from .system.disk import DiskRate
 from .system.machine import machine_name
-from .system.memory import MIB, format_size, peak_rss
+from .system.memory import MIB, format_size
 
 N_PROMPT, N_DECODE = 128, 96
 GIB = 1 << 30
@@ -55,9 +55,7 @@ class Session:
     trace: Trace
     reads: np.ndarray
     disk: DiskRate
-    io_threads: int
     policy: str
-    peak_rss: int
     n_ctx: int
     needed: int
 
@@ -105,13 +103,12 @@ def record(
             llm.engine.buffer.drain()
             decode = llm.stats()
             policy = llm.engine.config.strategy.policy
-            io_threads, policy_name, peak = decode.io_threads, "lru" if policy is None else policy.name, peak_rss()
-            n_ctx, needed = llm.n_ctx(), llm.engine.planned.floor
+            policy_name, n_ctx, needed = "lru" if policy is None else policy.name, llm.n_ctx(), llm.engine.planned.floor
         trace = Trace.read(path)
-    disk = disk_rate(model_index, io_threads, _PROBE_SECONDS)
+    disk = disk_rate(model_index, decode.io_threads, _PROBE_SECONDS)
     start = next((event.t_ns for event in trace.events if event.decode), 0)
     reads = trace.reads[(trace.reads["result"] == 0) & (trace.reads["t_queued"] >= start)]
-    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, reads, disk, io_threads, policy_name, peak, n_ctx, needed)
+    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, reads, disk, policy_name, n_ctx, needed)
 
 
 def write_report(model: str, **options: Any) -> str:

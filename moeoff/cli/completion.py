@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +21,7 @@ from ..errors import ContextError, MoeoffError, OptionError
 from ..options import Sampling
 from ..system.console import ProgressLine
 from ..system.memory import format_size
+from ..system.signals import handling
 
 if TYPE_CHECKING:
     from llama_cpp import CreateCompletionStreamResponse
@@ -145,7 +145,8 @@ class Completer:
         before, started = llm.stats(), time.perf_counter()
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         text: list[str] = []
-        with self._ctrl_c_cancels():
+        # a handler and not `except KeyboardInterrupt`: that could come between taking a piece and writing it
+        with handling(signal.SIGINT, lambda _signum, _frame: self.cancel()):
             future = self._executor.submit(self._compute, tokens, pieces)
             try:
                 while (piece := self._next(pieces, len(tokens)) if not text else pieces.get()) is not None:
@@ -227,15 +228,3 @@ class Completer:
         if s.ignore_eos:
             keywords["logit_bias"] = {token: float("-inf") for token in range(self.llm.n_vocab()) if self.llm.is_end_token(token)}
         return keywords
-
-    @contextmanager
-    def _ctrl_c_cancels(self) -> Iterator[None]:
-        # a handler and not `except KeyboardInterrupt`: that could come between taking a piece and writing it
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        old = signal.signal(signal.SIGINT, lambda _signum, _frame: self.cancel())
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, old)

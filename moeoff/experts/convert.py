@@ -16,11 +16,10 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from io import FileIO
-from typing import NoReturn
 
 import numpy as np
 from gguf import Keys
@@ -34,6 +33,7 @@ from ..gguf.writer import Value, header_bytes
 from ..system.files import publish, read_file, require_new
 from ..system.machine import n_cores
 from ..system.memory import available, format_size
+from ..system.signals import handling
 from .sidecar import ALIGNMENT, AUTO, FORMAT_VERSION, Hasher, hash64, hash_range, seal, sidecar_path, slice_name, source_sample
 from .tiers import Tier, read_plan
 
@@ -107,29 +107,12 @@ def convert(
         raise OptionError(f"{threads} threads are too few")
     started = time.monotonic()
     if not dry_run:
-        with _termination_interrupts():
+        with handling(signal.SIGTERM, signal.default_int_handler):  # which cleans up like Ctrl-C
             builder.write(out, threads, force, resume, progress)
     tier_bytes = {tier.name: sum(builder.tensors[job.targets[i]].n_bytes for job in builder.jobs) for i, tier in enumerate(made)}
     n_experts = sum(max(span.shape[2] for span in spans) for spans in model_index.gates)
     lines = [f"{type} cannot hold rows of {n_cols}: {other} instead, in {count} slices" for (type, other, n_cols), count in builder.fallbacks.items()]
     return Conversion(out, tier_bytes, builder.n_bytes, n_experts, time.monotonic() - started, tuple(lines))
-
-
-@contextlib.contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """Makes SIGTERM clean up like Ctrl-C, while open."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True)
