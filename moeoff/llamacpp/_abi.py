@@ -39,6 +39,10 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return declared
 
 
+def each(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 ABI_VERSION = 24
 ROW_CACHE_BYTES = 2097152
 ROW_READ_BYTES = 524288
@@ -73,9 +77,7 @@ class Thresholds(Structure):
     """struct moeoff_thresholds"""
 
     _fields_ = [
-        ("t1", c_float),
-        ("t2", c_float),
-        ("prefill_low_fraction", c_float),
+        *each(c_float, "t1 t2 prefill_low_fraction"),
         ("flags", c_uint32),
         ("tau", c_float),
     ]
@@ -110,9 +112,7 @@ class Source(Structure):
     _fields_ = [
         ("file", c_int32),
         ("type", c_int32),
-        ("offset", c_uint64),
-        ("nbytes", c_uint64),
-        ("hash", c_uint64),
+        *each(c_uint64, "offset nbytes hash"),
     ]
 
 
@@ -121,10 +121,7 @@ class TensorInfo(Structure):
 
     _fields_ = [
         ("name", c_char * 96),
-        ("gate", c_int32),
-        ("layer", c_int32),
-        ("matrix", c_int32),
-        ("type", c_int32),
+        *each(c_int32, "gate layer matrix type"),
         ("ne", c_int64 * 3),
         ("nbytes", c_uint64),
     ]
@@ -136,22 +133,9 @@ class GateEvent(Structure):
     _fields_ = [
         ("seq", c_uint64),
         ("t_ns", c_int64),
-        ("gate", c_int32),
-        ("layer", c_int32),
-        ("n_tokens", c_int32),
-        ("n_used", c_int32),
-        ("n_embd", c_int32),
-        ("n_expert", c_int32),
-        ("n_rows", c_int32),
-        ("row_step", c_int32),
-        ("n_hit", c_int32),
-        ("n_miss", c_int32),
-        ("decode", c_int32),
-        ("reserved", c_int32),
+        *each(c_int32, "gate layer n_tokens n_used n_embd n_expert n_rows row_step n_hit n_miss decode reserved"),
         ("ids", POINTER(c_int32)),
-        ("weights", POINTER(c_float)),
-        ("gate_input", POINTER(c_float)),
-        ("logits", POINTER(c_float)),
+        *each(POINTER(c_float), "weights gate_input logits"),
         ("versions", POINTER(c_uint8)),
         ("on_device", POINTER(c_uint8)),
     ]
@@ -165,10 +149,7 @@ class RoutersAhead(Structure):
         ("bias", POINTER(c_float)),
         ("selection_bias", POINTER(c_float)),
         ("nbytes", c_uint64),
-        ("type", c_int32),
-        ("n_embd", c_int32),
-        ("n_expert", c_int32),
-        ("n_ahead", c_int32),
+        *each(c_int32, "type n_embd n_expert n_ahead"),
     ]
 
 
@@ -176,35 +157,9 @@ class Score(Structure):
     """struct moeoff_score"""
 
     _fields_ = [
-        ("project", POINTER(c_float)),
-        ("origin", POINTER(c_float)),
-        ("back", POINTER(c_float)),
-        ("bias", POINTER(c_float)),
-        ("coef", POINTER(c_float)),
-        ("rates", POINTER(c_float)),
-        ("means", POINTER(c_float)),
-        ("state", POINTER(c_float)),
-        ("parts", POINTER(c_float)),
-        ("sum", POINTER(c_float)),
-        ("own", POINTER(c_float)),
-        ("scores", POINTER(c_float)),
-        ("due", POINTER(c_float)),
-        ("priorities", POINTER(c_float)),
-        ("scratch", POINTER(c_float)),
-        ("floor", c_float),
-        ("state_rate", c_float),
-        ("position", c_float),
-        ("n_gates", c_int32),
-        ("n_experts", c_int32),
-        ("rank", c_int32),
-        ("n_prob_rates", c_int32),
-        ("n_rates", c_int32),
-        ("n_refresh", c_int32),
-        ("gating", c_int32),
-        ("token", c_int32),
-        ("last", c_int32),
-        ("n_pass", c_int32),
-        ("reserved", c_int32),
+        *each(POINTER(c_float), "project origin back bias coef rates means state parts sum own scores due priorities scratch"),
+        *each(c_float, "floor state_rate position"),
+        *each(c_int32, "n_gates n_experts rank n_prob_rates n_rates n_refresh gating token last n_pass reserved"),
     ]
 
 
@@ -213,18 +168,10 @@ class Prefetching(Structure):
 
     _fields_ = [
         ("routers", POINTER(RoutersAhead)),
-        ("n_paying", POINTER(c_int32)),
-        ("experts", POINTER(c_int32)),
-        ("places", POINTER(c_int32)),
-        ("n_predicted", POINTER(c_int32)),
+        *each(POINTER(c_int32), "n_paying experts places n_predicted"),
         ("score", POINTER(Score)),
-        ("credit", c_double),
-        ("earned", c_double),
-        ("most", c_double),
-        ("is_on", c_int32),
-        ("n_candidates", c_int32),
-        ("max_rows", c_int32),
-        ("n_together", c_int32),
+        *each(c_double, "credit earned most"),
+        *each(c_int32, "is_on n_candidates max_rows n_together"),
     ]
 
 
@@ -232,48 +179,11 @@ class Stats(Structure):
     """struct moeoff_stats"""
 
     _fields_ = [
-        ("demand_hits", c_uint64),
-        ("demand_misses", c_uint64),
-        ("evictions", c_uint64),
-        ("reads", c_uint64),
-        ("bytes_read", c_uint64),
-        ("read_errors", c_uint64),
-        ("prefetch_issued", c_uint64),
-        ("prefetch_useful", c_uint64),
-        ("prefetch_dropped", c_uint64),
-        ("gate_events", c_uint64),
-        ("events_dropped", c_uint64),
-        ("stall_ns", c_uint64),
-        ("queue_wait_ns", c_uint64),
-        ("disk_busy_ns", c_uint64),
-        ("io_threads", c_uint64),
-        ("driver_ns", c_uint64),
-        ("cache_bytes", c_uint64),
-        ("arena_committed", c_uint64),
-        ("arena_peak", c_uint64),
-        ("resident_slices", c_uint64),
-        ("direct_reads", c_uint64),
-        ("expert_uses", c_uint64),
-        ("served_low", c_uint64),
-        ("skipped", c_uint64),
-        ("low_bytes_read", c_uint64),
-        ("low_cache_bytes", c_uint64),
-        ("low_arena_committed", c_uint64),
-        ("simulated_misses", c_uint64),
-        ("device_hits", c_uint64),
-        ("device_uploads", c_uint64),
-        ("device_bytes", c_uint64),
-        ("device_upload_ns", c_uint64),
-        ("device_downloads", c_uint64),
-        ("device_bytes_down", c_uint64),
-        ("device_download_ns", c_uint64),
-        ("device_wait_ns", c_uint64),
-        ("device_ahead", c_uint64),
-        ("device_ahead_used", c_uint64),
-        ("device_experts", c_uint64),
-        ("row_hits", c_uint64),
-        ("row_misses", c_uint64),
-        ("row_bytes_read", c_uint64),
+        *each(c_uint64, "demand_hits demand_misses evictions reads bytes_read read_errors prefetch_issued prefetch_useful prefetch_dropped gate_events"),
+        *each(c_uint64, "events_dropped stall_ns queue_wait_ns disk_busy_ns io_threads driver_ns cache_bytes arena_committed arena_peak resident_slices"),
+        *each(c_uint64, "direct_reads expert_uses served_low skipped low_bytes_read low_cache_bytes low_arena_committed simulated_misses device_hits"),
+        *each(c_uint64, "device_uploads device_bytes device_upload_ns device_downloads device_bytes_down device_download_ns device_wait_ns device_ahead"),
+        *each(c_uint64, "device_ahead_used device_experts row_hits row_misses row_bytes_read"),
     ]
 
 
@@ -282,15 +192,9 @@ class Read(Structure):
 
     _fields_ = [
         ("seq", c_uint64),
-        ("t_queued", c_int64),
-        ("t_start", c_int64),
-        ("t_done", c_int64),
+        *each(c_int64, "t_queued t_start t_done"),
         ("nbytes", c_uint64),
-        ("tensor", c_int32),
-        ("expert", c_int32),
-        ("version", c_int32),
-        ("level", c_int32),
-        ("result", c_int32),
+        *each(c_int32, "tensor expert version level result"),
     ]
 
 

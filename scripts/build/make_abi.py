@@ -12,6 +12,7 @@ understand it refuses.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 import textwrap
@@ -76,6 +77,10 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     declared.restype = result
     declared.argtypes = arguments
     return declared
+
+
+def each(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
 
 """
@@ -198,8 +203,13 @@ def mirror(header: Header, functions: Sequence[Header] = (), server: Header | No
     for each, table in [(header, "STRUCTS"), *([(server, "SERVER_STRUCTS")] if server else [])]:
         for struct, fields in each.structs.items():
             body += ["", "", f"class {camel(struct)}(Structure):", f'    """struct {struct}"""', "", "    _fields_ = ["]
-            for declared, name, length in fields:
-                body.append(f'        ("{name}", {each.ctype(declared)}{f" * {length}" if length else ""}),')
+            typed = [(f"{each.ctype(declared)}{f' * {length}' if length else ''}", name) for declared, name, length in fields]
+            for kind, alike in itertools.groupby(typed, key=lambda field: field[0]):
+                names = [name for _, name in alike]
+                if len(names) < 3:
+                    body += [f'        ("{name}", {kind}),' for name in names]
+                else:
+                    body += [f'        *each({kind}, "{part}"),' for part in textwrap.wrap(" ".join(names), WIDTH - 20 - len(kind))]
             body.append("    ]")
         body += ["", "", f"{table}: dict[str, type[Structure]] = {{", *(f'    "{name}": {camel(name)},' for name in each.structs), "}"]
     body.append("")
