@@ -118,21 +118,19 @@ class LossContract:
     def to_section(self) -> dict[str, np.ndarray]:
         """Arrays for `Profile.write`."""
         rows = {name: np.array([getattr(c, name) for c in self.candidates]) for name in _FIELDS}
-        facts = {name: np.array(getattr(self, name)) for name in ("n_windows", "n_tokens", "ctx")}
-        return rows | facts | {"version": np.array(VERSION), "sidecar": np.uint64(self.sidecar), "text": np.uint64(self.text)}
+        hashes = {name: np.uint64(getattr(self, name)) for name in ("sidecar", "text")}
+        return rows | {name: np.array(getattr(self, name)) for name in _FACTS} | hashes | {"version": np.array(VERSION)}
 
     @classmethod
     def from_section(cls, s: dict[str, np.ndarray]) -> LossContract:
         """Raises `LookupError` for a section of an earlier moeoff, `WrongArrays` for one that is damaged."""
         if "version" not in s or s["version"].shape or s["version"].dtype.kind not in "iu" or int(s["version"]) != VERSION:
             raise LookupError("version")
-        require_arrays(s, {name: ("i", ()) for name in ("sidecar", "text", "n_windows", "n_tokens", "ctx")})
         require_arrays(s, _LAYOUT)
         if s.get("tier", s["tau"]).dtype.kind != "U" or s["tier"].shape != s["tau"].shape or np.isnan(s["upper_loss"].astype(float)).any():
             raise WrongArrays("'tier' or 'upper_loss' is no list of names, or of bounds")
         rows = [{name: s[name][i].item() for name in _FIELDS} for i in range(len(s["tau"]))]
-        facts = {name: int(s[name]) for name in ("sidecar", "text", "n_windows", "n_tokens", "ctx")}
-        return cls(candidates=tuple(Candidate(**row) for row in rows), **facts)
+        return cls(candidates=tuple(Candidate(**row) for row in rows), **{name: int(s[name]) for name in _FACTS})
 
     @classmethod
     def find(cls, model_index: ModelIndex, profile: Profile | None, source: ExpertSource, max_loss: float) -> LossContract:
@@ -158,7 +156,9 @@ class LossContract:
 
 
 _FIELDS = tuple(field.name for field in fields(Candidate))
+_FACTS = ("sidecar", "text", "n_windows", "n_tokens", "ctx")  # of the contract
 _LAYOUT: dict[str, Layout] = {
+    **{name: ("i", ()) for name in _FACTS},
     **{name: ("fi", ("tried",), 0, 1) for name in ("resident", "skipped")},
     **{name: ("fi", ("tried",)) for name in ("loss", "kl")},
     **{name: ("fi", ("tried",), 0, 1e6) for name in ("tau", "cost")},

@@ -53,7 +53,7 @@ class Program(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """A sentence each, whole."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _first_sentence(command.help or "")) for name, command in sorted(self.commands.items())])
+            formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in sorted(self.commands.items())])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         open_standard_streams()
@@ -65,10 +65,6 @@ class Program(click.Group):
         except WriteError as error:  # of what click prints by itself, as --help
             print(f"Error: {error}", file=sys.stderr)
             sys.exit(1)
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split("\n\n")[0].split()).split(". ")[0].removesuffix(".") + "."
 
 
 @click.group(cls=Program, context_settings=CONTEXT)

@@ -89,13 +89,9 @@ class ExpertBuffer:
 
     def __init__(self, *, io_threads: int = 0, keep: bool = True, eager: bool = True, direct_io: bool = True,
                  gate_input: bool = False, gate_logits: bool = False):  # fmt: skip
-        self._flags = (
-            (native.FLAG_KEEP if keep else 0)
-            | (native.FLAG_EAGER if eager else 0)
-            | (native.FLAG_DIRECT_IO if direct_io else 0)
-            | (native.FLAG_GATE_INPUT if gate_input else 0)
-            | (native.FLAG_GATE_LOGITS if gate_logits else 0)
-        )
+        flags = {native.FLAG_KEEP: keep, native.FLAG_EAGER: eager, native.FLAG_DIRECT_IO: direct_io}
+        flags |= {native.FLAG_GATE_INPUT: gate_input, native.FLAG_GATE_LOGITS: gate_logits}
+        self._flags = sum(flag for flag, on in flags.items() if on)
         params = native.Params(flags=self._flags, n_io_threads=io_threads, cache_bytes=0, read_chunk=READ_CHUNK)
         self._handle: int = native.expert_buffer_init(params)
         if not self._handle:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -61,11 +60,10 @@ class Tier:
     plan: dict[tuple[int | None, int | None], int | None] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, names: str | Sequence[str]) -> list[Tier]:
+    def parse(cls, names: str) -> list[Tier]:
         """Tiers from "original,Q2_K". Raises OptionError for an unknown or repeated one."""
-        names = names.split(",") if isinstance(names, str) else names
         tiers = []
-        for name in (name.strip() for name in names):
+        for name in map(str.strip, names.split(",")):
             if name.lower() in (ORIGINAL, AUTO):
                 name = name.lower()
             else:

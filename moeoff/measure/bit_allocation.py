@@ -122,8 +122,7 @@ class Planner:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-"))
             tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
             self._checkpoint = Checkpoint("bits", self.model_index, self._options, self._warn, tokens=self._tokens)
-            how = {name: value for name, value in self._options.items() if name != "flash_attn"}
-            with texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **how) as files:
+            with texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **self._options) as files:
                 self.windows, self.reference = self._lossless(files)
             made = convert(self._model, output=out, tiers=tiers, progress=lambda n, total: self._tell("converting", n, total))
             self.sidecar = Sidecar(made.path)

@@ -146,7 +146,7 @@ class RuleEvaluator:
                  progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None):  # fmt: skip
         self._llm, self.windows, self._tier, self._size, self.at_once = llm, windows, tier, size, at_once
         self._tell = progress or (lambda what, n, total: None)
-        self.n_prompt, self.choices, self.seconds = n_prompt, choices, 0.0
+        self.n_prompt, self.choices, self.seconds = n_prompt, choices or Choices([]), 0.0
         self._lossless_misses: dict[float, int] = {}  # by what is resident
 
     def _stage(self, name: str, n_windows: int) -> Callable[[int], None]:
@@ -183,8 +183,6 @@ class RuleEvaluator:
 
     def measure(self, reference: Reference, precision: Precision) -> MeasuredCandidate:
         """One rule with its share of the experts resident; a lossless one: the tier in the place of all experts."""
-        if self.choices is None:
-            raise ValueError("nothing was measured of the lossless model: reference() comes first")
         resident = 0.0 if precision.lossless else precision.resident
         self._llm.engine.quality.use(precision)
         self._llm.reset_stats()
@@ -267,7 +265,7 @@ def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, 
         until: of `time.monotonic`, when to end; the first of each share are measured all the same.
         once: gives what an interrupted search has kept under a name, or makes it.
     """
-    weights = evaluator.choices.weights if evaluator.choices is not None else np.zeros(0, np.float32)
+    weights = evaluator.choices.weights
     most = float(weights.max(initial=0.0))
     taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0}) if len(weights) else []
     points = once("nothing", lambda: {"tau": np.array(taus), "kl": np.array([evaluator.divergence(reference, tau) for tau in taus])})

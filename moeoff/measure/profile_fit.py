@@ -73,7 +73,6 @@ def calibrate(
     output: str | os.PathLike[str] | None = None,
     tokens: int = DEFAULT_TOKENS,
     memory: str | int | None = None,
-    n_threads: int | None = None,
     hidden: int | None = None,
     seed: int = 0,
     minutes: float = DEFAULT_MINUTES,
@@ -96,7 +95,7 @@ def calibrate(
         only: sections that are fitted; by default all of them.
         warn: told in a sentence of what was left by an interrupted calibration and is damaged.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
-        **options: of `moeoff.Llama`: where tensors go, how positions are scaled.
+        **options: of `moeoff.Llama`: n_threads, where tensors go, how positions are scaled.
 
     Raises:
         ModelError: the model, or a profile of another model that is in the way.
@@ -116,7 +115,6 @@ def calibrate(
         raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(needed)} at least", hint={"memory": needed})
     if os.path.exists(path):
         Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
-    options = {"n_threads": n_threads} | options
     texts = [_digest(file) for file in text]
     checkpoint = Checkpoint("profile", model_index, options, warn, tokens=tokens, hidden=hidden, seed=seed, texts=texts)
     least = min(tokens, _LEAST * LENGTH)

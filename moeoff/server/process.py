@@ -45,8 +45,7 @@ class ServerProcess:
 
     def _ask(self, model: str, options: dict[str, Any]) -> None:
         stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise AssertionError("both are pipes")
+        assert stdin is not None and stdout is not None  # pipes
         try:
             pickle.dump((model, self.socket, options), stdin)
             stdin.flush()
