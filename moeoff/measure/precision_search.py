@@ -78,9 +78,6 @@ class MeasuredCandidate(Candidate):
 
     distance: Distance = field(kw_only=True)
 
-    def without_intervals(self) -> Candidate:
-        return Candidate(**{f.name: getattr(self, f.name) for f in fields(Candidate)})
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -426,9 +423,7 @@ def search_precision(
                 if best is None and measured[-1].upper_loss <= max_loss:
                     best = name
                     measured += searched(evaluator, call, reference, 1.0, once(name))
-    contract = LossContract(
-        identity, _hash_of(windows), len(windows), len(windows) * n_scored(ctx, n_prompt), ctx, tuple(c.without_intervals() for c in measured)
-    )
+    contract = LossContract(identity, _hash_of(windows), len(windows), len(windows) * n_scored(ctx, n_prompt), ctx, tuple(measured))
     Profile.write(path, model_index, {SECTION: contract.to_section()})
     checkpoint.remove()
     return SearchResult(path, contract, max_loss, tuple(measured))
