@@ -20,6 +20,7 @@ from ..engine.stats import Stats
 from ..errors import ContextError, MoeoffError, OptionError
 from ..options import Sampling
 from ..system.console import ProgressLine
+from ..system.files import Closing
 from ..system.memory import format_size
 from ..system.signals import handling
 
@@ -87,7 +88,7 @@ class Completion:
         return " | ".join(filter(None, parts))
 
 
-class Completer:
+class Completer(Closing):
     """Has a model answer, one prompt after the other. Use with `with`.
 
     Args:
@@ -113,10 +114,7 @@ class Completer:
         self._executor = ThreadPoolExecutor(1, "moeoff-answer")
         self._stops: list[str] = []
 
-    def __enter__(self) -> Completer:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
+    def close(self) -> None:
         self._executor.shutdown()
 
     def cancel(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from ..system.files import open_file
+from ..system.files import Closing, open_file
 from ..system.memory import format_size
 from .quantize import dequantize, row_bytes, type_name
 
@@ -156,7 +156,7 @@ def _what_begins(magic: bytes) -> str:
     return "it is something else, or damaged (llama.cpp's convert_hf_to_gguf.py makes one of a model in other files)"
 
 
-class ModelFile:
+class ModelFile(Closing):
     """A GGUF file opened for reading; close it or use it as a context manager.
 
     Raises ModelError for every file that llama.cpp's own parser refuses, for one that ends before its tensors do, and for one whose header would take
@@ -198,12 +198,6 @@ class ModelFile:
         except ModelError:
             self.close()
             raise
-
-    def __enter__(self) -> ModelFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes the file; what was read of it stays."""

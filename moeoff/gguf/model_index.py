@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import ModelError
-from ..system.files import open_file
+from ..system.files import Closing, open_file
 from .file import FileState, ModelFile, read_range, unpack
 from .quantize import I32, is_computed, type_name
 from .vocabulary import vocabulary_fault
@@ -347,7 +347,7 @@ def loaded_whole(path: str | os.PathLike[str]) -> tuple[int, int]:
     return sum(span.nbytes for span in spans.values()), whole.header_memory
 
 
-class ModelBytes:
+class ModelBytes(Closing):
     """Ranges of bytes of a model's files, read one by one. A context manager.
 
     Raises:
@@ -366,12 +366,6 @@ class ModelBytes:
 
     def __len__(self) -> int:
         return len(self._fds)
-
-    def __enter__(self) -> ModelBytes:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         while self._fds:

@@ -27,7 +27,7 @@ from ..experts.sidecar import ORIGINAL
 from ..gguf.model_index import ModelIndex
 from ..option import table_of
 from ..precision import Precision
-from ..system.files import read_text
+from ..system.files import Closing, read_text
 from ..system.memory import format_size, trim
 from .statistics import Quality, Scores, divergence, log_probs
 
@@ -87,7 +87,7 @@ def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int
     return windows
 
 
-class Reference:
+class Reference(Closing):
     """The lossless model's predictions for each scored token. Use with `with`: the log-probabilities lie in a temporary file.
 
     They are kept as float16 below the likeliest token's and made to sum to one again when read: KL is exact to about 1e-6.
@@ -150,12 +150,6 @@ class Reference:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Reference:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 def evaluate(

@@ -23,6 +23,7 @@ from ..engine.prompt import Template
 from ..errors import ModelError
 from ..gguf.model_index import ModelIndex
 from ..options import llama_keywords
+from ..system.files import Closing
 from ..system.memory import Budget, trim
 from .checkpoint import Checkpoint
 from .perplexity import interruptible
@@ -136,7 +137,7 @@ def texts_or_written(model: str, text: Sequence[str | os.PathLike[str]], n_token
         yield [path]
 
 
-class Writer:
+class Writer(Closing):
     """A model that writes, in rounds: each depends on the seed and its number alone, so that one that was kept need not be written again.
     Use with `with`.
 
@@ -231,8 +232,5 @@ class Writer:
         chosen: np.ndarray = best[np.arange(len(best)), np.minimum(below.sum(axis=1), k - 1)]
         return chosen
 
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
+    def close(self) -> None:
         self.llm.close()

@@ -253,9 +253,6 @@ class _Tensors(ModelBytes):
         super().__init__(model_index.files)
         self._model_index = model_index
 
-    def __enter__(self) -> _Tensors:
-        return self
-
     def get(self, name: str) -> np.ndarray | None:
         span = self._model_index.dense.get(name)
         if span is None:

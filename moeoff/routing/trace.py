@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from ..errors import OptionError, WriteError
-from ..system.files import open_file
+from ..system.files import Closing, open_file
 from ..system.memory import available, format_size, slot_bytes
 from .event import GateEvent
 
@@ -125,7 +125,7 @@ class TraceHeader:
         return cls(name, n_used, tuple(TensorInfo(t.gate, t.layer, t.matrix, t.ne[2], t.nbytes) for t in buffer.tensors))
 
 
-class TraceWriter:
+class TraceWriter(Closing):
     """Appends gate events to `path`; `close()` or leave the `with` block. One writer for a file at a time.
 
     Args:
@@ -216,12 +216,6 @@ class TraceWriter:
     def close(self) -> None:
         with self._writing():
             self._file.close()
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 @dataclass

@@ -13,10 +13,13 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from ..errors import MoeoffError, OptionError, WriteError
 from .memory import format_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SMALL = 1 << 16  # bytes of a file that holds a few facts
 TEXT = 16 << 20  # bytes of a prompt, or of a text to measure on: several books
@@ -29,6 +32,19 @@ _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR,
 
 # a folder that may not be listed, and file systems that cannot sync one
 _UNSYNCABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+
+
+class Closing:
+    """Base of what is closed where the `with` block ends that has opened it."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
