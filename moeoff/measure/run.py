@@ -19,6 +19,7 @@ from typing import Any
 from ..budget.dry_load import context_for
 from ..gguf.model_index import ModelIndex
 from ..system.cgroup import memory_cgroup, unavailable
+from ..system.disk import leave_page_cache
 from ..system.machine import n_cores
 from ..system.memory import cgroup_limit, format_size, parse_size
 from .job import MOEOFF, STOCK, Job, Measurement, Sample
@@ -86,12 +87,8 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
 
 def drop_from_page_cache(path: str) -> None:
     """Forgets what other processes have read of a file: it is no memory of the next one's cgroup, and would be found there all the same."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)  # what is not on the disk yet stays
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+    with open(path, "rb") as file:
+        leave_page_cache(file.fileno(), sync=True)
 
 
 # of the options, those that llama_cpp.Llama has, too

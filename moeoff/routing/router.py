@@ -6,7 +6,7 @@ Read from the GGUF, dequantized. Knows every gating function that llama.cpp has;
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Router:
             names = [f"blk.{i}.ffn_gate_inp.weight" for i in layers]
             weights = _FromFile(model_index, names) if lazy else [get(name) for name in names]
             bias = [get(f"blk.{i}.ffn_gate_inp.bias") for i in layers]
-            selection = [_first(get, f"blk.{i}.exp_probs_b.bias", f"blk.{i}.exp_probs_b") for i in layers]
+            selection = [get(name if (name := f"blk.{i}.exp_probs_b.bias") in model_index.dense else f"blk.{i}.exp_probs_b") for i in layers]
             tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight") for i in layers]
             names_of_norms = _OWN_NORMS.get(model_index.architecture, _NORMS)
             norms = [
@@ -226,10 +226,6 @@ class Router:
             moved = np.asarray((weight @ b2 if b2 is not None else 0) - (folded @ b if b is not None else 0))
             bias = moved if bias is None else bias + moved
         return np.ascontiguousarray(folded, np.float32), bias
-
-
-def _first(get: Callable[[str], np.ndarray | None], *names: str) -> np.ndarray | None:
-    return next((tensor for name in names if (tensor := get(name)) is not None), None)
 
 
 class _FromFile(Sequence["np.ndarray | None"]):

@@ -29,7 +29,7 @@ from ..engine.prompt import file_state, state_identity
 from ..errors import ModelError, WriteError
 from ..options import ServerOptions
 from ..system.console import note
-from ..system.disk import probe
+from ..system.disk import leave_page_cache, probe
 from ..system.files import atomic_file, cache_folder, open_file
 
 Tokens = npt.NDArray[np.int32]
@@ -212,11 +212,11 @@ class PromptsOnDisk:
                     unsynced += piece.nbytes
                     if unsynced >= _SYNCED:
                         file.flush()
-                        _let_go(fd, sync=True)
+                        leave_page_cache(fd, sync=True)
                         unsynced = 0
             file.write(digest.digest())
             file.flush()
-            _let_go(fd, sync=True)
+            leave_page_cache(fd, sync=True)
         with self._lock:
             for shorter in [other for other in self._stored.values() if self._serves(stored.tokens, other.tokens)]:
                 if shorter.path != stored.path:
@@ -279,7 +279,7 @@ class PromptsOnDisk:
                     for offset in range(0, part.nbytes, _PIECE):
                         digest.update(_read_all(file, part[offset : offset + _PIECE]))
                 whole = whole and _read_all(file, memoryview(bytearray(_DIGEST))) == digest.digest()
-                _let_go(file.fileno())
+                leave_page_cache(file.fileno())
         except OSError as error:
             return self._drop(prompt.path, error.strerror or str(error))
         if not whole:
@@ -392,11 +392,3 @@ def _read_all(file: object, into: memoryview) -> memoryview:
             raise OSError(0, "it is too short")
         at += n
     return into
-
-
-def _let_go(fd: int, sync: bool = False) -> None:
-    """Of the page cache, which a cgroup counts."""
-    if sync:
-        getattr(os, "fdatasync", os.fsync)(fd)  # macOS has none
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
