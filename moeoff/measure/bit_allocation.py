@@ -122,8 +122,14 @@ class Planner:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-"))
             tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
             self._checkpoint = Checkpoint("bits", self.model_index, self._options, self._warn, tokens=self._tokens)
-            with texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **self._options) as files:
-                self.windows, self.reference = self._lossless(files)
+            with (
+                texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **self._options) as files,
+                open_model(self._model, self._ctx, experts=False, **self._options) as llm,
+            ):
+                self.windows = read_windows(llm, files, self._ctx, max(self._tokens // (self._ctx * len(files)), 1))
+                total = len(self.windows) * self._ctx
+                recorded = Reference.record(llm, self.windows, progress=lambda n: self._tell("lossless", n, total))
+                self.reference = self._stack.enter_context(recorded)
             made = convert(self._model, output=out, tiers=tiers, progress=lambda n, total: self._tell("converting", n, total))
             self.sidecar = Sidecar(made.path)
             self.experts = sorted({(role.layer, e) for name, e, _ in self.sidecar.slices if not (role := parse_tensor_name(name)).chunk})
@@ -156,12 +162,6 @@ class Planner:
             for expert, (high, low) in enumerate(zip(*(c.sources(span, c.tiers[0]) for c in sizes))):
                 out[layer, expert] += high.nbytes - low.nbytes
         return out
-
-    def _lossless(self, text: Sequence[str]) -> tuple[list[Window], Reference]:
-        with open_model(self._model, self._ctx, experts=False, **self._options) as llm:
-            windows = read_windows(llm, text, self._ctx, max(self._tokens // (self._ctx * len(text)), 1))
-            total = len(windows) * self._ctx
-            return windows, self._stack.enter_context(Reference.record(llm, windows, progress=lambda n: self._tell("lossless", n, total)))
 
     def uniform(self) -> dict[str, tuple[int, Quality]]:
         """By type, all experts in it: bytes and quality, the most bytes first."""
@@ -305,12 +305,12 @@ def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sideca
         if not len(token):
             continue
         x = inputs[token].astype(np.float32)
-        high = {m: _read(files, s.file, s.offset + expert * s.slice_bytes, s.slice_bytes, s.type, s) for m, s in spans.items()}
-        y = _expert(high, x)
-        low = {}
+        high, low = {}, {}
         for m, s in spans.items():
-            piece = sidecar.slices[s.name, expert, tier]
-            low[m] = _read(files, len(files) - 1, piece.offset, piece.nbytes, piece.type, s)
+            piece, own = sidecar.slices[s.name, expert, tier], files.read(s.file, s.offset + expert * s.slice_bytes, s.slice_bytes, s.name)
+            high[m] = dequantize(own, s.type, piece.shape)
+            low[m] = dequantize(files.read(len(files) - 1, piece.offset, piece.nbytes, s.name), piece.type, piece.shape)
+        y = _expert(high, x)
         y -= _expert(low, x)
         g2 = weights[token, place_].astype(np.float64) ** 2
         # the sampled tokens' mean error for each g², times all tokens' g²
@@ -320,10 +320,6 @@ def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sideca
     if unheard.any() and sampled.any():
         values[unheard] = values[sampled].sum() / sample.used[sampled].sum() * sample.used[unheard]
     return values
-
-
-def _read(files: ModelBytes, file: int, offset: int, nbytes: int, type: int, span: TensorSpan) -> np.ndarray:
-    return dequantize(files.read(file, offset, nbytes, span.name), type, (span.shape[1], span.shape[0]))
 
 
 def _expert(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:

@@ -132,9 +132,8 @@ def _mode(result: Measurement, note: str) -> str:
     """How the run went about its work, in words."""
     job, closed, opened = result.job, result.closed, result.opened
     if job.engine != MOEOFF:
-        parts = ["memory map" if job.options.get("use_mmap", True) else "read into memory"]
-        parts.append("repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels")
-        return ", ".join([*parts, *([note] if note else [])])
+        loaded = "memory map" if job.options.get("use_mmap", True) else "read into memory"
+        return ", ".join(filter(None, [loaded, "repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels", note]))
     if "direct_io" not in closed:  # it ended before; its cgroup's peak is known all the same
         return note
     parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {closed['io_threads']} I/O threads"]
@@ -145,8 +144,7 @@ def _mode(result: Measurement, note: str) -> str:
         gain = closed["prefetch_gain"]
         parts.append(f"prefetching {'on' if closed['prefetch_on'] else 'off'}" + (f" ({gain:+.1%} when compared)" if gain is not None else ""))
     parts.append(f"micro-batch {opened['micro_batch']} ({opened['micro_batch_reason']})")
-    parts += [note] if note else []
-    return ", ".join(parts)
+    return ", ".join(filter(None, [*parts, note]))
 
 
 @lru_cache(maxsize=8)
