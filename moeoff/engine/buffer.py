@@ -167,12 +167,9 @@ class ExpertBuffer:
             ModelError: the file's tensors are not those that llama.cpp loaded, or the sidecar lacks one; or one of the two is no longer the
                 file whose header was read.
         """
-        files, states = list(model_index.files), list(model_index.states)
-        for c in (source, low):
-            if c is not None and (sidecar := c.repacked) is not None and sidecar.path not in files:
-                files.append(sidecar.path)
-                states.append(sidecar.state)
-        for path, state in zip(files, states, strict=True):
+        states = dict(zip(model_index.files, model_index.states, strict=True))
+        states |= {sidecar.path: sidecar.state for c in (source, low) if c is not None and (sidecar := c.repacked) is not None}
+        for path, state in states.items():
             self._check(native.add_file(self.handle, os.fsencode(path)), ModelError)
             # opened three times by now: for its header, for the dense weights, for the experts
             if FileState.read(path) != state:
@@ -185,9 +182,9 @@ class ExpertBuffer:
             span = model_index.experts.get(name)
             if span is None or span.nbytes != n_expert * info.nbytes:
                 raise _replaced(model_index, name)
-            self.set_sources(index, self._sources(files, span, source))
+            self.set_sources(index, self._sources(list(states), span, source))
             if low is not None:
-                self.set_sources(index, self._sources(files, span, low), low=True)
+                self.set_sources(index, self._sources(list(states), span, low), low=True)
         self._attach_row_tables(model_index)
         self.buffered = bool(native.is_buffered(self.handle))
 
