@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ModelError
 from .model_index import ModelBytes, ModelIndex, count, parse_tensor_name
-from .quantize import I32, is_computed, type_name
+from .quantize import BF16, F16, F32, I32, is_computed, type_name
 
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 _MAX_INT = (1 << 31) - 1  # llama_cpp takes it as a signed number
@@ -29,7 +29,6 @@ _ELEMENTWISE = re.compile(
 _EXPERTS_OF_TOKENS = ".ffn_gate_tid2eid.weight"  # where a token alone decides
 _CAST = "ple_conv1d"  # before it is multiplied; the quantizer leaves it in halves
 _ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
-_F32, _F16, _BF16 = 0, 1, 30
 
 
 def preflight(index: ModelIndex) -> None:
@@ -82,7 +81,7 @@ def _check_tensors(index: ModelIndex) -> None:
         path = index.files[span.file]
         if not is_computed(span.type):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
-        elementwise = (_F32, _F16, _BF16) if _CAST in name else (_F32,)
+        elementwise = (F32, F16, BF16) if _CAST in name else (F32,)
         if (span.type not in elementwise and _ELEMENTWISE.search(name)) or (span.type == I32 and not _ID_TABLES.search(name)):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert the model again")
         if name in index.experts and not parse_tensor_name(name).chunk and span.shape[2] != index.n_expert:

@@ -23,7 +23,7 @@ from moeoff.errors import ModelError
 # GGML_TYPE_COUNT of the pinned ggml.h; the accessors do not check their argument in release builds, so we must.
 _N_TYPES = 43
 I32 = 26
-_F32, _F16, _BF16, _Q2_0 = 0, 1, 30, 42
+F32, F16, BF16, _Q2_0 = 0, 1, 30, 42
 # Types that ggml_quantize_chunk aborts on: Q8_1, Q8_K (activations only), I8, I16, I32, I64, F64.
 _NOT_WRITTEN = frozenset({9, 15, 24, 25, 26, 27, 28})
 # Of these a model may hold I32 (tables of ids); no graph of llama.cpp computes with the others: F64 ends in a null pointer.
@@ -124,7 +124,7 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, sea
             raise ModelError(f"expected a finite imatrix of shape [{n_cols}], found {weights.shape}")
     elif needs_imatrix(type):
         raise ModelError(f"{type_name(type)} needs an importance matrix; give imatrix, f32 [{n_cols}]")
-    if type not in (_F32, _F16, _BF16) and not np.isfinite(rows).all():
+    if type not in (F32, F16, BF16) and not np.isfinite(rows).all():
         raise ModelError(f"cannot quantize to {type_name(type)}: the values are not all finite")
     if search and type == _Q2_0:
         return quantize_q2_0(rows, weights)
@@ -149,7 +149,7 @@ def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence
     if source.nbytes != expected:
         raise ModelError(f"{type_name(type)} of shape {shape} takes {expected} bytes, found {source.nbytes}")
     out = np.empty(shape, dtype=np.float32)
-    if type == _F32:  # ggml has no function for what needs no conversion
+    if type == F32:  # ggml has no function for what needs no conversion
         out.reshape(-1).view(np.uint8)[:] = source.reshape(-1).view(np.uint8)
         return out
     from ..llamacpp import native

@@ -177,7 +177,7 @@ def load_weights(shape: CacheShape, source: str | Mapping[str, np.ndarray] | Non
 # --- the fit ---
 
 # horizons: a bigger buffer evicts what is needed later. (discount of a use one token further away, weight of the layer's
-# distance, up to which share of the experts in memory)
+# distance, up to which share of the experts in memory, ascending)
 HORIZONS = ((0.75, 0.10, 0.35), (0.85, 0.05, 0.65), (0.93, 0.03, 1.0))
 RANK = 48
 MAX_MATRIX = 9216  # numbers; OpenBLAS would take more threads for a larger one, from those that compute
@@ -232,15 +232,12 @@ def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(probs), uses
 
 
-def fit_score(
-    trace: Trace, rank: int | None = None, horizons: Sequence[tuple[float, float, float]] = HORIZONS, progress: Progress | None = None
-) -> dict[str, np.ndarray]:
+def fit_score(trace: Trace, rank: int | None = None, progress: Progress | None = None) -> dict[str, np.ndarray]:
     """Arrays for `Score(weights=...)`.
 
     Args:
         trace: decoded token by token, of text like that to come; its kinds of text in turn rather than one after the other.
         rank: width of the bottleneck; by default `RANK`, less if there are more than 96 experts.
-        horizons: of `HORIZONS`' form, the shares ascending.
         progress: called with the layers of the second stage that are done, and all.
 
     Returns:
@@ -257,7 +254,7 @@ def fit_score(
 
     probs, uses = dense(trace)
     n, t, e = probs.shape
-    discounts = [h[0] for h in horizons]
+    discounts = [h[0] for h in HORIZONS]
     rank = rank or max(min(RANK, MAX_MATRIX // (2 * e)), 8)
     state = np.empty((n, t, 2 * e), np.float32)
     for g in range(n):
@@ -288,7 +285,7 @@ def fit_score(
         if progress:
             progress(g + 1, n)
     arrays = {"project": project.transpose(0, 2, 1), "back": back, "mean": mean, "bias": bias, "coef": coef}
-    arrays |= {"position": np.array([h[1] for h in horizons]), "share": np.array([h[2] for h in horizons])}
+    arrays |= {"position": np.array([h[1] for h in HORIZONS]), "share": np.array([h[2] for h in HORIZONS])}
     return {name: array.astype(np.float16 if name in ("project", "back") else np.float32) for name, array in arrays.items()}
 
 
