@@ -1,7 +1,7 @@
 """What drafts gain: tokens per second with them over without, on prose and on code that is written again with a name changed. Of drafts that a model makes
 also what it gains that the experts of drafted tokens are read meanwhile.
 
-usage: drafts.py -m MODEL --text FILE [-md FILE | --spec-type draft-mtp] [--draft-max N] [--memory 6G,none] [--n-prompt 512] [--n-decode 192] [--rounds 5]
+usage: drafts.py -m MODEL --text FILE [-md FILE | --spec-type draft-mtp] [--length N] [--memory 6G,none] [--n-prompt 512] [--n-decode 192] [--rounds 5]
                  [--json FILE]
 
 The answer is the text itself: a logits processor rules all other tokens out, with and without drafts. So tokens, and with them routing and what drafts can
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import moeoff
-from moeoff.engine.drafts import TEXT_DRAFTS
+from moeoff.engine.drafts import TEXT_DRAFTS, DraftLength
 from moeoff.engine.engine import Engine
 from results import HELP, ResultsFile, spread
 
@@ -66,16 +66,18 @@ def speed(llm: moeoff.Llama, prompt: list[int], answer: list[int]) -> tuple[floa
 @click.option("--text", required=True, type=FILE)
 @click.option("-md", "--draft", type=FILE, help="A model that makes the drafts; else the text itself does.")
 @click.option("--spec-type", help="As of moeoff run.")
-@click.option("--draft-max", type=int, help="As of moeoff run.")
+@click.option("--length", type=int, help="Tokens of each draft, whether that pays or not.")
 @click.option("--memory", default="none", show_default=True, help="Limits, with commas between; none: 80 % of what is available.")
 @click.option("--n-prompt", default=512, show_default=True)
 @click.option("--n-decode", default=192, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model: str, text: str, draft: str | None, spec_type: str | None, draft_max: int | None, memory: str, n_prompt: int, n_decode: int, rounds: int,
+def main(model: str, text: str, draft: str | None, spec_type: str | None, length: int | None, memory: str, n_prompt: int, n_decode: int, rounds: int,
          json_file: str | None) -> None:  # fmt: skip
     spec_type = spec_type or (None if draft else TEXT_DRAFTS)
-    drafts = {"spec_type": spec_type, "draft": draft, "draft_max": draft_max}
+    drafts = {"spec_type": spec_type, "draft": draft}
+    if length is not None:
+        DraftLength.best = length  # type: ignore[method-assign, assignment]
     ways = [WITHOUT, WITH] + ([BLIND] if spec_type != TEXT_DRAFTS else [])
     expect = Engine.expect
     with ResultsFile(json_file) as results:
