@@ -53,9 +53,9 @@ class TokenExperts(Observer):
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
         now = time.monotonic_ns()
-        if self._n_drafted:
-            self._draft_ns += _RATE * ((now - self._drafted) / self._n_drafted - self._draft_ns)
-            self._n_drafted = 0
+        if self._n_drafted and decode:  # else an answer ended behind a draft
+            self._draft_ns = _mean(self._draft_ns, (now - self._drafted) / self._n_drafted)
+        self._n_drafted = 0
         self._batches.append((now, np.array([self._row(token) for token in tokens.tolist()])))
 
     def _row(self, token: int) -> int:
@@ -84,7 +84,7 @@ class TokenExperts(Observer):
             self._n_expected[gate] = _FORGET * self._n_expected[gate] + expected.sum()
             self._n_useful[gate] = _FORGET * self._n_useful[gate] + expected[np.unique(event.ids)].sum()
         expected[:] = False
-        self._experts[rows, gate, : event.ids.shape[1]] = event.ids
+        self._experts[rows, gate, : event.ids.shape[1]] = event.ids[:, : self._n_used]
 
     def expect(self, token: int) -> None:
         """The next batch will have it, if only as a draft. From the thread that computes, before the token behind it is guessed."""
@@ -95,7 +95,7 @@ class TokenExperts(Observer):
             busy, reads = stats.disk_busy_ns - self._seen[0], stats.reads - self._seen[1]
             self._seen = stats.disk_busy_ns, stats.reads
             if reads > 0:
-                self._slice_ns += _RATE * (busy / reads - self._slice_ns) if self._slice_ns else busy / reads
+                self._slice_ns = _mean(self._slice_ns, busy / reads)
         self._n_drafted += 1
         row = self._rows.get(token)
         if row is None or not self._slice_ns:
@@ -110,5 +110,6 @@ class TokenExperts(Observer):
             if left > 0:
                 left -= self._buffer.prefetch(gate, np.flatnonzero(chosen[gate]).tolist(), limit=left)
 
-    def new_sequence(self) -> None:
-        """What a token chooses is no text's own."""
+
+def _mean(mean: float, new: float) -> float:
+    return mean + _RATE * (new - mean) if mean else new

@@ -61,7 +61,8 @@ class Scenario:
         attempt: with a fault; returns what must be right.
         again: without one.
         native: faults are those of native code, else those on files in the folder.
-        reads_named: an error about a read names file and offset.
+        read_errors: failed reads of experts that were counted so far. An error about one names file and offset; where no op has waited for it yet there is
+            none, and it is read again when one does.
         below: only files with this beginning.
         result: what must be right after an attempt whether or not it failed, instead of what it returned.
     """
@@ -69,7 +70,7 @@ class Scenario:
     attempt: Callable[[], object]
     again: Callable[[], object] | None = None
     native: bool = True
-    reads_named: bool = False
+    read_errors: Callable[[], int] | None = None
     below: str = ""
     result: Callable[[], object] | None = None
     close: Callable[[], None] = field(default=lambda: None)
@@ -114,7 +115,7 @@ def with_open_model(*, moved: bool = False, below: bool = False, **options) -> C
             buffer.clear()
             return answer(llm)
 
-        return Scenario(attempt, reads_named=True, below=str(folder / "model.experts.gguf") if below else "", close=llm.close)
+        return Scenario(attempt, read_errors=lambda: buffer.stats().read_errors, below=str(folder / "model.experts.gguf") if below else "", close=llm.close)
 
     return make
 
@@ -225,6 +226,7 @@ def run(name: str, most: int, first: int, start: int) -> None:
                 where = {"of": NATIVE, "below": scenario.below} if scenario.native else {"below": str(folder)}
                 problem, text = "", ""
                 fault = Fault(call, kind, value, n, **where)
+                n_errors = scenario.read_errors() if scenario.read_errors else 0
                 try:
                     with fault:
                         answer = scenario.attempt()
@@ -236,13 +238,13 @@ def run(name: str, most: int, first: int, start: int) -> None:
                         problem = f"no sentence: {text!r}"
                     elif isinstance(error, OSError) and not isinstance(error, moeoff.MoeoffError):
                         problem = f"{type(error).__name__} instead of an error of ours: {text}"
-                    elif scenario.reads_named and call == Call.READ and not ("model" in text and "offset" in text):
+                    elif scenario.read_errors and call == Call.READ and not ("model" in text and "offset" in text):
                         problem = f"does not name file and offset: {text}"
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
-                must_be_told = scenario.reads_named and call == Call.READ and kind in (Kind.ERROR, Kind.END, Kind.WRONG) and value != errno.EINVAL
-                if fault.fired and must_be_told and not text and not problem:
-                    problem = "the failed read was not told"
+                fails = call == Call.READ and kind in (Kind.ERROR, Kind.END, Kind.WRONG) and value != errno.EINVAL
+                if fault.fired and fails and not text and not problem and scenario.read_errors and scenario.read_errors() == n_errors:
+                    problem = "the failed read was neither told nor counted"
                 try:
                     if text and not problem and scenario.result and scenario.result() != expected:
                         problem = "what was there before the failure has changed"
