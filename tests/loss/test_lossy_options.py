@@ -28,7 +28,7 @@ from moeoff.precision import INT4, LOSSLESS, LOWEST, Precision
 def model(demo, tmp_path_factory) -> str:
     """The demo model with a sidecar of every tier that is asked for here, which nobody changes."""
     path = str(shutil.copy(demo, tmp_path_factory.mktemp("tiers") / "model.gguf"))
-    convert(path, tiers=["Q4_0", "Q2_0", "Q2_K"])
+    convert(path, tiers="Q4_0,Q2_0,Q2_K")
     return path
 
 
@@ -102,7 +102,7 @@ def test_a_preset_names_the_command_that_makes_its_tiers(strategy, tiers, demo, 
     done = invoke("run", model, "--strategy", strategy, "-p", "x")
     assert done.returncode == 1 and f"moeoff convert {model} --tiers {tiers} makes one" in done.stderr and "Traceback" not in done.stderr
     if strategy == "fate-lossy":
-        convert(model, tiers=["Q5_0"])
+        convert(model, tiers="Q5_0")
         done = invoke("run", model, "--strategy", strategy, "-p", "x")
         command = f"moeoff convert {model} --tiers Q5_0,{tiers} --force"
         assert done.returncode == 1 and f"no tier int4; there are Q5_0, original; {command} makes one" in done.stderr
@@ -152,7 +152,7 @@ def test_edgemoes_widths(demo, invoke, tmp_path):
     options = ("-m", model, "--expert-memory", "6M", "--strategy", "edgemoe-lossy", "-p", "Once", "-n", "8", "--temp", "0", "--json")
     done = invoke("run", *options)
     assert done.returncode == 1 and "tier bits needs a sidecar" in done.stderr and "Traceback" not in done.stderr
-    convert(model, tiers=["Q4_0"], bits=str(plan))
+    convert(model, tiers="Q4_0", bits=str(plan))
     runs = [json.loads(invoke("run", *options, *flags).stdout)["stats"] for flags in ((), ("--tier", "Q4_0"), ("--tier", "original"))]
     assert [stats["tier"] for stats in runs] == ["bits", "Q4_0", "original"]
     assert replace(PRESETS["edgemoe-lossy"], name="edgemoe", summary="", tier=None) == replace(PRESETS["edgemoe"], summary="")

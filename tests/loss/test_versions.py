@@ -387,5 +387,5 @@ def test_native_refusals(tmp_path):
                 buffer.set_precision(Precision(**rule, low_tier="low"))
         with pytest.raises(OptionError, match="neither thresholds nor the gates alone"):
             buffer.set_precision(Precision(mispredicted_low=True, low_tier="low"), blind=True)
-        with pytest.raises(OptionError, match="no such versions"):
+        with pytest.raises(OptionError, match="no such gate, experts, or versions"):
             buffer.prefetch(0, [0], low=True)
