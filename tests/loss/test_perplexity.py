@@ -161,10 +161,11 @@ def test_stays_within_its_budget(grown, text, tmp_path, moeoff_command):
 @pytest.mark.slow
 @pytest.mark.parametrize("ctx", [256, 512])
 def test_agrees_with_llama_perplexity(ctx, demo, text, moeoff_command):
-    """The same four digits, and the same standard error. One sequence a batch (-b); its default puts several side by side."""
+    """The same four digits, and the same standard error. One sequence a batch (-b); its default puts several side by side. Kernels for repacked weights,
+    which some processors have for this model's types, round differently."""
     program = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "perplexity"], check=True, text=True, stdout=subprocess.PIPE)
     path = program.stdout.splitlines()[-1]
-    options = ["-m", demo, "-f", text, "-c", str(ctx), "-b", str(ctx), "-ub", str(ctx), "-t", "2"]
+    options = ["-m", demo, "-f", text, "-c", str(ctx), "-b", str(ctx), "-ub", str(ctx), "-t", "2", "--no-repack"]
     theirs = subprocess.run([path, *options], check=True, capture_output=True, text=True)
     value, error = map(float, re.search(r"PPL = ([\d.]+) \+/- ([\d.]+)", theirs.stderr + theirs.stdout).groups())
     ours = json.loads(moeoff_command("eval", "-m", demo, "--text", text, "--ctx", str(ctx), "--experts", "none", "--json").stdout)
