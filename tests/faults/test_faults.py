@@ -29,7 +29,7 @@ def run(*args: str) -> None:
         pytest.param("nth --most 2", marks=needs_cc),
         pytest.param("disk", marks=needs_cc),
         "kill --kills 160",
-        "files --only model --only served --count 400 --seed 2",
+        "files --only model --only model,_served --count 400 --seed 2",
         "http",
         "advisories",
     ],
