@@ -307,9 +307,7 @@ class Prefetcher(Observer):
         self._weights = WeightEstimate(self._n_gates, min(n_used, self._n_candidates))
         self._set_precision(precision)
         self._popular: dict[int, tuple[list[int], np.ndarray | None]] = {}  # of a prompt's batch, by gate: the experts that are foreseen, and in which versions
-        self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
-        for t in buffer.tensors:
-            self._matrices[t.gate] |= 1 << t.matrix
+        self._whole = whole_experts(buffer)
         self._token_t, self._n_rows = 0, 1
         self._token_ns = 0.0
         self._missed = 0  # slices that this token's gates found absent
@@ -419,7 +417,7 @@ class Prefetcher(Observer):
         if self._usefulness is not None and self._predicts:
             for prediction in () if self._native is None else self._native.predictions():
                 self._usefulness.predicted(*prediction)
-            self._usefulness.next_token(self._buffer.residency() == self._matrices)
+            self._usefulness.next_token(self._buffer.residency() == self._whole)
             if self._native is not None:
                 self._native.n_paying[:] = self._usefulness.n_paying
         if self._token_t and n_rows == self._n_rows:
@@ -470,7 +468,7 @@ class Prefetcher(Observer):
 
     def _lacks(self, gate: int, versions: np.ndarray | None, best: np.ndarray) -> bool:
         """True if a candidate is not in memory in the version that would serve it, or a better one."""
-        whole, absent = self._matrices[gate], best[self._buffer.residency()[gate, best] != self._matrices[gate]]
+        whole, absent = self._whole[gate], best[self._buffer.residency()[gate, best] != self._whole[gate]]
         if versions is None or not len(absent):
             return len(absent) > 0
         if (versions[absent] == native.HIGH).any():
@@ -516,6 +514,14 @@ class Prefetcher(Observer):
     def new_sequence(self) -> None:
         self.predictor.reset_sequence()
         self._token_t = 0
+
+
+def whole_experts(buffer: ExpertBuffer) -> np.ndarray:
+    """[n_gates, 1] uint8: the bits that `ExpertBuffer.residency` has for an expert of a gate of which all is resident."""
+    out = np.zeros((buffer.priorities.shape[0], 1), np.uint8)
+    for t in buffer.tensors:
+        out[t.gate] |= 1 << t.matrix
+    return out
 
 
 def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..routing.event import GateEvent, Observer
 from .buffer import ExpertBuffer
-from .prefetcher import MIN_USEFUL_SHARE
+from .prefetcher import MIN_USEFUL_SHARE, whole_experts
 
 MOST_TOKENS = 4096  # of a vocabulary, those that were computed last
 _RATE = 0.1  # of a draft, in the running means
@@ -35,10 +35,7 @@ class TokenExperts(Observer):
 
     def __init__(self, buffer: ExpertBuffer, n_gates: int, n_used: int):
         self._buffer, self._n_used, n_experts = buffer, n_used, buffer.priorities.shape[1]
-        self._matrices = np.zeros((n_gates, 1), np.uint8)  # of each gate, as bits
-        for tensor in buffer.tensors:
-            if tensor.gate < n_gates:
-                self._matrices[tensor.gate] |= 1 << tensor.matrix
+        self._whole = whole_experts(buffer)[:n_gates]
         self._experts = np.full((MOST_TOKENS, n_gates, n_used), -1, np.int16)
         self._rows: dict[int, int] = {}  # of each token
         self._tokens = [-1] * MOST_TOKENS  # of each row
@@ -69,7 +66,7 @@ class TokenExperts(Observer):
 
     def observe(self, event: GateEvent) -> None:
         gate = event.gate
-        if gate >= len(self._matrices):
+        if gate >= len(self._whole):
             return
         while len(self._batches) > 1 and self._batches[1][0] <= event.t_ns:
             self._batches.popleft()
@@ -104,7 +101,7 @@ class TokenExperts(Observer):
         chosen = np.zeros_like(self._expected)
         gates, places = np.nonzero(self._experts[row] >= 0)
         chosen[gates, self._experts[row, gates, places]] = True
-        self._expected |= chosen & (self._buffer.residency()[: len(chosen)] != self._matrices)
+        self._expected |= chosen & (self._buffer.residency()[: len(chosen)] != self._whole)
         pays = self._n_useful + _PRIOR / 2 >= MIN_USEFUL_SHARE * (self._n_expected + _PRIOR)
         for gate in np.unique(gates[pays[gates]]).tolist():
             if left > 0:

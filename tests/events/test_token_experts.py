@@ -53,7 +53,7 @@ def test_is_read_when_the_token_is_expected(drafting):
         assert 0 < buffer.stats().prefetch_issued - before <= left
     wait_until_still(lambda: buffer.stats().reads)
     resident = buffer.residency()
-    assert all((resident[gate, experts] == memory._matrices[gate]).all() for gate, experts in enumerate(chosen[:2]))
+    assert all((resident[gate, experts] == memory._whole[gate]).all() for gate, experts in enumerate(chosen[:2]))
     useful = buffer.stats().prefetch_useful
     drafting.eval([2000])
     assert buffer.stats().prefetch_useful > useful and drafting.stats().events_dropped == 0
