@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 from helpers.budgets import named
 from helpers.files import ROOT
@@ -115,6 +116,19 @@ def calling_service(model: str, folder: Path, **options) -> Service:
     biases = [f"{pieces.index(BEGINS[0])}+40", *(f"{token}-40" for token, piece in enumerate(pieces) if piece and set(piece) <= set(LINE_ENDS))]
     args = ["--chat-template-file", str(template), "--temp", "0", "-n", "128", *(word for bias in biases for word in ("--logit-bias", bias))]
     return Service(model, expert_memory=4 << 20, n_ctx=2048, args=args, **options)
+
+
+LONGER = ["--override-kv", "qwen2moe.context_length=int:4096"]  # of the demo model
+
+
+def complete(url: str, prompt: list[int], **more) -> dict:
+    body = {"prompt": prompt, "n_predict": 2, "temperature": 0, "ignore_eos": True, **more}
+    return httpx.post(f"{url}/completion", json=body, timeout=300).json()
+
+
+def words(seed: int, n: int) -> list[int]:
+    """Tokens of an ordinary prompt."""
+    return np.random.default_rng(seed).integers(300, 3000, n).tolist()
 
 
 def single_use() -> httpx.Client:

@@ -22,7 +22,7 @@ import pytest
 
 from helpers.models import rewritten
 from helpers.processes import run_python
-from helpers.servers import Service, free_port, needed
+from helpers.servers import LONGER, Service, complete, free_port, needed, words
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError, Server
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
@@ -309,27 +309,6 @@ def test_a_stop_while_it_ends_by_itself(demo):
     run_python(code, demo)
 
 
-TURNS = (61, 155, 20, 300, 33, 500, 20, 64, 20, 20)  # new tokens
-
-
-@pytest.mark.parametrize("parallel, cache_ram, thinks", [(4, None, True), (1, "24M", False)])
-def test_a_conversation_computes_what_is_new(demo, parallel, cache_ram, thinks):
-    """However much that is, beside strangers whose questions begin with its system prompt, in its slot and out of it; an answer's last token comes again
-    as another one, and what was thought not at all."""
-    options = {"n_ctx": 4096, "parallel": parallel, "cache_ram": cache_ram, "args": LONGER}
-    # room for all experts, and for the conversation: of a fixed budget a process that is 3 MiB larger would leave it none
-    with Service(demo, memory=(needed(demo, **options) + 60) << 20, **options) as server:
-        system = words(0, 40)
-        talk = [*system]
-        for turn, n in enumerate(TURNS):
-            complete(server.url, [*system, *words(100 + turn, 12)])
-            n_kept, n_before = 0 if thinks else 30, len(talk)
-            talk += words(turn, n)
-            answer = complete(server.url, talk, n_predict=32, return_tokens=True)
-            assert turn == 0 or answer["timings"]["prompt_n"] <= len(talk) - n_before + 20
-            talk += answer["tokens"][:n_kept]
-
-
 def test_progress_within_a_batch(demo):
     """Of one that takes long: the process is stopped again and again, and computes for twentieths of a second."""
     with Service(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER) as server:
@@ -355,41 +334,6 @@ def test_a_stream_that_nobody_listens_to_ends(demo):
             next(answer.iter_lines())
         wait_until_still(lambda: server.metrics()["moeoff_decoded_tokens_total"], 3)
         assert 0 < server.metrics()["moeoff_decoded_tokens_total"] < 8000
-
-
-def test_a_conversation_that_nothing_keeps_stays_where_others_are_empty(demo):
-    """Without a prompt cache: another prompt, of which more than half is the conversation's beginning, takes an empty slot, if there is one."""
-    with Service(demo, memory="150M", n_ctx=2048, parallel=2, cache_ram=0, kv_disk=0, args=LONGER) as server:
-        first, other = words(1, 600), words(2, 30)
-        complete(server.url, first)
-        assert complete(server.url, first[:50] + other)["tokens_cached"] < 100
-        assert complete(server.url, first + other)["timings"]["cache_n"] > 590
-        complete(server.url, first[:50] + other[::-1])  # none is empty: that of the shorter prompt
-        assert complete(server.url, first + other[:5])["timings"]["cache_n"] > 590
-
-
-def complete(url: str, prompt: list[int], **more) -> dict:
-    body = {"prompt": prompt, "n_predict": 2, "temperature": 0, "ignore_eos": True, **more}
-    return httpx.post(f"{url}/completion", json=body, timeout=300).json()
-
-
-def words(seed: int, n: int) -> list[int]:
-    """Tokens of an ordinary prompt."""
-    return np.random.default_rng(seed).integers(300, 3000, n).tolist()
-
-
-LONGER = ["--override-kv", "qwen2moe.context_length=int:4096"]
-
-
-def test_conversations_that_share_a_full_context_make_room_for_each_other(demo):
-    """The idle one's cells are taken, and what was in them is kept, and gets its room when it comes back: the other one's, which is kept in turn."""
-    with Service(demo, memory="150M", n_ctx=1024, parallel=2, cache_ram="24M", args=LONGER) as server:
-        first, second = words(1, 600), words(2, 800)
-        complete(server.url, first, id_slot=0)
-        assert complete(server.url, second, id_slot=1)["timings"]["prompt_n"] == 800
-        for prompt in (first, second, first):
-            timings = complete(server.url, [*prompt, *words(3, 8)])["timings"]
-            assert timings["cache_n"] >= len(prompt) and timings["prompt_n"] <= 9
 
 
 @pytest.mark.parametrize("cache", ["q8_0", pytest.param("f16", marks=pytest.mark.slow)])

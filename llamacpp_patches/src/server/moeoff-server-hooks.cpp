@@ -52,16 +52,6 @@ const moeoff_server_hooks * server_host() {
     return server_hooks;
 }
 
-void server_fill_cells(size_t n_tokens) {
-    if (server_hooks != nullptr) {
-        server_hooks->fill_cells((int32_t) n_tokens);
-    }
-}
-
-bool server_resize_prompt_cache(size_t nbytes) {
-    return server_hooks == nullptr || server_hooks->resize_prompt_cache((int64_t) nbytes) == 0;
-}
-
 // of server_usage's counters: what an answer calls it, and the store
 static const struct {
     const char * name;
@@ -164,8 +154,11 @@ void server_decode::before() {
     runs = true;
     {
         std::lock_guard<std::mutex> lock(tasks_mutex);
-        tasks_in_progress = std::move(tasks);
-        ended_for_nobody  = false;
+        tasks_in_progress.clear();
+        if (std::find(is_prompt.begin(), is_prompt.end(), 1) != is_prompt.end()) { // a token is decoded to its end: all that was computed stays
+            tasks_in_progress = std::move(tasks);
+        }
+        ended_for_nobody = false;
     }
     if (!seen) { // what warmed the model up is nobody's
         moeoff_get_stats(server_hooks->buffer, &seen.emplace());

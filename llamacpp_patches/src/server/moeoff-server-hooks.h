@@ -5,6 +5,7 @@
 #include "moeoff-server.h"
 
 #include "json.h"
+#include "llama.h"
 
 #include <condition_variable>
 #include <functional>
@@ -72,9 +73,14 @@ class server_decode {
     int  after(int result); // returned is result, or where only the host has failed, 2: aborted
 
     template <typename Slot> int after(int result, std::vector<Slot> & all) {
+        const bool is_computed = result == 0;
         result = after(result);
-        for (const int32_t slot : slots) {
-            all[slot].stats.moeoff.add(share);
+        for (size_t i = 0; i < slots.size(); i++) {
+            Slot & slot = all[slots[i]];
+            slot.stats.moeoff.add(share);
+            if (is_computed && result != 0) { // only the host has failed: remove the batch's cells, as llama_decode() does where it fails
+                llama_memory_seq_rm(llama_get_memory(slot.ctx_tgt), slot.id, positions[i], -1);
+            }
         }
         return result;
     }
@@ -178,7 +184,7 @@ int32_t     server_draft_max(int32_t token); // behind this one, in tokens
 bool        server_ends_on_purpose(); // a stop, or a batch that nobody waits for: no error, and nothing to log. Any thread
 std::string server_metrics();
 
-// Nobody waits for these tasks any more: if that is true of all that are computed, the computation ends within a layer. Any thread.
+// Nobody waits for these tasks any more: if that is true of all in a batch that reads a prompt, its computation ends within a layer. Any thread.
 void server_abandon(const std::unordered_set<int> & ids);
 
 // The prompt cache is about to take so many bytes in all, or no more any longer; false: there is not so much.

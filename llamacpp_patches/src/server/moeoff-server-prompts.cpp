@@ -1,4 +1,4 @@
-// Prompts on their way from the prompt cache to the host, and back.
+// The host's part in patch 0021: memory for the prompt cache, and prompts on their way from the cache to the host and back.
 
 #include "moeoff-server-hooks.h"
 
@@ -17,6 +17,17 @@ struct evicted_prompt : moeoff_prompt {
     llama_tokens              text;
     server_prompt_cache_state state;
 };
+
+void server_fill_cells(size_t n_tokens) {
+    if (const moeoff_server_hooks * host = server_host(); host != nullptr) {
+        host->fill_cells((int32_t) n_tokens);
+    }
+}
+
+bool server_resize_prompt_cache(size_t nbytes) {
+    const moeoff_server_hooks * host = server_host();
+    return host == nullptr || host->resize_prompt_cache((int64_t) nbytes) == 0;
+}
 
 static std::unique_ptr<evicted_prompt> beside; // the one that is written now, on the thread that serves
 
