@@ -112,7 +112,7 @@ def is_idle(server: Service) -> bool:
     return server.metrics()["llamacpp:requests_processing"] == 0
 
 
-@pytest.fixture(scope="module", params=["attention", "window", "recurrent"], name="server")
+@pytest.fixture(scope="module", params=["attention", pytest.param("window", marks=pytest.mark.slow), "recurrent"], name="server")
 def slow_prompts(request, grown, tmp_path_factory):
     """A server whose prompts take seconds, by the kind of its state."""
     path = tmp_path_factory.mktemp("models") / "model.gguf"
