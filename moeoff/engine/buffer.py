@@ -467,12 +467,11 @@ class ExpertBuffer:
     def reset_stats(self) -> None:
         native.reset_stats(self.handle)
 
-    def stall_ns(self) -> np.ndarray:
-        """[n_gates] uint64: how long compute waited for each gate's slices."""
-        n_gates = self.priorities.shape[0]
-        out = np.zeros(n_gates, np.uint64)
-        self._check(native.get_stall(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)), n_gates))
-        return out
+    def gate_stats(self) -> np.ndarray:
+        """Return the counters of each gate: [n_gates] records of `native.GateStats`."""
+        out = (native.GateStats * self.priorities.shape[0])()
+        self._check(native.get_gate_stats(self.handle, out, len(out)))
+        return np.frombuffer(out, native.GateStats)
 
     def _set_options(self, **changed: Any) -> None:
         """Changes fields of struct moeoff_options; the others stay as they are."""

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -49,7 +50,7 @@ from .driver import Callback, Driver, require_calibration, sections, wants_gate_
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
 from .quality import Quality
-from .stats import LayerHits, Stats, Timing
+from .stats import Metric, Stats, Timing
 from .token_experts import TokenExperts
 from .warm_start import PromptUses, exchange, fill, read_ahead, recall, remember
 
@@ -186,7 +187,6 @@ class Engine:
         self.draft_memory: MemoryPlan | None = None
         self._token_experts: TokenExperts | None = None
         self._callback: Callback | None = None
-        self._layer_hits: LayerHits | None = None
         self._watches = False
         self._prompt_uses: PromptUses | None = None
         self.budget = budget or Budget.of(config.memory, config.expert_memory)
@@ -604,13 +604,14 @@ class Engine:
         if self._callback is not None:
             self.driver.add(self._callback)
 
-    def count_layers(self) -> LayerHits:
-        """Hits and misses of each layer since the first call: before it, nothing is told where no strategy needs it."""
-        if self._layer_hits is None:
-            layers = {t.gate: t.layer for t in self.buffer.tensors}
-            self._layer_hits = LayerHits([layers[gate] for gate in sorted(layers)])
-            self.driver.add(self._layer_hits)
-        return self._layer_hits
+    def layer_metrics(self) -> Iterator[Metric]:
+        """Yield the hits and misses of each layer, which the buffer counts by gate."""
+        layer_of, counters = {t.gate: t.layer for t in self.buffer.tensors}, self.buffer.gate_stats()
+        for name, text in (("hits", "resident when they were asked for"), ("misses", "that had to be read")):
+            by_layer: dict[str, float] = defaultdict(int)
+            for gate, count in enumerate(counters[f"demand_{name}"].tolist()):
+                by_layer[f'{{layer="{layer_of[gate]}"}}'] += count
+            yield Metric(f"layer_{name}_total", f"Expert slices of a layer {text}.", by_layer)
 
     def stats(self) -> Stats:
         """Statistics since the start, or since `reset_stats()`."""

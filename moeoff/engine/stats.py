@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..experts.sidecar import ORIGINAL
 from ..llamacpp import native
-from ..routing.event import GateEvent, Observer
 
 
 class Metric(NamedTuple):
@@ -45,25 +42,6 @@ class Timing:
         else:
             self.prompt_tokens += n_tokens
             self.prompt_seconds += seconds
-
-
-class LayerHits(Observer):
-    """Hits and misses of each layer.
-
-    Args:
-        layers: of each gate, the layer's number.
-
-    Attributes:
-        layers: the same.
-        counts: [n_gates, 2] slices that were resident when their gate chose them, and that were not.
-    """
-
-    def __init__(self, layers: Sequence[int]):
-        self.layers = layers
-        self.counts = np.zeros((len(layers), 2), np.int64)
-
-    def observe(self, event: GateEvent) -> None:
-        self.counts[event.gate] += event.n_hit, event.n_miss
 
 
 def _figure(text: str, unit: str = "", default: Any = 0, *, counter: bool = False, metric: str = "", factory: Any = None) -> Any:

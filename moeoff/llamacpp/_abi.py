@@ -43,7 +43,7 @@ def each(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-ABI_VERSION = 24
+ABI_VERSION = 25
 ROW_CACHE_BYTES = 2097152
 ROW_READ_BYTES = 524288
 MAX_WAVES = 8
@@ -187,6 +187,14 @@ class Stats(Structure):
     ]
 
 
+class GateStats(Structure):
+    """struct moeoff_gate_stats"""
+
+    _fields_ = [
+        *each(c_uint64, "demand_hits demand_misses stall_ns"),
+    ]
+
+
 class Read(Structure):
     """struct moeoff_read"""
 
@@ -209,6 +217,7 @@ STRUCTS: dict[str, type[Structure]] = {
     "moeoff_score": Score,
     "moeoff_prefetching": Prefetching,
     "moeoff_stats": Stats,
+    "moeoff_gate_stats": GateStats,
     "moeoff_read": Read,
 }
 
@@ -354,8 +363,8 @@ take_reads = function("moeoff_take_reads", c_int32, c_void_p, POINTER(Read), c_i
 get_stats = function("moeoff_get_stats", None, c_void_p, POINTER(Stats))
 # void moeoff_reset_stats(moeoff_expert_buffer * eb);
 reset_stats = function("moeoff_reset_stats", None, c_void_p)
-# int moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates);
-get_stall = function("moeoff_get_stall", c_int, c_void_p, POINTER(c_uint64), c_int32)
+# int moeoff_get_gate_stats(const moeoff_expert_buffer * eb, struct moeoff_gate_stats * stats, int32_t n_gates);
+get_gate_stats = function("moeoff_get_gate_stats", c_int, c_void_p, POINTER(GateStats), c_int32)
 # int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
 take_error = function("moeoff_take_error", c_int, c_void_p, c_char_p, c_size_t)
 # bool moeoff_should_abort(void * eb);

@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_int32
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_bu
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
 from ..engine.explanation import explain
-from ..engine.stats import LayerHits, Metric, Stats
+from ..engine.stats import Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
 from ..llamacpp.threads import CoreBinding
@@ -542,8 +542,8 @@ class Server:
 
     def _metrics(self, text: int, size: int) -> None:
         with self._between:
-            layers = self.engine.count_layers()
-        write_text(text, size, metrics_text(self.stats(), layers, self._disk))
+            metrics = [*self.engine.stats().metrics(), *self.engine.layer_metrics()]
+        write_text(text, size, metrics_text(metrics, self._disk))
 
 
 def _for_clients(error: Exception) -> str:
@@ -576,9 +576,9 @@ def request_line(method: str, path: str, status: int, took: str) -> str:
     return f"{method} {path} {status}" + (f": {took}" if took else "")
 
 
-def metrics_text(stats: Stats, layers: LayerHits | None = None, disk: PromptsOnDisk | None = None) -> str:
-    """Counters since the server started and gauges of now, in Prometheus' text format."""
-    metrics = [*stats.metrics(), Metric("resident_memory_bytes", "Resident memory of the process.", {"": rss()})]
+def metrics_text(metrics: Iterable[Metric], disk: PromptsOnDisk | None = None) -> str:
+    """Format counters since the server started and gauges of now as Prometheus' text, with the process's own."""
+    metrics = [*metrics, Metric("resident_memory_bytes", "Resident memory of the process.", {"": rss()})]
     if disk is not None:
         metrics += [
             Metric("prompts_disk_bytes", "Prompts on disk, of all servers of this user.", {"": disk.nbytes}),
@@ -586,8 +586,4 @@ def metrics_text(stats: Stats, layers: LayerHits | None = None, disk: PromptsOnD
             Metric("prompts_disk_read_total", "Prompts that came back from there.", {"": disk.n_read}),
             Metric("prompts_disk_read_seconds_total", "Time that reading them took.", {"": disk.read_seconds}),
         ]
-    if layers is not None:  # from the first look at them on
-        for i, (name, text) in enumerate((("hits", "resident when they were asked for"), ("misses", "that had to be read"))):
-            by_layer = {f'{{layer="{layer}"}}': count for layer, count in zip(layers.layers, layers.counts[:, i].tolist())}
-            metrics.append(Metric(f"layer_{name}_total", f"Expert slices of a layer {text}.", by_layer))
     return "\n".join(map(str, metrics)) + "\n"

@@ -3,7 +3,7 @@
 A compute thread's time inside llama_decode is in one of these:
 
 - it runs, by the kernel's count (`/proc/self/task/*/schedstat`): it computes, or spins at a barrier of OpenMP, which nothing counts;
-- it waits for slices (`moeoff_get_stall`). Which kind of request it waited for is told by the log of reads: what compute was waiting for has the
+- it waits for slices (`moeoff_get_gate_stats`). Which kind of request it waited for is told by the log of reads: what compute was waiting for has the
   level demand, and was a prefetch if it was queued before the layer's router had selected;
 - it is ready to run, and no core is free (schedstat);
 - it sleeps elsewhere: at barriers and for locks. That is what is left. Waiting for slices ends when the thread runs again, so that time without a core behind
@@ -91,7 +91,7 @@ class TimeMeter:
         self._gates = np.array([tensor.gate for tensor in self._buffer.tensors])
         self._events: list[tuple[int, int]] = []  # when, and of which gate
         self._starts: list[int] = []
-        self._stalls = [self._buffer.stall_ns()]
+        self._stalls = [self._buffer.gate_stats()["stall_ns"]]
         self._reads: list[np.ndarray] = []
         self._parts: defaultdict[str, float] = defaultdict(float)
         self._main_running = 0.0
@@ -122,7 +122,7 @@ class TimeMeter:
         self._llm.sample()
         self._parts["evaluated"] += computed - started
         self._parts["sampling"] += time.perf_counter() - computed
-        self._stalls.append(self._buffer.stall_ns())
+        self._stalls.append(self._buffer.gate_stats()["stall_ns"])
         if len(self._starts) % _TAKE_READS == 0:
             self._reads.append(self._buffer.take_reads())
 

@@ -92,9 +92,9 @@ TEST(set_up_without_memory_fails_and_can_be_repeated) {
     REQUIRE(calls_until_success([&] { return moeoff_force_versions(b.eb, many.data(), (int64_t) many.size()) == 1 + (int64_t) many.size(); }) > 1);
     REQUIRE(calls_until_success([&] { return moeoff_set_gate_callback(b.eb, [](const moeoff_gate_event *, void *) {}, nullptr, 4096, nullptr) == 0; }) > 0);
     moeoff_tensor_info info;
-    uint64_t           stall;
+    moeoff_gate_stats  gate;
     REQUIRE(calls_until_success([&] { return moeoff_tensor(b.eb, 99, &info) == -1 && strstr(moeoff_last_error(), "no tensor"); }) >= 0);
-    REQUIRE(calls_until_success([&] { return moeoff_get_stall(b.eb, &stall, 99) == -1 && strstr(moeoff_last_error(), "gates"); }) > 0);
+    REQUIRE(calls_until_success([&] { return moeoff_get_gate_stats(b.eb, &gate, 99) == -1 && strstr(moeoff_last_error(), "gates"); }) > 0);
 }
 
 TEST(start_without_memory_fails_for_good) {

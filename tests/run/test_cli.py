@@ -199,9 +199,9 @@ def test_a_bound_says_what_it_leaves_out():
 
 
 def test_metrics_say_what_is_given_up():
-    lines = metrics_text(Stats(max_loss=0.01, estimated_loss=0.004, tau=0.1, tier="Q4_0")).splitlines()
+    lines = metrics_text(Stats(max_loss=0.01, estimated_loss=0.004, tau=0.1, tier="Q4_0").metrics()).splitlines()
     assert {"moeoff_tau 0.1", 'moeoff_tier_info{tier="Q4_0"} 1', "moeoff_max_loss 0.01", "moeoff_estimated_loss 0.004"} <= set(lines)
-    plain = metrics_text(Stats())
+    plain = metrics_text(Stats().metrics())
     assert "moeoff_tau 0.0\n" in plain and 'tier="original"' in plain and "max_loss" not in plain
 
 

@@ -370,6 +370,31 @@ def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
         assert arenas[0] - arenas[1] > 1 << 20
 
 
+def test_without_a_limit_prompts_take_what_experts_can_do_without(grown):
+    options = {"n_ctx": 2048, "parallel": 1, "cache_ram": "-1", "kv_disk": 0, "args": LONGER}
+    memory = needed(grown, **options) + 90 << 20
+    with Service(grown, memory=memory, **options) as server:
+        for seed in range(3):
+            complete(server.url, words(seed, 1000))
+        assert complete(server.url, [*words(0, 1000), 5])["timings"]["cache_n"] > 990
+        assert server.peak < memory
+
+
+def test_metrics_leave_no_observer(demo):
+    """Where all experts are resident nothing observes events, before and after a look at them."""
+    code = textwrap.dedent("""
+        import sys
+        import httpx
+        import moeoff
+        with moeoff.Server(sys.argv[1], port=0, memory="600M", n_ctx=512, kv_disk=0) as server:
+            httpx.get(f"{server.url}/metrics", timeout=300).raise_for_status()
+            httpx.post(f"{server.url}/completion", json={"prompt": "One", "n_predict": 8}, timeout=300).raise_for_status()
+            counts, stats = server.engine.buffer.gate_stats(), server.stats()
+            print(server.engine.driver.observers, stats.driver_seconds, counts["demand_misses"].sum() == stats.demand_misses > 0)
+    """)
+    assert run_python(code, demo) == "[] 0.0 True\n"
+
+
 def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path):
     """Before the first request, and where the arena is full in the place of what only the answer needed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

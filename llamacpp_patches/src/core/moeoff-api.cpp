@@ -188,8 +188,8 @@ int32_t moeoff_take_reads(moeoff_expert_buffer * eb, moeoff_read * out, int32_t 
 void moeoff_get_stats(const moeoff_expert_buffer * eb, moeoff_stats * stats) { eb->store->get_stats(*stats); }
 void moeoff_reset_stats(moeoff_expert_buffer * eb) { eb->store->reset_stats(); }
 
-int moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates) {
-    return guarded(-1, [&] { return eb->store->get_stall(stall_ns, n_gates, last_error()) ? 0 : -1; });
+int moeoff_get_gate_stats(const moeoff_expert_buffer * eb, moeoff_gate_stats * stats, int32_t n_gates) {
+    return guarded(-1, [&] { return eb->store->get_gate_stats(stats, n_gates, last_error()) ? 0 : -1; });
 }
 
 int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size) {

@@ -40,6 +40,7 @@ struct gate {
     bool     second_block = false;
     std::array<int32_t, MOEOFF_N_MATRIX> tensors { -1, -1, -1, -1 };
     int32_t  n_expected GUARDED_BY(store_mutex) = 0; // of its experts
+    uint64_t n_hits GUARDED_BY(store_mutex) = 0, n_misses GUARDED_BY(store_mutex) = 0; // demand_hits and demand_misses
     std::vector<uint32_t> noted GUARDED_BY(store_mutex); // experts that are expected, and some that no longer are; each once
     std::vector<decision> decisions GUARDED_BY(store_mutex); // empty as long as all is served high
 };

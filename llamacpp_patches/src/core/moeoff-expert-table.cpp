@@ -166,8 +166,9 @@ void expert_table::mark_chosen(expert_state & x, matrix_set matrices, moeoff_gat
         return;
     }
     const int n = n_in(matrices), n_hit = n_in(matrices & x.ready());
-    stats.demand_hits     += (uint64_t) n_hit;
-    stats.demand_misses   += (uint64_t) (n - n_hit);
+    gate & g = map.gate_at(x.gate);
+    g.n_hits              += (uint64_t) n_hit;
+    g.n_misses            += (uint64_t) (n - n_hit);
     event.n_hit           += n_hit;
     event.n_miss          += n - n_hit;
     stats.prefetch_useful += (uint64_t) n_in(matrices & x.prefetched);
@@ -368,7 +369,7 @@ bool expert_table::is_coming(const gate & g, int32_t expert) const {
 void expert_table::count_on_device(const gate & g, int32_t expert, version v, moeoff_gate_event & event) {
     expert_state & x = state_of(g, expert, v);
     const int n = n_in(x.has);
-    stats.demand_hits += (uint64_t) n;
+    map.gate_at(x.gate).n_hits += (uint64_t) n;
     stats.device_hits += (uint64_t) n;
     event.n_hit       += n;
     clear_expected(x); // it was not yet on the device when it was
@@ -620,7 +621,18 @@ void expert_table::evict_unwanted() {
 
 void expert_table::get_stats(moeoff_stats & out) const {
     out = stats;
+    for (int32_t i = 0; i < map.n_gates(); i++) {
+        out.demand_hits   += map.gate_at(i).n_hits;
+        out.demand_misses += map.gate_at(i).n_misses;
+    }
     space.add_stats(out);
+}
+
+void expert_table::reset_stats() {
+    stats = {};
+    for (int32_t i = 0; i < map.n_gates(); i++) {
+        map.gate_at(i).n_hits = map.gate_at(i).n_misses = 0;
+    }
 }
 
 void expert_table::check_invariants() const {

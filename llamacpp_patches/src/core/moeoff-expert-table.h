@@ -159,6 +159,7 @@ class expert_table {
     // --- watching ---
     moeoff_stats & counters() REQUIRES(store_mutex) { return stats; }
     void get_stats(moeoff_stats & out) const REQUIRES(store_mutex);
+    void reset_stats() REQUIRES(store_mutex);
     std::string_view failure_of(const slice & s) const REQUIRES(store_mutex); // why it has failed
     void check_invariants() const REQUIRES(store_mutex); // in debug builds
 

@@ -794,7 +794,7 @@ void store::get_stats(moeoff_stats & out) const {
 void store::reset_stats() {
     {
         store_lock lock(sync);
-        table.counters() = {};
+        table.reset_stats();
     }
     total_stall_ns = 0;
     for (auto & ns : stall_ns) {
@@ -806,12 +806,15 @@ void store::reset_stats() {
     }
 }
 
-bool store::get_stall(uint64_t * ns, int32_t n_gates, std::string & error) const {
+bool store::get_gate_stats(moeoff_gate_stats * out, int32_t n_gates, std::string & error) const {
     if (n_gates != (int32_t) stall_ns.size()) {
         error = "the buffer has " + std::to_string(stall_ns.size()) + " gates";
         return false;
     }
-    std::copy(stall_ns.begin(), stall_ns.end(), ns);
+    store_lock lock(sync);
+    for (int32_t i = 0; i < n_gates; i++) {
+        out[i] = { map.gate_at(i).n_hits, map.gate_at(i).n_misses, stall_ns[(size_t) i].load(std::memory_order_relaxed) };
+    }
     return true;
 }
 

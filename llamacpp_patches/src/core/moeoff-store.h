@@ -203,7 +203,7 @@ class store {
     int32_t take_reads(moeoff_read * out, int32_t n);
     void    get_stats(moeoff_stats & out) const;
     void    reset_stats();
-    bool    get_stall(uint64_t * ns, int32_t n_gates, std::string & error) const;
+    bool    get_gate_stats(moeoff_gate_stats * out, int32_t n_gates, std::string & error) const;
     // what ended the last graph of this thread, if anything was wrong
     bool    take_error(std::string & message);
     void    check_invariants() const; // in debug builds

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 24
+#define MOEOFF_ABI_VERSION 25
 #define MOEOFF_ROW_CACHE_BYTES 2097152 // of rows of a table on disk that stay in memory, at most
 #define MOEOFF_ROW_READ_BYTES 524288 // of reads of rows that an op has under way; one for each thread are more where rows are that long
 #define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
@@ -271,6 +271,13 @@ struct moeoff_stats {
     uint64_t row_bytes_read;    // for them, in whole pages
 };
 
+// the same of one gate
+struct moeoff_gate_stats {
+    uint64_t demand_hits;
+    uint64_t demand_misses;
+    uint64_t stall_ns;
+};
+
 // a read that has ended. level: of the most urgent request for it until then, 0 prefetch, 1 gate, 2 demand: compute was waiting
 struct moeoff_read {
     uint64_t seq;       // counts all reads since the flag was set, from 1: a gap is what the log had no room for
@@ -393,8 +400,8 @@ MOEOFF_API void moeoff_drain(moeoff_expert_buffer * eb);
 MOEOFF_API int32_t moeoff_take_reads(moeoff_expert_buffer * eb, struct moeoff_read * out, int32_t n);
 MOEOFF_API void moeoff_get_stats(const moeoff_expert_buffer * eb, struct moeoff_stats * stats);
 MOEOFF_API void moeoff_reset_stats(moeoff_expert_buffer * eb);
-// stall_ns for each gate
-MOEOFF_API int  moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates);
+// the counters of each of n_gates gates, which must be all of the buffer's
+MOEOFF_API int  moeoff_get_gate_stats(const moeoff_expert_buffer * eb, struct moeoff_gate_stats * stats, int32_t n_gates);
 // 1 and the message if a read has failed that this thread's last graph needed, else 0. To be asked after each graph, on the thread that
 // computed it: else its next one ends, too
 MOEOFF_API int  moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
