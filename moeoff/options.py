@@ -116,7 +116,7 @@ def _split_mode(value: str | int) -> str | None:
 def _shares(value: str | list[float]) -> list[float]:
     try:
         return [number(0)(share) for share in (value.split(",") if isinstance(value, str) else value)]
-    except ValueError:
+    except OptionError:
         raise OptionError(f"shares of the GPUs as 3,1, not {value!r}") from None
 
 
@@ -147,9 +147,9 @@ def _key_file(value: Path) -> str:
     return os.fspath(value)
 
 
-def _cache_size(value: str | int) -> int | None:
-    if value in ("-1", -1):  # llama-server's for no bound
-        return None
+def _cache_size(value: str | int) -> int:
+    if value in ("-1", -1):  # no bound but the process's, see `PromptMemory.of`
+        return -1
     if isinstance(value, str) and value.strip().isdigit():  # as llama-server reads it
         return int(value) * MIB
     return 0 if value == 0 else parse_size(value)
@@ -529,8 +529,8 @@ class ServerOptions(Options):
     cors: tuple[str, ...] = _server("--cors", metavar="ORIGIN", multiple=True, default=(), server="--cors-origins",
                                     help="Allow requests from web pages of this origin, e.g. https://example.org or *; may be repeated.")  # fmt: skip
     cache_ram: int | None = _server("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, server="",
-                                    help="Prompt cache: memory for prompts outside the context, part of --memory. Default: at most an eighth of what "
-                                         "experts would have, and what they cannot use.")  # fmt: skip
+                                    help="Prompt cache: memory for prompts outside the context, part of --memory; -1: all that the experts can do "
+                                         "without. Default: at most an eighth of what experts would have, and what they cannot use.")  # fmt: skip
     kv_disk: int | None = _server("--kv-disk", metavar="SIZE", parse=_disk_size, server="",
                                   help="Disk space in the user's cache folder for prompts that leave memory; they are restored if reading is faster "
                                        "than computing. 0: none. Default: 4G.")  # fmt: skip

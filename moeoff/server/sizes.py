@@ -112,4 +112,7 @@ class PromptMemory:
             whole, left = max(planned.state, own), max(spare - n_checkpoints * own, 0)
             cache_ram = min(whole, left) // MIB * MIB
             reason = "the whole context once more" if whole <= left else f"1/{_SHARE} of what experts would have, or what they cannot use, less the checkpoints"
+        elif cache_ram < 0:
+            cache_ram = max(room - planned.arena_floor - n_checkpoints * own, 0)
+            reason = "as given: all but the least that experts need"
         return cls(cache_ram, reason, n_checkpoints, sequence, n_slots)

@@ -70,6 +70,8 @@ def test_an_eighth_of_the_experts_or_what_they_cannot_use_up_to_a_whole_context(
 
 def test_what_was_asked_for():
     assert remembered(80, cache_ram="64M").cache_ram == 64 * MIB and remembered(8000, cache_ram=0).cache_ram == 0
+    floor = replace(PROMPTS, arena_floor=30 * MIB)
+    assert [remembered(room, 2, floor, cache_ram="-1", ctx_checkpoints=1).cache_ram for room in (800, 20)] == [(800 - 30 - 8) * MIB, 0]
     assert remembered(80, 4, ctx_checkpoints=3).checkpoints == 3 * 4 * 4 * MIB and remembered(8000, 4, ctx_checkpoints=0).checkpoints == 0
 
 
