@@ -13,7 +13,7 @@ import click
 
 from ..errors import OptionError
 from ..option import Option
-from ..options import TABLE, in_flags
+from ..options import TABLE, in_flags, without_gpu
 from ..system.console import ProgressLine, note, progress_bar
 from ..system.files import atomic_file, demo_model, require_new
 from ..system.memory import format_size, parse_size
@@ -28,22 +28,34 @@ _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")
 _LONGEST_RANGE = 1000
 
 
+def expand(text: str) -> list[str]:
+    """Split values at commas, and expand llama-bench's ranges: 128,256, 1-8, 128-1024*2, 0-4096+1024.
+
+    Raises:
+        ValueError: A value is empty, or a range has no numbers.
+    """
+    out = list[str]()
+    for part in words(text):
+        if (match := _RANGE.fullmatch(part)) is None:
+            out.append(part)
+            continue
+        n, last, by = int(match[1]), int(match[2]), int(match[4] or 1)
+        values = list[str]()
+        while n <= last and len(values) < _LONGEST_RANGE:
+            values.append(str(n))
+            n = max(n * by if match[3] == "*" else n + by, n + 1)
+        if not values:
+            raise ValueError
+        out += values
+    return out
+
+
 def numbers(least: int) -> Callable[[str], list[int]]:
-    """Reads numbers as llama-bench takes them: 512, or 128,256, or 1-8, 128-1024*2, 0-4096+1024. Raises ValueError."""
+    """Make a reader of numbers, as `expand` takes them. The reader raises ValueError for one below `least`."""
 
     def read(text: str) -> list[int]:
-        out: list[int] = []
-        for part in text.split(","):
-            if match := _RANGE.fullmatch(part.strip()):
-                n, last, by = int(match[1]), int(match[2]), int(match[4] or 1)
-                values = list[int]()
-                while n <= last and len(values) < _LONGEST_RANGE:
-                    values.append(n)
-                    n = max(n * by if match[3] == "*" else n + by, n + 1)
-                out += values
-            else:
-                out.append(int(part))
-        if not out or min(out) < least:
+        out = [int(value) for value in expand(text)]
+        if min(out) < least:
             raise ValueError
         return out
 
@@ -51,7 +63,7 @@ def numbers(least: int) -> Callable[[str], list[int]]:
 
 
 def words(text: str) -> list[str]:
-    """Reads values between commas. Raises ValueError if one is empty."""
+    """Split values at commas. Raises ValueError if one is empty."""
     out = [part.strip() for part in text.split(",")]
     if not all(out):
         raise ValueError
@@ -89,9 +101,10 @@ def _axes(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _read_axis(line: Option, text: str) -> list[Any]:
-    values = numbers(-1)(text) if line.metavar == "N" else words(text)
+    is_number = line.metavar == "N"
+    values = expand(text) if is_number else words(text)
     parsed = [line.parse(value) for value in values]  # raises before the work
-    return parsed if line.name == "flash_attn" else values
+    return parsed if is_number or line.name == "flash_attn" else values
 
 
 @command()
@@ -127,6 +140,7 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
     if not shapes:
         raise OptionError("there is nothing to measure: give -p or -n")
     tests = tuple(BenchTest(prompt, single, depth) for depth in n_depth or [0] for prompt, single in shapes)
+    _leave_out_gpu(options)
     varied = {name for name in _COLUMNS if options[name]}
     grids = _grids(path + model or (demo_model(),), tests, **options)
     measured = False
@@ -141,6 +155,15 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
         print(text, end="", flush=True)
     if not measured:
         sys.exit(1)
+
+
+def _leave_out_gpu(options: dict[str, list[Any]]) -> None:
+    """Drop the GPU's axes where there is no GPU, with the remark of the other commands."""
+    bounded = (size for size in options["vram"] if size != "auto")
+    asked = {"n_gpu_layers": any(options["n_gpu_layers"]), "vram": next(bounded, "auto" if options["vram"] else None)}
+    for remark in without_gpu(asked):
+        note(remark)
+    options |= {name: [] for name in ("n_gpu_layers", "vram") if name not in asked}
 
 
 def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int | None, repetitions: int, text: str | None, compare_stock: bool,

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from helpers.budgets import named
 from moeoff import Llama
-from moeoff.cli.bench import numbers
+from moeoff.cli.bench import _read_axis, numbers
 from moeoff.cli.main import main
 from moeoff.errors import OptionError
 from moeoff.llamacpp import native
@@ -26,6 +26,7 @@ from moeoff.measure import worker
 from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
 from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
+from moeoff.options import TABLE
 from moeoff.system.cgroup import memory_cgroup, unavailable
 from speed import cold, in_time, prompt_then_tokens, take_turns
 
@@ -84,6 +85,7 @@ def test_values_between_commas_and_ranges():
     assert numbers(1)("1-4") == [1, 2, 3, 4]
     assert numbers(1)("128-1024*2") == [128, 256, 512, 1024]
     assert numbers(0)("0-4096+2048,7") == [0, 2048, 4096, 7]
+    assert _read_axis(TABLE["n_gpu_layers"], "all,1-3,-1") == [-1, 1, 2, 3, -1]
 
 
 @pytest.mark.parametrize("bad", [("-p", "x"), ("--strategy", "nonsense"), ("--text", "missing.txt"), ("-t", "0"), ("--memory", "1M"), ("-fa", "2")])

@@ -71,11 +71,16 @@ def test_stats_json(invoke, demo, tmp_path):
     assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["disk_busy_seconds"] > 0
 
 
-def test_layers_for_a_gpu_that_is_not_there_are_left_out(invoke):
+@pytest.mark.parametrize("layers", ["99", "all"])
+@pytest.mark.parametrize("command", [("run", "-n", "4", "-p", "x", "--temp", "0"), ("bench", "-n", "4", "-p", "0", "-r", "1", "--no-warmup", "-o", "json")])
+def test_layers_for_a_gpu_that_is_not_there_are_left_out(invoke, command, layers):
     """As by llama.cpp's programs."""
-    done = invoke("run", "-n", "4", "-p", "x", "-ngl", "99", "--temp", "0")
+    done = invoke(*command, "-ngl", layers)
     assert done.returncode == 0 and "--n-gpu-layers has no effect: this build" in done.stderr
-    assert done.stdout == invoke("run", "-n", "4", "-p", "x", "--temp", "0").stdout
+    if command[0] == "run":
+        assert done.stdout == invoke(*command).stdout
+    else:
+        assert [row["n_gpu_layers"] for row in json.loads(done.stdout)] == [0]
 
 
 def test_a_prompt_of_megabytes_stays_within_the_budget(demo):
