@@ -18,7 +18,7 @@ from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tens
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
 from ..llamacpp.devices import buffer_types
-from ..llamacpp.llama import PatchedLlama, api, nextn_params, set_log, signals_after
+from ..llamacpp.llama import LoadError, PatchedLlama, api, nextn_params, set_log, signals_after
 from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
 from ..system.memory import rss, slot_bytes, trim
 from .plan import ALLOCATED, MemoryPlan, as_rounded, planned_process
@@ -165,7 +165,7 @@ def planned_model(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, An
         try:
             llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
             yield llm
-        except ValueError as error:
+        except LoadError as error:  # and no other ValueError, as OptionError is one
             raise ModelError(f"{model_index.files[0]}: llama.cpp cannot load it: {error}") from error
         finally:
             if llm.loaded:

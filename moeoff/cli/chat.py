@@ -230,10 +230,10 @@ class Chat:
     def _load(self, file: str) -> None:
         if not file:
             raise OptionError("/load FILE: say which file")
+        saved = read_text(os.path.expanduser(file))
         try:
-            messages = json.loads(read_text(os.path.expanduser(file)))
-            texts = [(message["role"], str(message["content"])) for message in messages]
-        except (ValueError, TypeError, KeyError):
+            texts = [(message["role"], str(message["content"])) for message in json.loads(saved)]
+        except (ValueError, TypeError, KeyError, RecursionError):
             texts = []
         system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
         if [role for role, _ in texts] != ["user", "assistant"] * (len(texts) // 2) or not (texts or system):

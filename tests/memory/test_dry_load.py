@@ -8,10 +8,10 @@ import pytest
 
 import moeoff
 from helpers.arch_models import write_model
-from moeoff.budget.dry_load import dry_load, memory_sizes
+from moeoff.budget.dry_load import dry_load, memory_sizes, planned_model
 from moeoff.budget.plan import MemoryPlan
 from moeoff.engine.engine import Engine
-from moeoff.errors import BudgetError
+from moeoff.errors import BudgetError, ModelError, OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config
 from moeoff.system.memory import MIB
@@ -85,6 +85,13 @@ def test_what_is_longer_than_llama_cpp_should_plan(demo):
     model_index = ModelIndex.read(demo)
     exact, told = dry_load(model_index, 1 << 18, {}), dry_load(model_index, 1 << 20, {})
     assert told.state == 4 * exact.state and told.weights == exact.weights and told.outputs == exact.outputs
+
+
+def test_an_error_with_a_planned_model_is_not_llama_cpps(demo):
+    with pytest.raises(OptionError, match="mine"), planned_model(ModelIndex.read(demo), 32, {}):
+        raise OptionError("mine")
+    with pytest.raises(ModelError, match="llama.cpp cannot load it"), planned_model(ModelIndex.read(demo), 32, {}) as llm:
+        llm.new_context(n_ctx=1 << 31)
 
 
 def test_room_is_refused_to_the_byte(demo):

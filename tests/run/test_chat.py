@@ -187,6 +187,7 @@ def test_commands(chat, tmp_path):
     assert "cannot be written" in terminal.ask("/save /nowhere/at/all")
     path.write_text("system: Be kind.")
     assert "no conversation" in terminal.ask(f"/load {path}")
+    assert "missing.json: cannot be read: No such file" in terminal.ask("/load missing.json")
 
     before = saved(terminal, tmp_path / "before.json")
     assert re.search(STATS, terminal.ask("/regen")) and [m["content"] for m in saved(terminal, tmp_path / "after.json")[:2]] == ["Be kind.", "Hello?"]
