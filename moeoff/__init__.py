@@ -73,6 +73,21 @@ _NAMES = {
 _MODULES = ("experts", "measure", "policies", "routing")
 
 
+def _offer_modules(package: dict[str, _typing.Any]) -> None:
+    """Import the modules of a package when they are first asked for; `package` is its namespace."""
+
+    def module(name: str) -> object:
+        path = f"{package['__name__']}.{name}"
+        try:
+            return _import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name != path:
+                raise
+            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}") from None
+
+    package["__getattr__"] = module
+
+
 def __getattr__(name: str) -> object:
     if name in _NAMES:
         return getattr(_import_module(f"moeoff.{_NAMES[name]}"), name)

@@ -3,6 +3,7 @@
 Knows no file, buffer, slot or thread: gate events come in, priorities and predictions go out, the same live and simulated.
 """
 
+from .. import _offer_modules
 from . import classic, edgemoe, fate, hobbit, promoe, score  # noqa: F401  they register what they have
 from .base import CacheShape, FitOptions, GroupedPolicy, Policy, Prediction, Predictor
 from .strategy import POLICIES, PREDICTORS, PRESETS, Strategy, get_policy, get_predictor, get_strategy, policy_names, register, strategy_names
@@ -25,3 +26,5 @@ __all__ = [
     "register",
     "strategy_names",
 ]
+
+_offer_modules(globals())

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib.metadata
+import operator
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import moeoff
 from helpers.files import ROOT
+from helpers.processes import run_python
 
 # the highest first; a package imports from lower lines only, and packages on one line do not know each other
 FLOORS = [
@@ -55,6 +57,14 @@ def test_imports_go_down(imports):
             if imported in PUBLIC or (package_of(importer) != package_of(imported) and FLOOR[package_of(importer)] >= FLOOR[package_of(imported)]):
                 up.append(f"{importer} -> {imported}")
     assert not up, "imports upwards: " + ", ".join(sorted(up))
+
+
+@pytest.mark.parametrize("path", ["measure.perplexity", "experts.convert", "routing.trace", "policies.replay"])
+def test_modules_for_users_are_there_without_an_import_of_their_own(path):
+    code = "import sys, operator, moeoff; assert operator.attrgetter(sys.argv[1])(moeoff) is sys.modules['moeoff.' + sys.argv[1]]"
+    run_python(code, path)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        operator.attrgetter(f"{path.split('.')[0]}.nothing")(moeoff)
 
 
 def test_no_circle_of_modules(imports):
