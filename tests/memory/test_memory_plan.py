@@ -29,13 +29,27 @@ def test_plan_never_promises_more_than_the_budget(budget, process, weights, stat
         # the budget that the message names is enough, and so is the context
         enough = int(re.search(r"--memory (\d+)M", sentence(error))[1]) * MIB
         assert whole.within(enough).arena >= floor
-        if context := re.search(r"-c (\d+)\)", sentence(error)):
-            smaller = int(context[1])
+        assert ("n_ctx" in error.hint) == (n_ctx > 256 and at(256).floor <= budget)
+        if smaller := error.hint.get("n_ctx"):
             assert 0 < smaller < n_ctx
             at(smaller).within(budget)
     else:
         assert floor <= plan.arena <= floor + more
         assert process + weights + state + recurrent + compute + RESERVE + plan.arena <= budget
+
+
+def test_a_shorter_context_is_offered_however_sizes_are_rounded():
+    """Also where they are not proportional to the context."""
+    whole = MemoryPlan(1 << 15, weights=5 * MIB)
+
+    def at(n_ctx):
+        return replace(whole, n_ctx=n_ctx, state=1111 * n_ctx, compute=max(n_ctx, 9000) * 700)
+
+    whole = at(1 << 15)
+    for budget in range(at(256).floor, whole.floor, 100_000):
+        with pytest.raises(BudgetError) as refused:
+            whole.within(budget, at)
+        assert at(refused.value.hint["n_ctx"]).floor <= budget
 
 
 @given(*[st.integers(1, 1 << 30)] * 2, *[st.integers(0, 1 << 30)] * 3, st.floats(0.01, 0.99))
