@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import ModelError, MoeoffError, OptionError, ReadError
 from ..experts.sidecar import ExpertSource
-from ..gguf.file import FileState
+from ..gguf.file import FileState, require_unchanged
 from ..gguf.model_index import EXPERT_PATTERN, ModelIndex, TensorSpan
 from ..llamacpp import native
 from ..llamacpp.turns import require_process
@@ -108,6 +108,7 @@ class ExpertBuffer:
         self.buffered = False
         self.row_table_bytes = 0  # of tables that stay on disk
         self._started = False
+        self._files: dict[str, FileState] = {}  # that experts are read from, when their headers were read
 
     @property
     def handle(self) -> int:
@@ -169,10 +170,11 @@ class ExpertBuffer:
         """
         states = dict(zip(model_index.files, model_index.states, strict=True))
         states |= {sidecar.path: sidecar.state for c in (source, low) if c is not None and (sidecar := c.repacked) is not None}
+        self._files = states
         for path, state in states.items():
             self._check(native.add_file(self.handle, os.fsencode(path)), ModelError)
             # opened three times by now: for its header, for the dense weights, for the experts
-            if FileState.read(path) != state:
+            if not state.is_same(FileState.read(path)):
                 raise ModelError(f"{path}: the file was changed or replaced while it was loaded: load it again")
         for index in range(native.n_tensors(self.handle)):
             info = native.TensorInfo()
@@ -458,6 +460,10 @@ class ExpertBuffer:
             parts.append(np.frombuffer(memoryview(out), READ_DTYPE, n))
             if n < len(out):
                 return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def check_unchanged(self) -> None:
+        """Check that no file of experts was written to since its header was read. Raises as `require_unchanged`."""
+        require_unchanged(self._files)
 
     def stats(self) -> native.Stats:
         stats = native.Stats()

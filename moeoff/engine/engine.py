@@ -481,7 +481,7 @@ class Engine:
             spans: of its sequences.
             decodes: its tokens are decoded, not read.
         """
-        self.model_index.check_unchanged()
+        self.buffer.check_unchanged()
         self.unfinished_tokens = 0
         if self._followed != self.plan.budget:
             with contextlib.suppress(BudgetError):  # of a move that was interrupted: it has not been

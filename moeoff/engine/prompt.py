@@ -135,14 +135,16 @@ def state_identity(engine: Engine, *facts: object) -> bytes:
             options[name] = repr(value)
     sidecar = quality.source.sidecar if quality.source.repacked or quality.low_source else None
     adapter = file_state(adapter) if (adapter := config.llama_cpp.get("lora_path")) else None
+    # with ctime: a file may be overwritten and get its old mtime
+    model = [engine.model_index.identity, *(state.ctime_ns for state in engine.model_index.states)]
     precision = [quality.source.tier, repr(quality.precision), sidecar.identity if sidecar else 0]
-    return hashlib.blake2b(json.dumps([__version__, engine.model_index.identity, precision, options, adapter, *facts]).encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps([__version__, model, precision, options, adapter, *facts]).encode(), digest_size=16).digest()
 
 
 def file_state(path: str | os.PathLike[str]) -> list[object]:
-    """A file's path, size and time of change; the path alone if it is not there."""
+    """Return a file's path, size, mtime and ctime; the path alone if it is not there."""
     state = FileState.read(path)
-    return [os.fspath(path)] if state is None else [os.path.realpath(path), state.size, state.mtime_ns]
+    return [os.fspath(path)] if state is None else [os.path.realpath(path), state.size, state.mtime_ns, state.ctime_ns]
 
 
 class PromptCache:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import operator
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -101,18 +102,39 @@ def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
     return unpacked
 
 
-@dataclass(frozen=True)
+@dataclass
 class FileState:
-    """Identity of a file's content, without reading it: another device, inode, size or time of change is another content."""
+    """The identity of a file's content, without reading it.
+
+    Attributes:
+        ctime_ns: Time of the last change of content or attributes, which no program can set back.
+        attributes: Mode, owner, group and number of hard links.
+    """
 
     device: int
     inode: int
     size: int
     mtime_ns: int
+    ctime_ns: int
+    attributes: tuple[int, ...]
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileState:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        attributes = (status.st_mode, status.st_uid, status.st_gid, status.st_nlink)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, attributes)
+
+    def is_same(self, now: FileState | None) -> bool:
+        """Tell whether a later state is one of the same content.
+
+        chmod, chown and hard links change ctime alone: where the attributes show one of them, the later state takes
+        the place of this one. A ctime that nothing explains is that of an overwritten file with its old mtime.
+        """
+        if now is None or replace(now, ctime_ns=self.ctime_ns, attributes=self.attributes) != self:
+            return False
+        if now.ctime_ns != self.ctime_ns and now.attributes == self.attributes:
+            return False
+        self.ctime_ns, self.attributes = now.ctime_ns, now.attributes
+        return True
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> FileState | None:
@@ -121,6 +143,20 @@ class FileState:
             return cls.of(os.stat(path))
         except OSError:
             return None
+
+
+def require_unchanged(states: Mapping[str, FileState]) -> None:
+    """Check that no file was written to since its state was read, by path.
+
+    A file that was replaced by another of the same name is no harm to those who still hold the old one open.
+
+    Raises:
+        ModelError: A file was written to.
+    """
+    for path, state in states.items():
+        now = FileState.read(path)  # None: what is open stays readable
+        if now is not None and (now.device, now.inode) == (state.device, state.inode) and not state.is_same(now):
+            raise ModelError(f"{path}: the file was changed while the model was in use: load it again")
 
 
 def read_range(fd: int, path: str | os.PathLike[str], offset: int, nbytes: int, what: str) -> bytearray:

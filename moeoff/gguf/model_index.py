@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..system.files import Closing, open_file
-from .file import FileState, ModelFile, read_range, unpack
+from .file import FileState, ModelFile, read_range, require_unchanged, unpack
 from .quantize import I32, is_computed, type_name
 from .vocabulary import vocabulary_fault
 
@@ -209,7 +209,11 @@ class ModelIndex:
 
     @property
     def identity(self) -> str:
-        """Hash of the files' paths, and of their sizes and times of change when they were read, by which measurements of them are found again."""
+        """Hash of the files' paths, and of their sizes and mtimes when they were read, by which measurements are found again.
+
+        Without ctime, so that chmod, chown and hard links lose no profile, which is compared with the model itself, and no
+        list of experts to preload. What would be wrong of another content asks for ctime, too (`state_identity`).
+        """
         identity = hashlib.sha256()
         for path, state in zip(self.files, self.states, strict=True):
             identity.update(f"{os.path.realpath(path)}\0{state.size}\0{state.mtime_ns}\0".encode())
@@ -276,14 +280,8 @@ class ModelIndex:
             )
 
     def check_unchanged(self) -> None:
-        """Checks that no file was written to since it was read. Raises `ModelError`.
-
-        A file that was replaced by another of the same name is no harm to those who still hold the old one open.
-        """
-        for path, state in zip(self.files, self.states, strict=True):
-            now = FileState.read(path)  # None: what is open stays readable
-            if now is not None and now != state and (now.device, now.inode) == (state.device, state.inode):
-                raise ModelError(f"{path}: the file was changed while the model was in use: load it again")
+        """Check that no file was written to since its header was read. Raises as `require_unchanged`."""
+        require_unchanged(dict(zip(self.files, self.states, strict=True)))
 
 
 def count(hparams: Mapping[str, object], key: str) -> int:

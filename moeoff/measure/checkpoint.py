@@ -36,7 +36,8 @@ class Checkpoint:
         name = f"{name}-{model_index.identity}"
         with contextlib.suppress(OSError):
             root = cache_folder() / "calibrate"
-            folder = root / f"{name}-{digest(depends | {'moeoff': __version__, 'options': repr(sorted(options.items()))})}"
+            depends |= {"moeoff": __version__, "options": repr(sorted(options.items())), "changed": [state.ctime_ns for state in model_index.states]}
+            folder = root / f"{name}-{digest(depends)}"
             for other in root.glob(f"{name}-*"):
                 if other != folder:
                     shutil.rmtree(other, ignore_errors=True)

@@ -15,6 +15,7 @@ from helpers.logits import assert_bit_equal, decode_in, greedy_logits, stock_log
 from helpers.models import split_model
 from helpers.waiting import wait_until
 from moeoff import ModelError, OptionError, ReadError
+from moeoff.engine.buffer import ExpertBuffer
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import native
 from moeoff.measure.worker import load_everything
@@ -200,7 +201,7 @@ def test_what_a_policy_raises_surfaces_after_decode(demo, reference):
 @contextlib.contextmanager
 def cut_off(demo, tmp_path, monkeypatch, **options):
     """A model whose file ends within its experts while it is open, and what makes the file whole again."""
-    monkeypatch.setattr(ModelIndex, "check_unchanged", lambda self: None)  # it would notice first
+    monkeypatch.setattr(ExpertBuffer, "check_unchanged", lambda self: None)  # it would notice first
     path = tmp_path / "model.gguf"
     shutil.copy(demo, path)
 

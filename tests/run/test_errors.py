@@ -17,6 +17,7 @@ import pytest
 
 import moeoff
 from helpers.models import rewritten, split_model, with_template
+from helpers.waiting import wait_until
 from moeoff.engine.engine import Engine
 from moeoff.engine.llama import open_model
 from moeoff.experts.convert import convert
@@ -191,30 +192,37 @@ def test_unreadable(invoke, demo, tmp_path):
     check(invoke(*COMMANDS["inspect"](str(path))), "cannot be read: Permission denied")
 
 
-def test_changed_file(demo, tmp_path):
+@pytest.mark.parametrize("keeps_mtime", [False, True])
+def test_changed_file(demo, tmp_path, keeps_mtime):
     path = tmp_path / "model.gguf"
     shutil.copy(demo, path)
     model_index = ModelIndex.read(path)
     model_index.check_unchanged()
     os.replace(shutil.copy(demo, tmp_path / "new.gguf"), path)
     model_index.check_unchanged()  # replaced: a process that has the old one open keeps it
-    model_index = ModelIndex.read(path)
+    model_index, mtime = ModelIndex.read(path), os.stat(path).st_mtime_ns
+    for harmless in (lambda: path.chmod(0o600), lambda: os.link(path, tmp_path / "link"), lambda: path.chmod(0o644), (tmp_path / "link").unlink):
+        harmless()
+        model_index.check_unchanged()
+    wait_until(lambda: (path.touch(), os.stat(path).st_mtime_ns != mtime)[1])  # the clock of a file system may be coarse
     with open(path, "r+b") as file:
         file.seek(random.Random(1).randrange(1 << 20))
         file.write(b"changed")
-    os.utime(path, ns=(1, 1))  # the clock of a file system may be coarse
+    os.utime(path, ns=(mtime, mtime if keeps_mtime else 1))
     with pytest.raises(moeoff.ModelError, match="changed while the model was in use"):
         model_index.check_unchanged()
     path.unlink()
     model_index.check_unchanged()
 
 
-def test_file_changed_while_running(demo, tmp_path):
+@pytest.mark.parametrize("which", ["model", "sidecar"])
+def test_file_changed_while_running(demo, tmp_path, which):
     path = tmp_path / "model.gguf"
     shutil.copy(demo, path)
+    changed = convert(path, tiers="original").path if which == "sidecar" else path
     with moeoff.Llama(str(path), expert_memory="1M", n_ctx=128) as llm:
         assert llm.create_completion("Once", max_tokens=2)["choices"]
-        os.utime(path, ns=(1, 1))
+        os.utime(changed, ns=(1, 1))
         with pytest.raises(moeoff.ModelError, match="changed while the model was in use"):
             llm.create_completion("Once more", max_tokens=2)
 
