@@ -19,7 +19,7 @@ from typing import Any
 from ..budget.dry_load import context_for
 from ..gguf.model_index import ModelIndex
 from ..system.cgroup import memory_cgroup, unavailable
-from ..system.disk import leave_page_cache
+from ..system.disk import cached_bytes, leave_page_cache
 from ..system.machine import n_cores
 from ..system.memory import cgroup_limit, format_size, parse_size
 from .job import MOEOFF, STOCK, Job, Measurement, Sample
@@ -85,10 +85,16 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
     return out
 
 
-def drop_from_page_cache(path: str) -> None:
-    """Forgets what other processes have read of a file: it is no memory of the next one's cgroup, and would be found there all the same."""
+def drop_from_page_cache(path: str) -> str:
+    """Drop what other processes have read of a file: a cgroup does not count it, and the next process would find it.
+
+    Returns:
+        A remark on what stayed, as a process has it mapped; empty if nothing did.
+    """
     with open(path, "rb") as file:
         leave_page_cache(file.fileno(), sync=True)
+    stayed = cached_bytes(path)
+    return f"{format_size(stayed)} of {os.path.basename(path)} were in the page cache and could not be dropped" if stayed else ""
 
 
 # of the options, those that llama_cpp.Llama has, too
@@ -152,10 +158,11 @@ class Grid:
             listener: asked, before each job, for someone to tell of it.
         """
         for job, memory, note in self.jobs():
-            if self.compare_stock:
-                for path in ModelIndex.read(job.model).files:
-                    drop_from_page_cache(path)
-            yield rows(measure(job, listener and listener(job), None if job.engine == MOEOFF else _STOCK_TIMEOUT), memory, note)
+            files = ModelIndex.read(job.model).files if self.compare_stock else ()
+            found = list(map(drop_from_page_cache, files))
+            notes = [note, *(found if job.engine == STOCK else ())]  # only stock reads through the page cache
+            measured = measure(job, listener and listener(job), None if job.engine == MOEOFF else _STOCK_TIMEOUT)
+            yield rows(measured, memory, ", ".join(filter(None, notes)))
 
 
 def _limit(memory: int) -> tuple[int | None, str]:

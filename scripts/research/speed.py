@@ -43,6 +43,7 @@ from moeoff.measure.job import STOCK, BenchTest, Job, Measurement, Sample, rates
 from moeoff.measure.rows import rows
 from moeoff.measure.run import drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup
+from moeoff.system.console import note
 from moeoff.system.machine import n_cores
 from results import HELP, ResultsFile, machine, spread
 from time_parts import Ceiling, other_parts, read_parts, token_parts
@@ -146,12 +147,18 @@ def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
     return out
 
 
+def drop(path: str) -> None:
+    """Drop a file from the page cache, and report what stayed: a run would find it there."""
+    if remark := drop_from_page_cache(path):
+        note(remark)
+
+
 def cold(job: Job, timeout: float) -> Turn:
     """A process of its own, whose files are dropped from the page cache before. timeout: seconds; what is not finished then has failed."""
 
     def turn(_index: int) -> Measurement:
         for path in {*ModelIndex.read(job.model).files, *filter(os.path.exists, [sidecar_path(job.model), str(job.options.get("experts", ""))])}:
-            drop_from_page_cache(path)
+            drop(path)
         return measure(job, timeout=timeout)
 
     return turn
@@ -271,7 +278,7 @@ class Bench:
     def answering(self, limit: int) -> Bench:
         """With the model's own greedy answer to the prompt, which a run in a memory cgroup finds that is not counted: all contenders then decode the same
         tokens, and those whose bits differ do not go another way."""
-        drop_from_page_cache(self.model)
+        drop(self.model)
         job = replace(self.job(limit << 20, memory=within(limit), strategy="lru"), tests=prompt_then_tokens(self.n_prompt, self.n_decode), answer=())
         result = measure(replace(job, probe_seconds=0.0), timeout=TIMEOUT)
         if result.error:
@@ -472,7 +479,7 @@ def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str,
         command += ["--memory", str(within(limit))] if limit else []
 
         def measured(_index: int) -> Measurement:
-            drop_from_page_cache(bench.model)
+            drop(bench.model)
             with memory_cgroup(limit << 20 or EVERYTHING) as group:
                 return from_rows(bench.job(), group.run(command, cwd=folder, env=clean, capture_output=True, text=True))
 

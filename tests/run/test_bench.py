@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
+import mmap
 import re
+import shutil
 import sys
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, 
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.options import TABLE
 from moeoff.system.cgroup import memory_cgroup, unavailable
+from moeoff.system.disk import cached_bytes
 from speed import cold, in_time, prompt_then_tokens, take_turns
 
 
@@ -228,22 +230,18 @@ def test_stock_beside_it(invoke, quick, small):
     assert measurements[4]["avg_ts"] > 0 and (measurements[2]["avg_ts"] or measurements[2]["error"] == KILLED_TEXT)  # which needs the weights twice
 
 
-def test_nothing_is_found_in_the_page_cache(grown):
-    """Stock would run from what others have read, as if it had no limit."""
-
-    def cached() -> bool:
-        with open(grown, "rb") as file:
-            try:
-                return os.preadv(file.fileno(), [bytearray(4096)], 50 << 20, os.RWF_NOWAIT) > 0
-            except BlockingIOError:
-                return False
-
-    with open(grown, "rb") as file:
-        file.read()
-    if not cached():
-        pytest.skip("this file system does not tell what is cached")
-    drop_from_page_cache(grown)
-    assert not cached()
+def test_what_stays_in_the_page_cache_is_reported(demo, tmp_path):
+    """Stock would run from what others have read, as if it had no limit: what is mapped cannot be dropped."""
+    path = shutil.copy(demo, tmp_path / "model.gguf")  # which no other process has mapped
+    if not cached_bytes(path):
+        pytest.skip("this system does not tell what is cached")
+    job = Job(path, tests=(BenchTest(1, 0),), repetitions=1, warm_up=False, options={"n_threads": 1}, probe_seconds=0)
+    grid = Grid(job, {"memory": ["400M"]}, compare_stock=True)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert len(mapped[: len(mapped) // 2 : mmap.PAGESIZE])
+        modes = [row["mode"] for rows in grid.run() for row in rows]
+    assert [bool(re.search(r"\d MiB of model.gguf were in the page cache", mode)) for mode in modes] == [False, True, True]
+    assert drop_from_page_cache(path) == "" and cached_bytes(path) == 0
 
 
 @pytest.mark.cgroup
