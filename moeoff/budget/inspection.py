@@ -165,6 +165,7 @@ class Residence:
         if not (self._n_gpu_layers and devices()):  # what a device computes with is not lent
             least = self._with_batches_of(LEAST)
             lent = max(plan.compute - least.compute, 0) + max(plan.work - least.work, 0) + (0 if full else self._state_lent)
+            lent += RESERVE // 2  # what single tokens leave of it (`ArenaSizer.fit_budget`)
         return min(1.0, max(budget - plan.fixed + self._smaller + lent, plan.arena_floor) / plan.arena_full) if plan.arena_full else 1.0
 
 
