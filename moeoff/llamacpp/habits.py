@@ -43,6 +43,7 @@ _TABLE: tuple[tuple[str, int, str, str, str], ...] = (
     ("run serve", IDLE, "--repack", "", "repacked kernels round differently from those that experts are computed with"),
     ("run serve", IDLE, "-ncmoe --n-cpu-moe", "N", _BUFFER),
     ("run serve", IDLE, "-fitt --fit-target -fitc --fit-ctx", "N", _FITTED),
+    ("run", IDLE, "-cram --cache-ram", "N", "run has one conversation, which stays in the context"),
     ("serve", IDLE, "-dio --direct-io -ndio --no-direct-io --no-host", "", _READ),
     ("serve", IDLE, "--lazy-mode", "MODE", "tables of which tokens read single rows stay on disk anyway"),
     ("serve", IDLE, "--n-cpu-ffn --spec-draft-n-cpu-moe", "N", _BUFFER),

@@ -201,12 +201,13 @@ def test_what_their_logits_take_is_planned(both):
     assert drafting.outputs == (LONGEST_DRAFT + 1) * plain.outputs
 
 
-def test_no_draft_is_longer_than_was_asked_for(demo):
+def test_no_draft_is_longer_than_was_asked_for(demo, monkeypatch):
+    monkeypatch.setattr(DraftLength, "_choose", lambda self, *_: setattr(self, "_best", 5))  # what pays depends on the clock
     with moeoff.Llama(demo, draft=demo, draft_max=2, **OPTIONS) as llm:
-        drafts, lengths = llm._drafts, set()
-        llm._draft_with(lambda tokens: (draft := drafts(tokens), lengths.add(len(draft)))[0])
+        drafts, lengths = llm._drafts, []
+        llm._draft_with(lambda tokens: (draft := drafts(tokens), lengths.append(len(draft)))[0])
         llm.create_completion(PROMPT, temperature=0, max_tokens=100)
-        assert lengths <= {0, 1, 2} and len(lengths) > 1
+        assert max(lengths) == 2
         assert llm.engine.plan.outputs == 3 * Engine(Config.make(demo, **OPTIONS)).planned.outputs
 
 
