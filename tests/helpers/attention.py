@@ -122,6 +122,9 @@ class Attention:
         with kernels(ours):
             assert self._backend.compute(self._graph, n_threads) == ggml_api.SUCCESS
 
+    def work_size(self, n_threads: int) -> int:
+        return ggml_api.work_size(self._graph, n_threads)
+
     def compute_products(self, n_threads: int) -> None:
         assert self._backend.compute(self._products, n_threads) == ggml_api.SUCCESS
 

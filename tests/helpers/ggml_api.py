@@ -28,6 +28,20 @@ class _InitParams(Structure):
     _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
 
 
+class _Plan(Structure):
+    """struct ggml_cplan"""
+
+    _fields_ = [
+        ("work_size", c_size_t),
+        ("work_data", c_void_p),
+        ("n_threads", c_int),
+        ("threadpool", c_void_p),
+        ("abort_callback", c_void_p),
+        ("abort_callback_data", c_void_p),
+        ("use_ref", c_bool),
+    ]
+
+
 class _CpuTraits(Structure):
     """struct ggml_type_traits_cpu"""
 
@@ -101,6 +115,8 @@ _gate_of = _function("moeoff_gate_of", c_void_p, c_void_p)
 _new_graph = _function("ggml_new_graph", c_void_p, c_void_p)
 # void ggml_build_forward_expand(struct ggml_cgraph * cgraph, struct ggml_tensor * tensor);
 _build_forward_expand = _function("ggml_build_forward_expand", None, c_void_p, c_void_p)
+# struct ggml_cplan ggml_graph_plan(const struct ggml_cgraph * cgraph, int n_threads, struct ggml_threadpool * threadpool);
+_graph_plan = _function("ggml_graph_plan", _Plan, c_void_p, c_int, c_void_p)
 # ggml_backend_buffer_t ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_buffer_type_t buft);
 _alloc_ctx_tensors = _function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)
 # ggml_backend_buffer_t ggml_backend_cpu_buffer_from_ptr(void * ptr, size_t size);
@@ -312,6 +328,11 @@ def cube(tensor: Tensor) -> np.ndarray:
     places = [tensor.data + k * tensor.nb[2] + i * tensor.nb[1] for k in range(n_planes) for i in range(n_rows)]
     data = b"".join(ctypes.string_at(place, 4 * n_cols) for place in places)
     return np.frombuffer(data, np.float32 if tensor.type == F32 else np.int32).reshape(n_planes, n_rows, n_cols)
+
+
+def work_size(graph: int, n_threads: int) -> int:
+    """Bytes of the work area that ggml plans for a graph on that many threads."""
+    return _graph_plan(graph, n_threads, None).work_size
 
 
 class Backend:

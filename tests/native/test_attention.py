@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import moeoff
 from helpers.attention import MASKS, Attention, Shape, kernels
-from helpers.files import DEMO
+from helpers.files import DEMO, ROOT
 from helpers.ggml_api import F16, Context
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from moeoff.llamacpp import native
@@ -60,6 +62,30 @@ def test_bits_of_ggml(kind):
         same = expected == computed
         assert same.all(), f"seed {seed}, {shape} on {n_threads} threads: {(~same).sum()} of {same.size} differ"
         assert np.isfinite(expected.view(np.float32)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_area_serves_fewer_threads_than_planned(kind):
+    """OpenMP may give fewer: the work area for n threads is large enough for every smaller number."""
+    for seed in range(N_CASES):
+        rng = np.random.default_rng(seed)
+        shape = random_shape(kind, rng)
+        with Attention(shape, rng) as attention:
+            sizes = [attention.work_size(n_threads) for n_threads in range(1, 65)]
+        assert sizes == sorted(sizes), f"seed {seed}, {shape}"
+
+
+def test_fewer_threads_than_planned(tmp_path):
+    """20 threads are planned and OpenMP gives 12, which take larger parts of the query rows."""
+    program = tmp_path / "fewer.py"
+    program.write_text(
+        "import numpy as np\nfrom helpers.attention import Attention, Shape\n"
+        "with Attention(Shape(128, 128, 4, 8, 20, 256), np.random.default_rng(0)) as a:\n"
+        "    assert (a.bits(20, True) == a.bits(20, False)).all()\n"
+    )
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "12", "PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run([sys.executable, program], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_kernels_are_those_of_this_processor():

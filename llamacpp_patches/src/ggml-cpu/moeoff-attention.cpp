@@ -273,14 +273,19 @@ class query_rows {
     }
 };
 
-// what a thread works in, of so many bytes
-static char * memory_of(const ggml_compute_params * params, size_t bytes) { return (char *) params->wdata + params->ith * GGML_PAD(bytes, CACHE_LINE_SIZE); }
+// the calling thread's part of the work area
+static char * memory_of(const ggml_compute_params * params, size_t bytes) {
+    const size_t padded = GGML_PAD(bytes, CACHE_LINE_SIZE);
+    GGML_ASSERT(params->nth * padded <= params->wsize);
+    return (char *) params->wdata + params->ith * padded;
+}
 
 // A token behind many positions: each thread takes a stretch of them, as ggml shares them out, and all heads; then the stretches are added up.
 static void attend_shared(const ggml_compute_params * params, const attention_op & op) {
     const int     ith = params->ith, nth = params->nth, n_partial = op.dv + 2;
     const size_t  bytes    = query_rows::bytes(op, op.n_heads);
     float *       partials = (float *) ((char *) params->wdata + nth * GGML_PAD(bytes, CACHE_LINE_SIZE));
+    GGML_ASSERT((char *) (partials + (size_t) op.n_heads * nth * n_partial) <= (char *) params->wdata + params->wsize);
     const int64_t stretch  = (op.n_kv + nth - 1) / nth, end = std::min((ith + 1) * stretch, op.n_kv);
     query_rows    rows(op, memory_of(params, bytes), op.n_heads);
     for (int head = 0; head < op.n_heads; head++) {
@@ -487,29 +492,46 @@ class prompt_rows {
 
 // Parts of the rows of a KV head, which the threads take in turn: as large as leaves each thread some.
 struct parts {
-    int n_rows, per_kv_head, n;
+    const int n_all, n_kv_heads; // query rows of a KV head, KV heads of all streams
+    int       n_rows;
 
-    parts(const shape & s, int most, int least) : n_rows(std::min(s.n_rows(), most)) {
-        const int n_kv_heads = s.n_kv_heads * s.n_streams;
-        while (n_rows > 1 && (s.n_rows() + n_rows - 1) / n_rows * n_kv_heads < least) {
-            n_rows = n_rows > 2 * max_rows ? GGML_PAD(n_rows / 2, max_rows) : (n_rows + 1) / 2;
-        }
-        per_kv_head = (s.n_rows() + n_rows - 1) / n_rows;
-        n           = per_kv_head * n_kv_heads;
-    }
+    parts(const shape & s, int most) : n_all(s.n_rows()), n_kv_heads(s.n_kv_heads * s.n_streams), n_rows(std::min(n_all, most)) {}
+
+    int  per_kv_head() const { return (n_all + n_rows - 1) / n_rows; }
+    int  n() const { return per_kv_head() * n_kv_heads; }
+    void halve() { n_rows = n_rows > 2 * max_rows ? GGML_PAD(n_rows / 2, max_rows) : (n_rows + 1) / 2; }
 };
 
-template <class Rows> static parts parts_of(const shape & s, int n_threads) { return parts(s, Rows::most, Rows::parts_per_thread * n_threads); }
+template <class Rows> static parts parts_of(const shape & s, int n_threads) {
+    parts p(s, Rows::most);
+    while (p.n_rows > 1 && p.n() < Rows::parts_per_thread * n_threads) {
+        p.halve();
+    }
+    return p;
+}
+
+// Bytes for any number of threads up to n_threads: OpenMP may give fewer than planned, which then take larger parts.
+template <class Rows> static size_t parts_work_size(const shape & s, int n_threads) {
+    size_t most = 0;
+    for (parts p(s, Rows::most);; p.halve()) {
+        const int n = p.n_rows > 1 ? std::min(p.n() / Rows::parts_per_thread, n_threads) : n_threads; // the most that take parts of this size
+        most = std::max(most, n * (size_t) GGML_PAD(Rows::bytes(s, p.n_rows), CACHE_LINE_SIZE));
+        if (n == n_threads) {
+            return most;
+        }
+    }
+}
 
 template <class Rows> static void attend_parts(const ggml_compute_params * params, const attention_op & op) {
-    const parts p = parts_of<Rows>(op, params->nth);
+    const parts p       = parts_of<Rows>(op, params->nth);
+    const int   n_parts = p.n(), per_kv_head = p.per_kv_head();
     Rows        rows(op, memory_of(params, Rows::bytes(op, p.n_rows)), p.n_rows);
     if (params->ith == 0) {
         ggml_threadpool_chunk_set(params->threadpool, params->nth);
     }
     ggml_barrier(params->threadpool);
-    for (int part = params->ith; part < p.n; part = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        const int  kv_head = part % op.n_kv_heads, of_head = part / op.n_kv_heads % p.per_kv_head, stream = part / op.n_kv_heads / p.per_kv_head;
+    for (int part = params->ith; part < n_parts; part = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        const int  kv_head = part % op.n_kv_heads, of_head = part / op.n_kv_heads % per_kv_head, stream = part / op.n_kv_heads / per_kv_head;
         const int  first = of_head * p.n_rows, n = std::min(p.n_rows, op.n_rows() - first);
         const auto token = [&](int i) { return (first + i) / op.n_group; };
         const auto head  = [&](int i) { return kv_head * op.n_group + (first + i) % op.n_group; };
@@ -527,12 +549,12 @@ template <class Rows> static void attend_parts(const ggml_compute_params * param
 
 size_t attention_work_size(int n_threads, const ggml_tensor * op) {
     const shape  s(op);
-    const size_t reference = (s.dk + 2 * s.dv) * sizeof(float) + CACHE_LINE_SIZE; // of ggml, which computes where it is asked for its reference
-    const size_t bytes     = s.is_shared() ? query_rows::bytes(s, s.n_heads)
-                           : s.is_prompt() ? prompt_rows::bytes(s, parts_of<prompt_rows>(s, n_threads).n_rows)
-                                           : query_rows::bytes(s, parts_of<query_rows>(s, n_threads).n_rows);
-    const size_t partials = s.is_shared() ? (size_t) s.n_heads * (s.dv + 2) * sizeof(float) : 0;
-    return n_threads * (GGML_PAD(std::max(bytes, reference), CACHE_LINE_SIZE) + partials);
+    const size_t n         = n_threads;
+    const size_t reference = n * ((s.dk + 2 * s.dv) * sizeof(float) + CACHE_LINE_SIZE); // of ggml, which computes where it is asked for its reference
+    const size_t bytes     = s.is_shared() ? n * (GGML_PAD(query_rows::bytes(s, s.n_heads), CACHE_LINE_SIZE) + s.n_heads * (s.dv + 2) * sizeof(float))
+                           : s.is_prompt() ? parts_work_size<prompt_rows>(s, n_threads)
+                                           : parts_work_size<query_rows>(s, n_threads);
+    return std::max(bytes, reference);
 }
 
 bool attention(const ggml_compute_params * params, ggml_tensor * op) {

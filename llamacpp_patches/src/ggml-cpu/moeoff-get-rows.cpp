@@ -131,7 +131,8 @@ void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
     const int32_t id   = (int32_t) (view->view_offs / rows.info.nbytes);
     uint8_t *     work = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, page_size);
     uint8_t *     row  = work + rows.read_bytes();
-    std::string   error;
+    GGML_ASSERT(row + rows.info.nbytes <= (uint8_t *) params->wdata + params->wsize);
+    std::string error;
     if (!rows.read(&id, 1, row, work, 1, [](size_t) {}, error)) {
         reserved_store(view->view_src).fail(graph_of_this_thread(), error.c_str());
     } else if (const auto to_float = ggml_get_type_traits(view->type)->to_float) {
