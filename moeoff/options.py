@@ -528,6 +528,9 @@ class ServerOptions(Options):
     alias: str | None = _server("-a", "--alias", metavar="NAME", server="--alias", group="", help="What /v1/models calls the model. Default: its file name.")
     cors: tuple[str, ...] = _server("--cors", metavar="ORIGIN", multiple=True, default=(), server="--cors-origins",
                                     help="Allow requests from web pages of this origin, e.g. https://example.org or *; may be repeated.")  # fmt: skip
+    allowed_hosts: tuple[str, ...] = _server("--allowed-hosts", metavar="NAME", multiple=True, default=(), server="",
+                                             help="Answer requests that give this name as their Host, or * for any name, when no API key is "
+                                                  "set and only this machine can connect; may be repeated.")  # fmt: skip
     cache_ram: int | None = _server("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, server="",
                                     help="Prompt cache: memory for prompts outside the context, part of --memory; -1: all that the experts can do "
                                          "without. Default: at most an eighth of what experts would have, and what they cannot use.")  # fmt: skip
@@ -544,12 +547,24 @@ class ServerOptions(Options):
     args: tuple[str, ...] = ()
 
     @property
+    def has_key(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_key or self.api_key_file or os.environ.get("LLAMA_API_KEY"))  # llama-server reads that one
+
+    @property
     def open_to(self) -> str | None:
         """The first address from which other machines may send requests without a key, if there is one."""
-        if self.api_key or self.api_key_file or os.environ.get("LLAMA_API_KEY"):  # llama-server reads that one
-            return None
-        hosts = [host.strip() for host in self.host.split(",")]
+        hosts = () if self.has_key else (host.strip() for host in self.host.split(","))
         return next((host for host in hosts if not (host.endswith(".sock") or host in ("localhost", "::1", "") or host.startswith("127."))), None)
+
+    @property
+    def sites(self) -> tuple[str, ...] | None:
+        """Names beside the loopback interface's that requests may give as Host or Origin; None: any name.
+
+        A web page can point a name of its own at 127.0.0.1 (DNS rebinding). A key stops it, and a server that other machines may use has names that it
+        does not know.
+        """
+        return None if self.has_key or self.open_to or "*" in self.allowed_hosts else self.allowed_hosts
 
 
 TABLE: dict[str, Option] = {name: line for kind in (Config, Precision, Sampling, ServerOptions) for name, line in table_of(kind).items()}

@@ -258,6 +258,7 @@ class ServerHooks(Structure):
         ("find_prompt", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_int32, POINTER(Prompt))),
         ("read_prompt", CFUNCTYPE(c_int, POINTER(Prompt))),
         ("fill_cells", CFUNCTYPE(None, c_int32)),
+        ("allowed_hosts", c_char_p),
         ("page", c_char_p),
     ]
 

@@ -339,6 +339,7 @@ class Server:
                 ending=ctypes.pointer(self._ending),
                 expert_uses=engine.experts_per_token,
                 page=_PAGE.read_bytes(),
+                allowed_hosts=None if (sites := self._options.sites) is None else ",".join(sites).encode(),
                 **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._on_request},
             )
             self._lib.moeoff_serve(len(argv), c_arguments(argv), ctypes.byref(calls))

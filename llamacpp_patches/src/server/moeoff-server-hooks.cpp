@@ -224,8 +224,11 @@ server_progress::server_progress(const server_decode & decode, std::function<voi
     try {
         thread = std::thread([this, &decode, tell] {
             std::unique_lock<std::mutex> lock(mutex);
-            while (!ends.wait_for(lock, std::chrono::milliseconds(250), [this] { return ended; })) {
-                tell(decode.computed());
+            try {
+                while (!ends.wait_for(lock, std::chrono::milliseconds(250), [this] { return ended; })) {
+                    tell(decode.computed());
+                }
+            } catch (const std::exception &) { // progress is no reason to end the process: the client gets none
             }
         });
     } catch (const std::system_error &) { // the system gives this process no more threads
@@ -277,10 +280,10 @@ void server_loan::require(int64_t more) {
 static const int64_t                          IN_RESERVE = 10 << 16; // bytes that a request may take as it likes
 static thread_local server_request_memory * request    = nullptr;
 
-// llama-server copies a body ten times before it is answered: as text, as JSON, and on its way from one to the other. Values of JSON take
-// memory of their own, each list and object more: a megabyte of brackets would take hundreds.
+// Beside the body itself, which server_body has weighed, llama-server makes nine copies before it answers: as text, as JSON, and on the way
+// from one to the other. Values of JSON take memory of their own, each list and object more: a megabyte of brackets would take hundreds.
 server_request_memory::server_request_memory(const std::string & body) : outer(request) {
-    int64_t nbytes = 10 * (int64_t) body.size();
+    int64_t nbytes = 9 * (int64_t) body.size();
     for (const char c : body) {
         nbytes += c == '[' || c == '{' ? 256 : c == ':' ? 288 : c == ',' ? 96 : 0;
     }

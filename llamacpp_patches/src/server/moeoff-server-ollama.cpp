@@ -615,6 +615,7 @@ void server_add_ollama_routes(const server_http_context & http, const server_rou
     const auto guarded = [](handler_t handler) -> handler_t {
         return [handler = std::move(handler)](const server_http_req & req) -> server_http_res_ptr {
             try {
+                const server_request_memory memory(req.body);
                 return handler(req);
             } catch (const std::exception & e) {
                 return answer_with(error_of(json(std::string(e.what()))), 400);

@@ -92,6 +92,10 @@ struct moeoff_server_hooks {
     // States of so many tokens are about to be written into the context, not by a decode: they take cells of its KV cache as a batch of them would.
     void (*fill_cells)(int32_t n_tokens);
 
+    // Names, separated by commas, that requests may give as Host or Origin beside those of the loopback interface.
+    // Null: any name.
+    const char * allowed_hosts;
+
     const char * page; // what GET /moeoff answers, without a key: HTML that holds nothing of anybody's
 };
 
