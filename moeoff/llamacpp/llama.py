@@ -605,6 +605,8 @@ class PatchedLlama(_AnyLlama):
         self._ctx.kv_cache_seq_rm(-1, n, -1)
         self.decode_batch(tokens, n)
         self.input_ids[n : n + len(tokens)] = tokens
+        if self._logits_all:
+            self.scores[n : n + len(tokens)] = self.batch_logits(len(tokens))
         self.n_tokens, self._requires_eval = n + len(tokens), False
 
     def _forget_behind(self, n: int) -> None:

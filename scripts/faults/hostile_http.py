@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +29,13 @@ KEY = "a-long-secret-key-" + "k" * 30
 MEMORY = 400 << 20
 SECONDS = 60  # for what comes by itself, on a machine that is busy
 CASES: dict[str, Callable] = {}
+# every route that takes a body
+POSTED = ["/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions", "/v1/chat/completions/control", "/v1/responses",
+          "/responses", "/v1/audio/transcriptions", "/audio/transcriptions", "/v1/messages", "/infill", "/embedding", "/embeddings", "/v1/embeddings", "/rerank",
+          "/reranking", "/v1/rerank", "/v1/reranking", "/tokenize", "/detokenize", "/apply-template", "/chat/completions/input_tokens",
+          "/v1/chat/completions/input_tokens", "/responses/input_tokens", "/v1/responses/input_tokens", "/v1/messages/count_tokens", "/lora-adapters", "/props",
+          "/slots/0", "/v1/streams/lookup", "/cors-proxy", "/tools", "/api/chat", "/api/generate", "/api/show", "/api/embed", "/api/embeddings", "/api/pull",
+          "/api/push", "/api/create", "/api/copy", "/api/delete"]  # fmt: skip
 
 
 @dataclass
@@ -68,6 +76,11 @@ class Target:
             while len(out) < 1 << 20 and (piece := connection.recv(65536)):
                 out += piece
         return out
+
+
+def deep_body(key: str, depth: int) -> bytes:
+    """A body with so many nested lists."""
+    return b'{"%b": %b%b}' % (key.encode(), b"[" * depth, b"]" * depth)
 
 
 def case(function: Callable[[Target], str]) -> Callable[[Target], str]:
@@ -166,6 +179,43 @@ def bad_text(target: Target) -> str:
 
 
 @case
+def deep_bodies(target: Target) -> str:
+    """150,000 nested lists and objects, whole and cut, on every route: refused, and the server stays"""
+    codes = []
+    for path in POSTED:
+        for key in ("messages", "input", "prompt", "tools", "json_schema"):
+            codes.append(target.post(path, deep_body(key, 150_000)).status_code)
+        codes.append(target.post(path, b'{"a": ' * 150_000).status_code)
+    assert all(400 <= code < 600 for code in codes if code != 200) and codes.count(200) == 6, codes  # of /tools, which reads no body
+    return f"{len(codes)} requests: {', '.join(f'{codes.count(code)} x {code}' for code in sorted(set(codes)))}"
+
+
+@case
+def unfinished_bodies(target: Target) -> str:
+    """6 bodies of 90 MB that lack their end, announced and in chunks, and 300 of 1 MB: others are answered meanwhile, and memory stays in its budget"""
+    codes = []
+    for n, nbytes, chunked in ((6, 90 << 20, False), (6, 90 << 20, True), (300, 1 << 20, False)):
+        head = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {nbytes}"
+        piece = b"x" * (1 << 18)
+        framed = b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece
+        with contextlib.ExitStack() as stack:
+            for _ in range(n):
+                connection = stack.enter_context(socket.create_connection(target.address, timeout=SECONDS))
+                with contextlib.suppress(OSError):
+                    connection.sendall(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n{head}\r\n\r\n".encode())
+                    for _ in range(nbytes // len(piece) - 1):
+                        connection.sendall(framed)
+                connection.setblocking(False)
+                reply = b""
+                with contextlib.suppress(OSError):
+                    reply = connection.recv(4096)
+                codes.append(reply[9:12].decode() or "reads on")
+            target.answer()
+    assert set(codes) <= {"413", "reads on"}, codes
+    return ", ".join(f"{codes.count(code)} x {code}" for code in sorted(set(codes)))
+
+
+@case
 def templates_in_requests(target: Target) -> str:
     """a chat template of the request's own is not run, or ends"""
     bomb = "{% for i in range(100000) %}{% for j in range(100000) %}{% for k in range(100000) %}x{% endfor %}{% endfor %}{% endfor %}"
@@ -234,6 +284,30 @@ def other_origins(target: Target) -> str:
                 reply = client.request(method, path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, json=body)
                 assert "access-control-allow-origin" not in reply.headers, (origin, dict(reply.headers))
     return ""
+
+
+@case
+def foreign_hosts(target: Target) -> str:
+    """a server without a key answers no name but the machine's own: a page that points its name at 127.0.0.1 gets nothing"""
+    code = f"""
+import moeoff, signal
+with moeoff.Server({DEMO!r}, port=0, expert_memory="4M", n_ctx=512, parallel=1) as server:
+    print(server.url, flush=True)
+    signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url, codes = process.stdout.readline().strip(), []
+            for name in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "", "[::2]", "2130706433", "0x7f.1"):
+                for method, path in (("GET", "/v1/models"), ("POST", "/completion"), ("OPTIONS", "/completion"), ("GET", "/health"), ("GET", "/moeoff")):
+                    headers = [{"Host": name}, {"Origin": f"http://{name}"}]
+                    codes += [httpx.request(method, url + path, headers=one, timeout=SECONDS).status_code for one in headers]
+            assert set(codes) == {403}, codes
+            assert httpx.get(f"{url}/v1/models", headers={"Host": "localhost"}, timeout=SECONDS).status_code == 200
+        finally:
+            process.kill()
+    return f"{len(codes)} requests"
 
 
 @case
