@@ -23,14 +23,26 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def served(demo):
-    with Service(demo, expert_memory=4 << 20, n_ctx=512, embedding=True, allowed_hosts=["model.home"], cors=["https://app.example"]) as server:
+    with Service(
+        demo,
+        expert_memory=4 << 20,
+        n_ctx=512,
+        embedding=True,
+        allowed_hosts=["model.home"],
+        cors=["https://app.example"],
+    ) as server:
         yield server
         assert server.process.poll() is None
 
 
 def post(server: Service, path: str, body: object, **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(server.url + path, content=content, headers={"Content-Type": "text/plain"} | headers, timeout=300)
+    return httpx.post(
+        server.url + path,
+        content=content,
+        headers={"Content-Type": "text/plain"} | headers,
+        timeout=300,
+    )
 
 
 @pytest.mark.parametrize("path", POSTED)
@@ -45,7 +57,14 @@ def test_refuses_deep_json_on_every_route(served, path):
 
 def test_depth_limit(served):
     """Brackets inside strings do not count."""
-    for path in ("/completion", "/api/chat", "/api/embed", "/v1/responses", "/v1/messages", "/tokenize"):
+    for path in (
+        "/completion",
+        "/api/chat",
+        "/api/embed",
+        "/v1/responses",
+        "/v1/messages",
+        "/tokenize",
+    ):
         refused, read = (post(served, path, deep_body("input", depth)) for depth in (512, 511))
         assert refused.status_code == 400 and "expected at most 512 levels" in refused.text and "512 levels" not in read.text
     assert post(served, "/tokenize", {"content": "[" * 2000 + '\\"' + "{" * 2000}).status_code == 200
@@ -67,7 +86,15 @@ def test_hostile_schemas_end_no_server(served, name):
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     for path, body in (
         ("/completion", {"prompt": "x", "n_predict": 2, "json_schema": schema}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "tools": [tool], "tool_choice": "required"}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "max_tokens": 2,
+                "tools": [tool],
+                "tool_choice": "required",
+            },
+        ),
     ):
         assert post(served, path, body).status_code in (200, 400, 500)
     assert served.process.poll() is None
@@ -77,7 +104,11 @@ def test_types_of_shared_references_are_computed_once(served):
     """Each level refers twice to the next: 60 levels took years."""
     levels = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)} | {"a60": {"type": "string"}}
     parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": levels}
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+    }
     assert post(served, "/v1/chat/completions", body).status_code in (200, 400)
 
 
@@ -133,7 +164,14 @@ def test_a_client_reads_why_its_body_is_refused(demo):
             assert answer.status_code == 413 and "--memory" in answer.json()["error"]["message"]
         files = {"file": ("a.wav", b"x" * (90 * MIB))}
         assert httpx.post(f"{server.url}/v1/audio/transcriptions", files=files, timeout=300).status_code == 413
-        assert httpx.post(f"{server.url}/v1/audio/transcriptions", files={"file": ("a.wav", b"RIFF")}, timeout=300).status_code == 501
+        assert (
+            httpx.post(
+                f"{server.url}/v1/audio/transcriptions",
+                files={"file": ("a.wav", b"RIFF")},
+                timeout=300,
+            ).status_code
+            == 501
+        )
 
 
 # --- sites ---
@@ -160,8 +198,19 @@ def test_only_local_sites_are_answered(served, name, allowed):
 
 
 def test_pages_of_other_sites_are_not_answered(served):
-    allowed = ("http://localhost:3000", "http://127.0.0.1", "https://model.home", "https://app.example")
-    for origin in (*allowed, "https://evil.example", "null", "https://localhost.evil.example", "file://"):
+    allowed = (
+        "http://localhost:3000",
+        "http://127.0.0.1",
+        "https://model.home",
+        "https://app.example",
+    )
+    for origin in (
+        *allowed,
+        "https://evil.example",
+        "null",
+        "https://localhost.evil.example",
+        "file://",
+    ):
         code, text = ask(served.url, Origin=origin)
         assert code == (200 if origin in allowed else 403), origin
         assert origin in allowed or ("--cors" in text and "--api-key" in text)
@@ -180,7 +229,11 @@ def test_clients_without_a_host_are_answered(served):
 @pytest.mark.parametrize("options", [{"api_key": "none"}, {"host": "0.0.0.0"}, {"allowed_hosts": ["*"]}])
 def test_what_opens_a_server_to_every_name(demo, options):
     with Service(demo, expert_memory=4 << 20, n_ctx=256, **options) as server:
-        headers = {"Host": "evil.example", "Origin": "https://evil.example", "Authorization": "Bearer none"}
+        headers = {
+            "Host": "evil.example",
+            "Origin": "https://evil.example",
+            "Authorization": "Bearer none",
+        }
         assert ask(server.url.replace("0.0.0.0", "127.0.0.1"), **headers)[0] == 200
 
 

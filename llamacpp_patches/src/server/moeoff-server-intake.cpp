@@ -79,7 +79,8 @@ bool server_refuses_site(const httplib::Request & req, httplib::Response & res, 
 
 namespace {
 
-const int64_t IN_RESERVE = 640 << 10; // bytes that all bodies together may take without borrowing, as one request may
+const int64_t FREE       = 16 << 10;  // bytes of each body that are not weighed: large bodies must not keep out small ones
+const int64_t IN_RESERVE = 640 << 10; // bytes that all bodies together may take beyond that without borrowing, as one request may
 const int64_t STEP       = 1 << 20;   // bytes that are borrowed at a time
 const size_t  MAX_GROWTH = 16 << 20;  // bytes by which a body's capacity grows at most
 
@@ -105,12 +106,14 @@ bool resize_bodies(int64_t more) {
 class body_memory {
   public:
     body_memory() = default;
-    ~body_memory() { resize_bodies(-nbytes); }
+    ~body_memory() { charge(-nbytes); }
     body_memory(const body_memory &)             = delete;
     body_memory & operator=(const body_memory &) = delete;
 
+    // Moves the memory of this body by so many bytes; false if the budget does not have them.
     bool charge(int64_t more) {
-        const bool fits = resize_bodies(more);
+        const int64_t weighed = std::max(nbytes + more - FREE, (int64_t) 0) - std::max(nbytes - FREE, (int64_t) 0);
+        const bool    fits    = weighed == 0 || resize_bodies(weighed);
         nbytes += fits ? more : 0;
         return fits;
     }
