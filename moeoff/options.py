@@ -528,9 +528,14 @@ class ServerOptions(Options):
     alias: str | None = _server("-a", "--alias", metavar="NAME", server="--alias", group="", help="What /v1/models calls the model. Default: its file name.")
     cors: tuple[str, ...] = _server("--cors", metavar="ORIGIN", multiple=True, default=(), server="--cors-origins",
                                     help="Allow requests from web pages of this origin, e.g. https://example.org or *; may be repeated.")  # fmt: skip
-    allowed_hosts: tuple[str, ...] = _server("--allowed-hosts", metavar="NAME", multiple=True, default=(), server="",
-                                             help="Answer requests that give this name as their Host, or * for any name, when no API key is "
-                                                  "set and only this machine can connect; may be repeated.")  # fmt: skip
+    allowed_hosts: tuple[str, ...] = _server(
+        "--allowed-hosts",
+        metavar="NAME",
+        multiple=True,
+        default=(),
+        server="",
+        help="Also answer requests whose Host header has this name (*: any name) when there is no API key and only this machine can connect; may be repeated.",
+    )
     cache_ram: int | None = _server("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, server="",
                                     help="Prompt cache: memory for prompts outside the context, part of --memory; -1: all that the experts can do "
                                          "without. Default: at most an eighth of what experts would have, and what they cannot use.")  # fmt: skip
@@ -548,8 +553,9 @@ class ServerOptions(Options):
 
     @property
     def has_key(self) -> bool:
-        """Whether requests need a key."""
-        return bool(self.api_key or self.api_key_file or os.environ.get("LLAMA_API_KEY"))  # llama-server reads that one
+        """Return True if requests need a key."""
+        # llama-server reads the variable
+        return bool(self.api_key or self.api_key_file or os.environ.get("LLAMA_API_KEY"))
 
     @property
     def open_to(self) -> str | None:
@@ -559,12 +565,14 @@ class ServerOptions(Options):
 
     @property
     def sites(self) -> tuple[str, ...] | None:
-        """Names beside the loopback interface's that requests may give as Host or Origin; None: any name.
+        """Return the names that requests may give as Host or Origin besides the loopback names.
 
-        A web page can point a name of its own at 127.0.0.1 (DNS rebinding). A key stops it, and a server that other machines may use has names that it
-        does not know.
+        None allows any name. A web page can point a name of its own at 127.0.0.1 (DNS
+        rebinding). An API key stops that page, and a server that other machines reach does
+        not know its own names.
         """
-        return None if self.has_key or self.open_to or "*" in self.allowed_hosts else self.allowed_hosts
+        is_open = self.has_key or self.open_to or "*" in self.allowed_hosts
+        return None if is_open else self.allowed_hosts
 
 
 TABLE: dict[str, Option] = {name: line for kind in (Config, Precision, Sampling, ServerOptions) for name, line in table_of(kind).items()}

@@ -333,13 +333,14 @@ class Server:
             pipe = ErrorPipe() if not logs and "--log-disable" not in args else None
             argv = [*self._argv, *(["--log-file", pipe.path] if pipe else [])]
             overrides = self._loading.enter_context(engine.loading())  # of this thread, which loads
+            sites = self._options.sites
             calls = hooks(
                 buffer=engine.buffer.handle,
                 overrides=overrides.address,
                 ending=ctypes.pointer(self._ending),
                 expert_uses=engine.experts_per_token,
                 page=_PAGE.read_bytes(),
-                allowed_hosts=None if (sites := self._options.sites) is None else ",".join(sites).encode(),
+                allowed_hosts=None if sites is None else ",".join(sites).encode(),
                 **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._on_request},
             )
             self._lib.moeoff_serve(len(argv), c_arguments(argv), ctypes.byref(calls))

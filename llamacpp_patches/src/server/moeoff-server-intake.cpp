@@ -23,10 +23,12 @@ static void refuse(httplib::Response & res, int status, const char * type, const
 // sites
 //
 
-// Returns the lower-case host of "host", "host:port" or "[address]:port".
+// Returns the lower-case host of "host", "host:port" or "[address]:port"; of anything else all of it.
 static std::string host_name(std::string site) {
-    const size_t end = site.compare(0, 1, "[") == 0 ? site.find(']') + 1 : site.find(':');
-    site.resize(std::min(site.size(), end == 0 ? site.size() : end));
+    const size_t end = site.find_last_not_of("0123456789");
+    if (end != std::string::npos && site[end] == ':' && (site.find(':') == end || site[end - 1] == ']')) {
+        site.resize(end);
+    }
     std::transform(site.begin(), site.end(), site.begin(), [](unsigned char c) { return std::tolower(c); });
     return site;
 }
@@ -43,7 +45,8 @@ static bool is_allowed(const std::string & site) {
         return true;
     }
     const auto allowed = string_split<std::string>(server_host()->allowed_hosts, ',');
-    return std::any_of(allowed.begin(), allowed.end(), [&](const std::string & one) { return !one.empty() && host_name(one) == name; });
+    return std::any_of(allowed.begin(), allowed.end(),
+                       [&](const std::string & one) { return !one.empty() && host_name(one) == name; });
 }
 
 // A web page can point a name of its own at 127.0.0.1. The browser then takes this server for a part of that site, but
@@ -52,7 +55,8 @@ bool server_refuses_site(const httplib::Request & req, httplib::Response & res, 
     if (!server_has_host() || server_host()->allowed_hosts == nullptr) {
         return false;
     }
-    static const char * const WHY = " is refused: without an API key this server answers local sites only; restart it with --api-key, or with ";
+    static const char * const WHY = " is refused: without an API key this server answers local sites only; "
+                                    "restart it with --api-key, or with ";
 
     const auto origins = string_split<std::string>(cors_origins, ',');
     for (const auto & [key, value] : req.headers) {
@@ -79,8 +83,8 @@ bool server_refuses_site(const httplib::Request & req, httplib::Response & res, 
 
 namespace {
 
-const int64_t FREE       = 16 << 10;  // bytes of each body that are not weighed: large bodies must not keep out small ones
-const int64_t IN_RESERVE = 640 << 10; // bytes that all bodies together may take beyond that without borrowing, as one request may
+const int64_t FREE       = 16 << 10;  // bytes of each body that are not weighed: large ones must not keep out small ones
+const int64_t IN_RESERVE = 640 << 10; // bytes beyond these that all bodies together take without borrowing
 const int64_t STEP       = 1 << 20;   // bytes that are borrowed at a time
 const size_t  MAX_GROWTH = 16 << 20;  // bytes by which a body's capacity grows at most
 
@@ -94,8 +98,11 @@ bool resize_bodies(int64_t more) {
     const int64_t nbytes = bodies_nbytes + more;
     const int64_t lent   = nbytes > IN_RESERVE ? (nbytes + STEP - 1) / STEP * STEP : 0;
     char          text[1024];
-    if (lent != bodies_lent && server_has_host() && server_host()->borrow(lent - bodies_lent, text, sizeof(text)) != 0 && more > 0) {
-        return false;
+    if (lent != bodies_lent && server_has_host()) {
+        const bool refused = server_host()->borrow(lent - bodies_lent, text, sizeof(text)) != 0;
+        if (refused && more > 0) {
+            return false;
+        }
     }
     bodies_nbytes = nbytes;
     bodies_lent   = lent;
@@ -161,7 +168,8 @@ bool server_body::read(const httplib::Request & req, httplib::Response & res, co
         done = fits && reader(
             [&](const httplib::FormData & file) {
                 if (file.filename.empty()) {
-                    part = &form.fields.emplace(file.name, httplib::FormField{file.name, "", file.headers})->second.content;
+                    const httplib::FormField field{file.name, "", file.headers};
+                    part = &form.fields.emplace(file.name, field)->second.content;
                 } else {
                     part = &form.files.emplace(file.name, file)->second.content;
                 }
