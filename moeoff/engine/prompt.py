@@ -15,6 +15,7 @@ from ..errors import ContextError, ModelError, OptionError, WriteError
 from ..experts.sidecar import Hasher
 from ..gguf.file import LONGEST_TEMPLATE, FileState, ModelFile
 from ..llamacpp import templates
+from ..llamacpp.llama import build_identity
 from ..system.files import atomic_file, open_file
 from ..system.memory import MIB
 
@@ -121,8 +122,12 @@ _NO_EFFECT = frozenset("model_path memory max_loss n_ctx n_threads n_threads_bat
                        "trace context_shift n_keep numa verbose direct_io gate_input replay precision llama_cpp seed chat_format".split())  # fmt: skip
 
 
+_HALVES = (None, "f16")  # types of the KV cache
+
+
 def state_identity(engine: Engine, *facts: object) -> bytes:
-    """16 bytes that are equal where a computed prompt means the same: of the model, the precision in use, and every option that changes a state.
+    """Return 16 bytes that are equal where a computed prompt means the same: a digest of the build and its CPU level, the model, the precision in use, and
+    every option that changes a state.
 
     What is left open is what no option says: the micro-batch where it is chosen by memory and disk, and who shared a batch.
 
@@ -138,7 +143,10 @@ def state_identity(engine: Engine, *facts: object) -> bytes:
     # with ctime: a file may be overwritten and get its old mtime
     model = [engine.model_index.identity, *(state.ctime_ns for state in engine.model_index.states)]
     precision = [quality.source.tier, repr(quality.precision), sidecar.identity if sidecar else 0]
-    return hashlib.blake2b(json.dumps([__version__, model, precision, options, adapter, *facts]).encode(), digest_size=16).digest()
+    # ggml's threads share the positions that a token attends to, if keys and values are halves, and add up in that order
+    splits = config.flash_attn and config.type_k in _HALVES and config.type_v in _HALVES
+    parts = [__version__, *build_identity(), splits and config.keywords["n_threads"], model, precision, options, adapter, *facts]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
 
 
 def file_state(path: str | os.PathLike[str]) -> list[object]:

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,6 +60,12 @@ llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type:
 T = TypeVar("T")
 
 lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
+
+
+def build_identity() -> tuple[str, str]:
+    """Return a digest of the libraries that compute, and llama.cpp's list of the CPU features in use: others round differently."""
+    return machine.libraries_digest(Path(lib._name).parent), api.llama_print_system_info().decode()
+
 
 # keyword arguments of llama_cpp.Llama, and their defaults
 KEYWORDS = {name: p.default for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import os
 import platform
@@ -53,6 +54,24 @@ def load_from(folder: Path) -> str | None:
     if level != lowest:
         ctypes.CDLL(str(folder / level / _BACKEND))
     return level
+
+
+@functools.cache
+def libraries_digest(folder: Path) -> str:
+    """Return a digest of llama.cpp's libraries, and of the CPU backend that was chosen.
+
+    Args:
+        folder: Folder of the libraries. A file over 64 MiB, as a GPU backend, counts by its size and time of change.
+    """
+    whole = hashlib.blake2b(str(LEVEL).encode(), digest_size=16)
+    for path in sorted([*folder.glob("libggml*"), *folder.glob("libllama.*")]):
+        chosen = folder / str(LEVEL) / path.name
+        path = chosen if chosen.exists() else path
+        state = path.stat()
+        small = state.st_size <= 64 << 20
+        content = path.read_bytes() if small else f"{state.st_size} {state.st_mtime_ns}".encode()
+        whole.update(path.name.encode() + content)
+    return whole.hexdigest()
 
 
 def supported(folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 
 import moeoff
 from helpers.attention import DEMO_IN_F32
+from moeoff.engine import prompt
 from moeoff.engine.engine import Engine
 from moeoff.engine.prompt import PromptCache, state_identity
 from moeoff.errors import ModelError
@@ -18,6 +19,7 @@ from moeoff.experts.convert import convert
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config, ServerOptions
 from moeoff.server.prompts_on_disk import identity
+from moeoff.system import machine
 
 OPTIONS = {"n_ctx": 256, "expert_memory": "4M"}
 OTHERS = {
@@ -84,6 +86,45 @@ def test_servers(model, changed):
     others = [of(changed), of(draft=changed), of(kv_unified=False), of(args=("--control-vector", "x.gguf")), of(long_factors=True, n_ctx=256),
               of(long_factors=True, n_ctx=512), *(of(**other) for name, other in OTHERS.items() if name != "context")]  # fmt: skip
     assert len({same, *others}) == 1 + len(others)
+
+
+def test_threads_count_where_they_share_positions(model):
+    """ggml's threads add up a token's attention to halves in an order that their number decides."""
+
+    def of(**options) -> bytes:
+        return state_identity(Engine(Config.make(model, **OPTIONS | options)))
+
+    assert of(flash_attn=True, n_threads=2) != of(flash_attn=True, n_threads=3)
+    for options in ({}, {"flash_attn": True, "type_k": "q8_0"}, {"flash_attn": True, "type_v": "q8_0"}):
+        assert of(n_threads=2, **options) == of(n_threads=3, **options)
+
+
+def test_another_build_or_level_is_another_computation(tmp_path, monkeypatch):
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        (folder / "high").mkdir(parents=True)
+        for name in ("libggml-base.so", "libggml-cpu.so", "libllama.so", "high/libggml-cpu.so"):
+            (folder / name).write_text(name)
+    (folders[1] / "libllama.so").write_text("another")
+    (folders[2] / "high/libggml-cpu.so").write_text("another")
+
+    def digests(level: str | None) -> list[str]:
+        monkeypatch.setattr(machine, "LEVEL", level)
+        machine.libraries_digest.cache_clear()
+        return [machine.libraries_digest(folder) for folder in folders]
+
+    plain, high = digests(None), digests("high")
+    machine.libraries_digest.cache_clear()
+    assert plain[0] == plain[2] != plain[1] and len({*plain, *high}) == 5
+
+
+def test_the_identity_has_the_build(model, monkeypatch):
+    def of() -> bytes:
+        return state_identity(Engine(Config.make(model, **OPTIONS)))
+
+    before = of()
+    monkeypatch.setattr(prompt, "build_identity", lambda: ("another", "AVX2 = 0"))
+    assert of() != before
 
 
 def test_a_model_that_was_written_to(model):
