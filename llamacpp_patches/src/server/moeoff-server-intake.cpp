@@ -83,7 +83,7 @@ bool server_refuses_site(const httplib::Request & req, httplib::Response & res, 
 
 namespace {
 
-const int64_t FREE       = 16 << 10;  // bytes of each body that are not weighed: large ones must not keep out small ones
+const int64_t FREE       = 16 << 10;  // bytes of each body that are not weighed: large ones must not keep out others
 const int64_t IN_RESERVE = 640 << 10; // bytes beyond these that all bodies together take without borrowing
 const int64_t STEP       = 1 << 20;   // bytes that are borrowed at a time
 const size_t  MAX_GROWTH = 16 << 20;  // bytes by which a body's capacity grows at most
@@ -135,7 +135,12 @@ class body_memory {
         if (!charge((int64_t) capacity)) {
             return false;
         }
-        text.reserve(capacity);
+        {
+            std::string moved; // text.reserve() would double the capacity
+            moved.reserve(capacity);
+            moved.append(text);
+            text.swap(moved);
+        }
         if (old > in_place) {
             charge(-(int64_t) old);
         }
