@@ -80,6 +80,14 @@ def demo(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """What models leave in the cache folder, as rates and prompts, is no other worker's, nor the user's. Builds stay where they are."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("MOEOFF_CACHE", str(usual / "moeoff"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def package_data_stay():
     """Nothing that a test runs leaves a file beside the demo model itself."""
     before = {path.name: path.stat().st_mtime_ns for path in DEMO.parent.iterdir()}
@@ -88,28 +96,24 @@ def package_data_stay():
 
 
 @pytest.fixture(scope="session")
-def moeoff_command(tmp_path_factory):
-    """Runs the installed command, with a cache folder of its own; returns the finished process with text output."""
-    cache = str(tmp_path_factory.mktemp("cache"))
+def moeoff_command():
+    """Runs the installed command; returns the finished process with text output."""
 
     def run(*args: str, timeout: float = 600, **kwargs) -> subprocess.CompletedProcess:
-        kwargs.setdefault("env", os.environ | {"XDG_CACHE_HOME": cache})
         return subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **kwargs)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def invoke(tmp_path_factory):
+def invoke():
     """Runs the command in this process, in a fraction of the time that one of its own takes; returns what `moeoff_command` does."""
     from click.testing import CliRunner
 
     from moeoff.cli.main import main
 
-    cache = str(tmp_path_factory.mktemp("cache"))
-
     def run(*args: str, text: str | None = None) -> subprocess.CompletedProcess:
-        done = CliRunner().invoke(main, args, input=text, prog_name="moeoff", env={"XDG_CACHE_HOME": cache})
+        done = CliRunner().invoke(main, args, input=text, prog_name="moeoff")
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
         return subprocess.CompletedProcess(args, done.exit_code, done.stdout, done.stderr)
