@@ -169,8 +169,10 @@ class ExpertBuffer:
                 file whose header was read.
         """
         states = dict(zip(model_index.files, model_index.states, strict=True))
-        states |= {sidecar.path: sidecar.state for c in (source, low) if c is not None and (sidecar := c.repacked) is not None}
-        self._files = states
+        sidecars = [(c.repacked, c.verify) for c in (source, low) if c is not None and c.repacked is not None]
+        states |= {sidecar.path: sidecar.state for sidecar, _ in sidecars}
+        hashed = {sidecar.path for sidecar, verified in sidecars if verified}  # each read tells of a change there
+        self._files = {path: state for path, state in states.items() if path not in hashed}
         for path, state in states.items():
             self._check(native.add_file(self.handle, os.fsencode(path)), ModelError)
             # opened three times by now: for its header, for the dense weights, for the experts
