@@ -15,6 +15,9 @@ class fake_device : public moeoff::slot_memory {
     ~fake_device() override { REQUIRE(pinned.empty()); }
 
     bool pin(void * data, size_t nbytes) override {
+        if (on_pin) {
+            on_pin();
+        }
         std::lock_guard<std::mutex> lock(mutex);
         return pins && pinned.emplace((uintptr_t) data, nbytes).second;
     }
@@ -58,6 +61,7 @@ class fake_device : public moeoff::slot_memory {
     }
 
     bool    pins = false; // it can
+    std::function<void()> on_pin;
     int32_t n_stages = 1;
     std::atomic<uint64_t> n_writes {0}, n_pinned {0}, n_copies {0}; // the second: of the first
 

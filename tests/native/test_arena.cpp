@@ -291,9 +291,16 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
         for (int32_t slot = a.take(cls); slot >= 0; slot = a.take(cls)) {
             slots.push_back(slot);
         }
+        const auto begin_read = [&](int32_t slot) {
+            for (arena::pin_range range; a.begin_pin(cls, slot, range);) {
+                REQUIRE(!a.begin_read(cls, slot)); // not yet
+                a.end_pin(cls, range, p.pin(range.data, range.nbytes));
+            }
+            return a.begin_read(cls, slot);
+        };
         size_t n = 0;
         for (const int32_t slot : slots) {
-            n += a.begin_read(cls, slot);
+            n += begin_read(slot);
         }
         REQUIRE(n > slots.size() - 8 && n < slots.size()); // all but those in the last chunk, of which a part has memory
         size_t nbytes = 0;
@@ -320,10 +327,10 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
             slots[(size_t) i] = a.take(cls);
         }
         p.can = false;
-        REQUIRE(!a.begin_read(cls, slots[0]) && p.pinned.empty());
+        REQUIRE(!begin_read(slots[0]) && p.pinned.empty());
         p.can = true;
         a.set_pinner(&p); // what was refused is asked for again
-        REQUIRE(a.begin_read(cls, slots[0]) && p.pinned.size() == 1);
+        REQUIRE(begin_read(slots[0]) && p.pinned.size() == 1);
         a.end_read(cls, slots[0]);
         a.set_pinner(nullptr);
         REQUIRE(p.pinned.empty());

@@ -5,6 +5,7 @@
 #include "slice_file.h"
 
 #include <algorithm>
+#include <future>
 
 using namespace moeoff;
 
@@ -616,6 +617,53 @@ TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
     REQUIRE(s.should_abort() && slots[0] == 3 && host[1] == -1); // the slots of zeros begin behind the three
     std::string message;
     REQUIRE(s.take_error(message) && message == "scripted");
+}
+
+TEST(memory_is_pinned_while_others_have_the_mutex) {
+    constexpr int n = 64;
+    const uint64_t usual_page = arena::huge_page, usual_chunk = arena::pin_bytes;
+    arena::huge_page = 3 * page_size;
+    arena::pin_bytes = 8 * page_size;
+    {
+        slice_file  file { 1 << 21 };
+        store       s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
+        std::string error;
+        REQUIRE(s.add_file(file.path, error) == 0);
+        const tensor & t = *s.add_tensor(tensor_info(0, MOEOFF_MATRIX_UP, n), false);
+        std::vector<moeoff_source> sources;
+        for (int e = 0; e < n; e++) {
+            sources.push_back({ 0, 1, (uint64_t) e * 20000, 20000, 0 });
+        }
+        REQUIRE(s.set_sources(0, HIGH, sources.data(), n, error) && s.set_limits(s.experts().arena_full(HIGH), 0, error) && s.start(error));
+        for (int32_t e = 0; e < n; e++) {
+            const uint8_t high = HIGH;
+            s.pin(t, &e, &high, 1);
+            wait_until([&] { return s.at(t, e, HIGH).is_ready(); });
+            s.unpin(t, e, HIGH);
+        }
+        auto          memory = std::make_unique<fake_device>();
+        fake_device & device = *memory;
+        device.pins   = true;
+        device.on_pin = [&s] {
+            std::promise<void> is_free;
+            std::thread([&] {
+                moeoff_stats stats;
+                s.get_stats(stats);
+                is_free.set_value();
+            }).detach();
+            REQUIRE(is_free.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready);
+        };
+        s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::move(memory));
+        int32_t ids[2] = { 5, 9 }, slots[2], host[2];
+        float   weights[2] = { 0.5f, 0.5f };
+        moeoff_gate_event e = {};
+        e.n_tokens = 1; e.n_used = 2; e.ids = ids; e.weights = weights;
+        const device_ids out = { slots, host };
+        s.gate_event(s.experts().gate_at(0), e, { sizeof(ids), sizeof(weights), sizeof(float), 0, 0 }, &out);
+        REQUIRE(device.n_pinned == 2 && host[0] == -1 && device.read(0, HIGH_SLOTS, MOEOFF_MATRIX_UP, slots[0])[7] == byte_at(5 * 20000 + 7));
+    }
+    arena::huge_page = usual_page;
+    arena::pin_bytes = usual_chunk;
 }
 
 TEST(who_waits_for_uploads_wakes_when_one_ends_after_the_stop) {

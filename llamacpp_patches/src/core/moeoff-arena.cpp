@@ -177,14 +177,25 @@ void arena::set_pinner(pinner * p) {
     pins = is_huge ? p : nullptr;
 }
 
-// all of it has memory, or it is left alone
-bool arena::pin(size_class & c, size_t i) {
-    chunk &        k     = c.chunks[i];
-    const uint64_t begin = begin_of(c, i), end = std::min(begin_of(c, i + 1), c.bytes());
-    if (k.state == chunk::UNPINNED && end <= c.grown) {
-        k.state = pins->pin(c.base + begin, end - begin) ? chunk::PINNED : chunk::REFUSED;
+bool arena::begin_pin(int cls, int32_t slot, pin_range & range) {
+    size_class &   c    = classes[cls];
+    const uint64_t from = c.stride * (uint64_t) slot;
+    for (size_t i = first_chunk(c, from); pins && i < last_chunk(c, from + c.stride); i++) {
+        const uint64_t begin = begin_of(c, i), end = std::min(begin_of(c, i + 1), c.bytes());
+        if (c.chunks[i].state == chunk::UNPINNED && end <= c.grown) { // all of it has memory, or it is left alone
+            c.chunks[i].state = chunk::PINNING;
+            c.chunks[i].n_readers++;
+            range = { c.base + begin, end - begin, i };
+            return true;
+        }
     }
-    return k.state == chunk::PINNED;
+    return false;
+}
+
+void arena::end_pin(int cls, const pin_range & range, bool is_pinned) {
+    chunk & k = classes[cls].chunks[range.chunk];
+    k.state   = is_pinned ? chunk::PINNED : chunk::REFUSED;
+    k.n_readers--;
 }
 
 bool arena::is_read(const size_class & c, uint64_t from, uint64_t to) const {
@@ -203,7 +214,7 @@ bool arena::begin_read(int cls, int32_t slot) {
         return false;
     }
     for (size_t i = first_chunk(c, from); i < last_chunk(c, to); i++) {
-        if (!pin(c, i)) {
+        if (c.chunks[i].state != chunk::PINNED) {
             return false;
         }
     }

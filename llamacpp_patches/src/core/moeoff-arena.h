@@ -10,7 +10,8 @@
 // its last slot, whose bytes move into a free one before, and memory goes and comes in whole huge pages, which count as committed. Only the
 // last one of a class may be cut, or be made of ordinary pages from the start, where the limit leaves no room for it.
 //
-// A device reads this memory without the processor's help if it is pinned: in chunks, which whoever has one pins, each at its first begin_read().
+// A device reads this memory without the processor's help if it is pinned: in chunks, each before its first begin_read(). That takes milliseconds, and needs
+// no lock: begin_pin() says what is to be pinned, and end_pin() takes the outcome.
 // What is pinned stays with its pages: a chunk is unpinned before a page of it is given back, and no page of it is while somebody reads it.
 //
 // A slot can be written to from its first use on. A system that promises no more memory than it has (vm.overcommit_memory=2) therefore
@@ -80,6 +81,14 @@ class arena {
 
     // nullptr: everything is unpinned, as it has to be at the end. Nobody reads
     void    set_pinner(pinner * p);
+    struct pin_range {
+        uint8_t * data;
+        size_t    nbytes, chunk;
+    };
+    // A chunk of the slot's memory that is to be pinned before begin_read(), and is not given back until end_pin(); false: there is none, or another
+    // thread is at it
+    bool    begin_pin(int cls, int32_t slot, pin_range & range);
+    void    end_pin(int cls, const pin_range & range, bool is_pinned);
     // The slot's memory is pinned until end_read(); false: it is not, and nothing has begun
     bool    begin_read(int cls, int32_t slot);
     void    end_read(int cls, int32_t slot);
@@ -88,7 +97,7 @@ class arena {
 
   private:
     struct chunk {
-        enum : uint8_t { UNPINNED, PINNED, REFUSED } state = UNPINNED;
+        enum : uint8_t { UNPINNED, PINNING, PINNED, REFUSED } state = UNPINNED;
         uint16_t n_readers = 0;
     };
     struct size_class {
@@ -110,7 +119,6 @@ class arena {
     static size_t   first_chunk(const size_class & c, uint64_t from) { return (size_t) (((uintptr_t) c.base + from) / pin_bytes - (uintptr_t) c.base / pin_bytes); }
     static size_t   last_chunk(const size_class & c, uint64_t to) { return first_chunk(c, to - 1) + 1; }
     static uint64_t begin_of(const size_class & c, size_t i);
-    bool        pin(size_class & c, size_t i);
     bool        is_read(const size_class & c, uint64_t from, uint64_t to) const;
     uint64_t    needs(const size_class & c, int32_t slot, bool whole) const; // bytes to be committed for it, and for the huge page in which it ends
     bool        grow(size_class & c, int32_t slot);              // so that the slot can be used for the first time

@@ -359,7 +359,7 @@ void device_tier::take_back(const gate & g, const upload & u, expert_table & tab
 
 // --- uploader ---
 
-void uploader::start(std::function<void(gate & g, const std::vector<upload> & some)> w) {
+void uploader::start(std::function<void(gate & g, std::vector<upload> & some)> w) {
     write = std::move(w);
     {
         checked_lock lock(mutex);
@@ -378,7 +378,8 @@ void uploader::add(gate & g, const upload & u) {
             return;
         }
     }
-    write(g, { u });
+    std::vector<upload> one { u };
+    write(g, one);
     checked_lock lock(mutex);
     finish(1);
 }

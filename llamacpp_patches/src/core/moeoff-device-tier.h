@@ -188,7 +188,7 @@ class uploader {
     ~uploader() { stop(); }
 
     // once, before the first add(). write may not throw; it has some uploads of one gate
-    void start(std::function<void(gate & g, const std::vector<upload> & some)> write);
+    void start(std::function<void(gate & g, std::vector<upload> & some)> write);
     // one that is decided: a drain() waits for it. Then, and under no lock:
     void announce() {
         pending.fetch_add(1, std::memory_order_acq_rel);
@@ -209,7 +209,7 @@ class uploader {
     void run() EXCLUDES(mutex);
     void finish(int32_t n) REQUIRES(mutex);
 
-    std::function<void(gate & g, const std::vector<upload> & some)> write;
+    std::function<void(gate & g, std::vector<upload> & some)> write;
     std::atomic<int32_t>    pending {0};
     std::atomic<int32_t>    announced {0}; // of these, not added yet
     std::condition_variable changed;

@@ -272,16 +272,15 @@ void expert_table::unpin(const tensor & t, int32_t expert, uint8_t v, bool keep)
     let_go(x, keep);
 }
 
-bool expert_table::hold(expert_state & x) {
+void expert_table::hold(expert_state & x) {
     x.pins++;
     x.held++;
     space.reconsider(x);
-    return x.size_class >= 0 && space.pools[x.version].slots.begin_read(x.size_class, x.slot);
 }
 
 void expert_table::release(expert_state & x, bool is_pinned, bool keep) {
     if (is_pinned) {
-        space.pools[x.version].slots.end_read(x.size_class, x.slot);
+        slots_of(x).end_read(x.size_class, x.slot);
     }
     x.held--;
     x.pins--;
@@ -475,10 +474,8 @@ bool expert_table::begin_copy(slot_copy & c) {
     if (!pools[HIGH].begin_copy(c) && !pools[LOW].begin_copy(c)) {
         return false;
     }
-    c.of->pins++;
-    c.of->held++;
+    hold(*c.of);
     n_copies[c.of->version]++;
-    space.reconsider(*c.of);
     return true;
 }
 

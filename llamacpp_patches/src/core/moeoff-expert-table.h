@@ -109,13 +109,14 @@ class expert_table {
     // requests that get no slot wait for one, as of the last time that a worker looked
     bool    is_short() const { return wants_slots.load(std::memory_order_relaxed); }
     // an upload to a device uses an expert that is whole: it is not evicted until it is released. No use by the graph
-    // hold: whether its memory is pinned until then (arena), which release is told
     void    set_pinner(arena::pinner * p) REQUIRES(store_mutex) {
         for (pool & of_version : pools) {
             of_version.slots.set_pinner(p);
         }
     }
-    bool    hold(expert_state & x) REQUIRES(store_mutex);
+    void    hold(expert_state & x) REQUIRES(store_mutex);
+    arena & slots_of(const expert_state & x) REQUIRES(store_mutex) { return pools[x.version].slots; }
+    // is_pinned: the device reads its memory where it is, from arena::begin_read() on
     void    release(expert_state & x, bool is_pinned, bool keep) REQUIRES(store_mutex);
     // what is in memory of an expert that is expected stays until its router has selected
     void    expect(expert_state & x) REQUIRES(store_mutex);

@@ -270,7 +270,7 @@ void store::stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens) {
 // room is left
 void store::announce(const gate & g, std::vector<upload> & all) {
     for (upload & u : all) {
-        u.is_pinned = table.hold(table.state_of(g, u.expert, u.precision));
+        table.hold(table.state_of(g, u.expert, u.precision));
         uploads.announce();
     }
     for (upload & u : all) {
@@ -300,9 +300,25 @@ void store::bring_down(const gate & g, const upload & u) {
     }
 }
 
+// Pins the slot of an expert that is held, for a device to read until the expert is released; false: it is not pinned
+bool store::pin_slot(expert_state & x) {
+    store_lock lock(sync);
+    if (x.size_class < 0) {
+        return false;
+    }
+    for (arena::pin_range range; table.slots_of(x).begin_pin(x.size_class, x.slot, range);) {
+        lock.unlock();
+        const bool is_pinned = slots->pin(range.data, range.nbytes); // takes milliseconds
+        lock.lock();
+        table.slots_of(x).end_pin(x.size_class, range, is_pinned);
+    }
+    return table.slots_of(x).begin_read(x.size_class, x.slot);
+}
+
 // queues the copies of an expert, which is held if host memory is where it comes from
-void store::write_expert(const gate & g, const upload & u, bool is_ahead) {
+void store::write_expert(const gate & g, upload & u, bool is_ahead) {
     const bool is_staged = u.stage >= 0;
+    u.is_pinned = u.from == upload::HOST && pin_slot(table.state_of(g, u.expert, u.precision));
     for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
         if (g.tensors[m] < 0) {
             continue;
@@ -333,12 +349,12 @@ void store::end_uploads(const gate & g, const upload * all, size_t n, uint64_t n
     stats.device_wait_ns   += is_awaited ? ns : 0;
 }
 
-void store::upload_held(gate & g, const std::vector<upload> & some) {
+void store::upload_held(gate & g, std::vector<upload> & some) {
     for (const upload & u : some) {
         bring_down(g, u);
     }
     const int64_t t0 = now_ns();
-    for (const upload & u : some) {
+    for (upload & u : some) {
         write_expert(g, u, true);
     }
     slots->wait(g.index, true);
@@ -371,7 +387,7 @@ bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & w
     }
     store_lock lock(sync);
     if (is_whole) {
-        u.is_pinned = table.hold(table.state_of(g, u.expert, v));
+        table.hold(table.state_of(g, u.expert, v));
     } else {
         device.finish(g, u, false, table);
     }
@@ -389,7 +405,7 @@ void store::upload_before_use(gate & g, std::vector<upload> & all, std::vector<i
     uint64_t   ns    = 0;
     const auto has_it = [](const upload & u) { return u.from != upload::HOST; };
     const bool any_on_device = std::any_of(all.begin(), all.end(), has_it);
-    for (const upload & u : all) {
+    for (upload & u : all) {
         if (has_it(u)) {
             write_expert(g, u, false);
             slot_of[u.precision][(size_t) u.expert] = u.stage;
@@ -526,7 +542,7 @@ void store::fail(uint64_t graph, const slice & s) {
 void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory,
                        const std::vector<int32_t> & n_low_slots, int32_t n_stage, int32_t n_stages) {
     if (memory && !has_uploader) {
-        uploads.start([this](gate & g, const std::vector<upload> & some) { upload_held(g, some); });
+        uploads.start([this](gate & g, std::vector<upload> & some) { upload_held(g, some); });
         has_uploader = true;
     }
     {

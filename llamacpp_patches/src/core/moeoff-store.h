@@ -213,9 +213,10 @@ class store {
 
     void upload_before_use(gate & g, std::vector<upload> & all, std::vector<int32_t> * slot_of); // fills slot_of [n_pools][n_experts] for those that are there then
     bool fetch_and_hold(gate & g, upload & u, const std::function<void()> & wait_before);
-    void upload_held(gate & g, const std::vector<upload> & some); // on the thread of its own
+    void upload_held(gate & g, std::vector<upload> & some); // on the thread of its own
     void stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens);
-    void write_expert(const gate & g, const upload & u, bool is_ahead);
+    void write_expert(const gate & g, upload & u, bool is_ahead);
+    bool pin_slot(expert_state & x);
     void end_uploads(const gate & g, const upload * all, size_t n, uint64_t ns, bool is_awaited);
     void take_back_uploads(gate & g);
     void announce(const gate & g, std::vector<upload> & all) REQUIRES(store_mutex);
