@@ -3,8 +3,8 @@
 usage: soak.py -m MODEL [--minutes 10] [--memory 160M] [--clients 8] [--think SECONDS] [--json FILE]
 
 The server runs in a memory cgroup of the budget, where one can be made. Clients ask without end: chats of several turns, answers that are read
-whole, streams, streams that are given up, prompts that are too long, bodies that are no JSON, connections that are cut before the answer. The budget
-moves up and down meanwhile, between the smallest and the one where all experts fit, and half of the moves are interrupted at any moment, as by Ctrl-C.
+whole, in any slot or in one that is busy, streams, streams that are given up, prompts that are too long, bodies that are no JSON, connections that are cut
+before the answer. The budget moves up and down meanwhile, between the smallest and the one where all experts fit, and half of the moves are interrupted at any moment, as by Ctrl-C.
 Memory is said without what experts take, which moves with it. Afterwards every different answer is read by the model alone: each of its tokens must be
 the best one there, or within rounding of the best, since kernels round differently with neighbours in a batch and with the tokens that a batch holds.
 SIGINT ends it before its time. Exit code 1 if anything is not as it should be.
@@ -13,7 +13,6 @@ SIGINT ends it before its time. Exit code 1 if anything is not as it should be.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -26,7 +25,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,19 +34,16 @@ import click
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests")]
 
 import httpx
-import numpy as np
 from rich.console import Console
 
-import moeoff
 from helpers.processes import status_bytes
+from helpers.slot_stress import check_answers
 from moeoff.system.cgroup import memory_cgroup, unavailable
 from moeoff.system.memory import format_size, parse_size
 from results import HELP, ResultsFile, commit
 
 N_TOKENS = 48  # of an answer
 PATIENCE = 600  # seconds: an answer may take long on a machine that does other things
-NEAR = 0.2  # logits: what batches of different shapes round apart
-TOGETHER = (1, 2, 4, N_TOKENS)  # tokens of an answer in one batch: first as a server with one client
 FLAT, LEAST = 1.02, 5.0  # times the memory of the beginning, and minutes after which that can be said
 SHARES = (0.5, 0.05, 1.0, 0.2, 0.8, 0.0)  # of the way from the smallest budget to the one where all experts fit
 PROMPTS = [f"{name} has {n} {thing} and buys {n + 3} more. How many {thing} has {name}?" for name in ("Tom", "Ida", "Ben") for n, thing in
@@ -104,11 +99,11 @@ class Soak:
 
     def client(self, seed: int) -> None:
         chance = random.Random(seed)
-        kinds = [self.chat, self.whole, self.stream, self.given_up, self.too_long, self.no_json, self.cut]
+        kinds = [self.chat, self.whole, self.pinned, self.stream, self.given_up, self.too_long, self.no_json, self.cut]
         while (left := self.ends - time.monotonic()) > 0:
             if self.think:
                 time.sleep(min(chance.expovariate(1 / self.think), left))
-            kind = chance.choices(kinds, (5, 3, 3, 2, 1, 1, 1))[0]
+            kind = chance.choices(kinds, (5, 2, 2, 3, 2, 1, 1, 1))[0]
             try:
                 kind(chance)
             except Exception as error:  # whatever it is, it is what this program looks for
@@ -143,12 +138,16 @@ class Soak:
             self.answered(prompt, [piece["id"] for piece in choice["logprobs"]["content"]], started)
             messages.append({"role": "assistant", "content": choice["message"]["content"]})
 
-    def whole(self, chance: random.Random) -> None:
-        body, started = self._body(chance), time.monotonic()
+    def whole(self, chance: random.Random, **more: Any) -> None:
+        body, started = self._body(chance, **more), time.monotonic()
         answer = httpx.post(f"{self.url}/completion", json=body, timeout=PATIENCE)
         if answer.status_code != 200:
             return self.problem(f"whole: {answer.status_code} {answer.text[:200]}")
         self.answered(body["prompt"], answer.json()["tokens"], started)
+
+    def pinned(self, chance: random.Random) -> None:
+        """Asks for a slot that is most often busy."""
+        self.whole(chance, id_slot=0)
 
     def stream(self, chance: random.Random, read: int | None = None) -> None:
         body, tokens, started = self._body(chance, stream=True), [], time.monotonic()
@@ -182,33 +181,6 @@ class Soak:
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
             time.sleep(chance.uniform(0, 0.2))
-
-
-def check_answers(model: str, answers: Iterable[tuple[str, str]], console: Console) -> list[str]:
-    """Answers in which a token is plainly not the best one.
-
-    Where it seems so, other ways to round are asked, which the server takes with neighbours: more tokens at once, and the other way of computing
-    attention. A model with experts makes a small step of rounding a large one where a router stands between two.
-    """
-    behind: dict[tuple[str, str], np.ndarray] = {}
-    for flash_attn, at_once in itertools.product((True, False), TOGETHER):
-        doubtful = [key for key in answers if key not in behind or behind[key].max(initial=0) > NEAR]
-        console.print(f"{len(doubtful)} answers are read, {at_once} tokens at once, flash attention {'on' if flash_attn else 'off'}", style="dim")
-        with moeoff.Llama(model, expert_memory="2G", n_ctx=1024, logits_all=True, flash_attn=flash_attn) as llm:
-            for prompt, tokens in doubtful:
-                asked, answer = llm.tokenize(prompt.encode(), add_bos=True, special=True), json.loads(tokens)
-                llm.reset()
-                llm.eval(asked)
-                for i in range(0, len(answer), at_once):
-                    llm.eval(answer[i : i + at_once])
-                logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(answer) - 1])
-                far = logits.max(axis=1) - logits[np.arange(len(answer)), answer]
-                behind[prompt, tokens] = np.minimum(far, behind.get((prompt, tokens), far))
-    return [
-        f"{prompt!r}: token {far.argmax()} of {tokens} is {far.max():.2f} behind the best one"
-        for (prompt, tokens), far in behind.items()
-        if far.max(initial=0) > NEAR
-    ]
 
 
 def move_budget(process: subprocess.Popen[str], soak: Soak, seconds: float, console: Console) -> list[dict[str, int]]:
@@ -272,7 +244,7 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     load = (used.ru_utime + used.ru_stime) / seconds / (os.cpu_count() or 1)
     before, after = growth(held)
-    wrong = [*soak.wrong, *check_answers(model, list(soak.answers), console)]
+    wrong = [*soak.wrong, *check_answers(model, list(soak.answers), lambda text: console.print(text, style="dim"))]
     wrong += [f"{hung} clients hung"] * bool(hung) + [f"exit code {code}"] * bool(code) + ["over the budget"] * (peak > budget)
     wrong += [f"memory without experts grew from {format_size(before)} to {format_size(after)}"] * (after > FLAT * before and minutes >= LEAST)
     for name, read in (("misses", "expert"), ("rows", "row of a table on disk")):

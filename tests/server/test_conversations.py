@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from helpers.servers import LONGER, Service, complete, needed, words
+from helpers.slot_stress import EXACT, Request, draw_requests, find_wrong, read_stream, send
 from helpers.waiting import wait_until
 from shape_model import SHAPES, shape_model
 
@@ -56,45 +58,43 @@ def test_conversations_that_share_a_full_context_make_room_for_each_other(demo):
             assert timings["cache_n"] >= len(prompt) and timings["prompt_n"] <= 9
 
 
-class Stream:
-    """A streamed completion, read in a thread of its own. The client closes it once it has n tokens, or share of the prompt is processed."""
-
-    def __init__(self, url: str, prompt: list[int], n: float = math.inf, share: float = math.inf, **more):
-        self.tokens: list[int] = []
-        self._n, self._n_processed = n, share * len(prompt)
-        self.started = threading.Event()
-        body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_tokens": True, "return_progress": True, "stream": True, **more}
-        self._thread = threading.Thread(target=self._read, args=(url, body))
-        self._thread.start()
-
-    def _read(self, url: str, body: dict) -> None:
-        with httpx.stream("POST", f"{url}/completion", json=body, timeout=300) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line[6:])
-                    progress = chunk.get("prompt_progress", {}).get("processed")
-                    self.tokens += [] if "prompt_progress" in chunk else chunk["tokens"]
-                    if self.tokens:
-                        self.started.set()
-                    if len(self.tokens) >= self._n or (progress or 0) >= self._n_processed:
-                        return
-
-    def join(self) -> list[int]:
-        self._thread.join()
-        return self.tokens
+def test_a_request_for_a_busy_slot_waits(demo):
+    """The slot's answer is the one that the model gives alone, and so is the answer of the request that waits."""
+    a, b = Request(4, 8, None, {}), Request(0, 100, None, {})
+    with Service(demo, expert_memory=4 << 20, n_ctx=512, **EXACT) as server, ThreadPoolExecutor(1) as pool:
+        expected = [send(server.url, request) for request in (a, b)]
+        stream, tokens = read_stream(server.url, b), []
+        while len(tokens) < 5:
+            tokens += next(stream)
+        pinned = pool.submit(send, server.url, replace(a, options={"id_slot": 0}))
+        for piece in stream:
+            tokens += piece
+        assert [pinned.result(), tokens] == expected
 
 
-@pytest.mark.parametrize("caches", [{}, {"cache_ram": 0}])
-def test_request_for_a_busy_slot_waits(demo, caches):
-    """Neither the request that names a slot in use nor the answer in progress changes."""
-    with Service(demo, expert_memory=4 << 20, n_ctx=2048, parallel=1, args=LONGER, **caches) as server:
-        first, second = words(1, 100), words(2, 300)
-        asked = ((first, 16), (second, 4), (second, 200))  # the last one computes one token of its prompt, as the stream will
-        expected = [complete(server.url, prompt, n_predict=n, return_tokens=True)["tokens"] for prompt, n in asked]
-        stream = Stream(server.url, second, n_predict=200)
-        stream.started.wait()
-        assert complete(server.url, first, n_predict=16, return_tokens=True, id_slot=0)["tokens"] == expected[0]
-        assert stream.join() == expected[2]
+@pytest.mark.parametrize("n_slots, n, n_predict", [(1, 40, 32), (3, 60, 32), *(pytest.param(n, 500, 100, marks=pytest.mark.slow) for n in (1, 3))])
+def test_an_answer_does_not_depend_on_other_requests(demo, tmp_path, monkeypatch, n_slots, n, n_predict):
+    """Pinned and unpinned slots, prompts that go to memory and to disk and come back, and clients that close their stream."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape, judge = (EXACT, None) if n_slots == 1 else ({"parallel": n_slots, "n_batch": 128}, demo)
+    with Service(demo, expert_memory=4 << 20, n_ctx=256 * n_slots, cache_ram=1, kv_disk="1G", **shape) as server:
+        assert find_wrong(server, draw_requests(n, n_slots, n_predict), 2 + n_slots, judge) == []
+        assert server.metrics()["moeoff_prompts_disk_read_total"] > 0
+
+
+def read_some(url: str, prompt: list[int], n: float = math.inf, share: float = math.inf, **more) -> list[int]:
+    """Return the first n tokens of a streamed completion, or none if the share of its prompt is processed before. The stream is closed."""
+    body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_tokens": True, "return_progress": True, "stream": True, **more}
+    tokens: list[int] = []
+    with httpx.stream("POST", f"{url}/completion", json=body, timeout=300) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                progress = chunk.get("prompt_progress")
+                tokens += [] if progress else chunk["tokens"]
+                if len(tokens) >= n or (progress and progress["processed"] >= share * len(prompt)):
+                    break
+    return tokens
 
 
 def test_copies_of_an_answer_do_not_cost_other_conversations(demo):
@@ -132,7 +132,7 @@ def test_clients_that_give_up_a_prompt_get_it_in_the_end(server):
     prompt = words(1, 1600)
     complete(server.url, words(2, 100))
     for _ in range(3):
-        Stream(server.url, prompt, share=0.6).join()
+        read_some(server.url, prompt, share=0.6)
         wait_until(lambda: is_idle(server))
     again = complete(server.url, prompt, n_probs=8)
     assert again["timings"]["prompt_n"] <= 0.45 * len(prompt), again["timings"]
@@ -145,7 +145,7 @@ def test_clients_that_give_up_a_prompt_get_it_in_the_end(server):
 def test_an_answer_that_is_stopped_keeps_its_conversation(server):
     """The next turn computes what is new. A state that cannot be cut is that of the checkpoint about four tokens before the prompt's end."""
     prompt = words(3, 700)
-    got = Stream(server.url, prompt, n=5, n_predict=2000).join()
+    got = read_some(server.url, prompt, n=5, n_predict=2000)
     wait_until(lambda: is_idle(server))
     turn = complete(server.url, [*prompt, *got, *words(4, 20)])
     assert turn["timings"]["cache_n"] >= len(prompt) - 5, turn["timings"]
