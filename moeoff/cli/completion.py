@@ -200,6 +200,7 @@ class Completer(Closing):
                 reason = choice["finish_reason"] or reason
         except (MoeoffError, RuntimeError) as error:
             if self._cancelled.is_set():
+                self._save_interrupted_prompt()
                 return "cancelled"
             if isinstance(error, MoeoffError):
                 raise
@@ -207,6 +208,14 @@ class Completer(Closing):
         finally:
             pieces.put(None)
         return "cancelled" if self._cancelled.is_set() else reason
+
+    def _save_interrupted_prompt(self) -> None:
+        """Write what is computed of the prompt to the prompt cache, if that is more than the cache holds of it."""
+        if self._prompt and self._prompt_cache is not None:
+            self.llm.settle()
+            same = next((i for i, (a, b) in enumerate(zip(self._cached_tokens, self._prompt)) if a != b), min(len(self._cached_tokens), len(self._prompt)))
+            if self.llm.n_tokens > same:
+                self._prompt_cache.save(self.llm)
 
     def _drawn(self, _tokens: object, _logits: object) -> bool:
         """True if the answer ends here. Called after each token that was drawn, before it is computed."""

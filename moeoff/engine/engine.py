@@ -68,14 +68,30 @@ class Cancellation:
         self._buffer = buffer
         self._lock = threading.RLock()
         self._open: weakref.WeakSet[_Operation] = weakref.WeakSet()
-        self.requested = False
+        self.requested = self._waits = False
 
-    def request(self) -> None:
-        """Ends what is in progress within a layer; if nothing is, does nothing."""
+    def request(self, *, at_once: bool = False) -> None:
+        """Ends what is in progress within a layer; if nothing is, does nothing.
+
+        Args:
+            at_once: also within a token that is `completing`, as a second request does.
+        """
         with self._lock:
             if self._open:
+                if self.requested or at_once or not self._waits:
+                    self._buffer.set_cancelled(True)
                 self.requested = True
-                self._buffer.set_cancelled(True)
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """While open, a request lets the batch that is being computed come to its end, which then raises `Cancelled`."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+        if self.requested:
+            raise Cancelled("the answer was cancelled")
 
     def _withdraw(self) -> None:
         if self.requested:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..budget.dry_load import memory_sizes, usual_ctx, with_drafts
-from ..errors import Cancelled, ModelError, MoeoffError, OptionError
+from ..errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
 from ..llamacpp.llama import LoadError, PatchedLlama, set_log
 from ..llamacpp.threads import CoreBinding
@@ -119,8 +119,8 @@ class Llama(PatchedLlama):
 
     Several threads may use one object: they take turns, answer by answer. A stream has its turn from its first token until it is read to its end,
     closed or dropped, and other threads wait for that; a thread that asks for something else before has given its stream up, which then raises
-    `MoeoffError`. An exception, Ctrl-C among them, ends an answer and leaves nothing of it to the next one. `close()` ends what runs; after it, and in a
-    fork of the process, every call raises `MoeoffError`.
+    `MoeoffError`. An exception, Ctrl-C among them, ends an answer. The context keeps what was computed, up to the last complete micro-batch, and the next
+    prompt that begins with it goes on from there. `close()` ends what runs; after it, and in a fork of the process, every call raises `MoeoffError`.
 
     Args:
         model_path: of the GGUF and `options`, or instead of both a `Config`, or an `Engine` that has loaded nothing yet.
@@ -247,12 +247,23 @@ class Llama(PatchedLlama):
         n_draft = 0
         if self._drafts is not None:
             n_draft, self._drafts.n = self._drafts.n, 0
-        if not 1 < len(tokens) <= n_draft + 1:
-            super().eval(tokens)
-            return
-        with self.batches_as(decode=True):
-            self._verify_draft(tokens)
+        # recurrent layers cannot go back behind a token of which a part is computed
+        whole = self.engine.cancellation.completing() if self._has_state and len(tokens) <= n_draft + 1 else contextlib.nullcontext()
+        with whole:
+            if not 1 < len(tokens) <= n_draft + 1:
+                super().eval(tokens)
+                return
+            with self.batches_as(decode=True):
+                self._verify_draft(tokens)
 
+    def _reserve(self, nbytes: int) -> bool:
+        try:
+            self.engine.sizer.reserve(nbytes)
+        except BudgetError:
+            return False
+        return True
+
+    settle = _in_turn("settle", changes=False)
     reset = _in_turn("reset")
     embed = _in_turn("embed")
     save_state = _in_turn("save_state", changes=False)
@@ -312,7 +323,11 @@ class Llama(PatchedLlama):
             self._decodes = before
 
     def cancel(self) -> None:
-        """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""
+        """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing.
+
+        A model with recurrent layers completes the token of an answer that it computes, so that the next turn can reuse its state. A second call ends that,
+        too: then the state of the last micro-batch of the prompt is left.
+        """
         self.turns.give_up(Cancelled("the answer was cancelled"))
         self.engine.cancellation.request()
 
@@ -325,8 +340,11 @@ class Llama(PatchedLlama):
         answer = super().generate
         if self._drafts is not None:
             self._drafts.n, self._drawn_behind = 0, self.n_ctx()
+        tokens = args[0] if args else kwargs.get("tokens", ())
         if self.engine.quality.simulates:
-            self._forget_what_was_not_followed(args[0] if args else kwargs["tokens"])
+            self._forget_what_was_not_followed(tokens)
+        if kwargs.get("reset", args[7] if len(args) > 7 else True):
+            self._reuse_state(tokens)
         try:
             yield from self._context_shift.generate(self, answer, *args, **kwargs) if self._context_shift else answer(*args, **kwargs)
         finally:
@@ -410,7 +428,7 @@ class Llama(PatchedLlama):
 
     def _end_what_runs(self) -> None:
         if self._engine is not None:
-            self._engine.cancellation.request()
+            self._engine.cancellation.request(at_once=True)
 
     def _free(self) -> None:
         with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first

@@ -211,6 +211,8 @@ class _Model(_internals.LlamaModel):
 class _Context(_internals.LlamaContext):
     ctx, memory = _Handle(), _Handle()
     first: float = math.inf  # position of the last batch, if nothing else has changed the memory since
+    end = -1  # position after the last batch, if nothing else has changed the memory since; -1: something has
+    is_broken = False  # a batch was not computed to its end: recurrent states may be half updated
 
     def __init__(self, turns: Turns, llama: weakref.ref[PatchedLlama], **options: Any):
         self.turns, self._llama = turns, llama
@@ -220,11 +222,13 @@ class _Context(_internals.LlamaContext):
         computes_here()
         if (llama := self._llama()) is not None:
             llama._check_outputs(batch.batch)
-            self.first = batch.batch.pos[0]
+            self.first, self.end = batch.batch.pos[0], -1
             llama._decode(functools.partial(self._compute, llama.nextn, batch), batch.batch)
 
     def _compute(self, nextn: NextnContext | None, batch: Any) -> None:
+        self.is_broken = True
         super().decode(batch)
+        self.end, self.is_broken = batch.batch.pos[batch.batch.n_tokens - 1] + 1, False
         if nextn is not None:
             nextn.follow(batch.batch)
 
@@ -233,10 +237,16 @@ class _Context(_internals.LlamaContext):
             super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
+        """As llama_cpp's. False if the memory cannot go back to position p0, and nothing has changed then."""
         if self.memory is None:
             raise MoeoffError("the model keeps no memory of a text, as diffusion models do not: it cannot go on with one")
-        if 0 < p0 <= min(self.first, api.llama_memory_seq_pos_max(self.memory, 0)) and api.llama_n_rs_seq(self.ctx):
-            return False  # recurrent states are kept of the last batch alone; llama.cpp would take them for earlier ones
+        if 0 < p0 <= api.llama_memory_seq_pos_max(self.memory, 0):
+            if p0 <= self.first and api.llama_n_rs_seq(self.ctx):
+                return False  # recurrent states are kept of the last batch alone; llama.cpp would take them for earlier ones
+            window, llama = api.llama_model_n_swa(self.model.model), self._llama()
+            if window and llama is not None and not llama._has_state and api.llama_memory_seq_pos_min(self.memory, 0) > max(p0 - window, 0):
+                return False  # llama.cpp has overwritten a part of the window, and would compute without it
+        self.end = self.end if p0 >= self.end else -1
         return super().kv_cache_seq_rm(seq_id, p0, p1)
 
 
@@ -304,6 +314,10 @@ class _Sampler(_internals.LlamaSampler):
         return int(drawn.id)
 
 
+def _bytes_of(array: np.ndarray) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
 class LoadError(ValueError):
     """llama.cpp cannot load a model."""
 
@@ -318,9 +332,9 @@ def _as_a_whole(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: _AnyLlama, *args: Any, **kwargs: Any) -> Any:
-        before, self._doubt, self._ctx.first = self._doubt, _ALL, math.inf
+        before, self._doubt, self._ctx.first, self._kept_at = self._doubt, _ALL, math.inf, 0
         result = method(self, *args, **kwargs)
-        self._doubt = before
+        self._doubt, self._ctx.end, self._ctx.is_broken = before, -1, False
         return result
 
     return call
@@ -331,6 +345,7 @@ class _AnyLlama(llama_cpp.Llama):
 
     _ctx: Any
     _doubt = _NOTHING
+    _kept_at = 0  # tokens of the text after which the state of recurrent layers was copied; 0: there is no copy
 
     def _before_load(self) -> None:
         find_devices()  # not while it loads: what a driver lacks is no reason why a model cannot be read
@@ -378,7 +393,8 @@ class _AnyLlama(llama_cpp.Llama):
 class PatchedLlama(_AnyLlama):
     """llama_cpp.Llama with what it lacks: a say in how the model is loaded, a wrapper around every decode, and batches of one's own.
 
-    What a batch that was interrupted has left in the context is never continued from: `settled` forgets it before the next call that computes.
+    After an interrupt `settle` cuts the context, before the next call that computes, to what was computed to its end: the last complete micro-batch. Where
+    recurrent layers were interrupted within one, they go back to a copy of their state, made before each micro-batch of a prompt.
 
     A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
     """
@@ -399,6 +415,9 @@ class PatchedLlama(_AnyLlama):
     _loads_nextn = False  # next-token layers, which else stay in the file
     nextn: NextnContext | None = None  # that follows what is computed
     _keeps_sampler = False
+    _n_begun = 0  # tokens of the text with those of a batch that is being computed
+    _state = np.empty(0, np.uint8)  # copy of the state of recurrent layers
+    _is_refused = False  # there was no memory for it
     _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
 
     @property
@@ -544,25 +563,73 @@ class PatchedLlama(_AnyLlama):
         return result
 
     def settle(self) -> bool:
-        """Forgets what was not computed to its end, and all if the model's memory cannot forget a part. True if there was something to look at.
+        """Cut the context to what was computed to its end, or empty it if its memory cannot be cut there. Return True if there was something to look at.
 
         Whatever was interrupted, `input_ids[:n_tokens]` are tokens that had been computed; the context may hold fewer of them, or more.
         """
         if not self._doubt:
             return False
         self._requires_eval, self._keeps_sampler, self._sampler = True, False, None
-        if self._doubt == _ALL or not self._forget_tail():
+        if self._doubt == _ALL or not (self._keep_computed() or self._restore_state()):
             self.clear_context()
-        self._doubt = _NOTHING
+        self._doubt, self._n_begun = _NOTHING, 0
         return True
 
-    def _forget_tail(self) -> bool:
-        """False: the context cannot go back to its latest whole token."""
-        if self._is_recurrent or self._is_hybrid:  # a state has moved on, or is half computed
+    @property
+    def _has_state(self) -> bool:
+        """The model has recurrent layers, whose state cannot go back to an earlier token."""
+        return bool(self._is_recurrent or self._is_hybrid)
+
+    def _keep_computed(self) -> bool:
+        """Cut the context to its latest complete token. Return False if it cannot go back there."""
+        if self._has_state and self._ctx.is_broken:
             return False
-        memory = api.llama_get_memory(self._ctx.ctx)
-        self.n_tokens = n = min(self.n_tokens, api.llama_memory_seq_pos_max(memory, 0) + 1)
-        return n > 0 and api.llama_memory_seq_pos_min(memory, 0) == 0 and bool(api.llama_memory_seq_rm(memory, 0, n, -1))
+        end = api.llama_memory_seq_pos_max(api.llama_get_memory(self._ctx.ctx), 0) + 1
+        n = min(max(self.n_tokens, self._n_begun), end)
+        if n <= 0 or not self._ctx.kv_cache_seq_rm(0, n, -1):
+            return False
+        self.n_tokens, self._requires_eval = n, self._ctx.end != n
+        return True
+
+    def _reserve(self, _nbytes: int) -> bool:
+        """Return whether there is memory for a copy of the state of recurrent layers. A subclass takes it from its budget."""
+        return True
+
+    def _copy_state(self) -> None:
+        """Copy the state of recurrent layers, which is that after `n_tokens`, unless there is no memory for it."""
+        ctx, partial = self._ctx.ctx, api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        if not self.n_tokens or self._kept_at == self.n_tokens or api.llama_model_n_swa(self.model_handle):  # the state of sliding windows is no constant
+            return
+        size, self._kept_at = api.llama_state_seq_get_size_ext(ctx, 0, partial), 0
+        if size > len(self._state):  # of most models at the first time alone
+            if self._is_refused or not self._reserve(size - len(self._state)):
+                self._is_refused = True
+                return
+            self._state = np.empty(size, np.uint8)
+        if api.llama_state_seq_get_data_ext(ctx, _bytes_of(self._state), len(self._state), 0, partial) == size:
+            self._kept_at = self.n_tokens
+
+    def _restore_state(self) -> bool:
+        """Go back to the token behind which the state of recurrent layers was copied. Return False if there is no copy."""
+        n = self._kept_at
+        if not n:
+            return False
+        self._ctx.is_broken, self._ctx.first = True, math.inf
+        read = api.llama_state_seq_set_data_ext(self._ctx.ctx, _bytes_of(self._state), len(self._state), 0, api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        if not read or not self._ctx.kv_cache_seq_rm(0, n, -1):
+            return False
+        self.n_tokens, self._requires_eval, self._ctx.is_broken = n, True, False
+        return True
+
+    def _reuse_state(self, tokens: Sequence[int]) -> None:
+        """Go back to the copy before `generate`, if recurrent layers have to go back for this prompt, and it begins with what the copy knows."""
+        if self._has_state and 0 < self._kept_at < min(self.n_tokens, len(tokens)):
+            n = min(self.n_tokens, len(tokens))
+            differs = np.flatnonzero(self.input_ids[:n] != np.asarray(tokens[:n]))
+            n_same = int(differs[0]) if len(differs) else n
+            goes_on = n_same == self.n_tokens and (n_same < len(tokens) or not self._requires_eval)
+            if not goes_on and n_same >= self._kept_at and not self._restore_state():
+                self.clear_context()
 
     def close(self) -> None:
         """Frees the model."""
@@ -571,11 +638,34 @@ class PatchedLlama(_AnyLlama):
 
     # --- batches of one's own, besides `generate` ---
 
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As llama_cpp's, but what an interrupt has left of it is known.
+
+        Raises:
+            MoeoffError: as while answering, or the context cannot go back behind `n_tokens`.
+        """
+        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+            raise MoeoffError(f"the context cannot go back to {self.n_tokens} tokens: call reset() and compute the text anew")
+        step = min(self.n_batch, self.context_params.n_ubatch) if self._has_state else self.n_batch
+        for i in range(0, len(tokens), step):
+            batch, n = list(tokens[i : i + step]), self.n_tokens
+            if n < self._kept_at:
+                self._kept_at = 0
+            if self._has_state and len(batch) > 1:
+                self._copy_state()
+            known = self.input_ids[n : n + len(batch)]
+            known[:] = batch[: len(known)]
+            self._n_begun = n + len(known)
+            self._batch.set_batch(batch=batch, n_past=n, logits_all=self._logits_all)
+            self._ctx.decode(self._batch)
+            if self._logits_all:
+                self.scores[n : n + len(batch)] = PatchedLlama.batch_logits(self, len(batch))
+            self.n_tokens, self._n_begun, self._requires_eval = n + len(batch), 0, False
+
     embed = _as_a_whole(_AnyLlama.embed)
     load_state = _as_a_whole(_AnyLlama.load_state)
 
-    @_as_a_whole
-    def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
+    def _compute_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
         """Computes tokens at positions n_past, n_past + 1, ...; at most `n_batch` of them.
 
         Args:
@@ -591,13 +681,15 @@ class PatchedLlama(_AnyLlama):
             batch.batch.logits[i] = n_past + i >= first_output
         self._ctx.decode(batch)
 
+    decode_batch = _as_a_whole(_compute_batch)
+
     def _draft_with(self, drafts: Callable[[np.ndarray], np.ndarray]) -> None:
         """Has `generate` verify, together with each token that it drew, those that `drafts` returns for the text so far.
 
         Raises:
             OptionError: the model cannot forget those that it rejects.
         """
-        if (self._is_recurrent or self._is_hybrid) and not self.n_states:
+        if self._has_state and not self.n_states:
             raise OptionError("no drafts: this model's recurrent layers cannot go back behind one that is rejected; moeoff serve keeps their states")
         self.draft_model = drafts  # type: ignore[assignment]  # any callable does; to the constructor it would mean that the logits of the whole context are kept
 
@@ -610,7 +702,7 @@ class PatchedLlama(_AnyLlama):
         """As `eval`, but each token gives logits, for `sample` to draw behind."""
         n = self.n_tokens
         self._ctx.kv_cache_seq_rm(-1, n, -1)
-        self.decode_batch(tokens, n)
+        self._compute_batch(tokens, n)
         self.input_ids[n : n + len(tokens)] = tokens
         if self._logits_all:
             self.scores[n : n + len(tokens)] = self.batch_logits(len(tokens))
@@ -664,8 +756,7 @@ class PatchedLlama(_AnyLlama):
     @property
     def can_shift(self) -> bool:
         """The context can forget a part of its text and move the rest."""
-        model = self._model.model
-        if api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
+        if self._has_state:
             return False  # it would say that it can, because positions mean nothing to it; but it cannot forget
         return bool(api.llama_memory_can_shift(api.llama_get_memory(self._ctx.ctx)))
 
@@ -848,7 +939,7 @@ _MORE_TOKENS, _FIRST_WORD = 128, 5  # that a draft model's vocabulary may have o
 
 def why_no_drafts(draft: PatchedLlama, model: PatchedLlama) -> str:
     """Why one model cannot make drafts for another one; empty: it can. llama.cpp's programs want nearly the same vocabulary (common/speculative.cpp)."""
-    if draft._is_recurrent or draft._is_hybrid:
+    if draft._has_state:
         return "its recurrent layers cannot go back behind a draft that is rejected"
     if api.llama_model_has_encoder(draft._model.model) or not draft._ctx.memory:
         return "it does not write a text token by token"

@@ -1,7 +1,8 @@
 """Interrupts: an exception between any two instructions of Python ends an answer, and the next one is that of a fresh process.
 
 Two ways to come between: `at_event` raises at the n-th place at which Python itself would (where a function begins, and behind every call into C), so that
-a case can be repeated; `at_time` is Ctrl-C as it is, a signal that arrives somewhere in the time of an answer, inside llama.cpp or outside.
+a case can be repeated; `at_time` is Ctrl-C as it is, a signal that arrives somewhere in the time of an answer, inside llama.cpp or outside. `within_graph`
+cancels what llama.cpp computes, in the middle of a graph.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from moeoff.llamacpp import native
+from moeoff.llamacpp.llama import api
 
 OPTIONS = {"expert_memory": "1M", "n_ctx": 128, "n_batch": 16, "n_threads": 2, "warm": False, "profile": False, "experts": False, "seed": 1}
 N = 6  # tokens of an answer
@@ -115,3 +119,23 @@ def at_time(seconds: float) -> Iterator[Places]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def within_graph(llm: Any, is_time: Callable[[], bool] = lambda: True, cancel: Callable[[], object] | None = None) -> Iterator[None]:
+    """Call `cancel`, by default the model's, once, in the middle of the first graph in which is_time() is true."""
+    nodes = 0
+
+    def look(handle: int | None) -> bool:
+        nonlocal nodes
+        nodes += is_time()
+        if nodes == 20:
+            (cancel or llm.cancel)()
+        return bool(native.should_abort(handle))
+
+    callback, handle = api.ggml_abort_callback(look), llm.engine.buffer.handle
+    api.llama_set_abort_callback(llm.context_handle, callback, handle)
+    try:
+        yield
+    finally:
+        api.llama_set_abort_callback(llm.context_handle, native.should_abort, handle)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import unittest.mock
+from dataclasses import dataclass
 
 import llama_cpp
 import numpy as np
@@ -13,11 +15,14 @@ import pytest
 
 import moeoff
 from companions import write_expert_adapter
-from helpers.interrupts import KINDS, OPTIONS, Interrupt, at_event
+from conftest import made_once
+from helpers.interrupts import KINDS, OPTIONS, Interrupt, at_event, within_graph
 from helpers.waiting import wait_until
 from moeoff import BudgetError, Cancelled, MoeoffError
+from moeoff.llamacpp.llama import api
 from moeoff.llamacpp.turns import Turns
 from moeoff.system.memory import rss
+from shape_model import SHAPES, shape_model
 
 PROMPT = "User: How many apples?\nAssistant:"
 LONG = {"max_tokens": 2000, "temperature": 0, "logit_bias": {2: -100.0}}
@@ -168,6 +173,164 @@ def test_an_exception_of_progress_ends_the_load(demo):
 def test_an_exception_of_on_stats(demo):
     with moeoff.Llama(demo, on_stats=fails, **OPTIONS) as llm, pytest.raises(OwnError):
         answer(llm)
+
+
+# --- what an interrupt leaves ---
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and a prompt for it.
+
+    Attributes:
+        n: Number of tokens of a prompt: of a model whose windows are kept alone, more than a window.
+        batch: Number of tokens of a micro-batch.
+    """
+
+    path: str
+    n: int
+    options: dict
+
+    @property
+    def batch(self) -> int:
+        return self.n // 10
+
+    def open(self, **more) -> moeoff.Llama:
+        options = OPTIONS | {"n_ctx": self.n + 256, "n_batch": self.batch, "n_ubatch": self.batch, "expert_memory": "64M"}
+        return moeoff.Llama(self.path, **options | self.options | more)
+
+    def words(self, seed: int, n: int | None = None) -> list[int]:
+        return np.random.default_rng(seed).integers(300, 1000, self.n if n is None else n).tolist()
+
+
+@pytest.fixture(scope="module", params=["attention", "recurrent", "window"])
+def kind(demo, request, tmp_path_factory):
+    if request.param == "attention":
+        return Kind(demo, 200, {})
+    shape = {"recurrent": "qwen3.6-35b-a3b", "window": "gpt-oss-20b"}[request.param]
+    path = made_once(tmp_path_factory, shape, lambda folder: shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), folder / "model.gguf"))
+    return Kind(str(path / "model.gguf"), 400, {"swa_full": False} if request.param == "window" else {})
+
+
+@pytest.fixture(scope="module")
+def opened(kind):
+    """Two of the kind: one that is interrupted, and one that never is."""
+    with kind.open() as llm, kind.open() as fresh:
+        yield llm, fresh
+
+
+@pytest.fixture
+def pair(opened):
+    for llm in opened:
+        llm.clear_context()
+    return opened
+
+
+def turn(llm, prompt, n=4):
+    """The first tokens of an answer, the logits of the last one, and how many tokens of the prompt were computed."""
+    before = llm.stats().prompt_tokens
+    stream = llm.generate(prompt, temp=0)
+    drawn = [next(stream) for _ in range(n)]
+    stream.close()
+    return drawn, llm.batch_logits(1)[0].copy(), llm.stats().prompt_tokens - before
+
+
+def assert_same(turns):
+    (drawn, logits, _), (others, other, _) = turns
+    assert drawn == others and (logits == other).all()
+
+
+def test_interrupted_prompts_add_up(kind, pair):
+    """Three that are cancelled within a micro-batch after 60 % of it."""
+    (llm, fresh), prompt = pair, kind.words(1)
+    for _ in range(3):
+        with within_graph(llm, lambda: llm.n_tokens >= 0.6 * kind.n), pytest.raises(Cancelled):
+            turn(llm, prompt)
+    again = turn(llm, prompt)
+    assert again[2] == 0.4 * kind.n
+    assert_same([again, turn(fresh, prompt)])
+
+
+def test_a_batch_of_several_micro_batches_is_cut_to_the_last_complete_one(kind):
+    prompt = kind.words(2)
+    with kind.open(n_batch=kind.n) as llm, kind.open(n_batch=kind.n) as fresh:
+        memory = api.llama_get_memory(llm.context_handle)
+        with within_graph(llm, lambda: api.llama_memory_seq_pos_max(memory, 0) >= 6 * kind.batch), pytest.raises(Cancelled):
+            turn(llm, prompt)
+        again = turn(llm, prompt)
+        assert again[2] == kind.n - 6 * kind.batch
+        assert_same([again, turn(fresh, prompt)])
+
+
+def cancel_within_a_token(stream, llm):
+    with within_graph(llm), pytest.raises(Cancelled):
+        next(stream)
+
+
+def interrupt_after_a_token(stream, llm):
+    with unittest.mock.patch.object(llm.engine, "end", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        next(stream)
+
+
+@pytest.mark.parametrize("end", [lambda stream, _llm: stream.close(), cancel_within_a_token, interrupt_after_a_token])
+def test_the_turn_after_an_interrupted_answer_computes_what_is_new(kind, pair, end):
+    (llm, fresh), prompt = pair, kind.words(3, kind.n // 2)
+    stream = llm.generate(prompt, temp=0)
+    drawn = [next(stream) for _ in range(6)]
+    end(stream, llm)
+    again = [*prompt, *drawn, *kind.words(4, 12)]
+    reused = turn(llm, again)
+    assert reused[2] <= 13
+    turn(fresh, prompt, 6 if reused[2] == 13 else 7)  # the same batches: the sixth token was computed, or not
+    assert_same([reused, turn(fresh, again)])
+
+
+def test_an_exception_behind_the_prompt_leaves_all_of_it(kind, pair):
+    """And the logits, which the same prompt draws from."""
+    (llm, fresh), prompt = pair, kind.words(5, kind.n // 2)
+    with pytest.raises(OwnError):
+        llm.create_completion(prompt, max_tokens=8, temperature=0, stopping_criteria=llama_cpp.StoppingCriteriaList([fails]))
+    again = turn(llm, prompt)
+    assert again[2] == 0
+    assert_same([again, turn(fresh, prompt)])
+
+
+def test_a_prompt_that_goes_back_sees_its_whole_window(kind, pair):
+    """llama.cpp says that it can go back where the window's cells are overwritten."""
+    (llm, fresh), first, other = pair, kind.words(6), kind.words(6)[: kind.n // 4] + kind.words(7, 30)
+    turn(llm, first)
+    (drawn, logits, _), (others, expected, _) = turn(llm, other), turn(fresh, other)
+    assert drawn == others
+    np.testing.assert_allclose(logits, expected, atol=0.05)  # other batches
+
+
+def test_a_second_cancel_ends_a_token_of_recurrent_layers(kind, pair):
+    """The state is that before the prompt's last micro-batch then."""
+    (llm, fresh), prompt = pair, kind.words(8, kind.n // 2)
+    stream = llm.generate(prompt, temp=0)
+    next(stream)
+    with within_graph(llm, cancel=lambda: (llm.cancel(), llm.cancel())), pytest.raises(Cancelled):
+        next(stream)
+    again = turn(llm, prompt)
+    assert again[2] == (kind.batch if llm._has_state else 0)
+    assert again[0] == turn(fresh, prompt)[0]
+
+
+def test_a_turn_that_goes_back_behind_a_prompt_reuses_most_of_it(kind, pair):
+    """As where a template drops a thought. Recurrent layers go back to the last micro-batch."""
+    (llm, fresh), prompt = pair, kind.words(9)
+    turn(llm, prompt, 8)
+    again = [*prompt, *kind.words(10, 12)]
+    reused = turn(llm, again)
+    assert reused[2] <= 13 + kind.batch * llm._has_state
+    assert reused[0] == turn(fresh, again)[0]
+
+
+def test_a_copy_of_a_state_is_part_of_the_budget(kind):
+    with kind.open(expert_memory=None, memory="1G") as llm:
+        before = llm.engine.plan.extras
+        turn(llm, kind.words(11))
+        assert llm.engine.plan.extras - before == len(llm._state) and (len(llm._state) > 0) == llm._has_state
 
 
 # --- several threads ---
