@@ -210,11 +210,11 @@ class Completer(Closing):
         return "cancelled" if self._cancelled.is_set() else reason
 
     def _save_interrupted_prompt(self) -> None:
-        """Write what is computed of the prompt to the prompt cache, if that is more than the cache holds of it."""
+        """Write the computed part of the prompt to the prompt cache, if the cache holds less of it."""
         if self._prompt and self._prompt_cache is not None:
             self.llm.settle()
-            same = next((i for i, (a, b) in enumerate(zip(self._cached_tokens, self._prompt)) if a != b), min(len(self._cached_tokens), len(self._prompt)))
-            if self.llm.n_tokens > same:
+            n = self.llm.n_tokens
+            if self._prompt[:n] != self._cached_tokens[:n]:
                 self._prompt_cache.save(self.llm)
 
     def _drawn(self, _tokens: object, _logits: object) -> bool:

@@ -84,7 +84,7 @@ class Cancellation:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """While open, a request lets the batch that is being computed come to its end, which then raises `Cancelled`."""
+        """While open, a request lets the running batch come to its end and then raises `Cancelled`."""
         self._waits = True
         try:
             yield

@@ -119,8 +119,9 @@ class Llama(PatchedLlama):
 
     Several threads may use one object: they take turns, answer by answer. A stream has its turn from its first token until it is read to its end,
     closed or dropped, and other threads wait for that; a thread that asks for something else before has given its stream up, which then raises
-    `MoeoffError`. An exception, Ctrl-C among them, ends an answer. The context keeps what was computed, up to the last complete micro-batch, and the next
-    prompt that begins with it goes on from there. `close()` ends what runs; after it, and in a fork of the process, every call raises `MoeoffError`.
+    `MoeoffError`. An exception, Ctrl-C among them, ends an answer. The context keeps what was
+    computed, up to the last complete micro-batch, and the next prompt that begins with it reuses it.
+    `close()` ends what runs; after it, and in a fork of the process, every call raises `MoeoffError`.
 
     Args:
         model_path: of the GGUF and `options`, or instead of both a `Config`, or an `Engine` that has loaded nothing yet.
@@ -248,8 +249,8 @@ class Llama(PatchedLlama):
         if self._drafts is not None:
             n_draft, self._drafts.n = self._drafts.n, 0
         # recurrent layers cannot go back behind a token of which a part is computed
-        whole = self.engine.cancellation.completing() if self._has_state and len(tokens) <= n_draft + 1 else contextlib.nullcontext()
-        with whole:
+        completes = self._has_state and len(tokens) <= n_draft + 1
+        with self.engine.cancellation.completing() if completes else contextlib.nullcontext():
             if not 1 < len(tokens) <= n_draft + 1:
                 super().eval(tokens)
                 return
@@ -323,10 +324,11 @@ class Llama(PatchedLlama):
             self._decodes = before
 
     def cancel(self) -> None:
-        """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing.
+        """End what is being computed, from any thread: the call raises `Cancelled` within a layer.
 
-        A model with recurrent layers completes the token of an answer that it computes, so that the next turn can reuse its state. A second call ends that,
-        too: then the state of the last micro-batch of the prompt is left.
+        A model with recurrent layers first completes the token of an answer, so that the next turn
+        can reuse its state. A second call ends that, too, and the context goes back to the last
+        micro-batch of the prompt.
         """
         self.turns.give_up(Cancelled("the answer was cancelled"))
         self.engine.cancellation.request()

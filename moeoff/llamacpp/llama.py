@@ -211,7 +211,8 @@ class _Model(_internals.LlamaModel):
 class _Context(_internals.LlamaContext):
     ctx, memory = _Handle(), _Handle()
     first: float = math.inf  # position of the last batch, if nothing else has changed the memory since
-    end = -1  # position after the last batch, if nothing else has changed the memory since; -1: something has
+    # position after the last batch; -1 if anything else has changed the memory since
+    end = -1
     is_broken = False  # a batch was not computed to its end: recurrent states may be half updated
 
     def __init__(self, turns: Turns, llama: weakref.ref[PatchedLlama], **options: Any):
@@ -237,15 +238,18 @@ class _Context(_internals.LlamaContext):
             super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
-        """As llama_cpp's. False if the memory cannot go back to position p0, and nothing has changed then."""
+        """As llama_cpp's. Return False, and change nothing, if the memory cannot go back to p0."""
         if self.memory is None:
             raise MoeoffError("the model keeps no memory of a text, as diffusion models do not: it cannot go on with one")
         if 0 < p0 <= api.llama_memory_seq_pos_max(self.memory, 0):
             if p0 <= self.first and api.llama_n_rs_seq(self.ctx):
-                return False  # recurrent states are kept of the last batch alone; llama.cpp would take them for earlier ones
+                # states are kept of the last batch alone; llama.cpp would take them for earlier ones
+                return False
             window, llama = api.llama_model_n_swa(self.model.model), self._llama()
-            if window and llama is not None and not llama._has_state and api.llama_memory_seq_pos_min(self.memory, 0) > max(p0 - window, 0):
-                return False  # llama.cpp has overwritten a part of the window, and would compute without it
+            if window and llama is not None and not llama._has_state:
+                # llama.cpp would compute without the part of the window that it has overwritten
+                if api.llama_memory_seq_pos_min(self.memory, 0) > max(p0 - window, 0):
+                    return False
         self.end = self.end if p0 >= self.end else -1
         return super().kv_cache_seq_rm(seq_id, p0, p1)
 
@@ -345,7 +349,8 @@ class _AnyLlama(llama_cpp.Llama):
 
     _ctx: Any
     _doubt = _NOTHING
-    _kept_at = 0  # tokens of the text after which the state of recurrent layers was copied; 0: there is no copy
+    # tokens of the text after which the state of recurrent layers was copied; 0: there is no copy
+    _kept_at = 0
 
     def _before_load(self) -> None:
         find_devices()  # not while it loads: what a driver lacks is no reason why a model cannot be read
@@ -393,8 +398,9 @@ class _AnyLlama(llama_cpp.Llama):
 class PatchedLlama(_AnyLlama):
     """llama_cpp.Llama with what it lacks: a say in how the model is loaded, a wrapper around every decode, and batches of one's own.
 
-    After an interrupt `settle` cuts the context, before the next call that computes, to what was computed to its end: the last complete micro-batch. Where
-    recurrent layers were interrupted within one, they go back to a copy of their state, made before each micro-batch of a prompt.
+    After an interrupt, and before the next call that computes, `settle` cuts the context to the
+    last complete micro-batch. Recurrent layers that were interrupted within a micro-batch go back
+    to a copy of their state, which is made before each micro-batch of a prompt.
 
     A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
     """
@@ -563,9 +569,10 @@ class PatchedLlama(_AnyLlama):
         return result
 
     def settle(self) -> bool:
-        """Cut the context to what was computed to its end, or empty it if its memory cannot be cut there. Return True if there was something to look at.
+        """Cut the context to what was computed to its end, or empty it if it cannot be cut there.
 
-        Whatever was interrupted, `input_ids[:n_tokens]` are tokens that had been computed; the context may hold fewer of them, or more.
+        Return True if a call was interrupted. Whatever it was, `input_ids[:n_tokens]` are tokens
+        that had been computed; the context may hold fewer of them, or more.
         """
         if not self._doubt:
             return False
@@ -592,13 +599,18 @@ class PatchedLlama(_AnyLlama):
         return True
 
     def _reserve(self, _nbytes: int) -> bool:
-        """Return whether there is memory for a copy of the state of recurrent layers. A subclass takes it from its budget."""
+        """Return whether there is memory for a copy of the state of recurrent layers.
+
+        A subclass takes it from its budget.
+        """
         return True
 
     def _copy_state(self) -> None:
-        """Copy the state of recurrent layers, which is that after `n_tokens`, unless there is no memory for it."""
+        """Copy the state of recurrent layers after `n_tokens`, if there is memory for the copy."""
         ctx, partial = self._ctx.ctx, api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        if not self.n_tokens or self._kept_at == self.n_tokens or api.llama_model_n_swa(self.model_handle):  # the state of sliding windows is no constant
+        if self.n_tokens in (0, self._kept_at):
+            return
+        if api.llama_model_n_swa(self.model_handle):  # the windows would be copied, too
             return
         size, self._kept_at = api.llama_state_seq_get_size_ext(ctx, 0, partial), 0
         if size > len(self._state):  # of most models at the first time alone
@@ -606,23 +618,25 @@ class PatchedLlama(_AnyLlama):
                 self._is_refused = True
                 return
             self._state = np.empty(size, np.uint8)
-        if api.llama_state_seq_get_data_ext(ctx, _bytes_of(self._state), len(self._state), 0, partial) == size:
+        copy = _bytes_of(self._state)
+        if api.llama_state_seq_get_data_ext(ctx, copy, len(self._state), 0, partial) == size:
             self._kept_at = self.n_tokens
 
     def _restore_state(self) -> bool:
-        """Go back to the token behind which the state of recurrent layers was copied. Return False if there is no copy."""
+        """Go back to where the state of recurrent layers was copied. Return False without a copy."""
         n = self._kept_at
         if not n:
             return False
         self._ctx.is_broken, self._ctx.first = True, math.inf
-        read = api.llama_state_seq_set_data_ext(self._ctx.ctx, _bytes_of(self._state), len(self._state), 0, api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        copy, partial = _bytes_of(self._state), api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        read = api.llama_state_seq_set_data_ext(self._ctx.ctx, copy, len(self._state), 0, partial)
         if not read or not self._ctx.kv_cache_seq_rm(0, n, -1):
             return False
         self.n_tokens, self._requires_eval, self._ctx.is_broken = n, True, False
         return True
 
     def _reuse_state(self, tokens: Sequence[int]) -> None:
-        """Go back to the copy before `generate`, if recurrent layers have to go back for this prompt, and it begins with what the copy knows."""
+        """Go back to the copied state before `generate`, if the prompt diverges after it."""
         if self._has_state and 0 < self._kept_at < min(self.n_tokens, len(tokens)):
             n = min(self.n_tokens, len(tokens))
             differs = np.flatnonzero(self.input_ids[:n] != np.asarray(tokens[:n]))
@@ -642,10 +656,11 @@ class PatchedLlama(_AnyLlama):
         """As llama_cpp's, but what an interrupt has left of it is known.
 
         Raises:
-            MoeoffError: as while answering, or the context cannot go back behind `n_tokens`.
+            MoeoffError: as while answering, or the context cannot be cut to `n_tokens`.
         """
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
-            raise MoeoffError(f"the context cannot go back to {self.n_tokens} tokens: call reset() and compute the text anew")
+            n = self.n_tokens
+            raise MoeoffError(f"the context cannot be cut to {n} tokens: call reset(), then eval()")
         step = min(self.n_batch, self.context_params.n_ubatch) if self._has_state else self.n_batch
         for i in range(0, len(tokens), step):
             batch, n = list(tokens[i : i + step]), self.n_tokens

@@ -2,9 +2,10 @@
 
 usage: soak.py -m MODEL [--minutes 10] [--memory 160M] [--clients 8] [--think SECONDS] [--json FILE]
 
-The server runs in a memory cgroup of the budget, where one can be made. Clients ask without end: chats of several turns, answers that are read
-whole, in any slot or in one that is busy, streams, streams that are given up, prompts that are too long, bodies that are no JSON, connections that are cut
-before the answer. The budget moves up and down meanwhile, between the smallest and the one where all experts fit, and half of the moves are interrupted at any moment, as by Ctrl-C.
+The server runs in a memory cgroup of the budget, where one can be made. Clients ask without end:
+chats of several turns, answers that are read whole, in any slot or in one that is busy, streams,
+streams that are given up, prompts that are too long, bodies that are no JSON, connections that are
+cut before the answer. The budget moves up and down meanwhile, between the smallest and the one where all experts fit, and half of the moves are interrupted at any moment, as by Ctrl-C.
 Memory is said without what experts take, which moves with it. Afterwards every different answer is read by the model alone: each of its tokens must be
 the best one there, or within rounding of the best, since kernels round differently with neighbours in a batch and with the tokens that a batch holds.
 SIGINT ends it before its time. Exit code 1 if anything is not as it should be.

@@ -1,12 +1,16 @@
 """A load that exercises the slots of a server and its prompt cache, and a check of every answer.
 
-Several clients ask at the same time, in pinned and unpinned slots, with prompts that share beginnings; some of them close their stream before its end. Each
-answer must be the greedy one that the model gives alone.
+Several clients ask at the same time, in pinned and unpinned slots, with prompts that share
+beginnings; some of them close their stream before its end. Each answer must be the greedy one that
+the model gives alone.
 
-Equal tokens can be expected only where a token's result does not depend on the other tokens of its batch. By default it does: on the demo model 8 of 60
-greedy answers of 100 tokens differ with one slot, because a prompt whose beginning is reused is divided into other micro-batches, and 13 to 26 with two to
-four slots, because kernels round a row differently beside others. With one slot and micro-batches of one token (`EXACT`) all are equal. With more slots
-they are not: llama.cpp puts a token of each sequence into such a micro-batch. There the answers that differ are read by the model, token by token.
+Equal tokens can be expected only where a token's result does not depend on the other tokens of its
+batch. By default it does. On the demo model 8 of 60 greedy answers of 100 tokens differ with one
+slot, because a prompt whose beginning is reused is divided into other micro-batches, and 13 to 26
+with two to four slots, because kernels round a row differently beside others. With one slot and
+micro-batches of one token (`EXACT`) all are equal. With more slots they are not: llama.cpp puts a
+token of each sequence into such a micro-batch. There the model reads the answers that differ, token
+by token (`check_answers`).
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ class Request:
     Attributes:
         prompt: Index into `PROMPTS`.
         n_predict: Number of tokens to generate.
-        n_read: Number of tokens after which the client closes its stream; None if it reads the whole answer.
+        n_read: Number of tokens after which the client closes its stream; None: it reads them all.
         options: More fields of the body.
     """
 
@@ -58,7 +62,7 @@ class Request:
 
 
 def draw_requests(n: int, n_slots: int, n_predict: int, seed: int = 0) -> list[Request]:
-    """Draw n requests: two of five are pinned to a slot, a fourth closes its stream, and one of ten does not use the prompt cache."""
+    """Draw n requests: 40 % are pinned to a slot, 25 % close their stream, 10 % use no cache."""
     chance = random.Random(seed)
     requests = []
     for _ in range(n):
@@ -77,7 +81,7 @@ def _body(request: Request, **more: object) -> dict[str, object]:
 
 
 def read_stream(url: str, request: Request) -> Iterator[list[int]]:
-    """Yield the tokens of each piece of a streamed answer. The connection is closed with the iterator."""
+    """Yield the tokens of each piece of a streamed answer; closing the iterator hangs up."""
     with httpx.stream("POST", f"{url}/completion", json=_body(request, stream=True), timeout=PATIENCE) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
@@ -102,8 +106,9 @@ def send(url: str, request: Request) -> list[int]:
 def check_answers(model: str, answers: Iterable[tuple[str, str]], tell: Callable[[str], None] = lambda _text: None) -> list[str]:
     """Return a line for each answer in which a token is plainly not the best one.
 
-    An answer that looks wrong is read again in the other ways in which a server may have computed it: with more tokens at once, and with the other way of
-    computing attention. A router between two experts turns a small difference of rounding into a large one.
+    An answer that looks wrong is read again in the other ways in which a server may have computed
+    it: with more tokens at once, and with the other way of computing attention. A router between two
+    experts turns a small difference of rounding into a large one.
 
     Args:
         answers: Prompts, and the tokens of their answers as JSON.
@@ -133,10 +138,11 @@ def check_answers(model: str, answers: Iterable[tuple[str, str]], tell: Callable
 
 
 def find_wrong(server: Service, requests: Sequence[Request], n_clients: int, model: str | None = None) -> list[str]:
-    """Send the requests from several clients at once, and return a line for each answer that is not the one the model gives alone.
+    """Send the requests from several clients at once, and return a line for each wrong answer.
 
     Args:
-        model: Path of the model, which decides about the answers that differ. None: every answer must be equal.
+        model: Path of the model that reads the answers which differ from those alone. None: all must
+            be equal.
     """
 
     def ask(request: Request) -> list[int] | Exception:
