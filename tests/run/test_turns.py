@@ -15,7 +15,6 @@ import pytest
 
 import moeoff
 from companions import write_expert_adapter
-from conftest import made_once
 from helpers.interrupts import KINDS, OPTIONS, Interrupt, at_event, within_graph
 from helpers.waiting import wait_until
 from moeoff import BudgetError, Cancelled, MoeoffError
@@ -208,8 +207,9 @@ def kind(demo, request, tmp_path_factory):
     if request.param == "attention":
         return Kind(demo, 200, {})
     shape = {"recurrent": "qwen3.6-35b-a3b", "window": "gpt-oss-20b"}[request.param]
-    path = made_once(tmp_path_factory, shape, lambda folder: shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), folder / "model.gguf"))
-    return Kind(str(path / "model.gguf"), 400, {"swa_full": False} if request.param == "window" else {})
+    path = tmp_path_factory.mktemp(request.param) / "model.gguf"
+    shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), path)
+    return Kind(str(path), 400, {"swa_full": False} if request.param == "window" else {})
 
 
 @pytest.fixture(scope="module")
