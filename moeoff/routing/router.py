@@ -6,6 +6,7 @@ Read from the GGUF, dequantized. Knows every gating function that llama.cpp has;
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -108,10 +109,10 @@ class Router:
         with _Tensors(model_index) as tensors:
             get = tensors.get
             names = [f"blk.{i}.ffn_gate_inp.weight" for i in layers]
-            weights = _FromFile(model_index, names) if lazy else [get(name) for name in names]
+            weights = _FromFile(model_index, names) if lazy else [get(name, 2) for name in names]
             bias = [get(f"blk.{i}.ffn_gate_inp.bias") for i in layers]
             selection = [get(name if (name := f"blk.{i}.exp_probs_b.bias") in model_index.dense else f"blk.{i}.exp_probs_b") for i in layers]
-            tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight") for i in layers]
+            tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight", 2) for i in layers]
             names_of_norms = _OWN_NORMS.get(model_index.architecture, _NORMS)
             norms = [
                 next(((norm, get(f"blk.{i}.{bias}")) for weight, bias in names_of_norms if (norm := get(f"blk.{i}.{weight}")) is not None), None)
@@ -239,7 +240,7 @@ class _FromFile(Sequence["np.ndarray | None"]):
 
     def __getitem__(self, index: int) -> np.ndarray | None:  # type: ignore[override]  # nobody asks for a part of them
         with _Tensors(self._model_index) as tensors:
-            return tensors.get(self._names[index])
+            return tensors.get(self._names[index], 2)
 
 
 class _Tensors(ModelBytes):
@@ -249,12 +250,14 @@ class _Tensors(ModelBytes):
         super().__init__(model_index.files)
         self._model_index = model_index
 
-    def get(self, name: str) -> np.ndarray | None:
+    def get(self, name: str, rank: int = 1) -> np.ndarray | None:
+        """An array of so many dimensions, None if there is no such tensor: a file does not say those that are 1 at the end, as of one expert."""
         span = self._model_index.dense.get(name)
         if span is None:
             return None
         data = self.read(span.file, span.offset, span.nbytes, name)
-        shape = [n for n in span.shape[::-1] if n != 1] or [1]
+        n = math.prod(span.shape)
+        shape = (n,) if rank == 1 else (n // max(span.shape[0], 1), span.shape[0])
         if span.type == I32:
             return np.frombuffer(data, np.int32).reshape(shape)
         numbers = dequantize(data, span.type, shape)

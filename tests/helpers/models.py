@@ -17,7 +17,7 @@ from model_writer import ModelWriter
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import SplitName, is_expert
 from moeoff.gguf.quantize import I32, fits, needs_imatrix, quantize, type_from_name
-from shape_model import SHAPES, Weights, metadata, scales_of, tensors, tokenizer
+from shape_model import SHAPES, Weights, metadata, scales_of, shape_model, tensors, tokenizer
 
 F64 = type_from_name("F64")
 
@@ -72,6 +72,18 @@ def write_per_layer_model(path: str | os.PathLike[str], width: int) -> None:
             else:
                 for piece in weights.pieces(tensor):
                     writer.write(piece)
+
+
+def write_one_expert_model(path: str | os.PathLike[str]) -> None:
+    """Write a model of one expert, in whose header a tensor of experts has two dimensions: ggml leaves out those that are 1 at the end."""
+    whole = Path(path).with_suffix(".whole")
+    shape_model(replace(SHAPES["qwen3-30b-a3b"].cut(layers=3, shrink=8, expert_type="Q8_0"), n_expert=1, n_used=1), whole)
+    with ModelFile(whole) as model:
+        plan = [replace(t, shape=t.shape[sum(n == 1 for n in t.shape[:-1]) :]) for t in model.tensors.values()]
+        with ModelWriter(path, model.metadata, plan) as writer:
+            for tensor in plan:
+                writer.write(model.data(tensor.name))
+    whole.unlink()
 
 
 def rewritten(

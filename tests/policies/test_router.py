@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
-from helpers.arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, tokens, write_model
+from helpers.arch_models import ARCHITECTURES, N_EXPERT, OPTIONS, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, run, tokens, write_model
+from helpers.logits import Stock
+from helpers.models import write_one_expert_model
 from moeoff import Llama
+from moeoff.experts.convert import convert
+from moeoff.experts.verify import verify
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.routing.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, Rows, gating_of
@@ -52,6 +58,29 @@ def test_gemmas_routers_norm_the_stream_themselves(tmp_path):
     weight, bias = router.ahead(2, 3, True)
     assert bias is None
     np.testing.assert_allclose(weight, router.weights[3] * scales[1] / scales[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_one_expert(tmp_path, lazy):
+    """Llama.cpp's bits, from the model and from a sidecar, and a router of one row."""
+    path, options = tmp_path / "model.gguf", OPTIONS
+    write_one_expert_model(path)
+    with ModelFile(path) as file:
+        assert len(file.tensors["blk.0.ffn_up_exps.weight"].shape) == 2 and len(file.tensors["blk.0.ffn_gate_inp.weight"].shape) == 1
+    convert(path, tiers="Q8_0")
+    assert verify(tmp_path / "model.experts.gguf").n_slices == 9
+    with contextlib.closing(Stock(str(path), **options)) as stock:
+        expected = run(stock)
+    events = []
+    for tier in ("original", "Q8_0"):
+        with Llama(str(path), expert_memory="1G", tier=tier, gate_input=True, **options) as model:
+            model.set_gate_callback(events.append)
+            np.testing.assert_array_equal(run(model), expected)
+            router = Router.read(ModelIndex.read(path), layers_of(model), lazy=lazy)
+            model.engine.buffer.drain()
+    assert router.weights[0].shape == (1, 256) and router.n_experts == 1 and events
+    for event in events:
+        np.testing.assert_array_equal(router.choose(event.gate, event.gate_input), event.ids)
 
 
 def test_a_lazy_router_keeps_no_weights(demo):
