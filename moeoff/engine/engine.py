@@ -78,9 +78,9 @@ class Cancellation:
         """
         with self._lock:
             if self._open:
-                if self.requested or at_once or not self._waits:
+                ends, self.requested = at_once or self.requested or not self._waits, True
+                if ends:  # last: the graph that it ends asks whether it was requested
                     self._buffer.set_cancelled(True)
-                self.requested = True
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
