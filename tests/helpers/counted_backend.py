@@ -26,8 +26,8 @@ def _struct(name: str, functions: str, *before: str) -> Any:
     return type(name, (Structure,), {"_fields_": [(field, c_void_p) for field in (*before, *functions.split())]})
 
 
-_Backend, _Device = _struct("_Backend", _BACKEND, "guid"), _struct("_Device", _DEVICE)
-_BufferType, _Buffer = _struct("_BufferType", _BUFFER_TYPE), _struct("_Buffer", _BUFFER)
+Backend, Device = _struct("Backend", _BACKEND + " device context", "guid"), _struct("Device", _DEVICE + " reg context")
+BufferType, Buffer = _struct("BufferType", _BUFFER_TYPE + " device context"), _struct("Buffer", _BUFFER + " buft")
 
 _ASYNC = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t)
 
@@ -48,9 +48,9 @@ class _CountedDevices:
         kind = function("ggml_backend_dev_type", c_int, c_void_p)
         buffer_type = function("ggml_backend_dev_buffer_type", c_void_p, c_void_p)
         for device in filter(kind, map(get, range(count()))):  # 0: the CPU
-            self._wrap(cast(device, POINTER(_Device)).contents, "init_backend", CFUNCTYPE(c_void_p, c_void_p, c_char_p), self._backend)
-            self._wrap(cast(device, POINTER(_Device)).contents, "event_synchronize", CFUNCTYPE(None, c_void_p, c_void_p), self._event)
-            self._wrap(cast(buffer_type(device), POINTER(_BufferType)).contents, "alloc_buffer", CFUNCTYPE(c_void_p, c_void_p, c_size_t), self._buffer)
+            self._wrap(cast(device, POINTER(Device)).contents, "init_backend", CFUNCTYPE(c_void_p, c_void_p, c_char_p), self._backend)
+            self._wrap(cast(device, POINTER(Device)).contents, "event_synchronize", CFUNCTYPE(None, c_void_p, c_void_p), self._event)
+            self._wrap(cast(buffer_type(device), POINTER(BufferType)).contents, "alloc_buffer", CFUNCTYPE(c_void_p, c_void_p, c_size_t), self._buffer)
 
     def _count(self, name: str, n: int = 1) -> None:
         self.counts[name if threading.get_ident() == self._thread else "elsewhere"] += n
@@ -64,7 +64,7 @@ class _CountedDevices:
 
     def _backend(self, original: Any, *arguments: Any) -> Any:
         if backend := original(*arguments):
-            struct = cast(backend, POINTER(_Backend)).contents
+            struct = cast(backend, POINTER(Backend)).contents
             for name in ("set_tensor_async", "get_tensor_async"):
                 self._wrap(struct, name, _ASYNC, self._queued)
             self._wrap(struct, "cpy_tensor_async", CFUNCTYPE(c_bool, c_void_p, c_void_p, c_void_p, c_void_p), self._tried)
@@ -74,7 +74,7 @@ class _CountedDevices:
 
     def _buffer(self, original: Any, *arguments: Any) -> Any:
         if buffer := original(*arguments):
-            struct = cast(buffer, POINTER(_Buffer)).contents
+            struct = cast(buffer, POINTER(Buffer)).contents
             for name in ("set_tensor", "get_tensor"):
                 self._wrap(struct, name, _ASYNC, self._copied)
         return buffer

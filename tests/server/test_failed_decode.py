@@ -6,7 +6,7 @@ import subprocess
 import httpx
 import pytest
 
-from helpers.servers import Service
+from helpers.servers import LONGER, Service, words
 from helpers.waiting import wait_until
 
 THROWS = r"""
@@ -37,13 +37,14 @@ def test_the_next_answer_is_right(demo, tmp_path, monkeypatch):
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", source, "-o", throws, "-ldl"], check=True)
     monkeypatch.setenv("LD_PRELOAD", str(throws))
     monkeypatch.setenv("ARMED", str(armed))
-    with Service(demo, expert_memory=2 << 20, n_ctx=4096, parallel=1) as server:
+    with Service(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, args=LONGER) as server:
         expected = server.complete("One day", 16).choices[0].text
         armed.touch()
+        body = {"prompt": words(1, 4000), "cache_prompt": False}  # a batch of a prompt is ended, a token is decoded to its end
 
         def hang_up() -> bool:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{server.url}/completion", json={"prompt": "One day", "n_predict": 4000, "ignore_eos": True}, timeout=httpx.Timeout(60, read=0.2))
+                httpx.post(f"{server.url}/completion", json=body, timeout=httpx.Timeout(60, read=0.2))
             return not armed.exists()
 
         wait_until(hang_up)
