@@ -1,20 +1,16 @@
 #pragma once
 
-// Reads that whoever waits for them can leave while the disk hangs: threads of the process do them into memory of their own, many at a time with
-// Linux's AIO, as a disk gives most of its rate only then. The threads stay for the next reads, as does what the system keeps for AIO of each: to
-// destroy that takes 32 ms. Each has one user at a time.
+// Direct reads of which one thread has many under way, without threads of their own: Linux's AIO. A disk gives most of its rate only then, and what is
+// read here is too small to be waited for one by one.
 
-#include <array>
-#include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <vector>
 
 #include <sys/types.h>
+
+#if defined(__linux__)
+#include <linux/aio_abi.h>
+#endif
 
 namespace moeoff {
 
@@ -22,38 +18,29 @@ class async_reads {
   public:
     static constexpr size_t max_under_way = 64;
 
-    // bytes [begin, end) of a file, and in `pages`, page aligned, what has come of the pages that they lie in
-    struct range {
-        uint64_t  begin, end;
-        uint8_t * pages;
-        ssize_t   n_direct; // bytes that a direct read has given, fewer at the end of the file, or a negative errno
-        ssize_t   n_bytes;  // from begin on
-        int       error;    // an errno
-    };
+    static async_reads & of_this_thread();
+    async_reads(const async_reads &) = delete;
+    ~async_reads();
 
-    // an idle thread, or a new one; throws std::system_error, std::bad_alloc
-    static async_reads & borrow();
-    // for others. What is under way is abandoned: it ends before the thread has its next user
-    void give_back();
-
-    // read_bytes: of the pages of each range. fd_direct: -1 where the file takes no direct reads. Nothing is under way
-    void   begin(int fd, int fd_direct, const std::vector<range> & all, size_t read_bytes);
-    // false: cancelled became true first
-    bool   wait(const std::atomic<bool> & cancelled);
-    const std::vector<range> & results() const { return ranges; } // after wait()
+    // i: of those under way, which no other is. Offset, size and address are in whole pages. false: the system has no such reads
+    bool begin(size_t i, int fd, uint8_t * to, size_t nbytes, uint64_t offset);
+    void submit(); // what has been begun
+    // waits for the i-th; returns bytes, fewer at the end of the file, or a negative errno
+    ssize_t end(size_t i);
 
   private:
-    void run();
-    void read_all();
+    async_reads() = default;
 
-    std::mutex              mutex;
-    std::condition_variable changed;
-    bool                    is_reading = false, is_borrowed = true; // with the mutex
-    std::atomic<bool>       is_abandoned {false};
-    int                     fd = -1, fd_direct = -1;
-    std::vector<range>      ranges; // the thread's while it reads
-    std::unique_ptr<uint8_t, void (*)(void *)> memory { nullptr, nullptr };
-    size_t                  n_memory = 0; // bytes
+#if defined(__linux__)
+    pid_t         made_by  = 0; // a fork's context is not its own
+    bool          is_ready = false;
+    aio_context_t context  = 0;
+    iocb          requests[max_under_way];
+    iocb *        begun[max_under_way]; // and not yet submitted
+    size_t        n_begun = 0;
+    bool          is_under_way[max_under_way] = {};
+    int64_t       results[max_under_way];
+#endif
 };
 
 } // namespace moeoff

@@ -4,7 +4,21 @@
 #include <cerrno>
 #include <cstring>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 namespace moeoff {
+
+// bytes of a file that will be read soon, through the page cache
+static void ask_for(int fd, uint64_t begin, uint64_t end) {
+#ifdef POSIX_FADV_WILLNEED
+    posix_fadvise(fd, (off_t) begin, (off_t) (end - begin), POSIX_FADV_WILLNEED);
+#else
+    (void) fd;
+    (void) begin;
+    (void) end;
+#endif
+}
 
 row_table::row_table(const moeoff_tensor_info & i) : info(i) {
     const uint64_t n = std::clamp<uint64_t>(MOEOFF_ROW_CACHE_BYTES / (info.nbytes + sizeof(int32_t)), 1, (uint64_t) info.ne[1]);
@@ -30,71 +44,68 @@ bool row_table::set_source(const moeoff_source & source, const files & in, std::
     return true;
 }
 
-bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, size_t n_reads, const std::function<void(size_t)> & use, std::string & error) {
-    struct half { // of what is under way: one is read while the other is used
-        async_reads *      reads = nullptr;
-        std::vector<piece> pieces;
+bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, uint8_t * room, size_t n_reads, const std::function<void(size_t)> & use, std::string & error) {
+    struct pieces_under_way {
+        async_reads & reads;
+        const size_t  n_places;
+        size_t        n_begun = 0, n_ended = 0;
+        piece         all[async_reads::max_under_way] = {};
 
-        ~half() {
-            if (reads) {
-                reads->give_back();
+        size_t n() const { return n_begun - n_ended; }
+        ~pieces_under_way() { // nothing is written into room any more
+            while (n() > 0) {
+                reads.end(n_ended++ % n_places);
             }
         }
     };
-    half         halves[2];
-    const size_t n_halves = n_reads > 1 ? 2 : 1, n_places = std::min(n_reads, async_reads::max_under_way) / n_halves;
-    size_t       next = 0, n_pending = 0;
-    for (size_t turn = 0; next < n || n_pending > 0; turn = (turn + 1) % n_halves) {
-        half & h = halves[turn];
-        if (!h.pieces.empty()) {
-            if (!h.reads->wait(is_cancelled) || !use_pieces(rows, h.pieces, h.reads->results(), row, use, error)) {
+    pieces_under_way pieces { async_reads::of_this_thread(), std::min(n_reads, async_reads::max_under_way) };
+    size_t           next = 0; // of the rows
+    while (next < n || pieces.n() > 0) {
+        if (pieces.n() <= pieces.n_places / 2) { // many are submitted with one call
+            while (next < n && pieces.n() < pieces.n_places) {
+                if (copy_cached(rows[next], row)) {
+                    use(next++);
+                    continue;
+                }
+                const size_t   i     = pieces.n_begun++ % pieces.n_places;
+                const piece    p     = pieces.all[i] = piece_from(rows, n, next);
+                const uint64_t begin = page_floor(begin_of(rows[p.first])), end = page_ceil(end_of(rows[p.last - 1]));
+                if (!pieces.reads.begin(i, fd_direct, room + i * read_bytes(), end - begin, begin)) {
+                    ask_for(fd, begin, end);
+                }
+                next = p.last;
+            }
+            pieces.reads.submit();
+        }
+        if (pieces.n() > 0) {
+            const size_t  i       = pieces.n_ended++ % pieces.n_places;
+            const ssize_t n_bytes = pieces.reads.end(i);
+            if (!use_piece(rows, pieces.all[i], row, room + i * read_bytes(), n_bytes, use, error)) {
                 return false;
             }
-            n_pending -= h.pieces.size();
-            h.pieces.clear();
-        }
-        std::vector<async_reads::range> ranges;
-        while (next < n && h.pieces.size() < n_places) {
-            if (copy_cached(rows[next], row)) {
-                use(next++);
-                continue;
-            }
-            const piece p = piece_from(rows, n, next);
-            h.pieces.push_back(p);
-            ranges.push_back({ begin_of(rows[p.first]), end_of(rows[p.last - 1]), nullptr, 0, 0, 0 });
-            next = p.last;
-        }
-        if (!ranges.empty()) {
-            h.reads = h.reads ? h.reads : &async_reads::borrow();
-            h.reads->begin(fd, fd_direct, ranges, read_bytes());
-            n_pending += ranges.size();
         }
     }
     return true;
 }
 
-bool row_table::use_pieces(const int32_t * rows, const std::vector<piece> & pieces, const std::vector<async_reads::range> & results, uint8_t * row,
-                           const std::function<void(size_t)> & use, std::string & error) {
-    for (size_t k = 0; k < pieces.size(); k++) {
-        const piece &              p = pieces[k];
-        const async_reads::range & r = results[k];
-        if (r.n_direct == -EINVAL) {
-            fd_direct = -1;
-        }
-        if (r.n_bytes < (ssize_t) (r.end - r.begin)) {
-            error = path + ": read of " + std::to_string(r.end - r.begin) + " bytes at offset " + std::to_string(r.begin) + " failed: " +
-                    (r.error ? strerror(r.error) : "the file ends at " + std::to_string(r.begin + (uint64_t) r.n_bytes) + " (was it truncated or replaced?)");
-            return false;
-        }
-        for (size_t i = p.first; i < p.last; i++) {
-            memcpy(row, r.pages + (begin_of(rows[i]) - page_floor(r.begin)), info.nbytes);
-            add_to_cache(rows[i], row);
-            use(i);
-        }
-        checked_lock lock(mutex);
-        n_misses     += p.last - p.first;
-        n_bytes_read += page_ceil(r.end) - page_floor(r.begin);
+// n_bytes: that a direct read has given, or a negative errno
+bool row_table::use_piece(const int32_t * rows, const piece & p, uint8_t * row, uint8_t * pages, ssize_t n_bytes, const std::function<void(size_t)> & use,
+                          std::string & error) {
+    const uint64_t begin = begin_of(rows[p.first]), end = end_of(rows[p.last - 1]), first_page = page_floor(begin);
+    if (n_bytes == -EINVAL) {
+        fd_direct = -1;
     }
+    if (n_bytes < (ssize_t) (end - first_page) && !read_buffered(begin, end, pages + (begin - first_page), error)) {
+        return false;
+    }
+    for (size_t i = p.first; i < p.last; i++) {
+        memcpy(row, pages + (begin_of(rows[i]) - first_page), info.nbytes);
+        add_to_cache(rows[i], row);
+        use(i);
+    }
+    checked_lock lock(mutex);
+    n_misses     += p.last - p.first;
+    n_bytes_read += page_ceil(end) - first_page;
     return true;
 }
 
@@ -105,6 +116,23 @@ row_table::piece row_table::piece_from(const int32_t * rows, size_t n, size_t fi
         p.last++;
     }
     return p;
+}
+
+// What direct reads did not give: where there are none, and where a message has to say why
+bool row_table::read_buffered(uint64_t begin, uint64_t end, uint8_t * out, std::string & error) const {
+    for (uint64_t next = begin; next < end;) {
+        const ssize_t got = pread(fd, out + (next - begin), end - next, (off_t) next);
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got <= 0) {
+            error = path + ": read of " + std::to_string(end - begin) + " bytes at offset " + std::to_string(begin) + " failed: " +
+                    (got < 0 ? strerror(errno) : "the file ends at " + std::to_string(next) + " (was it truncated or replaced?)");
+            return false;
+        }
+        next += (uint64_t) got;
+    }
+    return true;
 }
 
 bool row_table::copy_cached(int32_t row, uint8_t * out) {

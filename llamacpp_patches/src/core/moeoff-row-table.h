@@ -34,10 +34,9 @@ class row_table {
     size_t read_bytes() const { return page_ceil(info.nbytes) + page_size; }
     // whether a row begins on a page on which the one before it ends
     bool share_page(int32_t row, int32_t next) const { return page_floor(begin_of(next)) < page_ceil(end_of(row)); }
-    // rows [n], ascending, each once: calls use(i) for each, in any order, while its bytes are at row [info.nbytes]. n_reads: under way at a time, of
-    // read_bytes() each. false with error set, and errno's words in it, if the file does not give one, and without if the user has cancelled
-    bool read(const int32_t * rows, size_t n, uint8_t * row, size_t n_reads, const std::function<void(size_t)> & use, std::string & error);
-    void set_cancelled(bool on) { is_cancelled = on; } // until taken back: nobody waits for a read that hangs
+    // rows [n], ascending, each once: calls use(i) for each, in any order, while its bytes are at row [info.nbytes]. room, page aligned, is for n_reads
+    // under way at a time, read_bytes() each. false with error set, and errno's words in it, if the file does not give one
+    bool read(const int32_t * rows, size_t n, uint8_t * row, uint8_t * room, size_t n_reads, const std::function<void(size_t)> & use, std::string & error);
     void add_stats(moeoff_stats & out) const;
     void reset_stats();
 
@@ -48,8 +47,8 @@ class row_table {
     };
 
     piece piece_from(const int32_t * rows, size_t n, size_t first) const;
-    bool  use_pieces(const int32_t * rows, const std::vector<piece> & pieces, const std::vector<async_reads::range> & results, uint8_t * row,
-                     const std::function<void(size_t)> & use, std::string & error);
+    bool  use_piece(const int32_t * rows, const piece & p, uint8_t * row, uint8_t * pages, ssize_t n_bytes, const std::function<void(size_t)> & use, std::string & error);
+    bool  read_buffered(uint64_t begin, uint64_t end, uint8_t * out, std::string & error) const;
     bool  copy_cached(int32_t row, uint8_t * out);
     void  add_to_cache(int32_t row, const uint8_t * bytes);
     uint8_t * place(int32_t row) REQUIRES(mutex) { return cache.get() + (size_t) row % rows_in.size() * info.nbytes; }
@@ -58,7 +57,6 @@ class row_table {
 
     int              fd = -1;
     std::atomic<int> fd_direct {-1}; // until the file refuses a read
-    std::atomic<bool> is_cancelled {false};
     uint64_t         offset = 0;
     std::string      path;
 

@@ -118,9 +118,6 @@ void store::stop() {
         phase = STOPPED;
         table.stop();
     }
-    for (const auto & rows : tables) {
-        rows->set_cancelled(true);
-    }
     workers.stop();
 }
 
@@ -508,9 +505,6 @@ bool store::wait(event_count & settled, uint32_t seen, const tensor & t, int32_t
 void store::set_cancelled(bool on) {
     store_lock lock(sync);
     cancelled.store(on, std::memory_order_seq_cst);
-    for (const auto & rows : tables) {
-        rows->set_cancelled(on);
-    }
     table.wake_ops();
 }
 

@@ -31,16 +31,29 @@ static row_table & table_of(const ggml_tensor * op) {
     return *reserved_row_table(op->op == GGML_OP_GET_ROWS ? op->src[0] : op->src[0]->view_src);
 }
 
-// bytes of a thread's row in an op's memory, which begins with the batch
-static size_t row_step(const ggml_tensor * op) { return GGML_PAD(table_of(op).info.nbytes, cache_line); }
+// An op's memory, from a page on: pages for each thread's reads, a row for each, the batch
+struct work_area {
+    size_t n_reads; // under way, of a thread
+    size_t pages, row; // bytes of a thread
 
-static uint8_t * row_of(const ggml_compute_params * params, const ggml_tensor * op) {
-    uint8_t * row = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, cache_line) + cache_line + (size_t) params->ith * row_step(op);
-    GGML_ASSERT(row + row_step(op) <= (uint8_t *) params->wdata + params->wsize);
-    return row;
+    work_area(const ggml_tensor * op, int n_threads) {
+        const row_table & rows   = table_of(op);
+        const size_t      n_rows = op->op == GGML_OP_GET_ROWS ? (size_t) op->src[1]->ne[0] : 1;
+        n_reads = std::max<size_t>(std::min({ n_rows, async_reads::max_under_way, MOEOFF_ROW_READ_BYTES / rows.read_bytes() }) / (size_t) n_threads, 1);
+        pages   = n_reads * rows.read_bytes();
+        row     = GGML_PAD(rows.info.nbytes, cache_line);
+    }
+    size_t begin_of_rows(int n_threads) const { return (size_t) n_threads * pages; }
+    size_t begin_of_batch(int n_threads) const { return (size_t) n_threads * (pages + row); }
+};
+
+size_t get_rows_work_size(int n_threads, const ggml_tensor * op) {
+    size_t most = 0;
+    for (int n = 1; n <= n_threads; n++) { // as many as then compute it
+        most = std::max(most, work_area(op, n).begin_of_batch(n) + sizeof(sorted_batch));
+    }
+    return page_size + most; // wdata itself may be unaligned
 }
-
-size_t get_rows_work_size(int n_threads, const ggml_tensor * op) { return 2 * cache_line + (size_t) n_threads * row_step(op); } // wdata itself may be unaligned
 
 // the op for one token, whose row is at data
 static void convert_row(const ggml_compute_params * params, const ggml_tensor * op, uint8_t * data, int32_t token) {
@@ -84,8 +97,8 @@ static int64_t first_token(const ggml_tensor * op, const token_row * tokens, int
     return t;
 }
 
-// of a thread; false as row_table::read()
-static bool get_share(const ggml_compute_params * params, const ggml_tensor * op, const token_row * tokens, std::string & error) {
+// of a thread; error is set if the file does not give it
+static void get_share(const ggml_compute_params * params, const ggml_tensor * op, const token_row * tokens, uint8_t * work, std::string & error) {
     static thread_local std::vector<int32_t> rows;  // each once
     static thread_local std::vector<int64_t> first; // token of each; behind them where the share ends
     rows.clear();
@@ -98,30 +111,14 @@ static bool get_share(const ggml_compute_params * params, const ggml_tensor * op
         }
     }
     first.push_back(end);
-    row_table &  table   = table_of(op);
-    const size_t n_reads = std::max<size_t>(std::min(async_reads::max_under_way, MOEOFF_ROW_READ_BYTES / table.read_bytes()) / (size_t) params->nth, 1);
-    uint8_t *    row     = row_of(params, op);
-    const auto   convert = [&](size_t i) {
+    const work_area area(op, params->nth);
+    uint8_t *       row     = work + area.begin_of_rows(params->nth) + (size_t) params->ith * area.row;
+    const auto      convert = [&](size_t i) {
         for (int64_t t = first[i]; t < first[i + 1]; t++) {
             convert_row(params, op, row, tokens[t].token);
         }
     };
-    return table.read(rows.data(), rows.size(), row, n_reads, std::ref(convert), error);
-}
-
-// Calls f(error); false: it has failed, or the user has cancelled, and the graph ends
-template <typename F> static bool read_rows(F && f, store & owner, uint64_t graph) {
-    std::string error;
-    bool        is_read = false;
-    try {
-        is_read = f(error);
-    } catch (const std::exception & e) { // ggml is C
-        error = dynamic_cast<const std::bad_alloc *>(&e) ? "out of memory" : e.what();
-    }
-    if (!is_read) {
-        owner.fail(graph, error.empty() ? nullptr : error.c_str());
-    }
-    return is_read;
+    table_of(op).read(rows.data(), rows.size(), row, work + (size_t) params->ith * area.pages, area.n_reads, std::ref(convert), error);
 }
 
 void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
@@ -131,12 +128,14 @@ void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
     const ggml_tensor * view = op->src[0];
     row_table &         rows = table_of(op);
     GGML_ASSERT(op->type == GGML_TYPE_F32 && ggml_nelements(view) == view->view_src->ne[0] && view->view_offs % rows.info.nbytes == 0);
-    const int32_t id  = (int32_t) (view->view_offs / rows.info.nbytes);
-    uint8_t *     row = row_of(params, op);
-    if (!read_rows([&](std::string & error) { return rows.read(&id, 1, row, 1, [](size_t) {}, error); }, reserved_store(view->view_src), graph_of_this_thread())) {
-        return;
-    }
-    if (const auto to_float = ggml_get_type_traits(view->type)->to_float) {
+    const int32_t id   = (int32_t) (view->view_offs / rows.info.nbytes);
+    uint8_t *     work = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, page_size);
+    uint8_t *     row  = work + rows.read_bytes();
+    GGML_ASSERT(row + rows.info.nbytes <= (uint8_t *) params->wdata + params->wsize);
+    std::string error;
+    if (!rows.read(&id, 1, row, work, 1, [](size_t) {}, error)) {
+        reserved_store(view->view_src).fail(graph_of_this_thread(), error.c_str());
+    } else if (const auto to_float = ggml_get_type_traits(view->type)->to_float) {
         to_float(row, (float *) op->data, ggml_nelements(view));
     } else {
         memcpy(op->data, row, rows.info.nbytes); // F32
@@ -146,14 +145,28 @@ void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
 void get_rows(const ggml_compute_params * params, ggml_tensor * op) {
     store & owner = reserved_store(op->src[0]);
     GGML_ASSERT(op->src[0]->ne[2] == 1 && op->src[0]->ne[3] == 1); // so the ids are one row, too
-    auto * batch = (sorted_batch *) GGML_PAD((uintptr_t) params->wdata, cache_line);
-    if (params->ith == 0) {
-        *batch = { graph_of_this_thread(), nullptr };
-        read_rows([&](std::string & error) { return (batch->tokens = sort_tokens(op, error)) != nullptr; }, owner, batch->graph);
+    uint8_t * work  = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, page_size);
+    auto *    batch = (sorted_batch *) (work + work_area(op, params->nth).begin_of_batch(params->nth));
+    GGML_ASSERT((uint8_t *) (batch + 1) <= (uint8_t *) params->wdata + params->wsize);
+    std::string error;
+    try {
+        if (params->ith == 0) {
+            *batch = { graph_of_this_thread(), nullptr };
+            batch->tokens = sort_tokens(op, error);
+        }
+    } catch (const std::bad_alloc &) { // ggml is C
+        error = "out of memory";
     }
     ggml_barrier(params->threadpool);
-    if (batch->tokens) {
-        read_rows([&](std::string & error) { return get_share(params, op, batch->tokens, error); }, owner, batch->graph);
+    try {
+        if (batch->tokens) {
+            get_share(params, op, batch->tokens, work, error);
+        }
+    } catch (const std::bad_alloc &) {
+        error = "out of memory";
+    }
+    if (!error.empty()) {
+        owner.fail(batch->graph, error.c_str()); // the graph ends
     }
 }
 
