@@ -116,7 +116,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         embedding=embedding.nbytes if embedding and EMBEDDING not in on_disk else 0,
         on_disk=sum(on_disk.values()),
         row_cache=ROW_CACHE_BYTES * len(on_disk),
-        work=max(planned.work, ROW_READ_BYTES if on_disk else 0),
+        work=planned.work + (ROW_READ_BYTES if on_disk else 0),
         process=planned_process(rss()),
         extras=extras,
         arena_floor=2 * max((nbytes for nbytes, _ in slots), default=0),

@@ -29,11 +29,10 @@ struct table_file {
     }
     // all of them, and each once, with the bytes of the file
     bool read(const std::vector<int32_t> & ids, size_t n_reads = 1, std::string * message = nullptr) {
-        const std::unique_ptr<uint8_t, decltype(&free)> room { (uint8_t *) aligned_alloc(page_size, n_reads * rows.read_bytes()), free };
         uint8_t          row[row_bytes];
         std::string      failure;
         std::vector<int> n_uses(ids.size());
-        const bool is_read = rows.read(ids.data(), ids.size(), row, room.get(), n_reads, [&](size_t i) {
+        const bool is_read = rows.read(ids.data(), ids.size(), row, n_reads, [&](size_t i) {
             n_uses[i]++;
             for (uint64_t k = 0; k < row_bytes; k++) {
                 REQUIRE(row[k] == byte_at(first + (uint64_t) ids[i] * row_bytes + k));
@@ -86,9 +85,8 @@ TEST(a_row_larger_than_the_cache_is_read_all_the_same) {
     std::string error;
     REQUIRE(in.add(file.path, true, error) == 0 && rows.set_source({ 0, 0, 0, 2 * nbytes, 0 }, in, error));
     std::vector<uint8_t> row(nbytes);
-    const std::unique_ptr<uint8_t, decltype(&free)> room { (uint8_t *) aligned_alloc(page_size, rows.read_bytes()), free };
     const int32_t last = 1;
-    REQUIRE(rows.read(&last, 1, row.data(), room.get(), 1, [](size_t) {}, error) && row[0] == byte_at(nbytes) && row[nbytes - 1] == byte_at(2 * nbytes - 1));
+    REQUIRE(rows.read(&last, 1, row.data(), 1, [](size_t) {}, error) && row[0] == byte_at(nbytes) && row[nbytes - 1] == byte_at(2 * nbytes - 1));
 }
 
 TEST(rows_that_share_pages_are_read_together) {
@@ -118,20 +116,20 @@ TEST(reads_that_the_system_does_in_one_call) {
     slice_file  file(3 * page_size + 10);
     files       in;
     std::string error;
-    alignas(page_size) static uint8_t pages[4][page_size];
-    async_reads & reads = async_reads::of_this_thread();
+    const async_reads::lease reads = async_reads::borrow(4 * page_size);
+    const auto never = [] { return false; };
     REQUIRE(in.add(file.path, false, error) == 0);
     for (size_t i = 0; i < 4; i++) {
-        if (!reads.begin(i, in.descriptor(0), pages[i], page_size, i * page_size)) {
+        if (!reads->begin(i, in.descriptor(0), reads->pages() + i * page_size, page_size, i * page_size)) {
             return; // there are systems without
         }
     }
-    REQUIRE(reads.begin(5, 1 << 20, pages[0], page_size, 0)); // of no file
-    reads.submit();
+    REQUIRE(reads->begin(5, 1 << 20, reads->pages(), page_size, 0)); // of no file
+    reads->submit();
     for (const size_t i : { 2, 0, 1 }) {
-        REQUIRE(reads.end(i) == (ssize_t) page_size && pages[i][7] == byte_at(i * page_size + 7));
+        REQUIRE(reads->end(i, never) == (ssize_t) page_size && reads->pages()[i * page_size + 7] == byte_at(i * page_size + 7));
     }
-    REQUIRE(reads.end(5) == -EBADF && reads.end(3) == 10);
+    REQUIRE(reads->end(5, never) == -EBADF && reads->end(3, never) == 10);
 }
 
 TEST(a_source_is_the_whole_tensor_inside_its_file) {

@@ -20,7 +20,7 @@ static void ask_for(int fd, uint64_t begin, uint64_t end) {
 #endif
 }
 
-row_table::row_table(const moeoff_tensor_info & i) : info(i) {
+row_table::row_table(const moeoff_tensor_info & i, std::function<bool()> c) : info(i), is_cancelled(std::move(c)) {
     const uint64_t n = std::clamp<uint64_t>(MOEOFF_ROW_CACHE_BYTES / (info.nbytes + sizeof(int32_t)), 1, (uint64_t) info.ne[1]);
     rows_in.assign(n, -1);
     cache.reset(new uint8_t[n * info.nbytes]);
@@ -44,43 +44,38 @@ bool row_table::set_source(const moeoff_source & source, const files & in, std::
     return true;
 }
 
-bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, uint8_t * room, size_t n_reads, const std::function<void(size_t)> & use, std::string & error) {
-    struct pieces_under_way {
-        async_reads & reads;
-        const size_t  n_places;
-        size_t        n_begun = 0, n_ended = 0;
-        piece         all[async_reads::max_under_way] = {};
-
-        size_t n() const { return n_begun - n_ended; }
-        ~pieces_under_way() { // nothing is written into room any more
-            while (n() > 0) {
-                reads.end(n_ended++ % n_places);
-            }
-        }
-    };
-    pieces_under_way pieces { async_reads::of_this_thread(), std::min(n_reads, async_reads::max_under_way) };
-    size_t           next = 0; // of the rows
-    while (next < n || pieces.n() > 0) {
-        if (pieces.n() <= pieces.n_places / 2) { // many are submitted with one call
-            while (next < n && pieces.n() < pieces.n_places) {
+bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, size_t n_reads, const std::function<void(size_t)> & use, std::string & error) {
+    piece              pieces[async_reads::max_under_way]; // under way: [n_ended, n_begun), each at its number modulo n_places
+    const size_t       n_places = std::min(n_reads, async_reads::max_under_way);
+    size_t             n_begun = 0, n_ended = 0;
+    size_t             next = 0; // of the rows
+    async_reads::lease reads;    // for the first row that is not in the cache
+    while (next < n || n_ended < n_begun) {
+        if (n_begun - n_ended <= n_places / 2) { // many are submitted with one call
+            while (next < n && n_begun - n_ended < n_places) {
                 if (copy_cached(rows[next], row)) {
                     use(next++);
                     continue;
                 }
-                const size_t   i     = pieces.n_begun++ % pieces.n_places;
-                const piece    p     = pieces.all[i] = piece_from(rows, n, next);
+                if (!reads) {
+                    reads = async_reads::borrow(n_places * read_bytes());
+                }
+                const size_t   i     = n_begun++ % n_places;
+                const piece    p     = pieces[i] = piece_from(rows, n, next);
                 const uint64_t begin = page_floor(begin_of(rows[p.first])), end = page_ceil(end_of(rows[p.last - 1]));
-                if (!pieces.reads.begin(i, fd_direct, room + i * read_bytes(), end - begin, begin)) {
+                if (!reads->begin(i, fd_direct, reads->pages() + i * read_bytes(), end - begin, begin)) {
                     ask_for(fd, begin, end);
                 }
                 next = p.last;
             }
-            pieces.reads.submit();
+            if (reads) {
+                reads->submit();
+            }
         }
-        if (pieces.n() > 0) {
-            const size_t  i       = pieces.n_ended++ % pieces.n_places;
-            const ssize_t n_bytes = pieces.reads.end(i);
-            if (!use_piece(rows, pieces.all[i], row, room + i * read_bytes(), n_bytes, use, error)) {
+        if (n_ended < n_begun) {
+            const size_t  i       = n_ended++ % n_places;
+            const ssize_t n_bytes = reads->end(i, is_cancelled);
+            if (n_bytes == -ECANCELED || !use_piece(rows, pieces[i], row, reads->pages() + i * read_bytes(), n_bytes, use, error)) {
                 return false;
             }
         }

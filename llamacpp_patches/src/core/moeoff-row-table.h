@@ -20,7 +20,8 @@ namespace moeoff {
 
 class row_table {
   public:
-    explicit row_table(const moeoff_tensor_info & info);
+    // is_cancelled: nobody waits any more for a read that hangs
+    explicit row_table(const moeoff_tensor_info & info, std::function<bool()> is_cancelled = [] { return false; });
 
     // --- set-up, one thread ---
     // file stays open as long as the rows are used
@@ -34,9 +35,9 @@ class row_table {
     size_t read_bytes() const { return page_ceil(info.nbytes) + page_size; }
     // whether a row begins on a page on which the one before it ends
     bool share_page(int32_t row, int32_t next) const { return page_floor(begin_of(next)) < page_ceil(end_of(row)); }
-    // rows [n], ascending, each once: calls use(i) for each, in any order, while its bytes are at row [info.nbytes]. room, page aligned, is for n_reads
-    // under way at a time, read_bytes() each. false with error set, and errno's words in it, if the file does not give one
-    bool read(const int32_t * rows, size_t n, uint8_t * row, uint8_t * room, size_t n_reads, const std::function<void(size_t)> & use, std::string & error);
+    // rows [n], ascending, each once: calls use(i) for each, in any order, while its bytes are at row [info.nbytes]. n_reads are under way at a time,
+    // into memory of their own. false with error set, and errno's words in it, if the file does not give one; with none if a read hangs and is cancelled
+    bool read(const int32_t * rows, size_t n, uint8_t * row, size_t n_reads, const std::function<void(size_t)> & use, std::string & error);
     void add_stats(moeoff_stats & out) const;
     void reset_stats();
 
@@ -54,6 +55,8 @@ class row_table {
     uint8_t * place(int32_t row) REQUIRES(mutex) { return cache.get() + (size_t) row % rows_in.size() * info.nbytes; }
     uint64_t begin_of(int32_t row) const { return offset + (uint64_t) row * info.nbytes; }
     uint64_t end_of(int32_t row) const { return begin_of(row) + info.nbytes; }
+
+    const std::function<bool()> is_cancelled;
 
     int              fd = -1;
     std::atomic<int> fd_direct {-1}; // until the file refuses a read

@@ -61,7 +61,7 @@ bool store::set_sources(int32_t tensor, version v, const moeoff_source * src, in
 }
 
 row_table * store::add_row_table(const moeoff_tensor_info & info) {
-    return tables.emplace_back(std::make_unique<row_table>(info)).get();
+    return tables.emplace_back(std::make_unique<row_table>(info, [this] { return has_ended(); })).get();
 }
 
 bool store::set_row_table_source(int32_t i, const moeoff_source & source, std::string & error) {
@@ -509,7 +509,7 @@ void store::set_cancelled(bool on) {
 }
 
 bool store::should_abort() const {
-    if (cancelled.load(std::memory_order_acquire) || phase.load(std::memory_order_acquire) == STOPPED || is_copy()) {
+    if (has_ended()) {
         return true;
     }
     if (!failures.any()) {

@@ -34,17 +34,7 @@
 #include <string_view>
 #include <vector>
 
-#include <pthread.h>
-
 namespace moeoff {
-
-// how many forks lie between the first call and this process
-inline uint32_t n_forks() {
-    static std::atomic<uint32_t> n {0};
-    static const int watching = pthread_atfork(nullptr, nullptr, [] { n.fetch_add(1, std::memory_order_relaxed); });
-    (void) watching;
-    return n.load(std::memory_order_relaxed);
-}
 
 // the graph that the calling thread computes; no two threads have the same, whether they live at once or not
 inline uint64_t graph_of_this_thread() {
@@ -163,6 +153,7 @@ class store {
     // cancelled. The op does without what is not there and ends its graph, though a read may still hang
     bool wait(uint32_t seen, const tensor & t, int32_t n_threads) { return wait(sync.settled, seen, t, n_threads); }
     bool wait(event_count & settled, uint32_t seen, const tensor & t, int32_t n_threads);
+    bool has_ended() const { return cancelled.load(std::memory_order_acquire) || phase.load(std::memory_order_acquire) == STOPPED || is_copy(); } // all graphs do
     bool should_abort() const; // the graph of this thread
     void fail(uint64_t graph, const char * message); // ends the graph; nullptr: the user has cancelled it, and nothing is wrong
     void fail(uint64_t graph, const slice & s); // that its op has pinned: the graph ends if it is FAILED

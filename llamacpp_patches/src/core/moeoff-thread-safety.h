@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <mutex>
 
+#include <pthread.h>
+
 #if defined(__clang__)
 #    define MOEOFF_THREAD_SAFETY(x) __attribute__((x))
 #else
@@ -26,6 +28,14 @@
 #define ACQUIRED_BEFORE(...) MOEOFF_THREAD_SAFETY(acquired_before(__VA_ARGS__))
 
 namespace moeoff {
+
+// how many forks lie between the first call and this process
+inline uint32_t n_forks() {
+    static std::atomic<uint32_t> n {0};
+    static const int watching = pthread_atfork(nullptr, nullptr, [] { n.fetch_add(1, std::memory_order_relaxed); });
+    (void) watching;
+    return n.load(std::memory_order_relaxed);
+}
 
 // A count that threads sleep on until it changes (an "eventcount"): who waits reads it, looks whether there is something to do, and
 // sleeps only if it is still the same. Whoever makes something to do advances it, under a lock or not, and wakes afterwards, under none.

@@ -13,7 +13,7 @@
 
 namespace moeoff {
 
-constexpr size_t cache_line = 64;
+constexpr size_t cache_line = 64; // bytes, also of a vector: rows are aligned to them
 
 // a token of the batch
 struct token_row {
@@ -31,28 +31,16 @@ static row_table & table_of(const ggml_tensor * op) {
     return *reserved_row_table(op->op == GGML_OP_GET_ROWS ? op->src[0] : op->src[0]->view_src);
 }
 
-// An op's memory, from a page on: pages for each thread's reads, a row for each, the batch
-struct work_area {
-    size_t n_reads; // under way, of a thread
-    size_t pages, row; // bytes of a thread
+// bytes of a thread's row, in an op's memory: the batch, and from the next line on a row for each thread
+static size_t row_bytes(const ggml_tensor * op) { return GGML_PAD(table_of(op).info.nbytes, cache_line); }
 
-    work_area(const ggml_tensor * op, int n_threads) {
-        const row_table & rows   = table_of(op);
-        const size_t      n_rows = op->op == GGML_OP_GET_ROWS ? (size_t) op->src[1]->ne[0] : 1;
-        n_reads = std::max<size_t>(std::min({ n_rows, async_reads::max_under_way, MOEOFF_ROW_READ_BYTES / rows.read_bytes() }) / (size_t) n_threads, 1);
-        pages   = n_reads * rows.read_bytes();
-        row     = GGML_PAD(rows.info.nbytes, cache_line);
-    }
-    size_t begin_of_rows(int n_threads) const { return (size_t) n_threads * pages; }
-    size_t begin_of_batch(int n_threads) const { return (size_t) n_threads * (pages + row); }
-};
+static size_t n_reads(const ggml_tensor * op, int n_threads) { // under way, of a thread
+    const size_t n = std::min({ (size_t) op->src[1]->ne[0], async_reads::max_under_way, MOEOFF_ROW_READ_BYTES / table_of(op).read_bytes() });
+    return std::max<size_t>(n / (size_t) n_threads, 1);
+}
 
 size_t get_rows_work_size(int n_threads, const ggml_tensor * op) {
-    size_t most = 0;
-    for (int n = 1; n <= n_threads; n++) { // as many as then compute it
-        most = std::max(most, work_area(op, n).begin_of_batch(n) + sizeof(sorted_batch));
-    }
-    return page_size + most; // wdata itself may be unaligned
+    return 2 * cache_line + (size_t) n_threads * row_bytes(op); // wdata itself may be unaligned
 }
 
 // the op for one token, whose row is at data
@@ -97,8 +85,8 @@ static int64_t first_token(const ggml_tensor * op, const token_row * tokens, int
     return t;
 }
 
-// of a thread; error is set if the file does not give it
-static void get_share(const ggml_compute_params * params, const ggml_tensor * op, const token_row * tokens, uint8_t * work, std::string & error) {
+// of a thread; as row_table::read
+static bool get_share(const ggml_compute_params * params, const ggml_tensor * op, const token_row * tokens, uint8_t * row, std::string & error) {
     static thread_local std::vector<int32_t> rows;  // each once
     static thread_local std::vector<int64_t> first; // token of each; behind them where the share ends
     rows.clear();
@@ -111,15 +99,26 @@ static void get_share(const ggml_compute_params * params, const ggml_tensor * op
         }
     }
     first.push_back(end);
-    const work_area area(op, params->nth);
-    uint8_t *       row     = work + area.begin_of_rows(params->nth) + (size_t) params->ith * area.row;
-    const auto      convert = [&](size_t i) {
+    const auto convert = [&](size_t i) {
         for (int64_t t = first[i]; t < first[i + 1]; t++) {
             convert_row(params, op, row, tokens[t].token);
         }
     };
-    table_of(op).read(rows.data(), rows.size(), row, work + (size_t) params->ith * area.pages, area.n_reads, std::ref(convert), error);
+    return table_of(op).read(rows.data(), rows.size(), row, n_reads(op, params->nth), std::ref(convert), error);
 }
+
+// what f returns, which calls into the store; ggml is C
+template <typename F> static bool without_exceptions(std::string & error, const F & f) {
+    try {
+        return f();
+    } catch (const std::bad_alloc &) {
+        error = "out of memory"; // short enough to be stored in the string itself
+        return false;
+    }
+}
+
+// no error: the user has cancelled it
+static void end_graph(store & owner, uint64_t graph, const std::string & error) { owner.fail(graph, error.empty() ? nullptr : error.c_str()); }
 
 void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
     if (params->ith > 0) {
@@ -128,13 +127,13 @@ void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
     const ggml_tensor * view = op->src[0];
     row_table &         rows = table_of(op);
     GGML_ASSERT(op->type == GGML_TYPE_F32 && ggml_nelements(view) == view->view_src->ne[0] && view->view_offs % rows.info.nbytes == 0);
-    const int32_t id   = (int32_t) (view->view_offs / rows.info.nbytes);
-    uint8_t *     work = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, page_size);
-    uint8_t *     row  = work + rows.read_bytes();
+    const int32_t id  = (int32_t) (view->view_offs / rows.info.nbytes);
+    uint8_t *     row = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, cache_line);
     GGML_ASSERT(row + rows.info.nbytes <= (uint8_t *) params->wdata + params->wsize);
-    std::string error;
-    if (!rows.read(&id, 1, row, work, 1, [](size_t) {}, error)) {
-        reserved_store(view->view_src).fail(graph_of_this_thread(), error.c_str());
+    std::string   error;
+    const bool    is_read = without_exceptions(error, [&] { return rows.read(&id, 1, row, 1, [](size_t) {}, error); });
+    if (!is_read) {
+        end_graph(reserved_store(view->view_src), graph_of_this_thread(), error);
     } else if (const auto to_float = ggml_get_type_traits(view->type)->to_float) {
         to_float(row, (float *) op->data, ggml_nelements(view));
     } else {
@@ -145,28 +144,21 @@ void copy_row(const ggml_compute_params * params, ggml_tensor * op) {
 void get_rows(const ggml_compute_params * params, ggml_tensor * op) {
     store & owner = reserved_store(op->src[0]);
     GGML_ASSERT(op->src[0]->ne[2] == 1 && op->src[0]->ne[3] == 1); // so the ids are one row, too
-    uint8_t * work  = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, page_size);
-    auto *    batch = (sorted_batch *) (work + work_area(op, params->nth).begin_of_batch(params->nth));
-    GGML_ASSERT((uint8_t *) (batch + 1) <= (uint8_t *) params->wdata + params->wsize);
+    auto *    batch = (sorted_batch *) GGML_PAD((uintptr_t) params->wdata, cache_line);
+    uint8_t * row   = (uint8_t *) batch + cache_line + (size_t) params->ith * row_bytes(op);
+    GGML_ASSERT(row + row_bytes(op) <= (uint8_t *) params->wdata + params->wsize);
     std::string error;
-    try {
-        if (params->ith == 0) {
-            *batch = { graph_of_this_thread(), nullptr };
-            batch->tokens = sort_tokens(op, error);
-        }
-    } catch (const std::bad_alloc &) { // ggml is C
-        error = "out of memory";
+    bool        is_done = true;
+    if (params->ith == 0) {
+        *batch  = { graph_of_this_thread(), nullptr };
+        is_done = without_exceptions(error, [&] { return (batch->tokens = sort_tokens(op, error)) != nullptr; });
     }
     ggml_barrier(params->threadpool);
-    try {
-        if (batch->tokens) {
-            get_share(params, op, batch->tokens, work, error);
-        }
-    } catch (const std::bad_alloc &) {
-        error = "out of memory";
+    if (batch->tokens) {
+        is_done = without_exceptions(error, [&] { return get_share(params, op, batch->tokens, row, error); });
     }
-    if (!error.empty()) {
-        owner.fail(batch->graph, error.c_str()); // the graph ends
+    if (!is_done) {
+        end_graph(owner, batch->graph, error);
     }
 }
 
