@@ -61,7 +61,11 @@ class Rows:
             write(out, np.full(self._shape, 0x7FBADBAD, np.uint32))  # a NaN where nothing is written
 
     def compute(self, backend: Backend, way: int, n_threads: int = 2, status: int = SUCCESS) -> None:
-        assert backend.compute(self._graphs[way], n_threads) == status
+        assert self.status(backend, way, n_threads) == status
+
+    def status(self, backend: Backend, way: int, n_threads: int = 2) -> int:
+        """Runs a graph; returns its ggml_status."""
+        return backend.compute(self._graphs[way], n_threads)
 
     def result(self, way: int) -> np.ndarray:
         return read(self._outputs[way], self._shape)

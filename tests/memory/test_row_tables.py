@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import moeoff
 from helpers.arch_models import open_moeoff, open_stock, run, write_model
 from helpers.budgets import needed
+from helpers.files import ROOT
 from helpers.ggml_api import ABORTED, F32, Context, quantizable_types
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.models import rewritten, split_model, write_per_layer_model
@@ -222,3 +226,69 @@ def test_an_embedding_that_the_user_places_is_planned_in_memory(demo):
     with moeoff.Llama(demo, n_ctx=64, memory="2G", override_tensor="token_embd=CPU") as llm:
         assert llm.stats().row_table_bytes == llm.engine.planned.on_disk == 0
         assert llm.engine.planned.weights == memory_sizes(llm).weights == ModelIndex.read(demo).dense_bytes
+
+
+_HANGING_DISK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdarg.h>
+#include <sys/syscall.h>
+#include <time.h>
+volatile int disk_hangs, n_waits;
+long syscall(long number, ...) {
+    va_list list;
+    va_start(list, number);
+    long a[6];
+    for (int i = 0; i < 6; i++) a[i] = va_arg(list, long);
+    va_end(list);
+    if (number == SYS_io_getevents && disk_hangs) {
+        const struct timespec * timeout = (const struct timespec *) a[4], while_it_does = { 1000, 0 };
+        n_waits++;
+        nanosleep(timeout ? timeout : &while_it_does, 0);
+        return 0;
+    }
+    long (*next)(long, ...) = (long (*)(long, ...)) dlsym(RTLD_NEXT, "syscall");
+    return next(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+_CANCELLED = """
+import ctypes, sys, threading
+from pathlib import Path
+import numpy as np
+from helpers.ggml_api import ABORTED, Backend
+from helpers.row_tables import MAPPED, ON_DISK, Rows
+from helpers.waiting import wait_until
+from moeoff.llamacpp import native
+disk = ctypes.CDLL(sys.argv[2])
+hangs, n_waits = (ctypes.c_int.in_dll(disk, name) for name in ("disk_hangs", "n_waits"))
+backend, ids, status = Backend(), np.arange(0, 120, 9), []
+with Rows(Path(sys.argv[1]), 0, (120, 256), len(ids)) as table:
+    backend.set_abort_callback(native.should_abort, table.buffer.handle)
+    table.prepare(ids)
+    hangs.value = 1
+    thread = threading.Thread(target=lambda: status.append(table.status(backend, ON_DISK)))
+    thread.start()
+    wait_until(lambda: n_waits.value > 3)
+    table.buffer.set_cancelled(True)
+    thread.join(10)
+    assert status == [ABORTED], "it still waits" if thread.is_alive() else status
+    table.buffer.set_cancelled(False)
+    table.buffer.check()
+    hangs.value = 0
+    for way in (ON_DISK, MAPPED):
+        table.compute(backend, way)
+    np.testing.assert_array_equal(table.result(ON_DISK), table.result(MAPPED))
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on this machine")
+def test_a_read_that_hangs_is_cancelled(tmp_path):
+    """Without an error, and the next graph is right."""
+    source, library, table = tmp_path / "disk.c", tmp_path / "disk.so", tmp_path / "table"
+    source.write_text(_HANGING_DISK)
+    subprocess.run(["gcc", "-shared", "-fPIC", source, "-ldl", "-o", library], check=True)
+    table.write_bytes(np.random.default_rng(1).standard_normal((N_ROWS, N_COLS), np.float32).tobytes())
+    path = os.pathsep.join(str(folder) for folder in (ROOT / "tests", ROOT))
+    done = subprocess.run([sys.executable, "-c", _CANCELLED, table, library], env=os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": path},
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
