@@ -249,7 +249,9 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
     port, answers = free_port(), []
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(Service, demo, slow, port=port, expert_memory=4 << 20, n_ctx=512)
-        while not starting.done() or not answers or answers[-1].status_code == 503:
+        while not answers or answers[-1].status_code == 503:
+            if starting.done():
+                starting.result()  # which may raise
             with contextlib.suppress(httpx.TransportError):
                 answers.append(httpx.post(f"http://127.0.0.1:{port}/tokenize", json={"content": "," * 200_000}, timeout=300))
         with starting.result():
