@@ -45,7 +45,7 @@ class SimulatedArena:
         self.last_use = np.zeros(n, np.int64)
         self.clock = 0
         self.free = dict.fromkeys(self.slot, 0)  # committed slots without an expert
-        self.spare = cache_bytes // 32  # arena::spare_bytes
+        self.spare = cache_bytes // 128  # arena::spare_bytes
         self.committed = 0
 
     def gate(self, gate: int, chosen: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,9 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <cstring>
-#include <list>
 #include <map>
 #include <random>
 #include <set>
@@ -80,22 +78,22 @@ TEST(a_few_free_slots_wait_for_the_next_of_their_class) {
     arena a;
     const uint32_t n = 256;
     const int s = a.add_class(arena::slot_bytes(page_size), n), l = a.add_class(arena::slot_bytes(3 * page_size), n);
-    REQUIRE(a.reserve(n * small) && a.spare_bytes() == 8 * small);
+    REQUIRE(a.reserve(n * small) && a.spare_bytes() == 2 * small);
+    std::vector<int32_t> slots;
     for (uint32_t i = 0; i < n; i++) {
-        REQUIRE(a.take(s) == (int32_t) i);
+        slots.push_back(a.take(s));
     }
-    const auto give = [&a, s](int32_t begin, int32_t end) {
-        for (int32_t slot = begin; slot < end; slot++) {
-            a.give(s, slot);
-        }
-    };
-    give(0, 8);
-    REQUIRE(a.take(l) == -1 && a.free_bytes() == 8 * small); // enough bytes, and they are kept
-    REQUIRE(a.take(s) == 7 && a.take(s) == 6);
-    give(6, 8);
-    REQUIRE(a.take(l, true) >= 0 && a.free_bytes() == 6 * small); // nothing can be evicted
-    give(8, 11);
-    REQUIRE(a.take(l) >= 0 && a.free_bytes() == 7 * small);
+    a.give(s, slots[0]);
+    a.give(s, slots[1]);
+    REQUIRE(a.take(l) == -1 && a.free_bytes() == 2 * small); // enough bytes, and they are kept
+    REQUIRE(a.take(s) == slots[1] && a.take(s) == slots[0]);
+    a.give(s, slots[0]);
+    a.give(s, slots[1]);
+    REQUIRE(a.take(l, true) >= 0 && a.free_bytes() == 0); // nothing can be evicted
+    a.give(s, slots[2]);
+    a.give(s, slots[3]);
+    a.give(s, slots[4]);
+    REQUIRE(a.take(l) >= 0 && a.free_bytes() == small);
     REQUIRE(a.committed_bytes() == n * small);
 }
 
@@ -408,68 +406,13 @@ TEST(free_slots_behind_one_that_must_stay_are_not_added_to) {
         n++;
     }
     REQUIRE(a.take(other, true) == -1 && !a.is_blocked(a.slot_bytes_of(other))); // nothing is free
-    for (int32_t slot = 0; a.free_bytes() <= a.spare_bytes(); slot++) {
+    for (int32_t slot = 0; slot < 3; slot++) {
         REQUIRE(a.take(other) == -1 && !a.is_blocked(a.slot_bytes_of(other)));
         a.give(one, slot);
     }
     REQUIRE(a.take(other) == -1 && a.is_blocked(a.slot_bytes_of(other)));
     a.give(one, n - 1); // the last
     REQUIRE(a.take(other) == 0 && a.committed_bytes() <= limit);
-}
-
-// Decoding with the two sizes of experts of Qwen3-30B as Q4_K_M in 6 GiB, of which no memory is touched: LRU, with routers that repeat 40 % of their
-// last choice
-TEST(few_slots_move_where_experts_have_two_sizes) {
-    constexpr int n_layers = 48, n_expert = 128, n_used = 8, n_warm = 150, n_tokens = 150;
-    constexpr uint64_t gate = 884736, down = 1290240;
-    arena         a;
-    int           cls_of[n_layers];
-    std::mt19937  rng(5);
-    uint64_t      n_moves = 0;
-    std::map<std::pair<int, int32_t>, int> owner; // of a slot
-    std::vector<int32_t>                   slot(n_layers * n_expert, -1);
-    std::list<int>                         lru;
-    std::vector<std::list<int>::iterator>  place(slot.size());
-    for (int layer = 0; layer < n_layers; layer++) {
-        const bool is_large = layer < n_layers / 8 || layer >= 7 * n_layers / 8 || (layer - n_layers / 8) % 3 == 2; // llama.cpp's use_more_bits
-        cls_of[layer] = a.add_class(2 * arena::slot_bytes(gate) + arena::slot_bytes(is_large ? down : gate), n_expert);
-    }
-    REQUIRE(a.n_classes() == 2 && a.reserve((uint64_t) 6 << 30, [&](int cls, int32_t from, int32_t to) {
-        slot[(size_t) (owner[{ cls, to }] = owner[{ cls, from }])] = to;
-        n_moves++;
-        return true;
-    }));
-    std::vector<std::vector<int>> chosen(n_layers);
-    for (int token = 0; token < n_warm + n_tokens; token++) {
-        n_moves = token == n_warm ? 0 : n_moves;
-        for (int layer = 0; layer < n_layers; layer++) {
-            std::vector<int> now;
-            while (now.size() < n_used) {
-                const double share = (double) rng() / 4294967296.0;
-                const int e = !chosen[layer].empty() && rng() % 100 < 40 ? chosen[layer][rng() % n_used] : (layer * 37 + (int) (std::pow(share, 2.2) * n_expert)) % n_expert;
-                if (std::find(now.begin(), now.end(), e) == now.end()) {
-                    now.push_back(e);
-                }
-            }
-            chosen[layer] = now;
-            for (const int e : now) {
-                const int x = layer * n_expert + e, cls = cls_of[layer];
-                if (slot[x] >= 0) {
-                    lru.splice(lru.end(), lru, place[x]);
-                    continue;
-                }
-                while ((slot[x] = a.take(cls)) < 0) {
-                    const int victim = lru.front();
-                    lru.pop_front();
-                    a.give(cls_of[victim / n_expert], slot[victim]);
-                    slot[victim] = -1;
-                }
-                owner[{ cls, slot[x] }] = x;
-                place[x] = lru.insert(lru.end(), x);
-            }
-        }
-    }
-    REQUIRE(n_moves < n_tokens / 2);
 }
 
 TEST(huge_pages_outlast_moves_of_the_limit_and_exchanges_between_sizes) {

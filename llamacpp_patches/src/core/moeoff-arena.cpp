@@ -102,7 +102,7 @@ uint64_t arena::full_bytes() const {
 }
 
 uint64_t arena::free_bytes() const {
-    uint64_t sum = in_move;
+    uint64_t sum = 0;
     for (const auto & c : classes) {
         sum += c.stride * c.committed_free.size();
     }
@@ -339,25 +339,8 @@ bool arena::give_back_slot(int cls) {
     return true;
 }
 
-int32_t arena::begin_move(int cls, int32_t from) {
-    size_class & c = classes[cls];
-    if (from + 1 != (int32_t) c.n_used || c.committed_free.empty()) {
-        return -1;
-    }
-    in_move += c.stride;
-    return take_free(c, (int32_t) c.committed_free.size() - 1);
-}
-
-void arena::end_move(int cls, int32_t from, int32_t to, bool has_moved) {
-    in_move -= classes[cls].stride;
-    give(cls, has_moved ? from : to);
-    if (has_moved && from + 1 == (int32_t) classes[cls].n_used) {
-        give_back_slot(cls); // what it was moved for
-    }
-}
-
 bool arena::trim(uint64_t extra, bool cuts) {
-    must_stay = in_move > 0;
+    must_stay = false;
     for (size_t i = 0; i < classes.size(); i++) {
         while (committed + extra > limit && !classes[i].committed_free.empty()) {
             if (!give_back_slot((int) i)) {

@@ -3,7 +3,7 @@
 // Slots for experts: page aligned, one size class for each size, a bound in bytes over all classes together.
 // Address space for every slot is reserved once; memory is committed slot by slot and given back slot by slot, so the
 // bound can move at any time and classes can lend bytes to each other. That is dear, because the system zeroes each page that comes
-// back and slots move: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing allocates. Not thread safe.
+// back: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing allocates. Not thread safe.
 //
 // A large arena asks for huge pages, into which a direct read costs half the processor time. A part of one cannot be given back: the system
 // counts it whole for as long as something of it is used. So the slots of a class that have memory are its first ones, a class gives back
@@ -43,8 +43,7 @@ class arena {
 
     // room for n slots of so many bytes; returns the class. Before reserve()
     int  add_class(uint64_t slot_bytes, uint32_t n);
-    // Moves a slot that holds nothing to another one of the class. false: the slot must stay, or its bytes have to be copied first, by
-    // whoever has the time for that: begin_move(), the copy, end_move()
+    // copies a slot of the class into another, and tells whoever has it; false: it must stay where it is
     using slot_mover = std::function<bool(int cls, int32_t from, int32_t to)>;
     // false: no address space, or no memory for two slots of each class. Without a mover all slots stay where they are
     bool reserve(uint64_t limit_bytes, slot_mover move = {});
@@ -55,13 +54,12 @@ class arena {
     bool     exceeds_limit()   const { return committed > limit; }
     uint64_t peak_bytes()      const { return peak; }
     uint64_t full_bytes()      const; // all slots of all classes
-    uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken, or a slot of which is being moved
+    uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken
     uint64_t ahead_bytes()     const; // of committed_bytes, in huge pages behind the last slot of each class
-    // so many bytes more would fit if the free slots could go, and the last take() or trim() has met a last slot that must stay for now
+    // so many bytes more would fit if the free slots could go, and the last take() or trim() has met a last slot that must stay
     bool     is_blocked(uint64_t extra = 0) const { return must_stay && committed + extra + classes.size() * huge_page <= limit + free_bytes(); }
     // many: a layer's experts come at once, and the next layer's may have another size: in its turn each class takes what the other has given
-    // A 128th let 9.4 slots move a token at 6 GiB of Q4_K_M's two sizes, a 32nd lets 0.3, for 0.7 % more misses
-    uint64_t spare_bytes(bool many = false) const { return limit / (many ? 16 : 32); }
+    uint64_t spare_bytes(bool many = false) const { return limit / (many ? 16 : 128); }
     uint64_t slot_bytes_of(int cls) const { return classes[cls].stride; }
     size_t   n_classes() const { return classes.size(); }
     uint32_t n_slots(int cls) const { return classes[cls].n; }
@@ -73,11 +71,6 @@ class arena {
     void    give(int cls, int32_t slot);
     // gives free slots back to the system until committed + extra fits the limit; true if it does. To cut huge pages is a last resort
     bool    trim(uint64_t extra = 0, bool cuts = false);
-    // A free slot to copy the bytes of the class' last slot into, so that the last one can go; -1: `from` is not the last any more, or
-    // no slot is free
-    int32_t begin_move(int cls, int32_t from);
-    // has_moved: `from` is free now, else `to` is
-    void    end_move(int cls, int32_t from, int32_t to, bool has_moved);
 
     // nullptr: everything is unpinned, as it has to be at the end. Nobody reads
     void    set_pinner(pinner * p);
@@ -136,7 +129,6 @@ class arena {
     uint64_t  region_bytes = 0;
     uint64_t  limit        = 0;
     uint64_t  committed    = 0;
-    uint64_t  in_move      = 0; // of committed: slots that are being copied into
     uint64_t  peak         = 0;
 };
 

@@ -351,7 +351,7 @@ void expert_table::drop_preloads() {
 }
 
 void expert_table::wake_workers() {
-    if (has_requests() || wants_copy()) {
+    if (has_requests()) {
         sync.advance(sync.work);
     }
 }
@@ -468,37 +468,6 @@ void expert_table::end_read(const read_request & r, int err, const std::string &
     fit_limits();
 }
 
-// --- moving ---
-
-bool expert_table::begin_copy(slot_copy & c) {
-    if (!pools[HIGH].begin_copy(c) && !pools[LOW].begin_copy(c)) {
-        return false;
-    }
-    hold(*c.of);
-    n_copies[c.of->version]++;
-    return true;
-}
-
-void expert_table::copy(const slot_copy & c) const {
-    for (const int32_t matrix : graph_order) {
-        if (c.matrices & set_of(matrix)) { // another one may be on its way into the slot
-            const moeoff_source & source = source_of(*c.of, matrix);
-            const uint64_t        at     = c.of->at[(size_t) matrix] * page_size + source.offset % page_size;
-            memcpy(c.target + at, c.source + at, source.nbytes);
-        }
-    }
-}
-
-void expert_table::end_copy(const slot_copy & c, bool keep) {
-    expert_state & x        = *c.of;
-    const bool     can_move = x.pins == 1 && x.loading == 0 && x.resident() == c.matrices;
-    pool_of(x).end_copy(c, can_move);
-    n_copies[x.version]--;
-    stats.slot_moves += can_move;
-    release(x, false, keep);
-    sync.advance(sync.work); // what waits for the slot, whoever has copied
-}
-
 matrix_set expert_table::begin_download(expert_state & x) {
     const matrix_set absent = x.absent();
     if (stopped || absent == 0) {
@@ -599,11 +568,10 @@ bool expert_table::approach_limits(uint64_t high, uint64_t low) {
     bool is_there = true;
     for (const version v : { HIGH, LOW }) {
         arena & slots = pools[v].slots;
-        const bool is_copied = slots.exceeds_limit() && (pools[v].wants_copy() || n_copies[v] > 0);
-        if (slots.exceeds_limit() && !is_copied) {
+        if (slots.exceeds_limit()) {
             slots.set_limit(limits[v]); // all that is left is pinned or in flight
         }
-        is_there = is_there && !is_copied && slots.limit_bytes() == limits[v];
+        is_there = is_there && slots.limit_bytes() == limits[v];
     }
     wake_workers(); // a larger arena may serve what could get no slot
     return is_there;
@@ -696,7 +664,7 @@ void expert_table::check_invariants() const {
         assert((x.slot >= 0) == (x.data != nullptr));
         assert((x.loading | x.resident()) == 0 || x.slot >= 0);
         assert((x.loading | x.resident() | x.queued) != 0 || x.slot < 0);
-        assert(x.held <= x.pins && (x.held == 0 || x.resident() != 0));
+        assert(x.held <= x.pins && (x.held == 0 || x.is_whole()));
         assert(x.failed() == 0 || x.pins > 0);
         assert(!x.expected || is_prefetch(x));
         assert(!x.cancel.load() || x.loading != 0);

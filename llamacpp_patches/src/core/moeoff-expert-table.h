@@ -147,21 +147,12 @@ class expert_table {
     // err: 0, ECANCELED, or an errno with its message. What no op waits for is then absent, and nobody's failure
     void      end_read(const read_request & r, int err, const std::string & message) REQUIRES(store_mutex);
 
-    // --- moving ---
-    // The bytes of an expert that are to be copied, without the mutex, as its slot is in the way of another one; false: none. The expert is held
-    // until end_copy(). Nothing else copies a slot, so no thread that computes does
-    bool      begin_copy(slot_copy & c) REQUIRES(store_mutex);
-    void      copy(const slot_copy & c) const EXCLUDES(store_mutex);
-    void      end_copy(const slot_copy & c, bool keep) REQUIRES(store_mutex);
-    bool      wants_copy() const REQUIRES(store_mutex) { return pools[HIGH].wants_copy() || pools[LOW].wants_copy(); }
-
     // What is absent of an expert that gives its slot on a device away: loading from now on, with a slot for it in host memory, until end_read()
     // of each. None: it is all there, or all that is there ranks higher
     matrix_set begin_download(expert_state & x) REQUIRES(store_mutex);
 
     // --- room ---
-    // By one step, in which memory goes back to the system; whether it was the last. Before the next one whoever calls copies what is in the way
-    bool approach_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex);
+    bool approach_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex); // by one step, in which memory goes back to the system; whether it was the last
     bool cancel_excess_reads() REQUIRES(store_mutex); // prefetches whose memory exceeds the limits; whether reads beyond them are under way
     void fit_limits() REQUIRES(store_mutex); // evicts what exceeds them
     void evict_unwanted() REQUIRES(store_mutex);
@@ -204,7 +195,6 @@ class expert_table {
     std::atomic<bool>     wants_slots {false};
     bool                  stopped    GUARDED_BY(store_mutex) = false;
     bool                  preloading GUARDED_BY(store_mutex) = false; // some of the prefetches are preloads
-    int                   n_copies[n_pools] GUARDED_BY(store_mutex) = {}; // under way
     int                   least_urgent GUARDED_BY(store_mutex) = PREFETCH; // of what may be read now
     uint64_t              clock      GUARDED_BY(store_mutex) = 0; // counts gate events and op starts
     moeoff_stats          stats      GUARDED_BY(store_mutex) = {};

@@ -44,19 +44,8 @@ void io_threads::run() {
     while (!stopping) {
         read_request r[files::max_ranges];
         slice_target to[files::max_ranges];
-        slot_copy    copy;
-        if (table.begin_copy(copy)) {
-            table.wake_workers();
-            lock.unlock();
-            table.copy(copy);
-            lock.lock();
-            table.end_copy(copy, flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_KEEP);
-            continue;
-        }
         if (!table.next_read(r[0])) {
-            if (!table.wants_copy()) {
-                lock.sleep(sync.work);
-            }
+            lock.sleep(sync.work);
             continue;
         }
         const int64_t t0 = now_ns();

@@ -90,17 +90,12 @@ bool pool::reserve(size_t n_experts, uint64_t limit_bytes) {
 }
 
 bool pool::take_slot(expert_state & x, bool borrows) {
-    const int32_t slot = slots.take(x.size_class, borrows, all.chooses_many());
-    if (slot >= 0) {
-        place(x, slot);
+    x.slot = slots.take(x.size_class, borrows, all.chooses_many());
+    if (x.slot >= 0) {
+        x.data = slots.data(x.size_class, x.slot);
+        owners[(size_t) x.size_class][(size_t) x.slot] = all.index_of(x);
     }
-    return slot >= 0;
-}
-
-void pool::place(expert_state & x, int32_t slot) {
-    x.slot = slot;
-    x.data = slots.data(x.size_class, slot);
-    owners[(size_t) x.size_class][(size_t) slot] = all.index_of(x);
+    return x.slot >= 0;
 }
 
 bool pool::move_slot(int cls, int32_t from, int32_t to) {
@@ -109,30 +104,12 @@ bool pool::move_slot(int cls, int32_t from, int32_t to) {
         return false;
     }
     if (x.resident() != 0) {
-        to_copy = &x;
-        return false;
+        memcpy(slots.data(cls, to), x.data, slots.slot_bytes_of(cls));
     }
-    place(x, to);
+    x.slot = to;
+    x.data = slots.data(cls, to);
+    owners[(size_t) cls][(size_t) to] = all.index_of(x);
     return true;
-}
-
-bool pool::begin_copy(slot_copy & c) {
-    expert_state * x = std::exchange(to_copy, nullptr);
-    if (!x || x->pins > 0 || x->loading != 0 || x->resident() == 0) {
-        return false;
-    }
-    const int32_t to = slots.begin_move(x->size_class, x->slot);
-    if (to >= 0) {
-        c = { x, x->slot, to, x->resident(), x->data, slots.data(x->size_class, to) };
-    }
-    return to >= 0;
-}
-
-void pool::end_copy(const slot_copy & c, bool can_move) {
-    if (can_move) {
-        place(*c.of, c.to);
-    }
-    slots.end_move(c.of->size_class, c.from, c.to, can_move);
 }
 
 void pool::give_slot(expert_state & x) {

@@ -88,15 +88,6 @@ struct catalog {
     static bool is_served(const expert_state & high) { return high.has != 0 && high.is_whole(); }
 };
 
-// An expert whose slot must go back to the system: its bytes are copied into another slot of the class without the mutex
-struct slot_copy {
-    expert_state *  of;
-    int32_t         from, to;
-    matrix_set      matrices;
-    const uint8_t * source;
-    uint8_t *       target;
-};
-
 class pool {
   public:
     pool(catalog & all, version v) : all(all), v(v) {}
@@ -109,10 +100,6 @@ class pool {
     uint64_t n_slices() const REQUIRES(store_mutex) { return n_ready; } // of the residents
     bool take_slot(expert_state & x, bool borrows) REQUIRES(store_mutex);
     void give_slot(expert_state & x) REQUIRES(store_mutex);
-    bool wants_copy() const REQUIRES(store_mutex) { return to_copy != nullptr; } // a slot could not be taken or given back because of it
-    bool begin_copy(slot_copy & c) REQUIRES(store_mutex); // false: none is wanted any more. The expert is not to be evicted until end_copy()
-    // The expert moves, unless an op uses it, or a slice of it has come meanwhile
-    void end_copy(const slot_copy & c, bool can_move) REQUIRES(store_mutex);
     void enter(expert_state & x, int32_t matrix) REQUIRES(store_mutex); // its bytes have come
     void leave(expert_state & x) REQUIRES(store_mutex);
     // the expert of lowest priority that the request may evict, among equals the least recently used; nullptr: none
@@ -126,15 +113,13 @@ class pool {
     void check_invariants() const REQUIRES(store_mutex); // in debug builds
 
   private:
-    bool move_slot(int cls, int32_t from, int32_t to) REQUIRES(store_mutex); // see arena::slot_mover
-    void place(expert_state & x, int32_t slot) REQUIRES(store_mutex);
+    bool move_slot(int cls, int32_t from, int32_t to) REQUIRES(store_mutex); // the bytes of a slot, and whoever has it, unless it is pinned or being read
     // none: it is not evicted here that is pinned, being read, or wanted by a recent gate
     eviction_rank rank_of(const expert_state & x) const REQUIRES(store_mutex);
 
     catalog &             all;
     const version         v;
     std::vector<std::vector<uint32_t>> owners GUARDED_BY(store_mutex); // by size class and slot: the expert that has it
-    expert_state *        to_copy  GUARDED_BY(store_mutex) = nullptr; // whose slot is in the way
     std::vector<uint32_t> resident GUARDED_BY(store_mutex); // experts of which something is ready
     uint64_t              n_ready  GUARDED_BY(store_mutex) = 0; // slices
     eviction_order        order    GUARDED_BY(store_mutex); // a leaf for each [gate, expert]

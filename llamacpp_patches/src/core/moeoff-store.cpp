@@ -696,13 +696,6 @@ bool store::set_limits(uint64_t high, uint64_t low, std::string & error) {
                 if (is_last()) {
                     return;
                 }
-                slot_copy copy;
-                while (table.begin_copy(copy)) { // every thread that reads may hang
-                    lock.unlock();
-                    table.copy(copy);
-                    lock.lock();
-                    table.end_copy(copy, get_flags() & MOEOFF_FLAG_KEEP);
-                }
             }
             std::this_thread::sleep_for(std::chrono::microseconds(50)); // whoever computes gets the mutex
         }
