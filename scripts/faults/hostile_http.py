@@ -396,6 +396,7 @@ def trouble(target: Target, name: str, expected: list[int]) -> tuple[str, str]:
 def check_http(rounds: int, only: tuple[str, ...], json_file: str | None) -> None:
     import_all()
     columns = ["what", "what must be so", "what came back", "held"]
+    json_file = json_file and os.path.abspath(json_file)  # before the folder changes
     with tempfile.TemporaryDirectory() as folder, findings(json_file, "hostile-http", f"hostile clients, {rounds} rounds", columns) as (table, problems):
         secret = Path(folder, "secret.txt")
         secret.write_text(f"secret {random.randrange(1 << 60)}")
