@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
+import llama_cpp
 import numpy as np
 
 import moeoff
@@ -121,13 +122,16 @@ def check_answers(model: str, answers: Iterable[tuple[str, str]], tell: Callable
             break
         tell(f"{len(doubtful)} answers are read, {at_once} tokens at once, flash attention {'on' if flash_attn else 'off'}")
         with moeoff.Llama(model, expert_memory="2G", n_ctx=1024, logits_all=True, flash_attn=flash_attn) as llm:
+            vocab = llama_cpp.llama_model_get_vocab(llm.model)
+            ends = [token for token in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token)]
             for prompt, tokens in doubtful:
                 asked, answer = llm.tokenize(prompt.encode(), add_bos=True, special=True), json.loads(tokens)
                 llm.reset()
                 llm.eval(asked)
                 for i in range(0, len(answer), at_once):
                     llm.eval(answer[i : i + at_once])
-                logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(answer) - 1])
+                logits = np.array(llm.scores[len(asked) - 1 : len(asked) + len(answer) - 1])
+                logits[:, ends] = np.minimum(logits[:, ends], logits[np.arange(len(answer)), answer][:, None])  # requests ignore them
                 far = logits.max(axis=1) - logits[np.arange(len(answer)), answer]
                 behind[prompt, tokens] = np.minimum(far, behind.get((prompt, tokens), far))
     return [
