@@ -86,6 +86,18 @@ def _tokens(value: str | int) -> int:
     return number
 
 
+def _n_predict(value: str | int) -> int:
+    if (number := integer(-MOST)(value)) == 0 or number < -1:
+        raise OptionError(f"at least 1 token, or -1 for as many as fit, not {number}")
+    return number
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise OptionError("an empty text would end every answer before it begins")
+    return text
+
+
 def _flash_attn(value: str | bool | int) -> bool:
     return value in ("auto", -1) or parse_switch(value)  # llama.cpp's auto is on wherever it can be
 
@@ -172,7 +184,7 @@ _expert = functools.partial(option, group="Experts", commands=_RUN_EVAL)
 _context = functools.partial(option, group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", llama=True, server=True)
 _gpu = functools.partial(option, group="GPU", commands=_MEASURE)
 _positions = functools.partial(option, group="Positions", commands=_MEASURE, llama=True, server=True)
-_sampling = functools.partial(option, group="Sampling", commands="run")
+_sampling = functools.partial(option, group="Sampling", commands="run", server=True)
 _server = functools.partial(option, group="Server", commands="serve", server=True)
 
 
@@ -481,9 +493,9 @@ def llama_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Options):
-    """How an answer is drawn, by llama.cpp's names and with its defaults."""
+    """How an answer is drawn: llama-server's own options, declared for what they may be and for the help of `run`. Its defaults are llama.cpp's, or the model's."""
 
-    n_predict: int = _sampling("-n", "--predict", "--n-predict", metavar="N", parse=integer(-MOST), default=-1, group="",
+    n_predict: int = _sampling("-n", "--predict", "--n-predict", metavar="N", parse=_n_predict, default=-1, group="",
                                help="Tokens to generate at most; -1: as many as fit.")  # fmt: skip
     temp: float = _sampling("--temp", "--temperature", metavar="T", parse=number(0), default=0.8, group="", help="Temperature; 0 takes the likeliest token.")
     top_k: int = _sampling("--top-k", metavar="K", parse=integer(-MOST), default=40, help="Draw from the likeliest K tokens; 0: from all.")
@@ -496,15 +508,9 @@ class Sampling(Options):
     frequency_penalty: float = _sampling("--frequency-penalty", metavar="N", parse=number(-2, 2), default=0.0,
                                          help="Penalty on tokens by how often they occurred; 0: none.")  # fmt: skip
     seed: int = _sampling("-s", "--seed", metavar="N", parse=integer(-MOST, 2**32 - 1), default=-1, help="Seed of the sampler; -1 draws one.")
-    stop: tuple[str, ...] = _sampling("-r", "--reverse-prompt", "--stop", metavar="TEXT", multiple=True, default=(),
+    stop: tuple[str, ...] = _sampling("-r", "--reverse-prompt", "--stop", metavar="TEXT", parse=_stop, multiple=True, default=(),
                                       help="Text that ends the answer and is not part of it. May be given several times.")  # fmt: skip
     ignore_eos: bool = _sampling("--ignore-eos", default=False, help="Generate -n tokens even if the model wants to stop.")
-
-    def __post_init__(self) -> None:
-        if self.n_predict == 0 or self.n_predict < -1:
-            raise OptionError(f"`n_predict`: at least 1 token, or -1 for as many as fit, not {self.n_predict}")
-        if "" in self.stop:
-            raise OptionError("`stop`: an empty text would end every answer before it begins")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,12 +545,12 @@ class ServerOptions(Options):
     cache_ram: int | None = _server("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, server="",
                                     help="Prompt cache: memory for prompts outside the context, part of --memory; -1: all that the experts can do "
                                          "without. Default: at most an eighth of what experts would have, and what they cannot use.")  # fmt: skip
-    kv_disk: int | None = _server("--kv-disk", metavar="SIZE", parse=_disk_size, server="",
+    kv_disk: int | None = _server("--kv-disk", commands="run serve", metavar="SIZE", parse=_disk_size, server="",
                                   help="Disk space in the user's cache folder for prompts that leave memory; they are restored if reading is faster "
-                                       "than computing. 0: none. Default: 4G.")  # fmt: skip
-    ctx_checkpoints: int | None = _server("-ctxcp", "--ctx-checkpoints", metavar="N", parse=integer(0, 1024), server="",
+                                       "than computing. 0: none. Default: 4G, in run none.")  # fmt: skip
+    ctx_checkpoints: int | None = _server("-ctxcp", "--ctx-checkpoints", commands="run serve", metavar="N", parse=integer(0, 1024), server="",
                                           help="Checkpoints of each answer's recurrent state, part of --memory. Default: up to 8, as they fit.")  # fmt: skip
-    mmproj: str | None = _server("--mmproj", metavar="FILE", is_file=True, help="Projector for images and sound.")
+    mmproj: str | None = _server("--mmproj", commands="run serve", metavar="FILE", is_file=True, help="Projector for images and sound.")
     embedding: bool = _server("--embedding", default=False, help="Serve embeddings.")
     pooling: str | None = _server("--pooling", metavar="TYPE", parse=one_of(_POOLINGS), choices=_POOLINGS,
                                   help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip

@@ -27,6 +27,10 @@ from .plan import ALLOCATED, MemoryPlan, as_rounded, planned_process
 # takes is told from two of these lengths, because everything grows with the length or not at all
 LONGEST = 1 << 18
 
+_SAMPLER_BYTES = 12  # for each token of the vocabulary
+_TEMPLATE_BYTES = 5 << 20  # with an ordinary conversation
+_MANY = 1 << 18  # tokens of a vocabulary that is not known
+
 # there are no weights for a LoRA to change, and NUMA is set up once in a process
 _PLANNED = {"use_mmap": False, "verbose": False, "lora_path": None, "numa": False}
 
@@ -122,6 +126,12 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         arena_floor=2 * max((nbytes for nbytes, _ in slots), default=0),
         arena_full=sum(nbytes * n for nbytes, n in slots),
     )
+
+
+def answer_bytes(model_index: ModelIndex, n: int) -> int:
+    """Return the bytes of the samplers of n answers at a time, and of the program that runs chat templates."""
+    embedding = model_index.dense.get(EMBEDDING)
+    return _TEMPLATE_BYTES + _SAMPLER_BYTES * n * (embedding.shape[1] if embedding else _MANY)
 
 
 def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: Overrides = (), n_sequences: int = 1,

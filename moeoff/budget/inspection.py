@@ -13,7 +13,7 @@ from ..system.disk import DiskRate, probe
 from ..system.machine import n_cores
 from ..system.memory import MIB, available, rss
 from .compute_probe import attention_seconds, token_seconds
-from .dry_load import SliceKind, dry_load, slice_kinds, token_bytes, usual_ctx
+from .dry_load import SliceKind, answer_bytes, dry_load, slice_kinds, token_bytes, usual_ctx
 from .micro_batch import LEAST, SIZES, SMALLEST, USUAL, choose_within, recall_rates
 from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes, process_once_loaded
 
@@ -82,6 +82,7 @@ class Report:
     ctx_size: int
     host_weight_bytes: int
     row_cache_bytes: int
+    extra_bytes: int
     kv_bytes: int
     compute_bytes: int
     work_bytes: int
@@ -127,7 +128,10 @@ class Residence:
         self._chosen = bool(self._keywords.get("n_batch") or self._keywords.get("n_ubatch"))
         self._rates = recall_rates(model_index, self._keywords, None)
         self._plans: dict[int, MemoryPlan] = {}
-        self.smallest = plan = dry_load(model_index, n_ctx, self._keywords) if self._chosen else self._with_batches_of(min(SIZES[0], n_ctx))
+        self._extras = answer_bytes(model_index, 1)
+        self.smallest = plan = (
+            dry_load(model_index, n_ctx, self._keywords, extras=self._extras) if self._chosen else self._with_batches_of(min(SIZES[0], n_ctx))
+        )
         self._n_gpu_layers = self._keywords.get("n_gpu_layers") or 0
         self._state_lent = self._unused_state()
         # every command plans with the same process, so that all name the same needs; a run then has what its own is smaller by
@@ -135,7 +139,7 @@ class Residence:
 
     def _with_batches_of(self, n_tokens: int) -> MemoryPlan:
         if n_tokens not in self._plans:
-            planned = dry_load(self._model_index, self._n_ctx, self._keywords | {"n_batch": n_tokens, "n_ubatch": n_tokens})
+            planned = dry_load(self._model_index, self._n_ctx, self._keywords | {"n_batch": n_tokens, "n_ubatch": n_tokens}, extras=self._extras)
             first = next(iter(self._plans.values()), planned)
             self._plans[n_tokens] = replace(planned, process=first.process)  # planning takes memory itself
         return self._plans[n_tokens]
@@ -231,6 +235,7 @@ def examine(
         ctx_size=plan.n_ctx,
         host_weight_bytes=plan.weights,
         row_cache_bytes=plan.row_cache,
+        extra_bytes=plan.extras,
         kv_bytes=plan.state,
         compute_bytes=plan.compute,
         work_bytes=plan.work,

@@ -135,7 +135,7 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
     from ..measure.rows import FORMATS
 
     for size in options["memory"]:
-        remark_on_memory(size, parse_size(size))
+        remark_on_memory(parse_size(size))
     shapes = [(n, 0) for n in n_prompt or [512] if n] + [(0, n) for n in n_gen or [128] if n]
     if not shapes:
         raise OptionError("there is nothing to measure: give -p or -n")

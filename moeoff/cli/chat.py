@@ -1,7 +1,7 @@
 """The chat of `moeoff run`: lines typed by a person, commands among them, and answers.
 
-The conversation is a list of messages that the model's template renders anew for each question; llama_cpp finds that the
-tokens begin as before and computes only the rest. A question that fails leaves no trace in it.
+The conversation is a list of messages that the server renders anew for each question; it finds that the tokens begin as
+before and computes only the rest. A question that fails leaves no trace in it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import os
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..engine.prompt import Template
 from ..errors import ContextError, MoeoffError, OptionError
 from ..option import table_of
 from ..options import Sampling, in_flags
 from ..system.console import note
 from ..system.files import atomic_file, read_text
 from ..system.memory import format_size, parse_size, rss
-from .completion import Completer
+from .client import Client
 from .options import remark_on_memory
 from .writer import Writer
 
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
 QUOTES = '"""'
 _SETTINGS = {name: line for name, line in table_of(Sampling).items() if name not in ("seed", "stop")}  # which hold for the whole program
+_FIELDS = {"temp": "temperature"}  # of requests, where the names differ
 
 HELP = f"""\
 /help              this list
@@ -66,31 +65,21 @@ class Chat:
     """A conversation with a person at a terminal.
 
     Args:
-        completer: computes; it and its model stay the caller's.
+        client: asks the model, which stays the caller's.
         system: the system prompt.
-        template: the chat template; None: the model's.
+        is_transcript: the model has no chat template.
         read: gives the next line that was typed, raises KeyboardInterrupt for Ctrl-C and EOFError for Ctrl-D.
-        thinks: the model may think before it answers.
         history: what is typed is kept in a file for the next chat.
-
-    Raises:
-        ModelError: the chat template cannot be read.
     """
 
-    def __init__(self, completer: Completer, system: str | None = None, template: str | None = None, read: Callable[[], str] | None = None,
-                 thinks: bool = True, history: bool = True):  # fmt: skip
-        self._completer = completer
-        self._llm = completer.llm
-        if self._llm.engine.config.warm:
-            self._llm.engine.watch_prompts()
-        self._template = Template(self._llm, template, thinks)
-        if self._template.stop:
-            completer.stop_at(self._template.stop)
+    def __init__(self, client: Client, system: str | None = None, is_transcript: bool = False, read: Callable[[], str] | None = None, history: bool = True):
+        self._client, self._server = client, client.server
+        self._is_transcript = is_transcript
         self._read = read or _terminal_reader(history)
         self._waits = contextlib.nullcontext if read else typed_ahead
         self._system = system
         self._overwrites = ""  # the file that /save has found to be there
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[dict[str, Any]] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/clear": self._clear,
@@ -108,14 +97,14 @@ class Chat:
 
         `share` is a note on where the budget comes from, if it is the default.
         """
-        name, budget = os.path.basename(self._llm.model_path), self._llm.engine.plan.budget
+        engine = self._server.engine
+        name, budget = os.path.basename(engine.config.model_path), engine.plan.budget
         memory = f", {format_size(budget)} of memory{share}" if budget else ""
-        note(f"{name}: {self._llm.n_ctx()} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
-        if self._template.stop:
+        note(f"{name}: {self._server.n_ctx_each} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
+        if self._is_transcript:
             note("the model has no chat template: the chat is a plain transcript, which it may not have learnt (--chat-template)")
         with self._waits():
             while True:
-                self._llm.engine.idle()  # while the person types
                 try:
                     line = self._read()
                 except KeyboardInterrupt:
@@ -143,7 +132,7 @@ class Chat:
         except OSError as error:
             note(str(error))
 
-    def _prompt(self) -> list[dict[str, str]]:
+    def _prompt(self) -> list[dict[str, Any]]:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
 
     def _ask(self, question: str) -> None:
@@ -151,10 +140,9 @@ class Chat:
             return
         self._messages.append({"role": "user", "content": question})
         try:
-            tokens = self._template.tokens(self._prompt())
-            writer = Writer(thinks=self._template.opens_thought)
+            writer = Writer()
             try:
-                answer = self._completer.complete(tokens, writer.write)
+                answer = self._client.chat(self._prompt(), writer.write)
             finally:
                 writer.end()
         except ContextError as error:
@@ -168,7 +156,7 @@ class Chat:
         else:
             self._messages.pop()  # stopped before the first word: as if it had not been asked
         note(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
-        if answer.context_full:
+        if answer.finish_reason == "length" and self._client.n_tokens >= answer.n_ctx and not self._server.engine.config.context_shift:
             note(f"the context of {answer.n_ctx} tokens is full: /clear begins a new conversation; at the start -c N makes it larger, --context-shift goes on")
 
     def _help(self, _argument: str) -> None:
@@ -191,24 +179,25 @@ class Chat:
         name, _, value = wish.partition(" ")
         if name and (name not in _SETTINGS or not value):
             raise OptionError(f"/set NAME VALUE: a name is one of {', '.join(_SETTINGS)}")
+        settings = self._client.settings
         if name:
-            self._completer.sampling = replace(self._completer.sampling, **{name: _SETTINGS[name].read(value)})
-        note(", ".join(f"{name} {line.spell(getattr(self._completer.sampling, name))}" for name, line in _SETTINGS.items()))
+            settings[_FIELDS.get(name, name)] = _SETTINGS[name].read(value)
+        used = self._client.defaults() | settings
+        note(", ".join(f"{name} {line.spell(_rounded(used[_FIELDS.get(name, name)]))}" for name, line in _SETTINGS.items()))
 
     def _think(self, wish: str) -> None:
         if wish not in ("on", "off"):
             raise OptionError("/think on, or /think off")
-        self._template.thinks = wish == "on"
-        note(
-            "answers begin with thoughts, if the model thinks" if self._template.thinks else "answers come without thoughts, if the model's template knows how"
-        )
+        self._client.settings["chat_template_kwargs"] = {"enable_thinking": wish == "on"}
+        on, off = "answers begin with thoughts, if the model thinks", "answers come without thoughts, if the model's template knows how"
+        note(on if wish == "on" else off)
 
     def _set_system(self, text: str) -> None:
         if not text:
             return note(f"system prompt: {self._system}" if self._system else "there is no system prompt")
         old, self._system = self._system, None if text == "-" else unquote(text)
         try:
-            self._template.tokens([*self._prompt(), {"role": "user", "content": "?"}])
+            self._client.check([*self._prompt(), {"role": "user", "content": "?"}])
         except MoeoffError:  # some templates have no place for it
             self._system = old
             raise
@@ -243,11 +232,17 @@ class Chat:
 
     def _memory(self, size: str) -> None:
         if size:
-            self._llm.set_memory(size)
-            remark_on_memory(size, parse_size(size))
-        s = self._llm.stats()
+            self._server.set_memory(size)
+            remark_on_memory(parse_size(size))
+        s = self._server.stats()
         budget = f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""
-        note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.cache_bytes)}, context {self._llm.n_tokens} of {self._llm.n_ctx()} tokens")
+        context = f"context {self._client.n_tokens} of {self._server.n_ctx_each} tokens"
+        note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.cache_bytes)}, {context}")
+
+
+def _rounded(value: Any) -> Any:
+    """Return a number as people write it: the server has floats of 32 bits."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _overflow(error: ContextError, has_history: bool) -> str:

@@ -192,11 +192,10 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
 
 def check_model(path: str) -> Iterator[Finding]:
     """The model's headers, its floor against what is available, and the disk at its slices' size."""
-    from ..budget.dry_load import dry_load, slice_kinds, usual_ctx
+    from ..budget.dry_load import answer_bytes, dry_load, slice_kinds, usual_ctx
     from ..budget.micro_batch import SMALLEST
-    from ..engine.explanation import explain
-    from ..engine.llama import open_engine
     from ..gguf.model_index import ModelIndex
+    from ..server.private import PrivateServer
 
     try:
         model_index = ModelIndex.read(path)
@@ -204,7 +203,7 @@ def check_model(path: str) -> Iterator[Finding]:
     except MoeoffError as error:
         yield Finding("model", PROBLEM, in_flags(error), "moeoff runs GGUF files with routed experts")
         return
-    size = dry_load(model_index, usual_ctx(model_index), {"flash_attn": True} | SMALLEST)
+    size = dry_load(model_index, usual_ctx(model_index), {"flash_attn": True} | SMALLEST, extras=answer_bytes(model_index, 1))
     text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, {format_size(size.fixed + size.arena_full)} with all experts in memory"
     way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
     if size.floor > available():
@@ -214,8 +213,9 @@ def check_model(path: str) -> Iterator[Finding]:
         options: dict[str, Any] = {"flash_attn": True}
         try:
             with_gpu(options)
-            with contextlib.closing(open_engine(path, **options)) as engine:
-                yield from (Finding(name, OK, reason) for name, reason in explain(engine).items() if name not in ("memory", "I/O threads"))  # told elsewhere
+            server = PrivateServer(path, **options)
+            with contextlib.closing(server.engine):
+                yield from (Finding(name, OK, reason) for name, reason in server.explain().items() if name not in ("memory", "I/O threads"))  # told elsewhere
         except MoeoffError as error:  # as where it needs more than the usual part of what is available
             yield Finding("model", PROBLEM, sentence(error))
     yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(model_index)))

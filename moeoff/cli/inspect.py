@@ -50,13 +50,13 @@ def inspect(model: str, probe: str, explain: bool, as_json: bool, **options: Any
 
 
 def _explain(model: str, as_json: bool, options: dict[str, Any]) -> None:
-    from ..engine.explanation import explain
-    from ..engine.llama import open_engine
+    from ..server.private import PrivateServer
     from ..server.server import Server
 
     with_gpu(options)
-    with contextlib.closing(open_engine(model, **options)) as engine:
-        reasons = explain(engine)
+    alone = PrivateServer(model, **options)
+    with contextlib.closing(alone.engine):
+        reasons = alone.explain()
     try:
         server = Server(model, **options)
         with contextlib.closing(server.engine):
@@ -109,6 +109,7 @@ def _print(r: Report) -> None:
         **({"token embedding": embedding} if embedding else {}),
         "weights outside the experts" + on_disk: r.host_weight_bytes - embedding,
         **({"rows of tables on disk": r.row_cache_bytes} if r.row_cache_bytes else {}),
+        "samplers and chat templates": r.extra_bytes,
         "KV cache and other state": r.kv_bytes,
         "compute buffers": r.compute_bytes,
         "work area": r.work_bytes,

@@ -19,7 +19,8 @@ from .convert import convert, verify
 from .doctor import doctor
 from .inspect import inspect
 from .options import CONTEXT, open_standard_streams, written_whole
-from .run import run, serve
+from .run import run
+from .serve import serve
 from .simulate import simulate
 
 SHELLS = ("bash", "zsh", "fish")

@@ -55,10 +55,14 @@ class Command(click.Command):
         for word in (*((paths,) if isinstance(paths, str) else paths), *ctx.args):
             if word.startswith(_LONG_DASHES):
                 raise click.UsageError(f"{word}: begins with a long dash, as pages print it: type - or --", ctx)
-        if ctx.args:
-            prompt = ", and a prompt behind -p" if any(param.name == "prompt" for param in self.params) else ""
-            raise click.UsageError(f"{shlex.join(ctx.args)}: more than this command takes; a path with blanks goes in quotes{prompt}", ctx)
+        self.refuse_more(ctx, ctx.args)
         return rest
+
+    def refuse_more(self, ctx: click.Context, words: Sequence[str]) -> None:
+        """Refuse words that stand for nothing."""
+        if words:
+            prompt = ", and a prompt behind -p" if any(param.name == "prompt" for param in self.params) else ""
+            raise click.UsageError(f"{shlex.join(words)}: more than this command takes; a path with blanks goes in quotes{prompt}", ctx)
 
     def invoke(self, ctx: click.Context) -> None:
         """Library errors become a message and exit code 1; Ctrl-C becomes 130. `--debug` lets the traceback through."""
@@ -201,7 +205,7 @@ def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) 
             for remark in without_gpu(read):
                 note(remark)
             if "memory" in read:
-                remark_on_memory(typed["memory"], read["memory"])
+                remark_on_memory(read["memory"])
             function(*args, **values, **(usual | read))
 
         out: Callable[..., None] = with_values
@@ -268,10 +272,10 @@ def open_standard_streams() -> None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, errors, line_buffering=out.line_buffering or out.write_through)
 
 
-def remark_on_memory(typed: str, size: int) -> None:
+def remark_on_memory(size: int) -> None:
     """Says that a budget is more than there is."""
     if size > available():
-        note(f"{TABLE['memory'].flag} {typed} is more than the {format_size(available())} that are available here")
+        note(f"{TABLE['memory'].flag} {format_size(size)} is more than the {format_size(available())} that are available here")
 
 
 _SCALED = {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base", "yarn_orig_ctx"}

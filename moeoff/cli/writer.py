@@ -1,4 +1,4 @@
-"""An answer's text on standard output, as it comes: on a terminal thoughts are dimmed, and no word is cut at the end of a line."""
+"""An answer's text on standard output, as it comes: on a terminal no word is cut at the end of a line."""
 
 from __future__ import annotations
 
@@ -8,49 +8,46 @@ import sys
 import unicodedata
 
 _DIMMED, _PLAIN, _BACK = "\x1b[2m", "\x1b[0m", "\x1b[{}D\x1b[K"
-_TAG, _BEGUN_TAG = re.compile("(</?think>)"), re.compile("</?t?h?i?n?k?$")
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class Writer:
-    """Text without the blank that many models begin with.
+    """Text without the blank that many models begin with. A thought is dimmed on a terminal, and left out elsewhere.
 
     Args:
         strips: leaves that out.
-        thinks: the prompt has begun a thought.
     """
 
-    def __init__(self, strips: bool = True, thinks: bool = False):
+    def __init__(self, strips: bool = True):
         self._strips = strips
         self._terminal = strips and sys.stdout.isatty()
-        self._begun = self._newline = self._code = False
-        self._line = self._word = self._held = ""
+        self._begun = self._newline = self._code = self._thinks = False
+        self._line = self._word = ""
         self._column = 0
-        if thinks and self._terminal:
-            sys.stdout.write(_DIMMED)
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, is_thought: bool = False) -> None:
+        if is_thought and not self._terminal:
+            return
+        if is_thought != self._thinks:
+            self._end_thought()
+            sys.stdout.write(_DIMMED if is_thought else "")
+            self._begun, self._thinks = False, is_thought
         if self._strips and not self._begun:
             text = text.lstrip()
         if text:
             self._begun = True
             self._newline = text.endswith("\n")
             if self._terminal:
-                self._write_formatted(self._held + text)
+                for part in _PARTS.findall(text):
+                    self._write_part(part)
             else:
                 sys.stdout.write(text)
             sys.stdout.flush()
 
-    def _write_formatted(self, text: str) -> None:
-        *pieces, last = _TAG.split(text)
-        held = _BEGUN_TAG.search(last)
-        self._held = held[0] if held else ""
-        for piece in (*pieces, last[: len(last) - len(self._held)]):
-            if _TAG.fullmatch(piece):
-                sys.stdout.write(piece + _PLAIN if "/" in piece else _DIMMED + piece)
-            else:
-                for part in _PARTS.findall(piece):
-                    self._write_part(part)
+    def _end_thought(self) -> None:
+        if self._thinks:
+            sys.stdout.write(_PLAIN + ("" if self._newline else "\n") + "\n")
+            self._line, self._word, self._column, self._code = "", "", 0, False
 
     def _write_part(self, part: str) -> None:
         """A line's end, blanks, or a word or a part of one."""
@@ -73,7 +70,7 @@ class Writer:
 
     def end(self) -> None:
         if self._terminal:
-            sys.stdout.write(self._held + _PLAIN)
+            sys.stdout.write(_PLAIN)
         if not (self._terminal and (self._newline or not self._begun)):
             sys.stdout.write("\n")
         sys.stdout.flush()

@@ -21,7 +21,7 @@ from ..experts.sidecar import Sidecar, sidecar_path
 from ..gguf.model_index import loaded_whole
 from ..llamacpp.habits import IDLE, REFUSED, Habit, habits_of
 from ..option import Option, table_of
-from ..options import Config, ServerOptions, without_gpu
+from ..options import TABLE, Config, Sampling, ServerOptions, without_gpu
 from ..system.files import TEXT, open_file, require_new
 from ..system.memory import MIB, format_size
 from .library import aliases, server_options
@@ -39,6 +39,7 @@ _NGRAM_COPIES = 10  # bytes for each of the file's: one hash table in another
 _SIMILARITY = 0.5  # of a prompt, what a slot must hold to be taken for it, unless the prompt goes on from most of what is there
 _HTTP_THREADS = 32  # beside two for each answer: one that waits for its turn holds a thread, and /health and /metrics must not wait
 _ENVIRONMENT = "LLAMA_ARG_"
+_THEIRS = {"serve": "llama-server", "run": "llama-cli"}
 _TRUE, _FALSE = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0")
 
 
@@ -85,21 +86,24 @@ class CommandLine:
     files: list[PassedFile] = field(default_factory=list)
 
     @classmethod
-    def read(cls, args: Sequence[str]) -> CommandLine:
-        """Its words, one after the other.
+    def read(cls, args: Sequence[str], program: str = "serve") -> CommandLine:
+        """Read its words, one after the other.
+
+        Args:
+            program: whose command line it is: serve or run.
 
         Raises:
             OptionError: what cannot be, is not known, or has no value.
         """
-        out, words = cls(), list(args)
+        out, words, names = cls(), list(args), _names(program)
         while words:
-            name, values = _next_option(words)
-            if (known := _names().get(name)) is None:
-                near = difflib.get_close_matches(name, [name for name, known in _names().items() if known.line], 1)
-                raise OptionError(f"{name}: neither moeoff serve nor llama-server has such an option" + (f"; is it {near[0]}?" if near else ""))
+            name, values = _next_option(words, names)
+            if (known := names.get(name)) is None:
+                near = difflib.get_close_matches(name, [name for name, known in names.items() if known.line], 1)
+                raise OptionError(f"{name}: neither moeoff {program} nor {_THEIRS[program]} has such an option" + (f"; is it {near[0]}?" if near else ""))
             habit, line = known.habit, known.line
             if habit is not None and habit.verdict == REFUSED:
-                raise OptionError(f"{name} cannot be passed to llama-server: {habit.why}")
+                raise OptionError(f"{name}: {habit.why}")
             if len(values) < known.n_values:
                 raise OptionError(f"{name} needs a value")
             if habit is not None:
@@ -107,6 +111,9 @@ class CommandLine:
             elif line is None:
                 out.passed_on.extend([name, *values])
                 out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in file_kinds() else ()))
+            elif line.name in table_of(Sampling):  # llama-server's own, whose values are looked at here
+                line.read(values[0] if values else True)
+                out.passed_on.extend([line.server, *values])
             elif not values:
                 out.options[line.name] = known.value
             elif line.multiple:
@@ -133,16 +140,23 @@ class _Name(NamedTuple):
 
 
 @functools.cache
-def _names() -> dict[str, _Name]:
-    """Every name that an option has here or in llama-server. A habit goes before a line of the table, and that before llama-server's own."""
+def _names(program: str) -> dict[str, _Name]:
+    """Return every name that an option has here or in llama-server.
+
+    A habit goes before a line of the table, and that before llama-server's own. In `run` those of
+    a server alone are refused.
+    """
     theirs = server_options()
-    out = {name: _Name(option.n_values) for name, option in theirs.items()}
-    for line in (line for kind in (Config, ServerOptions) for line in table_of(kind).values() if "serve" in line.commands):
+    out = {
+        name: _Name(option.n_values, None if option.chats or program == "serve" else Habit(REFUSED, "moeoff serve takes it: it is of servers"))
+        for name, option in theirs.items()
+    }
+    for line in (line for line in TABLE.values() if program in line.commands):
         out |= dict.fromkeys(line.flags, _Name(int(bool(line.metavar)), line=line))
         for option in (theirs[name] for name in (*line.flags, line.server) if name in theirs):
             out |= dict.fromkeys(option.names, _Name(int(bool(option.n_values)), line=line, switch=bool(line.metavar) and not option.n_values))
             out |= dict.fromkeys(option.opposite, _Name(0, line=line, value=False))
-    return out | {alias: _Name(int(habit.takes_value), habit) for name, habit in habits_of("serve").items() for alias in aliases(name)}
+    return out | {alias: _Name(int(habit.takes_value), habit) for name, habit in habits_of(program).items() for alias in aliases(name)}
 
 
 def _spelled(word: str) -> str:
@@ -151,11 +165,11 @@ def _spelled(word: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else word
 
 
-def _next_option(words: list[str]) -> tuple[str, list[str]]:
+def _next_option(words: list[str], names: Mapping[str, _Name]) -> tuple[str, list[str]]:
     """Takes the first option off a command line, and the words that are its values: as many as there are of those that it takes."""
     word = words.pop(0)
     name = _spelled(word)
-    known = _names().get(name)
+    known = names.get(name)
     equals = word.startswith("--") and "=" in word
     if equals:
         words.insert(0, word.partition("=")[2])
@@ -217,11 +231,13 @@ def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -
     return [*model_files, *beside, *(os.fspath(value) for value in named if isinstance(value, (str, os.PathLike)))]
 
 
-def of_environment(environment: Mapping[str, str]) -> Iterator[str]:
-    """The arguments that llama-server's variables (LLAMA_ARG_*) stand for."""
+def of_environment(environment: Mapping[str, str], program: str = "serve") -> Iterator[str]:
+    """Yield the arguments that llama-server's variables (LLAMA_ARG_*) stand for; in `run` without those of servers alone."""
     if not any(name.startswith(_ENVIRONMENT) for name in environment):
         return  # without loading the server
     for option in dict.fromkeys(option for option in server_options().values() if option.variable.startswith(_ENVIRONMENT)):
+        if program == "run" and not option.chats:
+            continue
         value = environment.get(option.variable)
         switch = None if value is None or option.n_values else value.lower()
         if option.opposite and (switch in _FALSE or option.variable.replace(_ENVIRONMENT, f"{_ENVIRONMENT}NO_") in environment):
@@ -232,17 +248,19 @@ def of_environment(environment: Mapping[str, str]) -> Iterator[str]:
             yield option.names[-1]
 
 
-def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str], list[str]]:
-    """Divides a command line into words that stand for themselves, options of the command itself, and all others.
+def own_arguments(args: Sequence[str], own: Mapping[str, bool], program: str = "serve") -> tuple[list[str], list[str], list[str]]:
+    """Divide a command line into words that stand for themselves, options of the command itself, and all others.
 
     Args:
         own: whether each takes a value.
+        program: whose command line it is: serve or run.
     """
+    names = _names(program)
     alone, ours, others, words = list[str](), list[str](), list[str](), list(args)
     passed_on = False  # what stands behind -- is all llama-server's
     while words:
         name, equals, _ = words[0].partition("=")
-        known = _names().get(_spelled(words[0]))
+        known = names.get(_spelled(words[0]))
         if words[0] == "--":
             passed_on = bool(words.pop(0))
         elif name in own:
@@ -255,7 +273,7 @@ def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[st
             return alone, ours, others + words
         else:
             before = list(words)
-            _next_option(words)
+            _next_option(words, names)
             others += before[: len(before) - len(words)]
     return alone, ours, others
 

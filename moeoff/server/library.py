@@ -15,6 +15,7 @@ from ..errors import ForkError, ModelError, OptionError
 from ..gguf.file import LONGEST_TEMPLATE, ModelFile, unpack
 from ..llamacpp import llama, native, templates
 from ..llamacpp._abi import SERVER_FUNCTIONS, SERVER_STRUCTS, Prompt, ServerHooks
+from ..system.files import read_text
 
 _NAME = "libllama-server-impl.so"
 
@@ -69,12 +70,18 @@ def projector_memory(argv: Sequence[str]) -> tuple[int, int, int, str]:
 
 
 class ServerOption(NamedTuple):
-    """One line of llama-server's own table: its names, those of the opposite, how many values it takes, and the variable that gives it."""
+    """One line of llama-server's own table.
+
+    Attributes:
+        opposite: names that switch it off.
+        chats: llama-cli has it, too.
+    """
 
     names: tuple[str, ...]
     opposite: tuple[str, ...]
     n_values: int
     variable: str
+    chats: bool
 
 
 @functools.cache
@@ -82,8 +89,8 @@ def server_options() -> dict[str, ServerOption]:
     """llama-server's own table of options, by each name and each of the opposite."""
     out: dict[str, ServerOption] = {}
     for line in library().moeoff_server_options().decode().splitlines():
-        n_values, names, opposite, variable = line.split("\t")
-        option = ServerOption(tuple(names.split()), tuple(opposite.split()), int(n_values), variable)
+        n_values, names, opposite, variable, chats = line.split("\t")
+        option = ServerOption(tuple(names.split()), tuple(opposite.split()), int(n_values), variable, chats == "1")
         out |= dict.fromkeys((*option.names, *option.opposite), option)
     return out
 
@@ -105,11 +112,12 @@ def check_arguments(argv: Sequence[str]) -> None:
         raise OptionError(" ".join(message.value.decode("utf-8", "replace").split()))
 
 
-def check_templates(path: str) -> None:
-    """Tries a model's templates. What one makes of another conversation is found out when there is one: it fails, and the server goes on.
+def check_templates(path: str, args: Sequence[str]) -> None:
+    """Try a model's templates, and one of the command line. What one makes of another conversation is found out when there is one.
 
     Raises:
         ModelError: a chat template that crashes, or takes too long or too much, with an ordinary conversation.
+        OptionError: one of the command line that does so, or that cannot be read.
     """
     with ModelFile(path, longest=LONGEST_TEMPLATE) as file:
         sources = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
@@ -118,6 +126,16 @@ def check_templates(path: str) -> None:
             templates.check_bounds(source)
         except templates.TemplateBoundError as error:
             raise ModelError(f"{path}: its chat template cannot be run: {error}") from None
+    for name, value in zip(args, args[1:]):
+        if name in ("--chat-template", "--chat-template-file") and value != "chatml":
+            if "{" not in value and name == "--chat-template" and "--no-jinja" not in args:
+                raise OptionError(f"{name}: a Jinja template or chatml, not {value!r}; one in a file is given with --chat-template-file")
+            source = read_text(value) if name.endswith("file") else value
+            try:
+                templates.check(source)
+                templates.check_bounds(source)
+            except templates.TemplateError as error:
+                raise OptionError(f"{name}: the template cannot be read: {str(error).rstrip('.')}") from None
 
 
 def write_text(address: int, size: int, text: str) -> None:

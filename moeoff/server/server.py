@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_int32
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..budget.draft_model import uses_nextn
-from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx, with_drafts
+from ..budget.dry_load import answer_bytes, context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx, with_drafts
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
 from ..engine.explanation import explain
 from ..engine.stats import Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
-from ..gguf.model_index import EMBEDDING, ModelIndex
+from ..gguf.model_index import ModelIndex
 from ..llamacpp.threads import CoreBinding
 from ..llamacpp.turns import computes_here
 from ..options import Config, ServerOptions
@@ -39,6 +39,9 @@ from .log import ErrorPipe, first_error
 from .prompts_on_disk import EvictedPrompt, PromptsOnDisk, StoredPrompt, folder, identity
 from .sizes import PARALLEL, ContextSize, PromptMemory, choose
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _POLL = 0.05  # seconds
 _IDLE = 0.25  # seconds without a batch, after which none is taken to be on its way
 _STEP = 1 << 20  # bytes, in which the prompt cache takes memory from the experts
@@ -51,10 +54,7 @@ _PAGE = Path(__file__).with_name("page.html")
 _LONG = 256 << 10  # bytes that a request has borrowed
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _POOLING = "pooling_type"  # of a model that was made for embeddings
-_SAMPLER_BYTES = 12  # for each token of the vocabulary
 _CACHE_REUSE = ("--cache-reuse", "LLAMA_ARG_CACHE_REUSE")  # moves what is cached, as a context shift does
-_TEMPLATE_BYTES = 5 << 20  # of the program that runs chat templates, with an ordinary conversation
-_MANY = 1 << 18  # tokens of a vocabulary that is not known
 # what llama-server calls, and what it is told where one of them fails
 _HOOKS = {"loaded": 1, "ready": 1, "listening": None, "draft_max": 0, "before": None, "after": 1, "borrow": 1, "metrics": None, "resize_prompt_cache": 1, "answered": None,
           "accept_prompt": 0, "store_prompt": None, "find_prompt": 0, "read_prompt": 1, "fill_cells": None}  # fmt: skip
@@ -101,8 +101,8 @@ class Server:
         model: a GGUF, or a `Config`.
         on_request: called with a line about each request that has been answered, on the thread that has answered it: method, path, status, and what it
             took.
-        **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`. In `args` llama-server's own: those that moeoff
-            has become its options.
+        **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`. In `args` llama-server's own, as words or as a
+            `CommandLine`: those that moeoff has become its options.
 
     Attributes:
         engine: the model's runtime state.
@@ -114,12 +114,13 @@ class Server:
     def __init__(self, model: str | os.PathLike[str] | Config, *, on_request: Callable[[str], None] | None = None, **options: Any):
         self._on_request = on_request
         ours = {f.name for f in fields(ServerOptions)}
-        line = CommandLine.read(options.get("args", ()))
+        line = args if isinstance(args := options.get("args", ()), CommandLine) else CommandLine.read(args)
         options |= line.options | {"args": tuple(line.passed_on)}
-        self._remarks = line.left_out
+        self._remarks = list(line.left_out)
         self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
         config = Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours})
         self.engine = self._open(config, line.files)
+        self._tells = on_request is not None or config.verbose
         self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.prompt_memory)
         check_arguments(self._argv)
         self.url = ""
@@ -157,25 +158,23 @@ class Server:
         loaded = check_files(passed_on, in_use(model_index.files, config, options))
         budget = Budget.of(config.memory, config.expert_memory)
         require_header_room(config.model_path, model_index.header_memory, budget.most)
-        check_templates(config.model_path)
+        check_templates(config.model_path, options.args)
         config = replace(config, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
         self._size = size = self._choose_context(config, model_index, budget)
         if size.remark is not None:
             self._remarks.append(size.remark)
         n_ctx, options = size.n_ctx, replace(options, parallel=size.n_parallel)
         config = replace(config, n_ctx=n_ctx)
-        embedding = model_index.dense.get(EMBEDDING)
-        n_vocab = embedding.shape[1] if embedding else _MANY
         extras = ExtraModels.of(model_index, n_ctx, config, options, budget.most)
         pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
         config = replace(config, spec_type=extras.spec_type)
         self._options = replace(options, pooling="mean" if pools else options.pooling)
-        computing = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
+        computing = answer_bytes(model_index, size.n_parallel) + extras.computing
         engine = _ServedEngine(config, model_index, budget, self._options, extras=computing, loaded=extras.resident + loaded)
         self._options = replace(self._options, kv_disk=self._disk_bound())
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
-        if engine.quality.simulates:
-            raise OptionError("`deterministic`: a simulated cache follows one text from its first token on, and a server goes on where others have begun")
+        if engine.quality.simulates and (size.n_parallel > 1 or "--no-cache-prompt" not in options.args):
+            raise OptionError("`deterministic`: a simulated cache follows one text from its first token on: serve it with -np 1 --no-cache-prompt")
         return engine
 
     def _disk_bound(self) -> int:
@@ -224,6 +223,7 @@ class Server:
             raise MoeoffError("a server runs in this process already: llama-server keeps its state in globals; stop that one, or start another process")
         self._lib = lib
         share_malloc_arenas()
+        trim()  # what planning has left: the C allocator would keep it
         try:
             self._thread.start()
         except RuntimeError:
@@ -266,8 +266,10 @@ class Server:
             raise self._error or MoeoffError(f"{self.engine.config.model_path}: {why}")
         return ended
 
-    def __enter__(self) -> Server:
-        return self if self._thread.is_alive() else self.start()
+    def __enter__(self) -> Self:
+        if not self._thread.is_alive():
+            self.start()
+        return self
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
@@ -341,7 +343,7 @@ class Server:
                 expert_uses=engine.experts_per_token,
                 page=_PAGE.read_bytes(),
                 allowed_hosts=None if sites is None else ",".join(sites).encode(),
-                **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._on_request},
+                **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._tells},
             )
             self._lib.moeoff_serve(len(argv), c_arguments(argv), ctypes.byref(calls))
         except BaseException as error:
@@ -538,8 +540,10 @@ class Server:
                 self.engine.sizer.fill(n_tokens)
 
     def _answered(self, method: bytes, path: bytes, status: int, took: bytes) -> None:
+        if self._on_request is None:
+            return
         line = request_line(method.decode("utf-8", "replace"), path.decode("utf-8", "replace"), status, took.decode())
-        if line and self._on_request is not None:
+        if line:
             self._on_request(line)
 
     def _metrics(self, text: int, size: int) -> None:

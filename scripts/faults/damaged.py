@@ -103,7 +103,6 @@ class Kind(NamedTuple):
 
 def prepare(folder: Path, names: set[str]) -> None:
     """A whole file of each kind; profiles take seconds, and are made if they are among the names."""
-    from moeoff.engine.prompt import PromptCache
     from moeoff.experts.convert import convert
     from moeoff.gguf.model_index import ModelIndex
     from moeoff.measure.profile_fit import calibrate
@@ -131,7 +130,6 @@ def prepare(folder: Path, names: set[str]) -> None:
     write_control_vector(folder / "vector.gguf", model_index.architecture, np.ones(n_embd))
     with open_model(model, **OPENED, warm=True, trace=str(folder / "run.trace")) as llm:
         answer(llm)
-        PromptCache(folder / "prompt.bin").save(llm)
     shutil.copy(warm_file(), folder / "warm.npz")
 
 
@@ -156,20 +154,20 @@ def warm_file() -> Path:
 
 
 def open_and_answer(_folder: Path) -> Reader:
-    """As `run` does it: texts become tokens, and tokens text."""
-    from moeoff.engine.prompt import Template, prompt_tokens
+    """Texts become tokens, and tokens text."""
     from moeoff.gguf.model_index import ModelIndex
     from moeoff.gguf.preflight import preflight
+    from moeoff.llamacpp import templates
 
     def read(path: Path, _rng: random.Random) -> None:
         model_index = ModelIndex.read(path)
         model_index.require_experts()
         preflight(model_index)
         with open_model(str(path), **OPENED, expert_memory=None, memory=MEMORY) as llm:
-            tokens = [token for text in TEXTS for token in prompt_tokens(llm, text, add_bos=True)]
+            tokens = [token for text in TEXTS for token in llm.tokenize(text.encode("utf-8", "replace"), special=True)]
             llm.detokenize(tokens)
-            if "tokenizer.chat_template" in llm.metadata:
-                Template(llm)
+            if template := llm.metadata.get("tokenizer.chat_template"):
+                templates.check(template)
             llm.create_completion(tokens[:8] or [0], max_tokens=2, temperature=0.0)
 
     return read
@@ -324,14 +322,6 @@ def of_open_model(read: Callable[[Any, Path], object]) -> Callable[[Path], Reade
     return use
 
 
-def prompt_cache(llm: Any, path: Path) -> None:
-    from moeoff.engine.prompt import PromptCache
-
-    if PromptCache(path).load(llm):
-        for _, _token in zip(range(2), llm.generate([*llm.input_ids[: llm.n_tokens].tolist(), 1], top_k=1, temp=0.0)):
-            pass
-
-
 def grammar(llm: Any, path: Path) -> None:
     from llama_cpp import LlamaGrammar
 
@@ -381,7 +371,6 @@ KINDS = {
     "profile, open": Kind("m.profile.npz", opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru", **BOUNDED), 0.3),
     "contract": Kind("contract.npz", opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf", **BOUNDED), 0.2),
     "warm state": Kind("warm.npz", opened("warm", "lru", "auto"), 0.2, opens=False),
-    "prompt cache": Kind("prompt.bin", of_open_model(prompt_cache)),
     "plan": Kind("plan.json", read_plan),
     "importance matrix": Kind("imatrix.gguf", read_imatrix),
     "trace": Kind("run.trace", read_trace),

@@ -458,3 +458,19 @@ def table() -> str:
         rows.append(f"| {name} | {' | '.join(cells)} |")
     head = f"| | {' | '.join(names[what] for what in some)} |\n|---|{'---|' * len(some)}\n"
     return head + "\n".join(rows) + "\n\n" + "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)) + "\n"
+
+
+# A template with thoughts that a request can switch off.
+THINKS = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""

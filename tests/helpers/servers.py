@@ -20,11 +20,14 @@ from helpers.budgets import named
 from helpers.files import ROOT
 from helpers.processes import run_python, status_bytes
 from helpers.waiting import wait_until
+from moeoff.cli.client import Client
 from moeoff.gguf.file import ModelFile, unpack
+from moeoff.server.arguments import CommandLine
+from moeoff.server.private import PrivateServer
 
 SCRIPT = """
 import json, signal, sys, threading
-from moeoff.server.server import Server
+from moeoff.server.private import PrivateServer
 
 server = Server(sys.argv[1], **{"port": 0} | json.loads(sys.argv[2]))
 done = threading.Event()
@@ -155,6 +158,14 @@ for args in sys.argv[2:]:
     except moeoff.MoeoffError as error:
         print(error)
 """
+
+
+@contextlib.contextmanager
+def client_of(model: str, *words: str, **options) -> Iterator[Client]:
+    """A conversation with a model, as `moeoff run` has it with these words on its command line."""
+    line = CommandLine.read(words, "run")
+    with PrivateServer(model, args=line, **options) as server:
+        yield Client(server)
 
 
 def said_of_each(model: str, *args: str) -> list[str]:

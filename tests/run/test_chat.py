@@ -9,15 +9,15 @@ import termios
 import click
 import pytest
 
+from helpers.clients import THINKS
 from helpers.models import rewritten
+from helpers.servers import client_of
 from helpers.terminal import STATS, Terminal
 from helpers.waiting import wait_until
-from moeoff import Llama
 from moeoff.cli.chat import Chat, is_open, unquote
-from moeoff.cli.completion import Completer, Sampling
+from moeoff.cli.client import Client
 from moeoff.cli.run import run
 from moeoff.cli.writer import Writer
-from moeoff.engine.prompt import Template
 from moeoff.errors import MoeoffError
 
 CTRL_C = "\x03"
@@ -62,30 +62,30 @@ def test_answers_and_leaves(chat):
     assert terminal.leave() == 0
 
 
+def talk(client: Client, *lines: str) -> None:
+    """What a person types, then Ctrl-D."""
+    typed = iter(lines)
+    Chat(client, read=lambda: next(typed, None) or _leave()).loop()
+
+
 def test_experts_are_read_while_the_person_types(demo):
-    with Llama(demo, warm=True, expert_memory="8M", n_ctx=256) as llm, Completer(llm, Sampling()) as completer:
+    with client_of(demo, "-c", "256", warm=True, expert_memory="8M") as client:
+        stats = client.server.engine.buffer.stats
 
         def read():
-            wait_until(lambda: llm.engine.buffer.stats().arena_committed > 6 << 20 and llm.engine.buffer.stats().resident_slices > 100)
+            wait_until(lambda: stats().arena_committed > 6 << 20 and stats().resident_slices > 100)
             raise EOFError
 
-        Chat(completer, read=read).loop()
+        Chat(client, read=read).loop()
 
 
 def test_what_prompts_need_is_known_to_a_chat(demo):
     """So that it can be read where the arena is full, too, as between a server's requests. Not with --warm off."""
     needed = []
     for warm in (False, True):
-        with Llama(demo, warm=warm, expert_memory="8M", n_ctx=256) as llm, Completer(llm, Sampling(n_predict=8)) as completer:
-            lines = iter(["How many apples?"])
-
-            def read():
-                for line in lines:  # noqa: B023
-                    return line
-                raise EOFError
-
-            Chat(completer, read=read).loop()
-            needed.append(llm.engine._prompt_uses)
+        with client_of(demo, "-c", "256", "-n", "8", warm=warm, expert_memory="8M") as client:
+            talk(client, "How many apples?")
+            needed.append(client.server.engine._prompt_uses)
     assert needed[0] is None and needed[1].weights.any(axis=1).all()
 
 
@@ -96,8 +96,8 @@ def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
     messages = saved(terminal, tmp_path / "chat.json")
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[1]["content"] == "How many apples are there?" and messages[2]["content"].split()[0] in first
-    with Llama(demo, n_ctx=256) as llm:
-        n_prompt = len(Template(llm).tokens(messages[:-1]))
+    with client_of(demo, "-c", "256", "-n", "1") as client:
+        n_prompt = client.chat(messages[:-1], lambda *_: None).prompt_tokens
     computed, reused = prompt_counts(second)
     assert computed + reused == n_prompt
     assert reused > 10  # the first question and its answer were still in the KV cache
@@ -142,7 +142,7 @@ def test_what_is_typed_while_the_model_is_loaded_waits_too(demo, monkeypatch):
         before = termios.tcgetattr(theirs)
         monkeypatch.setattr("sys.stdin", terminal)
         monkeypatch.setattr("sys.stdout", terminal)
-        monkeypatch.setattr("moeoff.engine.llama.open_model", load)
+        monkeypatch.setattr("moeoff.server.private.PrivateServer", load)
         with pytest.raises(click.ClickException, match="loaded enough"):
             run.main([demo], standalone_mode=False)
         assert termios.tcgetattr(theirs) == before
@@ -255,33 +255,36 @@ def test_lines_are_remembered(chat, tmp_path):
     assert "What is forgotten?" not in path.read_text()
 
 
-THINKS = """{% for m in messages %}{{ m.content.split('</think>')[-1] }}
-{% endfor %}{% if enable_thinking is defined and not enable_thinking %}quiet{% else %}loud <think>{% endif %}"""
-OPENS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
-
-
 def test_thoughts_can_be_turned_off(demo, capfd):
-    """By the template's own variable, or by an empty thought."""
-    with Llama(demo, n_ctx=256) as llm:
+    """By the template's own variable."""
+    with client_of(demo, "-c", "256", "-n", "2", "--chat-template", THINKS) as client:
+        talk(client, "/think maybe", "/think off")
+        assert "/think on, or /think off" in capfd.readouterr().err
+        counts = []
+        for wish in ("on", "off"):
+            talk(client, f"/think {wish}")
+            counts.append(client.chat([{"role": "user", "content": "Hi"}], lambda *_: None).prompt_tokens)
+        assert counts[0] != counts[1]
 
-        def text(template: str, thinks: bool) -> tuple[str, bool]:
-            renderer = Template(llm, template, thinks)
-            return llm.detokenize(renderer.tokens([{"role": "user", "content": "Hi"}])).decode(), renderer.opens_thought
 
-        assert text(THINKS, True)[0].endswith("loud <think>") and text(THINKS, False)[0].endswith("quiet")
-        assert text(OPENS, True)[1] and text(OPENS, False) == ("Hi<think>\n\n</think>\n\n", False)
-        with Completer(llm, Sampling(n_predict=2)) as completer:
-            lines = iter(["/think maybe", "/think off"])
-            chat = Chat(completer, template=THINKS, read=lambda: next(lines, None) or _leave())
-            chat.loop()
-            assert not chat._template.thinks and "/think on, or /think off" in capfd.readouterr().err
+def test_thoughts_stay_out_of_the_answer_and_the_next_turn(demo, capfd):
+    """What a model thinks is told apart by its template; in a pipe it is left out."""
+    grammar = 'root ::= "<think>\\nso it is\\n</think>\\n\\nyes"'
+    seen = []
+    with client_of(demo, "-c", "256", "--chat-template", THINKS, "--temp", "0") as client:
+        client.settings["grammar"] = grammar
+        answer = client.chat([{"role": "user", "content": "Hi"}], lambda text, is_thought: seen.append((text, is_thought)))
+        assert (answer.thought.strip(), answer.text) == ("so it is", "yes")
+        assert {is_thought for _, is_thought in seen} == {True, False}
+        talk(client, "Is it?", "Really?")
+    out = capfd.readouterr().out
+    assert out == "yes\nyes\n"
 
 
 def test_how_answers_are_drawn_can_be_changed(demo, capfd):
-    with Llama(demo, n_ctx=256) as llm, Completer(llm, Sampling(temp=0.5)) as completer:
-        lines = iter(["/set", "/set n_predict 3", "/set ignore_eos on", "/set top_p 7", "/set warmth 1", "Hello?"])
-        Chat(completer, read=lambda: next(lines, None) or _leave()).loop()
-        assert completer.sampling == Sampling(temp=0.5, n_predict=3, ignore_eos=True)
+    with client_of(demo, "-c", "256", "--temp", "0.5") as client:
+        talk(client, "/set", "/set n_predict 3", "/set ignore_eos on", "/set top_p 7", "/set warmth 1", "Hello?")
+        assert client.settings == {"n_predict": 3, "ignore_eos": True}
     text = capfd.readouterr().err
     assert "| generated 3, " in text and "n_predict -1, temp 0.5, top_k 40" in text and "n_predict 3, temp 0.5" in text
     assert "/set top_p: 0 to 1, not 7" in text and "a name is one of n_predict, temp, top_k" in text
@@ -296,7 +299,7 @@ def _leave() -> str:
     [
         ([" one two", " th", "ree four"], "one two th\x1b[2D\x1b[K\nthree four"),
         (["```\nalways on one line\n```\n", "a"], "```\nalways on one line\n```\na"),
-        (["<th", "ink>so</think>", "x<", "y"], "\x1b[2m<think>so</think>\x1b[0mx<y"),
+        ([("so", True), ("x<", False), "y"], "\x1b[2mso\x1b[0m\n\nx<y"),
     ],
 )
 def test_an_answer_on_a_narrow_terminal(monkeypatch, pieces, shown):
@@ -307,6 +310,6 @@ def test_an_answer_on_a_narrow_terminal(monkeypatch, pieces, shown):
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((10, 24)))
     writer = Writer()
     for piece in pieces:
-        writer.write(piece)
+        writer.write(*([piece] if isinstance(piece, str) else piece))
     writer.end()
     assert out.getvalue() == shown + "\x1b[0m\n"

@@ -22,13 +22,12 @@ from helpers.processes import run_python, status_bytes
 from helpers.waiting import wait_until
 from moeoff import Llama
 from moeoff.cli.bench import _listener
-from moeoff.cli.completion import Completer, Completion
+from moeoff.cli.client import Completion
 from moeoff.cli.main import SHELLS
 from moeoff.cli.run import _prompt
 from moeoff.engine.stats import Stats
 from moeoff.llamacpp import native
 from moeoff.measure.job import BenchTest, Job
-from moeoff.options import Sampling
 from moeoff.server.server import metrics_text
 from moeoff.system import console
 from moeoff.system.console import progress_bar
@@ -62,7 +61,7 @@ def test_stats_json(invoke, demo, tmp_path):
     assert set(stats) == {field.name for field in fields(Stats)}
     assert stats["gen_tokens"] == 31 and 3 <= stats["prompt_tokens"] <= 8  # the last token is sampled and not evaluated
     assert stats["cache_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
-    names = "python token_embedding weights row_cache state compute_buffers work_area outputs reserve experts"
+    names = "python token_embedding weights row_cache state compute_buffers work_area outputs extras reserve experts"
     assert list(stats["memory"]) == names.split()
     assert stats["memory"].pop("token_embedding") == 0 < stats["row_table_bytes"] and all(n > 0 for n in stats["memory"].values())
     assert stats["memory"]["experts"] == stats["cache_bytes"]
@@ -97,7 +96,7 @@ except SystemExit as end:
 """
     args = ("run", "-m", str(demo), "-c", "256", "--memory", "300M", "--warm", "off", "--raw")
     done = subprocess.run([sys.executable, "-c", code, *args], input="word " * 2_000_000, capture_output=True, text=True)
-    assert done.returncode == 1 and "must be shorter than the context, which has 256" in done.stderr, done.stderr
+    assert done.returncode == 1 and "more than the server has room for: make it shorter" in done.stderr, done.stderr
     assert int(done.stdout) < 300
 
 
@@ -185,7 +184,7 @@ def test_bench_says_how_far_a_test_is(monkeypatch, capsys):
 
 
 def summary(**figures) -> str:
-    return Completion("x", "stop", 1, 0, 1, 256, Stats(**figures), 1.0).summary()
+    return Completion("x", "", "stop", 1, 0, 1, 256, Stats(**figures), 1.0).summary()
 
 
 def test_a_bound_that_finds_nothing_says_so():
@@ -249,19 +248,15 @@ def test_json(invoke, demo):
     assert set(answer["stats"]) == {field.name for field in fields(Stats)} and answer["stats"]["prompt_tokens"] == usage["prompt_tokens"]
 
 
-def test_sampling_options_reach_the_sampler(demo):
-    def answer(**options) -> str:
-        llm.set_seed(3)
-        llm.reset()
-        with Completer(llm, Sampling.make(n_predict=24, **options)) as completer:
-            return completer.complete(prompt, lambda _text: None).text
+def test_sampling_options_reach_the_sampler(invoke):
+    def answer(*words: str) -> str:
+        return invoke("run", "--raw", "-p", "How many apples are there?", "-n", "24", "-s", "3", *words).stdout
 
-    with Llama(demo, expert_memory="4M", n_ctx=256) as llm:
-        prompt = llm.tokenize(b"How many apples are there?")
-        greedy = answer(temp=0)
-        assert all(answer(temp=1, **likeliest) == greedy for likeliest in ({"top_k": 1}, {"top_p": 0}, {"min_p": 1}))
-        assert answer(temp=2, top_k=0, top_p=1, min_p=0) != greedy
-        assert all(answer(temp=0, **penalty) != greedy for penalty in ({"repeat_penalty": 1.8}, {"presence_penalty": 2}, {"frequency_penalty": 2}))
+    greedy = answer("--temp", "0")
+    assert all(answer("--temp", "1", *likeliest) == greedy for likeliest in (("--top-k", "1"), ("--top-p", "0"), ("--min-p", "1")))
+    assert answer("--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0") != greedy
+    for penalty in (("--repeat-penalty", "1.8"), ("--presence-penalty", "2"), ("--frequency-penalty", "2")):
+        assert answer("--temp", "0", *penalty) != greedy
 
 
 def test_stop_texts(invoke):

@@ -5,34 +5,78 @@ import re
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from companions import write_control_vector, write_expert_adapter
 from helpers.files import PROSE
 from helpers.models import rewritten
 from moeoff import OptionError
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
+from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp.habits import ANYWAY, habits_of
+from moeoff.options import TABLE
+from moeoff.server.arguments import CommandLine
 from moeoff.server.library import server_options
 from moeoff.system.files import require_new
 
-# of llama-cli's and llama-server's, with a value where they take one
-USED = """
--m -hf -p -f -n --predict --n-predict -c --ctx-size -t --threads -tb --threads-batch -ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b -ub -ctk -ctv
--s --seed --temp --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty --ignore-eos -r --reverse-prompt -sys --system-prompt
--cnv -no-cnv -st --chat-template --chat-template-file --jinja --color --simple-io --no-display-prompt --no-mmap --mlock --numa -cmoe -ncmoe -ot -sm -ts -mg
---rope-scaling --rope-freq-base --yarn-orig-ctx --keep --context-shift --no-context-shift --prompt-cache --grammar --json-schema --lora --mirostat --samplers
---logit-bias --override-kv -i -e -v --log-disable --no-warmup --perf -cb --mmproj --prio --no-kv-offload --device --verbosity --temperature --xtc-threshold -jf
---repack --warmup --reasoning --reasoning-format --reasoning-budget --reasoning-effort --log-verbosity --offline -sp --list-devices -fit
-""".split()
+# llama-cli's own, which llama-server does not have, with a value where they take one
+CLI = {"-sys x": "", "-sysf FILE": "", "-st": "", "--simple-io": "", "-mli": "", "-co on": "", "--show-timings": "", "--image PICTURE": "mmproj",
+       "--server-base u": "run computes here", "--verbose-prompt": "-v shows", "--display-prompt": "-v shows", "-o x": "> FILE", "--video x": "no decoder"}  # fmt: skip
+# every one that has an effect on one conversation, in a few runs
+WORK = [
+    "--samplers top_k;temperature --temp 0.5 -s 1 --top-k 9 --top-p 0.9 --min-p 0.1 --top-nsigma 1 --xtc-probability 0.1 --xtc-threshold 0.2 --typical 0.9 "
+    "--repeat-last-n 9 --repeat-penalty 1.1 --presence-penalty 0.1 --frequency-penalty 0.1 --dry-multiplier 0.5 --dry-base 1.5 --dry-allowed-length 3 "
+    "--dry-penalty-last-n 9 --dry-sequence-breaker x --dynatemp-range 0.1 --dynatemp-exp 1 --adaptive-target 0.5 --adaptive-decay 0.5 -l 5-1 --ignore-eos",
+    "--sampler-seq kt --mirostat 2 --mirostat-lr 0.1 --mirostat-ent 4 --jinja -rea off --reasoning-format none --reasoning-budget 0 --reasoning-effort low",
+    "-c 512 -b 64 -ub 32 -t 1 -tb 1 -fa on -ctv q8_0 --keep 4 --context-shift --swa-full -ctxcp 2 --rope-scaling linear --rope-scale 2",
+    "--chat-template chatml --chat-template-kwargs {} -r never --override-kv general.name=str:x --check-tensors --no-perf --no-warmup -lv 1 --special",
+    "--spec-type ngram-simple --spec-draft-n-max 2 -p apples,apples,apples",
+    "--grammar-file GRAMMAR", "--json-schema {} --raw", "-jf SCHEMA --raw", "--control-vector VECTOR", "--lora ADAPTER", "--lora-scaled ADAPTER:0.5",
+]  # fmt: skip
 
 
-def test_every_habit_has_an_answer():
-    """Known to `moeoff run`: what it has no use for is taken where nothing is lost, else the reason is said."""
-    known = {opt for param in main.commands["run"].params for opt in param.opts}
-    assert len(USED) >= 60 and not set(USED) - known - set(habits_of("run"))
-    assert not known & set(habits_of("run"))
+def test_every_option_of_llama_cli_works_or_says_why():
+    """By the table of the pinned llama-server, which has all of llama-cli's but its own few."""
+    own = {opt for param in main.commands["run"].params if param.name not in TABLE for opt in param.opts}
+    theirs = {name for name, option in server_options().items() if option.chats}
+    assert len(theirs) > 200 and not own & set(habits_of("run"))
+    for name in theirs - own:
+        option = server_options()[name]
+        try:
+            CommandLine.read([name, *["1"] * option.n_values], "run")
+        except OptionError as error:
+            assert re.search(r": .{20,}|`\w+`|-\S+: ", str(error)), error
+    for line, why in CLI.items():
+        name, _, value = line.partition(" ")
+        if name in own:
+            continue
+        words = [name, *[value] * bool(value)]
+        if why:
+            with pytest.raises(OptionError, match=re.escape(why)):
+                CommandLine.read(words, "run")
+        else:
+            assert CommandLine.read(words, "run") == CommandLine()
+
+
+@pytest.fixture(scope="module")
+def files(demo, tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "g").write_text('root ::= "yes"')
+    (folder / "s").write_text("{}")
+    write_control_vector(folder / "vector.gguf", "qwen2moe", np.zeros(ModelIndex.read(demo).hparams["embedding_length"]))
+    adapter = write_expert_adapter(demo, folder / "adapter.gguf")
+    return {"GRAMMAR": str(folder / "g"), "SCHEMA": str(folder / "s"), "VECTOR": str(folder / "vector.gguf"), "ADAPTER": str(adapter)}
+
+
+@pytest.mark.parametrize("words", WORK, ids=lambda words: words.split()[0])
+def test_options_of_llama_cli(invoke, files, words):
+    for name, path in files.items():
+        words = words.replace(name, path)
+    done = invoke("run", *([] if "-p " in words else ["-p", "How many?"]), "-n", "3", *words.split())
+    assert done.returncode == 0 and "no effect" not in done.stderr and done.stdout.strip(), done.stderr
 
 
 def test_every_habit_takes_as_many_values_as_in_llama_cpp():
@@ -59,8 +103,9 @@ def test_what_has_no_effect_is_said(invoke):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["-e"], "-e: the prompt is taken"), (["--mirostat=2"], "--mirostat: answers are drawn with --temp"), (["--xtc-threshold", "1"], "--temp"),
-    (["--reasoning-budget", "0"], "--reasoning-budget: moeoff serve takes it"), (["--list-devices"], "moeoff doctor"),
+    (["-e"], "-e: the prompt is taken"), (["--port", "1"], "--port: moeoff serve takes it"), (["--path", "x"], "--path: moeoff serve takes it"),
+    (["--list-devices"], "moeoff doctor"), (["--mirostat"], "--mirostat needs a value"), (["--grammar", "((("], "failed to parse grammar"),
+    (["--image", "x.png"], "--image x.png: cannot be read: No such file"), (["--raw", "--system", "x"], "--system: with --raw"),
 ])  # fmt: skip
 def test_what_is_refused(invoke, args, words):
     done = invoke("run", "-p", "x", "-n", "2", *args)

@@ -47,7 +47,7 @@ MISTAKES = [
     ("run -p x -c 3000000000", 1, "-c: 0 to 2147483647"),
     (f"bench {M} -p 512 -c 64", 1, "too small for a test of 512"),
     # options
-    ("run -p x --magic", 2, "No such option"),
+    ("run -p x --magic", 1, "--magic: neither moeoff run nor llama-cli has such an option"),
     ("run -p x --strategy magic", 1, "unknown strategy 'magic'; there are: auto"),
     ("run -p x -t 0", 1, "-t: at least 1, not 0"),
     ("run -p x -fa maybe", 1, "-fa: on or off, not 'maybe'"),
@@ -60,9 +60,10 @@ MISTAKES = [
     ("run -p x --repeat-penalty 0", 1, "--repeat-penalty: more than 0"),
     ("run -p x --stop ''", 1, "--stop: an empty text"),
     ("run -p x --rpc host", 1, "llama.cpp's RPC server"),
-    ("run -p x --grammar x", 2, "moeoff serve takes it"),
+    ("run -p x --grammar x", 1, "failed to parse grammar"),
+    ("run -p x --port 1", 1, "--port: moeoff serve takes it"),
     ("run -p x --chat-template llama3", 1, "a Jinja template or chatml, not 'llama3'"),
-    ("run -p x --raw --system y", 1, "--system: without a chat template"),
+    ("run -p x --raw --system y", 1, "--system: with --raw there is no chat template"),
     # the prompt and files
     (f"run -p '{'word ' * 300}'", 1, "tokens and must be shorter than the context, which has 256"),
     ("run -p x -f y", 1, "give -p or -f, not both"),
@@ -71,7 +72,7 @@ MISTAKES = [
     ("run -p x --stats-json /nowhere/s.json", 1, "there is no such folder"),
     ("run -p x --stats-json /tmp", 2, "is a directory"),
     ("run -p x --trace /nowhere/t", 1, "there is no such folder"),
-    ("run -p x --prompt-cache /nowhere/x", 1, "there is no such folder"),
+    ("run -p x --stats-json /nowhere/x", 1, "there is no such folder"),
     ("run -p x --profile missing.npz", 1, "missing.npz"),
     # lower precision
     ("run -p x --max-loss 1%", 1, "moeoff calibrate"),
@@ -122,7 +123,7 @@ MISTAKES = [
     (f"simulate {__file__}", 1, "is not a trace of moeoff"),
     ("inspect '\udcff.gguf' --probe off", 1, "its name is not UTF-8, as llama.cpp needs it: rename the file or its folder"),
     ("verify /dev/null", 1, "/dev/null: cannot be read: a device, expected a file"),
-    ("run -p x --chat-template '{{ bad'", 1, "--chat-template: cannot be read: "),
+    ("run -p x --chat-template '{{ bad'", 1, "--chat-template: the template cannot be read: "),
     # numbers and units
     ("run -p x --memory 6,5G", 1, "--memory: not a size: '6,5G'; write for example 6G"),
     ("run -p x --memory 0.8", 1, "--memory: 0.8 is a number of bytes: was 0.8G meant?"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,14 +13,11 @@ import moeoff
 from helpers.arch_models import write_model
 from helpers.attention import DEMO_IN_F32, kernels
 from helpers.files import ROOT
-from helpers.interrupts import within_graph
 from moeoff.budget.dry_load import usual_ctx
 from moeoff.budget.plan import DeviceBound
-from moeoff.cli.completion import Completer, Completion
 from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
 from moeoff.cli.options import help_of
-from moeoff.engine.prompt import PromptCache
 from moeoff.errors import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import llama as binding
@@ -279,36 +275,13 @@ def test_a_prompt_longer_than_the_context_is_refused(demo):
 ASK = ["--raw", "-p", "Once upon a time there was a little girl who", "-n", "12", "--temp", "0", "-c", "256", "--json"]
 
 
-def test_prompt_cache(invoke, demo, tmp_path):
-    cache = tmp_path / "prompt.cache"
-    first, second = (json.loads(invoke("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).stdout) for _ in range(2))
-    assert first["text"] == second["text"] and first["stats"]["prompt_tokens"] > 5
-    assert second["stats"]["prompt_tokens"] == 0 and second["usage"] == first["usage"]  # its last token counts as generated
-    longer = invoke("run", "-m", demo, *ASK, "-f", "/dev/null", "--prompt-cache", str(cache))
-    assert longer.returncode == 1  # -p and -f
-    ask = [word.replace("girl who", "girl who had a dog") for word in ASK]
-    read = json.loads(invoke("run", "-m", demo, *ask, "--prompt-cache", str(cache)).stdout)
-    assert 1 <= read["stats"]["prompt_tokens"] < first["stats"]["prompt_tokens"]
-    assert list(tmp_path.iterdir()) == [cache]
-
-
-def test_a_prompt_that_is_cancelled_goes_on_from_the_prompt_cache(demo, tmp_path):
-    """From its last complete micro-batch; a prompt of which the file holds more leaves that as it is."""
-    cache, sampling, tokens = PromptCache(tmp_path / "prompt.cache"), Sampling(n_predict=8, temp=0.0), list(range(300, 500))
-
-    def complete(cancels_at: int, prompt: list[int] = tokens) -> Completion:
-        with moeoff.Llama(demo, **SMALL, n_batch=20) as llm, Completer(llm, sampling, cache) as completer:
-            with within_graph(llm, lambda: llm.n_tokens >= cancels_at, completer.cancel):
-                return completer.complete(prompt, lambda _text: None)
-
-    for n_computed, cancels_at in ((120, 120), (40, 160)):
-        cancelled = complete(cancels_at)
-        assert cancelled.finish_reason == "cancelled" and n_computed <= cancelled.stats.prompt_tokens < n_computed + 20
-    written = cache.path, os.stat(cache.path).st_mtime_ns
-    assert complete(160, [*tokens[:170], *tokens[:20]]).finish_reason == "cancelled" and written[1] == os.stat(cache.path).st_mtime_ns
-    resumed = complete(999)
-    cache.path = str(tmp_path / "other")
-    assert resumed.stats.prompt_tokens == 40 and resumed.text == complete(999).text
+def test_prompts_are_kept_from_one_run_to_the_next(invoke, demo, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ask = ("run", "-m", demo, "--raw", "-c", "1024", "-p", "apples and pears " * 200, "-n", "4", "--temp", "0", "--json")
+    alone = json.loads(invoke(*ask).stdout)
+    first, second = (json.loads(invoke(*ask, "--kv-disk", "1G").stdout) for _ in range(2))
+    assert alone["text"] == first["text"] == second["text"] and second["usage"] == first["usage"]
+    assert first["stats"]["prompt_tokens"] > 400 and second["stats"]["prompt_tokens"] < 10
 
 
 def test_what_make_reads_may_be_numbers_too(demo):

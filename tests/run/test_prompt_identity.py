@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import moeoff
 from helpers.attention import DEMO_IN_F32
 from moeoff.engine import prompt
 from moeoff.engine.engine import Engine
-from moeoff.engine.prompt import PromptCache, state_identity
-from moeoff.errors import ModelError
+from moeoff.engine.prompt import state_identity
 from moeoff.experts.convert import convert
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config, ServerOptions
@@ -23,7 +20,6 @@ from moeoff.system import machine
 
 OPTIONS = {"n_ctx": 256, "expert_memory": "4M"}
 OTHERS = {
-    "context": {"n_ctx": 512},
     "positions": {"rope_freq_base": 5000},
     "positions' scale": {"rope_freq_scale": 0.5},
     "precision": {"tau": 0.3},
@@ -50,27 +46,6 @@ def changed(model, tmp_path_factory) -> str:
     return path
 
 
-@pytest.fixture(scope="module")
-def cache(model, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("cache") / "prompt"
-    with moeoff.Llama(model, **OPTIONS) as llm:
-        llm.eval(list(range(1, 40)))
-        PromptCache(path).save(llm)
-    return path
-
-
-@pytest.mark.parametrize("same", [{}, {"expert_memory": "2M", "n_threads": 1, "strategy": "lru", "seed": 3}], ids=["same", "no matter"])
-def test_a_prompt_comes_back(model, cache, same):
-    with moeoff.Llama(model, **OPTIONS | same) as llm:
-        assert PromptCache(cache).load(llm) == 39
-
-
-@pytest.mark.parametrize("other", [*OTHERS.values(), {}], ids=[*OTHERS, "model"])
-def test_what_changes_it(model, changed, cache, other):
-    with moeoff.Llama(model if other else changed, **OPTIONS | other) as llm, pytest.raises(ModelError, match="computed by another one, or with other options"):
-        PromptCache(cache).load(llm)
-
-
 def test_servers(model, changed):
     """Their context is as long as memory allows, and changes a state only with factors for positions that depend on it."""
 
@@ -84,7 +59,7 @@ def test_servers(model, changed):
     same = of()
     assert {of(memory="1G", expert_memory=None), of(n_ctx=512), of(n_threads=3), of(strategy="lru"), of(parallel=2), of(args=("--log-file", "x"))} == {same}
     others = [of(changed), of(draft=changed), of(kv_unified=False), of(args=("--control-vector", "x.gguf")), of(long_factors=True, n_ctx=256),
-              of(long_factors=True, n_ctx=512), *(of(**other) for name, other in OTHERS.items() if name != "context")]  # fmt: skip
+              of(long_factors=True, n_ctx=512), *(of(**other) for other in OTHERS.values())]  # fmt: skip
     assert len({same, *others}) == 1 + len(others)
 
 

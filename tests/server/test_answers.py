@@ -7,27 +7,13 @@ import json
 import httpx
 import pytest
 
-from helpers.clients import TOOL
+from helpers.clients import THINKS, TOOL
 from helpers.servers import Service, calling_service
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 REPEATED = "one two three " * 40
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 SCHEMA = {"const": 7}
-# A template with thoughts that a request can switch off.
-THINKS = """{%- for m in messages %}<|im_start|>{{ m.role }}
-{% if m.reasoning_content %}<think>
-{{ m.reasoning_content }}
-</think>
-
-{% endif %}{{ m.content }}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
 
 
 @pytest.fixture(scope="module")

@@ -235,6 +235,19 @@ def test_an_answer_depends_on_the_picture_and_not_on_the_memory(demo, projector,
     assert len(pictures) == 3 and not any(event.decode for event in pictures)  # each is read once, as a prompt is: the first is kept
 
 
+def test_run_shows_pictures_to_the_model(invoke, demo, projector, tmp_path):
+    def answer(*more: str) -> dict:
+        return json.loads(invoke("run", demo, "-p", "What is this?", "-n", "8", "--temp", "0", "--json", "--mmproj", projector, *more).stdout)
+
+    for seed in (0, 1):
+        (tmp_path / f"{seed}.png").write_bytes(base64.b64decode(picture(seed).partition(",")[2]))
+    seen = [answer("--image", str(tmp_path / f"{seed}.png")) for seed in (0, 1)]
+    assert answer()["usage"]["prompt_tokens"] + N_PATCHES <= seen[0]["usage"]["prompt_tokens"]
+    assert seen[0]["text"] != seen[1]["text"]
+    (tmp_path / "notes.txt").write_text("no picture")
+    assert "a picture, or a sound" in invoke("run", demo, "-p", "x", "--image", str(tmp_path / "notes.txt")).stderr
+
+
 @pytest.mark.slow  # links llama-server
 def test_it_says_what_stock_says(demo, projector):
     bodies = [question(picture(seed), text) for seed, text in ((0, "What is this?"), (1, "What is this?"), (2, "Count the colours."))]

@@ -344,7 +344,7 @@ def test_ctrl_c_in_a_terminal(demo):
 def test_a_second_signal_ends_what_does_not_end():
     code = """if True:
         import os, signal, time
-        from moeoff.cli.run import _ended_by_signals
+        from moeoff.cli.serve import _ended_by_signals
         with _ended_by_signals():
             try:
                 os.kill(os.getpid(), signal.SIGINT)

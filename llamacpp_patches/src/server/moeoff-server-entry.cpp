@@ -49,6 +49,7 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
             params.warmup             = false;
             params.sleep_idle_seconds = -1;
             moeoff::server_attach(hooks);
+            common_log_set_console(common_log_main(), hooks->answered != nullptr);
             result                    = llama_server(params, 0, nullptr);
         } else {
             server_stream_session_manager_stop();
@@ -60,6 +61,7 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     moeoff::end_idle_templates();
     llama_log_set(log_before, log_before_data);
     common_log_flush(common_log_main());
+    common_log_set_console(common_log_main(), true);
     common_log_set_file(common_log_main(), nullptr); // so that whoever reads it at the other end of a pipe sees that it has ended
     return result;
 }

@@ -309,6 +309,14 @@ bool server_request_memory::require_for_templates(int64_t nbytes) {
     return true;
 }
 
+// SentencePiece's tokenizer keeps a symbol of each character, a pair of neighbours, and what each merged piece came from; the others keep a number or two.
+server_tokenizing::server_tokenizing(const llama_vocab * vocab, const std::string & text) {
+    const int64_t nbytes = (int64_t) text.size() * (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_SPM ? 192 : 32);
+    if (nbytes > 16 * IN_RESERVE) {
+        loan.require(nbytes);
+    }
+}
+
 // Of each pixel, what mtmd and stb_image hold at most: 3 bytes of the bitmap, 3 of what it is copied from, 6 of a progressive JPEG's coefficients,
 // 3 of its planes; later 12 of floats. Sound, of 4 kB for a second at least, becomes floats at 16 kHz, twice.
 static int64_t unpacked_bytes(const std::vector<uint8_t> & file) {

@@ -132,6 +132,15 @@ class server_loan {
     int64_t nbytes = 0;
 };
 
+// While a text is tokenized. Throws where there is no room for that.
+class server_tokenizing {
+  public:
+    server_tokenizing(const llama_vocab * vocab, const std::string & text);
+
+  private:
+    server_loan loan;
+};
+
 // While a request is answered, on its thread.
 class server_request_memory {
   public:

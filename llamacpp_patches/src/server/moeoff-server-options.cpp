@@ -56,7 +56,9 @@ const char * moeoff_server_options(void) {
         common_params params;
         std::string   lines;
         for (const common_arg & option : common_params_parser_init(params, LLAMA_EXAMPLE_SERVER).options) {
-            lines += std::to_string(n_values(option)) + "\t" + joined(option.args) + "\t" + joined(option.args_neg) + "\t" + (option.env ? option.env : "") + "\n";
+            const bool chats = option.examples.count(LLAMA_EXAMPLE_CLI) || option.examples.count(LLAMA_EXAMPLE_COMMON);
+            lines += std::to_string(n_values(option)) + "\t" + joined(option.args) + "\t" + joined(option.args_neg) + "\t" +
+                     (option.env ? option.env : "") + "\t" + (chats ? "1" : "0") + "\n";
         }
         return lines;
     }();

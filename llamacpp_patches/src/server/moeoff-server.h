@@ -74,7 +74,8 @@ struct moeoff_server_hooks {
     // Nonzero: there is not so much, and the next prompt is not cached.
     int (*resize_prompt_cache)(int64_t nbytes);
 
-    // A request has been answered. took: what its answers were, and what they took; empty where nothing was computed. Null: nobody asks. Any thread.
+    // A request has been answered. took: what its answers were, and what they took; empty where nothing was computed. Null: nobody
+    // asks, and the server's own log goes to its file alone, if there is one. Any thread.
     void (*answered)(const char * method, const char * path, int32_t status, const char * took);
 
     // Whether a prompt of so many tokens that is evicted from the prompt cache would be stored. If so, it is handed over, and lives until

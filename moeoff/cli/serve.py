@@ -1,0 +1,133 @@
+"""`moeoff serve`: a model answers programs over HTTP. And what `moeoff run` has of it: the command line, which llama-server's table reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from ..errors import MoeoffError, OptionError
+from ..options import TABLE, with_gpu
+from ..system.console import note, progress_bar
+from ..system.files import demo_model
+from ..system.memory import format_size
+from .options import TYPED, Command, command, model_argument, option, remark_on_context, sentence, table_options
+
+_ONE_SIGNAL = 1.0  # seconds within which several are one: a terminal and the program that was started in it may both send it
+HF_REPO_FLAGS = ("-hf", "--hf-repo")
+HF_REPO = option(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+
+
+def chosen_model(model: str | None, hf_repo: str | None) -> str:
+    """Return the path of the model, fetched if a repository is named, or else the demo model's."""
+    if model and hf_repo:
+        raise OptionError("give -m or -hf, not both")
+    if hf_repo:
+        from ..gguf.hub import download
+
+        return download(hf_repo)
+    return model or demo_model()
+
+
+def say_choices(reasons: dict[str, str]) -> None:
+    """Print what was chosen and why, a line each."""
+    for name, text in reasons.items():
+        note(f"{name}: {text}")
+
+
+_MODEL = ("-m", "--model", *HF_REPO_FLAGS)
+
+
+class ServedCommand(Command):
+    """Takes llama.cpp's command lines, and its variables: what is not the command's own is read by the server.
+
+    A model that the command line names goes before one of a variable, and the rest of it, which
+    comes later, too.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # as for completion
+            return super().parse_args(ctx, args)
+        from ..server.arguments import of_environment, own_arguments
+
+        ctx.meta[TYPED] = list(args)
+        self._refuse_one_dash(ctx, args)
+        own = self.takes_value(ctx, without=TABLE)
+        try:
+            model, ours, others = own_arguments(args, own, self.name or "")
+            _, theirs, variables = own_arguments(list(of_environment(os.environ, self.name or "")), own, self.name or "")
+        except MoeoffError as error:  # this build has no server
+            raise click.ClickException(sentence(error)) from None
+        self.refuse_more(ctx, model[1:])
+        if not model and not any(word.partition("=")[0] in _MODEL for word in ours):
+            ours = [*theirs, *ours]
+        rest = super().parse_args(ctx, [*model, *ours])
+        ctx.params["args"] += (*variables, *others)
+        return rest
+
+
+@command(cls=ServedCommand)
+@model_argument()
+@HF_REPO
+@table_options("serve")
+@option("-q", "--quiet", group="Server", is_flag=True, help="No line for each request.")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, ...], **options: Any) -> None:
+    """Serve a model over HTTP: OpenAI's, Anthropic's, Ollama's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
+
+    ARGS are llama-server's own options, as are LLAMA_ARG_* in the environment.
+    """
+    path = chosen_model(model, hf_repo)
+
+    from ..server.server import Server
+
+    with_gpu(options, adapters=any(word.startswith("--lora") for word in args))
+    options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
+    with _ended_by_signals(), contextlib.ExitStack() as stack:
+        with progress_bar() as progress:
+            progress(f"loading {os.path.basename(path)}", 0, 0)
+            server = stack.enter_context(Server(path, args=args, on_request=None if quiet else note, **options))
+        for remark in server.remarks:
+            note(remark)
+        if server.engine.config.verbose:
+            say_choices(server.explain())
+        model_index, each = server.engine.model_index, server.n_ctx_each
+        trained, longer = model_index.n_ctx_train, f"{model_index.architecture}.context_length=int:"
+        if server.n_parallel == 1 or any(longer in word for word in args):
+            remark_on_context(each, trained, options)
+        elif 0 < trained < each:
+            note(f"a conversation ends at {trained} tokens, which the model was trained for: --override-kv {longer}{each} gives it more")
+        page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
+        context = f"{server.engine.planned.n_ctx} tokens of context for {server.n_parallel} answer{'s' * (server.n_parallel > 1)} at a time"
+        experts = f"experts in {format_size(server.stats().cache_bytes)}"
+        note(f"serving {path} on {server.url}/v1, {page}, figures on {server.url}/moeoff, {context}, {experts}; Ctrl-C ends")
+        server.wait()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets SIGTERM and Ctrl-C end the program well, while open, also where it was started with Ctrl-C ignored, as a script's `&` does. One that comes
+    again when they should have done so ends it at once."""
+    first: list[float] = []
+
+    def end(number: int, _frame: object) -> None:
+        if not first:
+            first.append(time.monotonic())
+            note(f"{signal.Signals(number).name}: every answer ends, then the server; once more ends it at once")
+            sys.exit(0)
+        if time.monotonic() - first[0] > _ONE_SIGNAL:
+            os._exit(1)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if not first:  # what comes after it must not end the program in another way
+                signal.signal(number, handler)
