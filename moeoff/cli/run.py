@@ -118,7 +118,7 @@ def run(
             stats, cancelled = server.stats(), False
         else:
             messages = [{"role": "system", "content": system}] if system else []
-            content = [{"type": "text", "text": prompt}, *pictures] if pictures else prompt
+            content = [*pictures, {"type": "text", "text": prompt}] if pictures else prompt
             ask = _asked(client, prompt if raw else [*messages, {"role": "user", "content": content}])
             answer = _answer(ask, not raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"

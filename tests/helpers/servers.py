@@ -27,7 +27,7 @@ from moeoff.server.private import PrivateServer
 
 SCRIPT = """
 import json, signal, sys, threading
-from moeoff.server.private import PrivateServer
+from moeoff.server.server import Server
 
 server = Server(sys.argv[1], **{"port": 0} | json.loads(sys.argv[2]))
 done = threading.Event()

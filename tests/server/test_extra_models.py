@@ -237,7 +237,7 @@ def test_an_answer_depends_on_the_picture_and_not_on_the_memory(demo, projector,
 
 def test_run_shows_pictures_to_the_model(invoke, demo, projector, tmp_path):
     def answer(*more: str) -> dict:
-        return json.loads(invoke("run", demo, "-p", "What is this?", "-n", "8", "--temp", "0", "--json", "--mmproj", projector, *more).stdout)
+        return json.loads(invoke("run", demo, "-p", "What is this?", "-n", "24", "--temp", "0", "--json", "--mmproj", projector, *more).stdout)
 
     for seed in (0, 1):
         (tmp_path / f"{seed}.png").write_bytes(base64.b64decode(picture(seed).partition(",")[2]))
