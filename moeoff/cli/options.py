@@ -52,11 +52,15 @@ class Command(click.Command):
         self._refuse_one_dash(ctx, args)
         rest = super().parse_args(ctx, args)
         paths = ctx.params.get("path") or ()
-        for word in (*((paths,) if isinstance(paths, str) else paths), *ctx.args):
-            if word.startswith(_LONG_DASHES):
-                raise click.UsageError(f"{word}: begins with a long dash, as pages print it: type - or --", ctx)
+        self.refuse_dashes(ctx, *((paths,) if isinstance(paths, str) else paths), *ctx.args)
         self.refuse_more(ctx, ctx.args)
         return rest
+
+    def refuse_dashes(self, ctx: click.Context, *words: str) -> None:
+        """Refuse words that begin with what looks like a dash."""
+        for word in words:
+            if word.startswith(_LONG_DASHES):
+                raise click.UsageError(f"{word}: begins with a long dash, as pages print it: type - or --", ctx)
 
     def refuse_more(self, ctx: click.Context, words: Sequence[str]) -> None:
         """Refuse words that stand for nothing."""

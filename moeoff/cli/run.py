@@ -100,8 +100,10 @@ def run(
 
     from .client import Client
 
-    line.passed_on.extend(transcript := [] if raw or _has_template(path, line) else ["--chat-template", _TRANSCRIPT])
-    raw = raw or bool(transcript and not chat and not system)
+    transcript = not raw and not _has_template(path, line)
+    if raw or transcript:  # the model's own need not be read
+        line.passed_on.extend(["--chat-template", _TRANSCRIPT])
+    raw = raw or (transcript and not chat and not system)
     with contextlib.ExitStack() as stack:
         if chat:
             from .chat import Chat, typed_ahead
@@ -114,7 +116,7 @@ def run(
         if transcript and not raw:
             client.settings["stop"] = [_TRANSCRIPT_ENDS]
         if prompt is None:
-            Chat(client, system, is_transcript=bool(transcript), history=not no_history).loop(share)
+            Chat(client, system, is_transcript=transcript, history=not no_history).loop(share)
             stats, cancelled = server.stats(), False
         else:
             messages = [{"role": "system", "content": system}] if system else []
@@ -167,11 +169,11 @@ def _refuse_without_template(system: str | None, media: Sequence[str], line: Com
 
 def _has_template(path: str, line: CommandLine) -> bool:
     """Whether conversations have a template: the model's own, or one of the command line."""
-    from ..gguf.file import ModelFile
+    from ..gguf.file import LONGEST_TEMPLATE, ModelFile
 
     if any(name in line.passed_on for name in _TEMPLATES):
         return True
-    with ModelFile(path) as file:
+    with ModelFile(path, longest=LONGEST_TEMPLATE) as file:
         return "tokenizer.chat_template" in file.metadata
 
 

@@ -64,6 +64,7 @@ class ServedCommand(Command):
             _, theirs, variables = own_arguments(list(of_environment(os.environ, self.name or "")), own, self.name or "")
         except MoeoffError as error:  # this build has no server
             raise click.ClickException(sentence(error)) from None
+        self.refuse_dashes(ctx, *model)
         self.refuse_more(ctx, model[1:])
         if not model and not any(word.partition("=")[0] in _MODEL for word in ours):
             ours = [*theirs, *ours]

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..budget.draft_model import MODEL_DRAFTS, OWN_LAYERS, DraftModel, draft_keywords, require_nextn, uses_nextn
-from ..budget.dry_load import dry_load, tensor_buffers
+from ..budget.dry_load import answer_bytes, dry_load, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates, remember_rates
 from ..budget.plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
@@ -149,7 +149,7 @@ class Engine:
         model_index: of the model, if its header has been read already.
         budget: of the model, if something was chosen by it already.
         n_sequences: that share the context.
-        extras: bytes of prompts outside the context, and of samplers.
+        extras: bytes of prompts outside the context, samplers and chat templates; None: of one answer at a time.
         loaded: bytes of other files that will be loaded with the model.
         unified: they share all of it, and have not a part of it each.
 
@@ -187,14 +187,15 @@ class Engine:
         budget: Budget | None = None,
         *,
         n_sequences: int = 1,
-        extras: int = 0,
+        extras: int | None = None,
         loaded: int = 0,
         unified: bool = True,
     ):
         require_computable()
-        self._n_sequences, self._extras, self._loaded, self.nextn = n_sequences, extras, loaded, uses_nextn(config.spec_type)
+        self._n_sequences, self._loaded, self.nextn = n_sequences, loaded, uses_nextn(config.spec_type)
         self._unified = unified
         model_index = model_index or ModelIndex.read(config.model_path)
+        self._extras = answer_bytes(model_index, 1) if extras is None else extras
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing, self._cpu_start = Timing(), time.process_time()
         self.drafts = DraftLength(config.draft_max or LONGEST_DRAFT) if config.spec_type or config.draft else None

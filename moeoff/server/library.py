@@ -113,29 +113,39 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 
 def check_templates(path: str, args: Sequence[str]) -> None:
-    """Try a model's templates, and one of the command line. What one makes of another conversation is found out when there is one.
+    """Try a model's templates, or one of the command line in their place. What one makes of another conversation is found out when there is one.
 
     Raises:
-        ModelError: a chat template that crashes, or takes too long or too much, with an ordinary conversation.
-        OptionError: one of the command line that does so, or that cannot be read.
+        ModelError: a chat template that cannot be read, crashes, or takes too long or too much, with an ordinary conversation.
+        OptionError: the same of one of the command line.
     """
+    for name, given in zip(args, args[1:]):
+        if name in ("--chat-template", "--chat-template-file"):
+            return _check_template(name, given, jinja="--no-jinja" not in args)
     with ModelFile(path, longest=LONGEST_TEMPLATE) as file:
         sources = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
     for source in sources:
         try:
             templates.check_bounds(source)
+            templates.check(source)
         except templates.TemplateBoundError as error:
             raise ModelError(f"{path}: its chat template cannot be run: {error}") from None
-    for name, value in zip(args, args[1:]):
-        if name in ("--chat-template", "--chat-template-file") and value != "chatml":
-            if "{" not in value and name == "--chat-template" and "--no-jinja" not in args:
-                raise OptionError(f"{name}: a Jinja template or chatml, not {value!r}; one in a file is given with --chat-template-file")
-            source = read_text(value) if name.endswith("file") else value
-            try:
-                templates.check(source)
-                templates.check_bounds(source)
-            except templates.TemplateError as error:
-                raise OptionError(f"{name}: the template cannot be read: {str(error).rstrip('.')}") from None
+        except templates.TemplateError as error:
+            raise ModelError(f"{path}: its chat template cannot be read: {str(error).rstrip('.')}") from None
+
+
+def _check_template(name: str, value: str, jinja: bool) -> None:
+    is_file = name.endswith("file")
+    if not is_file and "{" not in value:
+        if value == "chatml" or not jinja:
+            return
+        raise OptionError(f"{name}: a Jinja template or chatml, not {value!r}; one in a file is given with {name}-file")
+    source = read_text(value) if is_file else value
+    try:
+        templates.check(source)
+        templates.check_bounds(source)
+    except templates.TemplateError as error:
+        raise OptionError(f"{name}: the template cannot be read: {str(error).rstrip('.')}") from None
 
 
 def write_text(address: int, size: int, text: str) -> None:

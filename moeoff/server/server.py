@@ -174,7 +174,9 @@ class Server:
         self._options = replace(self._options, kv_disk=self._disk_bound())
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates and (size.n_parallel > 1 or "--no-cache-prompt" not in options.args):
-            raise OptionError("`deterministic`: a simulated cache follows one text from its first token on: serve it with -np 1 --no-cache-prompt")
+            raise OptionError(
+                "`deterministic`: a simulated cache follows one text from its first token on: it needs one slot, and no cached prompt (no-cache-prompt of `args`)"
+            )
         return engine
 
     def _disk_bound(self) -> int:

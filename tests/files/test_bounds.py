@@ -532,7 +532,7 @@ def test_messages_are_one_printable_line_of_bounded_length(demo, invoke, tmp_pat
     assert str(error).isprintable() and len(str(error)) < 2100 and str(error).startswith("a Error: forged\\x1b[2J") and str(error).endswith("the end")
     path = with_template(demo, tmp_path / "t.gguf", "{{ raise_exception('no\nError: forged\n' + 'x' * 100000) }}")
     refused = invoke("run", path, "-p", "x").stderr.removesuffix("\n")
-    assert refused.isprintable() and len(refused) < 2200 and "no Error: forged" in refused
+    assert refused.isprintable() and len(refused) < 2200 and "chat template" in refused
 
 
 @pytest.mark.parametrize("options", [{"memory": float("nan")}, {"memory": float("inf")}, {"memory": 1.5}, {"memory": True}, {"memory": "9" * 400 + "T"}, {"memory": 1 << 70},

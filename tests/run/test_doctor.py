@@ -57,7 +57,7 @@ def test_a_problem_is_the_exit_code(invoke, path):
 
 
 def test_what_a_check_fails_over_is_a_finding_of_its_name(invoke, demo, monkeypatch):
-    def refused(*_args: object) -> None:
+    def refused(*_args: object, **_options: object) -> None:
         raise moeoff.ModelError("llama.cpp cannot load it")
 
     monkeypatch.setattr("moeoff.budget.dry_load.dry_load", refused)
@@ -70,7 +70,7 @@ def test_the_disk_is_looked_at_where_the_usual_budget_is_too_small(invoke, demo,
         raise moeoff.BudgetError("80 % of what is available is too small")
 
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
-    monkeypatch.setattr("moeoff.engine.llama.open_engine", refused)
+    monkeypatch.setattr("moeoff.server.private.PrivateServer", refused)
     done = invoke("doctor", "-m", demo, "--json")
     assert done.returncode == 1 and findings(done)["model"]["text"] == "80 % of what is available is too small"
     assert {"file system", "direct reads", "disk rate"} <= set(findings(done))

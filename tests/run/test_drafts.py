@@ -331,5 +331,3 @@ def test_from_the_command_line(demo, dense, nextn, invoke):
         answers = [json.loads(invoke("run", model, "-p", PROMPT, "--temp", "0", "-n", "60", "--raw", "--json", *more).stdout) for more in ([], *drafts)]
         assert all(answer["text"] == answers[0]["text"] and answer["usage"] == answers[0]["usage"] for answer in answers)
         assert [answer["stats"]["draft_length"] is None for answer in answers] == [True] + len(drafts) * [False]
-    done = invoke("run", demo, "-p", PROMPT, "-md", dense, "--context-shift")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "-md: neither with --context-shift" in done.stderr
