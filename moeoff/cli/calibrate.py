@@ -31,7 +31,7 @@ _PLAN = "A type for each expert"  # heading of the options of --bits-plan
 @command()
 @model_argument("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
 @option("--text", multiple=True, type=click.Path(dir_okay=False), metavar="FILE",
-     help="Text like what the model will see; may be repeated. Default: the model writes some.")  # fmt: skip
+     help="Text like what the model will see; may be repeated. Default: the package's own, and the help texts of Python.")  # fmt: skip
 @option("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
 @option("--tokens", type=click.IntRange(512), metavar="N", default=16384, show_default=True, help="Tokens to evaluate, the same number from each text.")
 @option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
@@ -142,7 +142,7 @@ def _write_plan(
     with progress_bar() as progress:
         progress("opening the model", 0, 0)
         names = types.split(",") if types else None
-        with Planner(model, text, types=names, measure=measure, ctx=ctx, progress=progress, warn=note, **options) as planner:
+        with Planner(model, text, types=names, measure=measure, ctx=ctx, progress=progress, **options) as planner:
             plan = planner.plan(bound)
     with atomic_file(path) as file:
         file.write(plan.to_json().encode())

@@ -272,8 +272,6 @@ class Llama(PatchedLlama):
     clear_context = _in_turn("clear_context")
     decode_batch = _in_turn("decode_batch")
     batch_logits = _in_turn("batch_logits", changes=False)
-    decode_sequences = _in_turn("decode_sequences")
-    forget_sequence = _in_turn("forget_sequence")
     shift_context = _in_turn("shift_context", fills=True)
     save_context = _in_turn("save_context", changes=False)
     load_context = _in_turn("load_context", fills=True)

@@ -746,26 +746,6 @@ class PatchedLlama(_AnyLlama):
         logits = self._ctx.get_logits()
         return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
 
-    @_as_a_whole
-    def decode_sequences(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[bool]) -> None:
-        """Computes tokens of several sequences at once, at most `n_batch` of them; those whose outputs are wanted give logits.
-
-        Raises:
-            MoeoffError: as while answering.
-            RuntimeError: llama.cpp cannot compute it.
-        """
-        raw = self._batch.batch
-        raw.n_tokens = len(tokens)
-        for i, (token, position, sequence, output) in enumerate(zip(tokens, positions, sequences, outputs, strict=True)):
-            raw.token[i], raw.pos[i], raw.n_seq_id[i], raw.logits[i] = token, position, 1, output
-            raw.seq_id[i][0] = sequence
-        self._ctx.decode(self._batch)
-
-    @_as_a_whole
-    def forget_sequence(self, sequence: int) -> None:
-        """Drops it from the context; another one may take its number."""
-        api.llama_memory_seq_rm(api.llama_get_memory(self._ctx.ctx), sequence, -1, -1)
-
     # --- the context as a whole ---
 
     @property

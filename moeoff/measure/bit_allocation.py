@@ -30,10 +30,9 @@ from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan, parse_tensor_
 from ..gguf.quantize import dequantize, needs_imatrix, type_from_name
 from ..policies.edgemoe import by_importance
 from ..routing.event import GateEvent
-from .checkpoint import Checkpoint
+from .job import default_texts
 from .perplexity import Reference, Window, evaluate, open_model, read_windows
 from .statistics import Estimate, Quality
-from .writer import texts_or_written
 
 _LADDER = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K"), ("Q8_0", "Q5_0", "Q4_0", "Q2_0")  # rows of whole blocks of 256, and others
 
@@ -82,13 +81,12 @@ class Planner:
 
     Args:
         model: GGUF with routed experts; of a split one the first part.
-        text: calibration texts; none: the model writes some.
+        text: Calibration texts. Default: `default_texts`.
         types: to choose from; by default `default_types`. The model's own is always among them.
         measure: importance by quantizing one expert at a time: exact, and as many evaluations as there are experts. An estimate needs one.
         ctx: tokens of a window, see `read_windows`.
         tokens: in all, as many from each text.
         progress: told what is being done, how much of it is done and how much there is.
-        warn: as of `calibrate`.
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
@@ -98,7 +96,7 @@ class Planner:
 
     def __init__(self, model: str | os.PathLike[str], text: Sequence[str | os.PathLike[str]], *, types: Sequence[str] | None = None,
                  measure: bool = False, ctx: int = 512, tokens: int = 16384,
-                 progress: Callable[[str, int, int], None] | None = None, warn: Callable[[str], None] | None = None, **options: Any):  # fmt: skip
+                 progress: Callable[[str, int, int], None] | None = None, **options: Any):  # fmt: skip
         self._model, self.model_index = os.fspath(model), ModelIndex.read(model)
         self.model_index.require_experts()
         self.model_index.require_text()
@@ -110,7 +108,6 @@ class Planner:
         if not self.types:
             raise OptionError(f"{model}: its experts have the fewest bits already; name types to try")
         self._measure, self._text, self._ctx, self._tokens = measure, text, ctx, tokens
-        self._warn = warn
         self._tell = progress or (lambda what, n, total: None)
         self._options = {"flash_attn": True} | options
         self._uniform: dict[str, tuple[int, Quality]] = {}
@@ -121,11 +118,7 @@ class Planner:
         try:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-"))
             tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
-            self._checkpoint = Checkpoint("bits", self.model_index, self._options, self._warn, tokens=self._tokens)
-            with (
-                texts_or_written(self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, **self._options) as files,
-                open_model(self._model, self._ctx, experts=False, **self._options) as llm,
-            ):
+            with default_texts(self._text) as files, open_model(self._model, self._ctx, experts=False, **self._options) as llm:
                 self.windows = read_windows(llm, files, self._ctx, max(self._tokens // (self._ctx * len(files)), 1))
                 total = len(self.windows) * self._ctx
                 recorded = Reference.record(llm, self.windows, progress=lambda n: self._tell("lossless", n, total))
@@ -138,10 +131,8 @@ class Planner:
             raise
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *_exc: object) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._stack.close()
-        if exc_type is None:
-            self._checkpoint.remove()
 
     def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
         """Evaluates the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""

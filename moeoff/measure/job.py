@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.resources
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,6 +184,25 @@ def usual_text() -> str:
     except ImportError:
         raise OptionError("this Python comes without its help texts, which are fed by default", hint={"text": ...}) from None
     return "\n".join(topics[name] for name in sorted(topics))
+
+
+@contextlib.contextmanager
+def default_texts(text: Sequence[str | os.PathLike[str]]) -> Iterator[list[str]]:
+    """Yield the paths of the given texts or, if there are none, of the package's calibration
+    text and of the help texts of Python.
+
+    Raises:
+        OptionError: No text is given, and this Python has no help texts.
+    """
+    if text:
+        yield [os.fspath(path) for path in text]
+        return
+    with tempfile.TemporaryDirectory(prefix="moeoff-text-") as folder:
+        path = os.path.join(folder, "python-help.txt")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(usual_text())
+        data = importlib.resources.files(__package__.split(".")[0]) / "data" / "calibration.txt"
+        yield [str(data), path]
 
 
 def read_text(path: str | os.PathLike[str] | None) -> str:

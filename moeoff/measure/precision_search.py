@@ -43,9 +43,9 @@ from ..system.files import require_new
 from ..system.memory import Budget, rss
 from .checkpoint import Checkpoint
 from .choices import Choices
+from .job import default_texts
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 from .statistics import Distance, Estimate, Scores, log_probs, one_sided, spread, upper_loss
-from .writer import texts_or_written
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
 STEP = 1.12  # from one τ to the next, at least
@@ -56,7 +56,6 @@ OPENING = 32  # tokens of own text that are given
 OWN_TOKENS = 8192  # at least, that what was found writes, and at most
 MOST_OWN_TOKENS = 4 * OWN_TOKENS
 DEFAULT_MINUTES = 15
-WRITING = 0.2  # of the time, for the text, where none is given
 SEARCHING = 0.75  # of a search's time; the rest is for own text
 PASSES = 2.5  # behind a share, over all windows, that there is to be time for
 MIN_WINDOWS = 8
@@ -334,7 +333,7 @@ def search_precision(
     """Measures what may be left out of a model, and its sidecar's tiers, and writes the profile's section "precision".
 
     Args:
-        text: texts, none: the model writes some; their windows are of 512 tokens, or of the model's training context if that is shorter.
+        text: Files, by default `default_texts`; their windows are of 512 tokens, or of the model's training context if that is shorter.
         max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
             what was measured.
         tier: the only one of the sidecar that is tried. Default: all of them.
@@ -381,7 +380,7 @@ def search_precision(
         return now + share * max(started + 60 * minutes - now, 0.0)
 
     @contextlib.contextmanager
-    def opened(name: str, files: Sequence[str | os.PathLike[str]], choices: Choices | None) -> Iterator[tuple[RuleEvaluator, Callable[..., Any]]]:
+    def opened(name: str, files: Sequence[str], choices: Choices | None) -> Iterator[tuple[RuleEvaluator, Callable[..., Any]]]:
         with open_model(model, ctx, tier=name, **how) as llm, interruptible(llm) as call:
             few = windows or spread(read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1)))
             if len(few) < MIN_WINDOWS:
@@ -396,12 +395,7 @@ def search_precision(
         candidates: list[MeasuredCandidate] = call(keep_on_own_text, evaluator, by_share, max_loss, end, once)
         return candidates
 
-    enough = 21 * ctx // 20  # of what is written, for a window
-    least = min(MIN_WINDOWS * enough, 21 * tokens // 20)
-    with (
-        texts_or_written(model, text, 21 * tokens // 20, checkpoint, least=least, until=until(WRITING), progress=progress, **options) as files,
-        contextlib.ExitStack() as stack,
-    ):
+    with default_texts(text) as files, contextlib.ExitStack() as stack:
         with opened(ORIGINAL, files, None) as (evaluator, call):
             name = f"windows-{_hash_of(evaluator.windows):x}"
             if (read := checkpoint.load(name)) is not None:

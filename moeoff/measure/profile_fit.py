@@ -29,15 +29,15 @@ from ..routing.trace import Trace
 from ..system.files import open_file, require_new
 from ..system.memory import Budget, format_size, rss, trim
 from .checkpoint import Checkpoint
+from .job import default_texts
 from .perplexity import interruptible
 from .record import LENGTH, record, recordable, recording_bytes, recording_limit, sequences
-from .writer import texts_or_written
 
 DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
 _LEAST = 8  # sequences: fewer teach nothing, however long they take
 _SHARE = 0.9  # of what is free, that the fits plan with
-_WRITING, _READING = 0.5, 0.8  # of the time, when text that the model writes ends, and the reading of text; the rest is for fits
+_READING = 0.8  # share of the time for reading text; the rest is for fits
 _FIXED = 24 << 20  # bytes that they take however few tokens there are
 _FITS = 192 << 20  # bytes that they take at least: scikit-learn is 88 MiB, its work on a few hundred tokens 82
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
@@ -86,12 +86,12 @@ def calibrate(
     May be interrupted at any point: called again with the same arguments it goes on from there, to the same profile.
 
     Args:
-        text: files; none: the model writes some itself (`moeoff.measure.writer`).
+        text: Files. Default: `default_texts`.
         output: the profile; MODEL.profile.npz by default, or one in the cache folder if nothing can be written there, where it is picked up.
         tokens: in all, as many from each text.
         memory: bound of the process. Of what the model leaves of it up to a quarter, 2 GiB at most, keeps inputs and probabilities for the fits, which
             learn from as many tokens as the rest has room for.
-        minutes: for all of it, but 8 sequences are written and read whatever time that takes, and fits that learn without trying come after.
+        minutes: for all of it, but 8 sequences are read whatever time that takes, and fits that learn without trying come after.
         only: sections that are fitted; by default all of them.
         warn: told in a sentence of what was left by an interrupted calibration and is damaged.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
@@ -115,12 +115,9 @@ def calibrate(
         raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(needed)} at least", hint={"memory": needed})
     if os.path.exists(path):
         Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
-    texts = [_digest(file) for file in text]
-    checkpoint = Checkpoint("profile", model_index, options, warn, tokens=tokens, hidden=hidden, seed=seed, texts=texts)
-    least = min(tokens, _LEAST * LENGTH)
-    with texts_or_written(
-        os.fspath(model), text, tokens, checkpoint, least=least, until=started + _WRITING * 60 * minutes, memory=memory, seed=seed, progress=progress, **options
-    ) as files:
+    with default_texts(text) as files:
+        texts = [_digest(file) for file in files]
+        checkpoint = Checkpoint("profile", model_index, options, warn, tokens=tokens, hidden=hidden, seed=seed, texts=texts)
         recording = _record(model_index, files, tokens, memory, started + _READING * 60 * minutes, checkpoint, progress, options)
     import sklearn.linear_model  # before the room is measured
     import sklearn.neural_network  # noqa: F401
@@ -129,7 +126,7 @@ def calibrate(
     room, until = max(int(_SHARE * (bound - rss())), 0), started + 60 * minutes
     how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=room, until=until)
     sections = fit(recording, how, progress, only, checkpoint, warn)
-    info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text] or ["written by the model"]}
+    info = {"tokens": recording.n_tokens, "texts": list(map(os.path.basename, files))}
     left_out: dict[str, Section] = {name: {} for name in fits() if only is None or name in only}  # an earlier calibration's go, too
     Profile.write(path, model_index, left_out | sections, info)
     checkpoint.remove()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 from dataclasses import replace
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -244,21 +243,6 @@ def test_what_loses_more_on_own_text_is_given_up():
     assert 0.1 < kl < 0.17
     assert [(c.tau, c.resident) for c in keep_on_own_text(evaluator, by_share, 0.3)] == [(0.05, 0.25), (0.1, 0.25), (0.05, 0.5), (0.1, 0.5)]
     assert asked == [(0.2, 0.5), (0.1, 0.5)]
-
-
-def test_what_is_written_is_bounded_too(tau_alone, tmp_path, monkeypatch):
-    """--minutes is for all of it: a part for text that the model writes, of which there are as many tokens as the fewest windows need."""
-    model, asked, now = str(shutil.copy(tau_alone[0], tmp_path)), {}, time.monotonic()
-
-    def written_text(model, n_tokens, checkpoint, **how):
-        asked.update(how, n_tokens=n_tokens)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("moeoff.measure.writer.written_text", written_text)
-    with pytest.raises(KeyboardInterrupt):
-        search_precision(model, [], BOUND, tokens=2 * TOKENS, minutes=50, **OPTIONS)
-    assert asked["until"] == pytest.approx(now + precision_search.WRITING * 3000, abs=30)
-    assert precision_search.MIN_WINDOWS * 256 < asked["least"] < 1.1 * precision_search.MIN_WINDOWS * 256 < asked["n_tokens"]
 
 
 def test_an_interrupted_search_goes_on_with_its_windows_and_its_own_text(tau_alone, text, tmp_path, monkeypatch):

@@ -25,9 +25,7 @@ from moeoff.errors import ModelError, OptionError
 from moeoff.experts.profile import Profile, profile_output, profile_path
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure import profile_fit as module
-from moeoff.measure.checkpoint import Checkpoint
 from moeoff.measure.profile_fit import calibrate, cap_hidden, fit
-from moeoff.measure.writer import SHAPES, ParallelLlama, Writer
 from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor
 from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.strategy import fits
@@ -255,16 +253,6 @@ def test_ends_with_what_was_read_in_time(demo, tmp_path, monkeypatch):
         assert np.array_equal(getattr(part, name), getattr(whole, name)[: len(getattr(part, name))]), name
 
 
-def test_writing_ends_with_what_was_written_in_time(demo, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with Writer(demo, *SHAPES[-1], memory=2 << 30, profile=False) as writer:
-        steps = []
-        step = writer._step
-        monkeypatch.setattr(writer, "_step", lambda *args: (steps.append(1), step(*args)))
-        writer.write(10_000, Checkpoint("text", ModelIndex.read(demo), {}), least=100, until=0.0)
-    assert 100 / 8 <= len(steps) < 60
-
-
 def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
     recording, names = random_recording(40_000, n_gates=8, n_experts=32, n_embd=64), ("popularity", "first", "gate", "path", "pairs")
     room = module._FIXED + (8 << 20)
@@ -318,42 +306,32 @@ def test_command(calibrated, invoke, monkeypatch):
 
 
 def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
-    """While the model writes and while the text is read; a part that was damaged meanwhile is made again. The profile is that of one go."""
+    """A part that was damaged meanwhile is made again. The profile is that of one go. Without a text the default ones are read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     whole, parts = (shutil.copy(demo, tmp_path / f"{name}.gguf") for name in ("whole", "parts"))
     how = {"tokens": 1024, "hidden": 16, "n_threads": 2, "only": {"popularity", "first", "gate"}}
-    stages: list[tuple[str, int]] = []
 
-    def run(model: str, until: tuple[str, float] = ("", 1.0), **more):
-        """Interrupted when that share of a stage is done."""
-
-        def progress(stage: str, n: int, total: int) -> None:
-            stages.append((stage, n))
-            if stage == until[0] and n >= until[1] * total > 0:
-                raise KeyboardInterrupt
-
-        stages.clear()
-        return calibrate(model, progress=progress, **how, **more)
+    def interrupt(stage: str, n: int, total: int) -> None:
+        if stage == "reading text" and n >= 0.8 * total:
+            raise KeyboardInterrupt
 
     warned = []
-    expected = run(whole)
+    expected = calibrate(whole, **how)
     assert not any((tmp_path / "cache" / "moeoff" / "calibrate").iterdir())
     with pytest.raises(KeyboardInterrupt):
-        run(parts, ("the model writes text", 0.8))
-    with pytest.raises(KeyboardInterrupt):
-        run(parts, ("reading text", 0.8))
+        calibrate(parts, progress=interrupt, **how)
     assert not os.path.exists(profile_path(parts))
     (folder,) = (tmp_path / "cache" / "moeoff" / "calibrate").iterdir()
     part = folder / "sequence-1.npz"
     damaged = bytearray(part.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     part.write_bytes(damaged)
-    result = run(parts, warn=warned.append)
-    assert "the model writes text" not in {stage for stage, _ in stages}
+    result = calibrate(parts, warn=warned.append, **how)
     assert len(warned) == 1 and "sequence-1.npz: is damaged and left out" in warned[0]
     assert result.n_tokens == expected.n_tokens and not folder.exists()
     profiles = [Profile.find(ModelIndex.read(model)) for model in (whole, parts)]
-    assert profiles[0].sections == profiles[1].sections == ["first", "gate", "popularity"] and profiles[0].info == profiles[1].info
+    assert profiles[0].sections == profiles[1].sections == ["first", "gate", "popularity"]
+    assert profiles[0].info == profiles[1].info == {"tokens": result.n_tokens, "texts": ["calibration.txt", "python-help.txt"]}
     for section in profiles[0].sections:
         a, b = (profile.section(section) for profile in profiles)
         assert all(np.array_equal(a[name], b[name]) for name in a), section
@@ -377,28 +355,3 @@ def test_ctrl_c_leaves_no_profile(demo, tmp_path):
     text = shown.read()
     assert "Traceback" not in text and "the same command goes on from here" in text and process.wait(300) == 130
     assert sorted(os.listdir(tmp_path)) == ["cache", "model.gguf", "text.txt"]
-
-
-@pytest.mark.slow
-def test_a_written_text_depends_on_its_seed(demo, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    texts = []
-    for seed in (0, 1, 0):
-        checkpoint = Checkpoint("text", ModelIndex.read(demo), {}, seed=seed)
-        with Writer(demo, 4, 96, seed=seed, memory=2 << 30, profile=False) as writer:
-            texts.append(writer.write(300, checkpoint))
-        checkpoint.remove()
-    assert texts[0] == texts[2] != texts[1] and len(texts[0].split()) > 100
-
-
-def test_sequences_side_by_side_are_the_same_as_alone(demo):
-    """What a sequence computes does not depend on its neighbours, but for rounding in batches."""
-    tokens = [5, 9, 23, 7]
-    with moeoff.Llama(demo, memory=2 << 30, n_ctx=64) as llm:
-        for i, token in enumerate(tokens):
-            llm.decode_batch([token], i, i)
-        alone = llm.batch_logits(1)[0].copy()
-    with ParallelLlama(demo, 4, memory=2 << 30, n_ctx=4 * 64) as llm:
-        for i, token in enumerate(tokens):
-            llm.decode_sequences([token, 40 + i], [i, i], [3, 0], [True, True])
-        assert np.abs(llm.batch_logits(2)[0] - alone).max() < 0.05 * np.abs(alone).max()

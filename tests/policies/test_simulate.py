@@ -12,7 +12,6 @@ from helpers.files import SMALL_TRACE
 from moeoff import BudgetError, Llama, OptionError
 from moeoff.engine.driver import PolicyUpdates
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.measure.writer import ParallelLlama
 from moeoff.policies import CacheShape, get_policy, policy_names
 from moeoff.policies.replay import Result, compare, gap_recovered, left_out, simulate
 from moeoff.routing.event import GateEvent, Observer
@@ -213,18 +212,32 @@ def test_replay_of_a_live_run(demo, tmp_path, name):
     assert residency_of(trace, result).tolist() == residency.tolist()
 
 
+class TwoSequences(Llama):
+    """A context that holds two sequences."""
+
+    _n_sequences = 2
+
+    def decode(self, tokens, ends):
+        batch = self._batch.batch
+        batch.n_tokens = len(ends)
+        for i, (sequence, end) in enumerate(ends.items()):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = tokens[i], end, 1, True
+            batch.seq_id[i][0] = sequence
+        self._ctx.decode(self._batch)
+
+
 def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path):
     """They begin at different times, one again while the other goes on, and last both: the trace says where a text begins alone, and what is decoded."""
     arena = int(ModelIndex.read(demo).expert_bytes * 0.9)
-    with ParallelLlama(demo, 2, expert_memory=arena, strategy="hobbit+none", trace=tmp_path / "t", n_ctx=256, n_threads=2) as llm:
+    with TwoSequences(demo, expert_memory=arena, strategy="hobbit+none", trace=tmp_path / "t", n_ctx=256, n_threads=2) as llm:
         held = HeldUpdates(llm)
         rng = np.random.default_rng(5)
         ends = {}
         for step in range(72):
             for sequence in {0: [0], 16: [1], 32: [1], 48: [0, 1]}.get(step, ()):
-                llm.forget_sequence(sequence)
+                llm._ctx.kv_cache_seq_rm(sequence, -1, -1)
                 ends[sequence] = 0
-            llm.decode_sequences(rng.integers(300, 4000, len(ends)).tolist(), list(ends.values()), list(ends), [True] * len(ends))
+            llm.decode(rng.integers(300, 4000, len(ends)).tolist(), ends)
             ends = {sequence: end + 1 for sequence, end in ends.items()}
             held.release()
         stats, residency = llm.stats(), llm.engine.buffer.residency()

@@ -460,7 +460,7 @@ AFTER = {
     "__call__": ("x",), "create_completion": ("x",), "create_chat_completion": ([{"role": "user", "content": "x"}],), "create_embedding": ("x",),
     "create_chat_completion_openai_v1": ([{"role": "user", "content": "x"}],), "detokenize": ([1, 2],), "embed": ("x",), "eval": ([1, 2],),
     "tokenize": (b"x",), "generate": ([1, 2],), "load_state": "state", "set_memory": ("300M",), "set_gate_callback": (None,),
-    "batch_logits": (1,), "decode_batch": ([1], 0), "decode_sequences": ([1], [0], [0], [True]), "forget_sequence": (0,), "is_end_token": (1,),
+    "batch_logits": (1,), "decode_batch": ([1], 0), "is_end_token": (1,),
     "load_context": ("file",), "save_context": ("file",), "shift_context": (0, 1), "token_text": (1,),
 }  # fmt: skip
 HARMLESS = {"close", "cancel", "set_cache", "set_seed", "on_close", "same_sampler", "unbounded_context", "batches_as", "changing", "settle",
