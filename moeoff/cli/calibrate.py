@@ -48,7 +48,7 @@ _PLAN = "A type for each expert"  # heading of the options of --bits-plan
 def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any) -> None:
     """Measure a model on text, once, and keep in its profile what predictors and caches learn from that.
 
-    Interrupted, the same command goes on from there.
+    Interrupted, the same command goes on from there, unless it has --max-loss or --bits-plan.
     """
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
@@ -101,7 +101,7 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
         progress("opening the model", 0, 0)
-        result = search_precision(model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, warn=note, **options)
+        result = search_precision(model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, **options)
     contract = result.contract
     rows = []
     for c in result.measured:

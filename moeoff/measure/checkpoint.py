@@ -23,17 +23,18 @@ Arrays = dict[str, np.ndarray]
 class Checkpoint:
     """Parts of one calibration: arrays by name. Where nothing can be written each is made anew.
 
+    Parts of an earlier calibration of the same model, which depended on something else, are removed.
+
     Args:
-        name: of what is calibrated; parts of an earlier calibration of the same model and name, which depended on something else, are removed.
         options: with which the model is opened.
         warn: told in a sentence of each part that is damaged, which is then made again.
         **depends: what parts depend on besides model, options and this version of moeoff.
     """
 
-    def __init__(self, name: str, model_index: ModelIndex, options: Mapping[str, Any], warn: Callable[[str], None] | None = None, **depends: Any):
+    def __init__(self, model_index: ModelIndex, options: Mapping[str, Any], warn: Callable[[str], None] | None = None, **depends: Any):
         self._warn = warn or (lambda sentence: None)
         self._folder: Path | None = None
-        name = f"{name}-{model_index.identity}"
+        name = f"profile-{model_index.identity}"
         with contextlib.suppress(OSError):
             root = cache_folder() / "calibrate"
             depends |= {"moeoff": __version__, "options": repr(sorted(options.items())), "changed": [state.ctime_ns for state in model_index.states]}

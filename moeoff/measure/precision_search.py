@@ -13,7 +13,7 @@ A rule that looks at what is resident feeds on itself, since what is chosen stay
 freely, and the lossless model says how likely it finds it: if one certainly loses more than the bound on that, the largest τ of each share is given up.
 
 `minutes` is a deadline: the lossless model reads as many windows as a part of it has time for, no further τ is begun that would pass its part, and what was
-measured by then counts. Everything measured is kept for a search that is interrupted or given more time.
+measured by then counts.
 
 Every tier of a sidecar is measured in the place of all experts, too, and τ again in the smallest of those that keep the bound.
 """
@@ -21,13 +21,12 @@ Every tier of a sidecar is measured in the place of all experts, too, and τ aga
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,6 @@ from ..gguf.model_index import ModelIndex
 from ..precision import Precision
 from ..system.files import require_new
 from ..system.memory import Budget, rss
-from .checkpoint import Checkpoint
 from .choices import Choices
 from .job import default_texts
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
@@ -63,12 +61,6 @@ CTX = 512
 PROMPT = 64  # tokens of a window that are read: as long as a simulated cache remembers
 _NOTHING = 1e-9  # resident: a cache is simulated, and holds nothing
 _SPREAD = 1.3  # of windows' means, in errors of as many tokens that do not depend on each other
-
-Once = Callable[[str, Callable[[], dict[str, np.ndarray]]], dict[str, np.ndarray]]
-
-
-def _make(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    return make()
 
 
 @dataclass(frozen=True)
@@ -206,19 +198,18 @@ class RuleEvaluator:
         own: np.ndarray = log_p - score(self._llm, text)
         return own
 
-    def own_text_loss(self, c: Candidate, least: int, most: int, until: float = math.inf, once: Once = _make) -> Estimate:
+    def own_text_loss(self, c: Candidate, least: int, most: int, until: float = math.inf) -> Estimate:
         """Loss of a rule on texts that it has written itself, against the same experts with nothing left out.
 
         Args:
             least, most: texts, each as long as a window.
             until: of `time.monotonic`, when no further one is begun.
-            once: gives what an interrupted search has kept under a name, or makes it.
         """
         lost: list[np.ndarray] = []
         step = max(len(self.windows) // least, 1)
         while len(lost) < least or (len(lost) < most and time.monotonic() < until):
             i = len(lost)
-            lost.append(once(f"own-{c.resident:g}-{c.tau:.6g}-{i}", lambda i=i: {"lost": self.own_text(c, i * step, i)})["lost"])  # type: ignore[misc]
+            lost.append(self.own_text(c, i * step, i))
             self._stage(f"own text: τ {c.tau:.3g}", max(least, len(lost)))(len(lost) * len(self.windows[0].tokens))
         return Estimate.mean(np.stack(lost)).map(math.expm1)
 
@@ -254,19 +245,18 @@ class Growth:
                 self._b = max((math.log1p(c.upper_loss) - math.log1p(c.loss)) / math.sqrt(c.kl), 0.0)
 
 
-def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float = math.inf, once: Once = _make) -> list[list[MeasuredCandidate]]:
+def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float = math.inf) -> list[list[MeasuredCandidate]]:
     """The candidates behind each share of the experts, in turn: each has its first τ before any has its second.
 
     Args:
         until: of `time.monotonic`, when to end; the first of each share are measured all the same.
-        once: gives what an interrupted search has kept under a name, or makes it.
     """
     weights = evaluator.choices.weights
     most = float(weights.max(initial=0.0))
     taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0}) if len(weights) else []
-    points = once("nothing", lambda: {"tau": np.array(taus), "kl": np.array([evaluator.divergence(reference, tau) for tau in taus])})
+    points = [(tau, evaluator.divergence(reference, tau)) for tau in taus]
     scored = n_scored(len(evaluator.windows[0].tokens), evaluator.n_prompt)
-    growth = Growth(list(zip(points["tau"].tolist(), points["kl"].tolist())), math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once)
+    growth = Growth(points, math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once)
     by_share: dict[float, list[MeasuredCandidate]] = {share: [] for share in SHARES}
     unfinished = list(SHARES)
     while unfinished:
@@ -279,8 +269,7 @@ def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, 
                 if not 0 < tau <= most * STEP:
                     unfinished.remove(share)
                     continue
-                measure = functools.partial(evaluator.measure, reference, Precision(tau=tau, resident=share))
-                c = _restored(once(f"{share:g}-{tau:.6g}", lambda measure=measure: _arrays(measure())))  # type: ignore[misc]
+                c = evaluator.measure(reference, Precision(tau=tau, resident=share))
                 candidates.append(c)
                 growth.learn(c)
                 if c.upper_loss > max_loss:
@@ -290,7 +279,7 @@ def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, 
 
 
 def keep_on_own_text(
-    evaluator: RuleEvaluator, by_share: Sequence[Sequence[MeasuredCandidate]], max_loss: float, until: float = math.inf, once: Once = _make
+    evaluator: RuleEvaluator, by_share: Sequence[Sequence[MeasuredCandidate]], max_loss: float, until: float = math.inf
 ) -> list[MeasuredCandidate]:
     """Those that do not certainly lose more than the bound on text that one of them writes.
 
@@ -305,7 +294,7 @@ def keep_on_own_text(
     least, most = (max(-(-n // n_each), 2) for n in (OWN_TOKENS, MOST_OWN_TOKENS))
     while boldest := [held[-1] for candidates in remaining if (held := [c for c in candidates if c.upper_loss <= max_loss])]:
         c = next((c for c in boldest if c.resident == USUAL_SHARE), boldest[-1])
-        own = evaluator.own_text_loss(c, least, most, until, once)
+        own = evaluator.own_text_loss(c, least, most, until)
         if own.low is None or own.low <= max_loss:
             break
         limits = {c.resident: c.tau for c in boldest}
@@ -327,7 +316,6 @@ def search_precision(
     minutes: float = math.inf,
     output: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    warn: Callable[[str], None] | None = None,
     **options: Any,
 ) -> SearchResult:
     """Measures what may be left out of a model, and its sidecar's tiers, and writes the profile's section "precision".
@@ -340,7 +328,6 @@ def search_precision(
         tokens: in all, as many from each text; each step computes all of them.
         minutes: until when all is done, about: fewer windows and fewer steps, but 8 windows, one τ behind each share, and 8,192 tokens of own text.
         output: the profile; by default where opening the model finds it.
-        warn: told in a sentence of what an interrupted search left and is damaged.
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
@@ -369,8 +356,6 @@ def search_precision(
     how = {"flash_attn": True, "experts": sidecar or False, "deterministic": True, "precision": Precision(tau=_NOTHING, resident=1.0)} | options
     n_searches = 2 if tiers else 1
     at_once = len(SHARES) * n_searches + len(tiers)
-    identity = sidecar.identity if sidecar else 0
-    checkpoint = Checkpoint("loss", model_index, options, warn, tokens=tokens, max_loss=max_loss, sidecar=identity, tiers=tiers)
     windows: Sequence[Window] = ()
     measured: list[MeasuredCandidate] = []
 
@@ -388,51 +373,28 @@ def search_precision(
                 raise OptionError(f"{short}, and at least {MIN_WINDOWS} are needed for an interval: more text is needed", hint={"text": ..., "tokens": ...})
             yield RuleEvaluator(llm, few, name, sizes.get(name, 1.0), at_once, progress=progress, n_prompt=n_prompt, choices=choices), call
 
-    def searched(evaluator: RuleEvaluator, call: Callable[..., Any], reference: Reference, share: float, once: Once) -> list[MeasuredCandidate]:
+    def searched(evaluator: RuleEvaluator, call: Callable[..., Any], reference: Reference, share: float) -> list[MeasuredCandidate]:
         """τ behind each share of the experts, in this share of the time that is left."""
         end = until(share)
-        by_share = call(search_tau, evaluator, reference, max_loss, until(SEARCHING * share), once)
-        candidates: list[MeasuredCandidate] = call(keep_on_own_text, evaluator, by_share, max_loss, end, once)
+        by_share = call(search_tau, evaluator, reference, max_loss, until(SEARCHING * share))
+        candidates: list[MeasuredCandidate] = call(keep_on_own_text, evaluator, by_share, max_loss, end)
         return candidates
 
     with default_texts(text) as files, contextlib.ExitStack() as stack:
         with opened(ORIGINAL, files, None) as (evaluator, call):
-            name = f"windows-{_hash_of(evaluator.windows):x}"
-            if (read := checkpoint.load(name)) is not None:
-                evaluator.windows = evaluator.windows[: int(read["n"])]  # the same when it goes on
-            end = until(SEARCHING / (1 + len(tiers) + n_searches * len(SHARES) * PASSES)) if read is None else math.inf
+            end = until(SEARCHING / (1 + len(tiers) + n_searches * len(SHARES) * PASSES))
             reference = stack.enter_context(call(evaluator.reference, end, MIN_WINDOWS))
-            windows = evaluator.windows
-            checkpoint.save(name, {"n": np.array(len(windows))})
-            prefix, choices = f"{_hash_of(windows):x}", evaluator.choices
-
-            def once(tier: str) -> Once:
-                return lambda name, make: checkpoint.once(f"{tier}-{prefix}-{name}", make)
-
-            measured += searched(evaluator, call, reference, 1 / n_searches, once(ORIGINAL))
+            windows, choices = evaluator.windows, evaluator.choices
+            measured += searched(evaluator, call, reference, 1 / n_searches)
         best: str | None = None
         for name in sorted(tiers, key=lambda name: sizes[name]):
             with opened(name, files, choices) as (evaluator, call):
-                measured.append(_restored(once(name)("all", lambda: _arrays(call(evaluator.measure, reference, Precision())))))  # noqa: B023  it is called here
+                measured.append(call(evaluator.measure, reference, Precision()))
                 if best is None and measured[-1].upper_loss <= max_loss:
                     best = name
-                    measured += searched(evaluator, call, reference, 1.0, once(name))
-    contract = LossContract(identity, _hash_of(windows), len(windows), len(windows) * n_scored(ctx, n_prompt), ctx, tuple(measured))
+                    measured += searched(evaluator, call, reference, 1.0)
+    tokens_hash = hash64(np.array([window.tokens for window in windows], np.int32))
+    n_all = len(windows) * n_scored(ctx, n_prompt)
+    contract = LossContract(sidecar.identity if sidecar else 0, tokens_hash, len(windows), n_all, ctx, tuple(measured))
     Profile.write(path, model_index, {SECTION: contract.to_section()})
-    checkpoint.remove()
     return SearchResult(path, contract, max_loss, tuple(measured))
-
-
-def _hash_of(windows: Sequence[Window]) -> int:
-    return hash64(np.array([window.tokens for window in windows], np.int32))
-
-
-def _arrays(c: MeasuredCandidate) -> dict[str, np.ndarray]:
-    distance = {f"{name}_{end}": getattr(estimate, end) for name, estimate in c.distance._asdict().items() for end in ("value", "low", "high")}
-    return {name: np.array(value) for name, value in ({f.name: getattr(c, f.name) for f in fields(c) if f.name != "distance"} | distance).items()}
-
-
-def _restored(arrays: dict[str, np.ndarray]) -> MeasuredCandidate:
-    values = {name: array.item() for name, array in arrays.items()}
-    distance = Distance(*(Estimate(*(values.pop(f"{name}_{end}") for end in ("value", "low", "high"))) for name in Distance._fields))
-    return MeasuredCandidate(**values, distance=distance)

@@ -117,7 +117,7 @@ def calibrate(
         Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
     with default_texts(text) as files:
         texts = [_digest(file) for file in files]
-        checkpoint = Checkpoint("profile", model_index, options, warn, tokens=tokens, hidden=hidden, seed=seed, texts=texts)
+        checkpoint = Checkpoint(model_index, options, warn, tokens=tokens, hidden=hidden, seed=seed, texts=texts)
         recording = _record(model_index, files, tokens, memory, started + _READING * 60 * minutes, checkpoint, progress, options)
     import sklearn.linear_model  # before the room is measured
     import sklearn.neural_network  # noqa: F401

@@ -85,11 +85,11 @@ def test_a_checkpoint_of_other_options_has_no_parts(demo, cache):
     model_index, options = ModelIndex.read(demo), {"n_threads": 2, "rope_freq_base": 0.0}
 
     def parts(options: dict, **depends) -> bool:
-        return Checkpoint("loss", model_index, options, **depends).load("part") is not None
+        return Checkpoint(model_index, options, **depends).load("part") is not None
 
-    Checkpoint("loss", model_index, options, tier="q4_0").save("part", ARRAYS)
+    Checkpoint(model_index, options, tier="q4_0").save("part", ARRAYS)
     assert parts(options, tier="q4_0")
     assert not parts(options | {"rope_freq_base": 5000.0}, tier="q4_0")
     assert not parts(options, tier="q4_0"), "the earlier one's are removed"
-    Checkpoint("loss", model_index, options, tier="q4_0").save("part", ARRAYS)
+    Checkpoint(model_index, options, tier="q4_0").save("part", ARRAYS)
     assert not parts(options, tier="q2_0")

@@ -245,28 +245,15 @@ def test_what_loses_more_on_own_text_is_given_up():
     assert asked == [(0.2, 0.5), (0.1, 0.5)]
 
 
-def test_an_interrupted_search_goes_on_with_its_windows_and_its_own_text(tau_alone, text, tmp_path, monkeypatch):
-    """As many windows as there was time for, and texts of its own are kept one by one."""
-    for name, value in {"SHARES": (0.5,), "OWN_TOKENS": 500, "MOST_OWN_TOKENS": 500}.items():
+def test_a_search_out_of_time_measures_the_least(tau_alone, text, tmp_path, monkeypatch):
+    """The fewest windows, one τ behind each share, and the fewest texts of its own."""
+    for name, value in {"SHARES": (0.5,), "OWN_TOKENS": 500, "MOST_OWN_TOKENS": 4000}.items():
         monkeypatch.setattr(precision_search, name, value)
-    model, written, measured = str(shutil.copy(tau_alone[0], tmp_path)), [], []
-    own_text, measure = RuleEvaluator.own_text, RuleEvaluator.measure
-
-    def own(self, c, opening, seed):
-        written.append((c.tau, seed))
-        if len(written) == 3:
-            raise KeyboardInterrupt
-        return own_text(self, c, opening, seed)
-
+    model, written, own_text = str(shutil.copy(tau_alone[0], tmp_path)), [], RuleEvaluator.own_text
     monkeypatch.setattr(RuleEvaluator, "own_text_loss", WHOLE_OWN_TEXT_LOSS)
-    monkeypatch.setattr(RuleEvaluator, "own_text", own)
-    monkeypatch.setattr(RuleEvaluator, "measure", lambda self, *how: (measured.append(how[1].tau), measure(self, *how))[1])
-    with pytest.raises(KeyboardInterrupt):
-        search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS)
-    result, before = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS), len(measured)
-    assert before == len(set(measured)) == len(result.contract.candidates) == 1  # none twice
-    assert result.contract.n_windows == precision_search.MIN_WINDOWS
-    assert [seed for _, seed in written] == [0, 1, 2, 2]
+    monkeypatch.setattr(RuleEvaluator, "own_text", lambda self, c, opening, seed: (written.append(seed), own_text(self, c, opening, seed))[1])
+    contract = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS).contract
+    assert (contract.n_windows, len(contract.candidates), written) == (precision_search.MIN_WINDOWS, 1, [0, 1, 2])
 
 
 def test_own_text(demo, text):
