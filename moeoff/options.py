@@ -175,9 +175,9 @@ def _disk_size(value: str | int) -> int:
     return parse_size(value)
 
 
-_OPEN = "run serve report"
-_RUN_EVAL = "run serve report eval"
-_MEASURE = "run serve report eval calibrate"
+_OPEN = "run serve"
+_RUN_EVAL = "run serve eval"
+_MEASURE = "run serve eval calibrate"
 _TYPES = "f16, bf16, f32, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"
 # the lines of one heading; those of a context have llama.cpp's own names in all its programs
 _expert = functools.partial(option, group="Experts", commands=_RUN_EVAL)

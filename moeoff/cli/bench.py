@@ -1,4 +1,4 @@
-"""`moeoff bench` and `moeoff report`: the speed of a model, as a table over many configurations, or as a page about one run."""
+"""`moeoff bench`: the speed of a model, as a table over many configurations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import click
 from ..errors import OptionError
 from ..option import Option
 from ..options import TABLE, in_flags, without_gpu
-from ..system.console import ProgressLine, note, progress_bar
-from ..system.files import atomic_file, demo_model, require_new
+from ..system.console import ProgressLine, note
+from ..system.files import demo_model
 from ..system.memory import format_size, parse_size
-from .options import ValueList, command, flags_as_typed, help_of, input_files, model_argument, option, remark_on_context, remark_on_memory, table_options
+from .options import ValueList, command, flags_as_typed, help_of, option, remark_on_context, remark_on_memory, table_options
 
 if TYPE_CHECKING:
     from ..measure.job import BenchTest, Job
@@ -206,22 +206,3 @@ def _listener(job: Job) -> Listener:
             line.update(f"{name}, {test.name}", repetition * total + n, job.repetitions * total)
 
     return listen
-
-
-@command()
-@model_argument()
-@option("-o", "--output", type=click.Path(dir_okay=False), default="moeoff-report.html", show_default=True, metavar="FILE", help="Page to write.")
-@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
-@option("-p", "--n-prompt", type=click.IntRange(min=1), metavar="N", default=128, show_default=True, help="Tokens of the prompt.")
-@option("-n", "--n-gen", "n_decode", type=click.IntRange(min=8), metavar="N", default=96, show_default=True, help="Tokens after it, one by one.")
-@table_options("report")
-def report(output: str, model: str | None, text: str | None, n_prompt: int, n_decode: int, **options: Any) -> None:
-    """Run a model and write a page about it: where memory and time went, by layer and by token, and what more memory would give."""
-    from ..report import write_report
-
-    require_new(output, [*input_files(model, options), text], "--output")
-    with progress_bar("tokens") as progress:
-        page = write_report(model or demo_model(), text=text, n_prompt=n_prompt, n_decode=n_decode, progress=progress, **options)
-    with atomic_file(output) as file:
-        file.write(page.encode())
-    note(f"{output}: open it in a browser; it needs no network")

@@ -13,7 +13,7 @@ from click.shell_completion import get_completion_class
 
 from .. import __version__
 from ..errors import WriteError
-from .bench import bench, report
+from .bench import bench
 from .calibrate import calibrate, eval_
 from .convert import convert, verify
 from .doctor import doctor
@@ -92,5 +92,5 @@ def shell_completion(shell: str) -> None:
     click.echo(kind(context.command, {}, "moeoff", _VARIABLE).source())
 
 
-for _command in (run, serve, bench, report, inspect, doctor, convert, verify, eval_, calibrate, simulate, shell_completion):
+for _command in (run, serve, bench, inspect, doctor, convert, verify, eval_, calibrate, simulate, shell_completion):
     main.add_command(_command)

@@ -504,8 +504,7 @@ def test_an_output_is_no_input(tmp_path):
         require_new(name, [model, None, pipe], "--out")
 
 
-@pytest.mark.parametrize("args", [["run", "-p", "x", "-n", "1", "--stats-json"], ["report", "-p", "1", "-n", "8", "-o"], ["run", "-p", "x", "--trace"],
-                                  ["run", "-p", "x", "--stats-json"], ["calibrate", "-o"], ["convert", "--force", "-o"]],
+@pytest.mark.parametrize("args", [["run", "-p", "x", "-n", "1", "--stats-json"], ["run", "-p", "x", "--trace"], ["calibrate", "-o"], ["convert", "--force", "-o"]],
                          ids=lambda args: f"{args[0]} {args[-1]}")  # fmt: skip
 def test_no_command_replaces_the_model(demo, tmp_path, args):
     runner, alias = click.testing.CliRunner(), tmp_path / "alias"

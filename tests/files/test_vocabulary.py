@@ -101,7 +101,6 @@ def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path):
         [*calibrate, "--max-loss", "1%"],
         [*calibrate, "--bits-plan"],
         ["eval", "-m", path, "--text", text],
-        ["report", "-m", path, "-o", tmp_path / "page.html"],
     ):
         assert f"a diffusion model ({'rnd1' if other in command else 'llada-moe'})" in refusal(*command)
     assert sorted(tmp_path.iterdir()) == before

@@ -118,7 +118,7 @@ def test_calibrate_refuses_what_it_would_ignore(invoke, options, words):
     assert done.returncode == 1 and done.stderr == f"Error: {words}\n" and done.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "bench", "report", "inspect", "doctor", "convert", "eval", "calibrate"])
+@pytest.mark.parametrize("command", ["run", "serve", "bench", "inspect", "doctor", "convert", "eval", "calibrate"])
 def test_the_model_in_both_forms(invoke, command):
     """MODEL and -m MODEL, for every command that has a model; both at once are too many, and calibrate writes nothing beside the demo model."""
     more = ("--text", "x.txt") if command == "eval" else ("-p", "x") if command == "run" else ()

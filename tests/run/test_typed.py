@@ -34,7 +34,6 @@ SAYS = {
     r"^moeoff run": r"tokens of context, .* of memory \(80% of what is available\)",
     r"^moeoff inspect .*--memory 6G": r"6\.00 GiB is enough at a context of \d+: 100% of the experts in memory, (about|at most) \d+ tokens/s",
     r"^moeoff serve": r"serving MODEL\.gguf on http://\S+/v1",
-    r"^moeoff report": r"page\.html: open it in a browser",
     r"^moeoff doctor": r"needs \d+ MiB at a context of",
     r"^moeoff calibrate .*--max-loss": r"for moeoff run -m MODEL\.gguf --max-loss 1%|leaves the model lossless",
     r"^moeoff eval .*--max-loss": r"perplexity .*loss",

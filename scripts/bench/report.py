@@ -1,36 +1,42 @@
 """A page about one run whose every gate event and read is recorded: where memory and time went, by layer, and what more memory would give.
 
-HTML that needs no network and no script, and can be read on a phone (report.html.jinja)."""
+usage: report.py -m MODEL [--memory 6G] [-o page.html]
+
+HTML that needs no network and no script, and can be read on a phone (report.html.jinja).
+"""
 
 from __future__ import annotations
 
-import importlib.resources
 import math
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import jinja2
 import numpy as np
 
-from . import __version__
-from .budget.dry_load import context_for
-from .engine.llama import Llama
-from .engine.stats import Stats
-from .gguf.model_index import ModelIndex
-from .measure.job import Sample, TokenStream, read_text, usual_text
-from .measure.rows import ceiling_share, model_facts
-from .measure.worker import disk_rate
-from .policies.replay import simulate
-from .routing.trace import PREFETCH_LEVEL, Trace
-from .system.disk import DiskRate
-from .system.machine import machine_name
-from .system.memory import MIB, format_size
+from moeoff import __version__
+from moeoff.budget.dry_load import context_for
+from moeoff.cli.options import command, input_files, model_argument, option, table_options
+from moeoff.engine.llama import Llama
+from moeoff.engine.stats import Stats
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.measure.job import Sample, TokenStream, read_text, usual_text
+from moeoff.measure.rows import ceiling_share, model_facts
+from moeoff.measure.worker import disk_rate
+from moeoff.policies.replay import simulate
+from moeoff.routing.trace import PREFETCH_LEVEL, Trace
+from moeoff.system.console import note, progress_bar
+from moeoff.system.disk import DiskRate
+from moeoff.system.files import atomic_file, demo_model, require_new
+from moeoff.system.machine import machine_name
+from moeoff.system.memory import MIB, format_size
 
-N_PROMPT, N_DECODE = 128, 96
 GIB = 1 << 30
 _PROBE_SECONDS = 1.0
 
@@ -70,7 +76,7 @@ class Session:
 
 
 def record(
-    model: str, *, memory: str | int | None = None, text: str | None = None, n_prompt: int = N_PROMPT, n_decode: int = N_DECODE,
+    model: str, *, memory: str | int | None = None, text: str | None = None, n_prompt: int = 128, n_decode: int = 96,
     progress: Callable[[str, int, int], None] | None = None, **options: Any,
 ) -> Session:  # fmt: skip
     """Runs the model.
@@ -111,16 +117,11 @@ def record(
     return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, reads, disk, policy_name, n_ctx, needed)
 
 
-def write_report(model: str, **options: Any) -> str:
-    """Runs the model and returns the page; arguments are those of `record`."""
-    return render(record(model, **options))
-
-
 def render(session: Session) -> str:
     """HTML of a recorded session."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["size"] = format_size
-    template = environment.from_string((importlib.resources.files(__package__) / "report.html.jinja").read_text(encoding="utf-8"))
+    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
     path, n, seconds, more = session.model_index.files[0], session.n_tokens, session.seconds, more_memory(session)
     return template.render(
         version=__version__, date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), machine=machine_name(), model=os.path.basename(path),
@@ -258,3 +259,24 @@ def advice(rows: list[MoreMemory]) -> str:
 def _typed(nbytes: int) -> str:
     """A budget as people type it, at least as large: 8G, 6.5G, 760M."""
     return f"{math.ceil(nbytes / (GIB / 10)) / 10:g}G" if nbytes >= GIB else f"{-(-nbytes // MIB)}M"
+
+
+@command()
+@model_argument()
+@option("-o", "--output", type=click.Path(dir_okay=False), default="moeoff-report.html", show_default=True, metavar="FILE", help="Page to write.")
+@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
+@option("-p", "--n-prompt", type=click.IntRange(min=1), metavar="N", default=128, show_default=True, help="Tokens of the prompt.")
+@option("-n", "--n-gen", "n_decode", type=click.IntRange(min=8), metavar="N", default=96, show_default=True, help="Tokens after it, one by one.")
+@table_options("eval")
+def main(output: str, model: str | None, text: str | None, n_prompt: int, n_decode: int, **options: Any) -> None:
+    """Run a model and write a page about it: where memory and time went, by layer and by token, and what more memory would give."""
+    require_new(output, [*input_files(model, options), text], "--output")
+    with progress_bar("tokens") as progress:
+        session = record(model or demo_model(), text=text, n_prompt=n_prompt, n_decode=n_decode, progress=progress, **options)
+    with atomic_file(output) as file:
+        file.write(render(session).encode())
+    note(f"{output}: open it in a browser; it needs no network")
+
+
+if __name__ == "__main__":
+    main()
