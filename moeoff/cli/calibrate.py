@@ -48,7 +48,7 @@ _PLAN = "A type for each expert"  # heading of the options of --bits-plan
 def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any) -> None:
     """Measure a model on text, once, and keep in its profile what predictors and caches learn from that.
 
-    Interrupted, the same command goes on from there, unless it has --max-loss or --bits-plan.
+    Interrupted, the same command goes on from there; a search for a loss or a plan starts again.
     """
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
