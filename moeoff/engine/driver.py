@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,8 +18,8 @@ import numpy as np
 from ..errors import OptionError
 from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex
-from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_predictor
-from ..policies.score import Score
+from ..policies import CacheShape, Policy, Predictor, Strategy, get_predictor
+from ..policies.base import Section
 from ..precision import LOSSLESS, Precision
 from ..routing.batch import Span
 from ..routing.event import GateEvent, Observer
@@ -207,10 +207,9 @@ class Driver:
             prefetcher = Prefetcher(buffer, predictor, model.n_used, fallback, share=strategy.share, bounded=strategy.bounded,
                                     ab_tested=strategy.ab_tested, precision=precision, fills_devices=on_devices)  # fmt: skip
         if policy_class is not None:
-            options = {} if precision.lossless else policy_class.precision_options(precision.t1)
-            section = policy_class.profile_section
-            with contextlib.nullcontext() if profile is None or section is None else profile.taking(section):
-                arrays = None if profile is None or section is None else profile.section(section)
+            lossy = {} if precision.lossless else {"t1": precision.t1, "actual": True}  # HOBBIT's
+            options = {name: value for name, value in lossy.items() if name in policy_class.defaults}
+            with _learned(profile, policy_class.sections[:1]) as arrays:
                 policy = policy_class.from_profile(arrays, CacheShape.of(model, arena), buffer.priorities, **options)
             buffer.publish()  # what it has written at its start: a static policy is never published again
         if trace is not None:
@@ -220,12 +219,12 @@ class Driver:
             writer = TraceWriter(trace, model, session)
 
         ahead, each = None, writer is not None or replay is not None  # these see every event as the policy does
-        score = policy if isinstance(policy, Score) and not each else None
+        score = None if policy is None or each else policy.native()
         if prefetcher is not None and isinstance(buffer, ExpertBuffer):
-            group = policy.group if isinstance(policy, GroupedPolicy) and not each else 1
+            group = 1 if policy is None or each else policy.group
             ahead = prefetcher.go_native(group if score is None else model.n_gates)
         if ahead is not None and score is not None and router is not None:
-            score.native.gating = router.gating
+            score.gating = router.gating
             ahead.take_for(score)
         of_single = ahead is None or score is None
         parts: list[Observer] = [] if prefetcher is None else [prefetcher]  # first, because the I/O threads may be idle
@@ -307,12 +306,10 @@ class Driver:
 
 def sections(strategy: Strategy) -> set[str]:
     """Sections of a profile that a strategy may take."""
-    names: set[str | None] = {"popularity"} if strategy.fill else set()
-    if strategy.policy is not None:
-        names |= {strategy.policy.profile_section, strategy.policy.precision_section}
+    parts = () if strategy.policy is None else strategy.policy.sections
     if strategy.predictor is not None:
-        names |= {strategy.predictor.profile_section, *strategy.predictor.more_sections, get_predictor(_WITHOUT_INPUT).profile_section}
-    return {name for name in names if name is not None}
+        parts += strategy.predictor.sections + get_predictor(_WITHOUT_INPUT).sections[:1]
+    return {section.name for section in parts} | ({"popularity"} if strategy.fill else set())
 
 
 def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) -> bool:
@@ -323,14 +320,16 @@ def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) 
 def require_calibration(strategy: Strategy, profile: Profile | None, model_index: ModelIndex) -> None:
     """Raises `OptionError` if the strategy's predictor needs a profile's section that is not there."""
     kind = strategy.predictor
-    if kind is not None and kind.needs_profile and (profile is None or kind.profile_section not in profile.sections):
+    if kind is not None and kind.needs_profile and (profile is None or kind.sections[0].name not in profile.sections):
         raise OptionError(f"predictor {kind.name} needs a calibration of this model: moeoff calibrate -m {model_index.files[0]}")
 
 
 def _predictor(kind: type[Predictor], router: Router, profile: Profile | None, small: bool = False, **options: Any) -> Predictor:
     """small: without what only a strategy's own predictor is given."""
-    arrays = profile.section(kind.profile_section) if profile is not None and kind.profile_section is not None else None
-    if profile is not None and arrays is not None and not small:
-        arrays = dict(arrays) | {name: array for more in kind.more_sections for name, array in (profile.section(more) or {}).items()}
-    with contextlib.nullcontext() if profile is None else profile.taking(kind.profile_section or "", *kind.more_sections):
+    with _learned(profile, kind.sections[:1] if small else kind.sections) as arrays:
         return kind(router, arrays, **options)
+
+
+def _learned(profile: Profile | None, sections: Sequence[Section]) -> contextlib.AbstractContextManager[dict[str, np.ndarray] | None]:
+    """Yield the arrays of these sections of a profile, or None."""
+    return contextlib.nullcontext() if profile is None or not sections else profile.taking(*(section.name for section in sections))

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, c_float, c_int32, pointer
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
 from ..llamacpp import native
-from ..policies import Predictor
-from ..policies.fate import RoutersAhead
-from ..policies.score import Score
-from ..routing.router import SIGMOID
+from ..policies.base import RoutersAhead
 
 
 def _address(numbers: np.ndarray | None) -> Any:
@@ -27,7 +24,7 @@ class GatePredictor:
     """Routers of the next gates, of a predictor, as the native thread reads them.
 
     Args:
-        predictor: that `can_take`.
+        predictor: of which `native` says so.
         n_experts: columns of the priority table.
         n_candidates: of a prediction for each token.
         max_rows: tokens of an event that are predicted for.
@@ -54,14 +51,6 @@ class GatePredictor:
         arrays = (array.ctypes.data_as(POINTER(c_int32)) for array in (self.n_paying, self._experts, self._places, self._n_predicted))
         self.settings = native.Prefetching(self._routers, *arrays, n_candidates=n_candidates, max_rows=max_rows, n_together=1)
 
-    @staticmethod
-    def can_take(predictor: Predictor) -> TypeGuard[RoutersAhead]:
-        """True if the predictor does no more than this."""
-        if not isinstance(predictor, RoutersAhead) or type(predictor).observe is not RoutersAhead.observe:
-            return False
-        router = predictor.router
-        return not router.by_probs or (router.gating == SIGMOID and router.n_groups <= 1)
-
     def _selection_bias(self, targets: Sequence[int], n_experts: int) -> np.ndarray | None:
         """Of these gates, one behind the other; None: they choose by the order of their logits."""
         router = self._predictor.router
@@ -71,10 +60,10 @@ class GatePredictor:
         self._selection_biases.append(np.concatenate(parts, dtype=np.float32))
         return self._selection_biases[-1]
 
-    def take_for(self, score: Score) -> None:
+    def take_for(self, score: native.Score) -> None:
         """Each event of a single token that is decoded goes to it on that thread, too, which publishes its priorities."""
         self._score = score
-        self.settings.score = pointer(score.native)
+        self.settings.score = pointer(score)
 
     def stop(self) -> None:
         """Predicts no more."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..llamacpp import native
 from ..policies import Prediction, Predictor
-from ..policies.fate import n_low
+from ..policies.base import n_low
 from ..policies.hobbit import predicted_versions
 from ..precision import LOSSLESS, Precision
 from ..routing.event import GateEvent, Observer
@@ -339,8 +339,8 @@ class Prefetcher(Observer):
         Args:
             n_together: events of a token that other observers may see together, behind the last of them.
         """
-        if self._usefulness is not None and self._bounded and GatePredictor.can_take(self.predictor):
-            self._native = GatePredictor(self.predictor, self._n_experts, self._n_candidates, SAMPLE)
+        if self._usefulness is not None and self._bounded and (routers := self.predictor.native()) is not None:
+            self._native = GatePredictor(routers, self._n_experts, self._n_candidates, SAMPLE)
             self._n_together = n_together
             self._tell_native()
         return self._native

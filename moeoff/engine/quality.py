@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..budget.loss_contract import USUAL_SHARE, LossContract, SelectedPrecision
 from ..experts.profile import Profile
@@ -12,6 +13,7 @@ from ..gguf.model_index import ModelIndex
 from ..options import Config
 from ..precision import Precision
 from ..routing.batch import Span
+from ..system.arrays import require_arrays
 from ..system.memory import Budget
 from .buffer import ExpertBuffer
 from .prefetcher import Prefetcher
@@ -102,8 +104,12 @@ class Quality:
 def _fitted(config: Config, profile: Profile | None) -> Precision:
     """The precision of the options; where the strategy brings it, with what a calibration fitted of it to the model."""
     precision, policy = config.precision, config.strategy.policy
-    if precision is not config.strategy.precision or precision.lossless or profile is None or policy is None or policy.precision_section is None:
+    if precision is not config.strategy.precision or precision.lossless or profile is None or policy is None:
         return precision
-    arrays = profile.section(policy.precision_section)
-    with profile.taking(policy.precision_section):
-        return precision if arrays is None else policy.fitted_precision(precision, arrays)
+    for section in policy.sections[1:]:
+        with profile.taking(section.name) as arrays:
+            if arrays is not None:
+                require_arrays(arrays, section.layout)
+                fitted: dict[str, Any] = {name: float(arrays[name]) for name in section.layout}
+                precision = replace(precision, **fitted)
+    return precision

@@ -7,7 +7,9 @@ the model by a hash of samples of its experts. Knows nothing of what the section
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import operator
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -72,10 +74,11 @@ class Profile:
             self._sections.setdefault(section, {})[name] = array
 
     @contextlib.contextmanager
-    def taking(self, *sections: str) -> Iterator[None]:
-        """Inside, sections are taken. Raises `ModelError` if their arrays are not what they should hold (`WrongArrays`)."""
+    def taking(self, *sections: str) -> Iterator[dict[str, np.ndarray] | None]:
+        """Yield the arrays of these sections together, or None without the first. Inside, `WrongArrays` becomes a `ModelError`."""
+        found = [self._sections.get(name, {}) for name in sections]
         try:
-            yield
+            yield functools.reduce(operator.or_, found) if found[0] else None
         except WrongArrays as error:
             raise ModelError(f"{self.path}: the section {' or '.join(sections)} is damaged: {error}: run moeoff calibrate again") from None
 

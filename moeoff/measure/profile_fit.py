@@ -191,12 +191,12 @@ def fit(
         recording = recording.part(0, max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH))
     sections: dict[str, Section] = {}
     # of those that share a section the first that was registered is asked, as for its fit
-    policies = {policy.profile_section: policy for policy in reversed(POLICIES.values()) if policy.compared}
-    predictors = {predictor.profile_section: predictor for predictor in reversed(PREDICTORS.values()) if predictor.compared}.values()
-    predicts = {name for predictor in predictors for name in _sections_of(predictor)}
+    policies = {own.name: policy for policy in reversed(POLICIES.values()) if policy.compared for own in policy.sections[:1]}
+    predictors = {own.name: part for part in reversed(PREDICTORS.values()) if part.compared for own in part.sections[:1]}.values()
+    predicts = {section.name for predictor in predictors for section in predictor.sections}
     cut, end = _held_out(recording) if compare else (0, 0)
     names = [name for name in fits() if only is None or name in only]
-    for number, (name, learn) in enumerate(((name, fits()[name]) for name in names), 1):
+    for number, (name, learn) in enumerate(((name, fits()[name].fit) for name in names), 1):
         policy = policies.get(name) if cut < end else None
         source = recording.part(0, cut) if policy is not None or (cut < end and name in predicts) else recording
         stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(names)})")
@@ -252,14 +252,9 @@ def _helps(policy: type[Policy], arrays: Section, trace: Trace, replay: Callable
     return logs < 0
 
 
-def _sections_of(predictor: type[Predictor]) -> list[str]:
-    """Those that a predictor reads; without the first it reads none of the others."""
-    return [*([predictor.profile_section] if predictor.profile_section else []), *predictor.more_sections]
-
-
 def _useless(predictor: type[Predictor], sections: Mapping[str, Section], held: Recording) -> list[str]:
     """Of a predictor's sections that are there, those with which it foresees no more of what these tokens select."""
-    first, *more = _sections_of(predictor)
+    first, *more = (section.name for section in predictor.sections)
     present = [name for name in (first, *more) if name in sections]
     if first not in present:
         return []  # nothing to judge the others by

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..errors import OptionError
-from ..precision import Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
-from ..routing.router import Router
+from ..routing.router import SIGMOID, Router, Rows
 from ..routing.trace import TraceHeader
+from ..system.arrays import Layout, require_arrays
 
 Progress = Callable[[int, int], None]  # steps done, and all
 P = TypeVar("P", bound="Policy")
@@ -90,8 +90,20 @@ class FitOptions:
 DEFAULT_FIT = FitOptions()
 
 
-# the arrays of one section of a profile, from one pass over text; None if there is nothing to learn from it
-Fit = Callable[[Recording, FitOptions, Progress | None], dict[str, np.ndarray] | None]
+@dataclass(frozen=True)
+class Section:
+    """A section of a profile: arrays that a part learns from text.
+
+    Attributes:
+        name: Name of the section.
+        fit: Function of a recording, options and a progress callback or None that returns the
+            arrays, or None if there is nothing to learn. `moeoff calibrate` calls it.
+        layout: Expected arrays, as `require_arrays` takes them; a predictor checks its own.
+    """
+
+    name: str
+    fit: Callable[[Recording, FitOptions, Progress | None], dict[str, np.ndarray] | None]
+    layout: Mapping[str, Layout] = field(default_factory=dict)
 
 
 class StrategyPart:
@@ -100,8 +112,7 @@ class StrategyPart:
     name = ""
     summary = ""
     defaults: dict[str, Any] = {}  # of its options
-    profile_section: str | None = None  # of a profile, that `fit` writes
-    more_sections: Mapping[str, Fit] = {}  # of a profile, with their fits; a predictor's are given to a strategy's own, not to one that stands in for it
+    sections: tuple[Section, ...] = ()  # of a profile; without the first the others are not used
     compared = False  # what was learned is kept only where it serves better than the defaults on text that it was not fitted to
 
     @classmethod
@@ -111,16 +122,12 @@ class StrategyPart:
         if unknown:
             raise OptionError(f"{cls.name}: unknown option {unknown[0]!r}; there are: {', '.join(cls.defaults) or 'none'}")
 
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
-        return None
-
 
 class Policy(StrategyPart):
     """Base of all cache policies: override `update`, and `reset_sequence` if text matters.
 
-    A policy that takes options from a calibration names its section in `profile_section` and overrides `profile_options`.
+    Arrays of its first section are options of the same names; those of the others are fields of
+    `Precision`, for a lossy preset.
 
     Args:
         shape: of the model and buffer.
@@ -134,7 +141,7 @@ class Policy(StrategyPart):
     offline = False  # needs the future: only the simulator can run it
     static = False  # the table never changes after `start`: events need not be delivered
     wants_probs = False  # reads GateEvent.probs
-    precision_section: str | None = None  # of a profile, for `fitted_precision`
+    group = 1  # gates whose events are taken together
 
     def __init__(self, shape: CacheShape, table: np.ndarray | None = None, **options: Any):
         self.check(options)
@@ -150,28 +157,20 @@ class Policy(StrategyPart):
         """A policy with the options that a calibration of the model gives; `options` beat them.
 
         Args:
-            arrays: of `profile_section`; None: there is none.
+            arrays: of the first section; None: there is none.
         """
         return cls(shape, table, **({} if arrays is None else cls.profile_options(arrays)) | options)
 
     @classmethod
     def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Options that a calibration gives: arrays of `profile_section`."""
-        return {}
+        """Return the options that arrays of the first section give."""
+        require_arrays(arrays, cls.sections[0].layout)
+        return {name: array.item() if array.size == 1 else array for name, array in arrays.items() if name in cls.defaults}
 
-    @classmethod
-    def precision_options(cls, t1: float) -> dict[str, Any]:
-        """Options for a run in which experts may be served in low precision (HOBBIT §3.2).
-
-        Args:
-            t1: largest unimportance that is read in high precision, 0 to 1.
-        """
-        return {}
-
-    @classmethod
-    def fitted_precision(cls, precision: Precision, arrays: Mapping[str, np.ndarray]) -> Precision:
-        """A preset's precision with what was fitted to the model: arrays of `precision_section`."""
-        return precision
+    def native(self) -> Any:
+        """Return the struct moeoff_score that the driver's native thread updates by single tokens
+        in place of `update`, or None."""
+        return None
 
     def start(self) -> None:
         """Sets up state; `shape`, `options` and `priorities` are there."""
@@ -300,6 +299,69 @@ class Predictor(StrategyPart):
     def reset_sequence(self) -> None:
         """A new text begins, as for a policy."""
 
+    def native(self) -> RoutersAhead | None:
+        """Return the routers that the driver's native thread computes in place of `observe`, or None."""
+        return None
+
+
+class RoutersAhead(Predictor):
+    """The routers of the next gates on a gate's input, in one matrix product (Fate §4.2, HOBBIT §3.3). Call `look_ahead` in `start`.
+
+    Attributes:
+        steps: of each gate, the routers of the gates behind it, one below the other, their bias, and these gates; None where there are none.
+    """
+
+    wants_gate_input = True
+
+    def look_ahead(self, p: int, norm: bool | None) -> None:
+        """Stacks the routers of the next `p` gates.
+
+        Args:
+            norm: as for `Router.ahead`; None takes what calibration measured for each gate, and True where there is none.
+        """
+        router = self.router
+        measured = None
+        if norm is None and self.arrays is not None:
+            require_arrays(self.arrays, {"next_norm": ("b", (router.n_gates,))})
+            measured = self.arrays["next_norm"]
+        self.steps: list[tuple[Rows, np.ndarray | None, list[int]] | None] = []
+        for gate in range(router.n_gates):
+            parts: list[tuple[int, tuple[np.ndarray, np.ndarray | None]]] = []
+            for target in range(gate + 1, min(gate + p, router.n_gates - 1) + 1):
+                use = bool(measured[target]) if measured is not None else norm is not False
+                ahead = router.ahead(gate, target, use)
+                if ahead is None or (parts and ahead[0].shape != parts[0][1][0].shape):
+                    break  # the look ahead ends at a layer that routes by token, or whose router has another shape
+                parts.append((target, ahead))
+            if not parts:
+                self.steps.append(None)
+                continue
+            weight = np.concatenate([w for _, (w, _) in parts])
+            if any(b is not None for _, (_, b) in parts):
+                bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b for _, (w, b) in parts], dtype=np.float32)
+            else:
+                bias = None
+            self.steps.append((Rows(weight), bias, [target for target, _ in parts]))
+
+    def native(self) -> RoutersAhead | None:
+        router, overridden = self.router, type(self).observe is not RoutersAhead.observe
+        return None if overridden or (router.by_probs and (router.gating != SIGMOID or router.n_groups > 1)) else self
+
+    def observe(self, event: GateEvent) -> list[Prediction]:
+        step = self.steps[event.gate]
+        if step is None or event.gate_input is None:
+            return []
+        rows, bias, targets = step
+        logits = rows.product(event.gate_input)
+        if bias is not None:
+            logits += bias
+        router = self.router
+        scores = logits.reshape(len(logits), len(targets), -1)
+        if router.by_probs:
+            scores = router.gated(scores)
+            return [Prediction(gate, router.selection(gate, scores[:, i])) for i, gate in enumerate(targets)]
+        return [Prediction(gate, scores[:, i], True) for i, gate in enumerate(targets)]
+
 
 def top_k(scores: np.ndarray, k: int) -> np.ndarray:
     """[n_tokens, k] the k likeliest experts of each row [n_tokens, n_experts], in no order."""
@@ -311,3 +373,20 @@ def top_k(scores: np.ndarray, k: int) -> np.ndarray:
 def recall(scores: np.ndarray, used: np.ndarray, k: int) -> float:
     """Share of the used experts [n_tokens, n_experts] bool that are among the k highest scores of their row."""
     return float(np.take_along_axis(used, top_k(scores, k), axis=1).sum() / max(used.sum(), 1))
+
+
+def quotas(shape: CacheShape, shallow: int) -> list[int]:
+    """Return how many experts each layer may keep (Fate §4.4): cache_deep = (cache_total - L x num_experts) / (num_layers - L), and with less room the first L layers in turn."""
+    total, out = int(shape.capacity + 1e-6), []  # a share of a whole number may lie below it
+    for _ in range(shallow):
+        out.append(min(shape.n_experts, total))
+        total -= out[-1]
+    deep = shape.n_gates - shallow
+    for i in range(deep):  # evenly, the remainder to the first
+        out.append(min(shape.n_experts, total // deep + (i < total % deep)))
+    return out
+
+
+def n_low(n_chosen: int, p: float) -> int:
+    """Return how many of the experts that a prompt's batch chose are read in low precision (Fate §4.5): the share p, rounded down."""
+    return int(p * n_chosen)

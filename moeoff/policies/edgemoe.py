@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
-from ..system.arrays import Layout, WrongArrays, require_arrays
-from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Prediction, Predictor, Progress, chosen
+from ..system.arrays import WrongArrays, require_arrays
+from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Prediction, Predictor, Progress, Section, chosen
 from .strategy import Strategy, register
 
 # --- §3.2: expert-wise quantization ---
@@ -46,7 +45,6 @@ PRIOR_TWO = 8.0  # observations that the back-off of a pair to one layer weighs 
 TABLE = 16 << 20  # bytes of a table that spares a wide lookup for each event: models with up to 64 experts
 PAIRS = 256 << 20  # bytes of counts; of a model with more, the last pairs of a layer back off to one layer
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
-POPULARITY: dict[str, Layout] = {"counts": ("i", ("gates", "experts"), 0, 1 << 53)}  # of the section of this name
 FIRST_LAYER = 8 << 20  # bytes of the table of what tokens choose in the first layer; the most frequent are kept
 
 
@@ -174,8 +172,6 @@ class ActivationPath(Predictor):
     """
 
     name, summary = "activation-path", "what followed the experts of the last two layers in other text"
-    profile_section = "path"
-    more_sections = {"pairs": fit_pairs, "first": fit_first}
     compared = True
 
     def start(self) -> None:
@@ -259,8 +255,8 @@ class ActivationPath(Predictor):
         joint: np.ndarray = pairs.joint(gate, last, before, ratio - FLOOR)
         return np.log(joint + FLOOR, out=joint)
 
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    @staticmethod
+    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:
@@ -278,6 +274,8 @@ class ActivationPath(Predictor):
                 progress(gate + 1, n)
         return {"popularity": popularity, "one": one}
 
+    sections = (Section("path", fit), Section("pairs", fit_pairs), Section("first", fit_first))
+
 
 # --- §3.3.3: cache eviction policy ---
 
@@ -294,22 +292,18 @@ class FrequencyOverDistance(GroupedPolicy):
 
     name, summary = "edgemoe", "keeps what is used often and in layers that come soon"
     defaults = {"counts": None}
-    profile_section = "popularity"
     distance_sign = 1  # of i - I; -1 is the printed form
 
-    @classmethod
-    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        require_arrays(arrays, POPULARITY)
-        return {"counts": arrays["counts"]}
-
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    @staticmethod
+    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:
             counts [n_gates, n_experts] int64, tokens that used each expert; n_tokens.
         """
         return {"counts": recording.popularity(), "n_tokens": np.array([recording.n_tokens])}
+
+    sections = (Section("popularity", fit, {"counts": ("i", ("gates", "experts"), 0, 1 << 53)}),)
 
     def start(self) -> None:
         super().start()

@@ -1,10 +1,10 @@
 """Fate: the next layer's router on this layer's input, and a cache that favors shallow layers.
 
-    §4.2  cross-layer gate, the experts above the 75th percentile  RoutersAhead, CrossLayerGate, its fit; `share` of the preset is 0.25
+    §4.2  cross-layer gate, the experts above the 75th percentile  `base.RoutersAhead`, CrossLayerGate, its fit; `share` of the preset is 0.25
     §4.3  n = T / t_expert in decode                               moeoff.engine.prefetcher measures both while it runs
           prompts in descending popularity                         GateEvent.demand; executed by the native store (moeoff-gate-events)
-    §4.4  boundary L, cache_deep, ARC in each layer                shallow_boundary, quotas, ShallowFavoringARC
-    §4.5  share p of a prompt's least popular experts in int2      n_low, `Precision.prefill_low_fraction`; executed by the native store
+    §4.4  boundary L, cache_deep, ARC in each layer                shallow_boundary, `base.quotas`, ShallowFavoringARC
+    §4.5  share p of a prompt's least popular experts in int2      `base.n_low`, `Precision.prefill_low_fraction`; executed by the native store
     §5.3  a mispredicted expert in int2                            `Precision.mispredicted_low` (both moeoff-version-selector)
 
 The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's four and two bits; §5.3's are the low-end PC's alone. Their baselines are in scripts/research/baselines.py.
@@ -12,78 +12,18 @@ The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's four a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from ..precision import INT4, LOWEST, Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
-from ..routing.router import Rows
-from ..system.arrays import require_arrays
-from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Prediction, Predictor, Progress, recall
+from .base import DEFAULT_FIT, FitOptions, Policy, Progress, RoutersAhead, Section, quotas, recall
 from .classic import ARC
 from .strategy import Strategy, register
 
 # --- §4.2, 4.3: cross-layer expert prefetch ---
-
-
-class RoutersAhead(Predictor):
-    """Routers of the next gates on a gate's input, in one matrix product, for HOBBIT's stack too: call `look_ahead` in `start`.
-
-    Attributes:
-        steps: of each gate, the routers of the gates behind it, one below the other, their bias, and these gates; None where there are none.
-    """
-
-    wants_gate_input = True
-    profile_section = "gate"
-
-    def look_ahead(self, p: int, norm: bool | None) -> None:
-        """Stacks the routers of the next `p` gates.
-
-        Args:
-            norm: as for `Router.ahead`; None takes what calibration measured for each gate, and True where there is none.
-        """
-        router = self.router
-        measured = None
-        if norm is None and self.arrays is not None:
-            require_arrays(self.arrays, {"next_norm": ("b", (router.n_gates,))})
-            measured = self.arrays["next_norm"]
-        self.steps: list[tuple[Rows, np.ndarray | None, list[int]] | None] = []
-        for gate in range(router.n_gates):
-            parts: list[tuple[int, tuple[np.ndarray, np.ndarray | None]]] = []
-            for target in range(gate + 1, min(gate + p, router.n_gates - 1) + 1):
-                use = bool(measured[target]) if measured is not None else norm is not False
-                ahead = router.ahead(gate, target, use)
-                if ahead is None or (parts and ahead[0].shape != parts[0][1][0].shape):
-                    break  # the look ahead ends at a layer that routes by token, or whose router has another shape
-                parts.append((target, ahead))
-            if not parts:
-                self.steps.append(None)
-                continue
-            weight = np.concatenate([w for _, (w, _) in parts])
-            if any(b is not None for _, (_, b) in parts):
-                bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b for _, (w, b) in parts], dtype=np.float32)
-            else:
-                bias = None
-            self.steps.append((Rows(weight), bias, [target for target, _ in parts]))
-
-    def observe(self, event: GateEvent) -> list[Prediction]:
-        step = self.steps[event.gate]
-        if step is None or event.gate_input is None:
-            return []
-        rows, bias, targets = step
-        logits = rows.product(event.gate_input)
-        if bias is not None:
-            logits += bias
-        router = self.router
-        scores = logits.reshape(len(logits), len(targets), -1)
-        if router.by_probs:
-            scores = router.gated(scores)
-            return [Prediction(gate, router.selection(gate, scores[:, i])) for i, gate in enumerate(targets)]
-        return [Prediction(gate, scores[:, i], True) for i, gate in enumerate(targets)]
 
 
 @register
@@ -101,8 +41,8 @@ class CrossLayerGate(RoutersAhead):
     def start(self) -> None:
         self.look_ahead(1, self.options["norm"])
 
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+    @staticmethod
+    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """From a `Recording` with gate inputs; None if it has none.
 
         Returns:
@@ -126,6 +66,8 @@ class CrossLayerGate(RoutersAhead):
                 progress(target, n - 1)
         return arrays
 
+    sections = (Section("gate", fit),)
+
 
 # --- §4.4: shallow-favoring expert cache ---
 
@@ -147,24 +89,12 @@ def proportional_boundary(n_gates: int) -> int:
     return max(round(3 * n_gates / 24), 1)
 
 
-def quotas(shape: CacheShape, shallow: int) -> list[int]:
-    """Experts that each layer may keep: cache_deep = (cache_total - L x num_experts) / (num_layers - L), and with less room the first L layers in turn."""
-    total, out = int(shape.capacity + 1e-6), []  # a share of a whole number may lie below it
-    for _ in range(shallow):
-        out.append(min(shape.n_experts, total))
-        total -= out[-1]
-    deep = shape.n_gates - shallow
-    for i in range(deep):  # evenly, the remainder to the first
-        out.append(min(shape.n_experts, total // deep + (i < total % deep)))
-    return out
-
-
 _BEYOND_QUOTA = -1e6  # a layer within its quota outranks one beyond it by this much
 
 
 @register
 class ShallowFavoringARC(Policy):
-    """ARC's lists for each layer, with the quotas above.
+    """ARC's lists for each layer, with the quotas of §4.4.
 
     An expert that ARC would evict from its layer leaves T1 and T2 and ranks below all experts in them. The buffer evicts it only when it
     needs room, so that a layer's unused quota serves other layers meanwhile.
@@ -175,20 +105,16 @@ class ShallowFavoringARC(Policy):
 
     name, summary = "arc", "shallow layers first, recency and frequency balanced in each (Fate)"
     defaults = {"shallow": None}
-    profile_section = "shallow"
     compared = True
 
-    @classmethod
-    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        require_arrays(arrays, {"shallow": ("i", (1,), 0, MAX_GATES)})
-        return {"shallow": int(arrays["shallow"][0])}
-
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+    @staticmethod
+    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """L, shallow [1], of a `Recording` with gate inputs; None if it has none."""
         judged = recording.input_tokens[:JUDGED]
         gate = CrossLayerGate.fit(recording.part(0, int(judged[-1]) + 1), options, progress) if len(judged) else None
         return None if gate is None else {"shallow": np.array([shallow_boundary(np.maximum(gate["recall_raw"], gate["recall_norm"]))])}
+
+    sections = (Section("shallow", fit, {"shallow": ("i", (1,), 0, MAX_GATES)}),)
 
     def start(self) -> None:
         self._layers = [ARC() for _ in range(self.shape.n_gates)]
@@ -216,12 +142,6 @@ class ShallowFavoringARC(Policy):
 # --- §4.5: popularity-aware hybrid quantization of a prompt's experts ---
 
 P = 0.25  # the paper's, of Qwen1.5-MoE
-
-
-def n_low(n_chosen: int, p: float) -> int:
-    """How many of the experts that a prompt's batch chose are read in low precision: those that the fewest tokens chose, the share p rounded down."""
-    return int(p * n_chosen)
-
 
 FATE = register(
     Strategy(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,9 +31,8 @@ from ..precision import INT4, LOWEST, Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.trace import Trace
-from ..system.arrays import require_arrays
-from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Progress, chosen
-from .fate import RoutersAhead, n_low
+from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Progress, RoutersAhead, Section, chosen, n_low
+from .fate import CrossLayerGate
 from .strategy import Strategy, register
 
 # --- §3.2: token-level dynamic expert loading ---
@@ -115,6 +114,7 @@ class StackedGate(RoutersAhead):
 
     name, summary = "stacked", "the next p layers' routers on this layer's input"
     defaults = {"p": 3, "norm": None}
+    sections = CrossLayerGate.sections
 
     def start(self) -> None:
         self.look_ahead(self.options["p"], self.options["norm"])
@@ -202,28 +202,10 @@ class Hobbit(GroupedPolicy):
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
     defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "actual": False, "sequence": True}
-    profile_section = "hobbit"
-    precision_section = "thresholds"
-    more_sections = {"thresholds": fit_thresholds}
     compared = True
 
-    @classmethod
-    def fitted_precision(cls, precision: Precision, arrays: Mapping[str, np.ndarray]) -> Precision:
-        require_arrays(arrays, {name: ("f", (), 0, 1) for name in ("t1", "t2")})
-        return replace(precision, t1=float(arrays["t1"]), t2=float(arrays["t2"]))
-
-    @classmethod
-    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        weights = {name: value for name, value in arrays.items() if name in cls.defaults}
-        require_arrays(weights, {name: ("f", ()) for name in weights})
-        return {name: float(value) for name, value in weights.items()}
-
-    @classmethod
-    def precision_options(cls, t1: float) -> dict[str, Any]:
-        return {"t1": t1, "actual": True}
-
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+    @staticmethod
+    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """The four weights; None if the recording has no probabilities, or the options have no way to replay it.
 
         Returns:
@@ -238,6 +220,11 @@ class Hobbit(GroupedPolicy):
         if progress:
             progress(1, 1)
         return {name: np.array(value) for name, value in (weights | {"t1": cost.t1, "t2": cost.t2, "low_cost": cost.low}).items()}
+
+    sections = (
+        Section("hobbit", fit, {name: ("f", ()) for name in ("lru", "lfu", "lhu", "fld", "t1")}),
+        Section("thresholds", fit_thresholds, {name: ("f", (), 0, 1) for name in ("t1", "t2")}),
+    )
 
     def start(self) -> None:
         super().start()

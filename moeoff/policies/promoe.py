@@ -24,8 +24,7 @@ from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.router import Rows
 from ..system.arrays import WrongArrays, require_arrays
-from .base import DEFAULT_FIT, FitOptions, Policy, Prediction, Predictor, Progress, recall
-from .fate import quotas
+from .base import DEFAULT_FIT, FitOptions, Policy, Prediction, Predictor, Progress, Section, quotas, recall
 from .strategy import Strategy, register
 
 # --- §4: learned predictor ---
@@ -47,10 +46,8 @@ class Learned(Predictor):
 
     name, summary = "learned", "a small network on the gate input one or two layers before"
     wants_gate_input = True
-    profile_section = "learned"
     needs_profile = True
     defaults = {"stride": 1}
-    strides: tuple[int, ...] = STRIDES  # that `fit` trains for
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -92,9 +89,9 @@ class Learned(Predictor):
         logits += 1
         return [Prediction(event.gate + self.options["stride"], np.reciprocal(logits, out=logits))]
 
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none, or there is no room for the networks. A network for each of `strides`.
+    @staticmethod
+    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none, or there is no room for the networks. A network for each of `STRIDES`.
 
         Nothing is chosen on the tenth: which epoch is best says another tenth of the text that is trained on.
 
@@ -107,10 +104,10 @@ class Learned(Predictor):
 
         if recording.inputs is None:
             return None
-        router, hidden, strides = recording.router, options.hidden, cls.strides
+        router, hidden = recording.router, options.hidden
         n, e, d = router.n_gates, router.n_experts, recording.inputs.shape[2]
         parts = min(d, COMPONENTS)
-        if options.room is not None and 2 * len(strides) * n * hidden * (d + e) + 24 * hidden * (parts + e) + 4 * d * parts > options.room:
+        if options.room is not None and 2 * len(STRIDES) * n * hidden * (d + e) + 24 * hidden * (parts + e) + 4 * d * parts > options.room:
             return None
         used = recording.used()[recording.input_tokens]
         rest, held = recording.split()
@@ -118,13 +115,13 @@ class Learned(Predictor):
         _, chosen[rest] = recording.take(rest).split()
         train, choose, held = (mask[recording.input_tokens] for mask in (rest & ~chosen, chosen if (rest & ~chosen).any() else rest, held))
         arrays: dict[str, np.ndarray] = {}
-        for s in strides:
+        for s in STRIDES:
             arrays |= {
                 f"first_{s}": np.zeros((n, hidden, d), np.float16), f"first_bias_{s}": np.zeros((n, hidden), np.float32),
                 f"second_{s}": np.zeros((n, e, hidden), np.float16), f"second_bias_{s}": np.zeros((n, e), np.float32),
                 f"there_{s}": np.zeros(n, bool), f"recall_{s}": np.zeros(n, np.float32),
             }  # fmt: skip
-        jobs = [(g, s) for g in range(n) for s in strides if g + s < n and router.knows(g + s)]
+        jobs = [(g, s) for g in range(n) for s in STRIDES if g + s < n and router.knows(g + s)]
         for i, (g, s) in enumerate(jobs):
             x, ahead = recording.inputs[:, g].astype(np.float32), router.ahead(g, g + s, True)
             if not x.any() or ahead is None:
@@ -163,6 +160,8 @@ class Learned(Predictor):
             arrays[f"there_{s}"][g + s] = True
             arrays[f"recall_{s}"][g + s] = recall(network.predict_proba(x[held]), y[held][:, active], router.n_used[g + s]) if held.any() else 0
         return arrays
+
+    sections = (Section("learned", fit),)
 
 
 def _features(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.trace import Trace
 from ..system.arrays import read_npz, require_arrays
-from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, chosen
+from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, Section, chosen
 from .fate import CrossLayerGate
 from .strategy import Strategy, register
 
@@ -46,24 +46,20 @@ class Score(Policy):
         weights: what `fit_score` returns. None: those that moeoff has for this model (by its file's name), or else generic coefficients without
             the bottleneck; "generic" takes these.
 
-    Attributes:
-        native: struct moeoff_score, which the driver's thread may take events for.
-
     Raises:
         OptionError: weights of another shape.
     """
 
     name, summary, wants_probs = "score", "keeps the highest learned score of reuse", True
     defaults = {"weights": None}
-    profile_section = "score"
     compared = True
 
     @classmethod
     def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         return {"weights": arrays}
 
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+    @staticmethod
+    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """Arrays of `fit_score`, of as many tokens as there is room for; None if that is too few, or the recording has no probabilities."""
         n, e = recording.model.n_gates, recording.model.n_experts
         tokens = MAX_EVENTS // n
@@ -72,6 +68,8 @@ class Score(Policy):
         if recording.probs is None or tokens < MIN_TOKENS:
             return None
         return fit_score(recording.trace(tokens), progress=progress)
+
+    sections = (Section("score", fit),)
 
     def start(self) -> None:
         from ..llamacpp import native  # what replays no trace with it loads no llama.cpp
@@ -101,18 +99,21 @@ class Score(Policy):
                 "own": np.zeros((n, e)),
                 "state": w["mean"].copy(),
             }
-        self.native = native.Score(floor=FLOOR, state_rate=STATE_RATE, n_gates=n, n_experts=e, rank=rank, n_prob_rates=len(PROB_RATES), n_rates=len(rates),
+        self._native = native.Score(floor=FLOOR, state_rate=STATE_RATE, n_gates=n, n_experts=e, rank=rank, n_prob_rates=len(PROB_RATES), n_rates=len(rates),
                                    n_refresh=max(REFRESH // max(e * rank, 1), 1), last=-1, n_pass=1)  # fmt: skip
         self._tables: dict[str, np.ndarray] = {}
         self._set(**tables)
         self._take, self._now_at = native.score_take, [row.ctypes.data for row in self._now]
         self.resize(self.shape.capacity)
 
+    def native(self) -> Any:
+        return self._native
+
     def _set(self, **tables: Any) -> None:
         """Tables of the native score, which live as long as this."""
         for name, table in tables.items():
             self._tables[name] = array = np.ascontiguousarray(table, np.float32)
-            setattr(self.native, name, array.ctypes.data_as(type(getattr(self.native, name))))
+            setattr(self._native, name, array.ctypes.data_as(type(getattr(self._native, name))))
 
     def resize(self, capacity: float) -> None:
         """Takes the coefficients of the horizon that fits the new capacity."""
@@ -121,11 +122,11 @@ class Score(Policy):
         if w:
             h = min(int(np.searchsorted(w["share"], capacity / (n * e))), len(w["share"]) - 1)
             self._set(coef=w["coef"][h], back=w["back"][h], bias=w["bias"][h])
-            self.native.position = w["position"][h]
+            self._native.position = w["position"][h]
         else:
             self._set(coef=np.tile(GENERIC, (n, 1)))
-            self.native.position = 0.03
-        np.subtract(self._tables["scores"], self.native.position * self._tables["due"][:, None], out=self.priorities)
+            self._native.position = 0.03
+        np.subtract(self._tables["scores"], self._native.position * self._tables["due"][:, None], out=self.priorities)
 
     def update(self, event: GateEvent) -> bool:
         n_tokens, (probs, uses) = len(event.ids), self._now
@@ -136,7 +137,7 @@ class Score(Policy):
             probs[: event.probs.shape[1]] = event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
         else:  # without them, the selected experts' weights
             np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
-        self._take(self.native, event.gate, n_tokens, event.decode, *self._now_at)
+        self._take(self._native, event.gate, n_tokens, event.decode, *self._now_at)
         return True
 
 

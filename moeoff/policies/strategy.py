@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ..errors import OptionError
 from ..precision import LOSSLESS, Precision
-from .base import Fit, Policy, Predictor, StrategyPart
+from .base import Policy, Predictor, Section
 
 Part = TypeVar("Part", bound="type[Policy] | type[Predictor] | Strategy")
 
@@ -146,27 +146,15 @@ def get_strategy(name: str | Strategy) -> Strategy:
     return Strategy(name, f"{policy.summary}; {predictor.summary}", policy=policy, predictor=predictor, ab_tested=True)
 
 
-def fits() -> dict[str, Fit]:
-    """Fits of the registered policies and predictors, by the section of a profile that each writes.
-
-    Parts that share a section inherit its fit; the first that was registered is asked.
+def fits() -> dict[str, Section]:
+    """Sections of a profile that the registered policies and predictors learn, by name. Parts may share one.
 
     Raises:
-        OptionError: a fit has no section, or one that is fitted in another way.
+        OptionError: Two parts learn a section in different ways.
     """
-    out: dict[str, Fit] = {}
+    out: dict[str, Section] = {}
     for part in (*POLICIES.values(), *PREDICTORS.values()):
-        own = dict(part.more_sections)
-        if _function(part.fit) is not _function(StrategyPart.fit):
-            if part.profile_section is None:
-                raise OptionError(f"{part.name} has a fit, but no profile_section to keep what it learns")
-            own[part.profile_section] = part.fit
-        for section, learn in own.items():
-            if _function(out.setdefault(section, learn)) is not _function(learn):
-                raise OptionError(f"{part.name} fits section {section!r} of a profile in a way of its own: it needs another profile_section")
+        for section in part.sections:
+            if out.setdefault(section.name, section) is not section:
+                raise OptionError(f"{part.name} fits section {section.name!r} of a profile in a way of its own: it needs another name")
     return out
-
-
-def _function(fit: Fit) -> object:
-    """The same for classes that inherit one fit."""
-    return getattr(fit, "__func__", fit)

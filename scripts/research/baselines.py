@@ -5,13 +5,10 @@ Importing this module registers them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from moeoff.policies import FitOptions, Policy, Prediction, Predictor, Strategy, register
-from moeoff.policies.base import DEFAULT_FIT, Progress, chosen
+from moeoff.policies.base import DEFAULT_FIT, Progress, Section, chosen
 from moeoff.policies.classic import LFU
 from moeoff.policies.edgemoe import ActivationPath, FrequencyOverDistance, token_shares
 from moeoff.policies.fate import ShallowFavoringARC
@@ -44,11 +41,7 @@ class Static(Policy):
 
     name, summary = "static", "keeps the experts that were popular before"
     defaults = {"counts": None, "learn": 512}
-    profile_section = "popularity"
-
-    @classmethod
-    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        return {"counts": arrays["counts"]}
+    sections = FrequencyOverDistance.sections
 
     def start(self) -> None:
         counts = self.options["counts"]
@@ -78,10 +71,7 @@ class EvenARC(ShallowFavoringARC):
 
     name, summary = "arc-even", "recency and frequency balanced in each layer, as many experts in each"
     defaults = {"shallow": 0}
-
-    @classmethod
-    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        return {}
+    sections = ()
 
 
 @register
@@ -105,7 +95,6 @@ class TokenTable(Predictor):
     """
 
     name, summary, wants_tokens = "token-table", "what this token chose in other text, for all layers at once", True
-    profile_section = "tokens"
 
     def begin(self, tokens: np.ndarray) -> list[Prediction]:
         tokens = np.asarray(tokens)
@@ -124,8 +113,8 @@ class TokenTable(Predictor):
                 out.append(Prediction(gate, rows[:, gate]))
         return out
 
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    @staticmethod
+    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:
@@ -133,6 +122,8 @@ class TokenTable(Predictor):
         """
         tokens, shares, popularity = token_shares(recording.tokens, recording.used(), LIMIT, progress)
         return {"tokens": tokens, "shares": shares, "popularity": popularity}
+
+    sections = (Section("tokens", fit),)
 
 
 @register
@@ -165,7 +156,7 @@ class EAP(ActivationPath):
     """Fate's baseline (§5): the expert activation path one layer back."""
 
     name, summary = "eap", "what followed the experts of the last layer in other text"
-    more_sections = {}
+    sections = ActivationPath.sections[:1]
 
 
 class Oracle(Predictor):

@@ -20,7 +20,7 @@ from moeoff.errors import BudgetError, OptionError
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import CacheShape, Strategy
-from moeoff.policies.fate import n_low, quotas
+from moeoff.policies.base import n_low, quotas
 from moeoff.policies.hobbit import HIGH, LOW, SKIP, unimportance, versions
 from moeoff.precision import LOSSLESS, Precision
 from moeoff.routing.batch import Span

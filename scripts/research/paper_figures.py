@@ -359,7 +359,7 @@ def promoe_8(d: Data) -> tuple[str, str, str]:
     """The learned one's gain over the better of the others; and the same after less text."""
     accuracies = {}
     for title, name in (("token", "token-table"), ("skip", "gate"), ("learned", "learned")):
-        accuracies[title] = _accuracy(d, get_predictor(name)(d.held.router, d.sections[get_predictor(name).profile_section]))
+        accuracies[title] = _accuracy(d, get_predictor(name)(d.held.router, d.sections[get_predictor(name).sections[0].name]))
     other = np.maximum(accuracies["token"], accuracies["skip"])
     ours = f"{', '.join(f'{title} {100 * np.mean(value[1:]):.1f} %' for title, value in accuracies.items())} without layer 0"
     half = d.train.take(np.cumsum(d.train.starts) % 2 == 0)

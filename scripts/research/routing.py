@@ -411,7 +411,7 @@ def predictors(model: str, calib: Sequence[str], valid: Sequence[str], tokens: i
         title = f"Decode, {decoded.n_tokens:,} tokens: recall at k, %, by layer; mean of the layers that are predicted"
         table = results.table("recall", title, ["", *map(str, range(router.n_gates)), "mean"])
         for title, name, options in ROWS:
-            recalls = recall_by_gate(decoded, events, name, sections.get(PREDICTORS[name].profile_section), **options)
+            recalls = recall_by_gate(decoded, events, name, sections.get(next((section.name for section in PREDICTORS[name].sections), None)), **options)
             table.row(title, *("" if np.isnan(x) else f"{100 * x:.1f}" for x in [*recalls, np.nanmean(recalls)]))
 
 

@@ -82,7 +82,7 @@ def test_the_driver_thread_scores_as_python_would(demo, gating):
     events = []
     with moeoff.Llama(demo, expert_memory=share(demo, 0.5), **OPTIONS) as llm:
         policy, router = llm.engine.driver.policy, llm.engine.driver.prefetcher.predictor.router
-        policy.native.gating = router.gating = gating
+        policy.native().gating = router.gating = gating
         llm.set_gate_callback(events.append)
         for tokens in (PROMPT, *([100 + i] for i in range(80)), PROMPT[:3], [7]):
             llm.eval(tokens)

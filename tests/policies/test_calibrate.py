@@ -27,6 +27,7 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure import profile_fit as module
 from moeoff.measure.profile_fit import calibrate, cap_hidden, fit
 from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor
+from moeoff.policies.base import Section
 from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.strategy import fits
 from moeoff.routing.router import Router
@@ -36,7 +37,7 @@ def test_profile(calibrated):
     model, result, _ = calibrated
     profile = Profile.find(ModelIndex.read(model))
     assert profile.path == result.path == profile_path(model)
-    expected = {predictor.profile_section for predictor in PREDICTORS.values() if predictor.profile_section}
+    expected = {section.name for predictor in PREDICTORS.values() for section in predictor.sections[:1]}
     assert set(result.sections) >= expected | {"popularity", "score", "thresholds"}
     assert set(profile.sections) == set(result.sections) | {"precision"}
     assert np.array_equal(profile.section("precision")["bits"], np.arange(3))
@@ -60,16 +61,11 @@ def test_what_does_not_help_is_left_out(monkeypatch):
     """A policy's fit is written where it reads less on text that it has not seen, and nowhere else."""
 
     class MyPolicy(Policy):
-        name, defaults, profile_section, compared, good = "mine", {"order": None}, "mine", True, True
-
-        @classmethod
-        def fit(cls, recording, options=None, progress=None):
+        def fit(recording, options, progress):
             order = np.tile(np.arange(recording.router.n_experts), (recording.model.n_gates, 1))
-            return {"order": order if cls.good else 0 * order}
+            return {"order": order if MyPolicy.good else 0 * order}
 
-        @classmethod
-        def profile_options(cls, arrays):
-            return {"order": arrays["order"]}
+        name, defaults, compared, good, sections = "mine", {"order": None}, True, True, (Section("mine", fit),)
 
         def start(self):
             if self.options["order"] is not None:
@@ -111,8 +107,8 @@ def test_the_norm_is_chosen_only_where_that_helps(monkeypatch):
     """What `gate` and `shallow` say is left out where the default does as well."""
     monkeypatch.setattr(module, "_LEAST_HELD", 64)
     recording, warnings = random_recording(800), []
-    fitted = CrossLayerGate.fit(recording)
-    monkeypatch.setattr(CrossLayerGate, "fit", lambda *_: fitted | {"next_norm": np.ones(4, bool)})
+    always = CrossLayerGate.fit(recording) | {"next_norm": np.ones(4, bool)}
+    monkeypatch.setattr(module, "fits", lambda: {"gate": replace(CrossLayerGate.sections[0], fit=lambda *_: always)})
     assert "gate" not in fit(recording, FitOptions(), only=["gate"], warn=warnings.append)
     assert warnings == ["gate: on text that it was not fitted to no more is predicted with it, and it is left out"]
 
@@ -136,12 +132,11 @@ class TestFitsOfUsers:
         PREDICTORS.pop("mine", None)
 
     class MyPredictor(Predictor):
-        name, profile_section = "mine", "mine"
-
-        @classmethod
-        def fit(cls, recording, options=None, progress=None):
+        def fit(recording, options, progress):
             progress(1, 1)
             return {"seed": np.array([options.seed]), "used": recording.used().sum(axis=0)}
+
+        name, sections = "mine", (Section("mine", fit),)
 
     def test_is_fitted(self):
         moeoff.register(self.MyPredictor)
@@ -152,15 +147,15 @@ class TestFitsOfUsers:
         mine = get_predictor("mine")(recording.router, sections["mine"])
         assert np.array_equal(mine.arrays["used"], recording.popularity())
 
-    @pytest.mark.parametrize("section, message", [(None, "no profile_section"), ("path", "'path'"), ("score", "'score'"), ("popularity", "'popularity'")])
-    def test_needs_a_section_of_its_own(self, section, message, demo):
-        moeoff.register(type("Other", (self.MyPredictor,), {"profile_section": section}))
-        with pytest.raises(OptionError, match=f"^mine .*{message}"):
+    @pytest.mark.parametrize("section", ["path", "score", "popularity"])
+    def test_needs_a_section_of_its_own(self, section, demo):
+        moeoff.register(type("Other", (self.MyPredictor,), {"sections": (replace(self.MyPredictor.sections[0], name=section),)}))
+        with pytest.raises(OptionError, match=f"^mine .*'{section}'"):
             calibrate(demo, text=CALIBRATION_TEXTS, progress=lambda *_: pytest.fail("the work has begun"))
 
     def test_may_share_the_fit_of_its_base(self):
         moeoff.register(type("Other", (CrossLayerGate,), {"name": "mine"}))
-        assert fits()["gate"].__self__ is CrossLayerGate
+        assert fits()["gate"] is CrossLayerGate.sections[0]
 
 
 def test_policies_take_their_sections(calibrated):
@@ -170,7 +165,7 @@ def test_policies_take_their_sections(calibrated):
     shape = CacheShape(12, 32, 4, 100.0)
 
     def made(name, **options):
-        return get_policy(name).from_profile(profile.section(get_policy(name).profile_section), shape, **options)
+        return get_policy(name).from_profile(profile.section(get_policy(name).sections[0].name), shape, **options)
 
     assert made("score")._weights is not None
     assert made("edgemoe").options["counts"].sum() == 12 * 4 * result.n_tokens
@@ -183,11 +178,7 @@ def test_a_users_policy_takes_its_sections(calibrated):
     model, _, _ = calibrated
 
     class Popularity(Policy):
-        name, defaults, profile_section = "popular", {"counts": None}, "popularity"
-
-        @classmethod
-        def profile_options(cls, arrays):
-            return {"counts": arrays["counts"]}
+        name, defaults, sections = "popular", {"counts": None}, get_policy("edgemoe").sections
 
         def start(self):
             if self.options["counts"] is not None:

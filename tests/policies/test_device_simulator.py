@@ -198,8 +198,8 @@ def test_presets_are_what_their_papers_say(demo, learned):
     tables = {}
     for name in ("eap", "fate", "promoe"):
         strategy = PRESETS[name]
-        section = strategy.policy.profile_section
-        policy = strategy.policy.from_profile(section and profile.section(section), CacheShape.of(held.model, arena), np.zeros((12, 32), np.float32))
+        arrays = next((profile.section(section.name) for section in strategy.policy.sections), None)
+        policy = strategy.policy.from_profile(arrays, CacheShape.of(held.model, arena), np.zeros((12, 32), np.float32))
         for event in held.events(0, 64, inputs=False):
             policy.update(event)
         tables[name] = policy.priorities.copy()

@@ -29,7 +29,7 @@ from moeoff.policies import (
     score,
     strategy_names,
 )
-from moeoff.policies.fate import quotas
+from moeoff.policies.base import quotas
 from moeoff.policies.hobbit import T1, T2, Hobbit, MissCost, fit_weights, recorded_unimportance, thresholds, unimportance
 from moeoff.policies.replay import simulate
 from moeoff.policies.score import HORIZONS, MAX_MATRIX, Score, fit_score, next_use
@@ -85,10 +85,9 @@ class TestContract:
             policy.update(event)
         assert np.isfinite(policy.priorities).all()
 
-    def test_options_of_a_calibration_and_of_a_precision(self, name):
+    def test_options_without_a_calibration(self, name):
         kind = get_policy(name)
         assert kind.from_profile(None, SHAPE).options == kind.defaults
-        assert set(kind.precision_options(0.5)) <= set(kind.defaults)
 
     def test_unknown_option(self, name):
         with pytest.raises(OptionError, match="unknown option 'colour'"):
@@ -194,10 +193,9 @@ def test_a_lossless_run_counts_what_needs_high_precision():
 
 def test_hobbit_keeps_both_fitted_weights():
     """What a calibration found is what a lossy run uses: no part of it gives way to another formula."""
-    kind = get_policy("hobbit")
-    fitted = {name: np.float64(weight) for name, weight in (("lru", 0.1), ("lfu", 0.2), ("lhu", 0.6), ("fld", 0.1))}
-    policy = get_policy("hobbit").from_profile(fitted, SHAPE, **kind.precision_options(0.7))
-    assert {name: policy.options[name] for name in fitted} == fitted and policy.options["t1"] == 0.7
+    fitted = {name: np.array(weight) for name, weight in (("lru", 0.1), ("lfu", 0.2), ("lhu", 0.6), ("fld", 0.1), ("t1", 0.5))}
+    policy = get_policy("hobbit").from_profile(fitted, SHAPE, t1=0.7, actual=True)
+    assert {name: policy.options[name] for name in fitted} == fitted | {"t1": 0.7}
 
 
 def test_unimportance_by_brute_force():
