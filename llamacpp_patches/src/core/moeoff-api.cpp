@@ -7,6 +7,7 @@
 #include "moeoff-score.h"
 #include "moeoff-store.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 
@@ -170,6 +171,20 @@ int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * version
 
 void moeoff_score_take(moeoff_score * score, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses) {
     moeoff::score_take(*score, gate, n_tokens, is_decode, probs, uses);
+}
+
+int64_t moeoff_simulated_misses(float share, int32_t n_experts, const int32_t * ids, const bool * decoded, int32_t n_tokens, int32_t n_used) {
+    return guarded((int64_t) -1, [&] {
+        moeoff::simulated_cache    cache;
+        const std::vector<uint8_t> is_read(n_used, 1);
+        int64_t                    n_missed = 0;
+        cache.set_share(share, 1);
+        for (int32_t t = 0; t < n_tokens; t++, ids += n_used) {
+            n_missed += decoded[t] ? std::count_if(ids, ids + n_used, [&](int32_t e) { return !cache.has(0, e); }) : 0;
+            cache.use(0, n_experts, ids, is_read.data(), n_used);
+        }
+        return n_missed;
+    });
 }
 
 int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching) {

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 25
+#define MOEOFF_ABI_VERSION 26
 #define MOEOFF_ROW_CACHE_BYTES 2097152 // of rows of a table on disk that stay in memory, at most
 #define MOEOFF_ROW_READ_BYTES 524288 // of reads of rows that an op has under way; one for each thread are more where rows are that long
 #define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
@@ -386,6 +386,10 @@ MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_
 
 // a gate has selected for so many tokens; probs, uses [n_experts]: of each expert the mean probability, and the share of tokens that selected it
 MOEOFF_API void moeoff_score_take(struct moeoff_score * score, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses);
+
+// Experts that the decoded tokens of a text miss in one gate's simulated cache (moeoff_options.simulated_share), which is empty at first and takes in all
+// that is absent. ids [n_tokens, n_used], decoded [n_tokens]. -1: no memory
+MOEOFF_API int64_t moeoff_simulated_misses(float share, int32_t n_experts, const int32_t * ids, const bool * decoded, int32_t n_tokens, int32_t n_used);
 
 // starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. max_bytes bounds what may
 // wait for it, but a few events may always; memory is taken for what waits only. With prefetching, which must outlive the thread, it predicts and
