@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ModelError, OptionError
+from ..errors import OptionError
 from ..gguf.model_index import ModelIndex
 from ..gguf.preflight import preflight
 from .dry_load import dry_load_whole
@@ -67,16 +67,6 @@ class DraftModel:
         if spec_type is None and model_index.architecture not in _TOLD_BY_FILE:
             spec_type = OWN_LAYERS if model_index.n_nextn else _DRAFTS_OF.get(model_index.architecture, MODEL_DRAFTS)
         return cls(model_index, spec_type)
-
-    def require_text(self) -> None:
-        """Checks that it makes drafts as it writes a text. Raises `ModelError`."""
-        path, architecture = self.model_index.files[0], self.model_index.architecture
-        kind = architecture if architecture in (*_DRAFTS_OF, *_TOLD_BY_FILE) else self.spec_type
-        if kind != MODEL_DRAFTS:
-            raise ModelError(f"{path}: makes drafts as {kind}, for moeoff serve alone: here an ordinary small model makes them")
-        if "pooling_type" in self.model_index.hparams or self.model_index.hparams.get("attention.causal") is False:
-            raise ModelError(f"{path}: a model for embeddings, which writes no text: an ordinary small model makes drafts")
-        self.model_index.require_text()
 
     def memory(self, n_ctx: int, keywords: Mapping[str, Any], n_sequences: int = 1) -> MemoryPlan:
         """What llama.cpp allocates for it with these `draft_keywords`, and as extras what it takes for the headers while it loads."""

@@ -43,8 +43,8 @@ class _PlannedLlama(PatchedLlama):
     _no_alloc = True
     _one_output = True
 
-    def __init__(self, overrides: Overrides = (), n_sequences: int = 1, nextn: bool = False, unified: bool = True, n_draft: int = 0):
-        self._n_sequences, self._loads_nextn, self._unified, self._n_draft = n_sequences, nextn, unified, n_draft
+    def __init__(self, overrides: Overrides = (), n_sequences: int = 1, nextn: bool = False, unified: bool = True):
+        self._n_sequences, self._loads_nextn, self._unified = n_sequences, nextn, unified
         self._overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
 
     def sizes_with(self, **params: Any) -> MemoryPlan:
@@ -87,7 +87,7 @@ def with_drafts(allocated: MemoryPlan, ctx_draft: int | None) -> MemoryPlan:
 
 
 def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: Overrides = (), *,
-             n_sequences: int = 1, extras: int = 0, nextn: bool = False, unified: bool = True, n_draft: int = 0) -> MemoryPlan:  # fmt: skip
+             n_sequences: int = 1, extras: int = 0, nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
     """Plans the memory of a model at a context of n_ctx tokens, in this process as it is.
 
     Args:
@@ -97,7 +97,6 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         extras: bytes of prompts outside the context, samplers, and other files that will be loaded.
         nextn: drafts are made with the model's next-token layers, in a context of their own.
         unified: the sequences share all of the context, and have not a part of it each.
-        n_draft: tokens of a draft in a batch, which give logits as well.
 
     Raises:
         OptionError: a context that llama.cpp cannot count.
@@ -108,7 +107,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     model_index = model_index if nextn else model_index.without_nextn()
     preflight(model_index)
     keywords = {"flash_attn": True} if keywords is None else keywords
-    planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified, n_draft)
+    planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified)
     slots = [(slot_bytes(*(span.slice_bytes for span in spans)), spans[0].shape[2]) for spans in model_index.gates]
     embedding = model_index.dense.get(EMBEDDING)
     on_disk = {name: span.nbytes for name, span in model_index.row_tables.items() if not any(re.search(pattern, name) for pattern, _ in overrides)}
@@ -135,11 +134,11 @@ def answer_bytes(model_index: ModelIndex, n: int) -> int:
 
 
 def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: Overrides = (), n_sequences: int = 1,
-                   nextn: bool = False, unified: bool = True, n_draft: int = 0) -> MemoryPlan:  # fmt: skip
+                   nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
     """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts."""
 
     def sizes_at(n: int) -> MemoryPlan:
-        with planned_model(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified, n_draft)) as llm:
+        with planned_model(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified)) as llm:
             sizes = memory_sizes(llm)
             if not (nextn and model_index.n_nextn):
                 return sizes

@@ -1,4 +1,4 @@
-"""Speculative decoding: how many tokens are drafted ahead of the model, and drafts that are found in the text itself."""
+"""The length of drafts in speculative decoding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import numpy as np
 from ..options import LONGEST_DRAFT
 from ..routing.batch import Span
 
-TEXT_DRAFTS = "ngram-simple"  # llama-server's name
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # that a token is accepted, and how many tries that counts as
 _FORGET = 0.94  # what a try counts after the next one: acceptance changes with the text
 _SMOOTH = 0.25  # weight of a batch's time
 _SLOPE = 0.25  # of a token more in a batch, before one was timed: less than it will be, so that it is tried
 _MARGIN = 1.02  # a draft is worth no less
 _WAIT, _LONGEST_WAIT = 8, 256  # batches between two tries of another length
-_NGRAM = 3
 
 
 class DraftLength:
@@ -37,7 +35,6 @@ class DraftLength:
         self._seconds: dict[int, float] = {}  # by tokens of a sequence, in the mean
         self._spans: dict[int, Span] = {}  # of the batch before
         self._n_sequences, self._last = 0, 0.0
-        self._drafting: float | None = None
         self._wait, self._since, self._n_trials = _WAIT, 0, 0
         self._paid = True
         self._trial: int | None = None
@@ -54,15 +51,6 @@ class DraftLength:
         rates = self._rates() if len(self._seconds) > 1 else None
         return None if rates is None else float(rates[self._best] / rates[0] - 1)
 
-    def begin_draft(self, now: float, missed: float) -> None:
-        """Another model makes the next batch's draft from here on, in time that counts as that batch's.
-
-        Args:
-            now: in seconds.
-            missed: seconds until now, of no batch, in which it has read what came while there were no drafts.
-        """
-        self._drafting, self._last = now, self._last + missed
-
     def begin(self, spans: Mapping[int, Span], now: float) -> int:
         """Learns from the batch before: a sequence has gained what its first position has moved by, one token and what was accepted of its draft.
 
@@ -72,8 +60,6 @@ class DraftLength:
         Returns:
             Tokens of drafts that the batch before has rejected.
         """
-        if self._drafting is not None:
-            now, self._drafting = self._drafting, None
         seconds, self._last = now - self._last, now
         before, self._spans = self._spans, dict(spans)
         drafts = [  # tokens of each, and how many of them were accepted
@@ -96,11 +82,6 @@ class DraftLength:
             self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
         self._choose(max(drafted for drafted, _ in drafts), n_rejected == 0)
         return n_rejected
-
-    def end(self, sequence: int, end: int) -> int:
-        """An answer has ended before this position. Returns tokens of its last draft that are behind it."""
-        span = self._spans.pop(sequence, None)
-        return 0 if span is None or not span.decode else max(span.end - end, 0)
 
     def _count(self, n_drafted: int, n_accepted: int) -> None:
         n = min(n_drafted, n_accepted + 1, LONGEST_DRAFT)  # what comes behind a rejected token was not tried
@@ -146,33 +127,3 @@ class DraftLength:
         # drafts that are there from the first token on would else never be compared with none
         others = (0, min(2 * self._best, self.most), self._best // 2) if 1 in self._seconds else (0,)
         self._trial = others[self._n_trials % len(others)] if pays else 1
-
-
-class TextDrafts:
-    """Drafts from the text itself: what followed when its last three tokens stood there before (prompt lookup). For code that is edited, JSON, quotes.
-
-    Args:
-        length: how long they are.
-
-    Attributes:
-        n: tokens of the last one.
-    """
-
-    def __init__(self, length: DraftLength):
-        self._length = length
-        self.n = 0
-
-    def __call__(self, tokens: np.ndarray) -> np.ndarray:
-        """The draft for a text [n], at most `length.best` tokens."""
-        best, n_seen = self._length.best, len(tokens) - _NGRAM
-        draft = tokens[:0]
-        if best > 0 and n_seen > 0:
-            is_same = np.ones(n_seen, bool)
-            for i in range(_NGRAM):
-                is_same &= tokens[i : n_seen + i] == tokens[n_seen + i]
-            places = np.flatnonzero(is_same)
-            if len(places):
-                start = int(places[-1]) + _NGRAM
-                draft = tokens[start : start + best]
-        self.n = len(draft)
-        return np.array(draft)

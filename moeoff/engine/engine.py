@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ..budget.draft_model import MODEL_DRAFTS, OWN_LAYERS, DraftModel, draft_keywords, require_nextn, uses_nextn
+from ..budget.draft_model import uses_nextn
 from ..budget.dry_load import answer_bytes, dry_load, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates, remember_rates
@@ -45,7 +45,7 @@ from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache, BorrowedMem
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
-from .drafts import TEXT_DRAFTS, DraftLength
+from .drafts import DraftLength
 from .driver import Callback, Driver, require_calibration, sections, wants_gate_logits
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
@@ -162,7 +162,6 @@ class Engine:
         sizer: after `loaded`.
         drafts: how long drafts are, if any are made.
         nextn: drafts are made with next-token layers, which are loaded.
-        draft_model, draft_keywords, draft_memory: a model that makes them, if it is not the server's; its arguments of llama_cpp.Llama, and what it takes.
         experts_per_token: that it uses, in all layers together.
         unfinished_tokens: of the last prompt_tokens, those of a batch that was ended, which are not in the context.
 
@@ -199,9 +198,6 @@ class Engine:
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing, self._cpu_start = Timing(), time.process_time()
         self.drafts = DraftLength(config.draft_max or LONGEST_DRAFT) if config.spec_type or config.draft else None
-        self.draft_model: DraftModel | None = None
-        self.draft_keywords: dict[str, Any] = {}
-        self.draft_memory: MemoryPlan | None = None
         self._token_experts: TokenExperts | None = None
         self._callback: Callback | None = None
         self._watches = False
@@ -246,8 +242,6 @@ class Engine:
         if adapter := config.llama_cpp.get("lora_path"):
             self._loaded += sum(loaded_whole(adapter))
         n_ctx = (512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512
-        if self.drafts is not None:
-            self._plan_drafts(n_ctx)
         self.planned = self._dry_load(n_ctx)
         is_fixed = config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
         if self.budget.process is not None and not is_fixed and self.planned.floor > self.budget.most:
@@ -266,47 +260,12 @@ class Engine:
         """The plan at another context, or with other keywords of llama_cpp.Llama."""
         return replace(self._dry_load(n_ctx, **keywords), extras=self.planned.extras, process=self.planned.process)
 
-    @property
-    def n_draft(self) -> int:
-        """Tokens of the longest draft that a batch verifies."""
-        return 0 if self.drafts is None else self.drafts.most
-
-    def _plan_drafts(self, n_ctx: int) -> None:
-        """Checks what drafts are made with, and plans the memory of a model that makes them.
-
-        Raises:
-            OptionError: the server alone can do that, or nobody.
-            ModelError: that model makes none, is missing, or damaged.
-            BudgetError: there is no room for its headers.
-        """
-        config, spec_type = self.config, self.config.spec_type
-        if spec_type not in (None, TEXT_DRAFTS, MODEL_DRAFTS, OWN_LAYERS):
-            made = f"from the text itself ({TEXT_DRAFTS}), with a small model ({MODEL_DRAFTS}) or with the model's own layers ({OWN_LAYERS})"
-            raise OptionError(f"`spec_type` {spec_type}: moeoff serve makes such drafts; here they are made {made}")
-        if spec_type == MODEL_DRAFTS and config.draft is None:
-            raise OptionError(f"`spec_type` {MODEL_DRAFTS}: which model makes the drafts is not said", hint={"draft": ...})
-        if spec_type == TEXT_DRAFTS and config.draft is not None:
-            raise OptionError(f"give `draft`, or `spec_type` {TEXT_DRAFTS}, which needs no model, not both")
-        option = "`spec_type`" if config.draft is None else "`draft`"
-        if config.context_shift or config.repeatable:
-            raise OptionError(f"{option}: neither with `context_shift` nor in a run that repeats: how long a draft is depends on time")
-        if self.keywords.get("n_batch", USUAL) <= self.n_draft:
-            raise OptionError(f"{option}: needs batches (`n_batch`) of more than {self.n_draft} tokens")
-        if config.draft is not None:
-            self.draft_model = DraftModel.read(config.draft, spec_type, self.budget.most)
-            self.draft_model.require_text()
-            self.draft_keywords = draft_keywords(SMALLEST | self.keywords)
-            self.draft_memory = self.draft_model.memory(n_ctx, self.draft_keywords)
-            self._loaded += self.draft_memory.llama_cpp + self.draft_memory.extras
-        elif self.nextn:
-            require_nextn(self.model_index)
-
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""
 
     def _dry_load(self, n_ctx: int, **keywords: Any) -> MemoryPlan:
         return dry_load(self.model_index, n_ctx, self.keywords | keywords, self.tensor_buffers, n_sequences=self._n_sequences,
-                        extras=self._extras + self._loaded, nextn=self.nextn, unified=self._unified, n_draft=self.n_draft)  # fmt: skip
+                        extras=self._extras + self._loaded, nextn=self.nextn, unified=self._unified)  # fmt: skip
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
@@ -375,8 +334,6 @@ class Engine:
         self._start_devices(ctx, adapters)
         self._start(sizes(), ctx)
         self.attach_strategy()
-        if self.draft_memory is not None:
-            self.sizer.reserve(self.draft_memory.computing)
         if watches:
             self.watch_prompts()
         self._warm_up()
@@ -407,15 +364,14 @@ class Engine:
 
     def _start(self, allocated: MemoryPlan, ctx: int) -> None:
         precision = self.quality.precision
-        borrowed, draft = self._borrowed(ctx), self.draft_memory
-        drafting = 0 if draft is None else draft.weights + draft.state
+        borrowed = self._borrowed(ctx)
         plan = replace(
             self.planned,
             **{name: getattr(allocated, name) for name in ALLOCATED},
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.row_table_bytes,
-            process=max(rss() - allocated.weights - allocated.state - drafting + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest is resident
-            extras=self._extras + drafting,
+            process=max(rss() - allocated.weights - allocated.state + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest is resident
+            extras=self._extras,
         )
         self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
         if self.buffer.running:
@@ -519,15 +475,6 @@ class Engine:
         """The next batch will have this token, and a model guesses on behind it: meanwhile its experts are prefetched."""
         if self._token_experts is not None and self.quality.precision.lossless:
             self._token_experts.expect(token)
-
-    def drafted(self, seconds: float) -> None:
-        """A model has made a draft, for so long."""
-        self._timing.add(0, seconds, True)
-
-    def end_answer(self, n_tokens: int) -> None:
-        """The context's only sequence has ended behind so many tokens; what a draft had beyond them was not generated."""
-        if self.drafts is not None:
-            self._timing.drafts_rejected += self.drafts.end(0, n_tokens)
 
     def _moves_state(self, spans: Mapping[int, Span]) -> bool:
         """Whether llama.cpp first moves what is cached behind a gap in a sequence."""

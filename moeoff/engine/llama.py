@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..budget.dry_load import memory_sizes, usual_ctx, with_drafts
+from ..budget.dry_load import memory_sizes, usual_ctx
 from ..errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
 from ..llamacpp.llama import LoadError, PatchedLlama, set_log
@@ -22,79 +22,19 @@ from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent
 from ..system.console import loading_bar
-from .drafts import TextDrafts
 from .engine import Engine
-from .model_drafts import ModelDrafts
 from .stats import Stats
 
-_ROOM = 4  # tokens that are never kept, so that each shift makes some room
-
 T = TypeVar("T")
-Generate = Callable[..., Generator[int, Sequence[int] | None, None]]
+_SERVERS = ("spec_type", "draft", "context_shift")  # options that moeoff.Server alone has
 
 
-class ContextShift:
-    """Goes on when the context is full: the oldest half of what need not be kept is forgotten, as llama.cpp's programs do it.
-
-    Args:
-        llm: a loaded model.
-        n_keep: tokens of a prompt, in addition to the token that begins a text, that stay; -1: all of them.
-
-    Attributes:
-        n_discarded: tokens forgotten since the last prompt.
-
-    Raises:
-        OptionError: the model's memory cannot forget a part of a text and move the rest.
-    """
-
-    def __init__(self, llm: Llama, n_keep: int = 0):
-        if not llm.can_shift:
-            raise OptionError(
-                "`context_shift`: this model's memory cannot forget a part of a text and move the rest, as recurrent layers, sliding windows "
-                "with a cache of their own and positions in several dimensions cannot"
-            )
-        self._n_keep = n_keep
-        self.n_discarded = 0
-
-    def generate(self, llm: Llama, generate: Generate, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
-        """`generate` without an end of its own.
-
-        Raises:
-            ValueError: the prompt alone fills the context.
-        """
-        n_ctx = llm.n_ctx()
-        if len(tokens) >= n_ctx:
-            raise ValueError(f"Requested tokens ({len(tokens)}) exceed context window of {n_ctx}")  # llama_cpp's words, which its server looks for
-        n_keep = len(tokens) if self._n_keep < 0 else self._n_keep + llm.adds_bos()
-        n_keep = min(n_keep, len(tokens), n_ctx - _ROOM)
-        self.n_discarded = 0
-        tokens = list(tokens)
-        answer = generate(tokens, *args, **kwargs)
-        try:
-            while True:
-                for token in answer:
-                    yield token
-                    if llm.n_tokens + 1 >= n_ctx:
-                        break
-                else:
-                    return
-                answer.close()
-                self._shift(llm, n_keep)
-                with llm.same_sampler():
-                    answer = generate([*llm.input_ids[: llm.n_tokens].tolist(), token], *args, **kwargs)
-                    first = next(answer, None)  # takes its sampler
-                if first is None:
-                    return
-                yield first
-                # `for` goes on behind it, and the bound is looked at there
-        finally:
-            answer.close()
-
-    def _shift(self, llm: Llama, n_keep: int) -> None:
-        n = (llm.n_tokens - n_keep) // 2
-        if not llm.shift_context(n_keep, n):
-            raise MoeoffError("the context is full, and the model's memory cannot forget a part of it")
-        self.n_discarded += n
+def _require_plain_decoding(config: Config) -> None:
+    """Raise `OptionError` for speculative decoding and for context shift."""
+    given = [name for name in _SERVERS if getattr(config, name)]
+    given += ["draft_model"] if config.llama_cpp.get("draft_model") is not None else []
+    if given:
+        raise OptionError(f"`{given[0]}`: moeoff.Llama has neither speculative decoding nor context shift; use moeoff.Server")
 
 
 def _in_turn(name: str, *, changes: bool = True, fills: bool = False) -> Any:
@@ -139,11 +79,8 @@ class Llama(PatchedLlama):
     # llama_cpp closes objects that were never opened, too
     _engine: Engine | None = None
     _core_binding: CoreBinding | None = None
-    _context_shift: ContextShift | None = None
     _decodes: bool | None = None  # what batches are, if a caller says so
     _raised: BaseException | None = None  # by a callback
-    _drafts: TextDrafts | ModelDrafts | None = None
-    _drawn_behind = 0  # tokens of the context that the latest one was drawn behind: the rest of a draft is not verified
 
     def __init__(
         self,
@@ -155,9 +92,12 @@ class Llama(PatchedLlama):
     ):
         self._progress, self._on_stats = progress, on_stats
         if not isinstance(model_path, Engine):
-            model_path = Engine(Config.make(model_path, **options))
+            config = Config.make(model_path, **options)
+            _require_plain_decoding(config)
+            model_path = Engine(config)
+        _require_plain_decoding(model_path.config)
         engine = self._engine = model_path
-        self._one_output, self._n_draft, self._loads_nextn = not engine.config.gate_input, engine.n_draft, engine.nextn
+        self._one_output = not engine.config.gate_input
         set_log(engine.keywords["verbose"])
         try:
             with engine.loading() as self._overrides:
@@ -169,20 +109,9 @@ class Llama(PatchedLlama):
                     raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
             self.on_close(engine.close)
             engine.attach(self.context_handle)
-            if engine.drafts is not None:
-                self._drafts = TextDrafts(engine.drafts)
-                if engine.draft_model is not None or engine.nextn:
-                    self._drafts = ModelDrafts(engine, self)
-                    self.on_close(self._drafts.close)
-                self._draft_with(self._drafts)
-                engine.drafts.most = min(engine.drafts.most, self.n_states or engine.drafts.most)
-            nextn = None if self.nextn is None else self.nextn.handle
             adapters = bool(engine.config.llama_cpp.get("lora_path"))
-            engine.loaded(self.context_handle, lambda: with_drafts(memory_sizes(self), nextn), adapters=adapters)
+            engine.loaded(self.context_handle, lambda: memory_sizes(self), adapters=adapters)
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
-            if engine.config.context_shift:
-                self._context_shift = ContextShift(self, engine.config.n_keep)
-                self.unbounded_context()
         except BaseException:
             self.close()
             raise
@@ -241,21 +170,14 @@ class Llama(PatchedLlama):
         return function()
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """As llama_cpp's; the tokens of a draft give logits, each of them."""
+        """As llama_cpp's."""
         self._turn(self._eval, tokens)
 
     def _eval(self, tokens: Sequence[int]) -> None:
-        n_draft = 0
-        if self._drafts is not None:
-            n_draft, self._drafts.n = self._drafts.n, 0
         # recurrent layers cannot go back behind a token of which a part is computed
-        completes = self._has_state and len(tokens) <= n_draft + 1
+        completes = self._has_state and len(tokens) <= 1
         with self.engine.cancellation.completing() if completes else contextlib.nullcontext():
-            if not 1 < len(tokens) <= n_draft + 1:
-                super().eval(tokens)
-                return
-            with self.batches_as(decode=True):
-                self._verify_draft(tokens)
+            super().eval(tokens)
 
     def _reserve(self, nbytes: int) -> bool:
         try:
@@ -272,14 +194,11 @@ class Llama(PatchedLlama):
     clear_context = _in_turn("clear_context")
     decode_batch = _in_turn("decode_batch")
     batch_logits = _in_turn("batch_logits", changes=False)
-    shift_context = _in_turn("shift_context", fills=True)
     save_context = _in_turn("save_context", changes=False)
     load_context = _in_turn("load_context", fills=True)
 
     def sample(self, *args: Any, **options: Any) -> int:
         """As llama_cpp's, but not with the settings of the answer before."""
-        idx = options.get("idx")
-        self._drawn_behind = self.n_tokens if idx is None else idx + 1
         return super().sample(*args, **options) if self.turns.inside else self._turn(functools.partial(self._sample, *args, **options), changes=False)
 
     def _sample(self, *args: Any, **options: Any) -> int:
@@ -332,26 +251,20 @@ class Llama(PatchedLlama):
         self.engine.cancellation.request()
 
     def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
-        """As llama_cpp's, with a context shift if that was asked for; `on_stats` is told when it ends."""
+        """As llama_cpp's; `on_stats` is told when it ends."""
         return self._stream(self._generate(*args, **kwargs))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         before = self.stats()
-        answer = super().generate
-        if self._drafts is not None:
-            self._drafts.n, self._drawn_behind = 0, self.n_ctx()
         tokens = args[0] if args else kwargs.get("tokens", ())
         if self.engine.quality.simulates:
             self._forget_what_was_not_followed(tokens)
         if kwargs.get("reset", args[7] if len(args) > 7 else True):
             self._reuse_state(tokens)
         try:
-            yield from self._context_shift.generate(self, answer, *args, **kwargs) if self._context_shift else answer(*args, **kwargs)
+            yield from super().generate(*args, **kwargs)
         finally:
             if self.turns.here and not self.turns.closed:
-                if self._drafts is not None:  # it may end within a draft
-                    self._forget_behind(self._drawn_behind)
-                    self.engine.end_answer(self.n_tokens)
                 if self._on_stats:
                     self._tell(self._on_stats, self.stats().since(before))
 
@@ -369,11 +282,6 @@ class Llama(PatchedLlama):
         n = self.n_tokens
         if n != self.engine.quality.followed or len(tokens) <= n or self.input_ids[:n].tolist() != list(tokens[:n]):
             self.clear_context()
-
-    @property
-    def n_discarded(self) -> int:
-        """Tokens that a context shift has forgotten of the last prompt and its answer."""
-        return self._context_shift.n_discarded if self._context_shift else 0
 
     # --- memory and statistics ---
 

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import inspect
-import math
 import os
 import re
 import signal
@@ -35,12 +34,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 machine.load()
 
 import llama_cpp
-from llama_cpp import _internals, _logger, llama_chat_format, llama_cpp_ext
+from llama_cpp import _internals, _logger, llama_chat_format
 from llama_cpp import llama_cpp as api
 
 __all__ = [
     "LoadError",
-    "NextnContext",
     "PatchedLlama",
     "StockLlama",
     "api",
@@ -52,7 +50,6 @@ __all__ = [
     "set_log",
     "signals_after",
     "supports_gpu",
-    "why_no_drafts",
 ]
 
 llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined,assignment]  # templates are the model file's: they may not hang either
@@ -210,7 +207,6 @@ class _Model(_internals.LlamaModel):
 
 class _Context(_internals.LlamaContext):
     ctx, memory = _Handle(), _Handle()
-    first: float = math.inf  # position of the last batch, if nothing else has changed the memory since
     # position after the last batch; -1 if anything else has changed the memory since
     end = -1
     is_broken = False  # a batch was not computed to its end: recurrent states may be half updated
@@ -223,15 +219,13 @@ class _Context(_internals.LlamaContext):
         computes_here()
         if (llama := self._llama()) is not None:
             llama._check_outputs(batch.batch)
-            self.first, self.end = batch.batch.pos[0], -1
-            llama._decode(functools.partial(self._compute, llama.nextn, batch), batch.batch)
+            self.end = -1
+            llama._decode(functools.partial(self._compute, batch), batch.batch)
 
-    def _compute(self, nextn: NextnContext | None, batch: Any) -> None:
+    def _compute(self, batch: Any) -> None:
         self.is_broken = True
         super().decode(batch)
         self.end, self.is_broken = batch.batch.pos[batch.batch.n_tokens - 1] + 1, False
-        if nextn is not None:
-            nextn.follow(batch.batch)
 
     def close(self) -> None:
         if self.turns.here:
@@ -242,9 +236,6 @@ class _Context(_internals.LlamaContext):
         if self.memory is None:
             raise MoeoffError("the model keeps no memory of a text, as diffusion models do not: it cannot go on with one")
         if 0 < p0 <= api.llama_memory_seq_pos_max(self.memory, 0):
-            if p0 <= self.first and api.llama_n_rs_seq(self.ctx):
-                # states are kept of the last batch alone; llama.cpp would take them for earlier ones
-                return False
             window, llama = api.llama_model_n_swa(self.model.model), self._llama()
             if window and llama is not None and not llama._has_state:
                 # llama.cpp would compute without the part of the window that it has overwritten
@@ -306,7 +297,7 @@ class _Sampler(_internals.LlamaSampler):
                 raise MoeoffError(str(error)) from None
         scores = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),)).copy()
         for processor in self.processors:
-            scores[:] = processor(llama._input_ids[: llama.n_tokens + 1 + idx], scores)  # behind it are drafts
+            scores[:] = processor(llama._input_ids, scores)
         tokens = np.zeros(len(scores), _TOKENS)
         tokens["id"], tokens["logit"] = np.arange(len(scores)), scores
         array = api.llama_token_data_array(tokens.ctypes.data_as(api.llama_token_data_p), len(tokens), -1, False)
@@ -336,7 +327,7 @@ def _as_a_whole(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: _AnyLlama, *args: Any, **kwargs: Any) -> Any:
-        before, self._doubt, self._ctx.first, self._kept_at = self._doubt, _ALL, math.inf, 0
+        before, self._doubt, self._kept_at = self._doubt, _ALL, 0
         result = method(self, *args, **kwargs)
         self._doubt, self._ctx.end, self._ctx.is_broken = before, -1, False
         return result
@@ -417,10 +408,7 @@ class PatchedLlama(_AnyLlama):
     _sampler_class = _Sampler
     _n_sequences = 1  # that the context holds side by side
     _unified = False  # they share all of it, and have not a part of it each
-    _n_draft = 0  # tokens of a draft in a batch, which give logits as well
     _loads_nextn = False  # next-token layers, which else stay in the file
-    nextn: NextnContext | None = None  # that follows what is computed
-    _keeps_sampler = False
     _n_begun = 0  # tokens of the text with those of a batch that is being computed
     _state = np.empty(0, np.uint8)  # copy of the state of recurrent layers
     _is_refused = False  # there was no memory for it
@@ -449,8 +437,8 @@ class PatchedLlama(_AnyLlama):
             return not raised and not signals
 
         self._progress_callback = api.llama_progress_callback(report)
-        wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
-        self._n_outputs_max = self._n_sequences + self._n_draft if self._one_output and not wants_all else 0
+        wants_all = options.get("logits_all") or options.get("embedding")
+        self._n_outputs_max = self._n_sequences if self._one_output and not wants_all else 0
         with signals_after() as signals, _collected_errors() as errors:
             try:
                 with assertions_raise():
@@ -481,7 +469,7 @@ class PatchedLlama(_AnyLlama):
         model.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
         context.n_outputs_max, context.n_seq_max, context.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
         model.load_mtp = self._loads_nextn
-        if self._n_draft or self._loads_nextn:  # a batch must have room for all of these states, and one token more
+        if self._loads_nextn:  # a batch must have room for all of these states, and one token more
             context.n_rs_seq = max(min(_MOST_STATES, context.n_ubatch - 2), 0)
 
     def new_context(self, **params: Any) -> int:
@@ -529,13 +517,11 @@ class PatchedLlama(_AnyLlama):
     @property
     def output_bytes(self) -> int:
         """Bytes of the logits that llama.cpp and llama_cpp keep, and of the states that next-token layers read."""
-        rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences + self._n_draft
+        rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
         hidden = api.llama_model_n_embd_out(self.model_handle) * self.n_batch * _STATE_COPIES if self._loads_nextn else 0
         return 4 * (self._n_vocab * rows + hidden)
 
     def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
-        if self._keeps_sampler:
-            return self._sampler
         with _collected_errors() as errors, assertions_raise():
             try:
                 sampler = super()._init_sampler(*args, **options)
@@ -576,7 +562,7 @@ class PatchedLlama(_AnyLlama):
         """
         if not self._doubt:
             return False
-        self._requires_eval, self._keeps_sampler, self._sampler = True, False, None
+        self._requires_eval, self._sampler = True, None
         if self._doubt == _ALL or not (self._keep_computed() or self._restore_state()):
             self.clear_context()
         self._doubt, self._n_begun = _NOTHING, 0
@@ -627,7 +613,7 @@ class PatchedLlama(_AnyLlama):
         n = self._kept_at
         if not n:
             return False
-        self._ctx.is_broken, self._ctx.first = True, math.inf
+        self._ctx.is_broken = True
         copy, partial = _bytes_of(self._state), api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         read = api.llama_state_seq_set_data_ext(self._ctx.ctx, copy, len(self._state), 0, partial)
         if not read or not self._ctx.kv_cache_seq_rm(0, n, -1):
@@ -698,86 +684,10 @@ class PatchedLlama(_AnyLlama):
 
     decode_batch = _as_a_whole(_compute_batch)
 
-    def _draft_with(self, drafts: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Has `generate` verify, together with each token that it drew, those that `drafts` returns for the text so far.
-
-        Raises:
-            OptionError: the model cannot forget those that it rejects.
-        """
-        if self._has_state and not self.n_states:
-            raise OptionError("no drafts: this model's recurrent layers cannot go back behind one that is rejected; moeoff serve keeps their states")
-        self.draft_model = drafts  # type: ignore[assignment]  # any callable does; to the constructor it would mean that the logits of the whole context are kept
-
-    @property
-    def n_states(self) -> int:
-        """Tokens that recurrent layers can go back by; 0: none, or there are no such layers."""
-        return int(api.llama_n_rs_seq(self._ctx.ctx))
-
-    def _verify_draft(self, tokens: Sequence[int]) -> None:
-        """As `eval`, but each token gives logits, for `sample` to draw behind."""
-        n = self.n_tokens
-        self._ctx.kv_cache_seq_rm(-1, n, -1)
-        self._compute_batch(tokens, n)
-        self.input_ids[n : n + len(tokens)] = tokens
-        if self._logits_all:
-            self.scores[n : n + len(tokens)] = self.batch_logits(len(tokens))
-        self.n_tokens, self._requires_eval = n + len(tokens), False
-
-    def _forget_behind(self, n: int) -> None:
-        """Forgets what was computed behind the first n tokens of the text."""
-        if n < self.n_tokens:
-            self.n_tokens, self._requires_eval = n, True
-
-    def _forget_rest(self) -> None:
-        """Before the context is written: a recurrent state that was read could not go back behind what was not forgotten."""
-        if self.n_states:
-            self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
-
-    def save_state(self) -> Any:
-        self._forget_rest()
-        return super().save_state()
-
-    def save_context(self, path: str, behind: Sequence[int] = ()) -> str:
-        self._forget_rest()
-        return super().save_context(path, behind)
-
     def batch_logits(self, n: int) -> np.ndarray:
         """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""
         logits = self._ctx.get_logits()
         return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
-
-    # --- the context as a whole ---
-
-    @property
-    def can_shift(self) -> bool:
-        """The context can forget a part of its text and move the rest."""
-        if self._has_state:
-            return False  # it would say that it can, because positions mean nothing to it; but it cannot forget
-        return bool(api.llama_memory_can_shift(api.llama_get_memory(self._ctx.ctx)))
-
-    @_as_a_whole
-    def shift_context(self, n_keep: int, n_discard: int) -> bool:
-        """Forgets n_discard tokens behind the first n_keep. False: the context cannot, or has fewer, and nothing has changed."""
-        memory, n, end = api.llama_get_memory(self._ctx.ctx), self.n_tokens, n_keep + n_discard
-        if end > n or not api.llama_memory_seq_rm(memory, 0, n_keep, end):
-            return False
-        api.llama_memory_seq_add(memory, 0, end, n, -n_discard)
-        self.input_ids[n_keep : n - n_discard] = self.input_ids[end:n].copy()
-        self.n_tokens = n - n_discard
-        return True
-
-    @contextlib.contextmanager
-    def same_sampler(self) -> Iterator[None]:
-        """An answer that `generate` begins inside draws on with the sampler of the one before: its seed and what it has seen."""
-        self._keeps_sampler = True
-        try:
-            yield
-        finally:
-            self._keeps_sampler = False
-
-    def unbounded_context(self) -> None:
-        """From now on llama_cpp does not end answers where the context is full."""
-        self._n_ctx = 1 << 30
 
     # --- vocabulary ---
 
@@ -822,127 +732,8 @@ class StockLlama(_AnyLlama):
 
 
 _MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16: llama-server's default for drafts, whatever the model's own cache is
-_AT_ONCE, _MOST_UNREAD = 17, 512  # tokens that a guess reads at first, as those of an accepted draft; that wait to be read while nothing is drafted
 
 
 def nextn_params(ctx: int, n_sequences: int = 1) -> dict[str, Any]:
     """Of llama_context_params: those of a model's second context, which computes its next-token layers."""
     return {"ctx_type": _MTP, "ctx_other": ctx, "n_outputs_max": n_sequences, "n_rs_seq": 0, "type_k": _F16, "type_v": _F16}
-
-
-class NextnContext:
-    """A model's second context, in which its next-token layer guesses how a text goes on: it reads each token together with the model's state before it,
-    behind the last layer (common/speculative.cpp). Of several such layers the first one guesses.
-
-    It follows the model by itself, and reads what is decoded when it guesses. A text of which it has not seen the beginning it guesses worse.
-
-    Args:
-        llm: the model, loaded with these layers.
-
-    Attributes:
-        handle: struct llama_context *
-        n_known: token numbers that it knows.
-
-    Raises:
-        LoadError: llama.cpp cannot make the context.
-    """
-
-    # tokens that it has read; from the last of these on, the model's tokens and its states [n_embd] behind them. Together, wherever an interrupt comes
-    _text: tuple[int, list[int], list[np.ndarray]] = 1, [], []
-
-    def __init__(self, llm: PatchedLlama):  # which refers to this
-        self._model, self._n_batch, self._n_embd = llm.context_handle, llm.n_batch, api.llama_model_n_embd_out(llm.model_handle)
-        self._vocab, self.n_known = llm._model.vocab, llm.n_vocab()
-        self.handle = llm.new_context(**nextn_params(self._model))
-        llama_cpp_ext.llama_set_embeddings_nextn(self._model, True, False)  # of all tokens
-        llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)  # of those with logits
-        self._end_at(0)
-
-    def is_end_token(self, token: int) -> bool:
-        return bool(api.llama_vocab_is_eog(self._vocab, token))
-
-    def close(self) -> None:
-        """Before the model is freed."""
-        api.llama_free(self.handle)
-
-    def _end_at(self, n: int) -> tuple[int, list[int], list[np.ndarray]]:
-        """The text has n tokens."""
-        n_read, tokens, states = self._text
-        n_kept = n + 1 - n_read
-        if 0 < n_kept <= len(tokens):
-            self._text = n_read, tokens[:n_kept], states[:n_kept]
-        else:  # it goes back, or on behind what was never seen
-            self._text = n, [0], [np.zeros(self._n_embd, np.float32)]
-        return self._text
-
-    def follow(self, batch: Any) -> None:
-        """The model has computed a llama_batch. Raises RuntimeError as decoding does."""
-        n_read, tokens, states = self._end_at(batch.pos[0])
-        self._text = n_read, [*tokens, *batch.token[: batch.n_tokens]], [*states, *self._states(self._model, batch.n_tokens).copy()]
-        self._read(min(_MOST_UNREAD, self._n_batch))
-
-    def _states(self, ctx: int, n: int) -> np.ndarray:
-        """[n, n_embd] behind a context's last batch: a view that the next one overwrites."""
-        return np.ctypeslib.as_array(llama_cpp_ext.llama_get_embeddings_nextn(ctx), (n, self._n_embd))
-
-    def _read(self, most: int) -> None:
-        """What the model has computed, if more of it than this is unread."""
-        n_read, tokens, states = self._text
-        if len(tokens) > most + 1:
-            self._compute(tokens[1:], states[:-1], n_read)
-            self._advance()
-
-    def _advance(self) -> None:
-        n_read, tokens, states = self._text
-        self._text = n_read + len(tokens) - 1, tokens[-1:], [states[-1].copy()]
-
-    def catch_up(self, tokens: np.ndarray) -> None:
-        """Before `guesses`: a text [n], of which the model has computed all but the last token."""
-        self._end_at(len(tokens) - 1)
-        self._read(_AT_ONCE)
-
-    def guesses(self, tokens: np.ndarray) -> Iterator[int]:
-        """The likeliest tokens behind the text of `catch_up`, one by one. Raises RuntimeError as decoding does."""
-        first, unread, states = self._text
-        unread = [*unread[1:], int(tokens[-1])]
-        token = self._compute(unread, states, first)
-        self._advance()
-        while True:
-            yield token
-            first, unread, states = first + len(unread), [token], [*self._states(self.handle, 1).copy()]
-            token = self._compute(unread, states, first)
-
-    def _compute(self, tokens: list[int], states: list[np.ndarray], first: int) -> int:
-        """Reads tokens from a position on, each behind its state; returns the likeliest token behind them."""
-        memory = api.llama_get_memory(self.handle)
-        api.llama_memory_seq_rm(memory, 0, first, -1)
-        if api.llama_memory_seq_pos_max(memory, 0) + 1 != first:
-            api.llama_memory_clear(memory, False)
-        positions = np.arange(first, first + len(tokens), dtype=np.intc)
-        kinds: list[Any] = [field[1] for field in api.llama_batch._fields_[1:4]]  # of token, embd, pos
-        for i in range(0, len(tokens), self._n_batch):
-            part = slice(i, i + self._n_batch)
-            arrays = [np.array(tokens[part], np.intc), np.stack(states[part]), positions[part]]
-            pointers = (array.ctypes.data_as(kind) for array, kind in zip(arrays, kinds))
-            if result := api.llama_decode(self.handle, api.llama_batch(len(arrays[0]), *pointers)):
-                raise RuntimeError(f"llama_decode returned {result} for next-token layers")
-        return int(np.ctypeslib.as_array(api.llama_get_logits(self.handle), (self.n_known,)).argmax())
-
-
-_MORE_TOKENS, _FIRST_WORD = 128, 5  # that a draft model's vocabulary may have or lack, and the first that must be the same
-
-
-def why_no_drafts(draft: PatchedLlama, model: PatchedLlama) -> str:
-    """Why one model cannot make drafts for another one; empty: it can. llama.cpp's programs want nearly the same vocabulary (common/speculative.cpp)."""
-    if draft._has_state:
-        return "its recurrent layers cannot go back behind a draft that is rejected"
-    if api.llama_model_has_encoder(draft._model.model) or not draft._ctx.memory:
-        return "it does not write a text token by token"
-    ours, other, n_ours, n_other = draft._model.vocab, model._model.vocab, draft.n_vocab(), model.n_vocab()
-    for kind, add, token in (("begins", api.llama_vocab_get_add_bos, api.llama_vocab_bos), ("ends", api.llama_vocab_get_add_eos, api.llama_vocab_eos)):
-        if add(ours) != add(other) or (add(ours) and token(ours) != token(other)):
-            return f"its tokenizer {kind} a text in another way"
-    if api.llama_vocab_type(ours) != api.llama_vocab_type(other) or abs(n_ours - n_other) > _MORE_TOKENS:
-        return f"its vocabulary of {n_ours} tokens is not the model's of {n_other}"
-    tokens, text = range(_FIRST_WORD, min(n_ours, n_other)), api.llama_vocab_get_text
-    return next((f"its token {i} is not the model's" for i in tokens if text(ours, i) != text(other, i)), "")

@@ -53,10 +53,10 @@ VARIANTS: list[dict[str, Any]] = [  # room: beyond what the process takes, for a
     {"strategy": "auto", "n_threads": 1, "room": 64 << 20},
     {"strategy": "lru", "n_threads": 1},
     {"strategy": "auto", "n_threads": 2, "n_batch": 16, "n_ubatch": 8},
-    {"strategy": "lru", "n_threads": 1, "context_shift": True, "flash_attn": True},
+    {"strategy": "lru", "n_threads": 1, "flash_attn": True},
     {"strategy": "hobbit", "n_threads": 1, "logits_all": True},
     {"strategy": "lru", "n_threads": 1, "embedding": True},
-    {"strategy": "fate", "n_threads": 1, "context_shift": True, "room": 64 << 20},
+    {"strategy": "fate", "n_threads": 1, "room": 64 << 20},
 ]
 PROMPTS = [PROMPT, PROMPT + " Ann has none, and Bob has two more than Tom.", "Tom", "Once upon a time there was a house on a hill. " * 2]
 
@@ -144,13 +144,6 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
         if os.path.exists(path):
             llm.load_context(path)
 
-    def shift() -> None:
-        llm.clear_context()
-        llm.eval(tokens)
-        llm.shift_context(1, 2)
-        llm.eval([5])
-        llm.clear_context()  # what it holds now is no prompt's
-
     def memory() -> None:
         plan = llm.engine.plan
         with contextlib.suppress(BudgetError):  # what the smallest one is changes with what the process needs beside the model
@@ -168,7 +161,6 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
         "batch": lambda: (llm.clear_context(), llm.decode_batch(tokens[:4], 0, len(tokens[:4]) - 1), llm.clear_context()),
         "states": states,
         "file": file,
-        "shift": shift,
         "tokens": lambda: llm.detokenize(llm.tokenize(text.encode())),
         "memory": memory,
         "statistics": lambda: (llm.stats(), llm.reset_stats()),

@@ -17,7 +17,11 @@ OPTIONS = {"n_ctx": 512, "n_threads": 2, "expert_memory": "4M"}
 
 @pytest.fixture
 def drafting(demo):
-    with moeoff.Llama(demo, draft=demo, **OPTIONS) as llm:
+    """A model whose driver tells a `TokenExperts`, as that of a server with drafts does."""
+    with moeoff.Llama(demo, **OPTIONS) as llm:
+        engine, index = llm.engine, llm.engine.model_index
+        engine._token_experts = TokenExperts(engine.buffer, len(index.gates), index.n_expert_used)
+        engine.driver.add(engine._token_experts)
         yield llm
 
 
@@ -83,8 +87,3 @@ def test_gates_that_do_not_go_by_the_token_are_left_out(drafting, monkeypatch):
     memory.begin(np.arange(100, 100 + MOST_TOKENS), False)  # others take its place
     memory.expect(7)
     assert queued == [0] and len(memory._rows) == MOST_TOKENS
-
-
-def test_only_where_a_model_makes_drafts(demo):
-    with moeoff.Llama(demo, spec_type="ngram-simple", **OPTIONS) as text, moeoff.Llama(demo, draft=demo, strategy="lru", **OPTIONS) as baseline:
-        assert text.engine._token_experts is None and baseline.engine._token_experts is None

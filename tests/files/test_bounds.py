@@ -447,11 +447,6 @@ def test_logits_of_all_tokens_of_a_rounded_context(demo):
         assert llm.scores.shape[0] == 256 and np.isfinite(llm.scores[:250]).all()
 
 
-def test_a_shift_in_a_rounded_context(demo):
-    with moeoff.Llama(demo, n_ctx=200, expert_memory="4M", context_shift=True) as llm:
-        assert llm.create_completion([1] * 250, max_tokens=20, temperature=0, logit_bias={0: -100, 2: -100})["usage"]["completion_tokens"] == 20
-
-
 # --- traces, texts ---
 
 

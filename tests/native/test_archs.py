@@ -17,7 +17,6 @@ from helpers.arch_models import (
     open_moeoff,
     open_stock,
     run,
-    tokens,
     write_model,
     write_models,
 )
@@ -89,23 +88,6 @@ def test_gate_events(architecture, writer, folder):
             assert event.gate_input is None
         else:
             np.testing.assert_array_equal(event.gate_input.view(np.uint32), block.router_input.view(np.uint32))
-
-
-@pytest.mark.parametrize("architecture", "bailingmoe3 deepseek4 glm5-next kimi-k3 lfm2moe qwen35moe qwen4exp".split())
-def test_a_rejected_draft(architecture, writer, folder):
-    """Recurrent layers go back to their state behind the last token that was accepted."""
-    path, logits = write_model(writer, folder, architecture, "F32"), []
-    with open_moeoff(path, spec_type="ngram-simple") as model:
-        assert model.n_states == model.engine.drafts.most > 0
-        for drafted in ([1, 2, 3], []):
-            model.clear_context()
-            model.eval(tokens(20))
-            model._drafts.n = len(drafted)
-            model.eval([5, *drafted])
-            model._forget_behind(21)
-            model.eval([7])
-            logits.append(model.batch_logits(1)[0].copy())
-    np.testing.assert_allclose(*logits, atol=1e-5)
 
 
 def test_two_gates_per_layer(writer, folder):

@@ -167,12 +167,6 @@ def test_prefix_cache(demo):
         assert without_identity(CALLS["completion"](llm)) == without_identity(first)
 
 
-def test_a_shift_beyond_what_is_there_changes_nothing(demo):
-    with moeoff.Llama(demo, expert_memory="3M", **OPTIONS) as llm:
-        llm.eval([5, 6])
-        assert llm.shift_context(1, 2) is False and llm.n_tokens == 2
-
-
 def test_cancel_from_another_thread(demo, capfd):
     with moeoff.Llama(demo, expert_memory="400K", strategy="lru", n_ctx=2048, n_threads=2) as llm:
         llm.cancel()  # nothing in progress: nothing happens

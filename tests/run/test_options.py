@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 import moeoff
 from helpers.arch_models import write_model
@@ -18,6 +19,7 @@ from moeoff.budget.plan import DeviceBound
 from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
 from moeoff.cli.options import help_of
+from moeoff.engine.engine import Engine
 from moeoff.errors import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import llama as binding
@@ -50,7 +52,10 @@ REFUSED = [
     ({"yarn_orig_ctx": 64, "rope_scaling_type": "linear"}, "yarn_orig_ctx has no effect"),
     ({"rpc_servers": "host:1"}, "whole tensors, and addresses that mean nothing on another machine"),
     ({"numa": "odd"}, "numa: one of distribute, isolate, numactl, not 'odd'"),
-    ({"context_shift": True, "type_k": "q8_0"}, "context_shift: quantized keys of 32 numbers cannot be moved"),
+    ({"context_shift": True, "n_keep": 3}, "context_shift: moeoff.Llama has neither .*; use moeoff.Server"),
+    ({"spec_type": "ngram-simple"}, "spec_type: moeoff.Llama has neither"),
+    ({"draft": "absent.gguf"}, "draft: moeoff.Llama has neither"),
+    ({"draft_model": LlamaPromptLookupDecoding()}, "draft_model: moeoff.Llama has neither"),
     ({"n_ctx": 7}, "n_ctx: at least 8 tokens, or 0 for as many as the model was trained with, not 7"),
     ({"llama_cpp": {}}, "unknown option 'llama_cpp'"),
     ({"use_mmap": True}, "use_mmap"),
@@ -103,6 +108,11 @@ def test_what_was_given_reaches_llama_server(demo):
                  "--port 8081 ", "--cors-origins https://a,https://b", "--cache-ram 64 ", "--embedding ", "--swa-full "):  # fmt: skip
         assert part in argv + " ", part
     assert "-ngl" not in argv and "--alias" not in argv
+
+
+def test_quantized_keys_that_cannot_be_shifted(demo):
+    with pytest.raises(OptionError, match="context_shift: quantized keys of 32 numbers cannot be moved"):
+        Engine(Config.make(demo, context_shift=True, type_k="q8_0"))
 
 
 def test_llama_cpps_numbers_for_nothing_are_as_good_as_nothing_said(demo):
@@ -206,68 +216,6 @@ def test_commands_take_them(moeoff_command, invoke, demo):
     assert done.returncode == 0 and json.loads(done.stdout)["perplexity"] > 1, done.stderr
     both = invoke("run", "-m", demo, "-p", "x", "--rope-scale", "2", "--rope-freq-scale", "0.5")
     assert both.returncode == 1 and "not both" in both.stderr
-
-
-# --- a context that is full ---
-
-
-def greedy(llm: moeoff.Llama, prompt: list[int], n: int) -> list[int]:
-    answer = llm.generate(prompt, temp=0.0)
-    return [next(answer) for _ in range(n)]
-
-
-def shifted_by_hand(llm: moeoff.Llama, prompt: list[int], n: int, n_keep: int) -> list[int]:
-    """What llama.cpp's programs do, with its functions alone."""
-    llm.clear_context()
-    memory, n_past, out = api.llama_get_memory(llm.ctx), 0, []
-    batch = prompt
-    while len(out) < n:
-        if n_past + len(batch) > llm.n_ctx() - 1 and n_past:
-            discard = (n_past - n_keep) // 2
-            assert api.llama_memory_seq_rm(memory, 0, n_keep, n_keep + discard)
-            api.llama_memory_seq_add(memory, 0, n_keep + discard, n_past, -discard)
-            n_past -= discard
-        llm.decode_batch(batch, n_past, n_past + len(batch) - 1)
-        n_past += len(batch)
-        batch = [int(llm.batch_logits(1).argmax())]
-        out += batch
-    return out
-
-
-@pytest.mark.parametrize("n_keep, type_k", [(7, "f32"), pytest.param(0, "f16", marks=pytest.mark.slow), pytest.param(-1, "f16", marks=pytest.mark.slow)])
-def test_context_shift_is_llama_cpps(demo, n_keep, type_k):
-    prompt = [1, *range(300, 330)]
-    options = {**SMALL, "flash_attn": True, "type_k": type_k}
-    with moeoff.Llama(demo, **options, context_shift=True, n_keep=n_keep) as llm:
-        tokens = greedy(llm, prompt, 600)
-        assert llm.n_discarded > 300 and llm.n_tokens < llm.n_ctx()
-        n_first = len(prompt) if n_keep < 0 else n_keep + llm.adds_bos()
-        assert llm.input_ids[:n_first].tolist() == prompt[:n_first]
-        again = greedy(llm, prompt, 10)
-        assert again == tokens[:10] and llm.n_discarded == 0
-    with moeoff.Llama(demo, **options) as llm:
-        assert shifted_by_hand(llm, prompt, 600, n_first) == tokens
-
-
-def test_seeded_answers_go_on_behind_a_shift(demo):
-    """The sampler goes on with the shift, it does not begin again with its seed."""
-    with moeoff.Llama(demo, **SMALL, context_shift=True, seed=3) as llm:
-        llm.set_seed(3)
-        answer = llm.generate([1, 300, 301], temp=2.0, top_k=0, top_p=1.0)
-        tokens = [next(answer) for _ in range(520)]
-    assert tokens[252:262] != tokens[:10] and len(set(tokens)) > 100
-
-
-@pytest.mark.parametrize("architecture, options", [("qwen3next", {}), ("gpt-oss", {"swa_full": False, "n_ctx": 1024, "n_ubatch": 32})])
-def test_memory_that_cannot_shift_is_refused(architecture, options, writer, folder):
-    path = str(write_model(writer, folder, architecture, "4-bit"))
-    with pytest.raises(moeoff.OptionError, match="context_shift: this model's memory cannot forget a part"):
-        moeoff.Llama(path, **{**SMALL, **options}, context_shift=True)
-
-
-def test_a_prompt_longer_than_the_context_is_refused(demo):
-    with moeoff.Llama(demo, **SMALL, context_shift=True) as llm, pytest.raises(ValueError, match="exceed context window of 256"):
-        llm.create_completion(list(range(1, 300)), max_tokens=1)
 
 
 # --- prompt caches ---

@@ -461,9 +461,9 @@ AFTER = {
     "create_chat_completion_openai_v1": ([{"role": "user", "content": "x"}],), "detokenize": ([1, 2],), "embed": ("x",), "eval": ([1, 2],),
     "tokenize": (b"x",), "generate": ([1, 2],), "load_state": "state", "set_memory": ("300M",), "set_gate_callback": (None,),
     "batch_logits": (1,), "decode_batch": ([1], 0), "is_end_token": (1,),
-    "load_context": ("file",), "save_context": ("file",), "shift_context": (0, 1), "token_text": (1,),
+    "load_context": ("file",), "save_context": ("file",), "token_text": (1,),
 }  # fmt: skip
-HARMLESS = {"close", "cancel", "set_cache", "set_seed", "on_close", "same_sampler", "unbounded_context", "batches_as", "changing", "settle",
+HARMLESS = {"close", "cancel", "set_cache", "set_seed", "on_close", "batches_as", "changing", "settle",
             "load", "tokenizer", "from_pretrained", "logits_to_logprobs", "longest_token_prefix"}  # fmt: skip
 
 
@@ -494,7 +494,7 @@ def test_every_method_after_the_end(demo, closes):
                 lines.append(f"{name}: {type(error).__name__}: {error}")
             else:
                 lines.append(f"{name}: nothing")
-        for what in (lambda: tokenizer.tokenize(b"x"), lambda: llm.ctx, lambda: llm.model, lambda: llm.can_shift):
+        for what in (lambda: tokenizer.tokenize(b"x"), lambda: llm.ctx, lambda: llm.model):
             with pytest.raises(MoeoffError):
                 what()
         return lines

@@ -93,30 +93,6 @@ def test_drafted_tokens_have_their_log_probabilities(demo, kind):
         assert values(found) == pytest.approx(values(expected), abs=0.05)
 
 
-def test_drafted_tokens_of_llama_have_their_log_probabilities(demo, monkeypatch):
-    import moeoff
-    from moeoff.engine.drafts import DraftLength
-
-    verified, verify = [], moeoff.Llama._verify_draft
-
-    def counted(self, tokens):
-        verified.append(len(tokens))
-        verify(self, tokens)
-
-    monkeypatch.setattr(DraftLength, "best", property(lambda self: 4))
-    monkeypatch.setattr(moeoff.Llama, "_verify_draft", counted)
-    answers = []
-    for options in ({}, {"spec_type": "ngram-simple"}):
-        options |= {"expert_memory": "4M", "n_ctx": 512, "logits_all": True}
-        with moeoff.Llama(demo, **options) as llm:
-            answer = llm.create_completion(REPEATED, max_tokens=40, temperature=0, logprobs=3)
-            answers.append(answer["choices"][0])
-    (plain, of_plain), (drafted, of_drafted) = ((one, one["logprobs"]) for one in answers)
-    assert verified and drafted["text"] == plain["text"]
-    assert of_drafted["token_logprobs"] == pytest.approx(of_plain["token_logprobs"], abs=0.05)
-    assert [*map(set, of_drafted["top_logprobs"])] == [*map(set, of_plain["top_logprobs"])]
-
-
 def test_log_probabilities_beside_tools_in_a_stream(calling):
     """Also of tokens whose text is held back: as many as in a whole answer."""
     body = {"messages": QUESTION, "tools": [TOOL], "cache_prompt": False}
