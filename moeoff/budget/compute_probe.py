@@ -13,6 +13,7 @@ from ..errors import MoeoffError
 from ..gguf.model_index import ModelIndex, TensorSpan
 from ..llamacpp import native
 from ..llamacpp.threads import bound_pool
+from ..llamacpp.turns import uninterrupted
 from ..system.memory import available
 from .dry_load import LONGEST, planned_model
 
@@ -46,6 +47,7 @@ def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0)
     return sum(best * whole for best, whole in zip(_times(groups, n_threads, seconds), wholes))
 
 
+@uninterrupted
 def attention_seconds(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], n_threads: int, seconds: float = 0.5) -> float | None:
     """Seconds that a token's attention takes behind n_ctx others, all layers together; None: it has no flash attention, and other ways are not timed."""
     with planned_model(model_index.without_nextn(), min(n_ctx, LONGEST), keywords) as llm, bound_pool(n_threads) as pool:

@@ -18,8 +18,9 @@ from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tens
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
 from ..llamacpp.devices import buffer_types
-from ..llamacpp.llama import LoadError, PatchedLlama, api, nextn_params, set_log, signals_after
+from ..llamacpp.llama import LoadError, PatchedLlama, api, nextn_params, set_log
 from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
+from ..llamacpp.turns import uninterrupted
 from ..system.memory import rss, slot_bytes, trim
 from .plan import ALLOCATED, MemoryPlan, as_rounded, planned_process
 
@@ -133,6 +134,7 @@ def answer_bytes(model_index: ModelIndex, n: int) -> int:
     return _TEMPLATE_BYTES + _SAMPLER_BYTES * n * (embedding.shape[1] if embedding else _MANY)
 
 
+@uninterrupted
 def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: Overrides = (), n_sequences: int = 1,
                    nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
     """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts."""
@@ -152,6 +154,7 @@ def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
     return MemoryPlan(**{name: int(getattr(whole, name) + times * (getattr(whole, name) - getattr(half, name))) for name in ALLOCATED})
 
 
+@uninterrupted
 def sequence_state(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) -> int:
     """Bytes that each of several sequences has of its own in a context: recurrent state, or a sliding window that is kept alone. 0: they share all of it."""
     model_index = model_index.without_nextn()
@@ -159,6 +162,7 @@ def sequence_state(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
         return llm.state_of_sequence()
 
 
+@uninterrupted
 def embedding_width(model_index: ModelIndex) -> int:
     """Numbers that the model takes in the place of a token's embedding."""
     with planned_model(model_index, 32, {}) as llm:
@@ -170,16 +174,15 @@ def planned_model(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, An
     """A model and its context without their memory: nothing can be computed, but graphs can be planned."""
     llm = llm or _PlannedLlama()
     set_log(False)
-    with signals_after():
-        try:
-            llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
-            yield llm
-        except LoadError as error:  # and no other ValueError, as OptionError is one
-            raise ModelError(f"{model_index.files[0]}: llama.cpp cannot load it: {error}") from error
-        finally:
-            if llm.loaded:
-                llm.close()
-            trim()  # the vocabulary's memory would count against the budget
+    try:
+        llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
+        yield llm
+    except LoadError as error:  # and no other ValueError, as OptionError is one
+        raise ModelError(f"{model_index.files[0]}: llama.cpp cannot load it: {error}") from error
+    finally:
+        if llm.loaded:
+            llm.close()
+        trim()  # the vocabulary's memory would count against the budget
 
 
 DEFAULT_CTX = 4096  # tokens, where the user names none and the model was trained for as many

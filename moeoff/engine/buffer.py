@@ -138,7 +138,7 @@ class ExpertBuffer:
     def set_cancelled(self, cancelled: bool) -> None:
         """Ends what is being computed, and what comes, until it is taken back. From any thread, also while another one closes the buffer."""
         with self._closing:
-            if not self._closed:
+            if not self._closed and self._finalizer.alive:
                 native.set_cancelled(self.handle, cancelled)
 
     # --- set-up ---
@@ -438,11 +438,6 @@ class ExpertBuffer:
             raise error
         if failed:
             raise ReadError(message.value.decode("utf-8", "replace"))
-
-    def forget_error(self) -> None:
-        """Forgets a failed read that nobody was told of: it would end the next graph."""
-        message = ctypes.create_string_buffer(1)
-        native.take_error(self.handle, message, len(message))
 
     # --- watching ---
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -29,12 +27,12 @@ from ..budget.dry_load import answer_bytes, dry_load, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates, remember_rates
 from ..budget.plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
-from ..errors import BudgetError, Cancelled, ComputeError, MoeoffError, OptionError
+from ..errors import BudgetError, MoeoffError, OptionError
 from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex, loaded_whole
 from ..llamacpp import native
 from ..llamacpp.devices import devices
-from ..llamacpp.llama import api, errors_unless
+from ..llamacpp.llama import api
 from ..llamacpp.turns import require_computable
 from ..options import LONGEST_DRAFT, Config, in_flags
 from ..routing.batch import Span
@@ -55,90 +53,6 @@ from .token_experts import TokenExperts
 from .warm_start import PromptUses, exchange, fill, read_ahead, recall, remember
 
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "cache_bytes")  # that end a trace
-
-
-class _Operation:
-    """Something in progress. It is known by a weak reference alone: an interrupt (Ctrl-C) between any two instructions cannot leave it behind."""
-
-
-class Cancellation:
-    """Ends what one buffer's model computes, from another thread or a signal handler: a request lasts until everything in progress has ended."""
-
-    def __init__(self, buffer: ExpertBuffer):
-        self._buffer = buffer
-        self._lock = threading.RLock()
-        self._open: weakref.WeakSet[_Operation] = weakref.WeakSet()
-        self.requested = self._waits = False
-
-    def request(self, *, at_once: bool = False) -> None:
-        """Ends what is in progress within a layer; if nothing is, does nothing.
-
-        Args:
-            at_once: also within a token that is `completing`, as a second request does.
-        """
-        with self._lock:
-            if self._open:
-                ends, self.requested = at_once or self.requested or not self._waits, True
-                if ends:  # last: the graph that it ends asks whether it was requested
-                    self._buffer.set_cancelled(True)
-
-    @contextlib.contextmanager
-    def completing(self) -> Iterator[None]:
-        """While open, a request lets the running batch come to its end and then raises `Cancelled`."""
-        self._waits = True
-        try:
-            yield
-        finally:
-            self._waits = False
-        if self.requested:
-            raise Cancelled("the answer was cancelled")
-
-    def _withdraw(self) -> None:
-        if self.requested:
-            self._buffer.set_cancelled(False)
-            self.requested = False
-
-    @contextlib.contextmanager
-    def in_progress(self) -> Iterator[None]:
-        """While open, `request()` has something to cancel.
-
-        Raises:
-            Cancelled: it has been already.
-        """
-        operation = _Operation()
-        with self._lock:
-            if not self._open:  # a request that came too late for what it was to end
-                self._withdraw()
-            self._open.add(operation)
-        try:
-            if self.requested:
-                raise Cancelled("the answer was cancelled")
-            yield
-        finally:
-            with self._lock:
-                self._open.discard(operation)
-                if not self._open:
-                    self._withdraw()
-
-    @contextlib.contextmanager
-    def computing(self, what: str, failed: Callable[[], None]) -> Iterator[None]:
-        """`in_progress` while llama.cpp computes.
-
-        Args:
-            failed: called if it has not; what that raises comes before what llama.cpp says of it.
-
-        Raises:
-            Cancelled: it was.
-            ComputeError: it could not.
-        """
-        with self.in_progress(), errors_unless(lambda: self.requested):
-            try:
-                yield
-            except RuntimeError as error:
-                failed()
-                if self.requested:
-                    raise Cancelled("the answer was cancelled") from None
-                raise ComputeError(f"llama.cpp could not compute {what}: {error}") from error
 
 
 class Engine:
@@ -226,7 +140,6 @@ class Engine:
         )
         self.quality.buffer = self.buffer
         self.driver = Driver(self.buffer)
-        self.cancellation = Cancellation(self.buffer)
 
     # --- choosing ---
 
@@ -500,14 +413,6 @@ class Engine:
             self._uses_before = None
             self._timing.add(self.unfinished_tokens, seconds, False)
         self.buffer.check()
-
-    def settle(self) -> None:
-        """After a batch that was interrupted, wherever that was, and before the next: nothing of it is left."""
-        self._uses_before = None
-        self.buffer.forget_error()
-        self.sizer.resize()
-        if self.quality.simulates:
-            self.quality.use(self.quality.precision)
 
     # --- watching, moving, closing ---
 

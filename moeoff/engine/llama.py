@@ -7,21 +7,22 @@ import ctypes
 import functools
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..budget.dry_load import memory_sizes, usual_ctx
-from ..errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
+from ..errors import BudgetError, Cancelled, ComputeError, ModelError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
-from ..llamacpp.llama import LoadError, PatchedLlama, set_log
+from ..llamacpp.llama import LoadError, PatchedLlama, errors_unless, set_log
 from ..llamacpp.threads import CoreBinding
-from ..llamacpp.turns import Stream
+from ..llamacpp.turns import ComputeThread, Turns
 from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent
 from ..system.console import loading_bar
+from ..system.memory import trim
 from .engine import Engine
 from .stats import Stats
 
@@ -37,6 +38,12 @@ def _require_plain_decoding(config: Config) -> None:
         raise OptionError(f"`{given[0]}`: moeoff.Llama has neither speculative decoding nor context shift; use moeoff.Server")
 
 
+def _only(answer: Generator[T, None, None]) -> T:
+    """Return the first item of an answer that is not read on."""
+    with contextlib.closing(answer):
+        return next(answer)
+
+
 def _in_turn(name: str, *, changes: bool = True, fills: bool = False) -> Any:
     """A method of llama_cpp's or of `PatchedLlama`, called when no other thread computes with the model.
 
@@ -48,8 +55,10 @@ def _in_turn(name: str, *, changes: bool = True, fills: bool = False) -> Any:
 
     @functools.wraps(method)
     def call(self: Llama, *args: Any, **kwargs: Any) -> Any:
+        if self.turns.thread.is_current and not fills:
+            return method(self, *args, **kwargs)
         function = functools.partial(method, self, *args, **kwargs)
-        return self._turn(self._fill, function) if fills else self._turn(function, changes=changes)
+        return self.turns.take(functools.partial(self._fill, function) if fills else function, changes=changes)
 
     return call
 
@@ -80,7 +89,6 @@ class Llama(PatchedLlama):
     _engine: Engine | None = None
     _core_binding: CoreBinding | None = None
     _decodes: bool | None = None  # what batches are, if a caller says so
-    _raised: BaseException | None = None  # by a callback
 
     def __init__(
         self,
@@ -91,6 +99,14 @@ class Llama(PatchedLlama):
         **options: Any,
     ):
         self._progress, self._on_stats = progress, on_stats
+        self._turns = Turns(ComputeThread())
+        try:
+            self._turns.thread.call(functools.partial(self._open, model_path, options))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, model_path: str | os.PathLike[str] | Config | Engine, options: Mapping[str, Any]) -> None:
         if not isinstance(model_path, Engine):
             config = Config.make(model_path, **options)
             _require_plain_decoding(config)
@@ -99,22 +115,19 @@ class Llama(PatchedLlama):
         engine = self._engine = model_path
         self._one_output = not engine.config.gate_input
         set_log(engine.keywords["verbose"])
-        try:
-            with engine.loading() as self._overrides:
-                try:
-                    self.load(engine.config.model_path, **engine.keywords)
-                except LoadError as error:
-                    raise ModelError(f"{engine.config.model_path}: llama.cpp cannot load it: {error} (`verbose` says more)") from error
-                except (TypeError, OverflowError, ctypes.ArgumentError) as error:
-                    raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
-            self.on_close(engine.close)
-            engine.attach(self.context_handle)
-            adapters = bool(engine.config.llama_cpp.get("lora_path"))
-            engine.loaded(self.context_handle, lambda: memory_sizes(self), adapters=adapters)
-            self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
-        except BaseException:
-            self.close()
-            raise
+        self.turns.thread.set_stop = engine.buffer.set_cancelled
+        with engine.loading() as self._overrides:
+            try:
+                self.load(engine.config.model_path, **engine.keywords)
+            except LoadError as error:
+                raise ModelError(f"{engine.config.model_path}: llama.cpp cannot load it: {error} (`verbose` says more)") from error
+            except (TypeError, OverflowError, ctypes.ArgumentError) as error:
+                raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
+        self.on_close(engine.close)
+        engine.attach(self.context_handle)
+        adapters = bool(engine.config.llama_cpp.get("lora_path"))
+        engine.loaded(self.context_handle, lambda: memory_sizes(self), adapters=adapters)
+        self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, here or in another process, is opened with: the same options, and a text of its own."""
@@ -132,38 +145,14 @@ class Llama(PatchedLlama):
 
     # --- turns ---
 
-    def _turn(self, function: Callable[..., T], *args: Any, stream: Stream | None = None, changes: bool = True) -> T:
-        """Calls a function in this thread's turn; see `Turns.take`."""
-        if self.turns.inside:
-            return function(*args)
-        result: T = self.turns.take(self._begun, changes, function, *args, stream=stream, changes=changes)
-        return result
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function on the model's thread, as one turn: what it computes, Ctrl-C or `cancel()` ends as a whole."""
+        return self.turns.take(functools.partial(function, *args, **kwargs))
 
-    def _begun(self, changes: bool, function: Callable[..., T], *args: Any) -> T:
-        """What a turn that was interrupted has left is put in order, then comes the next one."""
-        engine, self._raised = self.engine, None
-        with engine.cancellation.in_progress():
-            if self._doubt:
-                engine.settle()
-                self.settle()
-            result = self.changing(function, *args) if changes else function(*args)
-        if self._raised is not None:
-            raise self._raised
-        return result
-
-    def _stream(self, answer: Generator[T, Any, None]) -> Generator[T, Any, None]:
-        """The answer, each step of it in a turn; no other thread has one before it ends."""
-        stream, sent = Stream(), None
-        try:
-            while True:
-                try:
-                    item = self._turn(answer.send, sent, stream=stream)
-                except StopIteration:
-                    return
-                sent = yield item
-        finally:
-            stream.ended.set()
-            answer.close()
+    def _forget_incomplete(self) -> None:
+        super()._forget_incomplete()
+        if self.engine.quality.simulates:
+            self.engine.quality.use(self.engine.quality.precision)
 
     def _fill(self, function: Callable[[], T]) -> T:
         self.engine.sizer.before(1, moves_state=True)
@@ -171,12 +160,12 @@ class Llama(PatchedLlama):
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As llama_cpp's."""
-        self._turn(self._eval, tokens)
+        self.turns.take(functools.partial(self._eval, tokens))
 
     def _eval(self, tokens: Sequence[int]) -> None:
         # recurrent layers cannot go back behind a token of which a part is computed
         completes = self._has_state and len(tokens) <= 1
-        with self.engine.cancellation.completing() if completes else contextlib.nullcontext():
+        with self.turns.thread.completing() if completes else contextlib.nullcontext():
             super().eval(tokens)
 
     def _reserve(self, nbytes: int) -> bool:
@@ -186,7 +175,6 @@ class Llama(PatchedLlama):
             return False
         return True
 
-    settle = _in_turn("settle", changes=False)
     reset = _in_turn("reset")
     embed = _in_turn("embed")
     save_state = _in_turn("save_state", changes=False)
@@ -199,7 +187,9 @@ class Llama(PatchedLlama):
 
     def sample(self, *args: Any, **options: Any) -> int:
         """As llama_cpp's, but not with the settings of the answer before."""
-        return super().sample(*args, **options) if self.turns.inside else self._turn(functools.partial(self._sample, *args, **options), changes=False)
+        if self.turns.thread.is_current:
+            return super().sample(*args, **options)
+        return self.turns.take(functools.partial(self._sample, *args, **options), changes=False)
 
     def _sample(self, *args: Any, **options: Any) -> int:
         sampler, self._sampler = self._sampler, None
@@ -209,22 +199,29 @@ class Llama(PatchedLlama):
             self._sampler = sampler  # of an answer that may be read on
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stream(super()._create_completion(*args, **kwargs))  # type: ignore[arg-type]  # a generator
+        answer: Generator[Any, None, None] = super()._create_completion(*args, **kwargs)  # type: ignore[assignment]
+        return self.turns.steps(answer) if kwargs.get("stream") else iter([self.call(_only, answer)])
 
     # --- computing ---
 
     def _decode(self, decode: Callable[[], None], batch: Any) -> None:
         """Around every decode: what went wrong in a callback or an I/O thread comes before what llama.cpp says of it."""
-        engine = self.engine
+        engine, thread = self.engine, self.turns.thread
+        thread.require_uncancelled()
         spans = batch_spans(batch)
         if self._decodes is not None:
             spans = {sequence: span._replace(decode=self._decodes) for sequence, span in spans.items()}
         decodes = is_decode(spans)
         engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes)
         started = time.perf_counter()
-        computing = engine.cancellation.computing(f"{batch.n_tokens} tokens", lambda: engine.interrupted(time.perf_counter() - started))
-        with computing, self._core_binding or contextlib.nullcontext():
-            decode()
+        try:
+            with errors_unless(lambda: thread.cancelled), self._core_binding or contextlib.nullcontext():
+                decode()
+        except RuntimeError as error:
+            engine.interrupted(time.perf_counter() - started)
+            if thread.cancelled:
+                raise Cancelled("the answer was cancelled") from None
+            raise ComputeError(f"llama.cpp could not compute {batch.n_tokens} tokens: {error}") from error
         engine.end(batch.n_tokens, time.perf_counter() - started, decodes)
 
     @contextlib.contextmanager
@@ -247,12 +244,11 @@ class Llama(PatchedLlama):
         can reuse its state. A second call ends that, too, and the context goes back to the last
         micro-batch of the prompt.
         """
-        self.turns.give_up(Cancelled("the answer was cancelled"))
-        self.engine.cancellation.request()
+        self.turns.cancel()
 
     def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As llama_cpp's; `on_stats` is told when it ends."""
-        return self._stream(self._generate(*args, **kwargs))
+        return self.turns.steps(self._generate(*args, **kwargs))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         before = self.stats()
@@ -264,18 +260,12 @@ class Llama(PatchedLlama):
         try:
             yield from super().generate(*args, **kwargs)
         finally:
-            if self.turns.here and not self.turns.closed:
+            if self.turns.is_open:
                 if self._on_stats:
-                    self._tell(self._on_stats, self.stats().since(before))
-
-    def _tell(self, on_stats: Callable[[Stats], None], stats: Stats) -> None:
-        """What it raises would end nowhere where llama_cpp drops the generator of tokens: the turn raises it."""
-        try:
-            on_stats(stats)
-        except BaseException as error:
-            if not self.turns.inside:
-                raise
-            self._raised = error
+                    try:
+                        self._on_stats(self.stats().since(before))
+                    except BaseException as error:
+                        self.turns.defer(error)
 
     def _forget_what_was_not_followed(self, tokens: Sequence[int]) -> None:
         """The text must not depend on what was asked before: unless a prompt goes on behind all of it, it is computed from its start."""
@@ -296,20 +286,20 @@ class Llama(PatchedLlama):
             OptionError: not a size, or the model has no experts on devices.
         """
         tier = self.engine.device_tier
-        before = None if tier is None else tier.bound
+        before = None if tier is None or vram is None else tier.bound
         if vram is not None:
-            self._turn(self.engine.set_vram, vram, changes=False)
+            self.turns.take(functools.partial(self.engine.set_vram, vram), changes=False)
         if memory is not None:
             try:
-                self._turn(self.engine.set_memory, memory, changes=False)
+                self.turns.take(functools.partial(self.engine.set_memory, memory), changes=False)
             except MoeoffError:
-                if tier is not None and vram is not None:
-                    self._turn(tier.move, before, changes=False)
+                if tier is not None and before is not None:
+                    self.turns.take(functools.partial(tier.move, before), changes=False)
                 raise
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""
-        self._turn(self.engine.set_gate_callback, callback, changes=False)
+        self.turns.take(functools.partial(self.engine.set_gate_callback, callback), changes=False)
 
     def stats(self) -> Stats:
         """Statistics since the model was opened, or since `reset_stats()`."""
@@ -332,14 +322,11 @@ class Llama(PatchedLlama):
         What another thread computes ends first, with an exception there. From inside a call, as in a callback, the model is freed when that returns.
         """
         if self._turns is not None:
-            self._turns.close(self._end_what_runs, self._free)
-
-    def _end_what_runs(self) -> None:
-        if self._engine is not None:
-            self._engine.cancellation.request(at_once=True)
+            self._turns.close(self._free)
 
     def _free(self) -> None:
         with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
+            stack.callback(trim)  # another thread's malloc arena would not use what is free in this thread's
             if self._engine is not None:
                 stack.callback(self._engine.close)
             if self._core_binding is not None:

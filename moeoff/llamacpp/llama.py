@@ -11,7 +11,6 @@ import functools
 import inspect
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ import numpy as np
 from ..errors import MoeoffError, OptionError, one_line
 from ..system import machine
 from . import templates
-from .turns import Turns, computes_here
+from .turns import Turns, computes_here, is_cancelled
 
 # OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O threads make it one, every barrier then
 # waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 with two busy processes on 2 cores, no
@@ -48,7 +47,6 @@ __all__ = [
     "lib",
     "llama_cpp",
     "set_log",
-    "signals_after",
     "supports_gpu",
 ]
 
@@ -122,24 +120,6 @@ def errors_unless(expected: Callable[[], bool]) -> Iterator[None]:
             _logger.llama_log_callback(_LOG_ERROR, text.encode(), None)
 
 
-@contextlib.contextmanager
-def signals_after() -> Iterator[list[int]]:
-    """Inside, signals that Python handles wait in this list, and are handled at the end: what a handler raises in a callback is printed, and lost."""
-    came: list[int] = []
-    handlers: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if threading.current_thread() is threading.main_thread() and callable(handler := signal.getsignal(number)):
-                handlers[number] = handler
-                signal.signal(number, lambda came_now, _frame: came.append(came_now))
-        yield came
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for raised in came:
-            signal.raise_signal(raised)
-
-
 def _reason(errors: Sequence[str]) -> str:
     """The first of llama.cpp's errors, which is the most exact one, without the names of its functions and folders."""
     text = " ".join(errors[0].split()) if errors else ""
@@ -207,8 +187,6 @@ class _Model(_internals.LlamaModel):
 
 class _Context(_internals.LlamaContext):
     ctx, memory = _Handle(), _Handle()
-    # position after the last batch; -1 if anything else has changed the memory since
-    end = -1
     is_broken = False  # a batch was not computed to its end: recurrent states may be half updated
 
     def __init__(self, turns: Turns, llama: weakref.ref[PatchedLlama], **options: Any):
@@ -218,14 +196,17 @@ class _Context(_internals.LlamaContext):
     def decode(self, batch: Any) -> None:
         computes_here()
         if (llama := self._llama()) is not None:
-            llama._check_outputs(batch.batch)
-            self.end = -1
-            llama._decode(functools.partial(self._compute, batch), batch.batch)
+            try:
+                llama._check_outputs(batch.batch)
+                llama._decode(functools.partial(self._compute, batch), batch.batch)
+            except BaseException:
+                llama._forget_incomplete()
+                raise
 
     def _compute(self, batch: Any) -> None:
         self.is_broken = True
         super().decode(batch)
-        self.end, self.is_broken = batch.batch.pos[batch.batch.n_tokens - 1] + 1, False
+        self.is_broken = False
 
     def close(self) -> None:
         if self.turns.here:
@@ -241,7 +222,6 @@ class _Context(_internals.LlamaContext):
                 # llama.cpp would compute without the part of the window that it has overwritten
                 if api.llama_memory_seq_pos_min(self.memory, 0) > max(p0 - window, 0):
                     return False
-        self.end = self.end if p0 >= self.end else -1
         return super().kv_cache_seq_rm(seq_id, p0, p1)
 
 
@@ -319,27 +299,12 @@ class LoadError(ValueError):
 
 _MOST_STATES = 3  # of recurrent layers that are kept, as many as llama-server keeps: each is as large as the one that is computed with
 _STATE_COPIES = 5  # of the states of a prompt's batch, on their way to next-token layers
-_NOTHING, _TAIL, _ALL = 0, 1, 2  # of the context may not be what it says: what is behind its tokens, or anything
-
-
-def _as_a_whole(method: Any) -> Any:
-    """A method of which no part is of use: interrupted, it leaves an empty context behind."""
-
-    @functools.wraps(method)
-    def call(self: _AnyLlama, *args: Any, **kwargs: Any) -> Any:
-        before, self._doubt, self._kept_at = self._doubt, _ALL, 0
-        result = method(self, *args, **kwargs)
-        self._doubt, self._ctx.end, self._ctx.is_broken = before, -1, False
-        return result
-
-    return call
 
 
 class _AnyLlama(llama_cpp.Llama):
     """llama_cpp.Llama, of which a subclass says in `_before_load` how it is loaded, and whose context can be kept in a file."""
 
     _ctx: Any
-    _doubt = _NOTHING
     # tokens of the text after which the state of recurrent layers was copied; 0: there is no copy
     _kept_at = 0
 
@@ -350,11 +315,11 @@ class _AnyLlama(llama_cpp.Llama):
         """The model wants a beginning-of-text token."""
         return self._model.add_bos_token()
 
-    @_as_a_whole
     def clear_context(self) -> None:
         """Empties the KV cache: the next batch begins a text."""
         self.reset()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
         self._ctx.kv_cache_clear()
+        self._kept_at, self._ctx.is_broken = 0, False
 
     def save_context(self, path: str, behind: Sequence[int] = ()) -> str:
         """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing.
@@ -367,11 +332,10 @@ class _AnyLlama(llama_cpp.Llama):
             done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
         return "" if done else _reason(errors) or "llama.cpp gives no reason"
 
-    @_as_a_whole
     def load_context(self, path: str, n_behind: int = 0) -> str:
         """Reads what `save_context` wrote, with so many numbers behind the tokens. Returns what went wrong, and the context is empty then, or nothing."""
         tokens = np.zeros(self.n_ctx() + n_behind, np.int32)
-        count = ctypes.c_size_t()
+        count, self._kept_at = ctypes.c_size_t(), 0
         with _collected_errors() as errors, assertions_raise():
             done = api.llama_state_load_file(
                 self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
@@ -389,9 +353,9 @@ class _AnyLlama(llama_cpp.Llama):
 class PatchedLlama(_AnyLlama):
     """llama_cpp.Llama with what it lacks: a say in how the model is loaded, a wrapper around every decode, and batches of one's own.
 
-    After an interrupt, and before the next call that computes, `settle` cuts the context to the
-    last complete micro-batch. Recurrent layers that were interrupted within a micro-batch go back
-    to a copy of their state, which is made before each micro-batch of a prompt.
+    A batch that fails or is cancelled cuts the context to the last complete micro-batch. Recurrent
+    layers that were cancelled within a micro-batch go back to a copy of their state, which is made
+    before each micro-batch of a prompt.
 
     A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
     """
@@ -434,12 +398,12 @@ class PatchedLlama(_AnyLlama):
                     progress(fraction)
             except BaseException as error:  # must not cross the C frame below
                 raised.append(error)
-            return not raised and not signals
+            return not raised and not is_cancelled()
 
         self._progress_callback = api.llama_progress_callback(report)
         wants_all = options.get("logits_all") or options.get("embedding")
         self._n_outputs_max = self._n_sequences if self._one_output and not wants_all else 0
-        with signals_after() as signals, _collected_errors() as errors:
+        with _collected_errors() as errors:
             try:
                 with assertions_raise():
                     super().__init__(model_path, **options)
@@ -541,37 +505,19 @@ class PatchedLlama(_AnyLlama):
         token: int = super().sample(*args, **options)
         return token
 
-    # --- interrupts ---
-
-    def changing(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls a function that computes or changes the context. If it does not come to its end, `settle` has something to do."""
-        self._doubt = max(self._doubt, _TAIL)
-        try:
-            result = function(*args, **kwargs)
-        except StopIteration:  # the end of an answer
-            self._doubt = _NOTHING
-            raise
-        self._doubt = _NOTHING
-        return result
-
-    def settle(self) -> bool:
-        """Cut the context to what was computed to its end, or empty it if it cannot be cut there.
-
-        Return True if a call was interrupted. Whatever it was, `input_ids[:n_tokens]` are tokens
-        that had been computed; the context may hold fewer of them, or more.
-        """
-        if not self._doubt:
-            return False
-        self._requires_eval, self._sampler = True, None
-        if self._doubt == _ALL or not (self._keep_computed() or self._restore_state()):
-            self.clear_context()
-        self._doubt, self._n_begun = _NOTHING, 0
-        return True
+    # --- a batch that fails ---
 
     @property
     def _has_state(self) -> bool:
         """The model has recurrent layers, whose state cannot go back to an earlier token."""
         return bool(self._is_recurrent or self._is_hybrid)
+
+    def _forget_incomplete(self) -> None:
+        """After a batch that failed, cut the context to its last complete micro-batch, or empty it."""
+        self._requires_eval = True
+        if not (self._keep_computed() or self._restore_state()):
+            self.clear_context()
+        self._n_begun = 0
 
     def _keep_computed(self) -> bool:
         """Cut the context to its latest complete token. Return False if it cannot go back there."""
@@ -581,7 +527,7 @@ class PatchedLlama(_AnyLlama):
         n = min(max(self.n_tokens, self._n_begun), end)
         if n <= 0 or not self._ctx.kv_cache_seq_rm(0, n, -1):
             return False
-        self.n_tokens, self._requires_eval = n, self._ctx.end != n
+        self.n_tokens = n
         return True
 
     def _reserve(self, _nbytes: int) -> bool:
@@ -613,7 +559,6 @@ class PatchedLlama(_AnyLlama):
         n = self._kept_at
         if not n:
             return False
-        self._ctx.is_broken = True
         copy, partial = _bytes_of(self._state), api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         read = api.llama_state_seq_set_data_ext(self._ctx.ctx, copy, len(self._state), 0, partial)
         if not read or not self._ctx.kv_cache_seq_rm(0, n, -1):
@@ -639,7 +584,7 @@ class PatchedLlama(_AnyLlama):
     # --- batches of one's own, besides `generate` ---
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """As llama_cpp's, but what an interrupt has left of it is known.
+        """As llama_cpp's. Of a batch that fails, the complete micro-batches stay.
 
         Raises:
             MoeoffError: as while answering, or the context cannot be cut to `n_tokens`.
@@ -663,10 +608,21 @@ class PatchedLlama(_AnyLlama):
                 self.scores[n : n + len(batch)] = PatchedLlama.batch_logits(self, len(batch))
             self.n_tokens, self._n_begun, self._requires_eval = n + len(batch), 0, False
 
-    embed = _as_a_whole(_AnyLlama.embed)
-    load_state = _as_a_whole(_AnyLlama.load_state)
+    def embed(self, *args: Any, **options: Any) -> Any:
+        """As llama_cpp's. The context is empty afterwards, and where it fails."""
+        self.clear_context()
+        return super().embed(*args, **options)
 
-    def _compute_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
+    def load_state(self, state: Any) -> None:
+        """As llama_cpp's. The context is empty if the state cannot be loaded."""
+        self._kept_at = 0
+        try:
+            super().load_state(state)
+        except BaseException:
+            self.clear_context()
+            raise
+
+    def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
         """Computes tokens at positions n_past, n_past + 1, ...; at most `n_batch` of them.
 
         Args:
@@ -680,9 +636,8 @@ class PatchedLlama(_AnyLlama):
         batch.set_batch(batch=list(tokens), n_past=n_past, logits_all=False)
         for i in range(len(tokens)):
             batch.batch.logits[i] = n_past + i >= first_output
+        self._kept_at = 0
         self._ctx.decode(batch)
-
-    decode_batch = _as_a_whole(_compute_batch)
 
     def batch_logits(self, n: int) -> np.ndarray:
         """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""

@@ -2,7 +2,7 @@
 
 Next to other busy processes the kernel puts two compute threads on one core and leaves them there (docs/internals/design.md). Threads are bound
 only if there are as many of them as cores that this process may use: with fewer the kernel knows better which cores are idle. The masks are
-those of llama.cpp's thread pools. The caller's thread has its cores back when the batch is done, so that nothing that an app starts inherits them.
+those of llama.cpp's thread pools. The computing thread has its cores back when the batch is done, so that nothing that a callback starts inherits them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import struct
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from ctypes import c_int32
 
@@ -101,7 +100,9 @@ def _open_for_all(path: str) -> int:
 
 
 class CoreBinding:
-    """A context manager around one llama_decode at a time. Looks at the cores that the calling thread may use each time.
+    """A context manager around one llama_decode at a time, always of the same thread.
+
+    Looks each time at the cores that the process's main thread may use.
 
     Args:
         ctx: llama_context, which must live as long as this is used.
@@ -115,14 +116,11 @@ class CoreBinding:
         self._pools: list[int] = []
         self._has_bound = False  # OpenMP keeps its threads, and they keep their masks
         self._attached = self._claimed = False
-        self._thread = 0  # that computes
 
     def __enter__(self) -> None:
         if self._off:
             return
-        self._leave()  # a batch that was interrupted just when it ended
-        self._thread = threading.get_native_id()
-        now = (os.sched_getaffinity(0), api.llama_n_threads(self._ctx), api.llama_n_threads_batch(self._ctx))
+        now = (os.sched_getaffinity(os.getpid()), api.llama_n_threads(self._ctx), api.llama_n_threads_batch(self._ctx))
         if now != self._made_for:
             self._make(*now)
             self._made_for = now
@@ -134,17 +132,13 @@ class CoreBinding:
         attach_threadpool(self._ctx, *(self._bound if self._claimed else self._free))
 
     def __exit__(self, *_exc: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        """Each step may be the last one before an interrupt: the next call goes on there."""
         if self._attached:
             detach_threadpool(self._ctx)
             self._attached = False
         if self._claimed:
-            with contextlib.suppress(OSError):  # the cores that it had are no longer this process's, or the thread has ended
-                if os.sched_getaffinity(self._thread) == self._callers:  # else it was moved from outside meanwhile, and stays there
-                    os.sched_setaffinity(self._thread, self._before)
+            with contextlib.suppress(OSError):  # the cores that it had are no longer this process's
+                if os.sched_getaffinity(0) == self._callers:  # else it was moved from outside meanwhile, and stays there
+                    os.sched_setaffinity(0, self._before)
             self._claims.release()
             self._claimed = False
 
@@ -153,9 +147,10 @@ class CoreBinding:
         self._drop_pools()
         binds = [one_each(n, cores) for n in n_threads]
         self._runs = runs(cores) if any(binds) else []
-        if not self._runs and not self._has_bound:
-            return
         try:
+            if not self._runs and not self._has_bound:
+                os.sched_setaffinity(0, cores)
+                return
             self._before = _unbound(cores)
         except OSError:  # not permitted here
             self._off = True
@@ -173,11 +168,7 @@ class CoreBinding:
             threadpool_free(self._pools.pop())
 
     def close(self) -> None:
-        """After the context has been freed. OpenMP's threads end if they were started from this thread: no later thread inherits their masks."""
-        if self._has_bound:
-            self._has_bound = False
-            with contextlib.suppress(AttributeError):  # an OpenMP before 5.0
-                lib["omp_pause_resource_all"](_OMP_PAUSE_SOFT)
+        """After the context has been freed. OpenMP's threads keep their masks, and end with the thread that computed."""
         self._drop_pools()
         self._claims.close()
         self._off = True

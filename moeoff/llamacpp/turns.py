@@ -1,32 +1,42 @@
-"""Turns at one model: of several threads one computes at a time, an answer that is read token by token keeps its turn, and nothing comes after the end.
+"""The thread that computes for a model, and the turns that other threads take at it.
 
-Whatever an exception leaves behind, wherever it comes (Ctrl-C comes between any two instructions), the next turn finds in order: locks are only held by
-`with`, and nothing is told by what has to be counted down again.
+A caller hands a function to the model's thread and waits for the result. No signal's exception
+reaches that thread: Ctrl-C interrupts the wait, the function is cancelled and comes to its end, and
+the exception goes on. What computes is therefore never left between two instructions.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import queue
+import sys
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-from ..errors import MoeoffError
+from ..errors import Cancelled, MoeoffError
 
+P = ParamSpec("P")
 T = TypeVar("T")
-_LOOK = 0.5  # seconds after which a waiting thread looks whether the reader that it waits for still runs
-_computed_in = 0  # the process in which llama.cpp has computed, whose threads a copy lacks
+_LOOK = 0.5  # seconds between two looks whether the reader of an answer is still alive
+_computed_in = 0  # process in which llama.cpp has computed, whose threads a fork lacks
 
 
 def computes_here() -> None:
-    """llama.cpp is about to compute in this process."""
+    """Note that llama.cpp is about to compute in this process."""
     global _computed_in
     _computed_in = os.getpid()
 
 
 def require_computable() -> None:
-    """Raises `MoeoffError` in a copy of a process that has computed: OpenMP would wait for threads that only the other one has."""
+    """Raise `MoeoffError` in a fork of a process that has computed.
+
+    OpenMP would wait for threads that only the other process has.
+    """
     if _computed_in not in (0, os.getpid()):
         raise MoeoffError(
             f"this process is a copy (fork) of one in which llama.cpp has computed ({_computed_in}), without its threads: "
@@ -35,7 +45,7 @@ def require_computable() -> None:
 
 
 def require_process(pid: int) -> None:
-    """Raises `MoeoffError` in another process than the one that opened a model."""
+    """Raise `MoeoffError` in another process than the one that opened a model."""
     if pid != os.getpid():
         raise MoeoffError(
             f"the model was opened in another process ({pid}), of which this one is a copy without its threads and memory: "
@@ -43,13 +53,231 @@ def require_process(pid: int) -> None:
         )
 
 
+class _Calls(queue.SimpleQueue[Any]):
+    """Functions that a thread is to run; None ends it."""
+
+    has_ended = False
+
+
+class _Call(Generic[T]):
+    """A function for a compute thread, and what became of it.
+
+    Attributes:
+        is_done: True if the function has ended, or never runs.
+        done: A lock that is held until then.
+    """
+
+    def __init__(self, thread: ComputeThread, function: Callable[[], T]):
+        self.thread: ComputeThread | None = thread
+        self.function: Callable[[], T] | None = function
+        self.is_done = False
+        self.done, self._claimed = threading.Lock(), threading.Lock()
+        self.done.acquire()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def claim(self) -> bool:
+        """Return True to one caller: to the thread, which runs the function, or to whoever drops it."""
+        return self._claimed.acquire(blocking=False)
+
+    def end(self, result: T | None = None, error: BaseException | None = None) -> None:
+        # nothing of the function is kept, or the thread could be the last to hold the model
+        self.thread = self.function = None
+        self._result, self._error = result, error
+        self.is_done = True
+        self.done.release()
+
+    def outcome(self) -> T:
+        """Return the function's result, or raise its exception."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return cast(T, self._result)
+        finally:
+            del error  # whose traceback has this frame
+
+
+class _ThreadEnded(MoeoffError):
+    """Nothing runs on a compute thread any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the model is closed")
+
+
+def _run_all(calls: _Calls) -> None:
+    """Run a compute thread. Between two calls it holds nothing but their queue."""
+    while (call := calls.get()) is not None:
+        if call.claim():
+            call.thread._run(call)
+        del call  # which may hold an exception, and that the frames of a model's methods
+    calls.has_ended = True
+    while not calls.empty():
+        if (call := calls.get()) is not None and call.claim():
+            call.end(error=_ThreadEnded())
+
+
+_current = threading.local()  # thread: the ComputeThread whose call runs on this thread
+
+
+class ComputeThread:
+    """Runs functions one after the other. A function that calls another one runs it at once.
+
+    Attributes:
+        cancelled: True if the running function is to end.
+        set_stop: Called with True to end the graph that is being computed, and False to withdraw that.
+    """
+
+    def __init__(self) -> None:
+        self._pid, self._calls, self._lock = os.getpid(), _Calls(), threading.RLock()
+        self._running: _Call[Any] | None = None
+        self.cancelled = self._completes = False
+        self.set_stop: Callable[[bool], None] = lambda _stop: None
+        self._thread = threading.Thread(target=_run_all, args=(self._calls,), name="moeoff-compute", daemon=True)
+        self._thread.start()
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+    def _run(self, call: _Call[Any]) -> None:
+        result = error = None
+        with self._lock:
+            self._running = call
+        _current.thread = self
+        try:
+            assert call.function is not None
+            result = call.function()
+        except BaseException as raised:
+            error = raised
+        _current.thread = None
+        with self._lock:
+            self._running = None
+            if self.cancelled:
+                self.cancelled = False
+                self.set_stop(False)
+        call.end(result, error)
+        del error  # whose traceback has this frame
+
+    @property
+    def native_id(self) -> int:
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
+    @property
+    def is_current(self) -> bool:
+        """True on this thread."""
+        return threading.get_ident() == self._thread.ident
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no function runs on the thread any more."""
+        return self._calls.has_ended or sys.is_finalizing()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return a function's result.
+
+        An exception in the waiting thread, as of Ctrl-C, cancels the function and goes on when that
+        has ended. A second one does not wait.
+
+        Raises:
+            MoeoffError: The thread has ended.
+        """
+        if self.is_current:
+            return function()
+        if self.has_ended:
+            raise _ThreadEnded
+        call = _Call(self, function)
+        try:
+            self._calls.put(call)
+            if not (self._calls.has_ended and call.claim()):
+                call.done.acquire()
+                return call.outcome()
+        except BaseException:
+            self._abandon(call)
+            raise
+        raise _ThreadEnded
+
+    def _abandon(self, call: _Call[Any]) -> None:
+        """End a call in whose wait an exception came."""
+        if call.is_done or call.claim():
+            return
+        try:
+            while not call.is_done:
+                self.cancel(call)
+                call.done.acquire()
+        finally:
+            self.cancel(call)
+
+    def cancel(self, call: _Call[Any] | None = None, *, at_once: bool = False) -> None:
+        """End what runs within a layer, from any thread or signal handler. If nothing runs, do nothing.
+
+        Args:
+            call: What is to end; None: anything.
+            at_once: Also end a batch that would be completed, as a second request does.
+        """
+        with self._lock:
+            if self._running is not None and call in (None, self._running):
+                ends, self.cancelled = at_once or self.cancelled or not self._completes, True
+                if ends:
+                    self.set_stop(True)
+
+    def require_uncancelled(self) -> None:
+        """Raise `Cancelled` if the running function is to end."""
+        if self.cancelled:
+            raise Cancelled("the answer was cancelled")
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """While open, a request lets the running batch come to its end and then raises `Cancelled`."""
+        self._completes = True
+        try:
+            yield
+        finally:
+            self._completes = False
+        self.require_uncancelled()
+
+    def end(self) -> None:
+        """Cancel what runs, and wait until the thread has ended. May be called twice, and does nothing in a fork."""
+        if self._pid != os.getpid() or sys.is_finalizing():
+            return
+        self.cancel(at_once=True)
+        self._calls.put(None)
+        if not self.is_current:
+            self._thread.join()
+
+
+def is_cancelled() -> bool:
+    """Return True if what the calling thread computes is to end."""
+    thread = getattr(_current, "thread", None)
+    return thread is not None and thread.cancelled
+
+
+def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that calls llama.cpp: from the main thread it runs on one that no signal's exception reaches.
+
+    What a signal's handler raises in a callback of llama.cpp's is printed and lost.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
+        thread = ComputeThread()
+        try:
+            return thread.call(partial(function, *args, **kwargs))
+        finally:
+            thread.end()
+
+    return call
+
+
 class Stream:
     """An answer that is read token by token.
 
     Attributes:
-        reader: the thread that read last.
-        ended: nothing more comes; other threads wait for this.
-        error: what its next reader is told, if it was ended from outside.
+        reader: The thread that read last.
+        ended: Set when nothing more comes; other threads wait for this.
+        error: What the next reader gets, if the answer was ended from outside.
     """
 
     def __init__(self) -> None:
@@ -62,136 +290,187 @@ class Stream:
             self.error = error
             self.ended.set()
 
+    def blocks(self, reader: threading.Thread) -> bool:
+        """Return True if another thread reads the answer."""
+        return not self.ended.is_set() and self.reader is not reader and self.reader.is_alive()
+
 
 class Turns:
-    """One model's.
+    """Access to one model: its thread computes, one answer at a time, and nothing comes after the end.
+
+    Args:
+        thread: The model's; None: whoever opened the model computes.
 
     Attributes:
-        closed: the model is closed, or about to be.
+        closed: True if the model is closed, or about to be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: ComputeThread | None = None) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._owner = 0  # the thread that has the lock
+        self._thread = thread
+        if thread is not None:
+            weakref.finalize(self, thread.end)  # at the interpreter's exit, too
         self._latest: weakref.ref[Stream] | None = None  # it ends with the generator that holds it, too
+        self._is_running = False
+        self._deferred: BaseException | None = None
         self._free: Callable[[], None] | None = None  # to be called when the running call has returned
-        self._closer = 0  # the thread that frees the model
+        self._closer = 0  # thread that frees the model
         self.closed = False
         self._reading = threading.RLock()
+
+    @property
+    def thread(self) -> ComputeThread:
+        assert self._thread is not None
+        return self._thread
 
     @property
     def _stream(self) -> Stream | None:
         return None if self._latest is None else self._latest()
 
     @property
-    def inside(self) -> bool:
-        """The calling thread has the turn."""
-        return self._owner == threading.get_ident() and self._lock.locked()
-
-    @property
     def here(self) -> bool:
-        """This is the process that opened the model, and not a copy."""
+        """True in the process that opened the model, False in a fork."""
         return self._pid == os.getpid()
 
+    @property
+    def is_open(self) -> bool:
+        return self.here and not self.closed and not self.thread.has_ended
+
     def require_open(self) -> None:
-        """Raises `MoeoffError` if the model is closed, or this is a copy of the process that opened it."""
+        """Raise `MoeoffError` if the model is closed, or this is a fork of the process that opened it."""
         require_process(self._pid)
         if self.closed and self._closer != threading.get_ident():
             raise MoeoffError("the model is closed")
 
-    def take(self, function: Callable[..., T], *args: Any, stream: Stream | None = None, changes: bool = True, **kwargs: Any) -> T:
-        """Calls a function when no other thread computes, nor reads an answer to which it belongs.
+    def take(self, function: Callable[[], T], *, stream: Stream | None = None, changes: bool = True) -> T:
+        """Call a function on the model's thread, when no other thread reads an answer.
 
-        A thread that reads an answer and then asks for something else has given that answer up: nobody else could read on. What a call itself calls
-        is part of its turn.
+        A thread that reads an answer and then asks for something else has given that answer up:
+        nobody else could read on. What a call itself calls is part of its turn.
 
         Args:
-            stream: the call is a step of it.
-            changes: the context; else the call may come between two steps of another answer.
+            stream: The answer of which the call is a step.
+            changes: True if the call changes the context; else it may come between two steps of
+                another answer.
 
         Raises:
-            MoeoffError: the model is closed, or was opened by another process; or the stream was given up.
+            MoeoffError: The model is closed, or was opened by another process, or the stream was
+                given up.
         """
-        self.require_open()  # before a lock that a fork may have copied while it was held
-        if self.inside:
-            return function(*args, **kwargs)
+        if self.thread.is_current:
+            return function()
+        reader = threading.current_thread()
         while True:
             self.require_open()
-            if changes and (other := self._blocker(stream)) is not None:
+            other = self._stream if changes else None
+            if other is not None and other is not stream and other.blocks(reader):
                 other.ended.wait(_LOOK)
-                del other
                 continue
-            with self._lock:
-                if changes and self._blocker(stream) is not None:
-                    continue
+            del other
+            has_run, result = self.thread.call(partial(self._take, function, reader, stream, changes))
+            if has_run:
+                return cast(T, result)
+
+    def _take(self, function: Callable[[], T], reader: threading.Thread, stream: Stream | None, changes: bool) -> tuple[bool, T | None]:
+        """Return (False, None) if another thread has begun an answer meanwhile."""
+        self.require_open()
+        if changes:
+            if stream is not None and stream.error is not None:
+                raise stream.error
+            other = self._stream
+            if other is not None and other is not stream:
+                if other.blocks(reader):
+                    return False, None
+                other.give_up(MoeoffError("this answer was given up: the model was used for something else before it was read to its end"))
+            self._latest = None if stream is None else weakref.ref(stream)
+            if stream is not None:
+                stream.reader = reader
+        self._is_running, self._deferred = True, None
+        try:
+            result = function()
+        except StopIteration:
+            self._raise_deferred()
+            raise
+        finally:
+            self._is_running = False
+            if self._free is not None:
+                self._finish()
+        self._raise_deferred()
+        return True, result
+
+    def defer(self, error: BaseException) -> None:
+        """Raise an exception when the running call has ended: llama_cpp discards the generator that would raise it."""
+        self._deferred = error
+
+    def _raise_deferred(self) -> None:
+        error, self._deferred = self._deferred, None
+        if error is not None:
+            raise error
+
+    def steps(self, answer: Generator[T, Any, None]) -> Generator[T, Any, None]:
+        """Yield what an answer does, each step of it in a turn; no other thread has one before the answer ends."""
+        stream, sent = Stream(), None
+        try:
+            while True:
                 try:
-                    self._owner = threading.get_ident()
-                    self.require_open()
-                    if changes:
-                        self._begin(stream)
-                    return function(*args, **kwargs)
-                finally:
-                    self._owner = 0
-                    if self._free is not None:
-                        self._finish()
+                    item = self.take(partial(answer.send, sent), stream=stream)
+                except StopIteration:
+                    return
+                sent = yield item
+        finally:
+            stream.ended.set()
+            if self.is_open:
+                self.take(answer.close, changes=False)
+            else:
+                answer.close()
 
-    def _blocker(self, mine: Stream | None) -> Stream | None:
-        """An answer that another thread reads."""
-        other = self._stream
-        if other is None or other is mine or other.ended.is_set():
-            return None
-        return None if other.reader is threading.current_thread() or not other.reader.is_alive() else other
+    def cancel(self) -> None:
+        """End what is computed, and an answer between two tokens: whoever reads on gets `Cancelled`."""
+        self._give_up(Cancelled("the answer was cancelled"))
+        if self._thread is not None:
+            self._thread.cancel()
 
-    def _begin(self, stream: Stream | None) -> None:
-        if stream is not None and stream.error is not None:
-            raise stream.error
-        other = self._stream
-        if other is not None and other is not stream:
-            other.give_up(MoeoffError("this answer was given up: the model was used for something else before it was read to its end"))
-        self._latest = None if stream is None else weakref.ref(stream)
-        if stream is not None:
-            stream.reader = threading.current_thread()
-
-    def give_up(self, error: Exception) -> None:
-        """Ends an answer that is being read, if there is one: whoever reads on is told so."""
+    def _give_up(self, error: Exception) -> None:
         stream = self._stream
         if stream is not None:
             stream.give_up(error)
 
     def read(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls a function that needs no turn, because what it reads never changes, while the model is open. It must not call back into Python."""
+        """Call a function that needs no turn, because what it reads never changes, while the model is open. It must not call back into Python."""
         self.require_open()
         with self._reading:
             self.require_open()
             return function(*args, **kwargs)
 
-    def close(self, cancel: Callable[[], None], free: Callable[[], None]) -> None:
-        """Ends what runs, waits for it, and frees the model: at once, or when a call of this thread has returned, if it comes from inside one.
+    def close(self, free: Callable[[], None]) -> None:
+        """End what runs, wait for that, and free the model. Called from inside a call, free it when that has returned.
 
         Args:
-            cancel: ends the running call.
-            free: may be called twice. Not called in a copy of the process.
+            free: May be called twice. Not called in a fork.
         """
         if not self.here:
             return
-        self.closed = True
-        self.give_up(MoeoffError("the model is closed"))
-        self._free = free
-        if self.inside:
-            return cancel()
-        if self._lock.locked():
-            cancel()
-        with self._lock:
-            self._finish()
+        self.closed, self._free, thread = True, free, self.thread
+        self._give_up(MoeoffError("the model is closed"))
+        if self._is_running and thread.is_current:
+            return thread.cancel(at_once=True)
+        if thread.has_ended:
+            return self._finish()
+        thread.cancel(at_once=True)
+        with contextlib.suppress(_ThreadEnded):  # another thread has closed it meanwhile
+            thread.call(self._finish)
+        thread.end()
 
     def _finish(self) -> None:
+        """Free the model, and end its thread."""
         free, self._closer = self._free, threading.get_ident()
         try:
-            with self._reading:  # whoever reads has looked whether it is open
+            with self._reading:  # whoever reads has looked whether the model is open
                 pass
             if free is not None:
                 free()
             self._free = None
         finally:
             self._closer = 0
+            if self.thread.is_current:
+                self.thread.end()

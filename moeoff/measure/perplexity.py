@@ -13,8 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +123,7 @@ class Reference(Closing):
         """
         reference = cls(len(windows), n_scored(len(windows[0].tokens), n_prompt), llm.n_vocab())
         try:
-            n = _run(llm, windows, mode, progress, reference._put, n_prompt, until, least)
+            n = llm.call(_run, llm, windows, mode, progress, reference._put, n_prompt, until, least)
             reference.nll, reference.top = reference.nll[:n], reference.top[:n]
         except BaseException:
             reference.close()
@@ -188,7 +187,7 @@ def evaluate(
             same[window, rows] = logits.argmax(axis=1) == reference.top[window, rows]
 
     before = llm.stats().bytes_read
-    _run(llm, windows, mode, progress, score, n_prompt)
+    llm.call(_run, llm, windows, mode, progress, score, n_prompt)
     bytes_read = llm.stats().bytes_read - before
     return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll[: len(windows)], kl, same, bytes_read)
 
@@ -204,27 +203,26 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
     first, last, n_vocab = n_ctx // 2 if n_prompt is None else n_prompt, n_ctx - 1, llm.n_vocab()
     step = max(_CHUNK // n_vocab, 1)
     n = 0
-    with llm.engine.cancellation.in_progress():  # cancel() works from the first batch to the last
-        for index, window in enumerate(windows):
-            if index >= least and time.monotonic() > until:
-                windows = windows[:index]
-                break
-            llm.clear_context()
-            tokens = np.asarray(window.tokens, np.int32)
-            for start, stop in _batches(n_ctx, first, llm.n_batch, mode):
-                with llm.batches_as(decode=True) if mode == "simulated" and start >= first else contextlib.nullcontext():
-                    llm.decode_batch(tokens[start:stop].tolist(), start, first)
-                scored = (max(start, first), min(stop, last))
-                if scored[0] < scored[1]:
-                    logits = llm.batch_logits(scored[1] - scored[0])
-                    if np.isnan(logits).any():
-                        raise ModelError(f"{llm.model_path}: what it computes is not a number (NaN): its weights are damaged, or too large for their type")
-                    for row in range(scored[0], scored[1], step):
-                        end = min(row + step, scored[1])
-                        sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
-                n += stop - start
-                if progress:
-                    progress(n)
+    for index, window in enumerate(windows):
+        if index >= least and time.monotonic() > until:
+            windows = windows[:index]
+            break
+        llm.clear_context()
+        tokens = np.asarray(window.tokens, np.int32)
+        for start, stop in _batches(n_ctx, first, llm.n_batch, mode):
+            with llm.batches_as(decode=True) if mode == "simulated" and start >= first else contextlib.nullcontext():
+                llm.decode_batch(tokens[start:stop].tolist(), start, first)
+            scored = (max(start, first), min(stop, last))
+            if scored[0] < scored[1]:
+                logits = llm.batch_logits(scored[1] - scored[0])
+                if np.isnan(logits).any():
+                    raise ModelError(f"{llm.model_path}: what it computes is not a number (NaN): its weights are damaged, or too large for their type")
+                for row in range(scored[0], scored[1], step):
+                    end = min(row + step, scored[1])
+                    sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
+            n += stop - start
+            if progress:
+                progress(n)
     llm.clear_context()
     return len(windows)
 
@@ -234,24 +232,6 @@ def _batches(n_ctx: int, n_prompt: int, n_batch: int, mode: str) -> list[tuple[i
     batches = [(start, min(start + n_batch, whole)) for start in range(0, whole, n_batch)]
     step = n_batch if mode == "simulated" else 1
     return batches + [(start, min(start + step, n_ctx - 1)) for start in range(whole, n_ctx - 1, step)]  # the last token's prediction is not scored
-
-
-@contextlib.contextmanager
-def interruptible(llm: Llama) -> Iterator[Callable[..., Any]]:
-    """Yields `call(function, *args)`, which computes in another thread, so that Ctrl-C is noticed at once and ends it."""
-    # one thread for all calls: OpenMP keeps a team for each thread that computed
-    with ThreadPoolExecutor(1, "moeoff-eval") as pool:
-
-        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            future = pool.submit(function, *args, **kwargs)
-            try:
-                return future.result()
-            except BaseException:
-                if not future.done():
-                    llm.cancel()
-                raise
-
-        yield call
 
 
 @dataclass(frozen=True)
@@ -295,11 +275,10 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
         return progress and functools.partial(lambda total, n: progress(stage, n, total), len(windows) * ctx)
 
     def measured(llm: Llama, reference: Reference | None) -> tuple[list[Window], Scores, float, Stats, Precision]:
-        with interruptible(llm) as call:
-            windows = read_windows(llm, text, ctx, chunks)
-            started = time.perf_counter()
-            scores = call(evaluate, llm, windows, reference, mode=mode, progress=tokens("evaluating", windows))
-            return windows, scores, time.perf_counter() - started, llm.stats(), llm.engine.quality.precision
+        windows = read_windows(llm, text, ctx, chunks)
+        started = time.perf_counter()
+        scores = evaluate(llm, windows, reference, mode=mode, progress=tokens("evaluating", windows))
+        return windows, scores, time.perf_counter() - started, llm.stats(), llm.engine.quality.precision
 
     # what is wrong with the options comes before minutes of computing, and what is given up is known with the strategy's own
     with open_model(model, ctx, **options) as llm:
@@ -308,9 +287,9 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
         lossy |= any(getattr(config, name) not in (None, "f16") for name in _CONTEXT)
         result = None if lossy else measured(llm, None)
     if result is None:
-        with open_model(model, ctx, **lossless) as llm, interruptible(llm) as call:
+        with open_model(model, ctx, **lossless) as llm:
             windows = read_windows(llm, text, ctx, chunks)
-            reference = call(Reference.record, llm, windows, mode, tokens("lossless", windows))
+            reference = Reference.record(llm, windows, mode, tokens("lossless", windows))
         with reference, open_model(model, ctx, **options) as llm:
             result = measured(llm, reference)
     windows, scores, seconds, stats, precision = result

@@ -42,7 +42,7 @@ from ..system.files import require_new
 from ..system.memory import Budget, rss
 from .choices import Choices
 from .job import default_texts
-from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
+from .perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
 from .statistics import Distance, Estimate, Scores, log_probs, one_sided, spread, upper_loss
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
@@ -365,34 +365,34 @@ def search_precision(
         return now + share * max(started + 60 * minutes - now, 0.0)
 
     @contextlib.contextmanager
-    def opened(name: str, files: Sequence[str], choices: Choices | None) -> Iterator[tuple[RuleEvaluator, Callable[..., Any]]]:
-        with open_model(model, ctx, tier=name, **how) as llm, interruptible(llm) as call:
+    def opened(name: str, files: Sequence[str], choices: Choices | None) -> Iterator[RuleEvaluator]:
+        with open_model(model, ctx, tier=name, **how) as llm:
             few = windows or spread(read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1)))
             if len(few) < MIN_WINDOWS:
                 short = f"the texts make {len(few)} windows of {ctx} tokens"
                 raise OptionError(f"{short}, and at least {MIN_WINDOWS} are needed for an interval: more text is needed", hint={"text": ..., "tokens": ...})
-            yield RuleEvaluator(llm, few, name, sizes.get(name, 1.0), at_once, progress=progress, n_prompt=n_prompt, choices=choices), call
+            yield RuleEvaluator(llm, few, name, sizes.get(name, 1.0), at_once, progress=progress, n_prompt=n_prompt, choices=choices)
 
-    def searched(evaluator: RuleEvaluator, call: Callable[..., Any], reference: Reference, share: float) -> list[MeasuredCandidate]:
+    def searched(evaluator: RuleEvaluator, reference: Reference, share: float) -> list[MeasuredCandidate]:
         """τ behind each share of the experts, in this share of the time that is left."""
         end = until(share)
-        by_share = call(search_tau, evaluator, reference, max_loss, until(SEARCHING * share))
-        candidates: list[MeasuredCandidate] = call(keep_on_own_text, evaluator, by_share, max_loss, end)
+        by_share = search_tau(evaluator, reference, max_loss, until(SEARCHING * share))
+        candidates: list[MeasuredCandidate] = keep_on_own_text(evaluator, by_share, max_loss, end)
         return candidates
 
     with default_texts(text) as files, contextlib.ExitStack() as stack:
-        with opened(ORIGINAL, files, None) as (evaluator, call):
+        with opened(ORIGINAL, files, None) as evaluator:
             end = until(SEARCHING / (1 + len(tiers) + n_searches * len(SHARES) * PASSES))
-            reference = stack.enter_context(call(evaluator.reference, end, MIN_WINDOWS))
+            reference = stack.enter_context(evaluator.reference(end, MIN_WINDOWS))
             windows, choices = evaluator.windows, evaluator.choices
-            measured += searched(evaluator, call, reference, 1 / n_searches)
+            measured += searched(evaluator, reference, 1 / n_searches)
         best: str | None = None
         for name in sorted(tiers, key=lambda name: sizes[name]):
-            with opened(name, files, choices) as (evaluator, call):
-                measured.append(call(evaluator.measure, reference, Precision()))
+            with opened(name, files, choices) as evaluator:
+                measured.append(evaluator.measure(reference, Precision()))
                 if best is None and measured[-1].upper_loss <= max_loss:
                     best = name
-                    measured += searched(evaluator, call, reference, 1.0)
+                    measured += searched(evaluator, reference, 1.0)
     tokens_hash = hash64(np.array([window.tokens for window in windows], np.int32))
     n_all = len(windows) * n_scored(ctx, n_prompt)
     contract = LossContract(sidecar.identity if sidecar else 0, tokens_hash, len(windows), n_all, ctx, tuple(measured))

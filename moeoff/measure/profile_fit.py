@@ -30,7 +30,6 @@ from ..system.files import open_file, require_new
 from ..system.memory import Budget, format_size, rss, trim
 from .checkpoint import Checkpoint
 from .job import default_texts
-from .perplexity import interruptible
 from .record import LENGTH, record, recordable, recording_bytes, recording_limit, sequences
 
 DEFAULT_TOKENS = 16384
@@ -157,7 +156,7 @@ def _record(
     model_index: ModelIndex, text: Sequence[str], tokens: int, memory: str | int | None, until: float, checkpoint: Checkpoint,
     progress: Callable[[str, int, int], None] | None, options: Mapping[str, Any],
 ) -> Recording:  # fmt: skip
-    with recordable(model_index, memory=memory, **options) as (llm, router), interruptible(llm) as call:
+    with recordable(model_index, memory=memory, **options) as (llm, router):
         pieces = sequences(llm, text, tokens)
         n_tokens = sum(map(len, pieces))
         if n_tokens < LENGTH:
@@ -168,7 +167,7 @@ def _record(
         llm.engine.sizer.reserve(recording_bytes(llm, router, n_tokens, limit))
         stage = progress and functools.partial(progress, "reading text")
         name = os.path.basename(model_index.files[0])
-        recording: Recording = call(record, llm, pieces, router, name, limit=limit, until=until, least=_LEAST, checkpoint=checkpoint, progress=stage)
+        recording: Recording = llm.call(record, llm, pieces, router, name, limit=limit, until=until, least=_LEAST, checkpoint=checkpoint, progress=stage)
         return recording
 
 

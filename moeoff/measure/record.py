@@ -68,15 +68,14 @@ def batch_size(n_vocab: int, n_embd: int) -> int:
 
 def _evaluate(model: Llama, tokens: list[int]) -> Iterator[int]:
     """Computes a sequence; yields the number of tokens of each batch when its events are delivered."""
-    with model.engine.cancellation.in_progress():
-        model.clear_context()
-        for i in range(0, len(tokens), model.n_batch):
-            batch = tokens[i : i + model.n_batch]
-            # all logits are requested: llama.cpp's last layers leave out the tokens whose logits are not
-            model.decode_batch(batch, i)
-            model.engine.buffer.drain()
-            model.engine.buffer.check()
-            yield len(batch)
+    model.clear_context()
+    for i in range(0, len(tokens), model.n_batch):
+        batch = tokens[i : i + model.n_batch]
+        # all logits are requested: llama.cpp's last layers leave out the tokens whose logits are not
+        model.decode_batch(batch, i)
+        model.engine.buffer.drain()
+        model.engine.buffer.check()
+        yield len(batch)
 
 
 @contextlib.contextmanager

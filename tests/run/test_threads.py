@@ -19,7 +19,7 @@ CORES = sorted(os.sched_getaffinity(0))[:2]
 pytestmark = pytest.mark.cores
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core")
 
-# Decodes on two cores, and answers each line of its standard input: "decode" with the cores of the caller's thread and of all
+# Decodes on two cores, and answers each line of its standard input: "decode" with the cores of the model's thread and of all
 # others while it computes, or "none" if no mask was asked for, "look" with those at the moment, "cores A B" by having no
 # others, "hold" by computing until the next line comes, "cancel" by cancelling a decode, "close" by closing the model.
 CHILD = """
@@ -32,7 +32,8 @@ def cores():
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/status") as file:  # it may end meanwhile
             cores_of[int(task)] = next(line.split()[1] for line in file if line.startswith("Cpus_allowed_list"))
-    return cores_of.pop(os.getpid()), sorted(cores_of.values())
+    main = cores_of[os.getpid()]
+    return cores_of.pop(llm.turns.thread.native_id, main), sorted(cores_of.values())
 
 def say(what):
     print(json.dumps(what), flush=True)
@@ -189,7 +190,8 @@ def test_only_compute_threads_and_only_while_they_compute(lock):
     with Child(lock) as child:
         caller, others = child.ask("decode")
         assert caller == str(CORES[0]) and others.count(str(CORES[1])) == 1
-        assert others.count(BOTH) == len(others) - 1 >= 5  # four I/O threads, and the one that delivers gate events
+        # the main thread, four I/O threads, and the one that delivers gate events
+        assert others.count(BOTH) == len(others) - 1 >= 6
         caller, others = child.ask("look")
         assert caller == BOTH and others.count(BOTH) == len(others) - 1
         assert child.ask("cancel") == "cancelled" and child.ask("look")[0] == BOTH
