@@ -277,8 +277,7 @@ void server_loan::require(int64_t more) {
     }
 }
 
-static const int64_t                          IN_RESERVE = 10 << 16; // bytes that a request may take as it likes
-static thread_local server_request_memory * request    = nullptr;
+static thread_local server_request_memory * request = nullptr;
 
 // Beside the body itself, which server_body has weighed, llama-server makes nine copies before it answers: as text, as JSON, and on the way
 // from one to the other. Values of JSON take memory of their own, each list and object more: a megabyte of brackets would take hundreds.
@@ -287,7 +286,7 @@ server_request_memory::server_request_memory(const std::string & body) : outer(r
     for (const char c : body) {
         nbytes += c == '[' || c == '{' ? 256 : c == ':' ? 288 : c == ',' ? 96 : 0;
     }
-    if (nbytes > IN_RESERVE) {
+    if (nbytes > server_loan::in_reserve) {
         loan.require(nbytes);
     }
     request = this;
@@ -302,7 +301,7 @@ bool server_request_memory::require_for_templates(int64_t nbytes) {
     if (request == nullptr) {
         return false;
     }
-    if (nbytes > std::max(request->for_templates, IN_RESERVE)) {
+    if (nbytes > std::max(request->for_templates, server_loan::in_reserve)) {
         request->loan.require(nbytes - request->for_templates);
         request->for_templates = nbytes;
     }

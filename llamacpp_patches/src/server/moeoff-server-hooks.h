@@ -125,6 +125,9 @@ class server_loan {
     server_loan(const server_loan &)             = delete;
     server_loan & operator=(const server_loan &) = delete;
 
+    // bytes of the plan's reserve that a request's values, and all bodies together, take without a loan
+    static constexpr int64_t in_reserve = 640 << 10;
+
     std::string borrow(int64_t more);  // why there is not so much, or nothing
     void        require(int64_t more); // throws that
 

@@ -83,10 +83,9 @@ bool server_refuses_site(const httplib::Request & req, httplib::Response & res, 
 
 namespace {
 
-const int64_t FREE       = 16 << 10;  // bytes of each body that are not weighed: large ones must not keep out others
-const int64_t IN_RESERVE = 640 << 10; // bytes beyond these that all bodies together take without borrowing
-const int64_t STEP       = 1 << 20;   // bytes that are borrowed at a time
-const size_t  MAX_GROWTH = 16 << 20;  // bytes by which a body's capacity grows at most
+const int64_t FREE       = 16 << 10; // bytes of each body that are not weighed: large ones must not keep out others
+const int64_t STEP       = 1 << 20;  // bytes that are borrowed at a time
+const size_t  MAX_GROWTH = 16 << 20; // bytes by which a body's capacity grows at most
 
 std::mutex bodies_mutex;
 int64_t    bodies_nbytes = 0;
@@ -96,7 +95,7 @@ int64_t    bodies_lent   = 0;
 bool resize_bodies(int64_t more) {
     std::lock_guard<std::mutex> lock(bodies_mutex);
     const int64_t nbytes = bodies_nbytes + more;
-    const int64_t lent   = nbytes > IN_RESERVE ? (nbytes + STEP - 1) / STEP * STEP : 0;
+    const int64_t lent   = nbytes > server_loan::in_reserve ? (nbytes + STEP - 1) / STEP * STEP : 0;
     char          text[1024];
     if (lent != bodies_lent && server_has_host()) {
         const bool refused = server_host()->borrow(lent - bodies_lent, text, sizeof(text)) != 0;
