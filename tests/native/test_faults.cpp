@@ -99,6 +99,10 @@ static thread_local std::function<bool(int fd)> before_read; // true: refuses th
 
 ssize_t preadv2(int fd, const struct iovec * to, int n, off_t at, int flags) {
     static const auto next = real<ssize_t (*)(int, const struct iovec *, int, off_t, int)>("preadv2");
+    if (flags & RWF_NOWAIT && (disk_hangs || armed >= 0)) { // nothing is in the page cache
+        errno = EAGAIN;
+        return -1;
+    }
     if (before_read && before_read(fd)) {
         errno = EINVAL;
         return -1;
@@ -112,6 +116,9 @@ ssize_t preadv(int fd, const struct iovec * to, int n, off_t at) { return preadv
 
 ssize_t pread(int fd, void * to, size_t n, off_t at) {
     static const auto next = real<ssize_t (*)(int, void *, size_t, off_t)>("pread");
+    for (; disk_hangs; usleep(1000)) {
+        n_io_waits++;
+    }
     ssize_t result;
     return struck(result, [&] { return next(fd, to, n / 2, at); }) ? result : next(fd, to, n, at);
 }
@@ -450,8 +457,9 @@ TEST(the_process_keeps_its_contexts_of_reads) {
 
 TEST(a_read_of_rows_that_hangs_ends_when_the_buffer_is_cancelled_or_closed) {
     const slice_file file { row_bytes * 300 };
-    for (const bool is_closed : { false, true }) {
-        store       s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_DIRECT_IO, 1, 0, page_size });
+    for (int round = 0; round < 4; round++) {
+        const bool is_closed = round % 2, is_direct = round < 2;
+        store       s({ (uint32_t) (MOEOFF_FLAG_KEEP | is_direct * MOEOFF_FLAG_DIRECT_IO), 1, 0, page_size });
         std::string error;
         REQUIRE(s.add_file(file.path, error) == 0);
         row_table & rows = *s.add_row_table(rows_in_file::info(300));

@@ -51,8 +51,6 @@ reader_pool & pool_of_this_process() {
 
 } // namespace
 
-static constexpr long tick_ns = 20 * 1000 * 1000; // between two looks whether a read that hangs has been cancelled
-
 async_reads * async_reads::take_idle() {
     reader_pool & pool = pool_of_this_process();
     checked_lock  lock(pool.mutex);
@@ -145,8 +143,8 @@ long async_reads::collect(long n_least, timespec * timeout) {
 ssize_t async_reads::end(size_t i, const std::function<bool()> & is_cancelled) {
     submit();
     while (is_under_way[i]) {
-        timespec tick = { 0, tick_ns };
-        if (collect(1, &tick) == 0 && is_cancelled()) {
+        timespec timeout = { 0, std::chrono::nanoseconds(tick).count() };
+        if (collect(1, &timeout) == 0 && is_cancelled()) {
             return -ECANCELED;
         }
     }

@@ -3,6 +3,7 @@
 // Direct reads of which one thread has many under way, without threads of their own: Linux's AIO. A disk gives most of its rate only then, and the rows
 // that are read here are too small to be waited for one by one. The process keeps its contexts: to destroy one takes 32 ms.
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -20,6 +21,7 @@ namespace moeoff {
 class async_reads {
   public:
     static constexpr size_t max_under_way = 64;
+    static constexpr std::chrono::milliseconds tick {20}; // between two looks whether a hanging read has been cancelled
 
     struct give_back {
         void operator()(async_reads * reads) const;

@@ -2,9 +2,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
+#include <system_error>
+#include <thread>
 
 #include <fcntl.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 namespace moeoff {
@@ -113,20 +118,75 @@ row_table::piece row_table::piece_from(const int32_t * rows, size_t n, size_t fi
     return p;
 }
 
-// What direct reads did not give: where there are none, and where a message has to say why
-bool row_table::read_buffered(uint64_t begin, uint64_t end, uint8_t * out, std::string & error) const {
-    for (uint64_t next = begin; next < end;) {
-        const ssize_t got = pread(fd, out + (next - begin), end - next, (off_t) next);
-        if (got < 0 && errno == EINTR) {
-            continue;
+namespace {
+
+// A read through the page cache into memory of its own, so that a thread that waits for it can leave it while it hangs
+struct buffered_read {
+    buffered_read(int fd, uint64_t at, size_t nbytes) : fd(fd), at(at), nbytes(nbytes), bytes(new uint8_t[nbytes]) {}
+
+    void run() {
+        size_t n   = 0;
+        int    err = 0;
+        for (ssize_t got = 1; n < nbytes && got != 0 && err == 0 && !is_left;) {
+            got = pread(fd, bytes.get() + n, nbytes - n, (off_t) (at + n));
+            err = got < 0 && errno != EINTR ? errno : 0;
+            n += (size_t) std::max<ssize_t>(got, 0);
         }
-        if (got <= 0) {
-            error = path + ": read of " + std::to_string(end - begin) + " bytes at offset " + std::to_string(begin) + " failed: " +
-                    (got < 0 ? strerror(errno) : "the file ends at " + std::to_string(next) + " (was it truncated or replaced?)");
-            return false;
-        }
-        next += (uint64_t) got;
+        std::lock_guard<std::mutex> lock(mutex);
+        n_read  = n;
+        error   = err;
+        is_done = true;
+        ended.notify_all();
     }
+
+    // false: the read hangs and is cancelled
+    bool wait(const std::function<bool()> & is_cancelled) {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (!is_done && !is_left) {
+            is_left = ended.wait_for(lock, async_reads::tick) == std::cv_status::timeout && is_cancelled();
+        }
+        return is_done;
+    }
+
+    const int      fd;
+    const uint64_t at;
+    const size_t   nbytes;
+    const std::unique_ptr<uint8_t[]> bytes;
+    std::mutex              mutex;
+    std::condition_variable ended;
+    std::atomic<bool>       is_left {false};
+    bool                    is_done = false; // with the mutex, as what follows
+    size_t                  n_read  = 0;
+    int                     error   = 0;
+};
+
+} // namespace
+
+// What direct reads did not give: where there are none, and where a message has to say why. What is not in the page cache is
+// read by a thread for this read
+bool row_table::read_buffered(uint64_t begin, uint64_t end, uint8_t * out, std::string & error) const {
+#ifdef RWF_NOWAIT
+    const iovec whole = { out, end - begin };
+    if (preadv2(fd, &whole, 1, (off_t) begin, RWF_NOWAIT) == (ssize_t) (end - begin)) {
+        return true;
+    }
+#endif
+    const auto read = std::make_shared<buffered_read>(fd, begin, end - begin);
+    try {
+        std::thread([read] { read->run(); }).detach();
+    } catch (const std::system_error &) { // no more threads
+        read->run();
+    }
+    if (!read->wait(is_cancelled)) {
+        return false;
+    }
+    if (read->n_read < end - begin) {
+        const std::string file_end = "the file ends at " + std::to_string(begin + read->n_read) + " (was it truncated or replaced?)";
+        error = path + ": read of " + std::to_string(end - begin) + " bytes at offset " + std::to_string(begin) + " failed: " +
+                (read->error ? strerror(read->error) : file_end);
+        return false;
+    }
+    memcpy(out, read->bytes.get(), end - begin);
     return true;
 }
 

@@ -36,7 +36,8 @@ class row_table {
     // whether a row begins on a page on which the one before it ends
     bool share_page(int32_t row, int32_t next) const { return page_floor(begin_of(next)) < page_ceil(end_of(row)); }
     // rows [n], ascending, each once: calls use(i) for each, in any order, while its bytes are at row [info.nbytes]. n_reads are under way at a time,
-    // into memory of their own. false with error set, and errno's words in it, if the file does not give one; with none if a read hangs and is cancelled
+    // into memory of their own. false with error set, and errno's words in it, if the file does not give one; with none if a
+    // read hangs and is cancelled. To submit direct reads may hang, too: that cannot be cancelled
     bool read(const int32_t * rows, size_t n, uint8_t * row, size_t n_reads, const std::function<void(size_t)> & use, std::string & error);
     void add_stats(moeoff_stats & out) const;
     void reset_stats();
