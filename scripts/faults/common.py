@@ -342,7 +342,8 @@ class Call(IntEnum):
 
 
 class Kind(IntEnum):
-    """How: an errno, half of what was asked for, EINTR, nothing more to read, other bytes; or a delay instead of a fault."""
+    """How: an errno, half of what was asked for, EINTR, nothing more to read, other bytes, no end
+    until the fault is closed; or a delay instead of a fault."""
 
     ERROR = 0
     SHORT = 1
@@ -350,6 +351,7 @@ class Kind(IntEnum):
     END = 3
     WRONG = 4
     DELAY = 5
+    HANG = 6
 
 
 NATIVE = "libggml-cpu"  # the library with the expert buffer
@@ -363,6 +365,7 @@ NATIVE_FAULTS = [
     (Call.THREAD, Kind.ERROR, errno.EAGAIN),
     (Call.ALLOC, Kind.ERROR, errno.ENOMEM),
 ]
+DECODE_FAULTS = [*NATIVE_FAULTS, (Call.READ, Kind.HANG, 0)]
 FILE_FAULTS = [
     *FIRST,
     (Call.MAP, Kind.ERROR, errno.ENOMEM),
@@ -400,6 +403,11 @@ class Fault:
         if not ctypes.CDLL(None).faults_arm(*self._arguments):
             raise RuntimeError(f"the library {self._arguments[4].decode()} is not loaded")
         return self
+
+    @property
+    def has_fired(self) -> bool:
+        """Whether a call has failed so far, of an open fault."""
+        return bool(ctypes.CDLL(None).faults_fired())
 
     def __exit__(self, *_: object) -> None:
         seen, fired = ctypes.c_long(), ctypes.c_long()

@@ -1,4 +1,4 @@
-// A library to preload: the n-th of some calls into the system fails, or every call waits. faults.py compiles and steers it.
+// A library to preload: the n-th of some calls into the system fails or hangs, or every call waits. faults.py compiles and steers it.
 //
 // Whose calls count: those from one library (the fault is in native code and Python's own calls stay whole), those on files below
 // a folder, or all of them. libstdc++ stands between native code and the calls that make threads and memory for std::string, so that
@@ -25,7 +25,7 @@
 #include <unistd.h>
 
 enum call { OPEN, STAT, READ, MAP, ADVISE, THREAD, ALLOC, WRITE, SYNC, RENAME, N_CALLS };
-enum kind { ERROR, SHORT, INTERRUPTED, END, WRONG, DELAY };
+enum kind { ERROR, SHORT, INTERRUPTED, END, WRONG, DELAY, HANG };
 
 static struct {
     atomic_int  call; // -1: none
@@ -75,6 +75,8 @@ void faults_disarm(long * seen, long * fired) {
     atomic_store(&armed.call, -1);
     *seen = armed.seen, *fired = armed.fired;
 }
+
+long faults_fired(void) { return armed.fired; }
 
 static int lies_in(const uintptr_t * range, void * address) { return range[0] <= (uintptr_t) address && (uintptr_t) address < range[1]; }
 
@@ -127,6 +129,11 @@ static int strikes(enum call call, void * caller, const char * path, int fd) {
         const struct timespec t = { armed.value / 1000000, armed.value % 1000000 * 1000L };
         nanosleep(&t, NULL);
         yes = 0;
+    }
+    while (yes && armed.kind == HANG) { // until it is disarmed
+        const struct timespec t = { 0, 1000 * 1000 };
+        nanosleep(&t, NULL);
+        yes = atomic_load(&armed.call) == (int) call;
     }
     inside = 0;
     errno = before;

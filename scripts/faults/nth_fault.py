@@ -10,6 +10,7 @@ itself (convert, calibrate, closing, a trace), those on files in the folder of t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import faulthandler
 import gc
@@ -17,16 +18,19 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from common import (
+    DECODE_FAULTS,
     FILE_FAULTS,
     NATIVE,
     NATIVE_FAULTS,
@@ -66,6 +70,8 @@ class Scenario:
             one that came before is read again when an op comes.
         below: only files with this beginning.
         result: what must be right after an attempt whether or not it failed, instead of what it returned.
+        prepare: done before each fault.
+        cancel: ends an attempt that hangs.
     """
 
     attempt: Callable[[], object]
@@ -75,6 +81,8 @@ class Scenario:
     below: str = ""
     result: Callable[[], object] | None = None
     close: Callable[[], None] = field(default=lambda: None)
+    prepare: Callable[[], None] = field(default=lambda: None)
+    cancel: Callable[[], None] = field(default=lambda: None)
 
 
 def made(path: Path) -> tuple[object, ...]:
@@ -120,9 +128,36 @@ def with_open_model(*, moved: bool = False, below: bool = False, **options) -> C
             return [read["level"] for read in buffer.take_reads() if read["result"]]
 
         buffer.log_reads()
-        return Scenario(attempt, failed_reads=failed_reads, below=str(folder / "model.experts.gguf") if below else "", close=llm.close)
+        path = str(folder / "model.experts.gguf") if below else ""
+        return Scenario(attempt, failed_reads=failed_reads, below=path, close=llm.close, cancel=llm.cancel)
 
     return make
+
+
+def just_loaded(folder: Path) -> Scenario:
+    """The first answer of a model, which reads rows of its tables on disk, too."""
+    models: list[Any] = []
+
+    def open_anew() -> None:
+        close()
+        models.append(open_model(str(folder / "model.gguf"), expert_memory=ROOM))
+        assert models[0].stats().row_table_bytes > 0
+
+    def close() -> None:
+        while models:
+            models.pop().close()
+
+    def again() -> object:
+        open_anew()
+        try:
+            return answer(models[0])
+        finally:
+            close()
+
+    def cancel() -> None:
+        models[0].cancel()
+
+    return Scenario(lambda: answer(models[0]), again, prepare=open_anew, close=close, cancel=cancel)
 
 
 def closing(folder: Path) -> Scenario:
@@ -178,9 +213,10 @@ def calibrating(folder: Path) -> Scenario:
 # each with the kinds of its faults
 SCENARIOS: dict[str, tuple[list[tuple[Call, Kind, int]], Callable[[Path], Scenario]]] = {
     "load": (NATIVE_FAULTS, loading),
-    "decode": (NATIVE_FAULTS, with_open_model(strategy="lru")),
+    "rows": ([(Call.READ, Kind.HANG, 0)], just_loaded),
+    "decode": (DECODE_FAULTS, with_open_model(strategy="lru")),
     "decode-verified": ([(Call.READ, Kind.WRONG, 0), *READS], with_open_model(below=True, strategy="lru", verify_reads=True)),
-    "prefetch": (NATIVE_FAULTS, with_open_model(strategy="auto")),
+    "prefetch": (DECODE_FAULTS, with_open_model(strategy="auto")),
     "resize": (NATIVE_FAULTS, with_open_model(moved=True, strategy="lru")),
     "close": (FILE_FAULTS, closing),
     "convert": (FILE_FAULTS, converting),
@@ -189,6 +225,25 @@ SCENARIOS: dict[str, tuple[list[tuple[Call, Kind, int]], Callable[[Path], Scenar
 
 
 # --- one child ---
+
+
+@contextlib.contextmanager
+def cancelled(scenario: Scenario, fault: Fault) -> Iterator[None]:
+    """Cancel the attempt in the block once its fault has fired."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            if fault.has_fired:
+                scenario.cancel()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def left(before: tuple[int, int]) -> str:
@@ -231,10 +286,12 @@ def run(name: str, most: int, first: int, start: int) -> None:
                 where = {"of": NATIVE, "below": scenario.below} if scenario.native else {"below": str(folder)}
                 problem, text = "", ""
                 fault = Fault(call, kind, value, n, **where)
+                scenario.prepare()
                 if scenario.failed_reads:
                     scenario.failed_reads()
                 try:
-                    with fault:
+                    hangs = kind == Kind.HANG
+                    with fault, cancelled(scenario, fault) if hangs else contextlib.nullcontext():
                         answer = scenario.attempt()
                     if (scenario.result() if scenario.result else answer) != expected:
                         problem = "wrong result"
@@ -244,6 +301,8 @@ def run(name: str, most: int, first: int, start: int) -> None:
                         problem = f"no sentence: {text!r}"
                     elif isinstance(error, OSError) and not isinstance(error, moeoff.MoeoffError):
                         problem = f"{type(error).__name__} instead of an error of ours: {text}"
+                    elif hangs:
+                        pass  # it was cancelled
                     elif scenario.failed_reads and call == Call.READ and not ("model" in text and "offset" in text):
                         problem = f"does not name file and offset: {text}"
                 except Exception as error:
