@@ -130,9 +130,10 @@ patches-refresh: ## patch files anew from the commits in DIR (made by: scripts/b
 native-stress-tsan: ## the native store under the thread sanitizer
 	bash scripts/build/native_stress.sh thread 60
 
-native-stress-asan: ## the native store and the row kernels under the address sanitizer
+native-stress-asan: test-env ## the native store, the row kernels, and ops on fewer threads than planned under the address sanitizer
 	bash scripts/build/native_stress.sh address 60
 	SANITIZE=1 PYTHON=$(PYTHON) bash scripts/build/fuzz_row_kernels.sh 20000
+	bash scripts/build/fewer_threads.sh $(PY)
 
 clean: ## removes .venv and what the tests leave; the cache of builds stays
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache .coverage*

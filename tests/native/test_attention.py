@@ -79,9 +79,13 @@ def test_fewer_threads_than_planned(tmp_path):
     """20 threads are planned and OpenMP gives 12, which take larger parts of the query rows."""
     program = tmp_path / "fewer.py"
     program.write_text(
-        "import numpy as np\nfrom helpers.attention import Attention, Shape\n"
+        "import numpy as np\nimport moeoff\n"
+        "from helpers.attention import Attention, Shape\nfrom helpers.files import DEMO\n"
         "with Attention(Shape(128, 128, 4, 8, 20, 256), np.random.default_rng(0)) as a:\n"
         "    assert (a.bits(20, True) == a.bits(20, False)).all()\n"
+        "threads = {'n_threads': 20, 'n_threads_batch': 20}\n"
+        "with moeoff.Llama(DEMO, n_ctx=256, expert_memory='3M', **threads) as llm:\n"
+        "    llm.eval(list(range(300, 400)))\n    llm.eval([300])\n"
     )
     environment = {**os.environ, "OMP_THREAD_LIMIT": "12", "PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run([sys.executable, program], env=environment, cwd=ROOT, capture_output=True, text=True)
