@@ -94,6 +94,7 @@ class Stats:
     demand_hits: int = _figure("Expert slices resident when they were asked for.", "slices", counter=True, metric="expert_hits")
     demand_misses: int = _figure("Expert slices that had to be read.", "slices", counter=True, metric="expert_misses")
     evictions: int = _figure("Expert slices dropped for others.", "slices", counter=True, metric="expert_evictions")
+    slot_moves: int = _figure("Experts copied within the cache to free memory for experts of another size.", "experts", counter=True, metric="expert_moves")
     bytes_read: int = _figure("Bytes of experts read from disk.", "bytes", counter=True, metric="expert_read_bytes")
     low_bytes_read: int = _figure("Of these, bytes of low versions.", "bytes", counter=True)
     row_hits: int = _figure(

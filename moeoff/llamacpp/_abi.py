@@ -179,11 +179,11 @@ class Stats(Structure):
     """struct moeoff_stats"""
 
     _fields_ = [
-        *each(c_uint64, "demand_hits demand_misses evictions reads bytes_read read_errors prefetch_issued prefetch_useful prefetch_dropped gate_events"),
-        *each(c_uint64, "events_dropped stall_ns queue_wait_ns disk_busy_ns io_threads driver_ns cache_bytes arena_committed arena_peak resident_slices"),
-        *each(c_uint64, "direct_reads expert_uses served_low skipped low_bytes_read low_cache_bytes low_arena_committed simulated_misses device_hits"),
-        *each(c_uint64, "device_uploads device_bytes device_upload_ns device_downloads device_bytes_down device_download_ns device_wait_ns device_ahead"),
-        *each(c_uint64, "device_ahead_used device_experts row_hits row_misses row_bytes_read"),
+        *each(c_uint64, "demand_hits demand_misses evictions slot_moves reads bytes_read read_errors prefetch_issued prefetch_useful prefetch_dropped"),
+        *each(c_uint64, "gate_events events_dropped stall_ns queue_wait_ns disk_busy_ns io_threads driver_ns cache_bytes arena_committed arena_peak"),
+        *each(c_uint64, "resident_slices direct_reads expert_uses served_low skipped low_bytes_read low_cache_bytes low_arena_committed simulated_misses"),
+        *each(c_uint64, "device_hits device_uploads device_bytes device_upload_ns device_downloads device_bytes_down device_download_ns device_wait_ns"),
+        *each(c_uint64, "device_ahead device_ahead_used device_experts row_hits row_misses row_bytes_read"),
     ]
 
 

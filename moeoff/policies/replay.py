@@ -5,8 +5,8 @@ policy kept up with it evicts exactly what the run evicted. Where the arena cann
 prompts) the native order depends on the reads' timing, and the replay takes one possible order.
 
 The arena has the order of moeoff-store.cpp: a gate counts the slices of its experts as hits or misses, stamps the experts, and evicts for
-those that are absent the lowest (priority, last use, index) that it has not selected itself. It knows nothing of policies: it is given
-their table.
+those that are absent the lowest (priority, last use, index) that it has not selected itself, of
+the size wanted if that is near. It knows nothing of policies: it is given their table.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class SimulatedArena:
         self.last_use = np.zeros(n, np.int64)
         self.clock = 0
         self.free = dict.fromkeys(self.slot, 0)  # committed slots without an expert
-        self.spare = cache_bytes // 128  # arena::spare_bytes
         self.committed = 0
+        self.many = False
 
     def gate(self, gate: int, chosen: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """One gate event; returns the experts of the gate that were absent (and are resident now), and the numbers of those that were evicted."""
         self.clock += 1
         want = gate * self.width + chosen
+        self.many = 3 * chosen.size > self.width  # catalog::chooses_many
         self.last_use[want] = self.clock
         missing = want[~self.resident[want]]
         victims: list[int] = []
@@ -65,16 +66,24 @@ class SimulatedArena:
         return here
 
     def _admit(self, gate: int, missing: np.ndarray, want: np.ndarray, table: np.ndarray, out: list[int]) -> None:
-        stride, queue = self.slot[gate], self._in_order(want, table, missing.size)
+        stride, queue = self.slot[gate], self._in_order(self.slot[gate], want, table, missing.size)
         for i, index in enumerate(missing):
             if not self._take_slot(stride, queue, out):
                 self._squeeze(stride, missing[i:], want, out)
                 return
             self.resident[index] = True
 
-    def _in_order(self, want: np.ndarray, table: np.ndarray, n: int) -> Iterator[int]:
-        """Victims for n slots, told when the first is asked for: of several sizes all, because one may not be enough for a slot."""
-        yield from self._victims(want, table, n if self.one_class else int(self.resident.sum())).tolist()
+    def _in_order(self, stride: int, want: np.ndarray, table: np.ndarray, n: int) -> Iterator[int]:
+        """Yield victims for n slots, with several sizes as pool::first does."""
+        n_victims = n if self.one_class else int(self.resident.sum())
+        queue = self._victims(want, table, n_victims).tolist()
+        if self.one_class:
+            yield from queue
+            return
+        n_near = len(queue) if self.many else self.limit // 24 // stride + 1
+        while queue:
+            sizes = (self.slot[index // self.width] for index in queue[:n_near])
+            yield queue.pop(next((i for i, size in enumerate(sizes) if size == stride), 0))
 
     def _take_slot(self, stride: int, queue: Iterator[int], out: list[int]) -> bool:
         """expert_table::take_slot: a slot, after evictions if need be; with nothing left to evict, of spare ones too."""
@@ -90,7 +99,9 @@ class SimulatedArena:
         if self.free[stride]:
             self.free[stride] -= 1
             return True
-        if self.committed + stride > self.limit and not borrows and sum(size * n for size, n in self.free.items()) <= self.spare:
+        spare = self.limit // (16 if self.many else 128)  # arena::spare_bytes
+        has_spare = sum(size * n for size, n in self.free.items()) > spare
+        if self.committed + stride > self.limit and not borrows and not has_spare:
             return False
         for size in self.free:
             while self.committed + stride > self.limit and self.free[size]:

@@ -22,6 +22,10 @@ class fake_device : public moeoff::slot_memory {
         return pins && pinned.emplace((uintptr_t) data, nbytes).second;
     }
     void unpin(void * data) override {
+        if (on_pin) {
+            on_pin();
+        }
+        n_unpinned++;
         std::lock_guard<std::mutex> lock(mutex);
         REQUIRE(pinned.erase((uintptr_t) data) == 1);
     }
@@ -61,9 +65,10 @@ class fake_device : public moeoff::slot_memory {
     }
 
     bool    pins = false; // it can
-    std::function<void()> on_pin;
+    std::function<void()> on_pin; // or unpin
     int32_t n_stages = 1;
     std::atomic<uint64_t> n_writes {0}, n_pinned {0}, n_copies {0}; // the second: of the first
+    std::atomic<uint64_t> n_unpinned {0};                           // chunks
 
   private:
     using place = std::tuple<int32_t, int32_t, int32_t, int32_t>;

@@ -271,12 +271,8 @@ TEST(where_the_systems_pages_are_larger_a_slot_takes_whole_ones_and_gives_all_of
 
 // slots of 100 pages, which lie across the borders of huge pages
 TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) {
-    struct pinner : arena::pinner {
-        std::map<uint8_t *, size_t> pinned;
-        bool can = true;
-        bool pin(void * data, size_t nbytes) override { return can && pinned.emplace((uint8_t *) data, nbytes).second; }
-        void unpin(void * data) override { REQUIRE(pinned.erase((uint8_t *) data) == 1); }
-    } p;
+    std::map<uint8_t *, size_t> pinned;
+    bool can_pin = true;
     const uint64_t usual_page = arena::huge_page, usual_chunk = arena::pin_bytes;
     arena::huge_page = 4 * page_size;
     arena::pin_bytes = 16 * page_size;
@@ -284,7 +280,7 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
         arena a;
         const int cls = a.add_class(3 * page_size, 200);
         REQUIRE(a.reserve(64 * arena::huge_page, [](int, int32_t, int32_t) { return true; }) && !a.begin_read(cls, 0));
-        a.set_pinner(&p);
+        a.set_pinning(true);
         std::vector<int32_t> slots;
         for (int32_t slot = a.take(cls); slot >= 0; slot = a.take(cls)) {
             slots.push_back(slot);
@@ -292,9 +288,26 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
         const auto begin_read = [&](int32_t slot) {
             for (arena::pin_range range; a.begin_pin(cls, slot, range);) {
                 REQUIRE(!a.begin_read(cls, slot)); // not yet
-                a.end_pin(cls, range, p.pin(range.data, range.nbytes));
+                a.end_pin(range, can_pin && pinned.emplace(range.data, range.nbytes).second);
             }
             return a.begin_read(cls, slot);
+        };
+        const auto unpin = [&](bool any) {
+            arena::pin_range range;
+            if (!a.begin_unpin(range, any)) {
+                return false;
+            }
+            REQUIRE(a.is_pinned() && (any || !a.trim()) && pinned.erase(range.data) == 1);
+            a.end_unpin(range);
+            return true;
+        };
+        const auto trim = [&] {
+            while (!a.trim()) {
+                if (!unpin(false)) {
+                    return false;
+                }
+            }
+            return true;
         };
         size_t n = 0;
         for (const int32_t slot : slots) {
@@ -302,7 +315,7 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
         }
         REQUIRE(n > slots.size() - 8 && n < slots.size()); // all but those in the last chunk, of which a part has memory
         size_t nbytes = 0;
-        for (const auto & [data, size] : p.pinned) {
+        for (const auto & [data, size] : pinned) {
             REQUIRE((uintptr_t) (data + size) % arena::pin_bytes == 0 && size <= arena::pin_bytes);
             nbytes += size;
         }
@@ -311,27 +324,26 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
             a.give(cls, slot);
         }
         a.set_limit(0);
-        REQUIRE(!a.trim() && a.is_blocked() == false && a.committed_bytes() >= nbytes); // all of it is read
+        REQUIRE(!trim() && a.is_blocked() == false && a.committed_bytes() >= nbytes); // all of it is read
         for (size_t i = 0; i < n; i++) {
             if (i != 30) {
                 a.end_read(cls, (int32_t) i);
             }
         }
-        REQUIRE(!a.trim() && a.committed_bytes() >= 31 * 3 * page_size && p.pinned.size() <= 31 * 3 / 16 + 2);
+        REQUIRE(!trim() && a.committed_bytes() >= 31 * 3 * page_size && pinned.size() <= 31 * 3 / 16 + 2);
         a.end_read(cls, 30);
-        REQUIRE(a.trim() && a.committed_bytes() == 0 && p.pinned.empty());
+        REQUIRE(trim() && a.committed_bytes() == 0 && pinned.empty() && !a.is_pinned());
         a.set_limit(64 * arena::huge_page);
         for (int i = 0; i < 40; i++) {
             slots[(size_t) i] = a.take(cls);
         }
-        p.can = false;
-        REQUIRE(!begin_read(slots[0]) && p.pinned.empty());
-        p.can = true;
-        a.set_pinner(&p); // what was refused is asked for again
-        REQUIRE(begin_read(slots[0]) && p.pinned.size() == 1);
+        can_pin = false;
+        REQUIRE(!begin_read(slots[0]) && pinned.empty());
+        can_pin = true;
+        a.set_pinning(true); // what was refused is asked for again
+        REQUIRE(begin_read(slots[0]) && pinned.size() == 1 && !unpin(true));
         a.end_read(cls, slots[0]);
-        a.set_pinner(nullptr);
-        REQUIRE(p.pinned.empty());
+        REQUIRE(!unpin(false) && unpin(true) && pinned.empty() && !a.is_pinned());
     }
     arena::huge_page = usual_page;
     arena::pin_bytes = usual_chunk;

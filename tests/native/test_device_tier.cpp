@@ -75,6 +75,18 @@ TEST(the_lowest_gives_way_by_priority_then_by_heat_and_only_to_a_higher_one) {
     REQUIRE(s.take(4, keys.data(), needed.data(), false, displaced) >= 0 && displaced == 3);
 }
 
+// The event of a gate whose tokens choose these experts, n_used each, at equal weights
+static moeoff_gate_event choose(store & s, gate & g, const std::vector<int32_t> & ids, int32_t n_used,
+                                const device_ids & out) {
+    const std::vector<float> weights(ids.size(), 0.5f);
+    const size_t             stride = (size_t) n_used * sizeof(int32_t); // as of the weights
+    moeoff_gate_event        e      = {};
+    e.gate = e.layer = g.index; e.n_tokens = (int32_t) ids.size() / n_used; e.n_used = n_used;
+    e.ids = ids.data(); e.weights = weights.data();
+    s.gate_event(g, e, { stride, stride, sizeof(float), 0, 0 }, &out);
+    return e;
+}
+
 // two matrices of one layer, and a device
 struct device_store {
     slice_file    file { 1 << 17 };
@@ -117,12 +129,8 @@ struct device_store {
 
     // one token's gate event; the ops that compute on the CPU follow it
     told event(std::vector<int32_t> ids, int gate = 0) {
-        std::vector<float> weights(ids.size(), 0.5f);
         told t { std::vector<int32_t>(ids.size()), std::vector<int32_t>(ids.size()), 0, 0 };
-        moeoff_gate_event e = {};
-        e.gate = gate; e.layer = gate; e.n_tokens = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
-        const device_ids out = { t.slots.data(), t.host.data() };
-        s.gate_event(g(gate), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float), 0, 0 }, &out);
+        const moeoff_gate_event e = choose(s, g(gate), ids, (int32_t) ids.size(), { t.slots.data(), t.host.data() });
         t.n_hit = e.n_hit;
         t.n_miss = e.n_miss;
         for (size_t i = 0; i < ids.size(); i++) {
@@ -195,12 +203,8 @@ TEST(centric_uploads_every_chosen_expert_before_its_use) {
 static void low_event(device_store & x, std::vector<int32_t> ids, const std::vector<uint8_t> & versions) {
     std::string error;
     REQUIRE(x.s.force(versions.data(), (int64_t) versions.size(), error) == (int64_t) versions.size());
-    std::vector<float>   weights(ids.size(), 0.5f);
     std::vector<int32_t> slots(2 * ids.size()), host(ids.size());
-    moeoff_gate_event e = {};
-    e.n_tokens = (int32_t) ids.size() / 2; e.n_used = 2; e.ids = ids.data(); e.weights = weights.data();
-    const device_ids out = { slots.data(), host.data(), slots.data() + ids.size() };
-    x.s.gate_event(x.g(), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0 }, &out);
+    const moeoff_gate_event e = choose(x.s, x.g(), ids, 2, { slots.data(), host.data(), slots.data() + ids.size() });
     const int n_waves = std::max(x.s.device_waves(x.g(), HIGH, 2, e.n_tokens), x.s.device_waves(x.g(), LOW, 2, e.n_tokens));
     std::vector<int> n_served(ids.size(), 0);
     for (int wave = 0; wave < n_waves; wave++) {
@@ -254,13 +258,9 @@ TEST(without_slots_for_low_versions_the_cpu_computes_all) {
 static void staged_event(device_store & x, std::vector<int32_t> ids, int gate) {
     static const int     user = 0;
     const int32_t        n_tokens = (int32_t) ids.size() / 2;
-    std::vector<float>   weights(ids.size(), 0.5f);
     std::vector<int32_t> slots(ids.size()), host(ids.size()), n_served(ids.size(), 0);
     REQUIRE(x.s.device_mode(x.g(gate), &user, 2, n_tokens) == MOEOFF_DEVICE_WAVES && x.s.is_staged(x.g(gate), 2, n_tokens));
-    moeoff_gate_event e = {};
-    e.gate = e.layer = gate; e.n_tokens = n_tokens; e.n_used = 2; e.ids = ids.data(); e.weights = weights.data();
-    const device_ids out = { slots.data(), host.data() };
-    x.s.gate_event(x.g(gate), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0 }, &out);
+    choose(x.s, x.g(gate), ids, 2, { slots.data(), host.data() });
     for (int wave = 0; wave < x.s.device_waves(x.g(gate), HIGH, 2, n_tokens); wave++) {
         if (wave > 0) {
             x.s.next_wave(x.g(gate), ids.data(), 2 * sizeof(int32_t), n_tokens, 2, slots.data());
@@ -470,12 +470,8 @@ TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
         REQUIRE(x.s.device_mode(x.g(), &user, 2, 3) == MOEOFF_DEVICE_WAVES && x.s.device_waves(x.g(), HIGH, 2, 3) == 3 && x.s.device_waves(x.g(), HIGH, 2, 1) == 1);
         x.event({ 4, 5 }); // they have the slots
         std::vector<int32_t> ids = { 0, 1, 2, 3, 4, 0 }; // three tokens
-        std::vector<float>   weights(ids.size(), 0.5f);
         std::vector<int32_t> slots(ids.size()), host(ids.size()), n_served(n_expert, 0);
-        moeoff_gate_event e = {};
-        e.n_tokens = 3; e.n_used = 2; e.ids = ids.data(); e.weights = weights.data();
-        const device_ids out = { slots.data(), host.data() };
-        x.s.gate_event(x.g(), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0 }, &out);
+        const moeoff_gate_event e = choose(x.s, x.g(), ids, 2, { slots.data(), host.data() });
         REQUIRE(e.n_hit >= 2); // 4 is there
         REQUIRE(std::all_of(e.on_device, e.on_device + ids.size(), [](uint8_t is_there) { return is_there == 1; })); // those of later waves too
         for (int wave = 0; wave < 4; wave++) { // the last has nothing left to do
@@ -608,18 +604,14 @@ TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
     }));
     REQUIRE(s.start(error));
     s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::make_unique<fake_device>());
-    int32_t ids[2] = { 0, 1 }, slots[2], host[2];
-    float   weights[2] = { 0.5f, 0.5f };
-    moeoff_gate_event e = {};
-    e.n_tokens = 1; e.n_used = 2; e.ids = ids; e.weights = weights;
-    const device_ids out = { slots, host };
-    s.gate_event(s.experts().gate_at(0), e, { sizeof(ids), sizeof(weights), sizeof(float), 0, 0 }, &out);
+    int32_t slots[2], host[2];
+    choose(s, s.experts().gate_at(0), { 0, 1 }, 2, { slots, host });
     REQUIRE(s.should_abort() && slots[0] == 3 && host[1] == -1); // the slots of zeros begin behind the three
     std::string message;
     REQUIRE(s.take_error(message) && message == "scripted");
 }
 
-TEST(memory_is_pinned_while_others_have_the_mutex) {
+TEST(memory_is_pinned_and_unpinned_while_others_have_the_mutex) {
     constexpr int n = 64;
     const uint64_t usual_page = arena::huge_page, usual_chunk = arena::pin_bytes;
     arena::huge_page = 3 * page_size;
@@ -654,13 +646,10 @@ TEST(memory_is_pinned_while_others_have_the_mutex) {
             REQUIRE(is_free.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready);
         };
         s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::move(memory));
-        int32_t ids[2] = { 5, 9 }, slots[2], host[2];
-        float   weights[2] = { 0.5f, 0.5f };
-        moeoff_gate_event e = {};
-        e.n_tokens = 1; e.n_used = 2; e.ids = ids; e.weights = weights;
-        const device_ids out = { slots, host };
-        s.gate_event(s.experts().gate_at(0), e, { sizeof(ids), sizeof(weights), sizeof(float), 0, 0 }, &out);
+        int32_t slots[2], host[2];
+        choose(s, s.experts().gate_at(0), { 5, 9 }, 2, { slots, host });
         REQUIRE(device.n_pinned == 2 && host[0] == -1 && device.read(0, HIGH_SLOTS, MOEOFF_MATRIX_UP, slots[0])[7] == byte_at(5 * 20000 + 7));
+        REQUIRE(s.set_limits(s.experts().arena_floor(HIGH), 0, error) && device.n_unpinned > 0);
     }
     arena::huge_page = usual_page;
     arena::pin_bytes = usual_chunk;

@@ -443,73 +443,140 @@ TEST(others_get_the_mutex_while_an_arena_shrinks) {
     other.join();
 }
 
-// Two layers of experts of two sizes, in an arena that is large for its huge pages and has no room for both
-TEST(experts_keep_their_bytes_when_memory_changes_its_size) {
-    arena::huge_page = 3 * page_size;
+// Two layers of experts of two sizes, in an arena that is large for its huge pages and has no room for both. One thread reads
+struct two_sizes {
     static constexpr int32_t  n       = 64, last = n - 1;
     static constexpr uint64_t bytes[] = { 20000, 30000 };
-    slice_file  file { 1 << 22 };
-    store       s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
-    std::string error;
-    REQUIRE(s.add_file(file.path, error) == 0);
-    for (int layer = 0; layer < 2; layer++) {
-        s.add_tensor(tensor_info(layer, MOEOFF_MATRIX_UP, n), false);
-        std::vector<moeoff_source> sources;
-        for (int e = 0; e < n; e++) {
-            sources.push_back({ 0, 1, (uint64_t) (layer * n + e) * 30000, bytes[layer], 0 });
+
+    slice_file        file { 1 << 22 };
+    store             s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
+    std::atomic<bool> hangs {false}; // every read
+    const uint64_t    slot = arena::slot_bytes(bytes[0]);
+
+    two_sizes() {
+        arena::huge_page = 3 * page_size;
+        std::string error;
+        REQUIRE(s.add_file(file.path, error) == 0);
+        for (int layer = 0; layer < 2; layer++) {
+            s.add_tensor(tensor_info(layer, MOEOFF_MATRIX_UP, n), false);
+            std::vector<moeoff_source> sources;
+            for (int e = 0; e < n; e++) {
+                sources.push_back({ 0, 1, (uint64_t) (layer * n + e) * 30000, bytes[layer], 0 });
+            }
+            REQUIRE(s.set_sources(layer, HIGH, sources.data(), n, error));
         }
-        REQUIRE(s.set_sources(layer, HIGH, sources.data(), n, error));
+        s.set_reader([this, plain = s.reader()](const slice_target * slices, int count, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
+            wait_until([this] { return !hangs; });
+            return plain(slices, count, cancel, direct, message);
+        });
+        set_limit(2 * 64 * arena::huge_page + 10 * slot);
+        REQUIRE(s.start(error));
     }
-    const uint64_t slot = arena::slot_bytes(bytes[0]);
-    REQUIRE(s.set_limits(2 * 64 * arena::huge_page + 10 * slot, 0, error) && s.start(error));
-    const uint8_t high     = HIGH;
-    const auto    state    = [&](int layer, int32_t e) { return state_of(s.at(s.experts().tensor_at(layer), e, HIGH)); };
-    const auto    evicted  = [&] {
+    void set_limit(uint64_t limit) {
+        std::string error;
+        REQUIRE(s.set_limits(limit, 0, error));
+    }
+    slice   at(int layer, int32_t e) const { return s.at(s.experts().tensor_at(layer), e, HIGH); }
+    uint8_t state(int layer, int32_t e) const { return state_of(at(layer, e)); }
+    void    pin(int layer, int32_t e) {
+        const uint8_t high = HIGH;
+        s.pin(s.experts().tensor_at(layer), &e, &high, 1);
+    }
+    void unpin(int layer, int32_t e) { s.unpin(s.experts().tensor_at(layer), e, HIGH); }
+    void read(int layer, int32_t e) {
+        pin(layer, e);
+        wait_until([&] { return state(layer, e) == READY; });
+    }
+    moeoff_stats stats() const {
         moeoff_stats stats;
         s.get_stats(stats);
         s.check_invariants();
-        return stats.evictions;
-    };
-    const auto check = [&](int layer, int32_t e) { // of one that is pinned
-        const slice x = s.at(s.experts().tensor_at(layer), e, HIGH);
+        return stats;
+    }
+    void check(int layer, int32_t e) const { // of one that is pinned
+        const slice x = at(layer, e);
         for (uint64_t b = 0; b < x.source.nbytes; b++) {
             REQUIRE(x.data()[b] == byte_at(x.source.offset + b));
         }
-    };
-    for (int32_t e = 0; e < n; e++) {
-        s.pin(s.experts().tensor_at(0), &e, &high, 1);
-        wait_until([&] { return state(0, e) == READY; });
-        if (e != last) { // the last slot of its size
-            s.unpin(s.experts().tensor_at(0), e, HIGH);
+    }
+    int check_residents() { // returns their number
+        int n_resident = 0;
+        for (int layer = 0; layer < 2; layer++) {
+            for (int32_t e = 0; e < n; e++) {
+                if (state(layer, e) == READY) {
+                    pin(layer, e);
+                    check(layer, e);
+                    unpin(layer, e);
+                    n_resident++;
+                }
+            }
+        }
+        return n_resident;
+    }
+};
+
+TEST(experts_keep_their_bytes_when_memory_changes_its_size) {
+    two_sizes x;
+    for (int32_t e = 0; e < x.n; e++) {
+        x.read(0, e);
+        if (e != x.last) { // the last slot of its size
+            x.unpin(0, e);
         }
     }
     int32_t e = 0;
-    for (; e < n; e++) {
-        s.pin(s.experts().tensor_at(1), &e, &high, 1);
-        wait_until([&] { return state(1, e) == READY || s.is_short(); });
-        if (s.is_short()) {
+    for (; e < x.n; e++) {
+        x.pin(1, e);
+        wait_until([&] { return x.state(1, e) == READY || x.s.is_short(); });
+        if (x.s.is_short()) {
             break;
         }
-        s.unpin(s.experts().tensor_at(1), e, HIGH);
+        x.unpin(1, e);
     }
-    REQUIRE(e < n && state(1, e) == QUEUED && evicted() <= 4); // what is free would do, and the last slot is pinned
-    check(0, last);
-    s.unpin(s.experts().tensor_at(0), last, HIGH);
-    wait_until([&] { return state(1, e) == READY; });
-    check(1, e);
-    s.unpin(s.experts().tensor_at(1), e, HIGH);
-    REQUIRE(evicted() <= 5);
-    REQUIRE(s.set_limits(slot * n / 2, 0, error));
-    int n_resident = 0;
-    for (int layer = 0; layer < 2; layer++) {
-        for (int32_t expert = 0; expert < n; expert++) {
-            if (state(layer, expert) == READY) {
-                s.pin(s.experts().tensor_at(layer), &expert, &high, 1);
-                check(layer, expert);
-                s.unpin(s.experts().tensor_at(layer), expert, HIGH);
-                n_resident++;
-            }
-        }
+    REQUIRE(e < x.n && x.state(1, e) == QUEUED && x.stats().evictions <= 4); // what is free would do, and the last slot is pinned
+    x.check(0, x.last);
+    x.unpin(0, x.last);
+    wait_until([&] { return x.state(1, e) == READY; });
+    x.check(1, e);
+    x.unpin(1, e);
+    REQUIRE(x.stats().evictions <= 5 && x.stats().slot_moves > 0);
+    x.set_limit(x.slot * x.n / 2);
+    REQUIRE(x.check_residents() >= x.n / 3 && x.stats().evictions > 5);
+}
+
+TEST(no_thread_that_computes_copies_an_expert_to_another_slot) {
+    two_sizes x;
+    for (int32_t e = 0; e < x.n; e++) {
+        x.read(0, e);
+        x.unpin(0, e);
     }
-    REQUIRE(n_resident >= n / 3 && evicted() > 5);
+    x.hangs = true;
+    std::vector<const uint8_t *> before;
+    for (int32_t e = 0; e < x.n; e++) {
+        before.push_back(x.at(0, e).data());
+    }
+    x.pin(1, 0);
+    wait_until([&] { return x.state(1, 0) == LOADING; });
+    for (int32_t e = 1; e < x.n / 2; e++) {
+        x.pin(1, e);
+    }
+    int n_evicted = 0;
+    for (int32_t e = 0; e < x.n; e++) {
+        const uint8_t * now = x.at(0, e).data();
+        REQUIRE(!now || now == before[(size_t) e]);
+        n_evicted += !now;
+    }
+    REQUIRE(n_evicted > 0 && n_evicted < x.n && x.stats().slot_moves == 0); // the thread that reads has to copy first
+    x.set_limit(2 * 64 * arena::huge_page);
+    const uint64_t n_moves = x.stats().slot_moves;
+    REQUIRE(n_moves > 0); // by whoever has lowered the limit: every thread that reads hangs
+    x.hangs = false;
+    for (int32_t e = 0; e < x.n / 2; e++) {
+        wait_until([&] { return x.state(1, e) == READY; });
+        x.check(1, e);
+    }
+    REQUIRE(x.stats().slot_moves > n_moves);
+    for (int32_t e = 0; e < x.n / 2; e++) {
+        x.unpin(1, e);
+    }
+    x.check_residents();
 }

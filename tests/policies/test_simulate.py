@@ -19,15 +19,24 @@ from moeoff.routing.trace import TensorInfo, Trace, TraceHeader, TraceWriter
 
 SMALL = Trace.read(SMALL_TRACE)
 ONE = TraceHeader("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
-TWO = TraceHeader("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (g == 1 and m == 3)) for g in range(3) for m in (2, 1, 3)))
+
+
+def two_sizes(n: int) -> TraceHeader:
+    """A model with n experts in each of three layers, of which the second layer's are larger."""
+    tensors = (TensorInfo(g, g, m, n, 5000 + 6000 * (g == 1 and m == 3)) for g in range(3) for m in (2, 1, 3))
+    return TraceHeader(f"two, {n}", 2, tuple(tensors))
+
+
+TWO, MANY = two_sizes(8), two_sizes(64)
 
 
 def random_trace(model, n=400, seed=0):
     rng = np.random.default_rng(seed)
-    popular = rng.dirichlet(np.full(8, 0.5), 3)
+    popular = rng.dirichlet(np.full(model.n_experts, 0.5), 3)
     events = []
     for i in range(n):
-        ids = rng.choice(8, (1, 2), replace=False, p=popular[i % 3] * 0.9 + 0.1 / 8).astype(np.int32)
+        p = popular[i % 3] * 0.9 + 0.1 / model.n_experts
+        ids = rng.choice(model.n_experts, (1, 2), replace=False, p=p).astype(np.int32)
         events.append(GateEvent(i % 3, ids, rng.random((1, 2)).astype(np.float32), None))
     starts = np.zeros(n, bool)
     starts[::60] = True
@@ -35,7 +44,7 @@ def random_trace(model, n=400, seed=0):
 
 
 def brute(trace, policy, arena):
-    """Native's rules one expert at a time: expert_table::take_slot and moeoff-arena.cpp's take."""
+    """Native's rules one expert at a time: expert_table::take_slot, pool::first and arena::take."""
     model = trace.model
     resident, last, hits, evictions, nbytes = set(), {}, [], 0, 0
     committed, free = 0, dict.fromkeys(model.expert_slots, 0)
@@ -60,7 +69,11 @@ def brute(trace, policy, arena):
                 if committed + stride <= arena:
                     committed += stride
                     break
-                victim = min(resident - set(want), key=lambda v: (policy.priorities[v], last[v], v))
+                order = sorted((policy.priorities[v], last[v], v) for v in resident - set(want))
+                many = 3 * len(want) > model.n_experts
+                near = order[: len(order) if many else arena // 24 // stride + 1]
+                same_size = (v for *_, v in near if model.expert_slots[v[0]] == stride)
+                victim = next(same_size, order[0][-1])
                 resident.remove(victim)
                 free[model.expert_slots[victim[0]]] += 1
                 evictions += model.n_matrices[victim[0]]
@@ -70,7 +83,7 @@ def brute(trace, policy, arena):
     return hits, evictions, nbytes, resident
 
 
-@pytest.mark.parametrize("model", [ONE, TWO], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [ONE, TWO, MANY], ids=lambda m: m.name)
 @pytest.mark.parametrize("name", policy_names())
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_brute_force(model, name, share):

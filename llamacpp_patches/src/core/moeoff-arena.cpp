@@ -35,10 +35,7 @@ static void advise(uint8_t * base, uint64_t begin, uint64_t end, int advice) {
 // Gives the memory of a range back at once
 void arena::give_back(size_class & c, uint64_t from, uint64_t to) {
     for (size_t i = first_chunk(c, from); pins && i < last_chunk(c, to); i++) {
-        if (c.chunks[i].state == chunk::PINNED) {
-            pins->unpin(c.base + begin_of(c, i));
-        }
-        c.chunks[i].state = chunk::UNPINNED;
+        c.chunks[i].state = chunk::UNPINNED; // what was refused is asked for again
     }
 #ifdef __APPLE__ // MADV_DONTNEED keeps what is in them there; new pages in their place do not
     mmap(c.base + from, to - from, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
@@ -102,7 +99,7 @@ uint64_t arena::full_bytes() const {
 }
 
 uint64_t arena::free_bytes() const {
-    uint64_t sum = 0;
+    uint64_t sum = in_move;
     for (const auto & c : classes) {
         sum += c.stride * c.committed_free.size();
     }
@@ -165,46 +162,86 @@ uint64_t arena::begin_of(const size_class & c, size_t i) {
     return i == 0 ? 0 : ((uintptr_t) c.base / pin_bytes + i) * pin_bytes - (uintptr_t) c.base;
 }
 
-void arena::set_pinner(pinner * p) {
+void arena::set_pinning(bool wanted) {
+    pins         = wanted && is_huge;
+    to_unpin.cls = -1;
     for (auto & c : classes) {
-        for (size_t i = 0; i < c.chunks.size(); i++) {
-            if (c.chunks[i].state == chunk::PINNED) {
-                pins->unpin(c.base + begin_of(c, i));
-            }
-        }
-        c.chunks.assign(p && is_huge ? last_chunk(c, c.bytes()) : 0, {});
+        c.chunks.assign(pins ? last_chunk(c, c.bytes()) : 0, {});
     }
-    pins = is_huge ? p : nullptr;
+}
+
+arena::pin_range arena::range_of(int cls, size_t chunk) const {
+    const size_class & c     = classes[cls];
+    const uint64_t     begin = begin_of(c, chunk), end = std::min(begin_of(c, chunk + 1), c.bytes());
+    return { c.base + begin, end - begin, chunk, cls };
 }
 
 bool arena::begin_pin(int cls, int32_t slot, pin_range & range) {
     size_class &   c    = classes[cls];
     const uint64_t from = c.stride * (uint64_t) slot;
     for (size_t i = first_chunk(c, from); pins && i < last_chunk(c, from + c.stride); i++) {
-        const uint64_t begin = begin_of(c, i), end = std::min(begin_of(c, i + 1), c.bytes());
-        if (c.chunks[i].state == chunk::UNPINNED && end <= c.grown) { // all of it has memory, or it is left alone
+        range = range_of(cls, i);
+        // all of it has memory, or it is left alone
+        if (c.chunks[i].state == chunk::UNPINNED && range.data + range.nbytes <= c.base + c.grown) {
             c.chunks[i].state = chunk::PINNING;
             c.chunks[i].n_readers++;
-            range = { c.base + begin, end - begin, i };
             return true;
         }
     }
     return false;
 }
 
-void arena::end_pin(int cls, const pin_range & range, bool is_pinned) {
-    chunk & k = classes[cls].chunks[range.chunk];
+void arena::end_pin(const pin_range & range, bool is_pinned) {
+    chunk & k = classes[range.cls].chunks[range.chunk];
     k.state   = is_pinned ? chunk::PINNED : chunk::REFUSED;
     k.n_readers--;
 }
 
-bool arena::is_read(const size_class & c, uint64_t from, uint64_t to) const {
-    for (size_t i = first_chunk(c, from); pins && i < last_chunk(c, to); i++) {
-        if (c.chunks[i].n_readers > 0) {
-            return true;
+bool arena::begin_unpin(pin_range & range, bool any) {
+    range        = to_unpin;
+    to_unpin.cls = -1;
+    for (size_t cls = 0; any && range.cls < 0 && cls < classes.size(); cls++) {
+        for (size_t i = 0; range.cls < 0 && i < classes[cls].chunks.size(); i++) {
+            range = classes[cls].chunks[i].state == chunk::PINNED ? range_of((int) cls, i) : range;
+        }
+    }
+    chunk * k = range.cls < 0 ? nullptr : &classes[range.cls].chunks[range.chunk];
+    if (!k || k->state != chunk::PINNED || k->n_readers > 0) {
+        return false;
+    }
+    k->state = chunk::PINNING;
+    k->n_readers++;
+    return true;
+}
+
+void arena::end_unpin(const pin_range & range) {
+    chunk & k = classes[range.cls].chunks[range.chunk];
+    k.state   = chunk::UNPINNED;
+    k.n_readers--;
+}
+
+bool arena::is_pinned() const {
+    for (const auto & c : classes) {
+        for (const chunk & k : c.chunks) {
+            if (k.state == chunk::PINNED || k.state == chunk::PINNING) {
+                return true;
+            }
         }
     }
     return false;
+}
+
+bool arena::can_give_back(int cls, uint64_t from, uint64_t to) {
+    const size_class & c = classes[cls];
+    for (size_t i = first_chunk(c, from); pins && i < last_chunk(c, to); i++) {
+        if (c.chunks[i].state == chunk::PINNED && c.chunks[i].n_readers == 0) {
+            to_unpin = range_of(cls, i);
+        }
+        if (c.chunks[i].state == chunk::PINNED || c.chunks[i].n_readers > 0) {
+            return false;
+        }
+    }
+    return true;
 }
 
 bool arena::begin_read(int cls, int32_t slot) {
@@ -316,7 +353,7 @@ bool arena::give_back_slot(int cls) {
     if (is_huge) {
         const int32_t  last = (int32_t) c.n_used - 1;
         const uint64_t end  = next_huge_page(c.stride * (uint64_t) last);
-        if (end < c.grown && is_read(c, end, c.grown)) {
+        if (end < c.grown && !can_give_back(cls, end, c.grown)) {
             return false;
         }
         if (c.place[(size_t) last] < 0 && (!move || !move(cls, last, slot))) {
@@ -339,8 +376,25 @@ bool arena::give_back_slot(int cls) {
     return true;
 }
 
+int32_t arena::begin_move(int cls, int32_t from) {
+    size_class & c = classes[cls];
+    if (from + 1 != (int32_t) c.n_used || c.committed_free.empty()) {
+        return -1;
+    }
+    in_move += c.stride;
+    return take_free(c, (int32_t) c.committed_free.size() - 1);
+}
+
+void arena::end_move(int cls, int32_t from, int32_t to, bool has_moved) {
+    in_move -= classes[cls].stride;
+    give(cls, has_moved ? from : to);
+    if (has_moved && from + 1 == (int32_t) classes[cls].n_used) {
+        give_back_slot(cls); // what it was moved for
+    }
+}
+
 bool arena::trim(uint64_t extra, bool cuts) {
-    must_stay = false;
+    must_stay = in_move > 0;
     for (size_t i = 0; i < classes.size(); i++) {
         while (committed + extra > limit && !classes[i].committed_free.empty()) {
             if (!give_back_slot((int) i)) {
@@ -350,9 +404,10 @@ bool arena::trim(uint64_t extra, bool cuts) {
         }
     }
     cuts = cuts && committed + extra <= limit + ahead_bytes();
-    for (auto & c : classes) {
+    for (size_t i = 0; i < classes.size(); i++) {
+        size_class & c = classes[i];
         if (cuts && committed + extra > limit && c.ahead() > 0) {
-            if (is_read(c, c.grown - c.ahead(), c.grown)) {
+            if (!can_give_back((int) i, c.grown - c.ahead(), c.grown)) {
                 must_stay = true;
                 continue;
             }

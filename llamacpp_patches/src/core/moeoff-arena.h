@@ -3,7 +3,8 @@
 // Slots for experts: page aligned, one size class for each size, a bound in bytes over all classes together.
 // Address space for every slot is reserved once; memory is committed slot by slot and given back slot by slot, so the
 // bound can move at any time and classes can lend bytes to each other. That is dear, because the system zeroes each page that comes
-// back: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing allocates. Not thread safe.
+// back and slots move: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing
+// allocates. Not thread safe.
 //
 // A large arena asks for huge pages, into which a direct read costs half the processor time. A part of one cannot be given back: the system
 // counts it whole for as long as something of it is used. So the slots of a class that have memory are its first ones, a class gives back
@@ -12,7 +13,8 @@
 //
 // A device reads this memory without the processor's help if it is pinned: in chunks, each before its first begin_read(). That takes milliseconds, and needs
 // no lock: begin_pin() says what is to be pinned, and end_pin() takes the outcome.
-// What is pinned stays with its pages: a chunk is unpinned before a page of it is given back, and no page of it is while somebody reads it.
+// What is pinned stays with its pages: a chunk is unpinned before a page of it is given back, also without a lock, and no page
+// of it is given back while somebody reads it.
 //
 // A slot can be written to from its first use on. A system that promises no more memory than it has (vm.overcommit_memory=2) therefore
 // counts the slots that were in use, not the address space. A forked process has none of it.
@@ -43,7 +45,8 @@ class arena {
 
     // room for n slots of so many bytes; returns the class. Before reserve()
     int  add_class(uint64_t slot_bytes, uint32_t n);
-    // copies a slot of the class into another, and tells whoever has it; false: it must stay where it is
+    // Moves a slot that holds nothing to another one of the class. false: the slot must stay, or its bytes have to be copied
+    // first, by whoever has the time for that: begin_move(), the copy, end_move()
     using slot_mover = std::function<bool(int cls, int32_t from, int32_t to)>;
     // false: no address space, or no memory for two slots of each class. Without a mover all slots stay where they are
     bool reserve(uint64_t limit_bytes, slot_mover move = {});
@@ -54,9 +57,10 @@ class arena {
     bool     exceeds_limit()   const { return committed > limit; }
     uint64_t peak_bytes()      const { return peak; }
     uint64_t full_bytes()      const; // all slots of all classes
-    uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken
+    uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken, or are being copied into
     uint64_t ahead_bytes()     const; // of committed_bytes, in huge pages behind the last slot of each class
-    // so many bytes more would fit if the free slots could go, and the last take() or trim() has met a last slot that must stay
+    // so many bytes more would fit if the free slots could go, and the last take() or trim() has met a last slot that must
+    // stay for now
     bool     is_blocked(uint64_t extra = 0) const { return must_stay && committed + extra + classes.size() * huge_page <= limit + free_bytes(); }
     // many: a layer's experts come at once, and the next layer's may have another size: in its turn each class takes what the other has given
     uint64_t spare_bytes(bool many = false) const { return limit / (many ? 16 : 128); }
@@ -71,17 +75,29 @@ class arena {
     void    give(int cls, int32_t slot);
     // gives free slots back to the system until committed + extra fits the limit; true if it does. To cut huge pages is a last resort
     bool    trim(uint64_t extra = 0, bool cuts = false);
+    // A free slot to copy the bytes of the class' last slot into, so that the last one can go; -1: `from` is not the last
+    // any more, or no slot is free
+    int32_t begin_move(int cls, int32_t from);
+    // has_moved: `from` is free now, else `to` is
+    void    end_move(int cls, int32_t from, int32_t to, bool has_moved);
 
-    // nullptr: everything is unpinned, as it has to be at the end. Nobody reads
-    void    set_pinner(pinner * p);
+    // Whether memory is pinned. Everything is unpinned and nobody reads
+    void    set_pinning(bool pins);
     struct pin_range {
         uint8_t * data;
         size_t    nbytes, chunk;
+        int       cls;
     };
     // A chunk of the slot's memory that is to be pinned before begin_read(), and is not given back until end_pin(); false: there is none, or another
     // thread is at it
     bool    begin_pin(int cls, int32_t slot, pin_range & range);
-    void    end_pin(int cls, const pin_range & range, bool is_pinned);
+    void    end_pin(const pin_range & range, bool is_pinned);
+    // The pinned chunk that the last take() or trim() has met, or any that is pinned: it is to be unpinned before
+    // end_unpin(). false: there is none, or somebody is at it
+    bool    begin_unpin(pin_range & range, bool any = false);
+    void    end_unpin(const pin_range & range);
+    bool    wants_unpin() const { return to_unpin.cls >= 0; }
+    bool    is_pinned() const; // something of it is, or is being
     // The slot's memory is pinned until end_read(); false: it is not, and nothing has begun
     bool    begin_read(int cls, int32_t slot);
     void    end_read(int cls, int32_t slot);
@@ -112,7 +128,8 @@ class arena {
     static size_t   first_chunk(const size_class & c, uint64_t from) { return (size_t) (((uintptr_t) c.base + from) / pin_bytes - (uintptr_t) c.base / pin_bytes); }
     static size_t   last_chunk(const size_class & c, uint64_t to) { return first_chunk(c, to - 1) + 1; }
     static uint64_t begin_of(const size_class & c, size_t i);
-    bool        is_read(const size_class & c, uint64_t from, uint64_t to) const;
+    bool        can_give_back(int cls, uint64_t from, uint64_t to); // false: somebody reads it, or it is pinned
+    pin_range   range_of(int cls, size_t chunk) const;
     uint64_t    needs(const size_class & c, int32_t slot, bool whole) const; // bytes to be committed for it, and for the huge page in which it ends
     bool        grow(size_class & c, int32_t slot);              // so that the slot can be used for the first time
     int32_t     take_free(size_class & c, int32_t place);
@@ -122,13 +139,15 @@ class arena {
 
     std::vector<size_class> classes;
     slot_mover move;
-    pinner *  pins         = nullptr;
+    bool      pins         = false;
+    pin_range to_unpin     = { nullptr, 0, 0, -1 }; // before its memory can go
     bool      is_huge      = false;
     bool      must_stay    = false; // the last slot of a class, when free ones before it were to be given back
     uint8_t * region       = nullptr;
     uint64_t  region_bytes = 0;
     uint64_t  limit        = 0;
     uint64_t  committed    = 0;
+    uint64_t  in_move      = 0; // of committed: slots that are being copied into
     uint64_t  peak         = 0;
 };
 

@@ -6,6 +6,7 @@
 #include <cassert>
 #include <cerrno>
 #include <cstring>
+#include <thread>
 
 namespace moeoff {
 
@@ -351,7 +352,7 @@ void expert_table::drop_preloads() {
 }
 
 void expert_table::wake_workers() {
-    if (has_requests()) {
+    if (has_requests() || must_make_way()) {
         sync.advance(sync.work);
     }
 }
@@ -468,13 +469,85 @@ void expert_table::end_read(const read_request & r, int err, const std::string &
     fit_limits();
 }
 
+// --- moving ---
+
+bool expert_table::make_way(store_lock & lock, bool keep) {
+    for (const version v : { HIGH, LOW }) {
+        slot_copy        c;
+        arena::pin_range range;
+        if (pools[v].slots.begin_unpin(range)) {
+            unpin_chunk(lock, v, range);
+            return true;
+        }
+        if (pools[v].begin_copy(c)) {
+            copy_expert(lock, c, keep);
+            return true;
+        }
+    }
+    return false;
+}
+
+void expert_table::copy_expert(store_lock & lock, const slot_copy & c, bool keep) {
+    expert_state & x = *c.of;
+    hold(x);
+    n_ways[x.version]++;
+    wake_workers();
+    lock.unlock();
+    for (const int32_t matrix : graph_order) {
+        if (c.matrices & set_of(matrix)) { // another one may be on its way into the slot
+            const moeoff_source & source = source_of(x, matrix);
+            const uint64_t        at     = x.at[(size_t) matrix] * page_size + source.offset % page_size;
+            memcpy(c.target + at, c.source + at, source.nbytes);
+        }
+    }
+    lock.lock();
+    n_ways[x.version]--;
+    const bool can_move = x.pins == 1 && x.loading == 0 && x.resident() == c.matrices;
+    pool_of(x).end_copy(c, can_move);
+    stats.slot_moves += can_move;
+    release(x, false, keep);
+    sync.advance(sync.work); // what waits for the slot, whoever has copied
+}
+
+void expert_table::unpin_chunk(store_lock & lock, version v, const arena::pin_range & range) {
+    arena::pinner * const device = pinner;
+    n_ways[v]++;
+    wake_workers();
+    lock.unlock();
+    device->unpin(range.data);
+    lock.lock();
+    n_ways[v]--;
+    pools[v].slots.end_unpin(range);
+    fit_limits();
+    sync.advance(sync.work);
+}
+
+void expert_table::set_pinner(store_lock & lock, arena::pinner * p) {
+    for (const version v : { HIGH, LOW }) {
+        arena & slots = pools[v].slots;
+        while (slots.is_pinned()) {
+            arena::pin_range range;
+            if (slots.begin_unpin(range, true)) {
+                unpin_chunk(lock, v, range);
+            } else { // somebody else is at it
+                lock.unlock();
+                std::this_thread::yield();
+                lock.lock();
+            }
+        }
+        slots.set_pinning(p != nullptr);
+    }
+    pinner = p;
+}
+
 matrix_set expert_table::begin_download(expert_state & x) {
     const matrix_set absent = x.absent();
     if (stopped || absent == 0) {
         return 0;
     }
-    const eviction_rank own = space.rank_of(x);
-    if (x.slot < 0 && !take_slot(x, [&](pool & p) REQUIRES(store_mutex) { return p.victim_below(own); }, [] { return false; })) {
+    const eviction_rank own    = space.rank_of(x);
+    const auto          victim = [&](pool & p) REQUIRES(store_mutex) { return p.victim_below(own, x.size_class); };
+    if (x.slot < 0 && !take_slot(x, victim, [] { return false; })) {
         return 0;
     }
     x.loading |= absent;
@@ -509,8 +582,8 @@ template <typename Victim, typename Resort> bool expert_table::take_slot(expert_
 }
 
 bool expert_table::take_slot(expert_state & x, request_level level) {
-    return take_slot(
-        x, [level](pool & p) REQUIRES(store_mutex) { return p.victim(level); }, [&]() REQUIRES(store_mutex) { return steal_queued_slot(x.version, level); });
+    const auto victim = [&](pool & p) REQUIRES(store_mutex) { return p.victim(level, x.size_class); };
+    return take_slot(x, victim, [&]() REQUIRES(store_mutex) { return steal_queued_slot(x.version, level); });
 }
 
 // the last resort: a slot that waits for a worker on behalf of less urgent requests
@@ -568,10 +641,11 @@ bool expert_table::approach_limits(uint64_t high, uint64_t low) {
     bool is_there = true;
     for (const version v : { HIGH, LOW }) {
         arena & slots = pools[v].slots;
-        if (slots.exceeds_limit()) {
+        const bool gets_way = slots.exceeds_limit() && (pools[v].must_make_way() || n_ways[v] > 0);
+        if (slots.exceeds_limit() && !gets_way) {
             slots.set_limit(limits[v]); // all that is left is pinned or in flight
         }
-        is_there = is_there && slots.limit_bytes() == limits[v];
+        is_there = is_there && !gets_way && slots.limit_bytes() == limits[v];
     }
     wake_workers(); // a larger arena may serve what could get no slot
     return is_there;
@@ -664,7 +738,7 @@ void expert_table::check_invariants() const {
         assert((x.slot >= 0) == (x.data != nullptr));
         assert((x.loading | x.resident()) == 0 || x.slot >= 0);
         assert((x.loading | x.resident() | x.queued) != 0 || x.slot < 0);
-        assert(x.held <= x.pins && (x.held == 0 || x.is_whole()));
+        assert(x.held <= x.pins && (x.held == 0 || x.resident() != 0));
         assert(x.failed() == 0 || x.pins > 0);
         assert(!x.expected || is_prefetch(x));
         assert(!x.cancel.load() || x.loading != 0);

@@ -14,7 +14,8 @@
 //  - GATE and PREFETCH may evict only what no recent gate event wants, else they wait;
 //  - a slot of another size may be free behind one that must stay where it is (moeoff-arena.h), as it is pinned or being read. Then the request waits for
 //    that, and evicts nothing more.
-// Among the candidates the lowest priority is evicted first, then the least recently used, then the lowest index.
+// Among the candidates the lowest priority is evicted first, then the least recently used, then the lowest index; one of the
+// size wanted may go before lower ones of another (pool::victim).
 //
 // Knows neither files nor threads. After start() nothing allocates, so that no request can fail.
 
@@ -108,12 +109,10 @@ class expert_table {
     void    wake_ops() REQUIRES(store_mutex); // all that wait, for another reason
     // requests that get no slot wait for one, as of the last time that a worker looked
     bool    is_short() const { return wants_slots.load(std::memory_order_relaxed); }
+    // pins memory for a device from now on; nullptr: nobody does. Everything that was pinned is unpinned, without the mutex
+    // meanwhile. Nobody uploads
+    void    set_pinner(store_lock & lock, arena::pinner * p) REQUIRES(store_mutex) UNCHECKED;
     // an upload to a device uses an expert that is whole: it is not evicted until it is released. No use by the graph
-    void    set_pinner(arena::pinner * p) REQUIRES(store_mutex) {
-        for (pool & of_version : pools) {
-            of_version.slots.set_pinner(p);
-        }
-    }
     void    hold(expert_state & x) REQUIRES(store_mutex);
     arena & slots_of(const expert_state & x) REQUIRES(store_mutex) { return pools[x.version].slots; }
     // is_pinned: the device reads its memory where it is, from arena::begin_read() on
@@ -147,12 +146,21 @@ class expert_table {
     // err: 0, ECANCELED, or an errno with its message. What no op waits for is then absent, and nobody's failure
     void      end_read(const read_request & r, int err, const std::string & message) REQUIRES(store_mutex);
 
+    // --- moving ---
+    // Copies an expert whose slot is in the way of another one, or unpins memory that cannot go, without the mutex
+    // meanwhile; false: nothing is in the way. Nothing else copies a slot, so no thread that computes does
+    bool      make_way(store_lock & lock, bool keep) REQUIRES(store_mutex) UNCHECKED;
+    bool      must_make_way() const REQUIRES(store_mutex) {
+        return pools[HIGH].must_make_way() || pools[LOW].must_make_way();
+    }
+
     // What is absent of an expert that gives its slot on a device away: loading from now on, with a slot for it in host memory, until end_read()
     // of each. None: it is all there, or all that is there ranks higher
     matrix_set begin_download(expert_state & x) REQUIRES(store_mutex);
 
     // --- room ---
-    bool approach_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex); // by one step, in which memory goes back to the system; whether it was the last
+    // By one step, in which memory goes back to the system; whether it was the last. Before the next one the caller makes way
+    bool approach_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex);
     bool cancel_excess_reads() REQUIRES(store_mutex); // prefetches whose memory exceeds the limits; whether reads beyond them are under way
     void fit_limits() REQUIRES(store_mutex); // evicts what exceeds them
     void evict_unwanted() REQUIRES(store_mutex);
@@ -181,6 +189,8 @@ class expert_table {
     void     evict(expert_state & x) REQUIRES(store_mutex);
     void     evict_for_room(expert_state & x) REQUIRES(store_mutex);
     void     let_go(expert_state & x, bool keep) REQUIRES(store_mutex);
+    void     copy_expert(store_lock & lock, const slot_copy & c, bool keep) REQUIRES(store_mutex) UNCHECKED;
+    void     unpin_chunk(store_lock & lock, version v, const arena::pin_range & range) REQUIRES(store_mutex) UNCHECKED;
     bool     take_slot(expert_state & x, request_level level) REQUIRES(store_mutex);
     template <typename Victim, typename Resort> bool take_slot(expert_state & x, Victim victim, Resort last_resort) REQUIRES(store_mutex);
     bool     steal_queued_slot(uint8_t v, request_level level) REQUIRES(store_mutex);
@@ -195,6 +205,8 @@ class expert_table {
     std::atomic<bool>     wants_slots {false};
     bool                  stopped    GUARDED_BY(store_mutex) = false;
     bool                  preloading GUARDED_BY(store_mutex) = false; // some of the prefetches are preloads
+    int                   n_ways[n_pools] GUARDED_BY(store_mutex) = {}; // that are being made
+    arena::pinner *       pinner     GUARDED_BY(store_mutex) = nullptr;
     int                   least_urgent GUARDED_BY(store_mutex) = PREFETCH; // of what may be read now
     uint64_t              clock      GUARDED_BY(store_mutex) = 0; // counts gate events and op starts
     moeoff_stats          stats      GUARDED_BY(store_mutex) = {};

@@ -44,8 +44,13 @@ void io_threads::run() {
     while (!stopping) {
         read_request r[files::max_ranges];
         slice_target to[files::max_ranges];
+        if (table.make_way(lock, flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_KEEP)) {
+            continue;
+        }
         if (!table.next_read(r[0])) {
-            lock.sleep(sync.work);
+            if (!table.must_make_way()) {
+                lock.sleep(sync.work);
+            }
             continue;
         }
         const int64_t t0 = now_ns();

@@ -44,6 +44,17 @@ void eviction_order::set(size_t leaf, const eviction_rank & rank) {
     }
 }
 
+size_t eviction_order::n_below(const eviction_rank & rank, size_t most, size_t node) const {
+    if (most == 0 || !(leaves[winner(node)] < rank)) {
+        return 0;
+    }
+    if (node >= leaves.size()) {
+        return 1;
+    }
+    const size_t n = n_below(rank, most, 2 * node);
+    return n + n_below(rank, most - n, 2 * node + 1);
+}
+
 void eviction_order::set_keys(size_t gate, const uint32_t * keys) {
     bool changed = false;
     for (size_t e = 0; e < width; e++) {
@@ -80,22 +91,26 @@ bool eviction_order::is_consistent() const {
 
 bool pool::reserve(size_t n_experts, uint64_t limit_bytes) {
     resident.reserve(n_experts);
-    if (n_experts > 0) {
-        order.resize((size_t) all.n_high / (size_t) all.n_experts, (size_t) all.n_experts);
-    }
+    orders.resize(slots.n_classes());
     for (int cls = 0; cls < (int) slots.n_classes(); cls++) {
         owners.emplace_back(slots.n_slots(cls), 0);
+        orders[(size_t) cls].resize((size_t) all.n_high / (size_t) all.n_experts, (size_t) all.n_experts);
     }
     return slots.reserve(limit_bytes, [this](int cls, int32_t from, int32_t to) REQUIRES(store_mutex) { return move_slot(cls, from, to); });
 }
 
 bool pool::take_slot(expert_state & x, bool borrows) {
-    x.slot = slots.take(x.size_class, borrows, all.chooses_many());
-    if (x.slot >= 0) {
-        x.data = slots.data(x.size_class, x.slot);
-        owners[(size_t) x.size_class][(size_t) x.slot] = all.index_of(x);
+    const int32_t slot = slots.take(x.size_class, borrows, all.chooses_many());
+    if (slot >= 0) {
+        place(x, slot);
     }
-    return x.slot >= 0;
+    return slot >= 0;
+}
+
+void pool::place(expert_state & x, int32_t slot) {
+    x.slot = slot;
+    x.data = slots.data(x.size_class, slot);
+    owners[(size_t) x.size_class][(size_t) slot] = all.index_of(x);
 }
 
 bool pool::move_slot(int cls, int32_t from, int32_t to) {
@@ -104,12 +119,30 @@ bool pool::move_slot(int cls, int32_t from, int32_t to) {
         return false;
     }
     if (x.resident() != 0) {
-        memcpy(slots.data(cls, to), x.data, slots.slot_bytes_of(cls));
+        to_copy = &x;
+        return false;
     }
-    x.slot = to;
-    x.data = slots.data(cls, to);
-    owners[(size_t) cls][(size_t) to] = all.index_of(x);
+    place(x, to);
     return true;
+}
+
+bool pool::begin_copy(slot_copy & c) {
+    expert_state * x = std::exchange(to_copy, nullptr);
+    if (!x || x->pins > 0 || x->loading != 0 || x->resident() == 0) {
+        return false;
+    }
+    const int32_t to = slots.begin_move(x->size_class, x->slot);
+    if (to >= 0) {
+        c = { x, x->slot, to, x->resident(), x->data, slots.data(x->size_class, to) };
+    }
+    return to >= 0;
+}
+
+void pool::end_copy(const slot_copy & c, bool can_move) {
+    if (can_move) {
+        place(*c.of, c.to);
+    }
+    slots.end_move(c.of->size_class, c.from, c.to, can_move);
 }
 
 void pool::give_slot(expert_state & x) {
@@ -147,10 +180,14 @@ eviction_rank pool::rank_of(const expert_state & x) const {
     return { x.expected ? eviction_rank::expected : is_spare ? eviction_rank::spare : all.keys[all.leaf_of(x)], all.index_of(x), x.last_use };
 }
 
-void pool::reconsider(const expert_state & x) { order.set(all.leaf_of(x), rank_of(x)); }
+void pool::reconsider(const expert_state & x) {
+    if (x.size_class >= 0) {
+        orders[(size_t) x.size_class].set(all.leaf_of(x), rank_of(x));
+    }
+}
 
 void pool::reorder(size_t gate) {
-    if (!order.empty()) {
+    for (eviction_order & order : orders) {
         order.set_keys(gate, &all.keys[gate * (size_t) all.n_experts]);
     }
 }
@@ -164,25 +201,48 @@ void pool::check_invariants() const {
         n_bits += (uint64_t) n_in(x.resident());
     }
     assert(n_bits == n_ready);
-    for (size_t leaf = 0; !order.empty() && leaf < all.n_high; leaf++) {
-        assert(order.at(leaf) == rank_of(all.experts[leaf + (v == LOW ? all.n_high : 0)]));
+    for (size_t cls = 0; cls < orders.size(); cls++) {
+        for (size_t leaf = 0; leaf < all.n_high; leaf++) {
+            const expert_state & x = all.experts[leaf + (v == LOW ? all.n_high : 0)];
+            assert(orders[cls].at(leaf) == (x.size_class == (int) cls ? rank_of(x) : eviction_rank {}));
+        }
+        assert(orders[cls].is_consistent());
     }
-    assert(order.is_consistent());
     assert(slots.free_bytes() <= slots.committed_bytes() && slots.committed_bytes() <= slots.peak_bytes());
 #endif
 }
 
-expert_state * pool::victim_below(const eviction_rank & rank) {
-    return !order.empty() && order.first() < rank ? &all.experts[order.first().index] : nullptr;
+const eviction_rank & pool::first(int cls) const {
+    const eviction_rank * lowest = &orders.front().first();
+    for (const eviction_order & order : orders) {
+        lowest = order.first() < *lowest ? &order.first() : lowest;
+    }
+    if (cls == any_class || orders.size() == 1 || orders[(size_t) cls].first().key >= eviction_rank::expected) {
+        return *lowest;
+    }
+    const eviction_rank & own = orders[(size_t) cls].first();
+    if (all.chooses_many()) {
+        return own;
+    }
+    size_t left = (size_t) (slots.limit_bytes() / 24 / slots.slot_bytes_of(cls)) + 1;
+    for (const eviction_order & order : orders) {
+        left -= order.n_below(own, left);
+    }
+    return left > 0 ? own : *lowest;
 }
 
-expert_state * pool::victim(request_level level) {
-    if (order.empty()) {
+expert_state * pool::victim_below(const eviction_rank & rank, int cls) {
+    const eviction_rank & lowest = first(cls);
+    return lowest < rank ? &all.experts[lowest.index] : nullptr;
+}
+
+expert_state * pool::victim(request_level level, int cls) {
+    if (orders.empty()) {
         return nullptr;
     }
-    const eviction_rank & first = order.first();
-    if (first.key != eviction_rank::none && !(level == PREFETCH && first.key == eviction_rank::expected)) {
-        return &all.experts[first.index];
+    const eviction_rank & lowest = first(cls);
+    if (lowest.key != eviction_rank::none && !(level == PREFETCH && lowest.key == eviction_rank::expected)) {
+        return &all.experts[lowest.index];
     }
     if (level != DEMAND) {
         return nullptr;

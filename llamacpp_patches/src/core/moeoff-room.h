@@ -31,8 +31,8 @@ struct eviction_rank {
     }
 };
 
-// The order in which the residents of one pool are evicted: a tournament over the experts of all gates. A leaf is one expert of one gate. Each inner
-// node names the lower of its two children, so the root is the next victim. A change of one expert costs a way to the root, new priorities of a gate
+// The order in which the residents of one size in a pool are evicted: a tournament over the experts of all gates. A leaf is
+// one expert of one gate. Each inner node names the lower of its two children, so the root is the next victim. A change of one expert costs a way to the root, new priorities of a gate
 // cost its leaves once. Leaves lie gate after gate. Knows nothing of what makes one evictable.
 class eviction_order {
   public:
@@ -41,9 +41,10 @@ class eviction_order {
     const eviction_rank & first() const { return leaves[winners[1]]; }
     const eviction_rank & at(size_t leaf) const { return leaves[leaf]; }
     void set(size_t leaf, const eviction_rank & rank);
+    // leaves below the node that are lower than the rank; counts no further than `most`
+    size_t n_below(const eviction_rank & rank, size_t most, size_t node = 1) const;
     // the leaves of a gate that have priorities get these, [n_experts]
     void set_keys(size_t gate, const uint32_t * keys);
-    bool empty() const { return leaves.empty(); }
     bool is_consistent() const; // for debug builds: every node names the lower child
 
   private:
@@ -88,6 +89,15 @@ struct catalog {
     static bool is_served(const expert_state & high) { return high.has != 0 && high.is_whole(); }
 };
 
+// An expert whose slot must go back to the system: its bytes are copied into another slot of the class without the mutex
+struct slot_copy {
+    expert_state *  of;
+    int32_t         from, to;
+    matrix_set      matrices;
+    const uint8_t * source;
+    uint8_t *       target;
+};
+
 class pool {
   public:
     pool(catalog & all, version v) : all(all), v(v) {}
@@ -100,12 +110,22 @@ class pool {
     uint64_t n_slices() const REQUIRES(store_mutex) { return n_ready; } // of the residents
     bool take_slot(expert_state & x, bool borrows) REQUIRES(store_mutex);
     void give_slot(expert_state & x) REQUIRES(store_mutex);
+    // a slot could not be taken or given back until something is copied or unpinned
+    bool must_make_way() const REQUIRES(store_mutex) { return to_copy != nullptr || slots.wants_unpin(); }
+    // false: none is wanted any more. The expert is not to be evicted until end_copy()
+    bool begin_copy(slot_copy & c) REQUIRES(store_mutex);
+    // The expert moves, unless an op uses it, or a slice of it has come meanwhile
+    void end_copy(const slot_copy & c, bool can_move) REQUIRES(store_mutex);
     void enter(expert_state & x, int32_t matrix) REQUIRES(store_mutex); // its bytes have come
     void leave(expert_state & x) REQUIRES(store_mutex);
-    // the expert of lowest priority that the request may evict, among equals the least recently used; nullptr: none
-    expert_state * victim(request_level level) REQUIRES(store_mutex);
+    // The expert of lowest priority that the request may evict, among equals the least recently used; nullptr: none. For a
+    // slot of size class cls the lowest of that class is evicted where a layer's experts come at once, or while lower ones of
+    // other classes fill at most a 24th of the limit: memory changes its class by moving slots. In replays decoding reads at
+    // most 0.5 % more bytes for it.
+    expert_state * victim(request_level level, int cls = any_class) REQUIRES(store_mutex);
     // the expert that PREFETCH may evict, if it ranks below this one
-    expert_state * victim_below(const eviction_rank & rank) REQUIRES(store_mutex);
+    expert_state * victim_below(const eviction_rank & rank, int cls) REQUIRES(store_mutex);
+    static constexpr int any_class = -1;
     // what is ready or being read of it, pins, last use, or whether it is wanted, expected or spare have changed
     void reconsider(const expert_state & x) REQUIRES(store_mutex);
     // catalog::keys of a gate have changed
@@ -113,16 +133,20 @@ class pool {
     void check_invariants() const REQUIRES(store_mutex); // in debug builds
 
   private:
-    bool move_slot(int cls, int32_t from, int32_t to) REQUIRES(store_mutex); // the bytes of a slot, and whoever has it, unless it is pinned or being read
+    bool move_slot(int cls, int32_t from, int32_t to) REQUIRES(store_mutex); // see arena::slot_mover
+    void place(expert_state & x, int32_t slot) REQUIRES(store_mutex);
     // none: it is not evicted here that is pinned, being read, or wanted by a recent gate
     eviction_rank rank_of(const expert_state & x) const REQUIRES(store_mutex);
+    const eviction_rank & first(int cls) const REQUIRES(store_mutex); // see victim()
 
     catalog &             all;
     const version         v;
     std::vector<std::vector<uint32_t>> owners GUARDED_BY(store_mutex); // by size class and slot: the expert that has it
+    expert_state *        to_copy  GUARDED_BY(store_mutex) = nullptr; // whose slot is in the way
     std::vector<uint32_t> resident GUARDED_BY(store_mutex); // experts of which something is ready
     uint64_t              n_ready  GUARDED_BY(store_mutex) = 0; // slices
-    eviction_order        order    GUARDED_BY(store_mutex); // a leaf for each [gate, expert]
+    // by size class: a leaf for each [gate, expert], none where the size is another
+    std::vector<eviction_order> orders GUARDED_BY(store_mutex);
 };
 
 class room {

@@ -22,7 +22,7 @@ store::~store() {
     stop();
     if (!is_copy()) {
         store_lock lock(sync);
-        table.set_pinner(nullptr); // slots goes before table
+        table.set_pinner(lock, nullptr); // slots goes before table
     }
 }
 
@@ -307,7 +307,7 @@ bool store::pin_slot(expert_state & x) {
         lock.unlock();
         const bool is_pinned = slots->pin(range.data, range.nbytes); // takes milliseconds
         lock.lock();
-        table.slots_of(x).end_pin(x.size_class, range, is_pinned);
+        table.slots_of(x).end_pin(range, is_pinned);
     }
     return table.slots_of(x).begin_read(x.size_class, x.slot);
 }
@@ -545,8 +545,9 @@ void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spa
     }
     uploads.drain();
     store_lock lock(sync);
+    table.set_pinner(lock, nullptr); // while the memory of before is there
     device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, n_low_slots, n_stage, n_stages, map, table);
-    table.set_pinner(memory.get());
+    table.set_pinner(lock, memory.get());
     slots = std::move(memory);
 }
 
@@ -695,6 +696,8 @@ bool store::set_limits(uint64_t high, uint64_t low, std::string & error) {
                 store_lock lock(sync);
                 if (is_last()) {
                     return;
+                }
+                while (table.make_way(lock, get_flags() & MOEOFF_FLAG_KEEP)) { // every thread that reads may hang
                 }
             }
             std::this_thread::sleep_for(std::chrono::microseconds(50)); // whoever computes gets the mutex

@@ -26,6 +26,7 @@
 #define RELEASE(...)         MOEOFF_THREAD_SAFETY(release_capability(__VA_ARGS__))
 #define EXCLUDES(...)        MOEOFF_THREAD_SAFETY(locks_excluded(__VA_ARGS__))
 #define ACQUIRED_BEFORE(...) MOEOFF_THREAD_SAFETY(acquired_before(__VA_ARGS__))
+#define UNCHECKED            MOEOFF_THREAD_SAFETY(no_thread_safety_analysis) // a function that drops its caller's lock
 
 namespace moeoff {
 

@@ -230,6 +230,7 @@ struct moeoff_stats {
     uint64_t demand_hits;       // slices resident when first asked for
     uint64_t demand_misses;
     uint64_t evictions;
+    uint64_t slot_moves;        // experts copied to another slot, so that memory could go to another size of experts or back to the system
     uint64_t reads;
     uint64_t bytes_read;
     uint64_t read_errors;
