@@ -42,15 +42,14 @@ define install
 	fi
 endef
 
-env: $(VENV)/pip-ready ## .venv with the whole fork and moeoff (editable): what it takes to run and to serve
+env: $(VENV)/pip-ready ## .venv with the fork, its web page, and moeoff (editable): what it takes to run and to serve
 	$(call install,$(FORK) build,env-installed,)
-	@cp pyproject.toml $(VENV)/run-installed
 
 test-env: env
 	$(call install,$(FORK) build,test-installed,[test])
 
-run: $(VENV)/pip-ready ## moeoff run on the demo model; PROMPT="...", ARGS="..."; builds no server and installs nothing for tests
-	$(call install,$(FORK) build --without-server,run-installed,)
+run: $(VENV)/pip-ready ## moeoff run on the demo model; PROMPT="...", ARGS="..."; runs no npm and installs nothing for tests
+	$(call install,$(FORK) build --no-npm,env-installed,)
 	@exec $(VENV)/bin/moeoff run $(ARGS) $${PROMPT:+-p "$$PROMPT"}
 run: export PROMPT := $(PROMPT)
 

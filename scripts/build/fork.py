@@ -8,9 +8,8 @@ Everything lives in the cache folder (MOEOFF_CACHE, else XDG_CACHE_HOME/moeoff, 
     work-<place>/    source tree and CMake build folder; <place> depends on release, flags, compiler and CPU only, so
                      that after an edit of a patch or a source just what it touches is compiled again
     webpage/<key>/   the server's web page, built once with npm where that is there; <key>.failed: what npm said where it failed
-    wheels/<key>/    finished wheels; <key> depends on everything, also on whether and which page is in
-    wheels-without-server/<key>/  what `moeoff run` needs, in a third of the compile steps: without the server's library and its page.
-                     A wheel that has them takes its place, and is compiled on from there
+    wheels/<key>/    finished wheels; <key> depends on everything, also on whether and which page is in;
+                     `told` beside a wheel: the reason for its having no page has been printed
     archs/<key>/     test-llama-archs with the libraries that it was linked to
     perplexity/<key>/, llama-server/<key>/  llama.cpp's programs of these names, likewise
 
@@ -59,13 +58,13 @@ REASONS = ("upstreamable", "build only", "incompatible by nature")
 SOURCE_FOLDERS = (
     ("ggml-cpu", "vendor/llama.cpp/ggml/src/ggml-cpu/moeoff"),
     ("core", "vendor/llama.cpp/ggml/src/ggml-cpu/moeoff"),
+    ("cmake", "vendor/llama.cpp/cmake/moeoff"),
     ("llama", "vendor/llama.cpp/src"),
     ("common", "vendor/llama.cpp/common/moeoff"),
     ("server", "vendor/llama.cpp/tools/server/moeoff"),
 )
 BACK_END = "scikit-build-core[pyproject]>=0.10,<2"
 TEMPLATES = "moeoff-templates"  # the program that runs chat templates
-SERVER = "libllama-server-impl"
 LIBRARY = re.compile(r"(?:^|/)lib[\w-]+\.(?:so|dylib)[\d.]*$")
 PROGRAMS = {"archs": "test-llama-archs", "perplexity": "llama-perplexity", "llama-server": "llama-server"}
 # Before the user's CMAKE_ARGS, which may override them.
@@ -403,14 +402,10 @@ def full_key(fork: Fork, page: Path | None = None) -> str:
     return digest(place_key(fork).encode(), fork.digest().encode(), page.name.encode() if page else b"")[:16]
 
 
-def flags(tests: bool, server: bool = True) -> list[str]:
+def flags(tests: bool) -> list[str]:
     """CMake's arguments, all of them each time: the wheels and the tests take turns in one build folder."""
-
-    def switch(on: bool) -> str:
-        return "ON" if on else "OFF"
-
     # the server needs common and tools, of which only what is asked for is compiled
-    parts = [f"-DLLAMA_BUILD_COMMON={switch(server)}", "-DLLAMA_BUILD_TOOLS=ON", "-DLLAMA_BUILD_SERVER=ON", f"-DLLAMA_BUILD_TESTS={switch(tests)}"]
+    parts = ["-DLLAMA_BUILD_COMMON=ON", "-DLLAMA_BUILD_TOOLS=ON", "-DLLAMA_BUILD_SERVER=ON", f"-DLLAMA_BUILD_TESTS={'ON' if tests else 'OFF'}"]
     return [*DEFAULT_FLAGS, *shlex.split(os.environ.get("CMAKE_ARGS", "")), *FIXED_FLAGS, *parts]
 
 
@@ -544,14 +539,21 @@ def find_page(fork: Fork, cache: Path, anew: bool = False) -> Path:
 
 
 def optional_page(fork: Fork, cache: Path) -> Path | None:
-    """None, and one line on stderr, where it cannot be built."""
-    settled = (cache / "wheels" / full_key(fork)).exists()  # then it has been said
+    """None, and one line on stderr the first time, where it cannot be built."""
     try:
         return find_page(fork, cache)
     except NoPage as reason:
-        if not settled:
+        if not (cache / "wheels" / full_key(fork) / "told").exists():
             say(f"The server will have no web page: {reason}.")
         return None
+
+
+def built_page(fork: Fork, cache: Path) -> Path | None:
+    """The page if it is in the cache."""
+    with contextlib.suppress(NoPage):
+        if (home := page_folder(fork, cache)).exists():
+            return home
+    return None
 
 
 def make_page(fork: Fork, sdist: Path, home: Path, failed: Path, lock: int) -> None:
@@ -640,46 +642,35 @@ def cached(fork: Fork, cache: Path, kind: str, make: Callable[..., None], page: 
     return home
 
 
-def check_wheel(fork: Fork, wheel: Path, server: bool = True) -> None:
+def check_wheel(fork: Fork, wheel: Path) -> None:
     """One file for each library, all in one folder, no version in a name: else two ggml could end up in one process."""
     names = zipfile.ZipFile(wheel).namelist()
     libraries = [name for name in names if LIBRARY.search(name)]
     wrong = [name for name in libraries if not re.fullmatch(r"llama_cpp/lib/lib[\w-]+\.(so|dylib)", name)]
-    needed = {"libllama", "libggml", "libggml-base", "libggml-cpu"} | {TEMPLATES} | ({SERVER} if server else set())
+    needed = {"libllama", "libggml", "libggml-base", "libggml-cpu", "libllama-server-impl", TEMPLATES}
     missing = needed - {Path(name).name.partition(".")[0] for name in names}
     if wrong or missing or f"-{fork.local_version}-" not in wheel.name:
         raise ForkError(f"{wheel.name} is not as expected: no {wrong}, these too: {sorted(missing)}, version {fork.local_version}.")
 
 
-def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int, server: bool = True) -> None:
-    targets = ["llama", TEMPLATES, *(["llama-server-impl"] if server else [])]
-    settings = [f"--config-settings=build-dir={place}", f"--config-settings=build.targets={';'.join(targets)}"]
+def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int) -> None:
+    settings = [f"--config-settings=build-dir={place}", f"--config-settings=build.targets=llama-server-impl;{TEMPLATES}"]
     command = [str(tools.python), "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", *settings]
     log = place.parent / "wheel.log"
     log.unlink(missing_ok=True)
-    environment = {**tools.environment, "CMAKE_ARGS": shlex.join(flags(tests=False, server=server))}
+    environment = {**tools.environment, "CMAKE_ARGS": shlex.join(flags(tests=False))}
     run_logged("compiling the libraries", [*command, "-w", str(part), str(tree)], log, lock, **environment)
     (wheel,) = part.glob("*.whl")
-    check_wheel(fork, wheel, server)
+    check_wheel(fork, wheel)
 
 
-def build(fork: Fork, cache: Path) -> Path:
-    """The fork's wheel, with the server's web page in it where that can be built."""
-    (wheel,) = cached(fork, cache, "wheels", make_wheel, optional_page(fork, cache)).glob("*.whl")
-    return wheel
-
-
-def build_without_server(fork: Fork, cache: Path) -> Path:
-    """A wheel that `moeoff run` can do with: one with the server, if there is one or its objects are, since CMake would throw them away."""
-    pages: list[Path | None] = [None]
-    with contextlib.suppress(NoPage):
-        pages.insert(0, page_folder(fork, cache))
-    homes = [cache / "wheels" / full_key(fork, page) for page in pages]
-    if any(home.exists() for home in homes):
-        return next(wheel for home in homes for wheel in home.glob("*.whl"))
-    if any((cache / f"work-{place_key(fork)}" / "build/bin").glob(f"{SERVER}.*")):
-        return build(fork, cache)
-    (wheel,) = cached(fork, cache, "wheels-without-server", functools.partial(make_wheel, server=False)).glob("*.whl")
+def build(fork: Fork, cache: Path, npm: bool = True) -> Path:
+    """The fork's wheel, with the server's web page in it where that can be built, or without npm where it has been."""
+    page = optional_page(fork, cache) if npm else built_page(fork, cache)
+    home = cached(fork, cache, "wheels", make_wheel, page)
+    if npm and page is None:
+        (home / "told").touch()
+    (wheel,) = home.glob("*.whl")
     return wheel
 
 
@@ -799,7 +790,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     wheel = commands.add_parser("build", help="make the wheel, or find it in the cache; prints its path")
-    wheel.add_argument("--without-server", action="store_true", help="what `moeoff run` needs is enough")
+    wheel.add_argument("--no-npm", action="store_true", help="with the server's web page only if that is in the cache")
     for name, target in PROGRAMS.items():
         commands.add_parser(name, help=f"make {target}; prints its path")
     commands.add_parser("page", help="build the server's web page, also where that has failed before; prints its folder")
@@ -822,7 +813,7 @@ def main(arguments: list[str] | None = None) -> int:
         return repin(fork, options.version, options.sha256, options.look)
     cache = cache_root()
     if options.command == "build":
-        print((build_without_server if options.without_server else build)(fork, cache))
+        print(build(fork, cache, npm=not options.no_npm))
     elif options.command in PROGRAMS:
         print(program(fork, cache, options.command))
     elif options.command == "page":

@@ -240,11 +240,8 @@ class WebPage:
         (tree / tool.PAGE_SOURCES).mkdir(parents=True)
         (tree / tool.PAGE_SOURCES / "package.json").write_text("{}")
 
-    def make_wheel(self, fork: Fork, part: Path, tree: Path, place: Path, tools: None, lock: int, server: bool = True) -> None:
+    def make_wheel(self, fork: Fork, part: Path, tree: Path, place: Path, tools: None, lock: int) -> None:
         self.compiled += 1
-        if server:
-            (place / "bin").mkdir(parents=True, exist_ok=True)
-            (place / "bin/libllama-server-impl.so").touch()
         index = tree / tool.PAGE / "index.html"
         (part / "a.whl").write_text(index.read_text() if index.exists() else "none")
 
@@ -336,17 +333,23 @@ def test_page_that_cannot_be_built_does_not_stop_the_build(web: WebPage, npm: st
 # Wheel
 
 
-def test_a_run_gets_along_without_the_server_until_there_is_one(web: WebPage) -> None:
-    """Then it is the same wheel that everything else has, and the server's objects are not thrown away."""
+def test_run_takes_the_page_from_the_cache_and_runs_no_npm(web: WebPage) -> None:
     web.install()
-    small = tool.build_without_server(web.fork, web.cache)
-    assert small.parts[-3] == "wheels-without-server" and web.npm_calls() == 0
-    assert tool.build_without_server(web.fork, web.cache) == small and web.compiled == 1
+    bare = tool.build(web.fork, web.cache, npm=False)
+    assert bare.read_text() == "none" and web.npm_calls() == 0 and web.capsys.readouterr().err.count("web page") == 0
+    assert tool.build(web.fork, web.cache, npm=False) == bare and web.compiled == 1
     whole = tool.build(web.fork, web.cache)
-    assert whole.parts[-3] == "wheels" and web.compiled == 2
-    assert tool.build_without_server(web.fork, web.cache) == whole and web.compiled == 2
+    assert whole != bare and web.compiled == 2
+    assert tool.build(web.fork, web.cache, npm=False) == whole and web.compiled == 2
     (web.fork.folder / "src/core/moeoff-new.cpp").write_text("// new\n")
-    assert tool.build_without_server(web.fork, web.cache) == tool.build(web.fork, web.cache) != whole and web.compiled == 3
+    assert tool.build(web.fork, web.cache, npm=False) == tool.build(web.fork, web.cache) != whole and web.compiled == 3
+
+
+def test_reason_for_no_page_is_printed_after_a_run_has_built_the_wheel(web: WebPage) -> None:
+    tool.build(web.fork, web.cache, npm=False)
+    page, lines = web.build()
+    assert page == "none" and len(lines) == 1 and web.compiled == 1
+    assert web.build() == ("none", [])
 
 
 @pytest.mark.parametrize("extra", ["llama_cpp/lib/libllama.so.0", "lib/libllama.so", "llama_cpp/lib/libggml.so.0.25.3"])
@@ -356,7 +359,6 @@ def test_wheel_with_a_second_copy_is_refused(extra: str, tmp_path: Path) -> None
     with zipfile.ZipFile(wheel, "w") as out:
         for name in ("libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so", "moeoff-templates"):
             out.writestr(f"llama_cpp/lib/{name}", b"")
-    tool.check_wheel(fork, wheel, server=False)
     with pytest.raises(ForkError, match="libllama-server-impl"):
         tool.check_wheel(fork, wheel)
     with zipfile.ZipFile(wheel, "a") as out:
