@@ -321,27 +321,23 @@ class _AnyLlama(llama_cpp.Llama):
         self._ctx.kv_cache_clear()
         self._kept_at, self._ctx.is_broken = 0, False
 
-    def save_context(self, path: str, behind: Sequence[int] = ()) -> str:
-        """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing.
-
-        Args:
-            behind: numbers that are written behind the tokens, as more of them.
-        """
-        tokens = np.concatenate([self.input_ids[: self.n_tokens], np.array(behind, np.intc)]).astype(np.int32)
+    def save_context(self, path: str) -> str:
+        """Write what the context holds, and the tokens, as llama.cpp's programs do. Return what went wrong, or nothing."""
+        tokens = self.input_ids[: self.n_tokens].astype(np.int32)
         with _collected_errors() as errors, assertions_raise():
             done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
         return "" if done else _reason(errors) or "llama.cpp gives no reason"
 
-    def load_context(self, path: str, n_behind: int = 0) -> str:
-        """Reads what `save_context` wrote, with so many numbers behind the tokens. Returns what went wrong, and the context is empty then, or nothing."""
-        tokens = np.zeros(self.n_ctx() + n_behind, np.int32)
+    def load_context(self, path: str) -> str:
+        """Read what `save_context` wrote. Return what went wrong, and the context is empty then, or nothing."""
+        tokens = np.zeros(self.n_ctx(), np.int32)
         count, self._kept_at = ctypes.c_size_t(), 0
         with _collected_errors() as errors, assertions_raise():
             done = api.llama_state_load_file(
                 self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
             )
-        n = count.value - n_behind
-        if not done or n < 0 or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
+        n = count.value
+        if not done or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
             self.clear_context()
             return _reason(errors) or "it is damaged"
         self.input_ids[:n] = tokens[:n]

@@ -79,13 +79,6 @@ class _ServedEngine(Engine):
         super().__init__(config, model_index, budget, n_sequences=n, extras=extras, loaded=loaded, unified=unified)
         self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
 
-    @property
-    def n_draft(self) -> int:
-        return 0  # llama-server plans for drafts by itself
-
-    def _plan_drafts(self, n_ctx: int) -> None:
-        """`ExtraModels` has done so."""
-
     def _plan_more(self) -> None:
         room = self.budget.most - self.planned.fixed
         own = sequence_state(self.model_index, self.planned.n_ctx, self.keywords) if room > 0 else 0
