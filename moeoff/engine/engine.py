@@ -1,6 +1,7 @@
 """`Engine`: builds and owns the runtime state of one model, in steps around llama.cpp's load: the same for `Llama` and `Server`.
 
-Engine(config)              reads the model's header, and chooses memory, micro-batch, profile and precision; nothing is loaded
+plan(config)                reads the model's header, and chooses memory, micro-batch and profile (opening.py)
+Engine(opening)             precision, the expert buffer and its driver; nothing is loaded
 with loading() as overrides: llama.cpp loads with them
 attach(ctx)                 where experts are read from
 loaded(ctx, sizes)          devices' slots, the arenas get what is left of the budget, the strategy's policy and predictor
@@ -22,29 +23,24 @@ from typing import Any
 
 import numpy as np
 
-from ..budget.draft_model import uses_nextn
-from ..budget.dry_load import answer_bytes, dry_load, tensor_buffers
-from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates, remember_rates
-from ..budget.plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
-from ..errors import BudgetError, MoeoffError, OptionError
-from ..experts.profile import Profile
-from ..gguf.model_index import ModelIndex, loaded_whole
+from ..budget.micro_batch import remember_rates
+from ..budget.plan import ALLOCATED, DeviceBound, MemoryPlan
+from ..errors import BudgetError, OptionError
 from ..llamacpp import native
 from ..llamacpp.devices import devices
 from ..llamacpp.llama import api
-from ..llamacpp.turns import require_computable
-from ..options import LONGEST_DRAFT, Config, in_flags
+from ..options import LONGEST_DRAFT, in_flags
 from ..routing.batch import Span
 from ..routing.event import GateEvent
 from ..system.arrays import require_arrays
-from ..system.memory import Budget, parse_size, peak_rss, rss
+from ..system.memory import parse_size, peak_rss, rss
 from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache, BorrowedMemory
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
 from .drafts import DraftLength
-from .driver import Callback, Driver, require_calibration, sections, wants_gate_logits
+from .driver import Callback, Driver, require_calibration, wants_gate_logits
+from .opening import Opening
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
 from .quality import Quality
@@ -59,29 +55,21 @@ class Engine:
     """The runtime state of one model: what it was opened with, its memory, its expert buffer, and what drives that.
 
     Args:
-        config: as the user gave it.
-        model_index: of the model, if its header has been read already.
-        budget: of the model, if something was chosen by it already.
-        n_sequences: that share the context.
-        extras: bytes of prompts outside the context, samplers and chat templates; None: of one answer at a time.
-        loaded: bytes of other files that will be loaded with the model.
-        unified: they share all of it, and have not a part of it each.
+        opening: what was chosen for it.
+        moves: cached tokens may be moved within the context, as by a context shift.
 
     Attributes:
         planned: memory as llama.cpp plans it before the model is loaded.
         keywords: of llama_cpp.Llama.
         budget: as it was when the model was opened.
-        profile: of the model's calibration, what the strategy may take.
         driver: delivers gate events, to a strategy's policy and predictor among others.
         sizer: after `loaded`.
         drafts: how long drafts are, if any are made.
-        nextn: drafts are made with next-token layers, which are loaded.
         experts_per_token: that it uses, in all layers together.
         unfinished_tokens: of the last prompt_tokens, those of a batch that was ended, which are not in the context.
 
     Raises:
-        ModelError: the file is missing, damaged, or has no routed experts.
-        BudgetError: the budget is below what the model needs; its hint says what would do.
+        BudgetError: the budget is below what the strategy needs.
         OptionError: a value that makes no sense for this model.
     """
 
@@ -93,41 +81,14 @@ class Engine:
     unfinished_tokens = 0
     _uses_before: int | None = None  # what routers had selected before the prompt's batch that is in progress
 
-    def __init__(
-        self,
-        config: Config,
-        model_index: ModelIndex | None = None,
-        budget: Budget | None = None,
-        *,
-        n_sequences: int = 1,
-        extras: int | None = None,
-        loaded: int = 0,
-        unified: bool = True,
-    ):
-        require_computable()
-        self._n_sequences, self._loaded, self.nextn = n_sequences, loaded, uses_nextn(config.spec_type)
-        self._unified = unified
-        model_index = model_index or ModelIndex.read(config.model_path)
-        self._extras = answer_bytes(model_index, 1) if extras is None else extras
-        self.config, self.model_index, self._moves = config, model_index, config.context_shift
-        self._timing, self._cpu_start = Timing(), time.process_time()
-        self.drafts = DraftLength(config.draft_max or LONGEST_DRAFT) if config.spec_type or config.draft else None
-        self._token_experts: TokenExperts | None = None
-        self._callback: Callback | None = None
-        self._watches = False
-        self._prompt_uses: PromptUses | None = None
-        self.budget = budget or Budget.of(config.memory, config.expert_memory)
-        model_index.require_experts()
-        self.experts_per_token = (model_index if self.nextn else model_index.without_nextn()).experts_per_token
-        self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
-        self.device_tier: DeviceTier | None = None
-        self.device_remark = ""
-        self._device_judge: DeviceJudge | None = None
-        self._plan_memory()
-        self.micro_batch = self._choose_micro_batch()
-        self.profile = self._find_profile()
+    def __init__(self, opening: Opening, *, moves: bool = False):
+        config, model_index = opening.config, opening.model_index
+        self.opening, self.config, self.model_index = opening, config, model_index
+        self.budget, self.planned, self.keywords = opening.budget, opening.memory, opening.keywords
+        self.micro_batch, self.profile = opening.micro_batch, opening.profile
+        self.experts_per_token = (model_index if opening.nextn else model_index.without_nextn()).experts_per_token
         self.quality = Quality(config, model_index, self.profile, self.planned.usual_share, self.budget)
-        if not self.quality.precision.tau and not self._holds_everything():
+        if not self.quality.precision.tau and not opening.may_hold_everything:
             require_calibration(config.strategy, self.profile, model_index)
         strategy = config.strategy
         self.buffer = ExpertBuffer(
@@ -140,84 +101,24 @@ class Engine:
         )
         self.quality.buffer = self.buffer
         self.driver = Driver(self.buffer)
-
-    # --- choosing ---
-
-    def _plan_memory(self) -> None:
-        """Raises `BudgetError` for a model that cannot fit, before anything of it is loaded."""
-        config, model_index = self.config, self.model_index
-        config.check_model(model_index)
-        if config.attention == "f32" and native.attention_kernels() != 1:
-            raise OptionError("`attention` f32: there is no such kernel for this processor")
-        self.tensor_buffers = tensor_buffers(config.override_tensor, model_index)
-        self.keywords = config.keywords
-        require_header_room(model_index.files[0], model_index.header_memory, self.budget.most)
-        if adapter := config.llama_cpp.get("lora_path"):
-            self._loaded += sum(loaded_whole(adapter))
-        n_ctx = (512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512
-        self.planned = self._dry_load(n_ctx)
-        is_fixed = config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
-        if self.budget.process is not None and not is_fixed and self.planned.floor > self.budget.most:
-            self.keywords |= SMALLEST
-            self.planned = self._dry_load(n_ctx)
-        self._plan_more()
-        try:
-            self.planned.within(self.budget.most, self._planned_again)
-        except BudgetError as error:
-            with contextlib.suppress(MoeoffError):  # a model that cannot have it
-                if not config.flash_attn and self._planned_again(n_ctx, flash_attn=True).floor <= self.budget.most:
-                    error.hint["flash_attn"] = True
-            raise
-
-    def _planned_again(self, n_ctx: int, **keywords: Any) -> MemoryPlan:
-        """The plan at another context, or with other keywords of llama_cpp.Llama."""
-        return replace(self._dry_load(n_ctx, **keywords), extras=self.planned.extras, process=self.planned.process)
-
-    def _plan_more(self) -> None:
-        """What a subclass takes in addition, by what is left of the budget."""
-
-    def _dry_load(self, n_ctx: int, **keywords: Any) -> MemoryPlan:
-        return dry_load(self.model_index, n_ctx, self.keywords | keywords, self.tensor_buffers, n_sequences=self._n_sequences,
-                        extras=self._extras + self._loaded, nextn=self.nextn, unified=self._unified)  # fmt: skip
-
-    def _choose_micro_batch(self) -> MicroBatch:
-        """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
-        config, planned = self.config, self.planned
-        usual = min(USUAL, planned.n_ctx)
-        if config.n_batch or config.n_ubatch:
-            return MicroBatch(min(self.keywords.get("n_ubatch", USUAL), self.keywords.get("n_batch", USUAL), planned.n_ctx), "as given")
-        if self.budget.process is None:
-            return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
-        n_planned = min(self.keywords.get("n_ubatch", usual), usual)
-        if config.repeatable:
-            same = "the usual one: the run must be the same at every budget and on every machine"
-            return MicroBatch(n_planned, same if n_planned == usual else "the smallest one: there is no room for the buffers of the usual one")
-        choice = choose_within(planned, n_planned, self.budget.process, recall_rates(self.model_index, self.keywords, config.tier))
-        if choice.n_tokens != n_planned:
-            self.keywords |= {"n_batch": choice.n_tokens, "n_ubatch": choice.n_tokens}
-            self.planned = self._dry_load(planned.n_ctx)
-        return choice
-
-    def _find_profile(self) -> Profile | None:
-        # what calibration measures of gates has none for next-token layers, which only drafts with them load
-        path, names = self.config.profile, {CONTRACT_SECTION} | (set() if self.nextn else sections(self.config.strategy))
-        # twice: what is made of the arrays is as large, while they are there; at the floor a part of the reserve
-        room = max(self.budget.most - self.planned.floor, RESERVE // 8) // 2
-        if path == "auto":
-            return Profile.find(self.model_index, names, room)
-        return Profile.read(path, self.model_index, names, room) if path else None
-
-    def _holds_everything(self) -> bool:
-        """Whether all experts may fit, if nothing else touches what is planned for it: then no strategy has anything to do."""
-        planned = self.planned
-        return self.budget.left(planned.fixed - planned.computing - planned.state) >= planned.arena_full
+        self.drafts = DraftLength(config.draft_max or LONGEST_DRAFT) if config.spec_type or config.draft else None
+        self._token_experts: TokenExperts | None = None
+        self._callback: Callback | None = None
+        self._moves = moves or config.context_shift
+        self._watches = False
+        self._prompt_uses: PromptUses | None = None
+        self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
+        self.device_tier: DeviceTier | None = None
+        self.device_remark = ""
+        self._device_judge: DeviceJudge | None = None
+        self._timing, self._cpu_start = Timing(), time.process_time()
 
     # --- around the load ---
 
     def loading(self) -> AbstractContextManager[Any]:
         """While open, this thread loads the model with the yielded overrides: llama.cpp reads everything but what stays on disk, for which it
         reserves address space in the buffer."""
-        return self.buffer.loading(self.tensor_buffers, self.model_index.row_tables)
+        return self.buffer.loading(self.opening.tensor_buffers, self.model_index.row_tables)
 
     def attach(self, ctx: int) -> None:
         """The model is loaded, in a llama_context: its experts' slices have their places in files, and what it computes can be cancelled.
@@ -284,7 +185,7 @@ class Engine:
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.row_table_bytes,
             process=max(rss() - allocated.weights - allocated.state + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest is resident
-            extras=self._extras,
+            extras=self.opening.extras,
         )
         self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
         if self.buffer.running:
@@ -320,7 +221,7 @@ class Engine:
             on_devices=self.device_tier is not None,
         )
         self.quality.prefetcher = self.driver.prefetcher
-        if (config.draft is not None or self.nextn) and self.driver.prefetcher is not None and self.device_tier is None:
+        if (config.draft is not None or self.opening.nextn) and self.driver.prefetcher is not None and self.device_tier is None:
             n_gates = len(self.model_index.without_nextn().gates)
             self._token_experts = TokenExperts(self.buffer, n_gates, max(self.model_index.n_expert_used, 1))
             self.driver.add(self._token_experts)

@@ -24,6 +24,7 @@ from ..routing.event import GateEvent
 from ..system.console import loading_bar
 from ..system.memory import trim
 from .engine import Engine
+from .opening import Opening, plan
 from .stats import Stats
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Llama(PatchedLlama):
     `close()` ends what runs; after it, and in a fork of the process, every call raises `MoeoffError`.
 
     Args:
-        model_path: of the GGUF and `options`, or instead of both a `Config`, or an `Engine` that has loaded nothing yet.
+        model_path: of the GGUF and `options`, or instead of both a `Config`, or an `Opening`.
         progress: called with the loaded fraction, 0 to 1, while the weights outside the experts are read.
         on_stats: called with the `Stats` of each answer when it ends.
         **options: those of `moeoff.options.Config`: memory, expert_memory, strategy, experts, tier, max_loss, ...; and of
@@ -92,7 +93,7 @@ class Llama(PatchedLlama):
 
     def __init__(
         self,
-        model_path: str | os.PathLike[str] | Config | Engine,
+        model_path: str | os.PathLike[str] | Config | Opening,
         *,
         progress: Callable[[float], None] | None = None,
         on_stats: Callable[[Stats], None] | None = None,
@@ -106,13 +107,10 @@ class Llama(PatchedLlama):
             self.close()
             raise
 
-    def _open(self, model_path: str | os.PathLike[str] | Config | Engine, options: Mapping[str, Any]) -> None:
-        if not isinstance(model_path, Engine):
-            config = Config.make(model_path, **options)
-            _require_plain_decoding(config)
-            model_path = Engine(config)
-        _require_plain_decoding(model_path.config)
-        engine = self._engine = model_path
+    def _open(self, model_path: str | os.PathLike[str] | Config | Opening, options: Mapping[str, Any]) -> None:
+        config = model_path.config if isinstance(model_path, Opening) else Config.make(model_path, **options)
+        _require_plain_decoding(config)
+        engine = self._engine = Engine(model_path if isinstance(model_path, Opening) else plan(config))
         self._one_output = not engine.config.gate_input
         set_log(engine.keywords["verbose"])
         self.turns.thread.set_stop = engine.buffer.set_cancelled
@@ -337,13 +335,6 @@ class Llama(PatchedLlama):
                 self._engine.close_driver()
 
 
-def open_engine(model: str, *, n_ctx: str | int | None = None, **options: Any) -> Engine:
-    """Everything that `open_model` chooses; nothing is loaded."""
-    model_index = ModelIndex.read(model)
-    model_index.require_text()
-    return Engine(Config.make(model, n_ctx=usual_ctx(model_index) if n_ctx is None else n_ctx, **options), model_index)
-
-
 L = TypeVar("L", bound=Llama)
 
 
@@ -357,6 +348,8 @@ def open_model(kind: type[L], model: str, *, n_ctx: str | int | None = None, **o
     Raises:
         MoeoffError: the model, the budget or an option is no good.
     """
-    engine = open_engine(model, n_ctx=n_ctx, **options)
-    with loading_bar(os.path.basename(model), engine.model_index.dense_bytes) as progress:
-        return kind(engine, progress=progress)
+    model_index = ModelIndex.read(model)
+    model_index.require_text()
+    opening = plan(Config.make(model, n_ctx=usual_ctx(model_index) if n_ctx is None else n_ctx, **options), model_index)
+    with loading_bar(os.path.basename(model), model_index.dense_bytes) as progress:
+        return kind(opening, progress=progress)

@@ -23,6 +23,7 @@ from ..budget.dry_load import answer_bytes, context_sizes, dry_load, sequence_st
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
 from ..engine.explanation import explain
+from ..engine.opening import plan
 from ..engine.stats import Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
@@ -61,32 +62,6 @@ _HOOKS = {"loaded": 1, "ready": 1, "listening": None, "draft_max": 0, "before": 
 _serving = threading.Lock()  # llama-server keeps state in globals
 
 
-class _ServedEngine(Engine):
-    """The runtime state of a model that several conversations share.
-
-    Args:
-        extras: bytes of samplers and chat templates.
-
-    Attributes:
-        prompt_memory: what is remembered of them.
-    """
-
-    prompt_memory: PromptMemory
-
-    def __init__(self, config: Config, model_index: ModelIndex, budget: Budget, options: ServerOptions, *, extras: int, loaded: int):
-        self._options = options
-        unified, n = options.kv_unified, options.parallel or PARALLEL
-        super().__init__(config, model_index, budget, n_sequences=n, extras=extras, loaded=loaded, unified=unified)
-        self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
-
-    def _plan_more(self) -> None:
-        room = self.budget.most - self.planned.fixed
-        own = sequence_state(self.model_index, self.planned.n_ctx, self.keywords) if room > 0 else 0
-        self.prompt_memory = PromptMemory.of(self.planned, room, own, self._n_sequences, self._options)
-        self._extras += self.prompt_memory.checkpoints
-        self.planned = replace(self.planned, extras=self._extras + self._loaded)
-
-
 class Server:
     """A model behind HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several answers at a time.
 
@@ -114,7 +89,7 @@ class Server:
         config = Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours})
         self.engine = self._open(config, line.files)
         self._tells = on_request is not None or config.verbose
-        self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.prompt_memory)
+        self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.prompt_memory)
         check_arguments(self._argv)
         self.url = ""
         self._error: BaseException | None = None
@@ -134,7 +109,7 @@ class Server:
         self._stored: StoredPrompt | None = None
         if self._options.kv_disk:
             try:
-                window, prompts = self.engine.model_index.hparams.get("attention.sliding_window"), self.engine.prompt_memory
+                window, prompts = self.engine.model_index.hparams.get("attention.sliding_window"), self.prompt_memory
                 cuttable = window if self.engine.config.swa_full is False and isinstance(window, int) and window else math.inf
                 cuttable = 0 if prompts.checkpoint else cuttable
                 self._disk = PromptsOnDisk(folder(), self._options.kv_disk, self._identity, self._prompt_rate,
@@ -144,7 +119,7 @@ class Server:
         self._closing = threading.Event()
         self._idle = threading.Thread(target=self._use_idle, name="moeoff-idle", daemon=True)
 
-    def _open(self, config: Config, passed_on: Sequence[PassedFile]) -> _ServedEngine:
+    def _open(self, config: Config, passed_on: Sequence[PassedFile]) -> Engine:
         options = self._options
         model_index = ModelIndex.read(config.model_path)
         model_index.require_text()
@@ -163,7 +138,17 @@ class Server:
         config = replace(config, spec_type=extras.spec_type)
         self._options = replace(options, pooling="mean" if pools else options.pooling)
         computing = answer_bytes(model_index, size.n_parallel) + extras.computing
-        engine = _ServedEngine(config, model_index, budget, self._options, extras=computing, loaded=extras.resident + loaded)
+
+        def remembered(planned: MemoryPlan) -> int:
+            """Bytes of states to go back to, which are taken before anything is computed."""
+            room = budget.most - planned.fixed
+            own = sequence_state(model_index, planned.n_ctx, config.keywords) if room > 0 else 0
+            self.prompt_memory = PromptMemory.of(planned, room, own, size.n_parallel, self._options)
+            return self.prompt_memory.checkpoints
+
+        opening = plan(config, model_index, budget, n_sequences=size.n_parallel, unified=options.kv_unified, extras=computing,
+                       loaded=extras.resident + loaded, more=remembered)  # fmt: skip
+        engine = Engine(opening, moves=any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ)))
         self._options = replace(self._options, kv_disk=self._disk_bound())
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates and (size.n_parallel > 1 or "--no-cache-prompt" not in options.args):
@@ -281,7 +266,7 @@ class Server:
 
     def explain(self) -> dict[str, str]:
         """What was chosen and why, a sentence each."""
-        prompts, disk = self.engine.prompt_memory, self._options.kv_disk
+        prompts, disk = self.prompt_memory, self._options.kv_disk
         return explain(self.engine) | {
             "slots": self._size.remark or f"answers at a time: {self.n_parallel}, which {'share' if self._options.kv_unified else 'divide'} the context (-np)",
             "prompt cache": f"at most {format_size(prompts.cache_ram)} of the experts' memory for prompts outside the context: {prompts.reason} (--cache-ram)",

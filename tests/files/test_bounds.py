@@ -26,7 +26,7 @@ from helpers.files import DEMO, SMALL_TRACE
 from helpers.models import rewritten, with_template
 from helpers.processes import run_python
 from moeoff.cli.main import main
-from moeoff.engine.engine import Engine
+from moeoff.engine.opening import plan
 from moeoff.errors import ModelError, MoeoffError, OptionError
 from moeoff.experts.convert import convert
 from moeoff.experts.profile import Profile
@@ -84,7 +84,7 @@ def test_what_is_no_file_is_not_waited_for(no_file, tmp_path, demo):
     index = ModelIndex.read(demo)
     readers = [ModelIndex.read, Sidecar, Imatrix.read, Trace.read, read_text, lambda p: Profile.read(p, index), lambda p: moeoff.Llama(demo, profile=p),
                lambda p: moeoff.Llama(demo, experts=p), lambda p: moeoff.Llama(p), lambda p: moeoff.Llama(demo, strategy="score", replay=p),
-               loaded_whole, lambda p: Engine(Config.make(demo, lora_path=p))]  # fmt: skip
+               loaded_whole, lambda p: plan(Config.make(demo, lora_path=p))]  # fmt: skip
     for read in readers:
         with pytest.raises(MoeoffError, match=words):
             read(path)

@@ -10,7 +10,7 @@ import moeoff
 from helpers.arch_models import write_model
 from moeoff.budget.dry_load import dry_load, memory_sizes, planned_model
 from moeoff.budget.plan import MemoryPlan
-from moeoff.engine.engine import Engine
+from moeoff.engine.opening import plan
 from moeoff.errors import BudgetError, ModelError, OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config
@@ -108,16 +108,16 @@ def test_the_way_out_of_a_refusal_is_open(architecture, n_sequences, writer, fol
     monkeypatch.setattr("moeoff.budget.dry_load.rss", lambda: 0)  # a process that does not grow between one try and the next, as this one does
     path = str(write_model(writer, folder, architecture, "4-bit"))
     options = {"expert_memory": "1G", "warm": False, "profile": False, "experts": False, "n_ubatch": 8, "flash_attn": True}
-    long, short = (Engine(Config.make(path, n_ctx=n, **options), n_sequences=n_sequences).planned.floor for n in (1 << 15, 1 << 13))
+    long, short = (plan(Config.make(path, n_ctx=n, **options), n_sequences=n_sequences).memory.floor for n in (1 << 15, 1 << 13))
     del options["expert_memory"]
     with pytest.raises(BudgetError) as caught:
-        Engine(Config.make(path, n_ctx=1 << 15, memory=(long + short) // 2, **options), n_sequences=n_sequences)
+        plan(Config.make(path, n_ctx=1 << 15, memory=(long + short) // 2, **options), n_sequences=n_sequences)
     ways_out = caught.value.hint
-    Engine(Config.make(path, n_ctx=1 << 15, memory=ways_out["memory"], **options), n_sequences=n_sequences)
+    plan(Config.make(path, n_ctx=1 << 15, memory=ways_out["memory"], **options), n_sequences=n_sequences)
     assert 1 << 13 <= ways_out["n_ctx"] < 1 << 15
-    Engine(Config.make(path, n_ctx=ways_out["n_ctx"], memory=(long + short) // 2, **options), n_sequences=n_sequences)
+    plan(Config.make(path, n_ctx=ways_out["n_ctx"], memory=(long + short) // 2, **options), n_sequences=n_sequences)
     with pytest.raises(BudgetError) as caught:
-        Engine(Config.make(path, n_ctx=1 << 15, memory=8 * MIB, **options), n_sequences=n_sequences)
+        plan(Config.make(path, n_ctx=1 << 15, memory=8 * MIB, **options), n_sequences=n_sequences)
     assert "n_ctx" not in caught.value.hint
 
 

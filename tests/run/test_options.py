@@ -19,7 +19,7 @@ from moeoff.budget.plan import DeviceBound
 from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
 from moeoff.cli.options import help_of
-from moeoff.engine.engine import Engine
+from moeoff.engine.opening import plan
 from moeoff.errors import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import llama as binding
@@ -112,7 +112,7 @@ def test_what_was_given_reaches_llama_server(demo):
 
 def test_quantized_keys_that_cannot_be_shifted(demo):
     with pytest.raises(OptionError, match="context_shift: quantized keys of 32 numbers cannot be moved"):
-        Engine(Config.make(demo, context_shift=True, type_k="q8_0"))
+        plan(Config.make(demo, context_shift=True, type_k="q8_0"))
 
 
 def test_llama_cpps_numbers_for_nothing_are_as_good_as_nothing_said(demo):

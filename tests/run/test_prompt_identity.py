@@ -11,6 +11,7 @@ import pytest
 from helpers.attention import DEMO_IN_F32
 from moeoff.engine import prompt
 from moeoff.engine.engine import Engine
+from moeoff.engine.opening import plan
 from moeoff.engine.prompt import state_identity
 from moeoff.experts.convert import convert
 from moeoff.gguf.model_index import ModelIndex
@@ -51,7 +52,7 @@ def test_servers(model, changed):
 
     def of(path: str = model, long_factors: bool = False, args: tuple[str, ...] = (), **options) -> bytes:
         server = {name: options.pop(name) for name in ("kv_unified", "parallel") if name in options}
-        engine = Engine(Config.make(path, **{"expert_memory": "4M"} | options))
+        engine = Engine(plan(Config.make(path, **{"expert_memory": "4M"} | options)))
         if long_factors:
             engine.model_index.dense["rope_factors_long.weight"] = None
         return identity(engine, ServerOptions.make(args=args, **server), [path])
@@ -67,7 +68,7 @@ def test_threads_count_where_they_share_positions(model):
     """ggml's threads add up a token's attention to halves in an order that their number decides."""
 
     def of(**options) -> bytes:
-        return state_identity(Engine(Config.make(model, **OPTIONS | options)))
+        return state_identity(Engine(plan(Config.make(model, **OPTIONS | options))))
 
     assert of(flash_attn=True, n_threads=2) != of(flash_attn=True, n_threads=3)
     for options in ({}, {"flash_attn": True, "type_k": "q8_0"}, {"flash_attn": True, "type_v": "q8_0"}):
@@ -95,7 +96,7 @@ def test_another_build_or_level_is_another_computation(tmp_path, monkeypatch):
 
 def test_the_identity_has_the_build(model, monkeypatch):
     def of() -> bytes:
-        return state_identity(Engine(Config.make(model, **OPTIONS)))
+        return state_identity(Engine(plan(Config.make(model, **OPTIONS))))
 
     before = of()
     monkeypatch.setattr(prompt, "build_identity", lambda: ("another", "AVX2 = 0"))
@@ -104,7 +105,7 @@ def test_the_identity_has_the_build(model, monkeypatch):
 
 def test_a_model_that_was_written_to(model):
     def of() -> bytes:
-        return state_identity(Engine(Config.make(model, **OPTIONS)))
+        return state_identity(Engine(plan(Config.make(model, **OPTIONS))))
 
     states, state = {of()}, os.stat(model)
     for mtime in (state.st_mtime_ns + 1, state.st_mtime_ns):  # the old time does not make it the old file

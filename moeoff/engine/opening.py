@@ -1,0 +1,164 @@
+"""`plan`: what a model is opened with: its memory, micro-batch and profile. Nothing is loaded, and nothing of it changes afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..budget.draft_model import uses_nextn
+from ..budget.dry_load import answer_bytes, dry_load, tensor_buffers
+from ..budget.loss_contract import SECTION as CONTRACT_SECTION
+from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates
+from ..budget.plan import RESERVE, MemoryPlan, require_header_room
+from ..errors import BudgetError, MoeoffError, OptionError
+from ..experts.profile import Profile
+from ..gguf.model_index import ModelIndex, loaded_whole
+from ..llamacpp import native
+from ..llamacpp.turns import require_computable
+from ..options import Config
+from ..system.memory import Budget
+from .driver import sections
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What was chosen before a model is loaded.
+
+    Attributes:
+        config: as the user gave it.
+        model_index: of the model.
+        budget: of the process, or of the experts alone.
+        memory: as llama.cpp plans it.
+        keywords: of llama_cpp.Llama.
+        tensor_buffers: where tensors outside the experts go.
+        extras: bytes of prompts outside the context, samplers and chat templates.
+        micro_batch: tokens of a prompt that are computed at once, and why so many.
+        profile: of the model's calibration, what the strategy may take.
+    """
+
+    config: Config
+    model_index: ModelIndex
+    budget: Budget
+    memory: MemoryPlan
+    keywords: Mapping[str, Any]
+    tensor_buffers: list[tuple[str, int]]
+    extras: int
+    micro_batch: MicroBatch
+    profile: Profile | None
+
+    @property
+    def nextn(self) -> bool:
+        """True if drafts are made with next-token layers, which are loaded."""
+        return uses_nextn(self.config.spec_type)
+
+    @property
+    def may_hold_everything(self) -> bool:
+        """True if all experts may fit, if nothing else touches what is planned for it: then no strategy has anything to do."""
+        memory = self.memory
+        return self.budget.left(memory.fixed - memory.computing - memory.state) >= memory.arena_full
+
+
+def plan(
+    config: Config,
+    model_index: ModelIndex | None = None,
+    budget: Budget | None = None,
+    *,
+    n_sequences: int = 1,
+    unified: bool = True,
+    extras: int | None = None,
+    loaded: int = 0,
+    more: Callable[[MemoryPlan], int] = lambda _memory: 0,
+) -> Opening:
+    """Choose what a model is opened with.
+
+    Args:
+        config: as the user gave it.
+        model_index: of the model, if its header has been read already.
+        budget: of the model, if something was chosen by it already.
+        n_sequences: that share the context.
+        unified: they share all of it, and have not a part of it each.
+        extras: bytes of samplers and chat templates; None: of one answer at a time.
+        loaded: bytes of other files that will be loaded with the model.
+        more: bytes that are taken in addition, by the memory that was planned.
+
+    Raises:
+        ModelError: the file is missing, damaged, or has no routed experts.
+        BudgetError: the budget is below what the model needs; its hint says what would do.
+        OptionError: a value that makes no sense for this model.
+    """
+    require_computable()
+    model_index = model_index or ModelIndex.read(config.model_path)
+    model_index.require_experts()
+    budget = budget or Budget.of(config.memory, config.expert_memory)
+    config.check_model(model_index)
+    if config.attention == "f32" and native.attention_kernels() != 1:
+        raise OptionError("`attention` f32: there is no such kernel for this processor")
+    buffers, keywords = tensor_buffers(config.override_tensor, model_index), config.keywords
+    require_header_room(model_index.files[0], model_index.header_memory, budget.most)
+    if adapter := config.llama_cpp.get("lora_path"):
+        loaded += sum(loaded_whole(adapter))
+    extras = answer_bytes(model_index, 1) if extras is None else extras
+
+    def planned(n_ctx: int, keywords: Mapping[str, Any]) -> MemoryPlan:
+        return dry_load(
+            model_index,
+            n_ctx,
+            keywords,
+            buffers,
+            n_sequences=n_sequences,
+            extras=extras + loaded,
+            nextn=uses_nextn(config.spec_type),
+            unified=unified,
+        )
+
+    n_ctx = (512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512
+    memory = planned(n_ctx, keywords)
+    is_fixed = config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
+    if budget.process is not None and not is_fixed and memory.floor > budget.most:
+        keywords |= SMALLEST
+        memory = planned(n_ctx, keywords)
+    extras += more(memory)
+    memory = replace(memory, extras=extras + loaded)
+
+    def planned_again(n_ctx: int, **others: Any) -> MemoryPlan:
+        return replace(planned(n_ctx, keywords | others), process=memory.process)
+
+    try:
+        memory.within(budget.most, planned_again)
+    except BudgetError as error:
+        with contextlib.suppress(MoeoffError):  # a model that cannot have it
+            if not config.flash_attn and planned_again(n_ctx, flash_attn=True).floor <= budget.most:
+                error.hint["flash_attn"] = True
+        raise
+    micro_batch = _micro_batch(config, model_index, budget, memory, keywords)
+    chosen = {"n_batch": micro_batch.n_tokens, "n_ubatch": micro_batch.n_tokens}
+    if not (config.n_batch or config.n_ubatch) and micro_batch.n_tokens != min(keywords.get("n_ubatch", USUAL), USUAL, memory.n_ctx):
+        keywords |= chosen
+        memory = planned(memory.n_ctx, keywords)
+    return Opening(config, model_index, budget, memory, keywords, buffers, extras, micro_batch, _profile(config, model_index, budget, memory))
+
+
+def _micro_batch(config: Config, model_index: ModelIndex, budget: Budget, memory: MemoryPlan, keywords: Mapping[str, Any]) -> MicroBatch:
+    """Return what the user said, else what memory allows and takes the least time."""
+    usual = min(USUAL, memory.n_ctx)
+    if config.n_batch or config.n_ubatch:
+        return MicroBatch(min(keywords.get("n_ubatch", USUAL), keywords.get("n_batch", USUAL), memory.n_ctx), "as given")
+    if budget.process is None:
+        return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
+    n_planned = min(keywords.get("n_ubatch", usual), usual)
+    if config.repeatable:
+        same = "the usual one: the run must be the same at every budget and on every machine"
+        return MicroBatch(n_planned, same if n_planned == usual else "the smallest one: there is no room for the buffers of the usual one")
+    return choose_within(memory, n_planned, budget.process, recall_rates(model_index, keywords, config.tier))
+
+
+def _profile(config: Config, model_index: ModelIndex, budget: Budget, memory: MemoryPlan) -> Profile | None:
+    # what calibration measures of gates has none for next-token layers, which only drafts with them load
+    names = {CONTRACT_SECTION} | (set() if uses_nextn(config.spec_type) else sections(config.strategy))
+    # twice: what is made of the arrays is as large, while they are there; at the floor a part of the reserve
+    room = max(budget.most - memory.floor, RESERVE // 8) // 2
+    if config.profile == "auto":
+        return Profile.find(model_index, names, room)
+    return Profile.read(config.profile, model_index, names, room) if config.profile else None
