@@ -640,16 +640,6 @@ class PatchedLlama(_AnyLlama):
         logits = self._ctx.get_logits()
         return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
 
-    # --- vocabulary ---
-
-    def is_end_token(self, token: int) -> bool:
-        """The token ends an answer; models have several."""
-        return bool(self.turns.read(lambda: api.llama_vocab_is_eog(self._model.vocab, token)))
-
-    def token_text(self, token: int) -> str:
-        """A token as its vocabulary writes it; empty for -1, no token."""
-        return self._model.token_get_text(token) if token != -1 else ""
-
 
 class StockLlama(_AnyLlama):
     """llama_cpp.Llama from the same library, without an expert buffer: what everything is compared with.

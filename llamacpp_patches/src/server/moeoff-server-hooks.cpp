@@ -311,7 +311,7 @@ bool server_request_memory::require_for_templates(int64_t nbytes) {
 // SentencePiece's tokenizer keeps a symbol of each character, a pair of neighbours, and what each merged piece came from; the others keep a number or two.
 server_tokenizing::server_tokenizing(const llama_vocab * vocab, const std::string & text) {
     const int64_t nbytes = (int64_t) text.size() * (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_SPM ? 192 : 32);
-    if (nbytes > 16 * IN_RESERVE) {
+    if (nbytes > 16 * server_loan::in_reserve) {
         loan.require(nbytes);
     }
 }
