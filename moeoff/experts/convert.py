@@ -141,7 +141,6 @@ class _Builder:
         self.tensors: list[Tensor] = []
         self.jobs: list[_Job] = []
         self.fallbacks: dict[tuple[str, str, int], int] = {}  # (type asked for, type that fits, row length): slices
-        self._stand_ins: set[int] = set()  # tensors whose type is not the one asked for: where ggml's Q2_0 would be a surprise
         for spans in model_index.gates:  # by tier, then by expert, with an expert's matrices side by side
             slices = [(span, expert) for expert in range(max(span.shape[2] for span in spans)) for span in spans if expert < span.shape[2]]
             targets = [[self._add(tier, span, expert) for span, expert in slices] for tier in tiers]
@@ -162,7 +161,6 @@ class _Builder:
             if needs_imatrix(type) and (self._imatrix is None or span.name not in self._imatrix.values):
                 raise OptionError(f"{type_name(type)} needs an importance matrix with {span.name}, or another type", hint={"imatrix": ...})
         if type != requested:
-            self._stand_ins.add(len(self.tensors))
             key = (type_name(requested), type_name(type), span.shape[0])
             self.fallbacks[key] = self.fallbacks.get(key, 0) + 1
         self.tensors.append(Tensor(slice_name(span.name, expert, tier.name), (span.shape[1], span.shape[0]), type))
@@ -171,13 +169,12 @@ class _Builder:
     def _header(self, hashes: list[int], source_hashes: list[int]) -> bytes:
         """Everything before the slices; its size does not depend on the hashes."""
         imatrix = os.path.basename(self._imatrix.path) if self._imatrix else ""
-        searched = "; Q2_0 with searched scales" if any(type_name(self.tensors[i].type) == "Q2_0" for i in self._stand_ins) else ""
         metadata: dict[str, Value] = {
             Keys.General.ARCHITECTURE: "moeoff-experts",
             Keys.General.ALIGNMENT: ALIGNMENT,
             "moeoff.format_version": FORMAT_VERSION,
             "moeoff.sidecar.tiers": [tier.name for tier in self._tiers],
-            "moeoff.quantized": "ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else "") + searched,
+            "moeoff.quantized": "ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else ""),
             "moeoff.source.name": os.path.basename(self.model_index.files[0]),
             "moeoff.source.size": np.uint64(self.model_index.expert_bytes),
             "moeoff.source.hash": np.uint64(hash64(np.array(source_hashes, "<u8").tobytes())),
@@ -270,7 +267,7 @@ class _Builder:
                     try:
                         # an expert that was never chosen while the matrix was measured has none; all alike is what some types need then
                         columns = np.ones(n_cols, np.float32) if weights is None and needs_imatrix(tensor.type) else weights
-                        piece = quantize(values, tensor.type, columns, search=target in self._stand_ins)
+                        piece = quantize(values, tensor.type, columns)
                     except ModelError as error:
                         raise ModelError(f"{self.model_index.files[span.file]}: expert {job.expert} of {span.name}: {error}") from None
                     hasher.update(piece)

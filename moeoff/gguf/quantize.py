@@ -23,7 +23,7 @@ from moeoff.errors import ModelError
 # GGML_TYPE_COUNT of the pinned ggml.h; the accessors do not check their argument in release builds, so we must.
 _N_TYPES = 43
 I32 = 26
-F32, F16, BF16, _Q2_0 = 0, 1, 30, 42
+F32, F16, BF16 = 0, 1, 30
 # Types that ggml_quantize_chunk aborts on: Q8_1, Q8_K (activations only), I8, I16, I32, I64, F64.
 _NOT_WRITTEN = frozenset({9, 15, 24, 25, 26, 27, 28})
 # Of these a model may hold I32 (tables of ids); no graph of llama.cpp computes with the others: F64 ends in a null pointer.
@@ -101,11 +101,10 @@ def needs_imatrix(type: int) -> bool:
     return bool(native.quantize_requires_imatrix(int(type)))
 
 
-def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, search: bool = False) -> np.ndarray:
+def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None) -> np.ndarray:
     """Quantize rows: f32 [n_rows, n_cols] -> uint8 [n_rows, row_bytes(type, n_cols)].
 
     imatrix: f32 [n_cols], the importance of each column (any positive scale), or None.
-    search: Q2_0 with searched scales (`quantize_q2_0`) instead of ggml's; of no effect on other types.
     Raises ModelError if the row length does not fit, the values are not finite, the type cannot be written by ggml
     (Q8_1, Q8_K, integers), or it needs an imatrix and none is given. F32, F16 and BF16 are plain conversions and take
     any value.
@@ -126,8 +125,6 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, sea
         raise ModelError(f"{type_name(type)} needs an importance matrix; give imatrix, f32 [{n_cols}]")
     if type not in (F32, F16, BF16) and not np.isfinite(rows).all():
         raise ModelError(f"cannot quantize to {type_name(type)}: the values are not all finite")
-    if search and type == _Q2_0:
-        return quantize_q2_0(rows, weights)
     if n_rows:
         from ..llamacpp import native
 
@@ -157,54 +154,3 @@ def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence
     if not native.to_float(int(type), source.ctypes.data, out.ctypes.data, out.size):
         raise ModelError(f"ggml does not convert {type_name(type)} to floats")
     return out
-
-
-# --- Q2_0 with searched scales: what stands in for 2-bit types whose blocks do not fit a row. ggml's own quantizer takes the largest value of a
-# block as its scale, uses three of the four codes, ignores the importance matrix, and is off by 72 % of the weights' root mean square. The format
-# can do with half of that.
-
-_BLOCK = 64  # values: -1, 0, 1 or 2 times a scale that may be negative; stored as F16 scale, then 4 codes a byte, first lowest
-_SCALES = np.array([f * sign for f in (0.3, 0.36, 0.43, 0.51, 0.61, 0.73, 0.9) for sign in (1, -1)], np.float32)  # of the block's largest value
-_CHUNK = 1 << 12  # blocks at once: what is computed of them stays in a core's cache
-
-
-def quantize_q2_0(rows: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:
-    """f32 [n_rows, n_cols], n_cols a multiple of 64 -> uint8 [n_rows, n_cols / 64 * 18], as ggml reads Q2_0.
-
-    imatrix: f32 [n_cols], the importance of each column. For each block the codes of several scales are tried, each with the
-    scale that is best for them (least squares), and the one with the least weighted error is taken.
-    """
-    n_rows, n_cols = rows.shape
-    blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, _BLOCK)
-    weights = None if imatrix is None else np.broadcast_to(imatrix.astype(np.float32), rows.shape).reshape(-1, _BLOCK)
-    out = np.empty((len(blocks), 2 + _BLOCK // 4), np.uint8)
-    for start in range(0, len(blocks), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        out[part] = _quantize(blocks[part], None if weights is None else weights[part])
-    return out.reshape(n_rows, n_cols // _BLOCK * out.shape[1])
-
-
-def _quantize(x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    largest = np.abs(x).max(axis=1)
-    unit = x / np.where(largest == 0, np.float32(1), largest)[:, None]  # squares neither overflow nor vanish
-    weighted = unit if weights is None else unit * weights
-    best, scale = np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
-    for candidate in _SCALES:
-        codes = _codes(unit * (1 / candidate))
-        along = np.einsum("ij,ij->i", weighted, codes)
-        length = np.einsum("ij,ij->i", codes, codes) if weights is None else np.einsum("ij,ij,ij->i", weights, codes, codes)
-        fitted = along / np.maximum(length, np.finfo(np.float32).tiny)
-        better = along * fitted > best  # the block's error is its own square less this
-        best[better], scale[better] = (along * fitted)[better], fitted[better]
-    limit = np.finfo(np.float16).max
-    scale = np.clip(scale * largest, -limit, limit).astype(np.float16)
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(scale == 0, np.float32(0), 1 / scale.astype(np.float32))
-        codes = (_codes(x * inverse[:, None]) + 1).astype(np.uint8).reshape(len(x), -1, 4)
-    packed = codes[:, :, 0] | codes[:, :, 1] << 2 | codes[:, :, 2] << 4 | codes[:, :, 3] << 6
-    return np.concatenate([scale[:, None].view(np.uint8), packed], axis=1)
-
-
-def _codes(values: np.ndarray) -> np.ndarray:
-    """The nearest of -1 to 2 for each, in place."""
-    return np.clip(np.rint(values, out=values), -1, 2, out=values)

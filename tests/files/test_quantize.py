@@ -21,7 +21,7 @@ RMS_ERROR = {
     "Q5_0": 0.046, "Q5_1": 0.042, "Q4_K": 0.077, "Q4_0": 0.093, "Q4_1": 0.084, "IQ4_NL": 0.082,
     "IQ4_XS": 0.083, "NVFP4": 0.1, "MXFP4": 0.125, "Q3_K": 0.165, "IQ3_S": 0.18, "IQ3_XXS": 0.23,
     "Q2_K": 0.32, "IQ2_S": 0.29, "IQ2_XS": 0.33, "IQ2_XXS": 0.37, "IQ1_S": 0.53, "IQ1_M": 0.63,
-    "Q2_0": 0.78,
+    "Q2_0": 0.36,
 }  # fmt: skip
 
 
@@ -58,21 +58,19 @@ def test_chunked_is_whole(name, sizes):
 
 
 def searched(rows: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:
-    """What comes back from Q2_0 with searched scales."""
+    """What comes back from Q2_0, whose scales are searched."""
     type = type_from_name("Q2_0")
-    data = quantize(rows, type, imatrix, search=True)
+    data = quantize(rows, type, imatrix)
     assert data.dtype == np.uint8 and data.shape == (len(rows), row_bytes(type, rows.shape[1]))
     return dequantize(data, type, rows.shape)
 
 
 def test_searched_q2_0():
-    """Half of ggml's error; never above it, block by block; and nearly that of every scale tried by brute force."""
+    """Nearly the error of every scale tried by brute force."""
     rows = normal(64, 512)
     blocks = rows.reshape(-1, 64)
     ours = ((searched(rows) - rows).reshape(-1, 64) ** 2).sum(axis=1)
-    type = type_from_name("Q2_0")
-    ggml = ((dequantize(quantize(rows, type), type, rows.shape) - rows).reshape(-1, 64) ** 2).sum(axis=1)
-    assert (ours <= ggml).all() and np.sqrt(ours.sum()) < 0.36 * np.sqrt((rows**2).sum())
+    assert np.sqrt(ours.sum()) < 0.36 * np.sqrt((rows**2).sum())
     best = np.full(len(blocks), np.inf)
     for scale in np.linspace(-3, 3, 601)[:, None]:
         if scale != 0:

@@ -92,7 +92,6 @@ def rewritten(
     metadata: Mapping[str, Any] = MappingProxyType({}),
     types: Mapping[str, int] = MappingProxyType({}),
     arrays: Mapping[str, np.ndarray | None] = MappingProxyType({}),
-    search: bool = False,
 ) -> str:
     """A copy of a GGUF file, in which keys say something else, and tensors are stored otherwise.
 
@@ -100,7 +99,6 @@ def rewritten(
         metadata: by key; None: the key is not there.
         types: in which these tensors' values are stored; types that want an importance matrix get a flat one.
         arrays: of float32 or int32, in the place of these tensors or behind all others; None: the tensor is not there.
-        search: as `quantize` takes it.
     """
     with ModelFile(source) as model:
         values = {key: value for key, value in (model.metadata | metadata).items() if value is not None}
@@ -117,7 +115,7 @@ def rewritten(
                     writer.write(model.rows(tensor.name).astype(np.float64).view(np.uint8))
                 else:
                     imatrix = np.ones(tensor.shape[-1], np.float32) if needs_imatrix(tensor.type) else None
-                    writer.write(quantize(model.rows(tensor.name), tensor.type, imatrix, search))
+                    writer.write(quantize(model.rows(tensor.name), tensor.type, imatrix))
     return str(out)
 
 
