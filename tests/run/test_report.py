@@ -89,7 +89,7 @@ def test_more_memory_reads_less(session):
 
 def test_command(grown, tmp_path):
     page = tmp_path / "page.html"
-    done = CliRunner().invoke(main, ["-m", grown, "--memory", "190M", "-p", "16", "-n", "16", "-o", str(page)])
+    done = CliRunner().invoke(main, ["-m", grown, "--expert-memory", "5M", "-p", "16", "-n", "16", "-o", str(page)])
     assert done.exit_code == 0, done.stderr
     assert Page(page.read_text()).open == []
 
