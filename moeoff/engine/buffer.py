@@ -297,6 +297,11 @@ class ExpertBuffer:
     # --- policy ---
 
     @property
+    def gating(self) -> int:
+        """The gating function of the model's routers, a llama_expert_gating_func_type; 0 before a context is made."""
+        return int(native.gating(self.handle))
+
+    @property
     def priorities(self) -> np.ndarray:
         """[n_gates, n_experts] float32, the native table itself: the lowest is evicted first. Call `publish()` after writing.
 

@@ -198,7 +198,7 @@ class Driver:
         router = None
         if predictor_class is not None or wants_gate_logits(strategy, trace):
             layers = {t.gate: t.layer for t in model.tensors}
-            router = Router.read(model_index, [layers[g] for g in sorted(layers)], model.n_experts, lazy=True)
+            router = Router.read(model_index, [layers[g] for g in sorted(layers)], buffer.gating, model.n_experts, lazy=True)
         prefetcher = policy = writer = None
         if predictor_class is not None and router is not None:
             require_calibration(strategy, profile, model_index)

@@ -354,6 +354,8 @@ residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uin
 force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
 # void moeoff_score_take(struct moeoff_score * score, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses);
 score_take = function("moeoff_score_take", None, POINTER(Score), c_int32, c_int32, c_bool, c_void_p, c_void_p)
+# int32_t moeoff_gating(const moeoff_expert_buffer * eb);
+gating = function("moeoff_gating", c_int32, c_void_p)
 # int64_t moeoff_simulated_misses(float share, int32_t n_experts, const int32_t * ids, const bool * decoded, int32_t n_tokens, int32_t n_used);
 simulated_misses = function("moeoff_simulated_misses", c_int64, c_float, c_int32, POINTER(c_int32), POINTER(c_bool), c_int32, c_int32)
 # int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, struct moeoff_prefetching * prefetching);

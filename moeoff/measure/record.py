@@ -91,7 +91,7 @@ def recordable(model_index: ModelIndex, kind: type[Model] = Llama, **options: An
     batch = batch_size(n_vocab, n_embd)
     with contextlib.closing(kind(model_index.files[0], gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, **options)) as llm:
         layers, before = {t.gate: t.layer for t in llm.engine.buffer.tensors}, rss()
-        router = Router.read(model_index, [layers[g] for g in sorted(layers)], llm.engine.buffer.priorities.shape[1])
+        router = Router.read(model_index, [layers[g] for g in sorted(layers)], llm.engine.buffer.gating, llm.engine.buffer.priorities.shape[1])
         llm.engine.sizer.make_room(rss() - before)
         yield llm, router
 

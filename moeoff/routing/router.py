@@ -12,41 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import ModelError
-from ..gguf.model_index import EMBEDDING, ModelBytes, ModelIndex, count
+from ..gguf.model_index import ModelBytes, ModelIndex, count
 from ..gguf.quantize import I32, dequantize, fits, quantize, type_from_name
 from ..system.console import note
 
 # enum llama_expert_gating_func_type
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS = 1, 2, 3, 4
-# architectures whose graph in llama.cpp names the function itself and ignores the GGUF's; all not named here: softmax
-_FIXED = {"llama4": SIGMOID, "mimo2": SIGMOID, "nemotron_h_moe": SIGMOID, "nemotron_h": SIGMOID, "gpt-oss": SOFTMAX_WEIGHT}
-# those which take it from the GGUF, and what they take where the GGUF has none
-_FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), SIGMOID) | dict.fromkeys(
-    "bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 deepseek4 dflash dots1 dots3note exaone-moe hy_v4 kimi-k3 kimi-linear "
-    "lfm2moe minimax-m2 minimax-m3 mistral4 smallthinker".split(),
-    SOFTMAX,
-)
-_GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without the key that are sigmoid all the same
 # what may stand before the router, weight and bias, first found; and of routers that norm the stream themselves
 _NORMS = tuple((f"{name}.weight", f"{name}.bias") for name in ("ffn_norm", "post_attention_norm", "attn_output_norm"))
 _OWN_NORMS = {"gemma4": (("ffn_gate_inp.scale", ""),)}
 _Norm = tuple[np.ndarray, "np.ndarray | None"] | None  # weight and bias
 _RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the quotient is noise
-
-
-def gating_of(model_index: ModelIndex) -> int:
-    """The gating function that llama.cpp's graph of this architecture uses."""
-    arch = model_index.architecture
-    if arch not in _FROM_FILE:
-        return _FIXED.get(arch, SOFTMAX)
-    gating = model_index.hparams.get("expert_gating_func", 0)
-    if gating in (SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS):
-        return gating
-    if arch == "deepseek2" and model_index.n_layer in _GLM_LITE_LAYERS:
-        head = model_index.dense.get(EMBEDDING)
-        if head is not None and head.shape[1] == _GLM_LITE_VOCAB:
-            return SIGMOID
-    return _FROM_FILE[arch]
 
 
 class Router:
@@ -95,11 +71,12 @@ class Router:
         self.n_experts = n_experts or max((len(w) for w in self.weights if w is not None), default=0)
 
     @classmethod
-    def read(cls, model_index: ModelIndex, layers: Sequence[int], n_experts: int = 0, lazy: bool = False) -> Router:
+    def read(cls, model_index: ModelIndex, layers: Sequence[int], gating: int, n_experts: int = 0, lazy: bool = False) -> Router:
         """Reads the routers of a model.
 
         Args:
             layers: [n_gates] the layer of each gate.
+            gating: Gating function of the model's graphs, `ExpertBuffer.gating`.
             lazy: weights are read from the file each time they are asked for, and not kept: in a large model they are as large as
                 some layers, and who predicts with them keeps what it needs.
 
@@ -121,7 +98,7 @@ class Router:
         return cls(
             weights,
             [model_index.experts_used(i) for i in layers],
-            gating_of(model_index),
+            gating,
             bias,
             selection,
             norms,

@@ -148,7 +148,7 @@ def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = P
 
     options = ALONE | {"expert_memory": "1T", "trace": str(trace)}
     with Llama(str(path), gate_input=True, **options) as llm:
-        tokens = llm.tokenize(prompt)
+        gating, tokens = llm.engine.buffer.gating, llm.tokenize(prompt)
         llm.eval(tokens)
         llm.engine.buffer.drain()
         llm.set_gate_callback(take)
@@ -157,17 +157,17 @@ def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = P
             llm.eval([llm.sample(temp=0.0)])
             llm.engine.buffer.drain()
     recorded = Trace.read(trace)
-    return recorded, recall(model_index, recorded, np.array(inputs, np.float32))
+    return recorded, recall(model_index, recorded, np.array(inputs, np.float32), gating)
 
 
-def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray) -> float:
+def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray, gating: int) -> float:
     """Of each gate's experts, those its router would choose for the input of the gate before.
 
     Args:
         inputs: [n_tokens, n_gates, n_embd].
     """
     layers = [t.layer for t in sorted({t.gate: t for t in trace.model.tensors}.values(), key=lambda t: t.gate)]
-    router = Router.read(model_index, layers)
+    router = Router.read(model_index, layers, gating)
     ids = np.stack([event.ids[0] for event in answer_of(trace).events]).reshape(len(inputs), len(layers), -1)
     chosen = [router.choose(gate, inputs[:, gate - 1]) for gate in range(1, len(layers))]
     return float(np.mean([(ids[:, gate, :, None] == named[:, None, :]).any(2).mean() for gate, named in enumerate(chosen, 1)]))

@@ -66,7 +66,7 @@ def test_what_weighs_little_is_left_out_for_every_kind_of_router(architecture, w
             for i in range(8, 128):
                 decode(model, [text[i]], i)
             model.engine.buffer.drain()
-            return events, Router.read(model_index, [layers[g] for g in sorted(layers)]), model.stats()
+            return events, Router.read(model_index, [layers[g] for g in sorted(layers)], model.engine.buffer.gating), model.stats()
 
     lossless, router, _ = run(Precision())
     assert all(event.versions is None for event in lossless)

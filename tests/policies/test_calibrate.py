@@ -30,7 +30,7 @@ from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy
 from moeoff.policies.base import Section
 from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.strategy import fits
-from moeoff.routing.router import Router
+from moeoff.routing.router import SOFTMAX, Router
 
 
 def test_profile(calibrated):
@@ -197,7 +197,7 @@ def test_a_users_policy_takes_its_sections(calibrated):
 
 def test_hidden_units_cost_their_share(demo):
     model_index = ModelIndex.read(demo)
-    router = Router.read(model_index, list(range(12)))
+    router = Router.read(model_index, list(range(12)), SOFTMAX)
     assert cap_hidden(model_index, router) == 2 * 32  # of a model this small even the least is more than the share
     big = replace(model_index, experts={n: replace(s, shape=(s.shape[0] * 100, *s.shape[1:])) for n, s in model_index.experts.items()})
     units = cap_hidden(big, router)

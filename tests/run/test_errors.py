@@ -169,7 +169,7 @@ def test_types_that_llama_cpp_cannot_compute_with(invoke, demo, tmp_path, name, 
 def test_a_router_that_cannot_be_converted(demo, tmp_path):
     path = patched(demo, tmp_path / "patched.gguf", types={"blk.3.ffn_gate_inp.weight": "F64"})
     with pytest.raises(moeoff.ModelError, match="does not convert F64"):
-        Router.read(ModelIndex.read(path), [3])
+        Router.read(ModelIndex.read(path), [3], gating=1)
 
 
 def test_impossible_context(moeoff_command, demo):

@@ -173,6 +173,8 @@ void moeoff_score_take(moeoff_score * score, int32_t gate, int32_t n_tokens, boo
     moeoff::score_take(*score, gate, n_tokens, is_decode, probs, uses);
 }
 
+int32_t moeoff_gating(const moeoff_expert_buffer * eb) { return eb->store->gating(); }
+
 int64_t moeoff_simulated_misses(float share, int32_t n_experts, const int32_t * ids, const bool * decoded, int32_t n_tokens, int32_t n_used) {
     return guarded((int64_t) -1, [&] {
         moeoff::simulated_cache    cache;

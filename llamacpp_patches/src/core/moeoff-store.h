@@ -175,6 +175,8 @@ class store {
     int32_t n_pending_uploads() const { return uploads.n_pending(); }
 
     // --- policy ---
+    void    set_gating(int32_t function) { gating_function = function; }
+    int32_t gating() const { return gating_function; }
     float * priorities() { return table.space.priorities(); } // [n_gates, n_experts]
     void    publish() { table.space.publish(); }
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
@@ -238,6 +240,7 @@ class store {
     std::atomic<uint8_t>       phase {SETUP};
     std::atomic<bool>          cancelled {false};
     std::atomic<int32_t>       max_gate_rows {0};
+    std::atomic<int32_t>       gating_function {0}; // llama_expert_gating_func_type
     std::atomic<int32_t>       batch_kind {MOEOFF_BATCH_BY_SIZE};
     uint64_t                   limits[n_pools] GUARDED_BY(store_mutex); // bytes of the arenas
     std::vector<std::atomic<uint64_t>> stall_ns; // by gate

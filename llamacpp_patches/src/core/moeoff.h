@@ -388,6 +388,8 @@ MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_
 // a gate has selected for so many tokens; probs, uses [n_experts]: of each expert the mean probability, and the share of tokens that selected it
 MOEOFF_API void moeoff_score_take(struct moeoff_score * score, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses);
 
+// the llama_expert_gating_func_type of the routers, as graphs have it; 0: none has been built
+MOEOFF_API int32_t moeoff_gating(const moeoff_expert_buffer * eb);
 // Experts that the decoded tokens of a text miss in one gate's simulated cache (moeoff_options.simulated_share), which is empty at first and takes in all
 // that is absent. ids [n_tokens, n_used], decoded [n_tokens]. -1: no memory
 MOEOFF_API int64_t moeoff_simulated_misses(float share, int32_t n_experts, const int32_t * ids, const bool * decoded, int32_t n_tokens, int32_t n_used);

@@ -26,6 +26,7 @@ void * moeoff_gate_of(const ggml_tensor * tensor) {
 }
 
 uint32_t moeoff_gate_flags(const void * gate) { return ((const moeoff::gate *) gate)->owner->get_flags(); }
+void     moeoff_gate_set_gating(const void * gate, int32_t gating) { ((const moeoff::gate *) gate)->owner->set_gating(gating); }
 
 int moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens) {
     const auto & g = *(const moeoff::gate *) gate;

@@ -19,6 +19,7 @@ MOEOFF_API void   moeoff_adopt_dense(ggml_backend_buffer_t buffer);
 // the gate that a tensor of reserved experts belongs to (stable while the model lives), or NULL for any other tensor
 MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
 MOEOFF_API uint32_t moeoff_gate_flags(const void * gate); // moeoff_flag
+MOEOFF_API void   moeoff_gate_set_gating(const void * gate, int32_t gating); // of its router, for moeoff_gating()
 // how a graph of the user (what all graphs of one llama_context have in common) computes a batch with the gate's experts: a moeoff_device_mode
 MOEOFF_API int    moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens);
 // MOEOFF_DEVICE_CENTRIC, MOEOFF_DEVICE_WAVES: the device computes with all

@@ -55,12 +55,13 @@ static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_
 }
 
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input, ggml_tensor * logits,
-                       const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts) {
+                       int32_t gating, const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts) {
     int64_t n_expert = 0;
     void *  gate     = gate_of(experts, n_expert);
     if (!gate) {
         return;
     }
+    moeoff_gate_set_gating(gate, gating);
     const uint32_t flags       = moeoff_gate_flags(gate);
     const bool     with_logits = flags & MOEOFF_FLAG_GATE_LOGITS && logits && logits->ne[0] == n_expert; // grovemoe's chunks have the logits of others
     ggml_tensor *  args[4]     = { ids, weights, flags & MOEOFF_FLAG_GATE_INPUT ? gate_input : nullptr, with_logits ? logits : nullptr };

@@ -12,10 +12,10 @@
 
 // Adds the gate node of one MoE block to the graph if the block's experts live in an expert buffer. ids [n_used, n_tokens]
 // i32, weights [1, n_used, n_tokens] f32, gate_input [n_embd, n_tokens] f32, what the router read, or nullptr where that is not known,
-// logits [n_expert, n_tokens] f32 of the router, before its gating function. user: what the graphs of one context have in common and
+// logits [n_expert, n_tokens] f32 of the router, before its gating function, a llama_expert_gating_func_type. user: what the graphs of one context have in common and
 // those of others have not, or nullptr: no device takes a part of the products. sched: computes the graph.
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input, ggml_tensor * logits,
-                       const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts);
+                       int32_t gating, const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts);
 
 // product: a MUL_MAT_ID that no other node uses, complete with its precision. Returned is what takes its place: itself, or if a device holds some of
 // its experts and the block has a gate node, the sum of the device's product with these and the CPU's with the others. Of a block's last
