@@ -20,7 +20,6 @@ from ..errors import ModelError
 from ..system.files import Closing, open_file
 from .file import FileState, ModelFile, read_range, require_unchanged, unpack
 from .quantize import I32, is_computed, type_name
-from .vocabulary import vocabulary_fault
 
 _T = TypeVar("_T", str, int)
 _DIFFUSION = ("llada-moe", "rnd1")  # those with routed experts
@@ -139,7 +138,6 @@ class ModelIndex:
         hparams: the architecture's numbers and flags by their keys without its name, as "attention.head_count".
         states: of each file when it was read.
         header_memory: bytes that llama.cpp takes for the headers while it loads, at most: each value several times, and the words of a vocabulary in tables.
-        vocabulary_fault: what llama.cpp would end the process over while it reads a text; empty: nothing.
     """
 
     files: tuple[str, ...]
@@ -149,7 +147,6 @@ class ModelIndex:
     hparams: dict[str, object] = field(repr=False)
     states: tuple[FileState, ...] = field(repr=False)
     header_memory: int = field(repr=False)
-    vocabulary_fault: str = field(repr=False)
 
     @property
     def n_layer(self) -> int:
@@ -327,7 +324,6 @@ def _read_file(path: str, index: int) -> tuple[ModelIndex, int]:
             states=(file.state,),
             # llama.cpp writes out one array after the other, for its log
             header_memory=_COPIES * (file.data_start + file.written) + _STRING * file.n_strings,
-            vocabulary_fault=vocabulary_fault(file.metadata),
         )
         return part, _value(file, "split.count", 0)
 

@@ -37,8 +37,6 @@ def preflight(index: ModelIndex) -> None:
         if not good:
             value = repr(index.hparams[key]) if key in index.hparams else "missing"
             raise ModelError(f"{index.files[0]}: {key} is {value}, expected {expected}: the file is damaged, or not for llama.cpp")
-    if index.vocabulary_fault:
-        raise ModelError(f"{index.files[0]}: {index.vocabulary_fault}")
     _check_tensors(index)
     _check_tables(index)
 
