@@ -172,7 +172,6 @@ class ArenaSizer:
                 hint={"expert_memory": plan.arena_floor},
             )
         self._borrowed = borrowed if self.plan.budget else None
-        self._doubt = False  # the arenas may not have the sizes that they should
         self._grown = 0  # bytes that the process takes beyond plan and reserve; below 0: that it leaves of them while batches are small
         self._extras = self.plan.extras  # with nothing reserved
         self._expected = 0  # bytes that all but the experts will take when what is reserved is resident; 0: it is
@@ -185,12 +184,10 @@ class ArenaSizer:
 
     def resize(self) -> None:
         """To what the arenas should have."""
-        self._doubt = True
         self._buffer.set_cache_bytes(*self.arenas)
-        self._doubt = False
 
     def _change(self, plan: MemoryPlan, grown: int) -> None:
-        """Plan and arenas together, wherever an interrupt comes: both as they were, or both as they will be."""
+        """Plan and arenas together: both as they were, or both as they will be."""
         before = self.plan, self._grown
         try:
             self.plan, self._grown = plan, grown
@@ -247,8 +244,6 @@ class ArenaSizer:
         Args:
             moves_state: llama.cpp moves what is in the KV cache, or reads it from elsewhere, as a batch of its own and in any cell.
         """
-        if self._doubt:  # a second interrupt came while the first was answered
-            self.resize()
         if self._borrowed is None:
             return
         buffers, cache = self._borrowed.buffers, self._borrowed.cache

@@ -240,7 +240,6 @@ class Driver:
         if parts and (ahead is not None or not self.observers):
             buffer.drain()
             buffer.set_gate_callback(self.deliver, predictor=ahead)
-        # together, wherever an interrupt comes
         self.observers, self.policy, self.prefetcher, self._trace, self.attached = [*parts, *self.observers], policy, prefetcher, writer, True
 
     def add(self, observer: Observer) -> None:
@@ -286,8 +285,7 @@ class Driver:
         So what follows a conversation's beginning, if that is still in the context, is a text of its own unless it goes on at its end.
         A draft of which not all is accepted goes back, too, but never behind its first token.
         """
-        # no generator: an interrupt in one that ends early is printed and lost
-        begins = all([span.first == 0 or span.first < self._ends.get(sequence, 0) for sequence, span in spans.items()])
+        begins = all(span.first == 0 or span.first < self._ends.get(sequence, 0) for sequence, span in spans.items())
         self._ends |= {sequence: span.first + 1 if span.decode else span.end for sequence, span in spans.items()}
         return begins
 

@@ -11,7 +11,6 @@ close_driver(), close()     before and after the model is freed
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import time
@@ -29,6 +28,7 @@ from ..errors import BudgetError, OptionError
 from ..llamacpp import native
 from ..llamacpp.devices import devices
 from ..llamacpp.llama import api
+from ..llamacpp.turns import uninterrupted
 from ..options import LONGEST_DRAFT, in_flags
 from ..routing.batch import Span
 from ..routing.event import GateEvent
@@ -76,7 +76,6 @@ class Engine:
     sizer: ArenaSizer
     _prompt_meter: PromptMeter
     _ends: dict[int, int]  # of each sequence, the position behind its last token
-    _followed = 0  # the budget that precision and driver were last chosen for
     _ran = False  # arenas have their sizes: it may compute
     unfinished_tokens = 0
     _uses_before: int | None = None  # what routers had selected before the prompt's batch that is in progress
@@ -192,8 +191,7 @@ class Engine:
             self.buffer.set_cache_bytes(*self.sizer.arenas)
         else:
             self.buffer.start(*self.sizer.arenas)
-        self._ran, self._followed = True, self.plan.budget
-        self._ends = {}
+        self._ran, self._ends = True, {}
         self._prompt_meter = PromptMeter(self.buffer)
         if not precision.lossless:
             self.quality.use(precision)
@@ -270,9 +268,6 @@ class Engine:
         """
         self.buffer.check_unchanged()
         self.unfinished_tokens = 0
-        if self._followed != self.plan.budget:
-            with contextlib.suppress(BudgetError):  # of a move that was interrupted: it has not been
-                self._follow_budget()
         self.sizer.before(len(tokens), self._moves_state(spans))
         if self._device_judge is not None and self.device_tier is not None:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
@@ -322,37 +317,29 @@ class Engine:
         """How memory is divided now."""
         return self.sizer.plan
 
+    @uninterrupted
     def set_memory(self, memory: str | int) -> None:
         """Moves the budget between answers.
 
         Raises:
             OptionError: not a size.
-            BudgetError: below what the model needs; the old budget stays.
+            BudgetError: below what the model and its driver need; the old budget stays.
         """
+        before = self.plan.budget
         self.sizer.move(parse_size(memory))
-        self._follow_budget()
-
-    def _follow_budget(self) -> None:
-        """What depends on the budget. Where an interrupt came before its end, it comes before the next batch.
-
-        Raises:
-            BudgetError: what a driver needs is too much; the old budget is back.
-        """
         try:
             self._choose_for_budget()
         except BudgetError:
-            self.sizer.move(self._followed)
+            self.sizer.move(before)
             self._choose_for_budget()
             raise
 
     def _choose_for_budget(self) -> None:
-        budget = self.plan.budget
-        self.quality.choose_again(budget)
+        self.quality.choose_again(self.plan.budget)
         if not self.driver.attached:
             self.attach_strategy()
         if self._watches:
             self.watch_prompts()
-        self._followed = budget
 
     def set_vram(self, vram: str | int) -> None:
         """Moves the bound of what is allocated on each device, between answers.

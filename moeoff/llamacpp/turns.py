@@ -7,6 +7,7 @@ the exception goes on. What computes is therefore never left between two instruc
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import os
@@ -54,9 +55,20 @@ def require_process(pid: int) -> None:
 
 
 class _Calls(queue.SimpleQueue[Any]):
-    """Functions that a thread is to run; None ends it."""
+    """Functions that a thread is to run; None ends it.
 
-    has_ended = False
+    Attributes:
+        has_ended: True if no function runs any more.
+        is_over: True if the thread is about to exit.
+        running: A lock that is held until then.
+    """
+
+    has_ended = is_over = False
+    native_id = 0
+
+    def __init__(self) -> None:
+        self.running = _thread.allocate_lock()
+        self.running.acquire()
 
 
 class _Call(Generic[T]):
@@ -107,6 +119,7 @@ class _ThreadEnded(MoeoffError):
 
 def _run_all(calls: _Calls) -> None:
     """Run a compute thread. Between two calls it holds nothing but their queue."""
+    calls.native_id = threading.get_native_id()
     while (call := calls.get()) is not None:
         if call.claim():
             call.thread._run(call)
@@ -115,6 +128,8 @@ def _run_all(calls: _Calls) -> None:
     while not calls.empty():
         if (call := calls.get()) is not None and call.claim():
             call.end(error=_ThreadEnded())
+    calls.is_over = True
+    calls.running.release()
 
 
 _current = threading.local()  # thread: the ComputeThread whose call runs on this thread
@@ -133,8 +148,8 @@ class ComputeThread:
         self._running: _Call[Any] | None = None
         self.cancelled = self._completes = False
         self.set_stop: Callable[[bool], None] = lambda _stop: None
-        self._thread = threading.Thread(target=_run_all, args=(self._calls,), name="moeoff-compute", daemon=True)
-        self._thread.start()
+        # threading.Thread waits until it runs, in code that an interrupt leaves with a wrong exception
+        self._ident = _thread.start_new_thread(_run_all, (self._calls,))
 
     def __del__(self) -> None:
         self._calls.put(None)
@@ -156,17 +171,16 @@ class ComputeThread:
                 self.cancelled = False
                 self.set_stop(False)
         call.end(result, error)
-        del error  # whose traceback has this frame
+        del error, call  # or the exception, whose traceback has this frame, would refer to itself
 
     @property
     def native_id(self) -> int:
-        assert self._thread.native_id is not None
-        return self._thread.native_id
+        return self._calls.native_id
 
     @property
     def is_current(self) -> bool:
         """True on this thread."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self._ident and not self._calls.is_over
 
     @property
     def has_ended(self) -> bool:
@@ -242,8 +256,9 @@ class ComputeThread:
             return
         self.cancel(at_once=True)
         self._calls.put(None)
-        if not self.is_current:
-            self._thread.join()
+        if not self.is_current and not self._calls.is_over:
+            self._calls.running.acquire()
+            self._calls.running.release()
 
 
 def is_cancelled() -> bool:
@@ -260,7 +275,7 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return function(*args, **kwargs)
         thread = ComputeThread()
         try:
@@ -276,23 +291,29 @@ class Stream:
 
     Attributes:
         reader: The thread that read last.
-        ended: Set when nothing more comes; other threads wait for this.
         error: What the next reader gets, if the answer was ended from outside.
     """
 
-    def __init__(self) -> None:
-        self.reader = threading.current_thread()
-        self.ended = threading.Event()
-        self.error: Exception | None = None
+    reader: threading.Thread
+    error: Exception | None = None
 
-    def give_up(self, error: Exception) -> None:
-        if not self.ended.is_set():
-            self.error = error
-            self.ended.set()
+    def __init__(self) -> None:
+        self._has_ended, self._waiting = False, queue.SimpleQueue[None]()
+
+    def end(self, error: Exception | None = None) -> None:
+        if not self._has_ended:
+            self._has_ended, self.error = True, error
+            self._waiting.put(None)
+
+    def wait(self) -> None:
+        """Return when the answer has ended, or after a while."""
+        with contextlib.suppress(queue.Empty):
+            self._waiting.get(timeout=_LOOK)
+            self._waiting.put(None)  # for the next one who waits
 
     def blocks(self, reader: threading.Thread) -> bool:
         """Return True if another thread reads the answer."""
-        return not self.ended.is_set() and self.reader is not reader and self.reader.is_alive()
+        return not self._has_ended and self.reader is not reader and self.reader.is_alive()
 
 
 class Turns:
@@ -364,7 +385,7 @@ class Turns:
             self.require_open()
             other = self._stream if changes else None
             if other is not None and other is not stream and other.blocks(reader):
-                other.ended.wait(_LOOK)
+                other.wait()
                 continue
             del other
             has_run, result = self.thread.call(partial(self._take, function, reader, stream, changes))
@@ -381,10 +402,10 @@ class Turns:
             if other is not None and other is not stream:
                 if other.blocks(reader):
                     return False, None
-                other.give_up(MoeoffError("this answer was given up: the model was used for something else before it was read to its end"))
-            self._latest = None if stream is None else weakref.ref(stream)
+                other.end(MoeoffError("this answer was given up: the model was used for something else before it was read to its end"))
             if stream is not None:
                 stream.reader = reader
+            self._latest = None if stream is None else weakref.ref(stream)
         self._is_running, self._deferred = True, None
         try:
             result = function()
@@ -418,7 +439,7 @@ class Turns:
                     return
                 sent = yield item
         finally:
-            stream.ended.set()
+            stream.end()
             if self.is_open:
                 self.take(answer.close, changes=False)
             else:
@@ -433,7 +454,7 @@ class Turns:
     def _give_up(self, error: Exception) -> None:
         stream = self._stream
         if stream is not None:
-            stream.give_up(error)
+            stream.end(error)
 
     def read(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that needs no turn, because what it reads never changes, while the model is open. It must not call back into Python."""

@@ -158,6 +158,11 @@ def time_engines(model: str, text: str, n_prompt: int, n_tokens: int) -> tuple[l
     from moeoff.llamacpp.native import use_attention_kernels
     from moeoff.measure.worker import load_everything
 
+    def timed(engine: Any, batch: list[int]) -> float:
+        began = time.thread_time()
+        engine.eval(batch)
+        return 1e3 * (time.thread_time() - began) / len(batch)
+
     options = {"n_ctx": n_prompt + n_tokens, "n_threads": 1, "n_threads_batch": 1, "flash_attn": True, "logits_all": True, "verbose": False}
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(contextlib.closing(StockLlama(model, use_mmap=False, use_extra_bufts=repacks, **options))) for repacks in (False, True)]
@@ -168,9 +173,7 @@ def time_engines(model: str, text: str, n_prompt: int, n_tokens: int) -> tuple[l
         for turn, batch in enumerate([tokens[:n_prompt], *([token] for token in tokens[n_prompt:])]):
             for i in ((turn + first) % 3 for first in range(3)):
                 use_attention_kernels(i == 2)  # ours would serve every model of the process
-                began = time.thread_time()
-                engines[i].eval(batch)
-                spent[i].append(1e3 * (time.thread_time() - began) / len(batch))
+                spent[i].append(timed(engines[i], batch) if i < 2 else engines[i].call(timed, engines[i], batch))
         plain, ours = (np.asarray(engines[i].scores[: len(tokens)]).view(np.uint32) for i in (0, 2))
         return [statistics.median(each[1:]) for each in spent], [each[0] for each in spent], np.array_equal(plain, ours)
 

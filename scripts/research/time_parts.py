@@ -143,7 +143,7 @@ class TimeMeter:
         return out | self._of_threads(after, seconds) | self._of_reads()
 
     def _of_threads(self, after: Mapping[int, ThreadTimes], seconds: float) -> dict[str, float]:
-        main, out = os.getpid(), defaultdict[str, float](float)
+        main, out = self._llm.turns.thread.native_id, defaultdict[str, float](float)
         zero = ThreadTimes("", 0.0, 0.0, 0.0, 0)
         for tid, now in after.items():
             before = self._before.get(tid, zero)

@@ -36,13 +36,14 @@ class _CountedDevices:
     """Counts from here on, in this process, what is asked of every device but the CPU.
 
     Attributes:
-        counts: of the thread that made this: "waits" for what was queued, "queued" copies, and "copies" that it waited for; of all others "elsewhere".
+        counts: of `thread`: "waits" for what was queued, "queued" copies, and "copies" that it waited for; of all others "elsewhere".
+        thread: by default the one that made this.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._kept: list[Any] = []  # what ggml has pointers to
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._is_busy: dict[int, bool] = {}  # by backend: something was queued and not waited for
         count, get = function("ggml_backend_dev_count", c_size_t), function("ggml_backend_dev_get", c_void_p, c_size_t)
         kind = function("ggml_backend_dev_type", c_int, c_void_p)
@@ -53,7 +54,7 @@ class _CountedDevices:
             self._wrap(cast(buffer_type(device), POINTER(BufferType)).contents, "alloc_buffer", CFUNCTYPE(c_void_p, c_void_p, c_size_t), self._buffer)
 
     def _count(self, name: str, n: int = 1) -> None:
-        self.counts[name if threading.get_ident() == self._thread else "elsewhere"] += n
+        self.counts[name if threading.get_ident() == self.thread else "elsewhere"] += n
 
     def _wrap(self, struct: Any, name: str, kind: Any, around: Any) -> None:
         if address := getattr(struct, name):

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
         llm: Any = Stock(model, overrides=overrides, **options) if where else moeoff.Llama(model, **ours)
     except (moeoff.BudgetError, moeoff.OptionError) as error:
         return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.hint.get("vram")}
+    if devices and not where:
+        devices.thread = llm.call(threading.get_ident)
     for turn in range(2 if then else passes):
         if then and turn:
             device_tier.slots_that_fit = lambda *_: then

@@ -198,8 +198,6 @@ def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
 
 def converse(grown, flash_attn):
     options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "flash_attn": flash_attn}
-    with moeoff.Llama(grown, memory="4G", **options) as llm:
-        fixed = llm.engine.plan.fixed
     text = tokens(500)
 
     def logits(llm: moeoff.Llama) -> np.ndarray:
@@ -213,6 +211,8 @@ def converse(grown, flash_attn):
 
     with moeoff.Llama(grown, expert_memory=ROOM, **options) as llm:
         expected = logits(llm)
+    with moeoff.Llama(grown, memory="4G", **options) as llm:  # now: what closed models leave to the process counts
+        fixed = llm.engine.plan.fixed
     with moeoff.Llama(grown, memory=fixed + ROOM, **options) as llm:
         plan, arena = llm.engine.plan, lambda: llm.engine.buffer.stats().cache_bytes
         lendable = plan.state if flash_attn else plan.state // 2

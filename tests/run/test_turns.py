@@ -593,43 +593,21 @@ def test_a_budget_moves_whole_or_not_at_all(demo, step):
         assert answer(llm) == text
 
 
-def test_what_depends_on_a_budget_follows_it_after_an_interrupt(demo, monkeypatch):
-    """The move is done, and an interrupt comes before the driver is attached."""
-    with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20), "strategy": "fate"}) as llm:
-        text, attach = answer(llm), llm.engine.attach_strategy
-        assert not llm.engine.driver.attached  # all experts fit
-
-        def interrupted():
-            raise Interrupt
-
-        monkeypatch.setattr(llm.engine, "attach_strategy", interrupted)
-        with contextlib.suppress(Interrupt):
-            llm.set_memory(llm.engine.plan.fixed + (6 << 20))
-        monkeypatch.setattr(llm.engine, "attach_strategy", attach)
-        assert not llm.engine.driver.attached and answer(llm) == text
-        assert llm.engine.driver.attached
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_a_budget_without_room_for_the_driver_is_refused(interrupted, demo, monkeypatch):
-    """It holds the experts that compute and not the tables of what chooses them, which the first smaller budget brings: the old one stays. After an
-    interrupt, too, where the next batch sees it."""
+def test_a_budget_without_room_for_the_driver_is_refused(demo, monkeypatch):
+    """It holds the experts that compute and not the tables of what chooses them, which the first smaller budget brings: the old one stays."""
     with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20), "strategy": "fate"}) as llm:
         text, plan, attach = answer(llm), llm.engine.plan, llm.engine.attach_strategy
-        events, small = [], plan.floor + (4 << 20)
+        small = plan.floor + (4 << 20)
 
         def attached():
-            if interrupted and not events:
-                events.append(llm.engine.plan.budget)
-                raise Interrupt
             attach()
             llm.engine.sizer.make_room(100 << 20)
 
         monkeypatch.setattr(llm.engine, "attach_strategy", attached)
-        with pytest.raises(Interrupt if interrupted else BudgetError):
+        with pytest.raises(BudgetError):
             llm.set_memory(small)
         assert answer(llm) == text
-        assert llm.engine.plan.budget == plan.budget and events == [small] * interrupted
+        assert llm.engine.plan.budget == plan.budget
         llm.set_memory(small)
         assert answer(llm) == text and llm.engine.plan.budget == small
 
