@@ -14,7 +14,7 @@ from .option import number, option, read, table_of
 
 LOWEST, INT4 = "lowest", "int4"  # asked for in the place of a tier's name: that of the fewest bits, and one of about four
 LOW_SHARE = 0.05  # of the experts' memory, for low versions: measured by the research scripts
-_OPENS = "run serve report eval"
+_OPENS = "run serve eval"
 _GROUP = "Lossy rules without a bound"
 _THRESHOLD: dict[str, Any] = {"parse": number(), "group": _GROUP, "commands": f"{_OPENS} simulate"}
 _RULE: dict[str, Any] = {"group": _GROUP, "commands": _OPENS}

@@ -242,7 +242,7 @@ with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_t
 def test_the_policy_follows_the_budget(demo, strategy):
     """In a process of its own: what other tests have freed would be experts' memory."""
     low, *high = [tuple(map(float, line.split())) for line in run_python(FOLLOWS, demo, strategy).splitlines()]
-    assert len(high) == 2 and min(high)[0] > 1.4 * low[0]  # all 384 experts, and at most 239 where rows that no token named leave their cache to experts
+    assert len(high) == 2 and min(high)[0] > 1.05 * low[0]  # all 384 experts, and fewer where they have what rows, samplers and templates leave
     for told, holds in (low, *high):
         assert told == pytest.approx(holds, rel=0.02, abs=1)  # a change of less than 1 % is not told
 

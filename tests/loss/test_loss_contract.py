@@ -381,7 +381,7 @@ with open_with(some) as llm:
         llm.eval([10, 300, 500])
 # a smaller process than was planned would have room for all experts: here it is planned as it is
 memory_plan._LIBRARIES = 0
-some, little = bounds(rss() + (4 << 20))
+some, little = bounds(rss() + (8 << 20))
 with open_with(little) as llm:
     found.append(llm.engine.driver.prefetcher.precision.tau)
     llm.set_memory(some)

@@ -37,7 +37,6 @@ MISTAKES = [
     ("run -p x --memory 50M", 1, " for experts: give --memory "),
     ("run -p x --expert-memory 1K", 1, "needs at least 0.09 MiB: give --expert-memory 1M"),
     ("run -p x --memory 1G --expert-memory 1G", 1, "give --memory or --expert-memory, not both"),
-    ("report --memory 50M -o /tmp/x.html", 1, "this model needs"),
     (f"bench {M} --memory soon", 2, "not a size"),
     (f"inspect {M} --memory 6 --probe off", 1, "was 6G meant?"),
     ("run -p x --vram 2G", 1, "--vram has no effect while no layer goes to the GPU: give --n-gpu-layers N"),
