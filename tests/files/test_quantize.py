@@ -83,7 +83,7 @@ def test_searched_q2_0_minds_the_importance():
     weights = np.random.default_rng(1).exponential(size=512).astype(np.float32)
     error = lambda values: (weights * (values - rows) ** 2).sum()  # noqa: E731
     assert error(searched(rows, weights)) < 0.95 * error(searched(rows))
-    assert np.array_equal(searched(rows, np.full(512, 3, np.float32)), searched(rows))
+    assert np.array_equal(searched(rows, np.full(512, 4, np.float32)), searched(rows))
 
 
 @pytest.mark.filterwarnings("error")
