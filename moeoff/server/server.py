@@ -379,6 +379,7 @@ class Server:
         if self.engine.drafts is not None and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         engine = self.engine
+        trim()  # what loading has left
         adapters = any(argument.startswith("--lora") for argument in self._options.args)
         engine.loaded(ctx, lambda: with_drafts(context_sizes(ctx), ctx_draft), adapters=adapters, watches=engine.config.warm)
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound

@@ -26,6 +26,7 @@ from moeoff.precision import LOSSLESS, Precision
 from moeoff.routing.batch import Span
 from moeoff.routing.event import GateEvent
 from moeoff.routing.recording import Recording
+from moeoff.routing.router import SOFTMAX
 from moeoff.routing.trace import TraceHeader
 
 READ_FIELDS = np.dtype([(name, np.int64) for name in ("tensor", "expert", "t_done", "result")])  # what a meter asks of a finished read
@@ -169,6 +170,8 @@ class DeviceBuffer:
     Raises:
         BudgetError: the device has room for fewer than twice what one gate selects.
     """
+
+    gating = SOFTMAX  # of the demo model, the only one whose routers predict here
 
     def __init__(self, model: TraceHeader, speeds: Bandwidths, vram_bytes: int, *, keep: bool = True, execution: Execution = Execution(),
                  low: LowVersions | None = None, widths: np.ndarray | None = None):  # fmt: skip

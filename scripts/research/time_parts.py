@@ -146,6 +146,8 @@ class TimeMeter:
         main, out = self._llm.turns.thread.native_id, defaultdict[str, float](float)
         zero = ThreadTimes("", 0.0, 0.0, 0.0, 0)
         for tid, now in after.items():
+            if tid == os.getpid() != main:  # who waits for the model's thread
+                continue
             before = self._before.get(tid, zero)
             running = self._main_running if tid == main else now.running - before.running
             if now.name == IO_THREAD:

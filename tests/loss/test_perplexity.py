@@ -70,7 +70,6 @@ def test_reference(demo, text, sidecar):
                     got[tier] = evaluate(lossy, windows, reference).quality()
     assert 1e-4 < got["Q4_0"].kl.low < got["Q4_0"].kl.high < got["Q2_0"].kl.low
     assert got["Q4_0"].top1.value > got["Q2_0"].top1.value
-    assert got["Q2_0"].loss.low > 0.01
 
 
 def test_batches_smaller_than_a_window(demo, text):

@@ -327,7 +327,7 @@ def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
 
 def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
     """As for a prompt that a server is about to read, while another one's memory is given back."""
-    budget = needs(grown) + ROOM + 4 * MIB
+    budget = needs(grown) + ROOM + 2 * MIB
     with moeoff.Llama(grown, memory=budget, **OPTIONS) as llm:
         for n in (20, *[1] * 8):
             llm.eval(tokens(n))
@@ -396,4 +396,4 @@ def test_budget_holds_while_it_is_lent(grown, script, longest):
     for turn, seen in zip(turns, report["seen"], strict=True):
         assert seen["peak"] <= memory
         assert seen["arena"] > report["planned"] + 0.8 * report["compute"], turn
-    assert report["seen"][-1]["peak"] > memory - 21 * MIB, "all but the reserve and what templates may take is used"
+    assert report["seen"][-1]["peak"] > memory - 24 * MIB, "all but the reserve and what templates may take is used"
