@@ -371,7 +371,9 @@ class Server:
         self._loading.close()
         engine = self.engine
         engine.attach(ctx)
-        engine.buffer.start(engine.buffer.arena_floor, engine.buffer.low_arena_floor)
+        # as large as it will be, because that decides about huge pages
+        engine.buffer.start(*engine.expected_arenas)
+        engine.buffer.set_cache_bytes(engine.buffer.arena_floor, engine.buffer.low_arena_floor)
         return 0
 
     def _ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None) -> int:
