@@ -357,7 +357,7 @@ from pathlib import Path
 import moeoff
 from helpers.files import CALIBRATION_TEXTS
 from moeoff.budget import plan as memory_plan
-from moeoff.system.memory import MIB, rss
+from moeoff.system.memory import MIB
 
 # with 0.6 of the experts and with the fewest, in a process of this size or up to a MiB more: floors are whole MiB
 def bounds(process):
@@ -381,7 +381,9 @@ with open_with(some) as llm:
         llm.eval([10, 300, 500])
 # a smaller process than was planned would have room for all experts: here it is planned as it is
 memory_plan._LIBRARIES = 0
-some, little = bounds(rss() + (8 << 20))
+with open_with("1G") as llm:
+    process = llm.engine.plan.process
+some, little = bounds(process + (1 << 20))
 with open_with(little) as llm:
     found.append(llm.engine.driver.prefetcher.precision.tau)
     llm.set_memory(some)
