@@ -540,10 +540,11 @@ def find_page(fork: Fork, cache: Path, anew: bool = False) -> Path:
 
 def optional_page(fork: Fork, cache: Path) -> Path | None:
     """None, and one line on stderr the first time, where it cannot be built."""
+    told = cache / "wheels" / full_key(fork) / "told"  # first: without a compiler nothing is built
     try:
         return find_page(fork, cache)
     except NoPage as reason:
-        if not (cache / "wheels" / full_key(fork) / "told").exists():
+        if not told.exists():
             say(f"The server will have no web page: {reason}.")
         return None
 
