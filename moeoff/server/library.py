@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(os.path.join(folder, _NAME))
     except OSError as error:
-        raise OptionError(f"this build of llama-cpp-python has no server, `make env` builds it ({error})") from None
+        raise OptionError(f"this build of llama-cpp-python has no server, `make run` builds it ({error})") from None
     for name, (result, *arguments) in SERVER_FUNCTIONS.items():
         function = getattr(lib, name, None)
         if function is None:

@@ -154,7 +154,9 @@ def test_paths_and_commands_in_the_pages_exist():
 
 def test_design_has_every_native_file():
     text = (ROOT / "docs" / "internals" / "design.md").read_text()
-    named = [re.compile(name.replace("*", ".*") + r"(-[a-z0-9]+)?$") for name in re.findall(r"`((?:cmake|core|ggml-cpu|llama|common|server)/moeoff[\w-]*\*?)", text)]
+    named = [
+        re.compile(name.replace("*", ".*") + r"(-[a-z0-9]+)?$") for name in re.findall(r"`((?:cmake|core|ggml-cpu|llama|common|server)/moeoff[\w-]*\*?)", text)
+    ]
     files = {str(path.relative_to(path.parents[1]).with_suffix("")) for path in (ROOT / "llamacpp_patches" / "src").rglob("moeoff*.*")}
     assert not [file for file in files if not any(name.match(file) for name in named)]
     assert not [name.pattern for name in named if not any(map(name.match, files))]
