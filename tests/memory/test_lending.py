@@ -332,7 +332,7 @@ def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
         for n in (20, *[1] * 8):
             llm.eval(tokens(n))
         sizer, reserved = llm.engine.sizer, 0
-        for nbytes in (22 * MIB, 2 * MIB, -2 * MIB):
+        for nbytes in (sizer.plan.arena - 4 * MIB, 2 * MIB, -2 * MIB):
             sizer.reserve(nbytes)
             sizer.fit_budget()
             stats, reserved = llm.engine.buffer.stats(), reserved + nbytes
