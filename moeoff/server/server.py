@@ -32,7 +32,7 @@ from ..llamacpp.turns import computes_here
 from ..options import Config, ServerOptions
 from ..routing.batch import is_decode, spans_of
 from ..system.console import note
-from ..system.memory import Budget, forget_files, format_size, rss, share_malloc_arenas, trim
+from ..system.memory import Budget, format_size, rss, share_malloc_arenas, trim
 from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
 from .extra_models import ExtraModels
 from .library import c_arguments, check_arguments, check_templates, hooks, library, states, write_text
@@ -381,8 +381,7 @@ class Server:
         if self.engine.drafts is not None and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         engine = self.engine
-        trim()
-        forget_files()  # what loading has left
+        trim()  # what loading has left
         adapters = any(argument.startswith("--lora") for argument in self._options.args)
         engine.loaded(ctx, lambda: with_drafts(context_sizes(ctx), ctx_draft), adapters=adapters, watches=engine.config.warm)
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound

@@ -383,7 +383,7 @@ with open_with(some) as llm:
 memory_plan._LIBRARIES = 0
 with open_with("1G") as llm:
     process = llm.engine.plan.process
-some, little = bounds(process + (1 << 20))
+some, little = bounds(process + (5 << 20))
 with open_with(little) as llm:
     found.append(llm.engine.driver.prefetcher.precision.tau)
     llm.set_memory(some)

@@ -396,4 +396,4 @@ def test_budget_holds_while_it_is_lent(grown, script, longest):
     for turn, seen in zip(turns, report["seen"], strict=True):
         assert seen["peak"] <= memory
         assert seen["arena"] > report["planned"] + 0.8 * report["compute"], turn
-    assert report["seen"][-1]["peak"] > memory - 24 * MIB, "all but the reserve and what templates may take is used"
+    assert report["seen"][-1]["peak"] > memory - 28 * MIB, "all but the reserve and what templates may take is used"
