@@ -142,7 +142,7 @@ class Chat:
         try:
             writer = Writer()
             try:
-                answer = self._client.chat(self._prompt(), writer.write)
+                answer = self._client.ask(self._prompt(), writer.write)
             finally:
                 writer.end()
         except ContextError as error:

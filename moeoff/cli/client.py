@@ -88,9 +88,7 @@ class _Connection(HTTPConnection):
     def __init__(self, server: PrivateServer):
         super().__init__("localhost")
         self._server = server
-
-    def connect(self) -> None:
-        self.sock = self._server.connect()
+        self.socket = self.sock = server.connect()
 
     def ask(self, route: str, request: dict[str, Any] | None = None) -> HTTPResponse:
         """Get a route, or post a request to it."""
@@ -138,45 +136,38 @@ class Client:
         self.settings: dict[str, Any] = {}
         self.n_tokens = 0
         self._cancelled = threading.Event()
-        self._connection: _Connection | None = None
-
-    def chat(self, messages: list[dict[str, Any]], write: Callable[[str, bool], None]) -> Completion:
-        """Answer a conversation, in the model's own template.
-
-        Args:
-            messages: as OpenAI's.
-            write: called in this thread with each piece of text, and whether it is a thought.
-
-        Raises:
-            ContextError: the conversation alone is longer than the context.
-            MoeoffError: what went wrong; the model stays usable.
-        """
-        return self._answer("/v1/chat/completions", {"messages": messages}, write)
-
-    def complete(self, prompt: str, write: Callable[[str, bool], None]) -> Completion:
-        """Go on with a text as it is. The rest is as for `chat`."""
-        return self._answer("/completion", {"prompt": prompt}, write)
+        self._socket: socket.socket | None = None
 
     def check(self, messages: list[dict[str, Any]]) -> None:
         """Raise `MoeoffError` if the model's template refuses this conversation."""
-        with contextlib.closing(_Connection(self.server)) as connection:
-            connection.ask("/apply-template", {"messages": messages}).read()
+        self._fetch("/apply-template", {"messages": messages})
 
     def defaults(self) -> dict[str, Any]:
         """Return how answers are drawn unless `settings` say otherwise: the server's parameters, by name."""
-        params: dict[str, Any] = self._get("/props")["default_generation_settings"]["params"]
+        params: dict[str, Any] = json.loads(self._fetch("/props"))["default_generation_settings"]["params"]
         return params
 
     def cancel(self) -> None:
         """End the answer that is being computed, from any thread or a signal handler."""
         self._cancelled.set()
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it is closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _answer(self, route: str, request: dict[str, Any], write: Callable[[str, bool], None]) -> Completion:
-        server = self.server
+    def ask(self, prompt: str | list[dict[str, Any]], write: Callable[[str, bool], None]) -> Completion:
+        """Answer a prompt.
+
+        Args:
+            prompt: a text to go on with as it is, or OpenAI's messages, for the model's template.
+            write: called in this thread with each piece of text, and whether it is a thought.
+
+        Raises:
+            ContextError: the prompt alone is longer than the context.
+            MoeoffError: what went wrong; the model stays usable.
+        """
+        server, is_text = self.server, isinstance(prompt, str)
+        route = "/completion" if is_text else "/v1/chat/completions"
+        request = _EVERY | self.settings | {"prompt" if is_text else "messages": prompt}
         self._cancelled.clear()
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         before, started = server.stats(), time.perf_counter()
@@ -184,7 +175,7 @@ class Client:
         seen = _Progress()
         # a handler and not `except KeyboardInterrupt`: that could come between taking a piece and writing it
         with handling(signal.SIGINT, lambda _signum, _frame: self.cancel()):
-            reader = threading.Thread(target=self._read, args=(route, _EVERY | self.settings | request, events), daemon=True)
+            reader = threading.Thread(target=self._read, args=(route, request, events), daemon=True)
             reader.start()
             line, computed = ProgressLine(slows=True), server.engine.prompt_tokens
             try:
@@ -223,17 +214,16 @@ class Client:
     def _read(self, route: str, request: dict[str, Any], events: queue.SimpleQueue[Any]) -> None:
         """Put what the server sends, then None, or what went wrong. Runs in the thread."""
         try:
-            with contextlib.closing(_Connection(self.server)) as self._connection:
-                if self._cancelled.is_set():
+            with contextlib.closing(_Connection(self.server)) as connection:
+                self._socket = connection.socket
+                if self._cancelled.is_set():  # before there was a socket to shut down
                     return
-                response = self._connection.ask(route, request)
-                for line in response:
+                for line in connection.ask(route, request):
                     if line.startswith(b"data: {"):
                         event = json.loads(line.removeprefix(b"data: "))
                         if "error" in event:
                             raise _error(event["error"])
                         events.put(event)
-            events.put(None)
         except MoeoffError as error:
             events.put(error)
         except (OSError, HTTPException, ValueError) as error:
@@ -248,14 +238,13 @@ class Client:
             return why
         return MoeoffError(f"the answer broke off: {error}")
 
-    def _get(self, route: str) -> Any:
+    def _fetch(self, route: str, request: dict[str, Any] | None = None) -> str:
         with contextlib.closing(_Connection(self.server)) as connection:
-            data = connection.ask(route).read()
-            return data.decode() if route == "/metrics" else json.loads(data)
+            return connection.ask(route, request).read().decode()
 
     def _wait_until_idle(self) -> None:
         """Until the server has seen that nobody waits any more: its statistics are those of the whole answer then."""
-        while re.search(r"^llamacpp:requests_processing [1-9]", self._get("/metrics"), re.MULTILINE):
+        while re.search(r"^llamacpp:requests_processing [1-9]", self._fetch("/metrics"), re.MULTILINE):
             time.sleep(_POLL)
 
 

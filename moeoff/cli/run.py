@@ -8,7 +8,7 @@ import json
 import mimetypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -110,7 +110,7 @@ def run(
 
             stack.enter_context(typed_ahead())  # also while the model is loaded
         server = stack.enter_context(_opened(path, line, options))
-        _remark(server, line.left_out, options)
+        _remark(server, options)
         share = f" ({DEFAULT_SHARE:.0%} of what is available)" if server.engine.budget.is_default else ""
         client = Client(server)
         if transcript and not raw:
@@ -119,10 +119,10 @@ def run(
             Chat(client, system, is_transcript=transcript, history=not no_history).loop(share)
             stats, cancelled = server.stats(), False
         else:
-            messages = [{"role": "system", "content": system}] if system else []
             content = [*pictures, {"type": "text", "text": prompt}] if pictures else prompt
-            ask = _asked(client, prompt if raw else [*messages, {"role": "user", "content": content}])
-            answer = _answer(ask, not raw, as_json, share)
+            messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": content})
+            answer = _answer(client, prompt if raw else messages, not raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
     if stats_json:
         with atomic_file(stats_json) as out:
@@ -142,15 +142,13 @@ def _opened(path: str, line: CommandLine, options: dict[str, Any]) -> PrivateSer
     return server
 
 
-def _remark(server: PrivateServer, left_out: Sequence[str], options: dict[str, Any]) -> None:
+def _remark(server: PrivateServer, options: dict[str, Any]) -> None:
     """Say what whoever runs the model should know."""
     engine = server.engine
-    for remark in left_out:
+    for remark in server.remarks:
         note(remark)
     if engine.config.verbose:
         say_choices(server.explain())
-    elif engine.device_remark:
-        note(engine.device_remark)
     remark_on_context(server.n_ctx_each, engine.model_index.n_ctx_train, options)
     if lower := engine.quality.unread_tiers:
         names = ", ".join(lower)
@@ -217,22 +215,17 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     return prompt
 
 
-def _asked(client: Client, prompt: str | list[dict[str, Any]]) -> Callable[[Callable[[str, bool], None]], Completion]:
-    """Return what asks the prompt, a text to go on with or a conversation, when it is called with what writes."""
-    return lambda write: client.complete(prompt, write) if isinstance(prompt, str) else client.chat(prompt, write)
-
-
-def _answer(ask: Callable[[Callable[[str, bool], None]], Completion], strips: bool, as_json: bool, share: str) -> Completion:
+def _answer(client: Client, prompt: str | list[dict[str, Any]], strips: bool, as_json: bool, share: str) -> Completion:
     """Print one answer, as text or as one JSON object, and a line about it on stderr."""
     from .writer import Writer
 
     if as_json:
-        answer = ask(lambda _text, _is_thought: None)
+        answer = client.ask(prompt, lambda _text, _is_thought: None)
         print(json.dumps(answer.to_dict(), ensure_ascii=False))
         return answer
     writer = Writer(strips)
     try:
-        answer = ask(writer.write)
+        answer = client.ask(prompt, writer.write)
     finally:
         writer.end()
     note(answer.summary() + share)

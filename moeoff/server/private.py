@@ -33,15 +33,18 @@ class PrivateServer(Server):
     def __init__(self, model: str | os.PathLike[str] | Config, **options: Any):
         self.key = secrets.token_hex()
         name = f"moeoff-{secrets.token_hex(8)}.sock"
-        # an @ stands for the zero byte of an abstract name
-        self._address = f"@{name}" if sys.platform == "linux" else os.path.join(tempfile.mkdtemp(), name)
+        if sys.platform == "linux":
+            self._address, host = f"\0{name}", f"@{name}"  # as llama-server writes an abstract name
+        else:
+            self._folder = tempfile.TemporaryDirectory()
+            self._address = host = os.path.join(self._folder.name, name)
         keeps = {"cache_ram": 0, "kv_disk": 0}
-        super().__init__(model, **keeps | options, host=self._address, parallel=1, api_key=self.key)
+        super().__init__(model, **keeps | options, host=host, parallel=1, api_key=self.key)
 
     def connect(self) -> socket.socket:
         """Return a connection for one request."""
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._address.replace("@", "\0"))
+        connection.connect(self._address)
         return connection
 
     def _choose_context(self, config: Config, model_index: ModelIndex, budget: Budget) -> ContextSize:

@@ -151,10 +151,11 @@ class Server:
         engine = Engine(opening, moves=any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ)))
         self._options = replace(self._options, kv_disk=self._disk_bound())
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
-        if engine.quality.simulates and (size.n_parallel > 1 or "--no-cache-prompt" not in options.args):
-            raise OptionError(
-                "`deterministic`: a simulated cache follows one text from its first token on: it needs one slot, and no cached prompt (no-cache-prompt of `args`)"
-            )
+        if engine.quality.simulates:
+            if size.n_parallel > 1:
+                raise OptionError("`deterministic`: a simulated cache follows one text", hint={"parallel": 1})
+            args = (*self._options.args, "--no-cache-prompt")  # from its first token on
+            self._options = replace(self._options, args=args)
         return engine
 
     def _disk_bound(self) -> int:

@@ -172,6 +172,7 @@ _MEMORY = {
     "work_area": "work area",
     "outputs": "outputs",
     "python": "Python and libraries",
+    "extras": "samplers and chat templates",
     "reserve": "reserve",
 }
 

@@ -19,6 +19,7 @@ from moeoff.cli.client import Client
 from moeoff.cli.run import run
 from moeoff.cli.writer import Writer
 from moeoff.errors import MoeoffError
+from moeoff.precision import Precision
 
 CTRL_C = "\x03"
 CTRL_J = "\n"
@@ -97,7 +98,7 @@ def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[1]["content"] == "How many apples are there?" and messages[2]["content"].split()[0] in first
     with client_of(demo, "-c", "256", "-n", "1") as client:
-        n_prompt = client.chat(messages[:-1], lambda *_: None).prompt_tokens
+        n_prompt = client.ask(messages[:-1], lambda *_: None).prompt_tokens
     computed, reused = prompt_counts(second)
     assert computed + reused == n_prompt
     assert reused > 10  # the first question and its answer were still in the KV cache
@@ -263,7 +264,7 @@ def test_thoughts_can_be_turned_off(demo, capfd):
         counts = []
         for wish in ("on", "off"):
             talk(client, f"/think {wish}")
-            counts.append(client.chat([{"role": "user", "content": "Hi"}], lambda *_: None).prompt_tokens)
+            counts.append(client.ask([{"role": "user", "content": "Hi"}], lambda *_: None).prompt_tokens)
         assert counts[0] != counts[1]
 
 
@@ -273,12 +274,25 @@ def test_thoughts_stay_out_of_the_answer_and_the_next_turn(demo, capfd):
     seen = []
     with client_of(demo, "-c", "256", "--chat-template", THINKS, "--temp", "0") as client:
         client.settings["grammar"] = grammar
-        answer = client.chat([{"role": "user", "content": "Hi"}], lambda text, is_thought: seen.append((text, is_thought)))
+        answer = client.ask([{"role": "user", "content": "Hi"}], lambda text, is_thought: seen.append((text, is_thought)))
         assert (answer.thought.strip(), answer.text) == ("so it is", "yes")
         assert {is_thought for _, is_thought in seen} == {True, False}
         talk(client, "Is it?", "Really?")
     out = capfd.readouterr().out
     assert out == "yes\nyes\n"
+
+
+def test_a_deterministic_chat_repeats_in_any_memory(demo):
+    """The same question gets the same answer, too: nothing of what was asked before is gone on from."""
+    rule = {"precision": Precision(tau=0.3, resident=0.5), "deterministic": True}
+    answers = []
+    for memory in ("2M", "8M"):
+        words = ("-c", "256", "-n", "24", "--temp", "0", "--ignore-eos")
+        with client_of(demo, *words, expert_memory=memory, **rule) as client:
+            asked = [{"role": "user", "content": "How many apples?"}]
+            answers += [client.ask(asked, lambda *_: None) for _ in range(2)]
+    assert len({answer.text for answer in answers}) == 1 and answers[1].reused_tokens == 0
+    assert answers[0].stats.skipped == answers[3].stats.skipped > 0
 
 
 def test_how_answers_are_drawn_can_be_changed(demo, capfd):
