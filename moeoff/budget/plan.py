@@ -10,7 +10,7 @@ from ..errors import BudgetError, OptionError
 from ..system.memory import MIB, Budget, format_size, parse_percent, parse_size, rss
 
 RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
-_PROCESS = 82 << 20  # without the model: planned for every process that is not larger, so that every command names the same needs
+_PROCESS = 76 << 20  # without the model: planned for every process that is not larger, so that every command names the same needs
 _LIBRARIES = 8 << 20  # llama.cpp and numpy take this much more once a model is loaded
 CELLS = 64  # tokens: so much of the KV cache is taken back at a time
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..budget.micro_batch import LEAST
-from ..budget.plan import CELLS, RESERVE, MemoryPlan, Pools
+from ..budget.plan import CELLS, RESERVE, MemoryPlan
 from ..errors import BudgetError
 from ..system.memory import MIB, Budget, format_size, rss, trim
 from .buffer import ExpertBuffer
@@ -160,7 +160,7 @@ class ArenaSizer:
 
     def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float, borrowed: BorrowedMemory | None = None):
         self._buffer = buffer
-        self._pools = Pools(buffer.arena_floor, buffer.arena_full, buffer.low_arena_floor, buffer.low_arena_full, low_share)
+        self._pools = buffer.pools(low_share)
         plan = replace(plan, arena_floor=self._pools.floor + self._pools.low_floor, arena_full=self._pools.full + self._pools.low_full)
         if budget.process is not None:
             self.plan = plan.within(budget.process)

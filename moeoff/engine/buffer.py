@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..budget.plan import Pools
 from ..errors import ModelError, MoeoffError, OptionError, ReadError
 from ..experts.sidecar import ExpertSource
 from ..gguf.file import FileState, require_unchanged
@@ -242,6 +243,10 @@ class ExpertBuffer:
     def low_arena_full(self) -> int:
         """`arena_full` of the low versions; 0 if there are none."""
         return int(native.arena_full(self.handle, native.LOW))
+
+    def pools(self, low_share: float) -> Pools:
+        """Return the limits of both arenas."""
+        return Pools(self.arena_floor, self.arena_full, self.low_arena_floor, self.low_arena_full, low_share)
 
     def start(self, cache_bytes: int, low_cache_bytes: int = 0) -> None:
         self.set_cache_bytes(cache_bytes, low_cache_bytes)

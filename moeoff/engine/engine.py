@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..budget.micro_batch import remember_rates
-from ..budget.plan import ALLOCATED, DeviceBound, MemoryPlan, Pools
+from ..budget.plan import ALLOCATED, DeviceBound, MemoryPlan
 from ..errors import BudgetError, OptionError
 from ..llamacpp import native
 from ..llamacpp.devices import devices
@@ -313,8 +313,7 @@ class Engine:
     @property
     def expected_arenas(self) -> tuple[int, int]:
         """Bytes for high and for low versions of experts, by the plan."""
-        buffer = self.buffer
-        pools = Pools(buffer.arena_floor, buffer.arena_full, buffer.low_arena_floor, buffer.low_arena_full, self.quality.precision.low_share)
+        pools = self.buffer.pools(self.quality.precision.low_share)
         return pools.split(min(max(self.budget.left(self.planned.fixed), pools.floor + pools.low_floor), pools.full + pools.low_full))
 
     # --- watching, moving, closing ---

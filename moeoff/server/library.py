@@ -121,31 +121,37 @@ def check_templates(path: str, args: Sequence[str]) -> None:
     """
     for name, given in zip(args, args[1:]):
         if name in ("--chat-template", "--chat-template-file"):
-            return _check_template(name, given, jinja="--no-jinja" not in args)
+            if (source := _given_template(name, given, "--no-jinja" not in args)) and (why := _fault(source)):
+                raise OptionError(f"{name}: the template {why}")
+            return
     with ModelFile(path, longest=LONGEST_TEMPLATE) as file:
         sources = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
     for source in sources:
-        try:
-            templates.check_bounds(source)
-            templates.check(source)
-        except templates.TemplateBoundError as error:
-            raise ModelError(f"{path}: its chat template cannot be run: {error}") from None
-        except templates.TemplateError as error:
-            raise ModelError(f"{path}: its chat template cannot be read: {str(error).rstrip('.')}") from None
+        if why := _fault(source):
+            raise ModelError(f"{path}: its chat template {why}")
 
 
-def _check_template(name: str, value: str, jinja: bool) -> None:
-    is_file = name.endswith("file")
-    if not is_file and "{" not in value:
-        if value == "chatml" or not jinja:
-            return
+def _given_template(name: str, value: str, jinja: bool) -> str:
+    """Return the source of a template of the command line; of one that has a name nothing."""
+    if name.endswith("file"):
+        return read_text(value)
+    if "{" in value:
+        return value
+    if value != "chatml" and jinja:
         raise OptionError(f"{name}: a Jinja template or chatml, not {value!r}; one in a file is given with {name}-file")
-    source = read_text(value) if is_file else value
+    return ""
+
+
+def _fault(source: str) -> str:
+    """Return what is wrong with a template, or nothing."""
     try:
-        templates.check(source)
         templates.check_bounds(source)
+        templates.check(source)
+    except templates.TemplateBoundError as error:
+        return f"cannot be run: {error}"
     except templates.TemplateError as error:
-        raise OptionError(f"{name}: the template cannot be read: {str(error).rstrip('.')}") from None
+        return f"cannot be read: {str(error).rstrip('.')}"
+    return ""
 
 
 def write_text(address: int, size: int, text: str) -> None:

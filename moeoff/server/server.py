@@ -32,7 +32,7 @@ from ..llamacpp.turns import computes_here
 from ..options import Config, ServerOptions
 from ..routing.batch import is_decode, spans_of
 from ..system.console import note
-from ..system.memory import Budget, format_size, rss, share_malloc_arenas, trim
+from ..system.memory import Budget, format_size, rss, share_malloc_arenas, trim, unmap_files
 from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
 from .extra_models import ExtraModels
 from .library import c_arguments, check_arguments, check_templates, hooks, library, states, write_text
@@ -87,6 +87,7 @@ class Server:
         self._remarks = list(line.left_out)
         self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
         config = Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours})
+        unmap_files()  # the plan counts what the process has now
         self.engine = self._open(config, line.files)
         self._tells = on_request is not None or config.verbose
         self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.prompt_memory)
@@ -204,7 +205,7 @@ class Server:
             raise MoeoffError("a server runs in this process already: llama-server keeps its state in globals; stop that one, or start another process")
         self._lib = lib
         share_malloc_arenas()
-        trim()  # what planning has left: the C allocator would keep it
+        unmap_files()  # what planning has read
         try:
             self._thread.start()
         except RuntimeError:
@@ -382,7 +383,7 @@ class Server:
         if self.engine.drafts is not None and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         engine = self.engine
-        trim()  # what loading has left
+        unmap_files()  # what loading has read
         adapters = any(argument.startswith("--lora") for argument in self._options.args)
         engine.loaded(ctx, lambda: with_drafts(context_sizes(ctx), ctx_draft), adapters=adapters, watches=engine.config.warm)
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound

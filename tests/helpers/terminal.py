@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -44,7 +45,10 @@ class Terminal:
         return self
 
     def __exit__(self, *_exc) -> None:
-        self.child.close(force=True)
+        if self.child.isalive():  # pexpect gives a killed process a tenth of a second to be gone
+            self.child.kill(signal.SIGKILL)
+            self.child.wait()
+        self.child.close()
 
     def read_to(self, pattern: str) -> str:
         """Everything up to the end of what matches, without escape sequences."""

@@ -361,7 +361,7 @@ with moeoff.Llama(model, memory=int(sys.argv[3]), n_ctx=1024, n_threads=2, n_bat
             llm.eval([11 + (5 * i + j) % 4000])
         stats = llm.stats()
         seen.append({"peak": peak_rss(), "rss": rss(), "arena": stats.cache_bytes, "resident": llm.engine.buffer.stats().resident_slices})
-    print(json.dumps({"planned": llm.engine.plan.arena, "compute": llm.engine.plan.compute, "seen": seen}))
+    print(json.dumps({"planned": llm.engine.plan.arena, "compute": llm.engine.plan.compute, "held": llm.engine.plan.extras, "seen": seen}))
 """
 SERVER = """
 import json, sys, urllib.request
@@ -376,7 +376,7 @@ with moeoff.Server(model, port=0, memory=int(sys.argv[3]), n_ctx=1024, n_threads
         assert json.loads(urllib.request.urlopen(request, timeout=300).read())["tokens_predicted"] == 24
         stats = server.stats()
         seen.append({"peak": peak_rss(), "rss": rss(), "arena": stats.cache_bytes, "resident": server.engine.buffer.stats().resident_slices})
-    print(json.dumps({"planned": server.engine.plan.arena, "compute": server.engine.plan.compute, "seen": seen}))
+    print(json.dumps({"planned": server.engine.plan.arena, "compute": server.engine.plan.compute, "held": 0, "seen": seen}))
 """
 
 
@@ -388,7 +388,7 @@ def test_budget_holds_while_it_is_lent(grown, script, longest):
     turns = [20, longest // 2, 30, longest, 12, longest // 3, 20]
     run = [sys.executable, "-c", script, grown, json.dumps(turns)]
     least = int(re.search(r"give memory=(\d+)", subprocess.run([*run, str(100 * MIB)], capture_output=True, text=True).stderr)[1])
-    memory = least + ROOM
+    memory = least + ROOM // 2
     with cgroup.memory_cgroup(memory) as group:
         done = group.run([*run, str(memory)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
@@ -396,4 +396,4 @@ def test_budget_holds_while_it_is_lent(grown, script, longest):
     for turn, seen in zip(turns, report["seen"], strict=True):
         assert seen["peak"] <= memory
         assert seen["arena"] > report["planned"] + 0.8 * report["compute"], turn
-    assert report["seen"][-1]["peak"] > memory - 28 * MIB, "all but the reserve and what templates may take is used"
+    assert report["seen"][-1]["peak"] > memory - 16 * MIB - report["held"], "the budget is used, but for chat templates where none was"

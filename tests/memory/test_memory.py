@@ -118,7 +118,7 @@ PROMPT = "The sun had set behind the hills, and the travellers, weary of the roa
 
 @pytest.mark.cgroup
 @in_cgroup
-@pytest.mark.parametrize("limit", [190, 172])
+@pytest.mark.parametrize("limit", [190, 165])
 def test_budget_holds_small(grown, tmp_path, limit):
     memory = int(limit * 0.95)
     done, stats = run_in_cgroup(grown, limit, memory, 64, tmp_path / "stats.json", PROMPT)
