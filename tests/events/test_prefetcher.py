@@ -228,7 +228,7 @@ with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_t
         llm.set_memory(llm.engine.plan.fixed + (12 << 20))
         llm.eval([10, 300, 500, 700])
     needs = llm.engine.plan.fixed
-    for kib in (256, 14 << 10, 14 << 10):
+    for kib in (1 << 10, 14 << 10, 14 << 10):
         llm.set_memory(needs + (kib << 10))
         before = None
         while before != (before := buffer.stats().cache_bytes):  # what is lent changes behind a batch, and is told with the next
@@ -242,7 +242,7 @@ with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_t
 def test_the_policy_follows_the_budget(demo, strategy):
     """In a process of its own: what other tests have freed would be experts' memory."""
     low, *high = [tuple(map(float, line.split())) for line in run_python(FOLLOWS, demo, strategy).splitlines()]
-    assert len(high) == 2 and min(high)[0] > 1.2 * low[0]  # all 384 experts, and fewer where they have what rows, samplers and templates leave
+    assert len(high) == 2 and min(high)[0] > 1.1 * low[0]  # all 384 experts, and fewer where they have what rows, samplers and templates leave
     for told, holds in (low, *high):
         assert told == pytest.approx(holds, rel=0.02, abs=1)  # a change of less than 1 % is not told
 
