@@ -12,8 +12,8 @@ from typing import Any
 from ..errors import MoeoffError
 from ..gguf.model_index import ModelIndex, TensorSpan
 from ..llamacpp import native
+from ..llamacpp.compute_thread import uninterrupted
 from ..llamacpp.threads import bound_pool
-from ..llamacpp.turns import uninterrupted
 from ..system.memory import available
 from .dry_load import LONGEST, planned_model
 

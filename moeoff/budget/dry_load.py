@@ -17,10 +17,10 @@ from ..errors import ModelError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tensor_name
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
+from ..llamacpp.compute_thread import uninterrupted
 from ..llamacpp.devices import buffer_types
 from ..llamacpp.llama import LoadError, PatchedLlama, api, nextn_params, set_log
 from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
-from ..llamacpp.turns import uninterrupted
 from ..system.memory import rss, slot_bytes, trim
 from .plan import ALLOCATED, MemoryPlan, as_rounded, planned_process
 

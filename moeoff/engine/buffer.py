@@ -24,7 +24,7 @@ from ..experts.sidecar import ExpertSource
 from ..gguf.file import FileState, require_unchanged
 from ..gguf.model_index import EXPERT_PATTERN, ModelIndex, TensorSpan
 from ..llamacpp import native
-from ..llamacpp.turns import require_process
+from ..llamacpp.compute_thread import require_process
 from ..precision import Precision
 from ..routing.event import GateEvent
 from ..system.memory import slot_bytes

@@ -26,9 +26,9 @@ from ..budget.micro_batch import remember_rates
 from ..budget.plan import ALLOCATED, DeviceBound, MemoryPlan
 from ..errors import BudgetError, OptionError
 from ..llamacpp import native
+from ..llamacpp.compute_thread import uninterrupted
 from ..llamacpp.devices import devices
 from ..llamacpp.llama import api
-from ..llamacpp.turns import uninterrupted
 from ..options import LONGEST_DRAFT, in_flags
 from ..routing.batch import Span
 from ..routing.event import GateEvent

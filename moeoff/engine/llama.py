@@ -15,9 +15,10 @@ import numpy as np
 from ..budget.dry_load import memory_sizes, usual_ctx
 from ..errors import BudgetError, Cancelled, ComputeError, ModelError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
+from ..llamacpp.compute_thread import ComputeThread
 from ..llamacpp.llama import LoadError, PatchedLlama, errors_unless, set_log
 from ..llamacpp.threads import CoreBinding
-from ..llamacpp.turns import ComputeThread, Turns
+from ..llamacpp.turns import Turns
 from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent

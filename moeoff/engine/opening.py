@@ -16,7 +16,7 @@ from ..errors import BudgetError, MoeoffError, OptionError
 from ..experts.profile import Profile
 from ..gguf.model_index import ModelIndex, loaded_whole
 from ..llamacpp import native
-from ..llamacpp.turns import require_computable
+from ..llamacpp.compute_thread import require_computable
 from ..options import Config
 from ..system.memory import Budget
 from .driver import sections

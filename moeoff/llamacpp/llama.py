@@ -24,7 +24,8 @@ import numpy as np
 from ..errors import MoeoffError, OptionError, one_line
 from ..system import machine
 from . import templates
-from .turns import Turns, computes_here, is_cancelled
+from .compute_thread import computes_here, is_cancelled
+from .turns import Turns
 
 # OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O threads make it one, every barrier then
 # waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 with two busy processes on 2 cores, no

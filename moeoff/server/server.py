@@ -27,8 +27,8 @@ from ..engine.opening import plan
 from ..engine.stats import Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import ModelIndex
+from ..llamacpp.compute_thread import computes_here
 from ..llamacpp.threads import CoreBinding
-from ..llamacpp.turns import computes_here
 from ..options import Config, ServerOptions
 from ..routing.batch import is_decode, spans_of
 from ..system.console import note

@@ -19,8 +19,9 @@ from companions import write_expert_adapter
 from helpers.interrupts import KINDS, OPTIONS, Interrupt, at_event, at_time, within_graph
 from helpers.waiting import wait_until
 from moeoff import BudgetError, Cancelled, MoeoffError
+from moeoff.llamacpp.compute_thread import ComputeThread
 from moeoff.llamacpp.llama import api
-from moeoff.llamacpp.turns import ComputeThread, Turns
+from moeoff.llamacpp.turns import Turns
 from moeoff.system.memory import rss
 from shape_model import SHAPES, shape_model
 
