@@ -19,6 +19,7 @@ from .dry_load import LONGEST, planned_model
 
 _BYTES = 96 << 20  # of weights, at least
 _MOST_BYTES = 512 << 20
+_CACHED_BYTES = 16 << 20  # where many tokens share them, so that reading them takes no time
 
 _Product = tuple[int, int, int, int]  # type, columns, rows, bytes of a matrix
 
@@ -33,10 +34,17 @@ def _uncached_bytes() -> int:
     return min(max(_BYTES, largest), _MOST_BYTES, max(_BYTES, available() // 8))
 
 
-def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0) -> float:
-    """Seconds of computing that a token takes, once everything is in memory: of each type of weights the shortest of what was tried for `seconds`, by its bytes."""
+def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0, n_tokens: int = 1) -> float:
+    """Seconds of computing that a token takes, once everything is in memory.
+
+    Of each type of weights the shortest of what was tried for `seconds`, by its bytes.
+
+    Args:
+        n_tokens: that a matrix is multiplied with at once.
+    """
     products = _products(model_index)
-    every, timed = sum(nbytes for *_, nbytes in products), _uncached_bytes()
+    every = sum(nbytes for *_, nbytes in products)
+    timed = _uncached_bytes() if n_tokens == 1 else _CACHED_BYTES
     groups: list[list[_Product]] = []  # of each type, those that are timed
     wholes: list[float] = []  # times what these are
     for kind in {kind for kind, *_ in products}:
@@ -44,7 +52,8 @@ def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0)
         total = sum(nbytes for *_, nbytes in of_kind)
         groups.append(_first(of_kind, timed * total // every))
         wholes.append(total / sum(nbytes for *_, nbytes in groups[-1]))
-    return sum(best * whole for best, whole in zip(_times(groups, n_threads, seconds), wholes))
+    times = _times(groups, n_tokens, n_threads, seconds)
+    return sum(best * whole for best, whole in zip(times, wholes)) / n_tokens
 
 
 @uninterrupted
@@ -67,13 +76,13 @@ def _first(products: Sequence[_Product], nbytes: int) -> list[_Product]:
     return first
 
 
-def _times(groups: Sequence[Sequence[_Product]], n_threads: int, seconds: float) -> list[float]:
+def _times(groups: Sequence[Sequence[_Product]], n_tokens: int, n_threads: int, seconds: float) -> list[float]:
     """Of each group the shortest time, in seconds."""
     listed = [(group, *product[:3]) for group, products in enumerate(groups) for product in products]
     columns = [(kind * len(listed))(*column) for kind, column in zip((ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64), zip(*listed))]
     best = (ctypes.c_double * len(groups))()
     with bound_pool(n_threads) as pool:  # as a run has them, next to other programs, too
-        if native.time_products(*columns, len(listed), len(groups), n_threads, pool, seconds, best) != 0:
+        if native.time_products(*columns, len(listed), len(groups), n_tokens, n_threads, pool, seconds, best) != 0:
             raise MoeoffError("no memory to time what a token computes with")
     return list(best)
 

@@ -11,12 +11,13 @@ from ..gguf.model_index import ModelIndex, parse_tensor_name
 from ..llamacpp.devices import devices
 from ..system.disk import DiskRate, probe
 from ..system.machine import n_cores
-from ..system.memory import MIB, available, rss
+from ..system.memory import MIB, available
 from .compute_probe import attention_seconds, token_seconds
 from .dry_load import SliceKind, answer_bytes, dry_load, slice_kinds, token_bytes, usual_ctx
-from .micro_batch import LEAST, SIZES, SMALLEST, USUAL, choose_within, recall_rates
-from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes, process_once_loaded
+from .micro_batch import LEAST, SIZES, SMALLEST, USUAL, choose_within
+from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes
 
+_PROCESS = 62 * MIB  # of a run, which unmaps libraries once the model is loaded
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 _FILLED = 128  # tokens of the context, of a short question and its answer: what is behind them is lent to the experts
@@ -126,16 +127,14 @@ class Residence:
     def __init__(self, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]):
         self._model_index, self._n_ctx, self._keywords = model_index, n_ctx, dict(keywords)
         self._chosen = bool(self._keywords.get("n_batch") or self._keywords.get("n_ubatch"))
-        self._rates = recall_rates(model_index, self._keywords, None)
         self._plans: dict[int, MemoryPlan] = {}
         self._extras = answer_bytes(model_index, 1)
         self.smallest = plan = (
             dry_load(model_index, n_ctx, self._keywords, extras=self._extras) if self._chosen else self._with_batches_of(min(SIZES[0], n_ctx))
         )
+        self._smaller = max(plan.process - _PROCESS, 0)  # than planned is a run
         self._n_gpu_layers = self._keywords.get("n_gpu_layers") or 0
         self._state_lent = self._unused_state()
-        # every command plans with the same process, so that all name the same needs; a run then has what its own is smaller by
-        self._smaller = max(plan.process - process_once_loaded(rss()), 0)
 
     def _with_batches_of(self, n_tokens: int) -> MemoryPlan:
         if n_tokens not in self._plans:
@@ -159,7 +158,16 @@ class Residence:
         if self._chosen or budget < self.smallest.floor:
             return self.smallest
         n_tokens = usual if self._with_batches_of(usual).floor <= budget else min(SIZES[0], usual)
-        return self._with_batches_of(choose_within(self._with_batches_of(n_tokens), n_tokens, budget, self._rates).n_tokens)
+        chosen = choose_within(
+            self._with_batches_of,
+            self._model_index,
+            n_tokens,
+            budget,
+            self._keywords,
+            None,
+            measures=False,
+        )
+        return self._with_batches_of(chosen.n_tokens)
 
     def share(self, budget: int, full: bool = False) -> float:
         """full: at the end of the context, of which nothing is lent."""

@@ -14,9 +14,11 @@ from typing import Any
 
 from ..experts.sidecar import ORIGINAL
 from ..gguf.model_index import ModelIndex
+from ..system.disk import probe
 from ..system.machine import machine_name, n_cores
-from ..system.memory import format_size
+from ..system.memory import format_size, slot_bytes
 from ..system.user_cache import CacheEntry
+from .compute_probe import token_seconds
 from .plan import MemoryPlan
 
 USUAL = 512  # llama.cpp's default, and what is taken where nothing has been measured
@@ -26,6 +28,9 @@ SMALLEST = {"n_batch": SIZES[0], "n_ubatch": SIZES[0]}  # of llama_cpp.Llama: a 
 PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
 _LARGEST_SHARE = 0.125  # of what weights and state leave, that compute buffers may take
 _WORTH = 0.97  # a larger piece is taken if it takes at most so much of the time
+_MUCH = 4 << 30  # bytes of a prompt, from which on rates are measured before the first one
+_PROBE_SECONDS = 0.25
+_PROBE_TOKENS = 32  # of an expert, as of a prompt's pieces some have
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,16 @@ class MicroBatch:
     reason: str
 
 
-def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[int], int], rates: PromptRates | None, expert_floor: int = 0) -> MicroBatch:
-    """The micro-batch that a memory budget allows and that takes the least time.
+def choose(
+    n_ctx: int,
+    room: int,
+    expert_bytes: int,
+    compute_bytes: Callable[[int], int],
+    rates: PromptRates | None,
+    expert_floor: int = 0,
+    layer_bytes: int = 0,
+) -> MicroBatch:
+    """Choose the micro-batch that a memory budget allows and that takes the least time.
 
     Args:
         n_ctx: tokens of the context.
@@ -63,10 +76,16 @@ def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[in
         compute_bytes: of the buffers for so many tokens.
         rates: of an earlier prompt; None: nothing has been measured.
         expert_floor: bytes of the room that experts have at least.
+        layer_bytes: of the experts of the largest layer. More than `USUAL` tokens are computed in
+            parts, each of which uses most of a layer: it stays in memory, and the next one is read.
     """
+
+    def leaves_room(n: int) -> bool:
+        least = expert_floor if n <= USUAL else max(expert_floor, min(2 * layer_bytes, expert_bytes))
+        return compute_bytes(n) <= min(_LARGEST_SHARE * room, room - least)
+
     sizes = [n for n in SIZES if n < n_ctx] + [n_ctx] if n_ctx < SIZES[-1] else list(SIZES)
-    fitting = [n for n in sizes if compute_bytes(n) <= min(_LARGEST_SHARE * room, room - expert_floor)] or sizes[:1]
-    usual = max((n for n in fitting if n <= USUAL), default=fitting[0])
+    usual = max((n for n in sizes if n <= USUAL and leaves_room(n)), default=sizes[0])
     if rates is None:
         if usual < min(USUAL, n_ctx):
             return MicroBatch(usual, f"the largest whose buffers ({format_size(compute_bytes(usual))}) leave the experts most of the memory")
@@ -78,17 +97,62 @@ def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[in
         return max(n_prompt * rates.token_seconds, -(-n_prompt // n) * missed / rates.bytes_per_second)
 
     best = usual
-    for n in fitting:
-        if n > best and seconds(n) < _WORTH * seconds(best):
-            best = n
+    if seconds(usual) > n_prompt * rates.token_seconds:
+        for n in sizes:
+            if n > best and leaves_room(n) and seconds(n) < _WORTH * seconds(best):
+                best = n
     text = f"{n_prompt} tokens take {seconds(best):.1f} s"
     return MicroBatch(best, text if best == usual else f"{text}, in pieces of {usual} {seconds(usual):.1f} s")
 
 
-def choose_within(planned: MemoryPlan, n_tokens: int, budget: int, rates: PromptRates | None) -> MicroBatch:
-    """`choose`, by a plan for a micro-batch of n_tokens, which a budget of the process has room for: the usual one, or else the smallest."""
+def choose_within(
+    planned_at: Callable[[int], MemoryPlan],
+    model_index: ModelIndex,
+    n_tokens: int,
+    budget: int,
+    keywords: Mapping[str, Any],
+    tier: str | None,
+    *,
+    measures: bool = True,
+) -> MicroBatch:
+    """`choose`, by a plan for a micro-batch of n_tokens, which a budget of the process has room for.
+
+    Args:
+        planned_at: the plan for a micro-batch; asked for `n_tokens`, the usual ones or else the
+            smallest, and for a larger one where that may be chosen.
+        keywords: of llama_cpp.Llama, with which the model is opened.
+        tier: of its experts; None: the model's own precision.
+        measures: rates that no prompt has told yet, where a prompt would read much.
+    """
+    planned = planned_at(n_tokens)
     room = budget - (planned.fixed - planned.computing)
-    return choose(planned.n_ctx, room, planned.arena_full, lambda n: planned.computing * n // n_tokens, rates, planned.arena_floor)
+    rates = recall_rates(model_index, keywords, tier)
+    missed = planned.arena_full - max(room - planned.computing, 0)
+    if rates is None and measures and missed * min(PROMPT, planned.n_ctx) // USUAL > _MUCH:
+        rates = _measured_rates(model_index, keywords.get("n_threads") or n_cores())
+        remember_rates(model_index, keywords, tier, rates)
+
+    def compute_bytes(n: int) -> int:
+        if n <= n_tokens:
+            return planned.computing * n // n_tokens
+        return planned_at(n).computing
+
+    return choose(
+        planned.n_ctx,
+        room,
+        planned.arena_full,
+        compute_bytes,
+        rates,
+        planned.arena_floor,
+        max(slot_bytes(*(span.slice_bytes for span in spans)) * spans[0].shape[2] for spans in model_index.gates),
+    )
+
+
+def _measured_rates(model_index: ModelIndex, n_threads: int) -> PromptRates:
+    largest = max(model_index.experts.values(), key=lambda span: span.slice_bytes)
+    disk = probe(model_index.files[largest.file], largest.slice_bytes, _PROBE_SECONDS)
+    seconds = token_seconds(model_index, n_threads, _PROBE_SECONDS, _PROBE_TOKENS)
+    return PromptRates(seconds, disk.bytes_per_second)
 
 
 _CHANGED = 1.5  # times what was measured before; nearer to it the old one stays, so that the choice does too

@@ -74,7 +74,7 @@ class Engine:
     """
 
     sizer: ArenaSizer
-    _prompt_meter: PromptMeter
+    prompt_meter: PromptMeter
     _ends: dict[int, int]  # of each sequence, the position behind its last token
     _ran = False  # arenas have their sizes: it may compute
     unfinished_tokens = 0
@@ -192,7 +192,7 @@ class Engine:
         else:
             self.buffer.start(*self.sizer.arenas)
         self._ran, self._ends = True, {}
-        self._prompt_meter = PromptMeter(self.buffer)
+        self.prompt_meter = PromptMeter(self.buffer)
         if not precision.lossless:
             self.quality.use(precision)
 
@@ -277,7 +277,7 @@ class Engine:
         self.quality.begin(spans)
         self.driver.begin(tokens, spans, decodes)
         if not decodes:
-            self._prompt_meter.begin(max(span.first for span in spans.values()))
+            self.prompt_meter.begin(max(span.first for span in spans.values()))
             self._uses_before = self.buffer.stats().expert_uses
 
     def expect(self, token: int) -> None:
@@ -299,7 +299,7 @@ class Engine:
         if self._device_judge is not None:
             self._device_judge.end(n_tokens, seconds, decodes)
         if not decodes:
-            self._prompt_meter.end(n_tokens, seconds)
+            self.prompt_meter.end(n_tokens, seconds)
         self.sizer.after()
 
     def interrupted(self, seconds: float) -> None:
@@ -432,7 +432,7 @@ class Engine:
         self.driver.close({name: stats[name] for name in _COUNTERS})
         if self.config.warm:
             remember(self.buffer, self.model_index)
-        if rates := self._prompt_meter.rates:
+        if rates := self.prompt_meter.rates:
             remember_rates(self.model_index, self.keywords, self.config.tier, rates)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from ..budget.draft_model import uses_nextn
 from ..budget.dry_load import answer_bytes, dry_load, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within, recall_rates
+from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within
 from ..budget.plan import RESERVE, MemoryPlan, require_header_room
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..experts.profile import Profile
@@ -132,26 +133,42 @@ def plan(
             if not config.flash_attn and planned_again(n_ctx, flash_attn=True).floor <= budget.most:
                 error.hint["flash_attn"] = True
         raise
-    micro_batch = _micro_batch(config, model_index, budget, memory, keywords)
-    chosen = {"n_batch": micro_batch.n_tokens, "n_ubatch": micro_batch.n_tokens}
-    if not (config.n_batch or config.n_ubatch) and micro_batch.n_tokens != min(keywords.get("n_ubatch", USUAL), USUAL, memory.n_ctx):
-        keywords |= chosen
-        memory = planned(memory.n_ctx, keywords)
+
+    n_planned = min(keywords.get("n_ubatch", USUAL), USUAL, memory.n_ctx)
+
+    @functools.cache
+    def planned_for(n_tokens: int) -> MemoryPlan:
+        if n_tokens == n_planned:
+            return memory
+        return planned_again(memory.n_ctx, n_batch=n_tokens, n_ubatch=n_tokens)
+
+    micro_batch = _micro_batch(config, model_index, budget, n_planned, planned_for, keywords)
+    if not (config.n_batch or config.n_ubatch) and micro_batch.n_tokens != n_planned:
+        memory = planned_for(micro_batch.n_tokens)
+        keywords |= {"n_batch": micro_batch.n_tokens, "n_ubatch": micro_batch.n_tokens}
     return Opening(config, model_index, budget, memory, keywords, buffers, extras, micro_batch, _profile(config, model_index, budget, memory))
 
 
-def _micro_batch(config: Config, model_index: ModelIndex, budget: Budget, memory: MemoryPlan, keywords: Mapping[str, Any]) -> MicroBatch:
+def _micro_batch(
+    config: Config,
+    model_index: ModelIndex,
+    budget: Budget,
+    n_planned: int,
+    planned_for: Callable[[int], MemoryPlan],
+    keywords: Mapping[str, Any],
+) -> MicroBatch:
     """Return what the user said, else what memory allows and takes the least time."""
-    usual = min(USUAL, memory.n_ctx)
+    n_ctx = planned_for(n_planned).n_ctx
     if config.n_batch or config.n_ubatch:
-        return MicroBatch(min(keywords.get("n_ubatch", USUAL), keywords.get("n_batch", USUAL), memory.n_ctx), "as given")
+        given = min(keywords.get("n_ubatch", USUAL), keywords.get("n_batch", USUAL), n_ctx)
+        return MicroBatch(given, "as given")
     if budget.process is None:
-        return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
-    n_planned = min(keywords.get("n_ubatch", usual), usual)
+        return MicroBatch(n_planned, "the usual one: only the experts' memory is bounded")
     if config.repeatable:
         same = "the usual one: the run must be the same at every budget and on every machine"
-        return MicroBatch(n_planned, same if n_planned == usual else "the smallest one: there is no room for the buffers of the usual one")
-    return choose_within(memory, n_planned, budget.process, recall_rates(model_index, keywords, config.tier))
+        small = "the smallest one: there is no room for the buffers of the usual one"
+        return MicroBatch(n_planned, same if n_planned == min(USUAL, n_ctx) else small)
+    return choose_within(planned_for, model_index, n_planned, budget.process, keywords, config.tier)
 
 
 def _profile(config: Config, model_index: ModelIndex, budget: Budget, memory: MemoryPlan) -> Profile | None:

@@ -247,6 +247,7 @@ class ServerHooks(Structure):
         ("ready", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)),
         ("listening", CFUNCTYPE(None, c_char_p)),
         ("draft_max", CFUNCTYPE(c_int32, c_int32)),
+        ("prompt_max", CFUNCTYPE(c_int32)),
         ("before", CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), POINTER(c_uint8), c_int32)),
         ("after", CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)),
         ("borrow", CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)),
@@ -400,7 +401,7 @@ overrides_new = function("moeoff_overrides_new", c_void_p, POINTER(c_char_p), PO
 overrides_free = function("moeoff_overrides_free", None, c_void_p)
 # void * moeoff_threadpool_new(const int32_t * cores, int32_t n_cores, int32_t n_threads, bool one_each);
 threadpool_new = function("moeoff_threadpool_new", c_void_p, POINTER(c_int32), c_int32, c_int32, c_bool)
-# int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int32_t n_threads, void * threadpool, double seconds, double * best);
+# int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int64_t n_tokens, int32_t n_threads, void * threadpool, double seconds, double * best);
 time_products = function(
     "moeoff_time_products",
     c_int,
@@ -410,6 +411,7 @@ time_products = function(
     POINTER(c_int64),
     c_int32,
     c_int32,
+    c_int64,
     c_int32,
     c_void_p,
     c_double,

@@ -85,8 +85,8 @@ def options(path: Path) -> dict:
     return {**OPTIONS, "n_ubatch": 64} if ModelIndex.read(path).architecture in WITHOUT_MEMORY else OPTIONS
 
 
-def open_stock(path: Path) -> contextlib.closing[Stock]:
-    return contextlib.closing(Stock(str(path), **options(path)))
+def open_stock(path: Path, **more) -> contextlib.closing[Stock]:
+    return contextlib.closing(Stock(str(path), **{**options(path), **more}))
 
 
 def layer_arena(buffer: ExpertBuffer) -> int:
@@ -99,7 +99,7 @@ def layer_arena(buffer: ExpertBuffer) -> int:
 
 def open_moeoff(path: Path, *, cls: type[moeoff.Llama] = moeoff.Llama, floor: bool = False, **more) -> moeoff.Llama:
     """The model in an arena that cannot hold it: one layer and 25 %, or the smallest possible."""
-    model = cls(str(path), expert_memory=1 << 30, **options(path), **more)
+    model = cls(str(path), expert_memory=1 << 30, **{**options(path), **more})
     buffer = model.engine.buffer
     buffer.set_cache_bytes(buffer.arena_floor if floor else layer_arena(buffer))
     return model

@@ -49,6 +49,12 @@ def test_buffers_leave_the_experts_most_of_the_memory():
             assert n == SIZES[0] or buffers(n) <= room / 8
 
 
+def test_a_larger_one_needs_room_for_two_layers():
+    """Its parts use the experts of a layer one after the other, while those of the next are read."""
+    rooms = {n: choose(8192, 6 * GIB, 16 * GIB, buffers, FAST, layer_bytes=n * GIB).n_tokens for n in (2, 4)}
+    assert rooms == {2: 4096, 4: USUAL}
+
+
 @given(st.integers(1, 1 << 20), st.integers(0, 1 << 36), st.integers(1, 1 << 40), st.floats(1e-6, 10), st.floats(1e3, 1e11))
 def test_never_slower_than_the_usual_one(n_ctx, room, expert_bytes, token_seconds, rate):
     rates = PromptRates(token_seconds, rate)
@@ -133,6 +139,17 @@ def test_what_lies_deep_in_a_context_is_not_metered():
         counters.pop(0)
         meter.end(512, seconds)
     assert meter.rates == PromptRates(1 / 512, 2.0**30)
+
+
+@pytest.mark.parametrize("busy, n", [(0.1, 150), (3.0, 300)], ids=["computed in 1.5 s", "while the disk reads"])
+def test_a_prompt_beside_answers(busy, n):
+    counters = [SimpleNamespace(stall_ns=i * 10**9, bytes_read=0, disk_busy_ns=int(i * busy * 1e9)) for i in range(2)]
+    meter = PromptMeter(SimpleNamespace(stats=lambda: counters[0]))
+    assert meter.n_beside() == SIZES[-1], "nothing is known yet"
+    meter.begin(0)
+    counters.pop(0)
+    meter.end(400, 5.0)  # of which a second waited for the disk
+    assert meter.n_beside() == n
 
 
 def test_the_smallest_budget_is_that_of_the_smallest_micro_batch(grown, cache):

@@ -53,6 +53,21 @@ def test_logits_equal_stock(architecture, kind, writer, folder):
             assert stats.evictions > n_graphs // 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in WITHOUT_BLOCK])
+def test_a_large_batch(architecture, writer, folder):
+    """Its experts are computed 512 tokens at a time, each read once, with the bits of all at once."""
+    path, n = write_model(writer, folder, architecture, "4-bit"), 1100
+    large = {"n_ctx": 1280, "n_batch": 1280, "n_ubatch": 1280}
+    with kernels(False), open_stock(path, **large) as stock:
+        expected = run(stock, n, 1)
+    with open_moeoff(path, **large) as model:
+        np.testing.assert_array_equal(run(model, n, 0), expected[:n])
+        stats = model.engine.buffer.stats()
+    if len(expert_layers(path)) > 1:  # else the arena does not hold a layer
+        assert stats.reads <= sum(info.ne[2] for info in model.engine.buffer.tensors)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_attention_is_timed(architecture, writer, folder):
     """Whatever heads, windows, sinks and caches a graph has, from its header alone."""

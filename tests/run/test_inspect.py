@@ -224,7 +224,7 @@ def test_computing_is_reckoned_type_by_type(demo, monkeypatch):
     """Each type of weights at its own rate, whatever share of a model's first layers it has: attention in Q8_0 is twice as quick as experts in MXFP4."""
     rates, shown = {"fast": 4e9, "slow": 1e9}, {}
 
-    def times(groups, _n_threads, _seconds):
+    def times(groups, _n_tokens, _n_threads, _seconds):
         shown.update((products[0][0], sum(size for *_, size in products)) for products in groups)
         return [shown[products[0][0]] / rates[products[0][0]] for products in groups]
 

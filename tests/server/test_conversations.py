@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -70,6 +72,24 @@ def test_a_request_for_a_busy_slot_waits(demo):
         for piece in stream:
             tokens += piece
         assert [pinned.result(), tokens] == expected
+
+
+@pytest.mark.slow
+def test_an_answer_does_not_wait_for_a_long_prompt(grown):
+    """All of the prompt would fit into one batch, which takes seconds."""
+    options = {"n_ctx": 9216, "n_batch": 4096, "n_ubatch": 4096, "parallel": 2, "n_threads": 1, "n_threads_batch": 1}
+    with Service(grown, expert_memory=64 << 20, cache_ram=0, args=LONGER, **options) as server:
+        complete(server.url, words(1, 300))
+        with ThreadPoolExecutor(1) as pool:
+            came, prompt = [], None
+            for tokens in read_stream(server.url, Request(2, 1000, None, {})):
+                came += [time.perf_counter()] * len(tokens)
+                prompt = prompt or pool.submit(complete, server.url, words(3, 4000))
+                if prompt.done():
+                    break
+            took = prompt.result()["timings"]["prompt_ms"] / 1000
+    assert took > 6
+    assert max(b - a for a, b in itertools.pairwise(came)) < 3
 
 
 @pytest.mark.parametrize("n_slots, n, n_predict", [(1, 40, 32), (3, 60, 32), *(pytest.param(n, 500, 100, marks=pytest.mark.slow) for n in (1, 3))])

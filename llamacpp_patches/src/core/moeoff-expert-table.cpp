@@ -259,9 +259,11 @@ void expert_table::pin(const tensor & t, const int32_t * experts, const uint8_t 
     wake_workers();
 }
 
-void expert_table::unpin(const tensor & t, int32_t expert, uint8_t v, bool keep) {
+void expert_table::unpin(const tensor & t, int32_t expert, uint8_t v, bool keep, bool is_used_again) {
     expert_state & x = state_of(map.gate_of(t), expert, v);
-    x.chosen &= (matrix_set) ~set_of(t.info.matrix);
+    if (!is_used_again) {
+        x.chosen &= (matrix_set) ~set_of(t.info.matrix);
+    }
     if (--x.pins > x.held || x.size_class < 0) {
         return;
     }

@@ -102,7 +102,8 @@ class expert_table {
     void    request(expert_state & x, int32_t matrix, request_level level, bool * may_evict) REQUIRES(store_mutex);
     // the op that begins uses t of these experts: it is requested, and none is evicted until it is unpinned
     void    pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) REQUIRES(store_mutex);
-    void    unpin(const tensor & t, int32_t expert, uint8_t v, bool keep) REQUIRES(store_mutex);
+    // is_used_again: it stays wanted
+    void    unpin(const tensor & t, int32_t expert, uint8_t v, bool keep, bool is_used_again = false) REQUIRES(store_mutex);
     // whose threads are woken when slices of t settle, until it has ended
     running_op & begin_op(const tensor & t) REQUIRES(store_mutex);
     void    end_op(running_op & op) REQUIRES(store_mutex) { op.n_ops--; }

@@ -8,8 +8,9 @@ namespace moeoff {
 // Bytes of weights times rows that one thread computes in about the time in which another wakes up and helps
 static constexpr int64_t worth_waking = 1 << 18;
 
-op_run::op_run(store & owner, const tensor & t, uint64_t graph, op_item * items, const int32_t * experts, const uint8_t * versions, int32_t n_items, int32_t n_threads)
-    : owner(owner), t(t), graph(graph), items(items), n_items(n_items), n_threads(n_threads), running(owner.begin_op(t, experts, versions, n_items)) {
+op_run::op_run(store & owner, const tensor & t, uint64_t graph, op_item * items, const int32_t * experts, const uint8_t * versions, int32_t n_items, int32_t n_threads,
+               bool is_used_again)
+    : owner(owner), t(t), graph(graph), items(items), n_items(n_items), n_threads(n_threads), is_used_again(is_used_again), running(owner.begin_op(t, experts, versions, n_items)) {
     while (n_resident < n_items && slice_of(items[n_resident]).settled()) {
         n_resident++;
     }
@@ -91,13 +92,13 @@ void op_run::count_parts(op_item & item, int32_t n) {
 
 void op_run::release_what_is_done() {
     if (has_done.exchange(false, std::memory_order_acq_rel)) {
-        owner.release(t, items, n_items, nullptr);
+        owner.release(t, items, n_items, nullptr, is_used_again);
     }
 }
 
 void op_run::leave() {
     if (n_left.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
-        owner.release(t, items, n_items, &running);
+        owner.release(t, items, n_items, &running, is_used_again);
     }
 }
 

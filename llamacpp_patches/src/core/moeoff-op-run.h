@@ -35,8 +35,10 @@ static_assert(sizeof(op_item) == 64, "an item has a cache line of its own");
 
 class op_run {
   public:
-    // one thread. What is known of items: expert, version, n_rows, n_parts. experts, versions [n_items]: theirs; graph: see graph_failures
-    op_run(store & owner, const tensor & t, uint64_t graph, op_item * items, const int32_t * experts, const uint8_t * versions, int32_t n_items, int32_t n_threads);
+    // one thread. What is known of items: expert, version, n_rows, n_parts. experts, versions [n_items]: theirs; graph: see graph_failures;
+    // is_used_again: by another op of the graph
+    op_run(store & owner, const tensor & t, uint64_t graph, op_item * items, const int32_t * experts, const uint8_t * versions, int32_t n_items, int32_t n_threads,
+           bool is_used_again = false);
 
     // Each thread, once it can see what the first has done. f(item, slice, data, part): data is nullptr for an expert without
     // bytes, and for what has failed. Returns once nothing is left to take: others may still compute
@@ -86,6 +88,7 @@ class op_run {
     op_item * const   items;
     const int32_t     n_items;
     const int32_t     n_threads;
+    const bool        is_used_again;
     running_op &      running;
     int32_t           n_resident = 0; // the first items
     std::atomic<int>  n_passed {0};   // threads that have computed their parts of those

@@ -474,7 +474,7 @@ running_op & store::begin_op(const tensor & t, const int32_t * experts, const ui
     return op;
 }
 
-void store::release(const tensor & t, op_item * items, int32_t n, running_op * ended) {
+void store::release(const tensor & t, op_item * items, int32_t n, running_op * ended, bool is_used_again) {
     const bool keep = get_flags() & MOEOFF_FLAG_KEEP;
     store_lock lock(sync);
     for (int32_t i = 0; i < n; i++) {
@@ -482,7 +482,7 @@ void store::release(const tensor & t, op_item * items, int32_t n, running_op * e
         if (!item.is_released && (ended || item.is_done())) {
             item.is_released = true;
             if (item.version != SKIP) {
-                table.unpin(t, item.expert, (uint8_t) item.version, keep);
+                table.unpin(t, item.expert, (uint8_t) item.version, keep, is_used_again);
             }
         }
     }

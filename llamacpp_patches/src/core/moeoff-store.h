@@ -145,8 +145,8 @@ class store {
     slice at(const tensor & t, int32_t expert, uint8_t v) const { return table.at(t, expert, v); }
     // the same for an op that op_run computes: its threads are woken when one of the slices has settled
     running_op & begin_op(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n);
-    // unpins those of the n items that are done, each once; all of them if the op has ended
-    void release(const tensor & t, op_item * items, int32_t n, running_op * ended);
+    // Unpins those of the n items that are done, each once; all of them if the op has ended. is_used_again: they stay wanted, for another op of the graph
+    void release(const tensor & t, op_item * items, int32_t n, running_op * ended, bool is_used_again);
     bool is_short() const { return table.is_short(); } // of slots
     uint32_t generation() const { return sync.settled.now(); }
     // Sleeps until some slice that is pinned has settled after generation seen; every one does, after the stop too. false: the user has

@@ -19,6 +19,7 @@ namespace moeoff {
 
 constexpr size_t  cache_line = 64;
 constexpr int32_t n_versions = SKIP + 1; // that may serve an expert's rows in one op
+constexpr int32_t tiled_rows = 8; // with fewer of a batch's rows an expert is computed by vec_dot, as in ggml-cpu
 
 // an output row: which of the token's experts, which token
 struct row_mapping {
@@ -91,7 +92,7 @@ static layout layout_of(const tensor & t, const ggml_tensor * op, int n_threads)
     l.order   = area(n_as * n_versions * sizeof(int32_t)); // in which they are listed
     l.versions = area(n_as * n_versions);
     l.by_row  = area(n_row);
-    l.rows    = area(n_row * sizeof(row_mapping));
+    l.rows    = area((n_row + n_act * (tiled_rows - 1)) * sizeof(row_mapping)); // some are filled up
     l.scratch = area(scratch);
     l.end     = at;
     return l;
@@ -130,15 +131,17 @@ struct division {
     int64_t n0 = 1, n1 = 1;
 };
 
+static bool is_tiled(const ggml_tensor * op, int32_t type) {
+    typed_op top(op, type, nullptr);
+    return ggml_tiled_wdata_size(1, &top.dst) > 0;
+}
+
 static division division_of(const ggml_tensor * op, int32_t type, int64_t n_rows, int n_threads) {
     if (type < 0) {
         return { 1, std::min<int64_t>(n_rows, n_threads) }; // rows of zeros
     }
-    if (n_rows >= 8) {
-        typed_op top(op, type, nullptr);
-        if (ggml_tiled_wdata_size(1, &top.dst) > 0) {
-            return { n_threads, 1 };
-        }
+    if (n_rows >= tiled_rows && is_tiled(op, type)) {
+        return { n_threads, 1 };
     }
     const int64_t nr0        = op->src[0]->ne[1];
     const int64_t chunk_size = nr0 == 1 || n_rows == 1 ? 64 : 16;
@@ -150,6 +153,30 @@ static division division_of(const ggml_tensor * op, int32_t type, int64_t n_rows
         return nr0 > n_rows ? division { n_threads, 1 } : division { 1, n_threads };
     }
     return d;
+}
+
+// the ids of the whole batch, of which the op may compute a chunk of tokens (moeoff_build_chunks)
+static const ggml_tensor * whole_ids(const ggml_tensor * op) {
+    const ggml_tensor * ids = op->src[2];
+    return ids->view_src && ids->view_src->ne[1] > ids->ne[1] ? ids->view_src : ids;
+}
+
+// no later chunk of the batch uses its experts
+static bool is_last_chunk(const ggml_tensor * op) {
+    const ggml_tensor * ids = op->src[2], * whole = whole_ids(op);
+    return ids == whole || ids->view_offs + ids->ne[1] * ids->nb[1] >= whole->ne[1] * whole->nb[1];
+}
+
+// how many rows an expert has in the whole batch, at least so many as tell how it is computed
+static int32_t n_rows_of(const ggml_tensor * op, int32_t expert) {
+    const ggml_tensor * ids = whole_ids(op);
+    int32_t n = 0;
+    for (int64_t i2 = 0; i2 < ids->ne[1] && n < tiled_rows; i2++) {
+        for (int64_t i1 = 0; i1 < op->src[2]->ne[0]; i1++) {
+            n += id_at(ids, i1, i2) == expert;
+        }
+    }
+    return n;
 }
 
 // groups the rows by expert and lists the experts that have any: resident ones first, of both kinds those with most rows
@@ -166,7 +193,7 @@ static void build_items(const tensor & t, const ggml_tensor * op, int n_threads,
     auto * rows   = (row_mapping *) (wdata + l.rows);
 
     // usually one version serves all rows of an expert
-    const bool    is_by_row = t.owner->versions(t, ids->data, versions, by_row, (size_t) (ids->ne[0] * ids->ne[1]));
+    const bool    is_by_row = t.owner->versions(t, whole_ids(op)->data, versions, by_row, (size_t) (ids->ne[0] * ids->ne[1]));
     const int32_t n_each    = is_by_row ? n_versions : 1;
     const auto    key_of    = [&](int64_t i1, int64_t i2) {
         const int32_t e = id_at(ids, i1, i2);
@@ -209,11 +236,12 @@ static void build_items(const tensor & t, const ggml_tensor * op, int n_threads,
             item_i[key] = n_items++;
         }
     }
+    const auto type_of = [&](const op_item & item) { return t.owner->at(t, item.expert, (uint8_t) item.version).source.type; };
     int32_t first = 0;
     for (int32_t i = 0; i < n_items; i++) {
         const int32_t n = items[i].first_row;
         items[i].first_row = first;
-        first += n;
+        first += std::max(n, tiled_rows);
     }
     for (int64_t i2 = 0; i2 < ids->ne[1]; i2++) {
         for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
@@ -226,12 +254,18 @@ static void build_items(const tensor & t, const ggml_tensor * op, int n_threads,
     }
     int32_t * experts = counts; // no longer needed as counts
     for (int32_t i = 0; i < n_items; i++) {
-        const division d = division_of(op, t.owner->at(t, items[i].expert, (uint8_t) items[i].version).source.type, items[i].n_rows, n_threads);
-        items[i].n_parts = (int32_t) (d.n0 * d.n1);
-        experts[i]  = items[i].expert;
-        versions[i] = (uint8_t) items[i].version; // by item from here on
+        op_item & item = items[i];
+        // a chunk's few rows of an expert that has more are computed as those are, by the tiled kernel: it gets the last one several times
+        if (item.n_rows < tiled_rows && ids != whole_ids(op) && type_of(item) >= 0 && is_tiled(op, type_of(item)) && n_rows_of(op, item.expert) >= tiled_rows) {
+            std::fill(rows + item.first_row + item.n_rows, rows + item.first_row + tiled_rows, rows[item.first_row + item.n_rows - 1]);
+            item.n_rows = tiled_rows;
+        }
+        const division d = division_of(op, type_of(item), item.n_rows, n_threads);
+        item.n_parts = (int32_t) (d.n0 * d.n1);
+        experts[i]  = item.expert;
+        versions[i] = (uint8_t) item.version; // by item from here on
     }
-    new (wdata + l.run) op_run(*t.owner, t, graph_of_this_thread(), items, experts, versions, n_items, n_threads);
+    new (wdata + l.run) op_run(*t.owner, t, graph_of_this_thread(), items, experts, versions, n_items, n_threads, !is_last_chunk(op));
 }
 
 struct op_args {

@@ -252,13 +252,44 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
     return ggml_add(ctx, on_device, on_host);
 }
 
-uint32_t moeoff_n_more_nodes(const llama_model & model) {
+// tokens whose products are computed together: llama.cpp's usual micro-batch, for which compute buffers have room at least
+static constexpr int64_t chunk_tokens = 512;
+
+// They are read as they are used, or will be: what is only planned (no_alloc) has no data
+static bool may_be_chunked(const ggml_tensor * experts) {
+    return experts->buffer && ggml_backend_buffer_is_host(experts->buffer) && (!experts->data || moeoff_gate_of(experts));
+}
+
+ggml_tensor * moeoff_build_chunks(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * cur, ggml_tensor * ids, ggml_tensor * weights,
+                                  const ggml_tensor * experts, ggml_backend_sched_t sched,
+                                  const std::function<ggml_tensor *(ggml_tensor *, ggml_tensor *, ggml_tensor *)> & build) {
+    const int64_t n_tokens = cur->ne[1];
+    if (n_tokens <= chunk_tokens || experts->ne[1] != cur->ne[0] || ggml_backend_sched_get_n_backends(sched) > 1 || !may_be_chunked(experts)) {
+        return build(cur, ids, weights);
+    }
+    ggml_tensor * out = ggml_cont(ctx, cur); // is overwritten
+    for (int64_t first = 0; first < n_tokens; first += chunk_tokens) {
+        const int64_t n    = std::min(chunk_tokens, n_tokens - first);
+        ggml_tensor * part = build(ggml_view_2d(ctx, cur, cur->ne[0], n, cur->nb[1], first * cur->nb[1]),
+                                   ggml_view_2d(ctx, ids, ids->ne[0], n, ids->nb[1], first * ids->nb[1]),
+                                   ggml_view_3d(ctx, weights, 1, weights->ne[1], n, weights->nb[1], weights->nb[2], first * weights->nb[2]));
+        out = ggml_set_2d_inplace(ctx, out, part, out->nb[1], first * out->nb[1]);
+        ggml_build_forward_expand(gf, out);
+    }
+    return out;
+}
+
+uint32_t moeoff_n_more_nodes(const llama_model & model, uint32_t n_tokens) {
     constexpr uint32_t n_per_version = MOEOFF_MAX_WAVES * 15; // a wave's views, ids, products, biases, scales, activation and sum
+    const uint32_t     n_chunks      = (n_tokens - 1) / chunk_tokens;
     uint32_t n = 0;
-    for (const auto & layer : model.layers) {
-        for (const ggml_tensor * t : { layer.ffn_down_exps, layer.ffn_down_chexps }) {
+    for (size_t il = 0; il < model.layers.size(); il++) {
+        for (const ggml_tensor * t : { model.layers[il].ffn_down_exps, model.layers[il].ffn_down_chexps }) {
             if (const ggml_tensor * slots = t ? moeoff_device_slots_of(t, 0, 0) : nullptr) {
                 n += n_per_version * (moeoff_device_low_slots_of(moeoff_gate_of(t), slots) ? 2 : 1);
+            }
+            if (t && may_be_chunked(t)) {
+                n += n_chunks * (40 + 2 * model.hparams.n_expert_used((uint32_t) il)); // the same, views and adapters, and an addition for each expert
             }
         }
     }
@@ -610,14 +641,14 @@ static bool time_graphs(std::vector<timed_graph> & graphs, int32_t n_threads, vo
 }
 
 int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups,
-                         int32_t n_threads, void * threadpool, double seconds, double * best) {
+                         int64_t n_tokens, int32_t n_threads, void * threadpool, double seconds, double * best) {
     std::vector<timed_graph> timed;
     for (int32_t g = 0; g < n_groups; g++) {
         timed_graph & t = timed.emplace_back(3 * (size_t) n);
         for (int32_t i = 0; i < n; i++) {
             if (groups[i] == g) {
                 ggml_tensor * weights = ggml_new_tensor_2d(t.ctx.get(), (ggml_type) types[i], n_cols[i], n_rows[i]);
-                ggml_build_forward_expand(t.graph, ggml_mul_mat(t.ctx.get(), weights, ggml_new_tensor_1d(t.ctx.get(), GGML_TYPE_F32, n_cols[i])));
+                ggml_build_forward_expand(t.graph, ggml_mul_mat(t.ctx.get(), weights, ggml_new_tensor_2d(t.ctx.get(), GGML_TYPE_F32, n_cols[i], n_tokens)));
             }
         }
     }

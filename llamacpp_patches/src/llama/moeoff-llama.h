@@ -8,6 +8,7 @@
 #include "ggml.h"
 #include "llama.h"
 
+#include <functional>
 #include <initializer_list>
 
 // Adds the gate node of one MoE block to the graph if the block's experts live in an expert buffer. ids [n_used, n_tokens]
@@ -23,8 +24,15 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
 // In waves it is the sum of the device's products with the experts of each wave.
 ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product);
 
-// What a graph of the model may have more than llama.cpp has counted: nodes of the waves
-uint32_t moeoff_n_more_nodes(const llama_model & model);
+// A block's output [n_embd, n_tokens]: build(cur, ids, weights) of all tokens, or, if there are many, of some of them at a time, so that
+// what lies between its products takes no more memory than a batch of usual size does. The gate node has seen all of them: each expert is
+// read once. cur [n_embd, n_tokens], ids and weights as above, experts: of the block. With a device the block is built whole.
+ggml_tensor * moeoff_build_chunks(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * cur, ggml_tensor * ids, ggml_tensor * weights,
+                                  const ggml_tensor * experts, ggml_backend_sched_t sched,
+                                  const std::function<ggml_tensor *(ggml_tensor *, ggml_tensor *, ggml_tensor *)> & build);
+
+// What a graph of the model may have more than llama.cpp has counted: nodes of the waves, and of chunks of n_tokens
+uint32_t moeoff_n_more_nodes(const llama_model & model, uint32_t n_tokens);
 
 // Bytes in host memory: [0] weights, reserved tensors not counted, [1] KV and recurrent state, [2] compute buffers,
 // [3] the CPU backend's work area for the largest batch, [4] logits of as many tokens as a batch may give at most. Needs the experts' sources; not while ctx decodes. -1: out of memory.
@@ -69,10 +77,10 @@ extern "C" LLAMA_API void moeoff_overrides_free(void * overrides);
 // A ggml_threadpool of so many threads on these cores, one_each: each of them on a core of its own. The caller's thread is the first.
 extern "C" LLAMA_API void * moeoff_threadpool_new(const int32_t * cores, int32_t n_cores, int32_t n_threads, bool one_each);
 
-// Times products of matrices with one column: n of them, of weights of these types, [n_cols, n_rows] each, in n_groups graphs that are computed in turn
-// for so many seconds, at least three times each. best [n_groups]: the shortest time of each graph, in seconds. All weights are one ordinary number;
+// Times products of matrices with n_tokens columns: n of them, of weights of these types, [n_cols, n_rows] each, in n_groups graphs that are computed in
+// turn for so many seconds, at least three times each. best [n_groups]: the shortest time of each graph, in seconds. All weights are one ordinary number;
 // they are in memory before anything is timed. threadpool: of n_threads, or NULL. -1: no memory, or nothing could be computed.
-extern "C" LLAMA_API int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int32_t n_threads, void * threadpool, double seconds, double * best);
+extern "C" LLAMA_API int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int64_t n_tokens, int32_t n_threads, void * threadpool, double seconds, double * best);
 
 // Seconds of the attention of one token behind a full context, in all layers of ctx, which need not have any memory; the shortest of what was tried for so many
 // seconds. bytes: of K and V of layers that are alike, so many that no cache holds them. 0: ctx has no flash attention, and others are not timed. -1: no memory.

@@ -392,6 +392,10 @@ int32_t server_draft_max(int32_t token) {
     return server_hooks == nullptr ? INT32_MAX : server_hooks->draft_max(token);
 }
 
+int32_t server_batch_max(int32_t n_batch, int32_t n_decoded) {
+    return server_hooks == nullptr || n_decoded == 0 ? n_batch : std::min(n_batch, n_decoded + server_hooks->prompt_max());
+}
+
 bool server_ends_on_purpose() {
     return server_hooks != nullptr && (*server_hooks->ending != 0 || ended_for_nobody);
 }

@@ -193,6 +193,7 @@ void        server_drafts_failed(const char * why);
 bool        server_ready(llama_context * ctx);
 void        server_listens(const std::string & url);
 int32_t     server_draft_max(int32_t token); // behind this one, in tokens
+int32_t     server_batch_max(int32_t n_batch, int32_t n_decoded); // tokens of a batch that has so many of answers, at most n_batch
 bool        server_ends_on_purpose(); // a stop, or a batch that nobody waits for: no error, and nothing to log. Any thread
 std::string server_metrics();
 
