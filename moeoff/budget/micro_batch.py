@@ -27,7 +27,8 @@ SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 SMALLEST = {"n_batch": SIZES[0], "n_ubatch": SIZES[0]}  # of llama_cpp.Llama: a model's smallest budget is what these leave its experts their floor of
 PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
 _LARGEST_SHARE = 0.125  # of what weights and state leave, that compute buffers may take
-_WORTH = 0.97  # a larger piece is taken if it takes at most so much of the time
+_WORTH = 0.97  # a larger piece is taken if it reads at most so much of the bytes
+_MARGIN = 1.5  # times the reckoned reading is to be hidden behind computing: both rates vary
 _MUCH = 4 << 30  # bytes of a prompt, from which on rates are measured before the first one
 _PROBE_SECONDS = 0.25
 _PROBE_TOKENS = 32  # of an expert, as of a prompt's pieces some have
@@ -92,17 +93,22 @@ def choose(
         return MicroBatch(usual, "the usual one; nothing has been measured yet")
     n_prompt = min(PROMPT, n_ctx)
 
-    def seconds(n: int) -> float:
+    computing = n_prompt * rates.token_seconds
+
+    def reading(n: int) -> float:
         missed = max(expert_bytes - max(room - compute_bytes(n), 0), 0)
-        return max(n_prompt * rates.token_seconds, -(-n_prompt // n) * missed / rates.bytes_per_second)
+        return -(-n_prompt // n) * missed / rates.bytes_per_second
 
     best = usual
-    if seconds(usual) > n_prompt * rates.token_seconds:
-        for n in sizes:
-            if n > best and leaves_room(n) and seconds(n) < _WORTH * seconds(best):
-                best = n
-    text = f"{n_prompt} tokens take {seconds(best):.1f} s"
-    return MicroBatch(best, text if best == usual else f"{text}, in pieces of {usual} {seconds(usual):.1f} s")
+    for n in sizes:
+        hidden = computing >= _MARGIN * reading(best)
+        if n > best and not hidden and leaves_room(n) and reading(n) < _WORTH * reading(best):
+            best = n
+    text, before = (f"{max(computing, reading(n)):.1f} s" for n in (best, usual))
+    text = f"{n_prompt} tokens take {text}"
+    if best != usual:
+        text += f", in pieces of {usual} {before}"
+    return MicroBatch(best, text)
 
 
 def choose_within(
