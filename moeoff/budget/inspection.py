@@ -182,13 +182,20 @@ class Residence:
 
 
 def examine(
-    model: str, *, ctx_size: int | None = None, memory: int | None = None, probe_disk: bool = True, keywords: Mapping[str, Any] | None = None
+    model: str,
+    *,
+    ctx_size: int | None = None,
+    memory: int | None = None,
+    probe_disk: bool = True,
+    seconds: float = PROBE_SECONDS,
+    keywords: Mapping[str, Any] | None = None,
 ) -> Report:
     """Everything `moeoff inspect` says.
 
     Args:
         memory: a budget in bytes to answer for.
-        probe_disk: measures the disk's rate, and that of computing, in some seconds.
+        probe_disk: measures the disk's rate, and that of computing.
+        seconds: of reading; those of computing are about as many.
         keywords: of llama_cpp.Llama, with which the model would be opened; by default those of the command line.
 
     Raises:
@@ -205,10 +212,10 @@ def examine(
     per_token, disk, compute, attention = token_bytes(model_index), None, None, None
     if probe_disk:
         file = next(iter(model_index.experts.values())).file
-        disk = probe(model_index.files[file], max(kind.nbytes for kind in kinds), PROBE_SECONDS)
+        disk = probe(model_index.files[file], max(kind.nbytes for kind in kinds), seconds)
         n_threads = keywords.get("n_threads") or n_cores()
-        compute = token_seconds(model_index, n_threads)
-        attention = attention_seconds(model_index, plan.n_ctx, keywords, n_threads)
+        compute = token_seconds(model_index, n_threads, seconds / 2)
+        attention = attention_seconds(model_index, plan.n_ctx, keywords, n_threads, seconds / 4)
 
     def tps(share: float, computing: float | None) -> float | None:
         read = expected_bytes(per_token, share, model_index.n_expert / max(model_index.n_expert_used, 1))

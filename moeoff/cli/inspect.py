@@ -154,10 +154,15 @@ def _print(r: Report) -> None:
         console.print(text, style="dim", markup=False)
 
 
+def speed_of(r: Report, row: MemoryOption) -> str:
+    """Return tokens per second, as a reader may rely on them."""
+    return "" if row.tps is None else f"{_about(r)} {_rate(row.tps)}"
+
+
 def _answer(r: Report, row: MemoryOption) -> str:
     budget = format_size(row.memory_bytes)
     if not row.fits:
         return f"{budget} is too small at a context of {r.ctx_size}: it needs {format_size(r.floor_bytes)}"
-    speed = "" if row.tps is None else f", {_about(r)} {_rate(row.tps)} tokens/s"
+    speed = f", {told} tokens/s" if (told := speed_of(r, row)) else ""
     full = f"; behind {r.ctx_size:,} tokens {row.full_resident_share:.0%}" + (f", {_rate(row.full_tps)} tokens/s" if row.full_tps else "")
     return f"{budget} is enough at a context of {r.ctx_size}: {row.resident_share:.0%} of the experts in memory{speed}{full}"

@@ -18,6 +18,7 @@ from .calibrate import calibrate, eval_
 from .convert import convert, verify
 from .doctor import doctor
 from .inspect import inspect
+from .models import models
 from .options import CONTEXT, open_standard_streams, written_whole
 from .run import run
 from .serve import serve
@@ -28,7 +29,7 @@ _VARIABLE = "_MOEOFF_COMPLETE"  # click's own name for it: with it set, the prog
 
 
 # commands that others have, and ours for it
-_MEANT = {"chat": "run", "generate": "run", "ask": "run", "server": "serve", "quantize": "convert", "perplexity": "eval", "pull": "run -hf ORG/REPO", "help": "--help"}  # fmt: skip
+_MEANT = {"chat": "run", "generate": "run", "ask": "run", "server": "serve", "quantize": "convert", "perplexity": "eval", "pull": "run -hf ORG/REPO", "list": "models", "ls": "models", "help": "--help"}  # fmt: skip
 
 
 class Program(click.Group):
@@ -92,5 +93,5 @@ def shell_completion(shell: str) -> None:
     click.echo(kind(context.command, {}, "moeoff", _VARIABLE).source())
 
 
-for _command in (run, serve, bench, inspect, doctor, convert, verify, eval_, calibrate, simulate, shell_completion):
+for _command in (run, serve, bench, inspect, models, doctor, convert, verify, eval_, calibrate, simulate, shell_completion):
     main.add_command(_command)

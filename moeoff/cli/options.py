@@ -178,12 +178,21 @@ def model_argument(help: str = "GGUF with routed experts; of a split one the fir
                 raise OptionError("give MODEL or -m, not both")
             if needed and not (path or model):
                 raise click.UsageError("Missing MODEL: the GGUF, as MODEL or -m MODEL.")
-            function(*args, model=path or model, **values)
+            function(*args, model=_named(path or model), **values)
 
         out: Callable[..., None] = option("-m", "--model", type=click.Path(), metavar="FILE", help=help)(with_model)
         return click.argument("path", type=click.Path(), required=False, metavar="[MODEL]")(out)
 
     return decorate
+
+
+def _named(model: str | None) -> str | None:
+    """Return the path of a model that is given by its name."""
+    if not model or os.path.exists(model) or " " in model or model.lower().endswith(".gguf"):
+        return model
+    from ..gguf.local_models import find
+
+    return find(model)
 
 
 def help_of(line: Option, default: Any) -> str:

@@ -26,6 +26,12 @@ def parse(spec: str) -> tuple[str, str | None]:
     return repo, quant or None
 
 
+def quant_of(file: str) -> str | None:
+    """Return the quant that a file's name tells, in capitals."""
+    match = _QUANT.search(file)
+    return match and match.group(1).upper()
+
+
 def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
     """The files to fetch of those a repository has, the one to load first.
 
@@ -37,7 +43,7 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
         raise ModelError("the repository has no GGUF file")
     of_quant = [f for f in models if re.search(rf"(?:^|[-._/]){re.escape(quant or DEFAULT_QUANT)}(?=[-./]|$)", f, re.IGNORECASE)]
     if not of_quant and quant:
-        quants = sorted({match.group(1).upper() for f in models if (match := _QUANT.search(f))})
+        quants = sorted({name for f in models if (name := quant_of(f))})
         raise ModelError(f"the repository has no {quant}; there are: {', '.join(quants or models)}")
     first = (of_quant or models)[0]
     split = SplitName.parse(first)

@@ -43,6 +43,20 @@ static const char * const gate_name  = "moeoff_gate";
 static const char * const fetch_name = "moeoff_fetch";
 static const char * const wave_name  = "moeoff_wave";
 
+// tokens whose products are computed together: llama.cpp's usual micro-batch, for which compute buffers have room at least
+static constexpr int64_t chunk_tokens = 512;
+
+static void do_nothing(ggml_tensor *, int, int, void *) {}
+
+// a model of which nothing is allocated (no_alloc), so that its memory is known before it is loaded with an expert buffer
+static bool is_planned(const ggml_tensor * t) { return !t->data && t->buffer && ggml_backend_buffer_is_host(t->buffer); }
+
+static bool is_planned(std::initializer_list<const ggml_tensor *> experts) {
+    return std::any_of(experts.begin(), experts.end(), [](const ggml_tensor * t) { return t && is_planned(t); });
+}
+
+static bool is_offloaded(const ggml_tensor * t) { return is_planned(t) || moeoff_gate_of(t); }
+
 // the gate that a block's experts belong to, or nullptr, and how many there are
 static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_t & n_expert) {
     for (const ggml_tensor * t : experts) {
@@ -59,6 +73,10 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
     int64_t n_expert = 0;
     void *  gate     = gate_of(experts, n_expert);
     if (!gate) {
+        if (is_planned(experts)) { // its sources are alive until it has run
+            ggml_tensor * sources[3] = { ids, weights, gate_input };
+            ggml_build_forward_expand(gf, ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, sources, 3, do_nothing, 1, nullptr));
+        }
         return;
     }
     moeoff_gate_set_gating(gate, gating);
@@ -89,8 +107,6 @@ static ggml_tensor * find_node(ggml_cgraph * gf, const char * name, const ggml_t
     }
     return nullptr;
 }
-
-static void do_nothing(ggml_tensor *, int, int, void *) {}
 
 // Has the scheduler copy x into host memory here, where the device has nothing else to do. It copies a tensor once, and waits for all
 // that the device has queued before: a CPU node with x behind the device's product would only begin when that has ended.
@@ -252,19 +268,11 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
     return ggml_add(ctx, on_device, on_host);
 }
 
-// tokens whose products are computed together: llama.cpp's usual micro-batch, for which compute buffers have room at least
-static constexpr int64_t chunk_tokens = 512;
-
-// They are read as they are used, or will be: what is only planned (no_alloc) has no data
-static bool may_be_chunked(const ggml_tensor * experts) {
-    return experts->buffer && ggml_backend_buffer_is_host(experts->buffer) && (!experts->data || moeoff_gate_of(experts));
-}
-
 ggml_tensor * moeoff_build_chunks(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * cur, ggml_tensor * ids, ggml_tensor * weights,
                                   const ggml_tensor * experts, ggml_backend_sched_t sched,
                                   const std::function<ggml_tensor *(ggml_tensor *, ggml_tensor *, ggml_tensor *)> & build) {
     const int64_t n_tokens = cur->ne[1];
-    if (n_tokens <= chunk_tokens || experts->ne[1] != cur->ne[0] || ggml_backend_sched_get_n_backends(sched) > 1 || !may_be_chunked(experts)) {
+    if (n_tokens <= chunk_tokens || experts->ne[1] != cur->ne[0] || ggml_backend_sched_get_n_backends(sched) > 1 || !is_offloaded(experts)) {
         return build(cur, ids, weights);
     }
     ggml_tensor * out = ggml_cont(ctx, cur); // is overwritten
@@ -288,7 +296,7 @@ uint32_t moeoff_n_more_nodes(const llama_model & model, uint32_t n_tokens) {
             if (const ggml_tensor * slots = t ? moeoff_device_slots_of(t, 0, 0) : nullptr) {
                 n += n_per_version * (moeoff_device_low_slots_of(moeoff_gate_of(t), slots) ? 2 : 1);
             }
-            if (t && may_be_chunked(t)) {
+            if (t && is_offloaded(t)) {
                 n += n_chunks * (40 + 2 * model.hparams.n_expert_used((uint32_t) il)); // the same, views and adapters, and an addition for each expert
             }
         }
