@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
-from ctypes import Structure, c_char_p, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_uint8, c_uint64, c_void_p
+from typing import Any
 
-from ..errors import ForkError
+import numpy as np
+
+from ..errors import ForkError, OptionError
 from ..system import machine
 from . import _abi
 from ._abi import *  # noqa: F403
@@ -37,6 +40,36 @@ class TensorOverrides:
         patterns, kinds = (c_char_p * len(pairs))(*(pattern.encode() for pattern, _ in pairs)), (c_void_p * len(pairs))(*(kind for _, kind in pairs))
         self.address: int = _abi.overrides_new(patterns, kinds, len(pairs))
         weakref.finalize(self, _abi.overrides_free, self.address)
+
+
+class Simulation:
+    """A model's expert buffer without files, memory and threads, in which every read ends at once.
+
+    Args:
+        tensors: `moeoff.routing.trace.TensorInfo` of each, gate by gate.
+        cache_bytes: of the arena, at least two of the largest expert.
+
+    Attributes:
+        residency: [n_gates, n_experts] uint8, not 0: the expert is in memory.
+
+    Raises:
+        OptionError: no model has such tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Any], cache_bytes: int):
+        of_each = [_abi.TensorInfo(gate=t.gate, matrix=t.matrix, ne=(1, 1, t.n_experts), nbytes=t.nbytes) for t in tensors]
+        self._at = _abi.simulation_init((_abi.TensorInfo * len(of_each))(*of_each), len(of_each), cache_bytes)
+        if not self._at:
+            raise OptionError(_abi.last_error().decode())
+        weakref.finalize(self, _abi.simulation_free, self._at)
+        self.residency = np.zeros((1 + max(t.gate for t in tensors), max(t.n_experts for t in tensors)), np.uint8)
+        self._out = self.residency.ctypes.data_as(POINTER(c_uint8))
+
+    def take(self, gate: int, experts: np.ndarray, priorities: np.ndarray) -> int:
+        """A gate selects experts, each once, under priorities [n_gates, n_experts] float32. Returns how many slices are evicted for them."""
+        experts = np.ascontiguousarray(experts, np.int32)
+        evicted: int = _abi.simulation_take(self._at, gate, experts.ctypes.data_as(POINTER(c_int32)), experts.size, priorities.ctypes.data, self._out)
+        return evicted
 
 
 def layout(structs: Mapping[str, type[Structure]]) -> str:

@@ -1,144 +1,27 @@
-"""Replays traces through the live policies, with the native buffer's rules of eviction, and compares policies by that.
+"""Replays traces through the live policies and the native buffer's residency, and compares policies by that.
 
 The same objects, the same order: a policy gets an event only after its gate has its slices. So the replay of a run whose
 policy kept up with it evicts exactly what the run evicted. Where the arena cannot hold one gate's selection (large
-prompts) the native order depends on the reads' timing, and the replay takes one possible order.
-
-The arena has the order of moeoff-store.cpp: a gate counts the slices of its experts as hits or misses, stamps the experts, and evicts for
-those that are absent the lowest (priority, last use, index) that it has not selected itself, of
-the size wanted if that is near. It knows nothing of policies: it is given their table.
+prompts) the order of a run depends on the reads' timing; in the replay every read ends at once (moeoff-simulation).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import BudgetError, OptionError
+from ..llamacpp import native
 from ..routing.event import GateEvent
-from ..routing.trace import Trace, TraceHeader
+from ..routing.trace import Trace
 from ..system.memory import format_size
 from . import CacheShape, Policy, get_policy
 from .hobbit import HIGH, PAPERS_COST, SKIP, MissCost
 from .strategy import policy_of
-
-
-class SimulatedArena:
-    """Experts of a model in an arena of `cache_bytes`: hits, misses and victims of one gate after the other.
-
-    Experts are numbered as natively, gate after gate, in a grid [n_gates, n_experts] as wide as the widest gate. They come and go whole.
-    """
-
-    def __init__(self, model: TraceHeader, cache_bytes: int):
-        floor = model.arena_floor
-        if cache_bytes < floor:
-            raise BudgetError(f"{format_size(cache_bytes)} for experts is too small: a replay needs at least {format_size(floor)}", hint={"memory": floor})
-        self.width, self.limit = model.n_experts, cache_bytes
-        self.slot = model.expert_slots  # by gate
-        self.one_class = len(set(self.slot)) == 1
-        n = model.n_gates * self.width
-        self.resident = np.zeros(n, bool)
-        self.last_use = np.zeros(n, np.int64)
-        self.clock = 0
-        self.free = dict.fromkeys(self.slot, 0)  # committed slots without an expert
-        self.committed = 0
-        self.many = False
-
-    def gate(self, gate: int, chosen: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One gate event; returns the experts of the gate that were absent (and are resident now), and the numbers of those that were evicted."""
-        self.clock += 1
-        want = gate * self.width + chosen
-        self.many = 3 * chosen.size > self.width  # catalog::chooses_many
-        self.last_use[want] = self.clock
-        missing = want[~self.resident[want]]
-        victims: list[int] = []
-        if missing.size:
-            self._admit(gate, missing, want, table, victims)
-        return missing % self.width, np.array(victims, np.int64)
-
-    def resident_experts(self, gate: int) -> np.ndarray:
-        """[n_experts] bool."""
-        here: np.ndarray = self.resident[gate * self.width : (gate + 1) * self.width]
-        return here
-
-    def _admit(self, gate: int, missing: np.ndarray, want: np.ndarray, table: np.ndarray, out: list[int]) -> None:
-        stride, queue = self.slot[gate], self._in_order(self.slot[gate], want, table, missing.size)
-        for i, index in enumerate(missing):
-            if not self._take_slot(stride, queue, out):
-                self._squeeze(stride, missing[i:], want, out)
-                return
-            self.resident[index] = True
-
-    def _in_order(self, stride: int, want: np.ndarray, table: np.ndarray, n: int) -> Iterator[int]:
-        """Yield victims for n slots, with several sizes as pool::first does."""
-        n_victims = n if self.one_class else int(self.resident.sum())
-        queue = self._victims(want, table, n_victims).tolist()
-        if self.one_class:
-            yield from queue
-            return
-        n_near = len(queue) if self.many else self.limit // 24 // stride + 1
-        while queue:
-            sizes = (self.slot[index // self.width] for index in queue[:n_near])
-            yield queue.pop(next((i for i, size in enumerate(sizes) if size == stride), 0))
-
-    def _take_slot(self, stride: int, queue: Iterator[int], out: list[int]) -> bool:
-        """expert_table::take_slot: a slot, after evictions if need be; with nothing left to evict, of spare ones too."""
-        while not self._take(stride):
-            victim = next(queue, None)
-            if victim is None:
-                return self._take(stride, borrows=True)
-            self._evict(victim, out)
-        return True
-
-    def _take(self, stride: int, borrows: bool = False) -> bool:
-        """arena::take: a free slot of the class, or bytes of free slots of any class."""
-        if self.free[stride]:
-            self.free[stride] -= 1
-            return True
-        spare = self.limit // (16 if self.many else 128)  # arena::spare_bytes
-        has_spare = sum(size * n for size, n in self.free.items()) > spare
-        if self.committed + stride > self.limit and not borrows and not has_spare:
-            return False
-        for size in self.free:
-            while self.committed + stride > self.limit and self.free[size]:
-                self.free[size] -= 1
-                self.committed -= size
-        if self.committed + stride > self.limit:
-            return False
-        self.committed += stride
-        return True
-
-    def _evict(self, index: int, out: list[int]) -> None:
-        self.resident[index] = False
-        self.free[self.slot[index // self.width]] += 1
-        out.append(index)
-
-    def _victims(self, want: np.ndarray, table: np.ndarray, n: int) -> np.ndarray:
-        """The `n` lowest residents outside `want`, in order."""
-        mask = self.resident.copy()
-        mask[want] = False
-        candidates: np.ndarray = np.flatnonzero(mask)
-        rank = table.ravel()[candidates]
-        if n < candidates.size:
-            kth = np.partition(rank, n - 1)[n - 1]
-            keep = rank <= kth
-            candidates, rank = candidates[keep], rank[keep]
-        candidates = candidates[np.lexsort((candidates, self.last_use[candidates], rank))[:n]]
-        return candidates
-
-    def _squeeze(self, stride: int, late: np.ndarray, want: np.ndarray, out: list[int]) -> None:
-        """The choice of one gate does not fit: each late expert takes the place of one that is computed already, or needed last."""
-        for index in late:
-            place = want.tolist().index(index)
-            behind = [i for i in want[:place].tolist() if self.resident[i]]
-            ahead = [i for i in want[place + 1 :].tolist() if self.resident[i]]
-            queue = iter([*behind, *reversed(ahead)])
-            if self._take_slot(stride, queue, out):
-                self.resident[index] = True
 
 
 @dataclass(frozen=True)
@@ -206,11 +89,13 @@ def simulate(trace: Trace, policy: str | Policy, cache_bytes: int, *, lag: str =
         BudgetError: the arena is below the floor.
     """
     model = trace.model
-    cache_bytes = min(cache_bytes, model.full_bytes)
+    cache_bytes, floor = min(cache_bytes, model.full_bytes), model.arena_floor
+    if cache_bytes < floor:
+        raise BudgetError(f"{format_size(cache_bytes)} for experts is too small: a replay needs at least {format_size(floor)}", hint={"memory": floor})
     if isinstance(policy, str):
         policy = get_policy(policy)(CacheShape.of(model, cache_bytes), **options)
     policy.prepare(trace.events)
-    replay = SimulatedArena(model, cache_bytes)
+    arena = native.Simulation(model.tensors, cache_bytes)
     table = policy.priorities if lag == "event" else policy.priorities.copy()
     last = model.n_gates - 1
     n_matrices, nbytes = np.array(model.n_matrices), np.array(model.expert_bytes)
@@ -225,17 +110,16 @@ def simulate(trace: Trace, policy: str | Policy, cache_bytes: int, *, lag: str =
                 table[:] = policy.priorities
         chosen = event.demand()
         if tau and event.decode:
-            event = leave_out(event, replay.resident_experts(event.gate), tau)
+            event = leave_out(event, arena.residency[event.gate] != 0, tau)
             assert event.versions is not None
             n_skipped += int(np.count_nonzero(event.versions))
             n_decoded += event.ids.size
             chosen = chosen[np.isin(chosen, event.ids[event.versions == HIGH])]
-        missing, victims = replay.gate(event.gate, chosen, table)
+        missing = chosen[arena.residency[event.gate, chosen] == 0]
+        evictions += arena.take(event.gate, chosen, table)
         hits[event.gate] += chosen.size - missing.size
-        if missing.size:
-            misses[event.gate] += missing.size
-            evictions += int(n_matrices[victims // replay.width].sum())
-            penalty += costs[n][missing].sum()
+        misses[event.gate] += missing.size
+        penalty += costs[n][missing].sum()
         event_hits[n] = (chosen.size - missing.size) * n_matrices[event.gate]
         policy.update(event)
         if lag != "event" and event.gate == last:
@@ -243,7 +127,7 @@ def simulate(trace: Trace, policy: str | Policy, cache_bytes: int, *, lag: str =
         if progress and n % 4096 == 0:
             progress(n)
     return Result(policy.name, cache_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
-                  replay.resident, event_hits, n_skipped, n_decoded)  # fmt: skip
+                  arena.residency.ravel() != 0, event_hits, n_skipped, n_decoded)  # fmt: skip
 
 
 def leave_out(event: GateEvent, resident: np.ndarray, tau: float) -> GateEvent:

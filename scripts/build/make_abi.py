@@ -56,7 +56,15 @@ void ggml_threadpool_free(ggml_threadpool_t threadpool);
 void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
 void llama_detach_threadpool(struct llama_context * ctx);
 """  # of ggml's and llama.cpp's own functions, those that llama_cpp does not declare
-OPAQUE = ("void", "ggml_tensor", "moeoff_expert_buffer", "llama_context", "llama_model", "llama_model_tensor_buft_override")  # pointers to them are addresses
+OPAQUE = (
+    "void",
+    "ggml_tensor",
+    "moeoff_expert_buffer",
+    "moeoff_simulation",
+    "llama_context",
+    "llama_model",
+    "llama_model_tensor_buft_override",
+)  # pointers to them are addresses
 ADDRESSES = ("moeoff_four_rows", "moeoff_four_columns")  # of functions
 ADDRESSES += ("ggml_backend_buffer_type_t", "ggml_backend_dev_t", "ggml_backend_reg_t", "ggml_threadpool_t")
 ENUMS = ("ggml_type", "ggml_backend_dev_type")

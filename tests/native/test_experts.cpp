@@ -4,6 +4,7 @@
 #include "slice_file.h"
 
 #include "moeoff-op-run.h"
+#include "moeoff-simulation.h"
 
 #include <algorithm>
 #include <array>
@@ -212,4 +213,40 @@ TEST(a_limit_of_prefetched_slices_takes_whole_experts) {
     }
     x.compute_all({ 1 });
     x.s.check_invariants();
+}
+
+TEST(a_simulation_reads_what_the_store_would_read) {
+    simulation  s;
+    std::string error;
+    std::vector<moeoff_tensor_info> tensors;
+    for (int32_t gate = 0; gate < 2; gate++) {
+        for (const int32_t matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
+            tensors.push_back(tensor_info(gate, matrix, n_expert));
+            tensors.back().gate   = gate;
+            tensors.back().nbytes = nbytes;
+        }
+    }
+    REQUIRE(s.start(tensors.data(), (int32_t) tensors.size(), 3 * 2 * arena::slot_bytes(nbytes), error));
+    std::vector<float>         priorities(2 * n_expert, 0.0f);
+    const std::vector<int32_t> first { 0, 1 }, second { 2, 3 }, all { 4, 3, 2, 1, 0 };
+    const auto content = [&] {
+        std::vector<uint8_t> out(2 * n_expert);
+        s.residency(out.data());
+        std::vector<int> in;
+        for (int i = 0; i < 2 * n_expert; i++) {
+            REQUIRE(out[(size_t) i] == 0 || out[(size_t) i] == (set_of(MOEOFF_MATRIX_UP) | set_of(MOEOFF_MATRIX_DOWN)));
+            if (out[(size_t) i]) {
+                in.push_back(i);
+            }
+        }
+        return in;
+    };
+    priorities[0] = 1.0f;
+    REQUIRE(s.take(0, first.data(), 2, priorities.data()) == 0 && content() == (std::vector<int> { 0, 1 }));
+    REQUIRE(s.take(1, second.data(), 2, priorities.data()) == 2 && content() == (std::vector<int> { 0, n_expert + 2, n_expert + 3 }));
+    // more than fit: each takes the place of what is computed before it, of equals of the one used longest ago
+    REQUIRE(s.take(1, all.data(), n_expert, priorities.data()) == 2 * 3 && content().size() == 3);
+    simulation other;
+    tensors.front().gate = 1;
+    REQUIRE(!other.start(tensors.data(), (int32_t) tensors.size(), 1 << 20, error) && error.find("tensor 0") == 0);
 }

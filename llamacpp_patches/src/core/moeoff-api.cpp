@@ -5,6 +5,7 @@
 
 #include "moeoff-hash.h"
 #include "moeoff-score.h"
+#include "moeoff-simulation.h"
 #include "moeoff-store.h"
 
 #include <algorithm>
@@ -187,6 +188,21 @@ int64_t moeoff_simulated_misses(float share, int32_t n_experts, const int32_t * 
         }
         return n_missed;
     });
+}
+
+moeoff_simulation * moeoff_simulation_init(const moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes) {
+    return guarded((moeoff_simulation *) nullptr, [&]() -> moeoff_simulation * {
+        auto simulation = std::make_unique<moeoff_simulation>();
+        return simulation->start(tensors, n_tensors, cache_bytes, last_error()) ? simulation.release() : nullptr;
+    });
+}
+
+void moeoff_simulation_free(moeoff_simulation * simulation) { delete simulation; }
+
+int64_t moeoff_simulation_take(moeoff_simulation * simulation, int32_t gate, const int32_t * experts, int32_t n, const float * priorities, uint8_t * residency) {
+    const uint64_t n_evicted = simulation->take(gate, experts, n, priorities);
+    simulation->residency(residency);
+    return (int64_t) n_evicted;
 }
 
 int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching) {

@@ -34,6 +34,9 @@ static void advise(uint8_t * base, uint64_t begin, uint64_t end, int advice) {
 
 // Gives the memory of a range back at once
 void arena::give_back(size_class & c, uint64_t from, uint64_t to) {
+    if (is_simulated) {
+        return;
+    }
     for (size_t i = first_chunk(c, from); pins && i < last_chunk(c, to); i++) {
         c.chunks[i].state = chunk::UNPINNED; // what was refused is asked for again
     }
@@ -53,7 +56,7 @@ void arena::give_back(size_class & c, uint64_t from, uint64_t to) {
 // From here on the class may be read and written up to there: the system promises memory for it, or does not.
 bool arena::open_until(size_class & c, uint64_t to) {
     if (to > c.open) {
-        if (mprotect(c.base + c.open, to - c.open, PROT_READ | PROT_WRITE) != 0) {
+        if (!is_simulated && mprotect(c.base + c.open, to - c.open, PROT_READ | PROT_WRITE) != 0) {
             return false;
         }
         c.open = to;
@@ -121,7 +124,7 @@ bool arena::reserve(uint64_t limit_bytes, slot_mover mover) {
         return true;
     }
 #ifdef __linux__
-    is_huge = limit >= 64 * huge_page * classes.size(); // the last one of each class may stay half empty
+    is_huge = !is_simulated && limit >= 64 * huge_page * classes.size(); // the last one of each class may stay half empty
 #endif
     const uint64_t alignment = is_huge ? huge_page : 1;
     region_bytes = full_bytes() + classes.size() * alignment;

@@ -50,6 +50,8 @@ class arena {
     using slot_mover = std::function<bool(int cls, int32_t from, int32_t to)>;
     // false: no address space, or no memory for two slots of each class. Without a mover all slots stay where they are
     bool reserve(uint64_t limit_bytes, slot_mover move = {});
+    // before reserve(): slots are counted, in ordinary pages, and have no memory
+    void simulate() { is_simulated = true; }
 
     void     set_limit(uint64_t bytes) { limit = bytes; }
     uint64_t limit_bytes()     const { return limit; }
@@ -135,12 +137,13 @@ class arena {
     int32_t     take_free(size_class & c, int32_t place);
     bool        give_back_slot(int cls);                          // a free one; false: the last one must stay
     void        give_back(size_class & c, uint64_t begin, uint64_t end);
-    static bool open_until(size_class & c, uint64_t end);
+    bool        open_until(size_class & c, uint64_t end);
 
     std::vector<size_class> classes;
     slot_mover move;
     bool      pins         = false;
     pin_range to_unpin     = { nullptr, 0, 0, -1 }; // before its memory can go
+    bool      is_simulated = false;
     bool      is_huge      = false;
     bool      must_stay    = false; // the last slot of a class, when free ones before it were to be given back
     uint8_t * region       = nullptr;

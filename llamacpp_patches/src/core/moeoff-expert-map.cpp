@@ -37,7 +37,7 @@ tensor * expert_map::add_tensor(const moeoff_tensor_info & info, bool second_blo
     return tensors.back().get();
 }
 
-bool expert_map::set_sources(int32_t i, version v, const moeoff_source * src, int32_t n, const files & in, std::string & error) {
+bool expert_map::set_sources(int32_t i, version v, const moeoff_source * src, int32_t n, const files * in, std::string & error) {
     if (i < 0 || i >= n_tensors() || n != tensors[i]->info.ne[2]) {
         error = "no tensor " + std::to_string(i) + " with " + std::to_string(n) + " experts";
         return false;
@@ -47,7 +47,7 @@ bool expert_map::set_sources(int32_t i, version v, const moeoff_source * src, in
         if (src[e].type < 0) {
             continue;
         }
-        if (src[e].file < 0 || src[e].file >= in.count() || src[e].nbytes == 0) {
+        if ((in && (src[e].file < 0 || src[e].file >= in->count())) || src[e].nbytes == 0) {
             error = std::string(t.info.name) + ": expert " + std::to_string(e) + " has no file or no bytes";
             return false;
         }
@@ -58,7 +58,7 @@ bool expert_map::set_sources(int32_t i, version v, const moeoff_source * src, in
                     (expected ? " take " + std::to_string(expected) : " do not exist");
             return false;
         }
-        const uint64_t size = in.size(src[e].file);
+        const uint64_t size = in ? in->size(src[e].file) : UINT64_MAX;
         if (src[e].nbytes > size || src[e].offset > size - src[e].nbytes) {
             error = std::string(t.info.name) + ": expert " + std::to_string(e) + " lies beyond the end of its file";
             return false;

@@ -52,7 +52,8 @@ class expert_map {
   public:
     void     set_type_size(type_size f) { size_of = f; } // without it sources may have any size
     tensor * add_tensor(const moeoff_tensor_info & info, bool second_block, store * owner);
-    bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, const files & in, std::string & error);
+    // in: nullptr where nothing is read
+    bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, const files * in, std::string & error);
     // whether every tensor has its sources
     bool     is_complete(std::string & error) const;
 

@@ -57,7 +57,7 @@ bool store::set_sources(int32_t tensor, version v, const moeoff_source * src, in
         error = "sources cannot change after the start";
         return false;
     }
-    return map.set_sources(tensor, v, src, n, sources, error);
+    return map.set_sources(tensor, v, src, n, &sources, error);
 }
 
 row_table * store::add_row_table(const moeoff_tensor_info & info) {

@@ -33,6 +33,7 @@ extern "C" {
 #define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
+typedef struct moeoff_simulation moeoff_simulation;
 
 enum moeoff_flag {
     MOEOFF_FLAG_KEEP       = 1, // experts stay resident after use (a cache); without it each use reads them again
@@ -393,6 +394,14 @@ MOEOFF_API int32_t moeoff_gating(const moeoff_expert_buffer * eb);
 // Experts that the decoded tokens of a text miss in one gate's simulated cache (moeoff_options.simulated_share), which is empty at first and takes in all
 // that is absent. ids [n_tokens, n_used], decoded [n_tokens]. -1: no memory
 MOEOFF_API int64_t moeoff_simulated_misses(float share, int32_t n_experts, const int32_t * ids, const bool * decoded, int32_t n_tokens, int32_t n_used);
+
+// An expert buffer without files, memory and threads, in which every read ends at once. tensors: gate by gate; of each its gate, matrix, number of experts
+// and nbytes count. Of one thread at a time
+MOEOFF_API moeoff_simulation * moeoff_simulation_init(const struct moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes);
+MOEOFF_API void    moeoff_simulation_free(moeoff_simulation * simulation);
+// A gate selects n experts, each once, under priorities [n_gates, n_experts]. Returns how many slices are evicted for them. residency [n_gates, n_experts]: as
+// moeoff_residency() has it, afterwards
+MOEOFF_API int64_t moeoff_simulation_take(moeoff_simulation * simulation, int32_t gate, const int32_t * experts, int32_t n, const float * priorities, uint8_t * residency);
 
 // starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. max_bytes bounds what may
 // wait for it, but a few events may always; memory is taken for what waits only. With prefetching, which must outlive the thread, it predicts and

@@ -1,0 +1,74 @@
+#include "moeoff-simulation.h"
+
+#include <algorithm>
+
+namespace moeoff {
+
+bool simulation::start(const moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes, std::string & error) {
+    for (int32_t i = 0; i < n_tensors; i++) {
+        moeoff_tensor_info info = tensors[i];
+        info.layer = info.gate; // a layer may have two
+        if (info.matrix < 0 || info.matrix >= MOEOFF_N_MATRIX || map.add_tensor(info, false, nullptr)->info.gate != info.gate) {
+            error = "tensor " + std::to_string(i) + " of the trace's model: expected the matrices of one gate after the other";
+            return false;
+        }
+        const std::vector<moeoff_source> sources((size_t) info.ne[2], { 0, 0, 0, info.nbytes, 0 });
+        if (!map.set_sources(i, HIGH, sources.data(), (int32_t) sources.size(), nullptr, error)) {
+            return false;
+        }
+    }
+    {
+        store_lock lock(sync);
+        table.space.pools[HIGH].slots.simulate();
+    }
+    error = "no address space for a simulated arena";
+    return table.start(cache_bytes, 0);
+}
+
+uint64_t simulation::take(int32_t gate_index, const int32_t * experts, int32_t n, const float * priorities) {
+    std::copy_n(priorities, map.n_gates() * map.n_experts(), table.space.priorities());
+    table.space.publish();
+    store_lock        lock(sync);
+    const uint64_t    n_evicted = table.counters().evictions;
+    const gate &      g         = map.gate_at(gate_index);
+    const uint8_t     high      = HIGH;
+    moeoff_gate_event event     = {};
+    bool              may_evict[n_pools] = { true, true };
+    table.next_event();
+    for (int32_t i = 0; i < n; i++) {
+        expert_state & x = table.state_of(g, experts[i], HIGH);
+        table.mark_chosen(x, x.has, event);
+    }
+    const auto each_matrix = [&](const auto & f) REQUIRES(store_mutex) {
+        for (const int32_t matrix : graph_order) {
+            if (g.tensors[(size_t) matrix] >= 0) {
+                f(matrix);
+            }
+        }
+    };
+    for (int32_t i = 0; i < n; i++) {
+        each_matrix([&](int32_t m) REQUIRES(store_mutex) { table.request(table.state_of(g, experts[i], HIGH), m, GATE, may_evict); });
+    }
+    read_all();
+    for (int32_t i = 0; i < n; i++) { // if they do not fit together, each takes the place of those computed before it
+        each_matrix([&](int32_t m) REQUIRES(store_mutex) { table.pin(map.tensor_at(g.tensors[(size_t) m]), experts + i, &high, 1); });
+        read_all();
+        each_matrix([&](int32_t m) REQUIRES(store_mutex) { table.unpin(map.tensor_at(g.tensors[(size_t) m]), experts[i], HIGH, true); });
+    }
+    table.check_invariants();
+    return table.counters().evictions - n_evicted;
+}
+
+void simulation::read_all() {
+    static const std::string no_message;
+    for (read_request r; table.next_read(r);) {
+        table.end_read(r, 0, no_message);
+    }
+}
+
+void simulation::residency(uint8_t * out) {
+    store_lock lock(sync);
+    table.space.residency(HIGH, out);
+}
+
+} // namespace moeoff
