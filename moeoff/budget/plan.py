@@ -14,7 +14,6 @@ _PROCESS = 76 << 20  # without the model: planned for every process that is not 
 _LIBRARIES = 8 << 20  # llama.cpp and numpy take this much more once a model is loaded
 CELLS = 64  # tokens: so much of the KV cache is taken back at a time
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this
-_CTX_TRIES = 4  # estimates of a context that fits; each plans the model anew
 ALLOCATED = ("weights", "state", "compute", "work", "outputs")  # of a MemoryPlan, by llama.cpp
 
 
@@ -98,23 +97,10 @@ class MemoryPlan:
         return replace(self, budget=budget, arena=min(budget - self.fixed, self.arena_full))
 
     def _context_within(self, budget: int, planned_at: Callable[[int], MemoryPlan]) -> int:
-        """Find a shorter context that fits into a budget, in tokens; 0 if there is none.
-
-        What a token takes is estimated from half of the context, because a part of the state may be as large for any.
-        Sizes are rounded, and not proportional to the context: an estimate that does not fit is improved from there.
-        """
-        if self.n_ctx <= _CTX_STEP:
-            return 0
-        shrinks = max(self.fixed - planned_at(self.n_ctx // 2).fixed, 1) / (self.n_ctx - self.n_ctx // 2)
-        plan, n_ctx = self, self.n_ctx
-        for _ in range(_CTX_TRIES):
-            n_ctx = min(int(n_ctx - (plan.floor - budget) / shrinks), n_ctx - 1) // _CTX_STEP * _CTX_STEP
-            if n_ctx <= _CTX_STEP:
-                break
-            plan = planned_at(n_ctx)
-            if plan.floor <= budget:
-                return n_ctx
-        return _CTX_STEP if planned_at(_CTX_STEP).floor <= budget else 0
+        """Find the longest shorter context that fits into a budget, in tokens; 0 if there is none."""
+        lengths = range(_CTX_STEP, self.n_ctx, _CTX_STEP)
+        n = bisect.bisect_right(lengths, budget, key=lambda n_ctx: planned_at(n_ctx).floor)
+        return lengths[n - 1] if n else 0
 
     def items(self) -> dict[str, int]:
         """Bytes of each thing that the process holds or plans for, by name."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
 import functools
 import io
 import os
@@ -232,25 +231,13 @@ def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) 
     return decorate
 
 
-class _Output(io.FileIO):
-    """Standard output, which says of itself that it cannot be written."""
-
-    def write(self, data: Any) -> int:
-        try:
-            if (n := super().write(data)) is not None:
-                return n
-            why = os.strerror(errno.EAGAIN)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            why = error.strerror or str(error)
-        _forget_output()
-        raise WriteError(f"standard output cannot be written: {why}")
-
-
 @contextlib.contextmanager
 def written_whole() -> Iterator[None]:
-    """Writes what is printed inside when the block ends. Where the reader of our output has gone, the program ends well."""
+    """Writes what is printed inside when the block ends. Where the reader of our output has gone, the program ends well.
+
+    Raises:
+        WriteError: standard output is not there, or full.
+    """
     try:
         yield
         if sys.stdout is not None:
@@ -258,6 +245,11 @@ def written_whole() -> Iterator[None]:
     except BrokenPipeError:
         _forget_output()
         sys.exit(0)
+    except OSError as error:
+        if error.filename is not None or type(error) not in (OSError, BlockingIOError):  # not of a stream
+            raise
+        _forget_output()
+        raise WriteError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def _forget_output() -> None:
@@ -266,8 +258,7 @@ def _forget_output() -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens those that the caller has closed: files that are opened later would get their numbers, and be written to as such. What is printed to a
-    standard output that is not there, or full, fails with a sentence."""
+    """Opens those that the caller has closed: files that are opened later would get their numbers, and be written to as such."""
     for fd, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(fd)
@@ -277,12 +268,9 @@ def open_standard_streams() -> None:
             for name in ("stdin", "stdout", "stderr")[fd : fd + 1]:
                 setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", errors="replace"))
                 setattr(sys, f"__{name}__", getattr(sys, name))
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        out = sys.stdout  # which writes at once, and not line by line, with PYTHONUNBUFFERED
-        raw = _Output(1, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal of another encoding gets ? for what it has no sign for; names of files keep bytes that are no UTF-8
-        errors = "surrogateescape" if codecs.lookup(out.encoding).name == "utf-8" else "replace"
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, errors, line_buffering=out.line_buffering or out.write_through)
+        sys.stdout.reconfigure(errors="surrogateescape" if codecs.lookup(sys.stdout.encoding).name == "utf-8" else "replace")
 
 
 def remark_on_memory(size: int) -> None:

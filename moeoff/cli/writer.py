@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import unicodedata
+
+from rich.cells import cell_len
 
 _DIMMED, _PLAIN, _BACK = "\x1b[2m", "\x1b[0m", "\x1b[{}D\x1b[K"
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
@@ -51,14 +52,14 @@ class Writer:
 
     def _write_part(self, part: str) -> None:
         """A line's end, blanks, or a word or a part of one."""
-        width, columns = _cells(part), shutil.get_terminal_size().columns
+        width, columns = cell_len(part), shutil.get_terminal_size().columns
         if part == "\n":
             self._code ^= self._line.lstrip().startswith("```")
             self._line, self._word, self._column = "", "", 0
         elif part.isspace():
             self._word = ""
         else:
-            before = _cells(self._word)
+            before = cell_len(self._word)
             if not self._code and self._column + width > columns and before < self._column:
                 sys.stdout.write((_BACK.format(before) if before else "") + "\n" + self._word)
                 self._column = before
@@ -74,8 +75,3 @@ class Writer:
         if not (self._terminal and (self._newline or not self._begun)):
             sys.stdout.write("\n")
         sys.stdout.flush()
-
-
-def _cells(text: str) -> int:
-    """Columns that a text takes on a terminal."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

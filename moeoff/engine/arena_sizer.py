@@ -186,20 +186,11 @@ class ArenaSizer:
         """To what the arenas should have."""
         self._buffer.set_cache_bytes(*self.arenas)
 
-    def _change(self, plan: MemoryPlan, grown: int) -> None:
-        """Plan and arenas together: both as they were, or both as they will be."""
-        before = self.plan, self._grown
-        try:
-            self.plan, self._grown = plan, grown
-            self.resize()
-        except BaseException:
-            self.plan, self._grown = before
-            self.resize()
-            raise
-
     def _divide(self, budget: int, process: int = 0, extras: int = 0) -> None:
         """Divides a budget where the process takes so many bytes more."""
-        self._change(replace(self.plan, process=self.plan.process + process, extras=self.plan.extras + extras).within(budget), 0)
+        self.plan = replace(self.plan, process=self.plan.process + process, extras=self.plan.extras + extras).within(budget)
+        self._grown = 0
+        self.resize()
 
     def make_room(self, nbytes: int) -> None:
         """Before anything is computed: the process has allocated so many bytes since the plan was made.
@@ -214,7 +205,7 @@ class ArenaSizer:
         """Another budget, between answers: the arenas are resized at once.
 
         Raises:
-            BudgetError: below what the model needs; the old budget stays, as after any other exception.
+            BudgetError: below what the model needs; the old budget stays.
         """
         grown = max(rss() - self._buffer.stats().arena_committed + RESERVE - self.plan.fixed, 0)  # beyond what was planned
         self._divide(budget, process=grown)
@@ -223,20 +214,14 @@ class ArenaSizer:
         """The process needs so many bytes more for a while; negative: no longer.
 
         Raises:
-            BudgetError: too little would be left for experts; nothing has changed, as after any other exception.
+            BudgetError: too little would be left for experts; nothing has changed.
         """
         if not self.plan.budget:
             return
-        before, expected = (self.plan, self._grown), self._expected
-        try:
-            self._divide(self.plan.budget, extras=nbytes)
-            taken = rss() - self._buffer.stats().arena_committed
-            self._expected = max(self._expected, taken) + nbytes if self.plan.extras > self._extras else 0
-            self.fit_budget()
-        except BaseException:
-            self._expected = expected
-            self._change(*before)
-            raise
+        self._divide(self.plan.budget, extras=nbytes)
+        taken = rss() - self._buffer.stats().arena_committed
+        self._expected = max(self._expected, taken) + nbytes if self.plan.extras > self._extras else 0
+        self.fit_budget()
 
     def before(self, n_tokens: int, moves_state: bool = False) -> None:
         """Before a batch is computed: experts give back what it will touch.
@@ -291,4 +276,5 @@ class ArenaSizer:
                 free -= stats.arena_committed - sum(int(self._buffer.expert_bytes(low=low, resident=True).sum()) for low in (False, True))
                 moves = free > _WORTH
         if moves:
-            self._change(self.plan, self._grown - free)
+            self._grown -= free
+            self.resize()

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..budget.dry_load import memory_sizes, usual_ctx
+from ..budget.dry_load import memory_sizes
 from ..errors import BudgetError, Cancelled, ComputeError, ModelError, MoeoffError, OptionError
-from ..gguf.model_index import ModelIndex
 from ..llamacpp.compute_thread import ComputeThread
 from ..llamacpp.llama import LoadError, PatchedLlama, errors_unless, set_log
 from ..llamacpp.threads import CoreBinding
@@ -22,10 +21,9 @@ from ..llamacpp.turns import Turns
 from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent
-from ..system.console import loading_bar
 from ..system.memory import trim
 from .engine import Engine
-from .opening import Opening, plan
+from .opening import plan
 from .stats import Stats
 
 T = TypeVar("T")
@@ -75,7 +73,7 @@ class Llama(PatchedLlama):
     `close()` ends what runs; after it, and in a fork of the process, every call raises `MoeoffError`.
 
     Args:
-        model_path: of the GGUF and `options`, or instead of both a `Config`, or an `Opening`.
+        model_path: of the GGUF and `options`, or instead of both a `Config`.
         progress: called with the loaded fraction, 0 to 1, while the weights outside the experts are read.
         on_stats: called with the `Stats` of each answer when it ends.
         **options: those of `moeoff.options.Config`: memory, expert_memory, strategy, experts, tier, max_loss, ...; and of
@@ -94,7 +92,7 @@ class Llama(PatchedLlama):
 
     def __init__(
         self,
-        model_path: str | os.PathLike[str] | Config | Opening,
+        model_path: str | os.PathLike[str] | Config,
         *,
         progress: Callable[[float], None] | None = None,
         on_stats: Callable[[Stats], None] | None = None,
@@ -108,10 +106,10 @@ class Llama(PatchedLlama):
             self.close()
             raise
 
-    def _open(self, model_path: str | os.PathLike[str] | Config | Opening, options: Mapping[str, Any]) -> None:
-        config = model_path.config if isinstance(model_path, Opening) else Config.make(model_path, **options)
+    def _open(self, model_path: str | os.PathLike[str] | Config, options: Mapping[str, Any]) -> None:
+        config = Config.make(model_path, **options)
         _require_plain_decoding(config)
-        engine = self._engine = Engine(model_path if isinstance(model_path, Opening) else plan(config))
+        engine = self._engine = Engine(plan(config))
         self._one_output = not engine.config.gate_input
         set_log(engine.keywords["verbose"])
         self.turns.thread.set_stop = engine.buffer.set_cancelled
@@ -334,23 +332,3 @@ class Llama(PatchedLlama):
                 stack.callback(super().close)
             if self._engine is not None:
                 self._engine.close_driver()
-
-
-L = TypeVar("L", bound=Llama)
-
-
-def open_model(kind: type[L], model: str, *, n_ctx: str | int | None = None, **options: Any) -> L:
-    """A `moeoff.Llama` or a class of its kind, with a bar on the terminal while it loads.
-
-    Args:
-        n_ctx: tokens; by default as many as the model was trained with, at most `moeoff.budget.dry_load.DEFAULT_CTX`.
-        **options: what else `Config.make` takes.
-
-    Raises:
-        MoeoffError: the model, the budget or an option is no good.
-    """
-    model_index = ModelIndex.read(model)
-    model_index.require_text()
-    opening = plan(Config.make(model, n_ctx=usual_ctx(model_index) if n_ctx is None else n_ctx, **options), model_index)
-    with loading_bar(os.path.basename(model), model_index.dense_bytes) as progress:
-        return kind(opening, progress=progress)

@@ -44,14 +44,14 @@ class Timing:
             self.prompt_seconds += seconds
 
 
-def _figure(text: str, unit: str = "", default: Any = 0, *, counter: bool = False, metric: str = "", factory: Any = None) -> Any:
+def _figure(text: str, unit: str = "", default: Any = 0, *, counter: bool = False, metric: str | bool = False, factory: Any = None) -> Any:
     """A field of `Stats`.
 
     Args:
         text: what it is, in one sentence.
         unit: of its value.
         counter: counts up, so that two snapshots have a difference; else it is a gauge, and says how something is now.
-        metric: its name in /metrics, where it is one of its own.
+        metric: its name in /metrics, where it is one of its own; True: as the field.
     """
     metadata = {"text": text, "unit": unit, "counter": counter, "metric": metric}
     return field(default_factory=factory, metadata=metadata) if factory else field(default=default, metadata=metadata)
@@ -67,7 +67,7 @@ class Stats:
 
     model: str = _figure("Path of the model.", default="")
     strategy: str = _figure("Name of the strategy.", default="")
-    budget_bytes: int = _figure("The bound given by --memory; 0 where only the experts are bounded.", "bytes", metric="budget_bytes")
+    budget_bytes: int = _figure("The bound given by --memory; 0 where only the experts are bounded.", "bytes", metric=True)
     memory: dict[str, int] = _figure("What the process holds or plans for, by name: the items of the memory plan.", "bytes", factory=dict)
     peak_rss_bytes: int = _figure("The most that the process has had in memory.", "bytes")
     cache_bytes: int = _figure("Memory that experts may take.", "bytes", metric="expert_cache_bytes")
@@ -75,10 +75,10 @@ class Stats:
     row_table_bytes: int = _figure("Of tables that stay on disk and whose rows are read as tokens name them, as the token embedding.", "bytes")
     micro_batch: int = _figure("Tokens of a prompt that are computed at once.", "tokens")
     micro_batch_reason: str = _figure("Why so many.", default="")
-    io_threads: int = _figure("Reads that may be in flight at a time: as many as the disk is seen to gain from, or as --io-threads says.", metric="io_threads")
+    io_threads: int = _figure("Reads that may be in flight at a time: as many as the disk is seen to gain from, or as --io-threads says.", metric=True)
     direct_io: bool = _figure("Whether every read went around the page cache.", default=False)
 
-    prompt_tokens: int = _figure("Tokens of prompts that were computed.", "tokens", counter=True, metric="prompt_tokens")
+    prompt_tokens: int = _figure("Tokens of prompts that were computed.", "tokens", counter=True, metric=True)
     prompt_seconds: float = _figure("Time inside llama_decode for them.", "seconds", 0.0, counter=True)
     prompt_tps: float = _figure("Their rate.", "tokens per second", 0.0)
     gen_tokens: int = _figure("Tokens that were decoded, of all answers.", "tokens", counter=True, metric="decoded_tokens")
@@ -97,17 +97,15 @@ class Stats:
     slot_moves: int = _figure("Experts copied within the cache to free memory for experts of another size.", "experts", counter=True, metric="expert_moves")
     bytes_read: int = _figure("Bytes of experts read from disk.", "bytes", counter=True, metric="expert_read_bytes")
     low_bytes_read: int = _figure("Of these, bytes of low versions.", "bytes", counter=True)
-    row_hits: int = _figure(
-        "Rows of tables on disk that tokens named and that were in memory; of a batch each counts once.", "rows", counter=True, metric="row_hits"
-    )
-    row_misses: int = _figure("Rows that were read from disk.", "rows", counter=True, metric="row_misses")
+    row_hits: int = _figure("Rows of tables on disk that tokens named and that were in memory; of a batch each counts once.", "rows", counter=True, metric=True)
+    row_misses: int = _figure("Rows that were read from disk.", "rows", counter=True, metric=True)
     row_bytes_read: int = _figure("Bytes read for them, in whole pages.", "bytes", counter=True, metric="row_read_bytes")
-    stall_seconds: float = _figure("Time compute waited for experts, mean over its threads.", "seconds", 0.0, counter=True, metric="stall_seconds")
-    disk_busy_seconds: float = _figure("Time in which experts were being read.", "seconds", 0.0, counter=True, metric="disk_busy_seconds")
-    prefetch_issued: int = _figure("Expert slices read ahead.", "slices", counter=True, metric="prefetch_issued")
-    prefetch_useful: int = _figure("Of these, slices that were then asked for.", "slices", counter=True, metric="prefetch_useful")
+    stall_seconds: float = _figure("Time compute waited for experts, mean over its threads.", "seconds", 0.0, counter=True, metric=True)
+    disk_busy_seconds: float = _figure("Time in which experts were being read.", "seconds", 0.0, counter=True, metric=True)
+    prefetch_issued: int = _figure("Expert slices read ahead.", "slices", counter=True, metric=True)
+    prefetch_useful: int = _figure("Of these, slices that were then asked for.", "slices", counter=True, metric=True)
     prefetch_on: bool | None = _figure(
-        "Whether prefetching pays at the moment, as measured; None: the strategy does not prefetch, or does not compare.", default=None, metric="prefetch_on"
+        "Whether prefetching pays at the moment, as measured; None: the strategy does not prefetch, or does not compare.", default=None, metric=True
     )
     prefetch_gain: float | None = _figure("Speed with it relative to without, minus 1, when it was last compared.", "share", None)
     prediction_accuracy: float | None = _figure(
@@ -115,8 +113,8 @@ class Stats:
     )
     fetch_rate: float | None = _figure("Of these, the share that was resident when their router selected.", "share", None)
     good_pred: float | None = _figure("prediction_accuracy times fetch_rate.", "share", None)
-    draft_length: int | None = _figure("Tokens that are drafted at a time, as it pays at the moment; None: no drafts.", default=None, metric="draft_length")
-    drafts_rejected: int = _figure("Of gen_tokens, those of drafts that were rejected.", "tokens", counter=True, metric="drafts_rejected")
+    draft_length: int | None = _figure("Tokens that are drafted at a time, as it pays at the moment; None: no drafts.", default=None, metric=True)
+    drafts_rejected: int = _figure("Of gen_tokens, those of drafts that were rejected.", "tokens", counter=True, metric=True)
     drafts_gain: float | None = _figure(
         "Speed with drafts relative to without, minus 1, by what batches took and how many tokens were accepted.", "share", None
     )
@@ -124,24 +122,24 @@ class Stats:
     expert_uses: int = _figure("Experts that gates chose for a token.", "experts", counter=True)
     experts_per_token: int = _figure("Experts that all gates together choose for a token.", "experts")
     tier: str = _figure("The sidecar's tier that all experts are read in; original: their own precision.", default=ORIGINAL)
-    tau: float = _figure("Weight below which an expert that is not in memory is left out of a decoded token; 0: none is.", default=0.0, metric="tau")
+    tau: float = _figure("Weight below which an expert that is not in memory is left out of a decoded token; 0: none is.", default=0.0, metric=True)
     served_low: int = _figure("Of expert_uses, those that a low version served; the others were in `tier`.", "experts", counter=True)
     skipped: int = _figure("Of expert_uses, those not computed at all: with tau, of the decoded ones.", "experts", counter=True)
     simulated_misses: int = _figure("Experts that the cache which a deterministic run simulates would have had to read.", "experts", counter=True)
-    max_loss: float | None = _figure("The bound of --max-loss, as a share of perplexity; None: no promise.", "share", None, metric="max_loss")
-    estimated_loss: float | None = _figure("Loss that was measured of what is given up within it.", "share", None, metric="estimated_loss")
+    max_loss: float | None = _figure("The bound of --max-loss, as a share of perplexity; None: no promise.", "share", None, metric=True)
+    estimated_loss: float | None = _figure("Loss that was measured of what is given up within it.", "share", None, metric=True)
 
-    device_hits: int = _figure("Of the hits, expert slices that a GPU held.", "slices", counter=True, metric="device_hits")
-    device_uploads: int = _figure("Experts written into a GPU's memory.", "experts", counter=True, metric="device_uploads")
-    device_ahead: int = _figure("Of these, those that began before their router selected.", "experts", counter=True, metric="device_ahead")
-    device_ahead_used: int = _figure("Of these, those that it then did.", "experts", counter=True, metric="device_ahead_used")
+    device_hits: int = _figure("Of the hits, expert slices that a GPU held.", "slices", counter=True, metric=True)
+    device_uploads: int = _figure("Experts written into a GPU's memory.", "experts", counter=True, metric=True)
+    device_ahead: int = _figure("Of these, those that began before their router selected.", "experts", counter=True, metric=True)
+    device_ahead_used: int = _figure("Of these, those that it then did.", "experts", counter=True, metric=True)
     device_bytes: int = _figure("Bytes of device_uploads.", "bytes", counter=True, metric="device_upload_bytes")
-    device_upload_seconds: float = _figure("Time that writing them took.", "seconds", 0.0, counter=True, metric="device_upload_seconds")
+    device_upload_seconds: float = _figure("Time that writing them took.", "seconds", 0.0, counter=True, metric=True)
     device_downloads: int = _figure("Slices that went from a GPU's slot, taken by another expert, back to the host.", "slices", counter=True)
     device_bytes_down: int = _figure("Bytes that went from a GPU's memory back to the host's.", "bytes", counter=True, metric="device_download_bytes")
-    device_download_seconds: float = _figure("Time that reading them took.", "seconds", 0.0, counter=True, metric="device_download_seconds")
-    device_wait_seconds: float = _figure("Of writing into a GPU's memory, what compute waited for.", "seconds", 0.0, counter=True, metric="device_wait_seconds")
-    device_experts: int = _figure("Experts in GPUs' memory.", "experts", metric="device_experts")
+    device_download_seconds: float = _figure("Time that reading them took.", "seconds", 0.0, counter=True, metric=True)
+    device_wait_seconds: float = _figure("Of writing into a GPU's memory, what compute waited for.", "seconds", 0.0, counter=True, metric=True)
+    device_experts: int = _figure("Experts in GPUs' memory.", "experts", metric=True)
     device_memory: dict[str, dict[str, int]] = _figure(
         "Of each device with slots: their number for each layer, their bytes with those of the stage, and what llama.cpp takes there.", factory=dict
     )
@@ -185,6 +183,7 @@ class Stats:
         """Those of the table that are known, and those of several figures."""
         for f in fields(self):
             value, name = getattr(self, f.name), f.metadata["metric"]
+            name = f.name if name is True else name
             if name and value is not None and (self.device_memory or not f.name.startswith("device_")):
                 yield Metric(name + "_total" * f.metadata["counter"], f.metadata["text"], {"": int(value) if isinstance(value, bool) else value})
         by_precision = {"high": self.expert_uses - self.served_low - self.skipped, "low": self.served_low, "none": self.skipped}

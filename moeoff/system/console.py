@@ -5,7 +5,6 @@ rich is imported for tables: a command that prints none does not pay for it.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-LOADING_DELAY = 0.3  # seconds; a model that loads faster shows nothing
 LINE_DELAY = 1.0  # before a line appears on a terminal
 LINE_INTERVAL = 0.1  # before it is rewritten
 LINE_MINUTE = 60.0  # between lines elsewhere
@@ -137,20 +135,3 @@ def progress_bar(unit: str = "") -> Iterator[Callable[[str, int, int], None]]:
         yield line.update
     finally:
         line.clear()
-
-
-@contextmanager
-def loading_bar(name: str, nbytes: int) -> Iterator[Callable[[float], None] | None]:
-    """Yields a function that takes the loaded fraction, or None where standard error is no terminal.
-
-    llama_cpp redirects both descriptors while it loads: this line is written to a copy.
-    """
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace") as terminal:
-        line = ProgressLine("bytes", terminal, LOADING_DELAY)
-        try:
-            yield lambda fraction: line.update(f"loading {name}", int(fraction * nbytes), nbytes)
-        finally:
-            line.clear()

@@ -107,7 +107,8 @@ def stats_page() -> str:
     rows = []
     for field in dataclasses.fields(Stats):
         line = field.metadata
-        metric = f"`moeoff_{line['metric']}{'_total' if line['counter'] else ''}`" if line["metric"] else ""
+        name = field.name if line["metric"] is True else line["metric"]
+        metric = f"`moeoff_{name}{'_total' if line['counter'] else ''}`" if name else ""
         rows.append(f"| `{field.name}` | {line['unit']} | {'counter' if line['counter'] else 'gauge'} | {metric} | {line['text']} |")
     head = (
         "# Statistics\n\nMade by `python scripts/build/docs.py cli` from `moeoff/engine/stats.py`: what `Llama.stats()` and `Server.stats()` return, "

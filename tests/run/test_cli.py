@@ -359,30 +359,6 @@ import moeoff.llamacpp.native
     assert f"speaks version 999 of the expert buffer's interface, this moeoff version {native.ABI_VERSION}" in done.stderr
 
 
-# --- the loading line: on a terminal although llama_cpp has pointed both descriptors elsewhere, and only if loading takes long ---
-
-LOADING = """
-import os
-from moeoff.system import console
-console.LOADING_DELAY, console.LINE_INTERVAL = {delay}, 0
-null = os.open(os.devnull, os.O_WRONLY)
-with console.loading_bar("demo.gguf", 1 << 30) as update:
-    saved = os.dup(1), os.dup(2)
-    os.dup2(null, 1), os.dup2(null, 2)
-    update(0.0)
-    update(0.5)
-    os.dup2(saved[0], 1), os.dup2(saved[1], 2)
-print("ended")
-"""
-
-
-@pytest.mark.parametrize("delay, shows", [(0, True), (3600, False)])
-def test_a_slow_load_shows_bytes_and_rate(delay, shows):
-    child = pexpect.spawn(sys.executable, ["-c", LOADING.format(delay=delay)], encoding="utf-8", dimensions=(24, 120), timeout=300)
-    child.expect(pexpect.EOF)
-    assert ("loading demo.gguf: 512 MiB of 1.00 GiB, " in child.before and "MB/s" in child.before) == shows and child.before.rstrip().endswith("ended")
-
-
 # --- completion in real shells: what a person gets who types and presses Tab ---
 
 BIN = str(Path(sys.executable).parent)
