@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,73 +113,53 @@ def speed(nbytes: float, bytes_per_second: float, compute_seconds: float) -> flo
     return 1 / (_BESIDE * compute_seconds + reading - min(_HIDDEN * reading, _HIDES * compute_seconds))
 
 
-class Residence:
-    """The share of the experts that is in memory while tokens are decoded, by budget: as `moeoff run` chooses its micro-batch, and lends experts what
-    batches of one token leave untouched of the buffers, and a short conversation of the KV cache.
+def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) -> tuple[MemoryPlan, Callable[[int, bool], float]]:
+    """Plan a model with its smallest micro-batch, unless another one was chosen, and tell how many of its experts are in memory while tokens are decoded.
+
+    `moeoff run` chooses its micro-batch, and lends experts what batches of one token leave untouched of the
+    buffers, and a short conversation of the KV cache.
 
     Args:
-        n_ctx: tokens of the context.
-        keywords: of llama_cpp.Llama, with which the model would be opened.
+        n_ctx: Tokens of the context.
+        keywords: Arguments of llama_cpp.Llama with which the model would be opened.
 
-    Attributes:
-        smallest: the plan with the smallest micro-batch, unless another one was chosen.
+    Returns:
+        The plan; and a function of a budget, and of whether the context is full, so that nothing of it is
+        lent, that returns the share of the experts.
     """
+    extras = answer_bytes(model_index, 1)
+    is_chosen, usual = bool(keywords.get("n_batch") or keywords.get("n_ubatch")), min(USUAL, n_ctx)
 
-    def __init__(self, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]):
-        self._model_index, self._n_ctx, self._keywords = model_index, n_ctx, dict(keywords)
-        self._chosen = bool(self._keywords.get("n_batch") or self._keywords.get("n_ubatch"))
-        self._plans: dict[int, MemoryPlan] = {}
-        self._extras = answer_bytes(model_index, 1)
-        self.smallest = plan = (
-            dry_load(model_index, n_ctx, self._keywords, extras=self._extras) if self._chosen else self._with_batches_of(min(SIZES[0], n_ctx))
-        )
-        self._smaller = max(plan.process - _PROCESS, 0)  # than planned is a run
-        self._n_gpu_layers = self._keywords.get("n_gpu_layers") or 0
-        self._state_lent = self._unused_state()
+    def planned_at(n_ctx: int, **batches: int) -> MemoryPlan:
+        return dry_load(model_index, n_ctx, {**keywords, **batches}, extras=extras)
 
-    def _with_batches_of(self, n_tokens: int) -> MemoryPlan:
-        if n_tokens not in self._plans:
-            planned = dry_load(self._model_index, self._n_ctx, self._keywords | {"n_batch": n_tokens, "n_ubatch": n_tokens}, extras=self._extras)
-            first = next(iter(self._plans.values()), planned)
-            self._plans[n_tokens] = replace(planned, process=first.process)  # planning takes memory itself
-        return self._plans[n_tokens]
+    @functools.cache
+    def planned(n_tokens: int) -> MemoryPlan:
+        if n_tokens == SIZES[0] and not is_chosen:
+            return smallest
+        return replace(planned_at(n_ctx, n_batch=n_tokens, n_ubatch=n_tokens), process=smallest.process)  # planning takes memory itself
 
-    def _unused_state(self) -> int:
-        """Bytes of the KV cache behind the first tokens: what grows with the context, for the rest of it."""
-        n_ctx, half = self._n_ctx, self._n_ctx // 2
-        unused = n_ctx - _FILLED - CELLS
-        if unused <= 0 or not half:
-            return 0
-        shorter = dry_load(self._model_index, half, self._keywords if self._chosen else self._keywords | SMALLEST)
-        return max(self.smallest.state - shorter.state, 0) * unused // (n_ctx - half)
+    smallest = planned_at(n_ctx, **({} if is_chosen else SMALLEST))
+    unused, half = n_ctx - _FILLED - CELLS, n_ctx // 2
+    state = 0  # of the KV cache behind the first tokens: what grows with the context, for the rest of it
+    if unused > 0:
+        state = max(smallest.state - planned_at(half, **({} if is_chosen else SMALLEST)).state, 0) * unused // (n_ctx - half)
+    smaller = max(smallest.process - _PROCESS, 0)  # than planned is a run
 
-    def plan(self, budget: int) -> MemoryPlan:
-        """How a run divides this budget; one that is below the floor as if it were that."""
-        usual = min(USUAL, self._n_ctx)
-        if self._chosen or budget < self.smallest.floor:
-            return self.smallest
-        n_tokens = usual if self._with_batches_of(usual).floor <= budget else min(SIZES[0], usual)
-        chosen = choose_within(
-            self._with_batches_of,
-            self._model_index,
-            n_tokens,
-            budget,
-            self._keywords,
-            None,
-            measures=False,
-        )
-        return self._with_batches_of(chosen.n_tokens)
-
-    def share(self, budget: int, full: bool = False) -> float:
-        """full: at the end of the context, of which nothing is lent."""
-        if budget < self.smallest.floor:
+    def share(budget: int, is_full: bool) -> float:
+        if budget < smallest.floor:
             return 0.0
-        plan, lent = self.plan(budget), 0
-        if not (self._n_gpu_layers and devices()):  # what a device computes with is not lent
-            least = self._with_batches_of(LEAST)
-            lent = max(plan.compute - least.compute, 0) + max(plan.work - least.work, 0) + (0 if full else self._state_lent)
-            lent += RESERVE // 2  # what single tokens leave of it (`ArenaSizer.fit_budget`)
-        return min(1.0, max(budget - plan.fixed + self._smaller + lent, plan.arena_floor) / plan.arena_full) if plan.arena_full else 1.0
+        plan = smallest
+        if not is_chosen:
+            n_tokens = usual if planned(usual).floor <= budget else min(SIZES[0], usual)
+            plan = planned(choose_within(planned, model_index, n_tokens, budget, keywords, None, measures=False).n_tokens)
+        room = budget - plan.fixed + smaller
+        if not (keywords.get("n_gpu_layers") and devices()):  # what a device computes with is not lent
+            room += max(plan.compute - planned(LEAST).compute, 0) + max(plan.work - planned(LEAST).work, 0) + (0 if is_full else state)
+            room += RESERVE // 2  # what single tokens leave of it (`ArenaSizer.fit_budget`)
+        return min(1.0, max(room, plan.arena_floor) / plan.arena_full) if plan.arena_full else 1.0
+
+    return smallest, share
 
 
 def examine(
@@ -207,8 +188,7 @@ def examine(
     model_index.require_experts()
     model_index.require_text()
     kinds = slice_kinds(model_index)
-    residence = Residence(model_index, usual_ctx(model_index, ctx_size), keywords)
-    plan = residence.smallest
+    plan, resident_share = residence(model_index, usual_ctx(model_index, ctx_size), keywords)
     per_token, disk, compute, attention = token_bytes(model_index), None, None, None
     if probe_disk:
         file = next(iter(model_index.experts.values())).file
@@ -224,7 +204,7 @@ def examine(
     budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
     rows: list[MemoryOption] = []
     for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):
-        share, full, fits = residence.share(bound), residence.share(bound, full=True), bound >= plan.floor
+        share, full, fits = resident_share(bound, False), resident_share(bound, True), bound >= plan.floor
         if rows and rows[-1].full_resident_share == 1 and bound != memory:
             continue  # more gives no more
         short_tps = tps(share, compute) if fits else None

@@ -363,8 +363,8 @@ simulated_misses = function("moeoff_simulated_misses", c_int64, c_float, c_int32
 simulation_init = function("moeoff_simulation_init", c_void_p, POINTER(TensorInfo), c_int32, c_uint64)
 # void moeoff_simulation_free(moeoff_simulation * simulation);
 simulation_free = function("moeoff_simulation_free", None, c_void_p)
-# int64_t moeoff_simulation_take(moeoff_simulation * simulation, int32_t gate, const int32_t * experts, int32_t n, const float * priorities, uint8_t * residency);
-simulation_take = function("moeoff_simulation_take", c_int64, c_void_p, c_int32, POINTER(c_int32), c_int32, c_void_p, POINTER(c_uint8))
+# int64_t moeoff_simulation_take(moeoff_simulation * simulation, struct moeoff_gate_event * event, const float * priorities, float tau, uint8_t * residency);
+simulation_take = function("moeoff_simulation_take", c_int64, c_void_p, POINTER(GateEvent), c_void_p, c_float, POINTER(c_uint8))
 # int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, struct moeoff_prefetching * prefetching);
 set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64, POINTER(Prefetching))
 # void moeoff_drain(moeoff_expert_buffer * eb);

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, Structure, c_char_p, c_int32, c_uint8, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_uint8, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,25 @@ class Simulation:
         self.residency = np.zeros((1 + max(t.gate for t in tensors), max(t.n_experts for t in tensors)), np.uint8)
         self._out = self.residency.ctypes.data_as(POINTER(c_uint8))
 
-    def take(self, gate: int, experts: np.ndarray, priorities: np.ndarray) -> int:
-        """A gate selects experts, each once, under priorities [n_gates, n_experts] float32. Returns how many slices are evicted for them."""
-        experts = np.ascontiguousarray(experts, np.int32)
-        evicted: int = _abi.simulation_take(self._at, gate, experts.ctypes.data_as(POINTER(c_int32)), experts.size, priorities.ctypes.data, self._out)
-        return evicted
+    def take(self, ids: np.ndarray, weights: np.ndarray, priorities: np.ndarray, tau: float, **event: int) -> tuple[int, int, np.ndarray | None]:
+        """A gate selects.
+
+        Args:
+            ids, weights: [n_tokens, n_used], as of a gate event.
+            priorities: [n_gates, n_experts] float32.
+            tau: of `Precision`.
+            event: gate and decode.
+
+        Returns:
+            Slices that it finds, slices that are evicted for it, and the versions [n_tokens, n_used] that serve; None: all high.
+        """
+        ids, weights = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(weights, np.float32)
+        told = _abi.GateEvent(n_tokens=len(ids), n_used=ids.shape[1], ids=ids.ctypes.data_as(POINTER(c_int32)),
+                              weights=weights.ctypes.data_as(POINTER(c_float)), **event)  # fmt: skip
+        n_evicted = _abi.simulation_take(self._at, told, priorities.ctypes.data, tau, self._out)
+        if n_evicted < 0:
+            raise MemoryError(_abi.last_error().decode())
+        return told.n_hit, n_evicted, np.ctypeslib.as_array(told.versions, ids.shape).copy() if told.versions else None
 
 
 def layout(structs: Mapping[str, type[Structure]]) -> str:

@@ -63,14 +63,6 @@ class Checkpoint:
             with contextlib.suppress(OSError), atomic_file(self._folder / f"{name}.npz") as file:
                 np.savez(file, **arrays)  # type: ignore[arg-type]  # its other parameter is a bool
 
-    def once(self, name: str, make: Callable[[], Arrays]) -> Arrays:
-        """A part as it was saved, or made and saved now."""
-        arrays = self.load(name)
-        if arrays is None:
-            arrays = make()
-            self.save(name, arrays)
-        return arrays
-
     def remove(self) -> None:
         """Removes all parts."""
         if self._folder is not None:

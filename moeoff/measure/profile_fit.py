@@ -82,7 +82,7 @@ def calibrate(
 ) -> Calibration:
     """Measures a model on texts and writes its profile; sections of other commands stay in it.
 
-    May be interrupted at any point: called again with the same arguments it goes on from there, to the same profile.
+    May be interrupted at any point: called again with the same arguments it reads no text again, and comes to the same profile.
 
     Args:
         text: Files. Default: `default_texts`.
@@ -124,7 +124,7 @@ def calibrate(
     trim()  # what the closed model leaves is room for the fits
     room, until = max(int(_SHARE * (bound - rss())), 0), started + 60 * minutes
     how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=room, until=until)
-    sections = fit(recording, how, progress, only, checkpoint, warn)
+    sections = fit(recording, how, progress, only, warn)
     info = {"tokens": recording.n_tokens, "texts": list(map(os.path.basename, files))}
     left_out: dict[str, Section] = {name: {} for name in fits() if only is None or name in only}  # an earlier calibration's go, too
     Profile.write(path, model_index, left_out | sections, info)
@@ -163,7 +163,9 @@ def _record(
             raise OptionError(f"the texts hold {n_tokens} tokens, too few to calibrate on: give more")
         if progress:
             progress("reading text", 0, n_tokens)  # one sequence of a large model may take minutes
-        limit = int(checkpoint.once("reading", lambda: {"limit": np.array(recording_limit(llm.engine.plan))})["limit"])
+        reading = checkpoint.load("reading") or {"limit": np.array(recording_limit(llm.engine.plan))}
+        checkpoint.save("reading", reading)
+        limit = int(reading["limit"])
         llm.engine.sizer.reserve(recording_bytes(llm, router, n_tokens, limit))
         stage = progress and functools.partial(progress, "reading text")
         name = os.path.basename(model_index.files[0])
@@ -173,10 +175,9 @@ def _record(
 
 def fit(
     recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None, only: Collection[str] | None = None,
-    checkpoint: Checkpoint | None = None, warn: Callable[[str], None] | None = None, compare: bool = True,
+    warn: Callable[[str], None] | None = None, compare: bool = True,
 ) -> dict[str, Section]:  # fmt: skip
-    """Sections of a profile: arrays that each of `fits`, or of those `only`, learns from the recording, or has learned before an interruption. From its
-    first tokens, where there is room for no more.
+    """Sections of a profile: arrays that each of `fits`, or of those `only`, learns from the recording. From its first tokens, where there is room for no more.
 
     What a policy or predictor learns and `compared` says so of is fitted on the first tokens and replayed on the others, all of which lie all over the
     texts: it is left out, and `warn` told, if the policy misses no less with it than with its defaults, or the predictor predicts no more.
@@ -199,8 +200,7 @@ def fit(
         policy = policies.get(name) if cut < end else None
         source = recording.part(0, cut) if policy is not None or (cut < end and name in predicts) else recording
         stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(names)})")
-        learned = functools.partial(lambda learn, source, stage: learn(source, options, stage) or {}, learn, source, stage)
-        arrays = checkpoint.once(f"fit-{name}", learned) if checkpoint else learned()
+        arrays = learn(source, options, stage)
         if arrays and policy is not None and not _helps(policy, arrays, recording.part(cut, end).trace(), replay):
             if warn:
                 warn(f"{name}: on text that it was not fitted to it keeps no more than the defaults, and is left out")

@@ -16,11 +16,10 @@ import numpy as np
 
 from ..errors import BudgetError, OptionError
 from ..llamacpp import native
-from ..routing.event import GateEvent
 from ..routing.trace import Trace
 from ..system.memory import format_size
 from . import CacheShape, Policy, get_policy
-from .hobbit import HIGH, PAPERS_COST, SKIP, MissCost
+from .hobbit import HIGH, PAPERS_COST, MissCost
 from .strategy import policy_of
 
 
@@ -108,33 +107,26 @@ def simulate(trace: Trace, policy: str | Policy, cache_bytes: int, *, lag: str =
             policy.reset_sequence()
             if lag != "event":
                 table[:] = policy.priorities
-        chosen = event.demand()
-        if tau and event.decode:
-            event = leave_out(event, arena.residency[event.gate] != 0, tau)
-            assert event.versions is not None
-            n_skipped += int(np.count_nonzero(event.versions))
+        absent = arena.residency[event.gate] == 0
+        n_hit, n_evicted, versions = arena.take(event.ids, event.weights, table, tau, gate=event.gate, decode=bool(event.decode))
+        served = event.ids if versions is None else event.ids[versions == HIGH]
+        missing = np.unique(served[absent[served]])
+        if versions is not None and event.decode:
+            event = replace(event, versions=versions)
+            n_skipped += int(np.count_nonzero(versions))
             n_decoded += event.ids.size
-            chosen = chosen[np.isin(chosen, event.ids[event.versions == HIGH])]
-        missing = chosen[arena.residency[event.gate, chosen] == 0]
-        evictions += arena.take(event.gate, chosen, table)
-        hits[event.gate] += chosen.size - missing.size
+        event_hits[n] = n_hit
+        hits[event.gate] += n_hit
         misses[event.gate] += missing.size
+        evictions += n_evicted
         penalty += costs[n][missing].sum()
-        event_hits[n] = (chosen.size - missing.size) * n_matrices[event.gate]
         policy.update(event)
         if lag != "event" and event.gate == last:
             table[:] = policy.priorities
         if progress and n % 4096 == 0:
             progress(n)
-    return Result(policy.name, cache_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
+    return Result(policy.name, cache_bytes, trace.n_tokens, hits, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
                   arena.residency.ravel() != 0, event_hits, n_skipped, n_decoded)  # fmt: skip
-
-
-def leave_out(event: GateEvent, resident: np.ndarray, tau: float) -> GateEvent:
-    """A recorded event as `Precision.tau` would have had it, with these experts [n_experts] bool in memory: an expert that one token wants is there for all."""
-    served = resident.copy()
-    served[event.ids[event.weights >= tau]] = True
-    return replace(event, versions=np.where(served[event.ids], HIGH, SKIP).astype(np.uint8))
 
 
 def _costs(trace: Trace, cost: MissCost) -> np.ndarray:

@@ -11,7 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from .memory import format_size
 
@@ -75,13 +75,12 @@ class ProgressLine:
 
     Args:
         unit: "bytes" for sizes, else a word such as "tokens" behind the count.
-        stream: to write to; None: standard error.
         delay: seconds before the line appears on a terminal; None: one.
         slows: each unit takes longer than the one before it, as a prompt's tokens do, whose attention grows: the time that is left counts with that.
     """
 
-    def __init__(self, unit: str = "tokens", stream: TextIO | None = None, delay: float | None = None, slows: bool = False):
-        self._unit, self._stream, self._terminal, self._shown, self._done = unit, stream or sys.stderr, sys.stderr.isatty(), False, 0
+    def __init__(self, unit: str = "tokens", delay: float | None = None, slows: bool = False):
+        self._unit, self._terminal, self._shown, self._done = unit, sys.stderr.isatty(), False, 0
         self._stage, self._started = "", time.monotonic()
         self._slows, self._points = slows, list[tuple[int, float]]()  # units and seconds so far, of each update
         self._next = self._started + (LINE_MINUTE if not self._terminal else LINE_DELAY if delay is None else delay)
@@ -104,7 +103,7 @@ class ProgressLine:
         self._shown = self._terminal
         if self._terminal:
             text = f"\r\x1b[2K\x1b[2m{text[: shutil.get_terminal_size().columns - 1]}\x1b[0m"
-        print(text, end="" if self._terminal else "\n", file=self._stream, flush=True)
+        print(text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def _left(self, n: int, rate: float) -> float:
         """Seconds for n more units. Where they slow down, all of them have taken a n + b n^2: a and b from now, and from when half as many were done."""
@@ -118,7 +117,7 @@ class ProgressLine:
 
     def clear(self) -> None:
         if self._shown:
-            print("\r\x1b[2K", end="", file=self._stream, flush=True)
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
         self._shown = False
 
 

@@ -241,11 +241,26 @@ TEST(a_simulation_reads_what_the_store_would_read) {
         }
         return in;
     };
+    const auto take = [&](int32_t gate, const std::vector<int32_t> & ids, float tau = 0.0f) {
+        std::vector<float> weights(ids.size(), 0.25f);
+        moeoff_gate_event  e = {};
+        e.gate = gate; e.n_tokens = e.decode = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
+        const uint64_t n_evicted = s.take(e, priorities.data(), tau);
+        REQUIRE(e.n_hit + e.n_miss == (tau > 0.0f ? 2 : 2 * e.n_used) && (e.versions != nullptr) == (tau > 0.0f));
+        return n_evicted;
+    };
     priorities[0] = 1.0f;
-    REQUIRE(s.take(0, first.data(), 2, priorities.data()) == 0 && content() == (std::vector<int> { 0, 1 }));
-    REQUIRE(s.take(1, second.data(), 2, priorities.data()) == 2 && content() == (std::vector<int> { 0, n_expert + 2, n_expert + 3 }));
+    REQUIRE(take(0, first) == 0 && content() == (std::vector<int> { 0, 1 }));
+    REQUIRE(take(1, second) == 2 && content() == (std::vector<int> { 0, n_expert + 2, n_expert + 3 }));
     // more than fit: each takes the place of what is computed before it, of equals of the one used longest ago
-    REQUIRE(s.take(1, all.data(), n_expert, priorities.data()) == 2 * 3 && content().size() == 3);
+    REQUIRE(take(1, all) == 2 * 3 && content().size() == 3);
+    const std::vector<int> before = content();
+    const int32_t there = before[0] - n_expert;
+    int32_t       gone  = 0;
+    while (std::find(before.begin(), before.end(), n_expert + gone) != before.end()) {
+        gone++;
+    }
+    REQUIRE(take(1, { there, gone }, 0.5f) == 0 && content() == before); // of too little weight to be read
     simulation other;
     tensors.front().gate = 1;
     REQUIRE(!other.start(tensors.data(), (int32_t) tensors.size(), 1 << 20, error) && error.find("tensor 0") == 0);

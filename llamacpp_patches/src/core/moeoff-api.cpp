@@ -199,10 +199,12 @@ moeoff_simulation * moeoff_simulation_init(const moeoff_tensor_info * tensors, i
 
 void moeoff_simulation_free(moeoff_simulation * simulation) { delete simulation; }
 
-int64_t moeoff_simulation_take(moeoff_simulation * simulation, int32_t gate, const int32_t * experts, int32_t n, const float * priorities, uint8_t * residency) {
-    const uint64_t n_evicted = simulation->take(gate, experts, n, priorities);
-    simulation->residency(residency);
-    return (int64_t) n_evicted;
+int64_t moeoff_simulation_take(moeoff_simulation * simulation, moeoff_gate_event * event, const float * priorities, float tau, uint8_t * residency) {
+    return guarded((int64_t) -1, [&] {
+        const uint64_t n_evicted = simulation->take(*event, priorities, tau);
+        simulation->residency(residency);
+        return (int64_t) n_evicted;
+    });
 }
 
 int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching) {

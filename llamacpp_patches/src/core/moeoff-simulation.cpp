@@ -25,35 +25,30 @@ bool simulation::start(const moeoff_tensor_info * tensors, int32_t n_tensors, ui
     return table.start(cache_bytes, 0);
 }
 
-uint64_t simulation::take(int32_t gate_index, const int32_t * experts, int32_t n, const float * priorities) {
+uint64_t simulation::take(moeoff_gate_event & event, const float * priorities, float tau) {
     std::copy_n(priorities, map.n_gates() * map.n_experts(), table.space.priorities());
     table.space.publish();
-    store_lock        lock(sync);
-    const uint64_t    n_evicted = table.counters().evictions;
-    const gate &      g         = map.gate_at(gate_index);
-    const uint8_t     high      = HIGH;
-    moeoff_gate_event event     = {};
-    bool              may_evict[n_pools] = { true, true };
-    table.next_event();
-    for (int32_t i = 0; i < n; i++) {
-        expert_state & x = table.state_of(g, experts[i], HIGH);
-        table.mark_chosen(x, x.has, event);
-    }
-    const auto each_matrix = [&](const auto & f) REQUIRES(store_mutex) {
-        for (const int32_t matrix : graph_order) {
-            if (g.tensors[(size_t) matrix] >= 0) {
-                f(matrix);
-            }
-        }
-    };
-    for (int32_t i = 0; i < n; i++) {
-        each_matrix([&](int32_t m) REQUIRES(store_mutex) { table.request(table.state_of(g, experts[i], HIGH), m, GATE, may_evict); });
-    }
+    const choice c { event, event.n_used * sizeof(int32_t), event.n_used * sizeof(float), sizeof(float) };
+    selected.collect(c, map.n_experts());
+    store_lock     lock(sync);
+    const uint64_t n_evicted = table.counters().evictions;
+    gate &         g         = map.gate_at(event.gate);
+    const uint8_t  high      = HIGH;
+    events.selector().thresholds.tau = tau;
+    events.begin(g, event, c, selected, true, nullptr);
+    events.request(g, event, selected);
     read_all();
-    for (int32_t i = 0; i < n; i++) { // if they do not fit together, each takes the place of those computed before it
-        each_matrix([&](int32_t m) REQUIRES(store_mutex) { table.pin(map.tensor_at(g.tensors[(size_t) m]), experts + i, &high, 1); });
+    for (const int32_t e : selected.chosen) { // if they do not fit together, each takes the place of those computed before it
+        const auto each_matrix = [&](const auto & f) REQUIRES(store_mutex) {
+            for (const int32_t matrix : graph_order) {
+                if (g.tensors[(size_t) matrix] >= 0 && selected.is_chosen[e] & 1u << HIGH) {
+                    f(map.tensor_at(g.tensors[(size_t) matrix]));
+                }
+            }
+        };
+        each_matrix([&](const tensor & t) REQUIRES(store_mutex) { table.pin(t, &e, &high, 1); });
         read_all();
-        each_matrix([&](int32_t m) REQUIRES(store_mutex) { table.unpin(map.tensor_at(g.tensors[(size_t) m]), experts[i], HIGH, true); });
+        each_matrix([&](const tensor & t) REQUIRES(store_mutex) { table.unpin(t, e, HIGH, true); });
     }
     table.check_invariants();
     return table.counters().evictions - n_evicted;

@@ -3,7 +3,7 @@
 // The residency of an expert buffer without files, memory and threads: what each gate finds in the arena, and what is evicted for it, where every
 // read ends at once. Of one thread at a time.
 
-#include "moeoff-expert-table.h"
+#include "moeoff-gate-events.h"
 
 namespace moeoff {
 
@@ -11,8 +11,8 @@ class simulation {
   public:
     // gate by gate; of a tensor its gate, matrix, number of experts and bytes of a slice count. false: no such model, or no address space
     bool start(const moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes, std::string & error);
-    // The gate selects these experts under these priorities [n_gates, n_experts]. Returns how many slices were evicted for them
-    uint64_t take(int32_t gate, const int32_t * experts, int32_t n, const float * priorities);
+    // A gate selects, under these priorities [n_gates, n_experts] and moeoff_thresholds.tau. Returns how many slices were evicted for it
+    uint64_t take(moeoff_gate_event & event, const float * priorities, float tau);
     void residency(uint8_t * out); // see moeoff_residency()
 
   private:
@@ -21,6 +21,8 @@ class simulation {
     monitor      sync;
     expert_map   map;
     expert_table table { map, sync };
+    gate_events  events GUARDED_BY(store_mutex) { map, table };
+    selection    selected; // of the last event
 };
 
 } // namespace moeoff

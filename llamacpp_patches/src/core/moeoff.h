@@ -399,9 +399,9 @@ MOEOFF_API int64_t moeoff_simulated_misses(float share, int32_t n_experts, const
 // and nbytes count. Of one thread at a time
 MOEOFF_API moeoff_simulation * moeoff_simulation_init(const struct moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes);
 MOEOFF_API void    moeoff_simulation_free(moeoff_simulation * simulation);
-// A gate selects n experts, each once, under priorities [n_gates, n_experts]. Returns how many slices are evicted for them. residency [n_gates, n_experts]: as
-// moeoff_residency() has it, afterwards
-MOEOFF_API int64_t moeoff_simulation_take(moeoff_simulation * simulation, int32_t gate, const int32_t * experts, int32_t n, const float * priorities, uint8_t * residency);
+// A gate selects what event has of ids and weights, under priorities [n_gates, n_experts] and moeoff_thresholds.tau. Fills n_hit, n_miss and versions, which
+// are valid until the next call, and residency [n_gates, n_experts], as moeoff_residency() has it afterwards. Returns how many slices are evicted for it, or -1
+MOEOFF_API int64_t moeoff_simulation_take(moeoff_simulation * simulation, struct moeoff_gate_event * event, const float * priorities, float tau, uint8_t * residency);
 
 // starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. max_bytes bounds what may
 // wait for it, but a few events may always; memory is taken for what waits only. With prefetching, which must outlive the thread, it predicts and
