@@ -43,7 +43,7 @@ class DeviceTier:
 
     def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int], low_share: float, *, staged: bool):
         self._buffer, self._ctx, self._n_used, self._free, self._staged = buffer, ctx, n_used, free, staged
-        self._mode = self._placed_as = "cooperative" if mode == AUTO else mode
+        self._mode = "cooperative" if mode == AUTO else mode
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
         if not any(self._devices):
@@ -59,24 +59,7 @@ class DeviceTier:
         self.uses: dict[str, dict[str, int]] = {}
         self._is_placed = False
         self._place(bound)
-        self.bound, self._is_placed = bound, True
-
-    def move(self, bound: DeviceBound) -> None:
-        """Another bound, between answers: other numbers of slots, all of them empty.
-
-        Raises:
-            BudgetError: as above; the old bound stays.
-        """
-        try:
-            self._place(bound)
-            self.bound = bound
-        except BudgetError:
-            self._place(self.bound)
-            raise
-        finally:
-            if self._mode != self._placed_as:
-                self._buffer.set_device_mode(MODES.get(self._mode, native.DEVICE_OFF))
-                self._replan()
+        self._is_placed = True
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -93,8 +76,6 @@ class DeviceTier:
         self._replan()
 
     def _place(self, bound: DeviceBound) -> None:
-        api.llama_synchronize(self._ctx)  # the last batch's graph may still be reading the slots
-        self._buffer.drain()  # nor may a prediction still come
         self._free_slots()
         less: dict[int, int] = {}
         for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
@@ -118,7 +99,7 @@ class DeviceTier:
         """Slots for each layer by its device, and llama.cpp's buffers for them. Empty, or why there is no room; then there are none."""
         try:
             rows = [(handle, n := slots.get(handle, 0), self._n_low(n)) for handle in self._devices]
-            self._buffer.set_device_slots(rows, MODES[self._placed_as], self._n_used, _UPLOADS, self._stage)
+            self._buffer.set_device_slots(rows, MODES[self._mode], self._n_used, _UPLOADS, self._stage)
             self._replan()
         except MoeoffError as error:
             self._free_slots()

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..budget.micro_batch import remember_rates
-from ..budget.plan import ALLOCATED, DeviceBound, MemoryPlan
+from ..budget.plan import ALLOCATED, MemoryPlan
 from ..errors import BudgetError, OptionError
 from ..llamacpp import native
 from ..llamacpp.compute_thread import uninterrupted
@@ -346,18 +346,6 @@ class Engine:
             self.attach_strategy()
         if self._watches:
             self.watch_prompts()
-
-    def set_vram(self, vram: str | int) -> None:
-        """Moves the bound of what is allocated on each device, between answers.
-
-        Raises:
-            OptionError: not a size, or the model was opened without experts on devices.
-            BudgetError: too small, or more than a device has; the old bound stays.
-        """
-        bound = DeviceBound.parse(vram)
-        if self.device_tier is None:
-            raise OptionError("`vram`: the model was opened without experts on devices; open it with `vram` and `n_gpu_layers`")
-        self.device_tier.move(bound)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """A user's own, in the place of the one before."""

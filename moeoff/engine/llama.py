@@ -272,27 +272,14 @@ class Llama(PatchedLlama):
 
     # --- memory and statistics ---
 
-    def set_memory(self, memory: str | int | None = None, *, vram: str | int | None = None) -> None:
+    def set_memory(self, memory: str | int) -> None:
         """Moves the budget of a running model, between answers: the arena is resized at once.
 
-        Args:
-            vram: of what is allocated on each device, of a model that was opened with one: its slots are empty then.
-
         Raises:
-            BudgetError: below what the model needs, or more than a device has; both old budgets stay.
-            OptionError: not a size, or the model has no experts on devices.
+            BudgetError: below what the model needs; the old budget stays.
+            OptionError: not a size.
         """
-        tier = self.engine.device_tier
-        before = None if tier is None or vram is None else tier.bound
-        if vram is not None:
-            self.turns.take(functools.partial(self.engine.set_vram, vram), changes=False)
-        if memory is not None:
-            try:
-                self.turns.take(functools.partial(self.engine.set_memory, memory), changes=False)
-            except MoeoffError:
-                if tier is not None and before is not None:
-                    self.turns.take(functools.partial(tier.move, before), changes=False)
-                raise
+        self.turns.take(functools.partial(self.engine.set_memory, memory), changes=False)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""

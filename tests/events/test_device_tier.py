@@ -263,17 +263,6 @@ def test_what_is_predicted_is_uploaded(demo, tmp_path, mode):
     assert elsewhere["predicted"] >= stats["predicted"]["device_ahead"] > 0 == elsewhere["only"]
 
 
-def test_the_bound_moves(demo, tmp_path):
-    """To fewer slots and to more, while the model is open."""
-    batches = SINGLE[:12]
-    centric = {"vram": "1G", "vram_mode": "centric", "batches": batches}
-    runs = {"stock": {"stock": "device", "batches": batches}, "less": centric | {"slots": 32, "then": 4}, "more": centric | {"slots": 4, "then": 16}}
-    logits, stats = device_runs(demo, tmp_path, runs)
-    assert_bit_equal(logits["less"], logits["stock"])
-    assert_bit_equal(logits["more"], logits["stock"])
-    assert [n_slots(stats[name]) for name in ("less", "more")] == [4, 16]
-
-
 @pytest.mark.parametrize("slots", [4, 8, 16, 32])
 def test_a_part_on_the_device(demo, tmp_path, slots):
     """As far from stock as stock on one device is from stock on another."""

@@ -39,8 +39,7 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
 
     Args:
         runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "stage": slots of a stage and stages, likewise, by default none, "uploads": at
-            each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
-            after the first pass, of two; "precision": fields of `Precision`; "versions": what serves each use of an expert, in the order of gate events; "trace" and "replay": files; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
+            each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "precision": fields of `Precision`; "versions": what serves each use of an expert, in the order of gate events; "trace" and "replay": files; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
     job = json.dumps({"model": model, "runs": runs})
@@ -66,7 +65,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     from moeoff.precision import Precision
 
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
-    then, second, versions = run.pop("then", None), run.pop("second", False), run.pop("versions", [])
+    second, versions = run.pop("second", False), run.pop("versions", [])
     if precision := run.pop("precision", None):
         run["precision"] = Precision(**precision)
     devices = counted_devices() if run.pop("count", False) else None
@@ -88,10 +87,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
         return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.hint.get("vram")}
     if devices and not where:
         devices.thread = llm.call(threading.get_ident)
-    for turn in range(2 if then else passes):
-        if then and turn:
-            device_tier.slots_that_fit = lambda *_: then
-            llm.set_memory(vram="1G")
+    for _ in range(passes):
         llm.clear_context() if not where else llm.reset()
         if not where:
             llm.reset_stats()
@@ -109,7 +105,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
                 counts.append(dict(devices.counts))
             rows.append(llm.scores[first : first + n].copy())
             first += n
-        if not where and not then and llm.stats().device_hit_rate == 1:
+        if not where and llm.stats().device_hit_rate == 1:
             break
     if second:
         llama_cpp.llama_free(ctx)
