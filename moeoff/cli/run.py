@@ -56,7 +56,7 @@ _TEMPLATES = ("--chat-template", "--chat-template-file")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, system_file: str | None, media: Sequence[str],
-    no_history: bool, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None, args: tuple[str, ...], **options: Any,
+    no_history: bool, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None, args: CommandLine, **options: Any,
 ) -> None:  # fmt: skip
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr.
 
@@ -72,11 +72,7 @@ def run(
         raise OptionError("give -sys or -sysf, not both")
     system = read_text(system_file).removesuffix("\n") if system_file is not None else system
     prompt = _prompt(prompt, file)
-
-    from ..server.arguments import CommandLine
-
-    line = CommandLine.read(args, "run")
-    options |= line.options
+    options |= args.options
     outputs = {"--stats-json": stats_json, "--trace": options.get("trace")}
     for flag, path in outputs.items():
         others = [other for name, other in outputs.items() if name != flag]
@@ -89,27 +85,27 @@ def run(
             raise OptionError("give a prompt with -p, with -f or on standard input; without one, in a terminal, moeoff chats")
         prompt = DEMO_PROMPT
     if raw:
-        _refuse_without_template(system, media, line)
+        _refuse_without_template(system, media, args)
     if media and chat:
         raise OptionError("--image: give the question with -p")
     pictures = [_media(name) for names in media for name in names.split(",")]
     path = chosen_model(model, hf_repo)
-    with_gpu(options, adapters=any(word.startswith("--lora") for word in args))
-    if "memory" in line.options:
-        remark_on_memory(line.options["memory"])
+    with_gpu(options, adapters=any(word.startswith("--lora") for word in args.passed_on))
+    if "memory" in args.options:
+        remark_on_memory(args.options["memory"])
 
     from .client import Client
 
-    transcript = not raw and not _has_template(path, line)
+    transcript = not raw and not _has_template(path, args)
     if raw or transcript:  # the model's own need not be read
-        line.passed_on.extend(["--chat-template", _TRANSCRIPT])
+        args.passed_on.extend(["--chat-template", _TRANSCRIPT])
     raw = raw or (transcript and not chat and not system)
     with contextlib.ExitStack() as stack:
         if chat:
             from .chat import Chat, typed_ahead
 
             stack.enter_context(typed_ahead())  # also while the model is loaded
-        server = stack.enter_context(_opened(path, line, options))
+        server = stack.enter_context(_opened(path, args, options))
         _remark(server, options)
         share = f" ({DEFAULT_SHARE:.0%} of what is available)" if server.engine.budget.is_default else ""
         client = Client(server)

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from ..system.console import note, progress_bar
 from ..system.files import demo_model
 from ..system.memory import format_size
 from .options import TYPED, Command, command, model_argument, option, remark_on_context, sentence, table_options
+
+if TYPE_CHECKING:
+    from ..server.arguments import CommandLine
 
 _ONE_SIGNAL = 1.0  # seconds within which several are one: a terminal and the program that was started in it may both send it
 HF_REPO_FLAGS = ("-hf", "--hf-repo")
@@ -54,22 +57,23 @@ class ServedCommand(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # as for completion
             return super().parse_args(ctx, args)
-        from ..server.arguments import of_environment, own_arguments
+        from ..server.arguments import CommandLine, of_environment
 
-        ctx.meta[TYPED] = list(args)
+        ctx.meta[TYPED], program = list(args), self.name or ""
         self._refuse_one_dash(ctx, args)
         own = self.takes_value(ctx, without=TABLE)
         try:
-            model, ours, others = own_arguments(args, own, self.name or "")
-            _, theirs, variables = own_arguments(list(of_environment(os.environ, self.name or "")), own, self.name or "")
-        except MoeoffError as error:  # this build has no server
+            variables = list(of_environment(os.environ, program))
+            line = CommandLine.read([*(word for words in variables if words[0] not in own for word in words), *args], program, own)
+        except MoeoffError as error:
             raise click.ClickException(sentence(error)) from None
-        self.refuse_dashes(ctx, *model)
-        self.refuse_more(ctx, model[1:])
-        if not model and not any(word.partition("=")[0] in _MODEL for word in ours):
-            ours = [*theirs, *ours]
-        rest = super().parse_args(ctx, [*model, *ours])
-        ctx.params["args"] += (*variables, *others)
+        self.refuse_dashes(ctx, *line.alone)
+        self.refuse_more(ctx, line.alone[1:])
+        words = [*line.alone, *line.own]
+        if not line.alone and not any(word.partition("=")[0] in _MODEL for word in line.own):
+            words[:0] = [word for words in variables if words[0] in own for word in words]
+        rest = super().parse_args(ctx, words)
+        ctx.params["args"] = line
         return rest
 
 
@@ -79,7 +83,7 @@ class ServedCommand(Command):
 @table_options("serve")
 @option("-q", "--quiet", group="Server", is_flag=True, help="No line for each request.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, ...], **options: Any) -> None:
+def serve(model: str | None, hf_repo: str | None, quiet: bool, args: CommandLine, **options: Any) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's, Ollama's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
 
     ARGS are llama-server's own options, as are LLAMA_ARG_* in the environment.
@@ -88,7 +92,8 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
 
     from ..server.server import Server
 
-    with_gpu(options, adapters=any(word.startswith("--lora") for word in args))
+    options |= args.options
+    with_gpu(options, adapters=any(word.startswith("--lora") for word in args.passed_on))
     options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
     with _ended_by_signals(), contextlib.ExitStack() as stack:
         with progress_bar() as progress:
@@ -100,7 +105,7 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
             say_choices(server.explain())
         model_index, each = server.engine.model_index, server.n_ctx_each
         trained, longer = model_index.n_ctx_train, f"{model_index.architecture}.context_length=int:"
-        if server.n_parallel == 1 or any(longer in word for word in args):
+        if server.n_parallel == 1 or any(longer in word for word in args.passed_on):
             remark_on_context(each, trained, options)
         elif 0 < trained < each:
             note(f"a conversation ends at {trained} tokens, which the model was trained for: --override-kv {longer}{each} gives it more")

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from ..system.memory import available, rss
 from .checkpoint import Checkpoint
 from .statistics import spread
 
-Model = TypeVar("Model", bound=Llama)
 LENGTH = 256  # tokens of a sequence
 LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an eighth of what is available of each
 _OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
@@ -79,17 +78,16 @@ def _evaluate(model: Llama, tokens: list[int]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def recordable(model_index: ModelIndex, kind: type[Model] = Llama, **options: Any) -> Iterator[tuple[Model, Router]]:  # type: ignore[assignment]
+def recordable(model_index: ModelIndex, **options: Any) -> Iterator[tuple[Llama, Router]]:
     """A model as `record` and `sequences` want it, and its routers.
 
     Args:
-        kind: of `Llama`.
-        options: of it.
+        options: of `Llama`.
     """
     embedding = model_index.dense.get(EMBEDDING)
     n_embd, n_vocab = embedding.shape[:2] if embedding else (4096, 1 << 17)
     batch = batch_size(n_vocab, n_embd)
-    with contextlib.closing(kind(model_index.files[0], gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, **options)) as llm:
+    with contextlib.closing(Llama(model_index.files[0], gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, **options)) as llm:
         layers, before = {t.gate: t.layer for t in llm.engine.buffer.tensors}, rss()
         router = Router.read(model_index, [layers[g] for g in sorted(layers)], llm.engine.buffer.gating, llm.engine.buffer.priorities.shape[1])
         llm.engine.sizer.make_room(rss() - before)
@@ -109,15 +107,14 @@ def recording_bytes(model: Llama, router: Router, n_tokens: int, limit: int) -> 
 
 
 def record(
-    model: Llama, texts: Sequence[list[int]], router: Router, name: str, *, inputs: bool = True, limit: int | None = None, until: float = math.inf,
+    model: Llama, texts: Sequence[list[int]], router: Router, name: str, *, limit: int | None = None, until: float = math.inf,
     least: int = 0, checkpoint: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Recording:  # fmt: skip
     """Evaluates the sequences.
 
     Args:
         model: opened with `gate_input=True`; its batch size is used, its context must hold a sequence.
-        inputs: keep gate inputs and probabilities.
-        limit: bytes of each of these; None: `recording_limit()`.
+        limit: bytes of gate inputs, and of probabilities; None: `recording_limit()`.
         until: of `time.monotonic`, when no further sequence is begun, but so many are evaluated at the least.
         checkpoint: has sequences of an interrupted recording with the same arguments, which are not evaluated again, and gets those that are.
         progress: called with tokens done and all.
@@ -146,7 +143,7 @@ def record(
     def deliver(event: GateEvent) -> None:
         n_rows, used = event.ids.shape
         ids[n_done : n_done + n_rows, event.gate, :used], weights[n_done : n_done + n_rows, event.gate, :used] = event.ids, event.weights
-        if inputs and event.gate_input is not None:
+        if event.gate_input is not None:
             place = allocate("inputs", event.gate_input.shape[1])
             make_room(n_rows)
             store(place, event.gate, -(-n_done // step), event.gate_input[-n_done % step :: step])

@@ -78,25 +78,39 @@ class CommandLine:
         passed_on: to llama-server.
         left_out: why something has no effect, a sentence each.
         files: that what is passed on names.
+        alone: words that stand for themselves.
+        own: the command's own options, and their values.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     passed_on: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     files: list[PassedFile] = field(default_factory=list)
+    alone: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, args: Sequence[str], program: str = "serve") -> CommandLine:
+    def read(cls, args: Sequence[str], program: str = "serve", own: Mapping[str, bool] = {}) -> CommandLine:  # noqa: B006  # is only read
         """Read its words, one after the other.
 
         Args:
             program: whose command line it is: serve or run.
+            own: the command's own options, and whether each takes a value. With them words may stand for themselves, before a --.
 
         Raises:
             OptionError: what cannot be, is not known, or has no value.
         """
-        out, words, names = cls(), list(args), _names(program)
+        out, words, names, stands_alone = cls(), list(args), _names(program), bool(own)
         while words:
+            flag, equals, _ = words[0].partition("=")
+            if own and flag == "--":
+                stands_alone = not words.pop(0)
+                continue
+            if flag in own or (stands_alone and not flag.startswith("-")):
+                n = 1 + int(own.get(flag, False) and not equals)
+                (out.own if flag in own else out.alone).extend(words[:n])
+                del words[:n]
+                continue
             name, values = _next_option(words, names)
             if (known := names.get(name)) is None:
                 near = difflib.get_close_matches(name, [name for name, known in names.items() if known.line], 1)
@@ -231,8 +245,8 @@ def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -
     return [*model_files, *beside, *(os.fspath(value) for value in named if isinstance(value, (str, os.PathLike)))]
 
 
-def of_environment(environment: Mapping[str, str], program: str = "serve") -> Iterator[str]:
-    """Yield the arguments that llama-server's variables (LLAMA_ARG_*) stand for; in `run` without those of servers alone."""
+def of_environment(environment: Mapping[str, str], program: str = "serve") -> Iterator[tuple[str, ...]]:
+    """Yield the options that llama-server's variables (LLAMA_ARG_*) stand for, with their values; in `run` without those of servers alone."""
     if not any(name.startswith(_ENVIRONMENT) for name in environment):
         return  # without loading the server
     for option in dict.fromkeys(option for option in server_options().values() if option.variable.startswith(_ENVIRONMENT)):
@@ -241,41 +255,11 @@ def of_environment(environment: Mapping[str, str], program: str = "serve") -> It
         value = environment.get(option.variable)
         switch = None if value is None or option.n_values else value.lower()
         if option.opposite and (switch in _FALSE or option.variable.replace(_ENVIRONMENT, f"{_ENVIRONMENT}NO_") in environment):
-            yield option.opposite[0]
+            yield option.opposite[:1]
         elif value is not None and option.n_values:
-            yield from (option.names[-1], value)
+            yield option.names[-1], value
         elif switch in _TRUE:
-            yield option.names[-1]
-
-
-def own_arguments(args: Sequence[str], own: Mapping[str, bool], program: str = "serve") -> tuple[list[str], list[str], list[str]]:
-    """Divide a command line into words that stand for themselves, options of the command itself, and all others.
-
-    Args:
-        own: whether each takes a value.
-        program: whose command line it is: serve or run.
-    """
-    names = _names(program)
-    alone, ours, others, words = list[str](), list[str](), list[str](), list(args)
-    passed_on = False  # what stands behind -- is all llama-server's
-    while words:
-        name, equals, _ = words[0].partition("=")
-        known = names.get(_spelled(words[0]))
-        if words[0] == "--":
-            passed_on = bool(words.pop(0))
-        elif name in own:
-            n = 1 + int(own[name] and not equals)
-            ours += words[:n]
-            del words[:n]
-        elif not name.startswith("-") and not passed_on:
-            alone.append(words.pop(0))
-        elif known is None or (known.habit is not None and known.habit.verdict == REFUSED):  # not to be taken for something else before it is refused
-            return alone, ours, others + words
-        else:
-            before = list(words)
-            _next_option(words, names)
-            others += before[: len(before) - len(words)]
-    return alone, ours, others
+            yield option.names[-1:]
 
 
 def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, prompts: PromptMemory) -> list[str]:

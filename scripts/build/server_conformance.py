@@ -58,17 +58,16 @@ MOST_VERBOSE = "10"  # the level from which on llama-server's --verbose shows in
 
 def options(argv: list[str]) -> dict[str, Any]:
     """Keyword arguments of `moeoff.Server`: a command line of llama-server's is one of ours, but for what this build and this suite want."""
-    from moeoff.server.arguments import CommandLine, own_arguments
+    from moeoff.server.arguments import CommandLine
 
-    _, model, others = own_arguments(argv, {"--model": True})
-    line = CommandLine.read(others)
+    line = CommandLine.read(argv, own={"--model": True})
     out, args = line.options, line.passed_on
     if out.get("verbose"):
         args += ["-lv", MOST_VERBOSE]
     if "parallel" in out:  # llama-server shares the context among the slots where their number is its own choice, or it is told to
         out.setdefault("kv_unified", False)
     out |= {"args": tuple(args), "expert_memory": EXPERT_MEMORY, "kv_disk": 0, "profile": False, "experts": False}
-    return out | ({"model": model[-1]} if model else {})
+    return out | ({"model": line.own[-1]} if line.own else {})
 
 
 def serve(argv: list[str]) -> None:

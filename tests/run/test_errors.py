@@ -19,7 +19,6 @@ import moeoff
 from helpers.models import rewritten, split_model, with_template
 from helpers.waiting import wait_until
 from moeoff.engine.engine import Engine
-from moeoff.engine.llama import open_model
 from moeoff.experts.convert import convert
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
@@ -137,7 +136,7 @@ def test_a_context_as_long_as_the_model_was_trained_with(invoke, demo, tmp_path)
         assert json.loads(done.stdout)["ctx_size"] == n_ctx
         with contextlib.closing(moeoff.Server(path, expert_memory="1M", parallel=1, n_ctx=asked).engine) as engine:
             assert engine.planned.n_ctx == n_ctx
-    with open_model(moeoff.Llama, path, n_ctx=0, expert_memory="1M") as llm:
+    with moeoff.Llama(path, n_ctx=0, expert_memory="1M") as llm:
         assert llm.n_ctx() == 5120
 
 

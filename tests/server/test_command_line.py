@@ -23,7 +23,7 @@ from moeoff.llamacpp.habits import habits_of
 from moeoff.llamacpp.llama import supports_gpu
 from moeoff.option import table_of
 from moeoff.options import Config, ServerOptions
-from moeoff.server.arguments import _FOLDER, _WRITTEN, CommandLine, check_files, file_kinds, of_environment, own_arguments
+from moeoff.server.arguments import _FOLDER, _WRITTEN, CommandLine, check_files, file_kinds, of_environment
 from moeoff.server.library import aliases
 from moeoff.system.files import TEXT
 
@@ -71,23 +71,32 @@ def test_layers_for_a_gpu_that_is_not_there_are_left_out_as_llama_server_does():
 def test_variables():
     parts = of_environment({"LLAMA_ARG_CTX_SIZE": "0", "LLAMA_ARG_JINJA": "1", "LLAMA_ARG_MODEL": "m", "LLAMA_ARG_NOPE": "1",
                             "LLAMA_ARG_N_PARALLEL": "2", "LLAMA_ARG_NO_CONTEXT_SHIFT": "1", "LLAMA_ARG_UI": "0", "LLAMA_ARG_SWA_FULL": "1", "HOME": "/"})  # fmt: skip
-    assert sorted(parts) == sorted("--ctx-size 0 --jinja --model m --parallel 2 --no-context-shift --no-ui --swa-full".split())
+    assert sorted(word for words in parts for word in words) == sorted(
+        "--ctx-size 0 --jinja --model m --parallel 2 --no-context-shift --no-ui --swa-full".split()
+    )
 
 
-@pytest.mark.parametrize("line, alone, ours, others", [
-    ("-np 2 -m a --temp 1 -- --model=b --debug -c 0", "", "-m a --model=b --debug", "-np 2 --temp 1 -c 0"),
-    ("--memory 6G m.gguf", "m.gguf", "", "--memory 6G"),
-    ("m.gguf --port 1", "m.gguf", "", "--port 1"),
-    ("--jinja m.gguf --embedding --kv-unified off --swa-full n", "m.gguf n", "", "--jinja --embedding --kv-unified off --swa-full"),
-    ("--temp=0.6 m --top_k 3 -ncmoe 4 --control-vector-layer-range 1 2", "m", "", "--temp=0.6 --top_k 3 -ncmoe 4 --control-vector-layer-range 1 2"),
-    ("--no-context-shift m -- n --top-k -1", "m", "", "--no-context-shift n --top-k -1"),
-    ("--api-key -m m", "m", "", "--api-key -m"),
-    ("--models-dir x m -m n", "", "", "--models-dir x m -m n"),  # refused, whatever else there is
-    ("--memroy 3 m", "", "", "--memroy 3 m"),
+OWN = {"-m": True, "--model": True, "--debug": False}
+
+
+@pytest.mark.parametrize("line, alone, own, passed_on", [
+    ("-np 2 -m a --temp 1 -- --model=b --debug -c 0", "", "-m a --model=b --debug", "--temp 1"),
+    ("--memory 6G m.gguf", "m.gguf", "", ""),
+    ("m.gguf --port 1", "m.gguf", "", ""),
+    ("--jinja m.gguf --embedding --kv-unified off --swa-full n", "m.gguf n", "", "--jinja"),
+    ("--temp=0.6 m --top_k 3 -ncmoe 4 --control-vector-layer-range 1 2", "m", "", "--temp 0.6 --top-k 3 --control-vector-layer-range 1 2"),
+    ("--no-context-shift m -- --top-k -1", "m", "", "--top-k -1"),
+    ("--api-key -m m", "m", "", ""),
 ])  # fmt: skip
-def test_a_command_line_is_the_model_the_commands_own_options_and_others(line, alone, ours, others):
-    parts = own_arguments(line.split(), {"-m": True, "--model": True, "--debug": False})
-    assert parts == (alone.split(), ours.split(), others.split())
+def test_a_command_line_is_the_model_the_commands_own_options_and_others(line, alone, own, passed_on):
+    read = CommandLine.read(line.split(), own=OWN)
+    assert (read.alone, read.own, read.passed_on) == (alone.split(), own.split(), passed_on.split())
+
+
+@pytest.mark.parametrize("line, message", [("--models-dir x m -m n", "there is no router"), ("--memroy 3 m", "is it --memory"), ("m -- n", "n: neither")])
+def test_what_is_refused_is_taken_for_nothing_else(line, message):
+    with pytest.raises(OptionError, match=message):
+        CommandLine.read(line.split(), own=OWN)
 
 
 @pytest.mark.parametrize("variables, args, text", [
