@@ -179,8 +179,6 @@ class Llama(PatchedLlama):
     clear_context = _in_turn("clear_context")
     decode_batch = _in_turn("decode_batch")
     batch_logits = _in_turn("batch_logits", changes=False)
-    save_context = _in_turn("save_context", changes=False)
-    load_context = _in_turn("load_context", fills=True)
 
     def sample(self, *args: Any, **options: Any) -> int:
         """As llama_cpp's, but not with the settings of the answer before."""

@@ -301,7 +301,7 @@ _STATE_COPIES = 5  # of the states of a prompt's batch, on their way to next-tok
 
 
 class _AnyLlama(llama_cpp.Llama):
-    """llama_cpp.Llama, of which a subclass says in `_before_load` how it is loaded, and whose context can be kept in a file."""
+    """llama_cpp.Llama, of which a subclass says in `_before_load` how it is loaded."""
 
     _ctx: Any
     # tokens of the text after which the state of recurrent layers was copied; 0: there is no copy
@@ -319,30 +319,6 @@ class _AnyLlama(llama_cpp.Llama):
         self.reset()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
         self._ctx.kv_cache_clear()
         self._kept_at, self._ctx.is_broken = 0, False
-
-    def save_context(self, path: str) -> str:
-        """Write what the context holds, and the tokens, as llama.cpp's programs do. Return what went wrong, or nothing."""
-        tokens = self.input_ids[: self.n_tokens].astype(np.int32)
-        with _collected_errors() as errors, assertions_raise():
-            done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
-        return "" if done else _reason(errors) or "llama.cpp gives no reason"
-
-    def load_context(self, path: str) -> str:
-        """Read what `save_context` wrote. Return what went wrong, and the context is empty then, or nothing."""
-        tokens = np.zeros(self.n_ctx(), np.int32)
-        count, self._kept_at = ctypes.c_size_t(), 0
-        with _collected_errors() as errors, assertions_raise():
-            done = api.llama_state_load_file(
-                self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
-            )
-        n = count.value
-        if not done or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
-            self.clear_context()
-            return _reason(errors) or "it is damaged"
-        self.input_ids[:n] = tokens[:n]
-        self.n_tokens = n
-        self._requires_eval = True
-        return ""
 
 
 class PatchedLlama(_AnyLlama):

@@ -57,8 +57,6 @@ class Job:
         text: file whose tokens are fed; None: `usual_text`.
         answer: tokens that are decoded one by one in the place of the text's, and behind them the model's own, always the likeliest. So the empty one is the
             model's greedy answer, which the measurement's `closed["answer"]` has, for others to decode the same. None: the text's.
-        contexts: folder in which what tests are behind is kept, for jobs that are behind the same or more; empty: each job computes it. One that was read from
-            there has brought no experts into memory.
         seconds: after so many a test ends with the tokens that it has, and is not repeated; None: never.
         probe_seconds: that the disk's rate is measured for at the end; 0: not at all.
         limit_bytes: of a memory cgroup around the process; None: none of its own.
@@ -77,7 +75,6 @@ class Job:
     warm_up: bool = True
     text: str | None = None
     answer: tuple[int, ...] | None = None
-    contexts: str = ""
     seconds: float | None = None
     probe_seconds: float = 1.0
     limit_bytes: int | None = None

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..budget.dry_load import slice_kinds
@@ -25,7 +24,6 @@ from ..engine.stats import COUNTERS
 from ..errors import MoeoffError
 from ..gguf.model_index import EXPERT_PATTERN, ModelIndex
 from ..system.disk import IO_THREADS, DiskRate, probe
-from ..system.files import atomic_file
 from ..system.memory import peak_rss
 from .job import MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
 
@@ -162,29 +160,12 @@ class _Engine:
             self.answered.append(answer[i] if i < len(answer) else int(self.llm.sample(temp=0.0)))
             yield self.answered[-1]
 
-    def _go_behind(self, tokens: list[int]) -> None:
-        """Computes what the context is to hold, but for what an earlier job has kept of it."""
-        llm, job, n_have = self.llm, self._job, 0
-        kind = "-".join([Path(job.model).stem, *(f"{job.options.get(name)}" for name in ("flash_attn", "type_k", "type_v"))])  # laid out alike
-        if job.contexts:
-            contexts = {int(path.stem.rpartition("-")[2]): str(path) for path in Path(job.contexts).glob(f"{kind}-*.context")}
-            n_have = max((n for n in contexts if n <= len(tokens)), default=0)
-            error = llm.load_context(contexts[n_have]) if n_have else ""
-            if error or llm.input_ids[:n_have].tolist() != tokens[:n_have]:
-                raise MoeoffError(f"{contexts[n_have]}: {error or 'of another text'}")
-        if n_have < len(tokens):
-            llm.eval(tokens[n_have:])
-            if job.contexts:
-                with atomic_file(Path(job.contexts) / f"{kind}-{len(tokens)}.context") as file:
-                    if error := llm.save_context(file.name):
-                        raise MoeoffError(f"{file.name}: {error}")
-
     def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, meter_name: str = "") -> Sample:
         llm, model, self.test, self._single = self.llm, self._moeoff, index, 0
         if not test.continues:
             llm.reset()
             if test.depth:
-                self._go_behind(stream.take(test.depth, first=True))
+                llm.eval(stream.take(test.depth, first=True))
         prompt = stream.take(test.n_prompt, first=not test.depth)
         single: Iterable[int] = stream.take(test.n_gen, first=not test.depth and not test.n_prompt) if self._job.answer is None else self._answers(test.n_gen)
         if model is not None:

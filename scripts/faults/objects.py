@@ -137,13 +137,6 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
         subject.answer(which)
         llm.load_state(state)
 
-    def file() -> None:
-        path = f"{subject.model}.{threading.get_ident()}.context"
-        llm.save_context(path)
-        subject.answer(which)
-        if os.path.exists(path):
-            llm.load_context(path)
-
     def memory() -> None:
         plan = llm.engine.plan
         with contextlib.suppress(BudgetError):  # what the smallest one is changes with what the process needs beside the model
@@ -160,7 +153,6 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
         "eval": lambda: (llm.reset(), llm.eval(tokens), llm.sample(temp=0.0)),
         "batch": lambda: (llm.clear_context(), llm.decode_batch(tokens[:4], 0, len(tokens[:4]) - 1), llm.clear_context()),
         "states": states,
-        "file": file,
         "tokens": lambda: llm.detokenize(llm.tokenize(text.encode())),
         "memory": memory,
         "statistics": lambda: (llm.stats(), llm.reset_stats()),

@@ -5,7 +5,7 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
                         [--answer]                                                      the model's own answer in the place of the text
        speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
        speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
-                        [--contexts FOLDER] [--no-in-memory]                            which are computed once; in the limit alone
+                        [--no-in-memory]                                                in the limit alone
                         [--no-repack]                                                   stock with the plain kernels
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
@@ -248,7 +248,6 @@ class Bench:
     Attributes:
         answer: what all decode in the place of the text (`Job`).
         depth: tokens before the prompt.
-        contexts: where they are kept (`Job`).
     """
 
     model: str
@@ -259,14 +258,13 @@ class Bench:
     probe_seconds: float = 0.0
     answer: tuple[int, ...] | None = None
     depth: int = 0
-    contexts: str = ""
 
     def job(self, limit: int | None = None, **options: Any) -> Job:
         """`moeoff.Llama` with these options, in a memory cgroup of `limit` bytes."""
         n_ctx = max(1024, self.depth + self.n_prompt + self.n_decode)
         options = {"n_ctx": n_ctx, "flash_attn": True, "n_threads": n_cores(), "n_threads_batch": n_cores()} | options
         tests = prompt_then_tokens(self.n_prompt, self.n_decode, self.depth)
-        return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer, contexts=self.contexts,
+        return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer,
                    probe_seconds=self.probe_seconds, limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
 
     def stock(self, limit: int | None = None, **options: Any) -> Job:
@@ -391,16 +389,12 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
           click.option("--depths", default="0,1024,4096,16384", show_default=True, help="Tokens that they are behind."),
           click.option("--limit", type=int, metavar="MIB", help="Also in a memory cgroup; --memory is 5 % below."),
           click.option("--in-memory/--no-in-memory", default=True, help="With everything in memory."),
-          click.option("--no-repack", is_flag=True, help="Stock keeps the weights' layout: with AMX and MLA models it ends itself otherwise."),
-          click.option("--contexts", type=click.Path(file_okay=False), help="What the runs are behind is computed once, and kept here.")])  # fmt: skip
-def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, no_repack: bool, contexts: str | None) -> dict[str, list[Comparison]]:
+          click.option("--no-repack", is_flag=True, help="Stock keeps the weights' layout: with AMX and MLA models it ends itself otherwise.")])  # fmt: skip
+def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, no_repack: bool) -> dict[str, list[Comparison]]:
     """Everything in memory: stock llama.cpp with flash attention and without it, ours with its bits and with sums in f32. In a limit, with a context for the
     deepest, ours with llama.cpp's attention and with our own: what experts lose to a conversation that grows, and whether what is prefetched comes in time."""
     stock, out, hours = "stock, plain kernels" if no_repack else "stock", {}, 16 * TIMEOUT
     n_ctx = max(numbers(depths)) + bench.n_prompt + bench.n_decode
-    if contexts:
-        os.makedirs(contexts, exist_ok=True)
-        bench = replace(bench, contexts=os.path.abspath(contexts))
     for depth in numbers(depths):
         deep, jobs = replace(bench, depth=depth), dict[str, Job]()
         if in_memory:
@@ -411,8 +405,6 @@ def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, no_rep
             job = deep.job(limit << 20, memory=within(limit), n_ctx=n_ctx)
             jobs["llama.cpp's attention"] = metered(replace(job, registers=(*job.registers, GGML_ATTENTION)))
             jobs[f"moeoff in {limit} MiB"] = metered(job)
-        if contexts and depth:  # by the quickest
-            measure(replace(jobs["moeoff"] if in_memory else list(jobs.values())[-1], tests=(BenchTest(1, 0, depth),), meter=""), timeout=hours)
         out[f"behind {depth:,}"] = deep.compare(jobs, hours)
     return out
 

@@ -463,7 +463,6 @@ AFTER = {
     "create_chat_completion_openai_v1": ([{"role": "user", "content": "x"}],), "detokenize": ([1, 2],), "embed": ("x",), "eval": ([1, 2],),
     "tokenize": (b"x",), "generate": ([1, 2],), "load_state": "state", "set_memory": ("300M",), "set_gate_callback": (None,),
     "batch_logits": (1,), "decode_batch": ([1], 0),
-    "load_context": ("file",), "save_context": ("file",),
 }  # fmt: skip
 HARMLESS = {"close", "cancel", "set_cache", "set_seed", "on_close", "batches_as", "load", "tokenizer", "from_pretrained", "logits_to_logprobs", "longest_token_prefix"}  # fmt: skip
 
