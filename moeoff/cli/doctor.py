@@ -221,24 +221,6 @@ def check_model(path: str) -> Iterator[Finding]:
     yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(model_index)))
 
 
-def run_checks(*, model: str | None = None, as_json: bool = False) -> bool:
-    """Prints every finding; see `moeoff doctor --help`. Returns whether there was no problem."""
-    path = model or os.getcwd()
-    checks = {"fork": check_fork(), "cpu": check_cpu(), "openmp": check_openmp(), "memory": check_memory(), "files": check_files()}
-    checks |= {"model": check_model(path)} if os.path.isfile(path) else {"disk": check_disk(path)}
-    findings: list[Finding] = []
-    for name, check in checks.items():
-        try:
-            findings.extend(check)
-        except (MoeoffError, OSError, metadata.PackageNotFoundError) as error:
-            findings.append(Finding(name, PROBLEM, sentence(error)))
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        _print(findings)
-    return all(finding.state != PROBLEM for finding in findings)
-
-
 def _print(findings: list[Finding]) -> None:
     """A line each, which a terminal breaks within its column."""
     from rich.table import Table
@@ -261,7 +243,20 @@ def _print(findings: list[Finding]) -> None:
 @command()
 @model_argument("A GGUF, or the folder where models are. Default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(**options: Any) -> None:
+def doctor(model: str | None, as_json: bool) -> None:
     """Check this machine and installation; exit code 1 if something is in the way."""
-    if not run_checks(**options):
+    path = model or os.getcwd()
+    checks = {"fork": check_fork(), "cpu": check_cpu(), "openmp": check_openmp(), "memory": check_memory(), "files": check_files()}
+    checks |= {"model": check_model(path)} if os.path.isfile(path) else {"disk": check_disk(path)}
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            findings.extend(check)
+        except (MoeoffError, OSError, metadata.PackageNotFoundError) as error:
+            findings.append(Finding(name, PROBLEM, sentence(error)))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.state == PROBLEM for finding in findings):
         sys.exit(1)

@@ -66,7 +66,6 @@ class Engine:
         sizer: after `loaded`.
         drafts: how long drafts are, if any are made.
         experts_per_token: that it uses, in all layers together.
-        unfinished_tokens: of the last prompt_tokens, those of a batch that was ended, which are not in the context.
 
     Raises:
         BudgetError: the budget is below what the strategy needs.
@@ -77,7 +76,6 @@ class Engine:
     prompt_meter: PromptMeter
     _ends: dict[int, int]  # of each sequence, the position behind its last token
     _ran = False  # arenas have their sizes: it may compute
-    unfinished_tokens = 0
     _uses_before: int | None = None  # what routers had selected before the prompt's batch that is in progress
 
     def __init__(self, opening: Opening, *, moves: bool = False):
@@ -267,7 +265,6 @@ class Engine:
             decodes: its tokens are decoded, not read.
         """
         self.buffer.check_unchanged()
-        self.unfinished_tokens = 0
         self.sizer.before(len(tokens), self._moves_state(spans))
         if self._device_judge is not None and self.device_tier is not None:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
@@ -305,9 +302,9 @@ class Engine:
     def interrupted(self, seconds: float) -> None:
         """After a batch that did not come to its end: of a prompt's tokens as many count as were computed. Raises as `end` does."""
         if self._uses_before is not None:
-            self.unfinished_tokens = self.prompt_tokens - self._timing.prompt_tokens
+            n_tokens = self.prompt_tokens - self._timing.prompt_tokens
             self._uses_before = None
-            self._timing.add(self.unfinished_tokens, seconds, False)
+            self._timing.add(n_tokens, seconds, False)
         self.buffer.check()
 
     @property

@@ -138,7 +138,6 @@ class Sidecar:
         slices: by (name of the model's tensor, expert, tier).
         source_name: the model's file name, of a split one the first part's.
         source_hashes: of the model's own slices, by (tensor, expert).
-        quantized: how it was made, in words.
         identity: hash of the header, in which all slices' hashes are.
     """
 
@@ -161,7 +160,6 @@ class Sidecar:
                 raise ModelError(f"{self.path}: the sidecar's header is damaged: convert the model again")
             self.tiers: list[str] = self._get(file, "moeoff.sidecar.tiers", list)
             self.source_name: str = self._get(file, "moeoff.source.name", str)
-            self.quantized: str = self._get(file, "moeoff.quantized", str)
             self.identity: int = self._get(file, _SEAL.decode(), int)
             self._sample: int = self._get(file, "moeoff.source.sample", int)
             hashes = self._get(file, "moeoff.hashes", np.ndarray).tolist()
