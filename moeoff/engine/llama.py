@@ -44,21 +44,17 @@ def _only(answer: Generator[T, None, None]) -> T:
         return next(answer)
 
 
-def _in_turn(name: str, *, changes: bool = True, fills: bool = False) -> Any:
+def _in_turn(name: str, *, changes: bool = True) -> Any:
     """A method of llama_cpp's or of `PatchedLlama`, called when no other thread computes with the model.
 
     Args:
         changes: the context, so that it does not come between two tokens of an answer.
-        fills: the KV cache in other ways than by decoding: experts give back first what they have of it.
     """
     method = getattr(PatchedLlama, name)
 
     @functools.wraps(method)
     def call(self: Llama, *args: Any, **kwargs: Any) -> Any:
-        if self.turns.thread.is_current and not fills:
-            return method(self, *args, **kwargs)
-        function = functools.partial(method, self, *args, **kwargs)
-        return self.turns.take(functools.partial(self._fill, function) if fills else function, changes=changes)
+        return self.turns.take(functools.partial(method, self, *args, **kwargs), changes=changes)
 
     return call
 
@@ -151,9 +147,13 @@ class Llama(PatchedLlama):
         if self.engine.quality.simulates:
             self.engine.quality.use(self.engine.quality.precision)
 
-    def _fill(self, function: Callable[[], T]) -> T:
-        self.engine.sizer.before(1, moves_state=True)
-        return function()
+    def load_state(self, state: Any) -> None:
+        """As llama_cpp's."""
+        self.call(self._load_state, state)
+
+    def _load_state(self, state: Any) -> None:
+        self.engine.sizer.before(1, moves_state=True)  # it fills the KV cache: experts give back what they have of that
+        super().load_state(state)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As llama_cpp's."""
@@ -175,7 +175,6 @@ class Llama(PatchedLlama):
     reset = _in_turn("reset")
     embed = _in_turn("embed")
     save_state = _in_turn("save_state", changes=False)
-    load_state = _in_turn("load_state", fills=True)
     clear_context = _in_turn("clear_context")
     decode_batch = _in_turn("decode_batch")
     batch_logits = _in_turn("batch_logits", changes=False)

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import MoeoffError
 
+_READY = "ready"
 _STOPPING = 20.0  # seconds that answers, and what is remembered for a warm start, have to end in
 
 
@@ -37,23 +38,17 @@ class ServerProcess:
         self.socket = os.path.join(self._folder, "http.sock")
         command = [sys.executable, "-m", "moeoff.server.process"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        try:
-            self._ask(model, options)
-        except BaseException:
-            self.stop()
-            raise
-
-    def _ask(self, model: str, options: dict[str, Any]) -> None:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # pipes
-        try:
-            pickle.dump((model, self.socket, options), stdin)
-            stdin.flush()
-            error = pickle.load(stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            raise MoeoffError(f"{model}: the process that was to serve it has {self.ending()}") from None
-        if error is not None:
-            raise error
+        self._stdin = stdin
+        with stdout:
+            with contextlib.suppress(BrokenPipeError):
+                pickle.dump((model, self.socket, options), stdin)
+                stdin.flush()
+            answer = stdout.readline().decode("utf-8", "replace").strip()
+        if answer != _READY:
+            self.stop()
+            raise MoeoffError(answer or f"{model}: the process that was to serve it has {self.ending()}")
 
     @property
     def pid(self) -> int:
@@ -78,35 +73,30 @@ class ServerProcess:
 
     def stop(self) -> None:
         """Ends every answer, then the process. May be called twice."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
         try:
             self._process.wait(_STOPPING + 1)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _main() -> None:
-    stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
     os.dup2(2, 1)  # what llama.cpp prints is not an answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the one that reads it
     model, socket, options = pickle.load(stdin)
-    try:
-        from .server import Server
-
-        server = Server(model, host=socket, **options).start()
-    except Exception as error:
-        failure = error if isinstance(error, MoeoffError) else MoeoffError(f"{model}: {type(error).__name__}: {error}")
-        with stdout:
-            pickle.dump(MoeoffError(str(failure)), stdout)
-        sys.exit(1)
     with stdout:
-        pickle.dump(None, stdout)
+        try:
+            from .server import Server
+
+            server = Server(model, host=socket, **options).start()
+            print(_READY, file=stdout)
+        except Exception as error:
+            print(error if isinstance(error, MoeoffError) else f"{model}: {type(error).__name__}: {error}", file=stdout)
+            sys.exit(1)
     ends = threading.Event()
     end = threading.Thread(target=_stop_at_the_end, args=(server, stdin, os.path.dirname(socket), ends), daemon=True)
     end.start()
