@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import OptionError
@@ -33,42 +33,28 @@ def require_nextn(model_index: ModelIndex) -> None:
         raise OptionError(f"`spec_type`: llama.cpp cannot make drafts with the next-token layers of a {model_index.architecture} model for pictures")
 
 
-def draft_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of llama_cpp.Llama that a draft model has from those of the model that it drafts for. It is computed by the CPU."""
-    return {name: keywords[name] for name in _SHARED if name in keywords} | {"op_offload": False}
+def plan_draft(path: str, spec_type: str | None, budget: int, n_ctx: int, keywords: Mapping[str, Any], n_sequences: int) -> tuple[str | None, MemoryPlan]:
+    """Read the headers of a draft model, and plan what it takes. It is computed by the CPU.
 
+    Args:
+        spec_type: How drafts are made, as the user says. llama.cpp would make no drafts with an
+            ordinary model of which nobody says more.
+        budget: Bytes of the process.
+        keywords: Arguments of llama_cpp.Llama of the model that it drafts for.
 
-@dataclass(frozen=True)
-class DraftModel:
-    """Its file.
+    Returns:
+        How drafts are made with it, None if llama.cpp finds that in the file; and what llama.cpp
+        allocates for it, with what it takes for the headers while it loads as extras.
 
-    Attributes:
-        spec_type: how drafts are made with it; None: as llama.cpp finds in the file.
+    Raises:
+        ModelError: The file is missing or damaged.
+        BudgetError: There is no room for its headers.
     """
-
-    model_index: ModelIndex
-    spec_type: str | None
-
-    @classmethod
-    def read(cls, path: str, spec_type: str | None, budget: int) -> DraftModel:
-        """Reads its headers.
-
-        Args:
-            spec_type: as the user says. llama.cpp would make no drafts with an ordinary model of which nobody says more.
-            budget: of the process.
-
-        Raises:
-            ModelError: it is missing, or damaged.
-            BudgetError: there is no room for its headers.
-        """
-        model_index = ModelIndex.read(path)
-        require_header_room(path, model_index.header_memory, budget)
-        preflight(model_index)
-        if spec_type is None and model_index.architecture not in _TOLD_BY_FILE:
-            spec_type = OWN_LAYERS if model_index.n_nextn else _DRAFTS_OF.get(model_index.architecture, MODEL_DRAFTS)
-        return cls(model_index, spec_type)
-
-    def memory(self, n_ctx: int, keywords: Mapping[str, Any], n_sequences: int = 1) -> MemoryPlan:
-        """What llama.cpp allocates for it with these `draft_keywords`, and as extras what it takes for the headers while it loads."""
-        planned = dry_load_whole(self.model_index, n_ctx, keywords, (), n_sequences, uses_nextn(self.spec_type))
-        return replace(planned, n_ctx=n_ctx, extras=self.model_index.header_memory)
+    model_index = ModelIndex.read(path)
+    require_header_room(path, model_index.header_memory, budget)
+    preflight(model_index)
+    if spec_type is None and model_index.architecture not in _TOLD_BY_FILE:
+        spec_type = OWN_LAYERS if model_index.n_nextn else _DRAFTS_OF.get(model_index.architecture, MODEL_DRAFTS)
+    keywords = {name: keywords[name] for name in _SHARED if name in keywords} | {"op_offload": False}
+    planned = dry_load_whole(model_index, n_ctx, keywords, (), n_sequences, uses_nextn(spec_type))
+    return spec_type, replace(planned, n_ctx=n_ctx, extras=model_index.header_memory)

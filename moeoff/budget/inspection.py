@@ -185,7 +185,6 @@ def examine(
     """
     keywords = {"flash_attn": True} if keywords is None else keywords
     model_index = ModelIndex.read(model)
-    model_index.require_experts()
     model_index.require_text()
     kinds = slice_kinds(model_index)
     plan, resident_share = residence(model_index, usual_ctx(model_index, ctx_size), keywords)

@@ -178,7 +178,6 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int 
         raise OptionError(f"a context of {n_ctx} tokens is too small for a test of {largest}: give a larger -c, or none")
     for path in models:
         model_index = ModelIndex.read(path)
-        model_index.require_experts()
         model_index.require_text()
         remark_on_context(n_ctx or 0, model_index.n_ctx_train, options)
     flags = flags_as_typed(click.get_current_context())

@@ -7,7 +7,7 @@ batches of now leave untouched the experts borrow, until a larger one comes, or 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..budget.micro_batch import LEAST
 from ..budget.plan import CELLS, RESERVE, MemoryPlan
@@ -124,23 +124,6 @@ class BorrowedCache:
         return before > 0
 
 
-@dataclass(frozen=True)
-class BorrowedMemory:
-    """Memory of llama.cpp's that experts have while it is not touched."""
-
-    buffers: BorrowedBuffers
-    cache: BorrowedCache
-
-    @property
-    def nbytes(self) -> int:
-        return self.buffers.borrowed + self.cache.borrowed
-
-    @property
-    def untouched(self) -> int:
-        """Bytes of the rest that may not be resident yet."""
-        return self.buffers.untouched + self.cache.untouched
-
-
 class ArenaSizer:
     """Sizes a buffer's arenas by a memory plan, which it keeps up to date.
 
@@ -149,7 +132,7 @@ class ArenaSizer:
         plan: of the loaded model.
         budget: of the whole process, or of the experts alone.
         low_share: of the experts' memory, for low versions.
-        borrowed: what experts have of llama.cpp's memory; None: nothing.
+        borrowed: what experts have of llama.cpp's memory; empty: nothing.
 
     Attributes:
         plan: how memory is divided when the largest batch is computed.
@@ -158,7 +141,8 @@ class ArenaSizer:
         BudgetError: below what the model needs.
     """
 
-    def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float, borrowed: BorrowedMemory | None = None):
+    def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float,
+                 borrowed: tuple[()] | tuple[BorrowedBuffers, BorrowedCache] = ()):  # fmt: skip
         self._buffer = buffer
         self._pools = buffer.pools(low_share)
         plan = replace(plan, arena_floor=self._pools.floor + self._pools.low_floor, arena_full=self._pools.full + self._pools.low_full)
@@ -171,7 +155,7 @@ class ArenaSizer:
                 f"{format_size(arena)} for experts is too small: this model needs at least {format_size(plan.arena_floor)}",
                 hint={"expert_memory": plan.arena_floor},
             )
-        self._borrowed = borrowed if self.plan.budget else None
+        self._borrowed = borrowed if self.plan.budget else ()
         self._grown = 0  # bytes that the process takes beyond plan and reserve; below 0: that it leaves of them while batches are small
         self._extras = self.plan.extras  # with nothing reserved
         self._expected = 0  # bytes that all but the experts will take when what is reserved is resident; 0: it is
@@ -179,7 +163,7 @@ class ArenaSizer:
     @property
     def arenas(self) -> tuple[int, int]:
         """Bytes for high and for low versions."""
-        borrowed = self._borrowed.nbytes if self._borrowed is not None else 0
+        borrowed = sum(part.borrowed for part in self._borrowed)
         return self._pools.split(min(max(self.plan.arena + borrowed - self._grown, self.plan.arena_floor), self.plan.arena_full))
 
     def resize(self) -> None:
@@ -229,9 +213,9 @@ class ArenaSizer:
         Args:
             moves_state: llama.cpp moves what is in the KV cache, or reads it from elsewhere, as a batch of its own and in any cell.
         """
-        if self._borrowed is None:
+        if not self._borrowed:
             return
-        buffers, cache = self._borrowed.buffers, self._borrowed.cache
+        buffers, cache = self._borrowed
         changes = cache.return_all() if moves_state else cache.advance(n_tokens)
         if buffers.widen(buffers.largest if moves_state else n_tokens) or moves_state:
             self._grown, changes = max(self._grown, 0), True
@@ -240,7 +224,7 @@ class ArenaSizer:
 
     def fill(self, n_tokens: int) -> None:
         """Before states of so many tokens come into the KV cache, not by a batch: experts give back the cells that they take."""
-        if self._borrowed is not None and self._borrowed.cache.advance(n_tokens):
+        if self._borrowed and self._borrowed[1].advance(n_tokens):
             self.resize()
 
     def after(self) -> None:
@@ -255,7 +239,7 @@ class ArenaSizer:
         self.fit_budget()
 
     def _narrow(self, idle: bool) -> None:
-        if self._borrowed is not None and self.plan.arena < self.plan.arena_full and self._borrowed.buffers.narrow(idle):
+        if self._borrowed and self.plan.arena < self.plan.arena_full and self._borrowed[0].narrow(idle):
             self.resize()
 
     def fit_budget(self) -> None:
@@ -268,8 +252,8 @@ class ArenaSizer:
             self._expected = 0
         free = self.plan.budget - taken - stats.cache_bytes - RESERVE // 2  # beyond half of the reserve
         moves = free < -RESERVE // 4 and stats.cache_bytes > self.plan.arena_floor
-        if free > 0 and self._borrowed is not None and self._borrowed.nbytes:
-            free -= self._borrowed.untouched  # as if none of it had been touched
+        if free > 0 and any(part.borrowed for part in self._borrowed):
+            free -= sum(part.untouched for part in self._borrowed)  # as if none of it had been touched
             free -= max(self._expected - taken, 0)  # reserved, and soon resident
             moves = free > _WORTH and stats.cache_bytes < self.plan.arena_full
             if moves:  # nor slots that nothing has been read into, as of a warm start that a prompt has ended

@@ -34,7 +34,7 @@ from ..routing.batch import Span
 from ..routing.event import GateEvent
 from ..system.arrays import require_arrays
 from ..system.memory import parse_size, peak_rss, rss
-from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache, BorrowedMemory
+from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
@@ -181,7 +181,7 @@ class Engine:
             **{name: getattr(allocated, name) for name in ALLOCATED},
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.row_table_bytes,
-            process=max(rss() - allocated.weights - allocated.state + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest is resident
+            process=max(rss() - allocated.weights - allocated.state + (borrowed[1].borrowed if borrowed else 0), 0),  # the rest is resident
             extras=self.opening.extras,
         )
         self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
@@ -194,13 +194,13 @@ class Engine:
         if not precision.lossless:
             self.quality.use(precision)
 
-    def _borrowed(self, ctx: int) -> BorrowedMemory | None:
-        """None: a device computes, too, or what is resident must repeat."""
+    def _borrowed(self, ctx: int) -> tuple[()] | tuple[BorrowedBuffers, BorrowedCache]:
+        """What experts may have of llama.cpp's memory: nothing if a device computes, too, or what is resident must repeat."""
         largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
         if self.config.repeatable or self.device_tier is not None or native.memory_of_batches(ctx, largest, False) is None:
-            return None
+            return ()
         buffers = BorrowedBuffers(functools.partial(native.memory_of_batches, ctx), largest)
-        return BorrowedMemory(buffers, BorrowedCache(functools.partial(native.unused_state, ctx)))
+        return buffers, BorrowedCache(functools.partial(native.unused_state, ctx))
 
     def attach_strategy(self) -> None:
         """Its policy and predictor, unless all experts fit; what their tables take, the experts lose."""

@@ -270,7 +270,8 @@ class ModelIndex:
             raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
 
     def require_text(self) -> None:
-        """Checks that the model writes a text token by token. Raises `ModelError`."""
+        """Checks that there is something to offload, and that the model writes a text token by token. Raises `ModelError`."""
+        self.require_experts()
         if self.architecture in _DIFFUSION:
             raise ModelError(
                 f"{self.files[0]}: a diffusion model ({self.architecture}), which draws all tokens of an answer at once, in many steps: moeoff writes token by token"

@@ -98,7 +98,6 @@ class Planner:
                  measure: bool = False, ctx: int = 512, tokens: int = 16384,
                  progress: Callable[[str, int, int], None] | None = None, **options: Any):  # fmt: skip
         self._model, self.model_index = os.fspath(model), ModelIndex.read(model)
-        self.model_index.require_experts()
         self.model_index.require_text()
         self.types = list(types) if types is not None else default_types(self.model_index)
         n_cols = min(span.shape[0] for span in self.model_index.experts.values())

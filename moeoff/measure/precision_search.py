@@ -337,7 +337,6 @@ def search_precision(
     started = time.monotonic()
     model = os.fspath(model)
     model_index = ModelIndex.read(model)
-    model_index.require_experts()
     model_index.require_text()
     sidecar = ExpertSource.make(model_index, experts, ORIGINAL).sidecar
     if tier and not sidecar:

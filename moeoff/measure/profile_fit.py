@@ -103,7 +103,6 @@ def calibrate(
     started = time.monotonic()
     fits()  # raises before the work if two of them are for one section
     model_index = ModelIndex.read(model)
-    model_index.require_experts()
     model_index.require_text()
     path = os.fspath(output) if output is not None else profile_output(model_index)
     require_new(path, [*model_index.files, sidecar_path(model_index.files[0]), *text], "`output`")

@@ -9,9 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 
-from ..budget.draft_model import SECTIONS, WANT_SECTIONS, DraftModel, draft_keywords, require_nextn, uses_nextn
+from ..budget.draft_model import SECTIONS, WANT_SECTIONS, plan_draft, require_nextn, uses_nextn
 from ..budget.dry_load import embedding_width
 from ..budget.plan import require_header_room
 from ..errors import ModelError
@@ -22,45 +21,32 @@ from ..options import Config, ServerOptions
 _PLAN = "import json, sys; from moeoff.server.library import projector_memory; print(json.dumps(projector_memory(sys.argv[1:])))"
 
 
-@dataclass(frozen=True)
-class ExtraModels:
-    """Memory and options of a projector and a draft model.
+def extra_models(model_index: ModelIndex, n_ctx: int, config: Config, options: ServerOptions, budget: int) -> tuple[int, int, str | None]:
+    """Look at the files of a projector and a draft model.
 
-    Attributes:
-    resident: bytes once all is loaded, and of headers until then.
-    computing: bytes that come with the first picture, for good.
-    spec_type: how drafts are made; None: not at all, or as llama.cpp finds in the draft model.
+    Args:
+        model_index: Index of the model that they are loaded with.
+        budget: Bytes of the process.
+
+    Returns:
+        Bytes once all is loaded, and of headers until then; bytes that come with the first picture, for
+        good; and how drafts are made, None if they are not, or as llama.cpp finds in the draft model.
+
+    Raises:
+        BudgetError: There is no room for one of their headers.
+        ModelError: A file is missing, damaged, or not for this model.
+        OptionError: The model has not what drafts shall be made with.
     """
-
-    resident: int = 0
-    computing: int = 0
-    spec_type: str | None = None
-
-    @classmethod
-    def of(cls, model_index: ModelIndex, n_ctx: int, config: Config, options: ServerOptions, budget: int) -> ExtraModels:
-        """Looks at their files.
-
-        Args:
-            model_index: of the model.
-            config: with which the model is opened.
-            budget: of the process.
-
-        Raises:
-            BudgetError: it has no room for one of their headers.
-            ModelError: a file is missing, damaged, or not for this model.
-            OptionError: the model has not what drafts shall be made with.
-        """
-        resident = computing = 0
-        keywords = config.keywords
-        if options.mmproj is not None:
-            resident, computing = _projector(model_index, options.mmproj, options, bool(keywords.get("flash_attn")), budget)
-        if config.draft is not None:
-            draft = DraftModel.read(config.draft, config.spec_type, budget)
-            memory = draft.memory(n_ctx, draft_keywords(keywords), options.parallel or 1)
-            return cls(resident + memory.llama_cpp + memory.extras, computing, draft.spec_type)
-        if uses_nextn(config.spec_type):
-            require_nextn(model_index)
-        return cls(resident, computing, config.spec_type)
+    resident = computing = 0
+    spec_type, keywords = config.spec_type, config.keywords
+    if options.mmproj is not None:
+        resident, computing = _projector(model_index, options.mmproj, options, bool(keywords.get("flash_attn")), budget)
+    if config.draft is not None:
+        spec_type, memory = plan_draft(config.draft, spec_type, budget, n_ctx, keywords, options.parallel or 1)
+        resident += memory.llama_cpp + memory.extras
+    elif uses_nextn(spec_type):
+        require_nextn(model_index)
+    return resident, computing, spec_type
 
 
 def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from ..routing.batch import is_decode, spans_of
 from ..system.console import note
 from ..system.memory import Budget, format_size, rss, share_malloc_arenas, trim, unmap_files
 from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
-from .extra_models import ExtraModels
+from .extra_models import extra_models
 from .library import c_arguments, check_arguments, check_templates, hooks, library, states, write_text
 from .log import ErrorPipe, first_error
 from .prompts_on_disk import EvictedPrompt, PromptsOnDisk, StoredPrompt, folder, identity
@@ -134,11 +134,11 @@ class Server:
             self._remarks.append(size.remark)
         n_ctx, options = size.n_ctx, replace(options, parallel=size.n_parallel)
         config = replace(config, n_ctx=n_ctx)
-        extras = ExtraModels.of(model_index, n_ctx, config, options, budget.most)
+        resident, computing, spec_type = extra_models(model_index, n_ctx, config, options, budget.most)
         pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
-        config = replace(config, spec_type=extras.spec_type)
+        config = replace(config, spec_type=spec_type)
         self._options = replace(options, pooling="mean" if pools else options.pooling)
-        computing = answer_bytes(model_index, size.n_parallel) + extras.computing
+        computing += answer_bytes(model_index, size.n_parallel)
 
         def remembered(planned: MemoryPlan) -> int:
             """Bytes of states to go back to, which are taken before anything is computed."""
@@ -148,7 +148,7 @@ class Server:
             return self.prompt_memory.checkpoints
 
         opening = plan(config, model_index, budget, n_sequences=size.n_parallel, unified=options.kv_unified, extras=computing,
-                       loaded=extras.resident + loaded, more=remembered)  # fmt: skip
+                       loaded=resident + loaded, more=remembered)  # fmt: skip
         engine = Engine(opening, moves=any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ)))
         self._options = replace(self._options, kv_disk=self._disk_bound())
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
@@ -181,7 +181,6 @@ class Server:
             n = options.parallel or PARALLEL
             return ContextSize(usual if fixed else usual * n, n)
         config.check_model(model_index)
-        model_index.require_experts()
         overrides = tensor_buffers(config.override_tensor, model_index)
 
         def planned(n_ctx: int, n: int) -> MemoryPlan:

@@ -380,7 +380,7 @@ def test_a_template_is_read_within_bounds(tmp_path):
 
 def test_headers_of_what_a_server_loads(demo, tmp_path):
     """Before anything is planned with them: planning reads them, too."""
-    from moeoff.server.extra_models import ExtraModels
+    from moeoff.server.extra_models import extra_models
 
     path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     words = "what its header says takes about 2.. MiB to read, and there is room for"
@@ -388,7 +388,7 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
     lines = texts_and_peaks(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
     assert all(re.search(words, text) and peak < 200 for text, peak in lines) and len(lines) == 3, lines
     index = ModelIndex.read(demo)
-    usual, long = (ExtraModels.of(index, 256, Config.make(demo, draft=draft), ServerOptions(), 2 << 30).resident for draft in (demo, path))
+    usual, long = (extra_models(index, 256, Config.make(demo, draft=draft), ServerOptions(), 2 << 30)[0] for draft in (demo, path))
     assert long - usual > 3.9 * (60 << 20)
 
 

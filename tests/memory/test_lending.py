@@ -244,11 +244,11 @@ class Conversations:
         begin, fill, borrowed = engine.begin, engine.sizer.fill, engine.sizer._borrowed
 
         def watched(*args):
-            untouched = borrowed and borrowed.cache._unused(0, False)
+            untouched = borrowed and borrowed[1]._unused(0, False)
             begin(*args)
             self.arenas.append(engine.buffer.stats().cache_bytes)
             if borrowed:
-                self.lent.append((borrowed.cache.borrowed, untouched))
+                self.lent.append((borrowed[1].borrowed, untouched))
 
         def filled(n_tokens):
             self.fills.append(n_tokens)
@@ -336,7 +336,7 @@ def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
             sizer.reserve(nbytes)
             sizer.fit_budget()
             stats, reserved = llm.engine.buffer.stats(), reserved + nbytes
-            assert rss() - stats.arena_committed + sizer._borrowed.untouched + reserved + stats.cache_bytes <= budget
+            assert rss() - stats.arena_committed + sum(part.untouched for part in sizer._borrowed) + reserved + stats.cache_bytes <= budget
         sizer.reserve(-reserved)
         assert llm.engine.buffer.stats().cache_bytes > stats.cache_bytes
 
