@@ -150,19 +150,14 @@ def require_header_room(path: str, header_memory: int, budget: int) -> None:
         )
 
 
-def process_once_loaded(nbytes: int) -> int:
-    """Bytes that a process takes without the model, once it is loaded, of those that it takes now."""
-    return nbytes + _LIBRARIES
-
-
 def as_rounded(n_ctx: int) -> int:
     """Tokens that a context has where so many are asked for."""
     return -(-n_ctx // _CTX_STEP) * _CTX_STEP
 
 
 def planned_process(nbytes: int) -> int:
-    """The same, as it is planned before."""
-    return max(_PROCESS, process_once_loaded(nbytes))
+    """Bytes that a process is planned to take without the model once it is loaded, of those that it takes now."""
+    return max(_PROCESS, nbytes + _LIBRARIES)
 
 
 _USUAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral's and gpt-oss-20b's routers have at most
