@@ -6,7 +6,6 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.processes import run_python
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import BudgetError, Cancelled, OptionError
-from moeoff.budget.plan import DeviceBound
 from moeoff.engine.driver import Driver
 from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import api
@@ -246,16 +244,6 @@ def test_set_memory(demo):
         llm.set_memory(rss() + (150 << 20))
         assert llm.stats().cache_bytes == full
         assert without_identity(CALLS["completion"](llm)) == expected
-
-
-def test_both_budgets_move_or_none(demo, monkeypatch):
-    with moeoff.Llama(demo, memory=rss() + (150 << 20), **OPTIONS) as llm, monkeypatch.context() as stood_in:
-        moved, before = [], DeviceBound.parse("2G")
-        stood_in.setattr(llm.engine, "device_tier", SimpleNamespace(bound=before, move=moved.append))
-        for memory, error in (("30M", BudgetError), ("much", OptionError)):
-            with pytest.raises(error):
-                llm.set_memory(memory, vram="1G")
-            assert moved[-2:] == [DeviceBound.parse("1G"), before]
 
 
 def test_arena_gives_way_when_the_process_grows(grown):
