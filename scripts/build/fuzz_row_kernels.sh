@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the row kernels and ggml's vec_dot for a processor, with a compiler, and compares them: they have to give the same bits. Or their speed.
-# usage: [CC=... CXX=...] [SANITIZE=1] [RUN=...] [TREE=...] fuzz_row_kernels.sh [PRODUCTS of each type|speed [COMPILER FLAG ...]]
+# PROGRAM=fuzz_tiled: ggml's tiled products instead, against sums of integers.
+# usage: [CC=... CXX=...] [SANITIZE=1] [RUN=...] [TREE=...] [PROGRAM=...] fuzz_row_kernels.sh [PRODUCTS of each type|speed [COMPILER FLAG ...]]
 #
 #   CC=clang CXX=clang++ fuzz_row_kernels.sh 100000 -mavx2 -mfma -mf16c
 #   CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -cpu max" fuzz_row_kernels.sh 100000 -march=armv8.2-a+dotprod+fp16
@@ -41,7 +42,13 @@ theirs=("${flags[@]}" "${for_cpu[@]}" -w) # vec_dot is compiled as in a build of
 "$cc" "${theirs[@]}" -O1 -c "$cpu"/{quants.c,ggml-cpu.c} "$ggml"/src/{ggml-quants.c,ggml.c} &
 "$cc" "${theirs[@]}" -c "$cpu/arch/$arch/quants.c" -o arch-quants.o
 "$cxx" -std=gnu++17 "${theirs[@]}" -O1 -c "$cpu/vec.cpp" "$ggml/src/ggml-threading.cpp"
-"$cxx" -std=gnu++17 "${flags[@]}" "${for_cpu[@]}" "${ours[@]}" -c "$cpu/moeoff/moeoff-row-kernels.cpp" "$root/tests/native/fuzz_row_kernels.cpp"
+program=${PROGRAM:-fuzz_row_kernels}
+kernels=("$cpu/moeoff/moeoff-row-kernels.cpp")
+if [ "$program" = fuzz_tiled ]; then
+    kernels=("$cpu/tiled/tiled-kernel.cpp")
+    ours+=(-Wno-uninitialized) # of gcc's own headers, in ggml's kernel for AVX-512
+fi
+"$cxx" -std=gnu++17 "${flags[@]}" "${for_cpu[@]}" "${ours[@]}" -c "${kernels[@]}" "$root/tests/native/$program.cpp"
 wait $!
 "$cxx" "${ours[@]}" "${link[@]}" -Wl,--gc-sections ./*.o -pthread -ldl -lm -o fuzz
 # shellcheck disable=SC2086

@@ -40,6 +40,7 @@ FourRows = ctypes.CFUNCTYPE(None, c_int, POINTER(c_float), c_void_p, c_size_t, c
 FourColumns = ctypes.CFUNCTYPE(None, c_int, POINTER(c_void_p), c_void_p, c_size_t, POINTER(c_void_p))
 FUZZ = ROOT / "scripts" / "build" / "fuzz_row_kernels.sh"
 AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+AVX2_VNNI_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512vl", "-mavx512vnni")  # encoded otherwise, AVX-VNNI's dpbusd
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -154,6 +155,25 @@ def test_a_processor_without_wide_registers_has_a_build(compiler, flags, tree):
 def test_bits_of_vec_dot_with_avx2(tree):
     """Of the processors that have no more, and under the address and undefined-behaviour sanitizers."""
     assert {name.upper() for name in fuzz(tree, 3000, *AVX2_FLAGS, SANITIZE="1")} == set(TYPES) - {"Q5_0", "Q8_0"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86")
+@pytest.mark.parametrize("flags", [AVX2_FLAGS, AVX2_VNNI_FLAGS, ("-mavx",), ("-march=native",)], ids=["avx2", "avx2-vnni", "avx", "native"])
+def test_tiled_products_are_exact(flags, tree):
+    """ggml's tiled products, which prompts of K-quants use, are the sums of integers that the formats define, for 10,000 random shapes of each type."""
+    if flags is AVX2_VNNI_FLAGS and "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs VNNI")
+    lines = fuzz(tree, 10_000, *flags, PROGRAM="fuzz_tiled")
+    assert len(lines) == 13 and set(lines.values()) == {"10000 cases are equal"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86")
+def test_tiled_products_stay_in_their_buffers(tree):
+    """Under the address and undefined-behaviour sanitizers."""
+    assert len(fuzz(tree, 200, *AVX2_FLAGS, PROGRAM="fuzz_tiled", SANITIZE="1")) == 13
 
 
 @pytest.mark.slow
