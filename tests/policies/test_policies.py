@@ -518,12 +518,12 @@ def test_register_ten_lines():
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     try:
         exec(example, {})
-        policy = get_policy("mru")(SHAPE)
+        policy = get_policy("recent")(SHAPE)
         for event in random_events(9):
             policy.update(event)
-        assert policy.priorities.any() and "mru" in policy_names(live=True)
+        assert policy.priorities.any() and "recent" in policy_names(live=True)
     finally:
-        POLICIES.pop("mru", None)
+        POLICIES.pop("recent", None)
 
 
 def test_register_takes_every_part_of_a_strategy():
