@@ -11,25 +11,31 @@ from moeoff.measure.statistics import Estimate
 
 REPRODUCED, DIRECTION, LEVEL, OPPOSITE, NOT_TESTABLE = "reproduced", "direction", "level", "opposite", "not testable here"
 RULES = {
-    REPRODUCED: "the claim's gain to within a third of it",
+    REPRODUCED: "the claim's gain to within a third of it; of a hit rate or an accuracy, the claim's misses",
     DIRECTION: "a gain, though smaller or larger by more than a third: the 95 % interval lies above none",
     LEVEL: "the interval holds no gain, or what there is makes less than a tenth of the claim's, or 1 %",
     OPPOSITE: "a loss where the paper has a gain",
-    NOT_TESTABLE: "why stands beside it",
+    NOT_TESTABLE: "why stands beside it; a claim above what the simulated machine reaches without any waiting is one",
 }
 SPLIT = "sign depends on the share"
 CLOSE, NOTHING, LEAST = 1 / 3, 0.1, 0.01  # of the claim's gain; of what is compared
 MIN_ROUNDS = 5
 
 
-def verdict(claim: float | tuple[float, float] | None, ours: Estimate, floor: float = 1.0) -> str:
+def verdict(
+    claim: float | tuple[float, float] | None, ours: Estimate, floor: float = 1.0, *, perfect: float | None = None, reachable: float | None = None
+) -> str:
     """What a value says of a claim.
 
     Args:
         claim: the paper's value, or the ends of its range; None: it has a direction and no number.
         ours: what was measured. Without an interval, as of one deterministic replay, the value stands for both its ends.
         floor: what would be no gain: 1 of a ratio, chance of an accuracy. A claim below it is one of a reduction.
+        perfect: Value of a hit rate, accuracy or correlation without any miss. The misses then decide what is close.
+        reachable: Ratio that the faster contender has on this machine if it never waits. A higher claim is not testable.
     """
+    if claim is not None and reachable is not None and reachable < (claim[0] if isinstance(claim, tuple) else claim):
+        return NOT_TESTABLE
     low, high = (ours.value if bound is None else bound for bound in (ours.low, ours.high))
     theirs = (min(max(ours.value, claim[0]), claim[1]) if isinstance(claim, tuple) else floor + 1 if claim is None else claim) - floor
     gain = (ours.value - floor) / theirs
@@ -38,12 +44,14 @@ def verdict(claim: float | tuple[float, float] | None, ours: Estimate, floor: fl
         return LEVEL
     if gain < 0:
         return OPPOSITE
+    if perfect is not None:
+        gain = (perfect - ours.value) / (perfect - floor - theirs)
     return REPRODUCED if claim is not None and abs(gain - 1) <= CLOSE else DIRECTION
 
 
 def weakest(verdicts: Sequence[str]) -> str:
-    """Of several claims in one."""
-    return max(verdicts, key=(REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
+    """Return the verdict of several claims in one row: the weakest of those that are testable."""
+    return max(verdicts, key=(NOT_TESTABLE, REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
 
 
 def counted(cell: str) -> str:

@@ -25,7 +25,7 @@ from moeoff.policies import PREDICTORS, FitOptions
 from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data
 from speed import prompt_then_tokens
-from verdicts import DIRECTION, LEVEL, OPPOSITE, REPRODUCED, RULES, SPLIT, counted, ratio, verdict, weakest
+from verdicts import DIRECTION, LEVEL, NOT_TESTABLE, OPPOSITE, REPRODUCED, RULES, SPLIT, counted, ratio, verdict, weakest
 
 
 def made_up(ids, starts=None):
@@ -108,7 +108,17 @@ def test_verdicts_of_what_has_another_floor():
     assert verdict(0.96, Estimate(0.72, 0.7, 0.74), 0.5) == DIRECTION
     assert verdict(0.15, Estimate(0.11, 0.09, 0.13), 0.3) == REPRODUCED
     assert verdict(0.15, Estimate(0.35, 0.33, 0.37), 0.3) == OPPOSITE
+    assert verdict(0.9715, Estimate(0.912, 0.9, 0.92), 0.25) == REPRODUCED
+    assert verdict(0.9715, Estimate(0.912, 0.9, 0.92), 0.25, perfect=1) == DIRECTION  # 3.1 times the misses
+    assert verdict(0.96, Estimate(0.953, 0.95, 0.96), 0.125, perfect=1) == REPRODUCED
     assert weakest([REPRODUCED, LEVEL, DIRECTION]) == LEVEL
+
+
+def test_a_claim_above_what_the_machine_reaches_is_not_testable():
+    assert verdict(2.2, Estimate(1.29, 1.28, 1.3), reachable=1.48) == NOT_TESTABLE
+    assert verdict((1.35, 1.5), Estimate(1.23, 1.22, 1.24), reachable=1.36) == DIRECTION
+    assert counted("direction with 25%, not testable here with 50%") == DIRECTION
+    assert counted(NOT_TESTABLE) == NOT_TESTABLE
 
 
 @pytest.mark.parametrize(
@@ -225,7 +235,7 @@ def assert_computable(tables):
             cell = ours.removeprefix(f"{r.fast} / {r.slow}: ").split(" with ")[len(verdicts)].split("%, ")[-1]
             expected = [estimate.value] if estimate.low is None else [estimate.value, estimate.low, estimate.high]
             assert [float(number) for number in re.findall(r"[\d.]+", cell)] == pytest.approx(expected, abs=0.0051), (r, share)
-            verdicts.append(verdict(r.claim, estimate))
+            verdicts.append(verdict(r.claim, estimate, reachable=float(fast[2]) / float(slow[0])))
             why = dict(part.split(": ") for part in cause.split("; ") if part).get(f"{share:.0%}")
             assert (why is None) == (verdicts[-1] == REPRODUCED)
             for name, row, column in (("without any waiting", fast, 2), ("always predicted right", right, 0)):
@@ -235,8 +245,17 @@ def assert_computable(tables):
         assert all(name in text for name in verdicts)
 
 
+def assert_counted(tables):
+    """Check the table of verdicts: a measurement beside two figures counts once."""
+    for paper, *numbers in tables["verdicts"]:
+        of_rows = {row[3] or row[1]: counted(row[4]) for row in tables[paper.lower()]}
+        assert list(map(int, numbers)) == [list(of_rows.values()).count(name) for name in (*RULES, SPLIT)], paper
+
+
 def test_every_ratio_can_be_computed_from_the_data():
-    assert_computable({table["name"]: table["rows"] for table in json.loads((results.DATA / "papers.json").read_text())["tables"]})
+    tables = {table["name"]: table["rows"] for table in results.read("papers")["tables"]}
+    assert_computable(tables)
+    assert_counted(tables)
 
 
 @pytest.mark.slow
@@ -251,4 +270,4 @@ def test_all_of_it(tmp_path):
     rows = [row for paper in papers.PAPERS for row in tables[paper.lower()]]
     assert all(counted(row[4]) in (*RULES, SPLIT) for row in rows)
     assert_computable(tables)
-    assert sum(int(cell) for row in tables["verdicts"] for cell in row[1:]) == len(rows)
+    assert_counted(tables)
