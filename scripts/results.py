@@ -148,15 +148,23 @@ def block(name: str, table: str | None, columns: str | None = None) -> str:
     return markdown(with_columns(data, columns))
 
 
-SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and 10^9 bytes of its file
-    "real-qwen3": ("Qwen3-30B-A3B", 18.55),
-    "real-qwen36": ("Qwen3.6-35B-A3B", 21.16),
-    "real-gpt-oss": ("gpt-oss-20b", 12.10),
-    "real-deepseek": ("DeepSeek-V2-Lite", 10.37),
-    "real-gemma": ("gemma-4-26B-A4B", 17.03),
-    "real-glm": ("GLM-4.5-Air", 60.35),
-    "real-gpt-oss-120b": ("gpt-oss-120b", 63.37),
+TRACES, FIGURES, ASSUMED = "published traces", "two published figures", "not measured"
+SHAPES = {  # of docs/results/real-sizes.md: model, 10^9 bytes of its file, and what its routing follows
+    "real-qwen3": ("Qwen3-30B-A3B", 18.55, TRACES),
+    "real-qwen36": ("Qwen3.6-35B-A3B", 21.16, FIGURES),
+    "real-gpt-oss": ("gpt-oss-20b", 12.10, ASSUMED),
+    "real-deepseek": ("DeepSeek-V2-Lite", 10.37, ASSUMED),
+    "real-gemma": ("gemma-4-26B-A4B", 17.03, TRACES),
+    "real-glm": ("GLM-4.5-Air", 60.35, ASSUMED),
+    "real-gpt-oss-120b": ("gpt-oss-120b", 63.37, TRACES),
 }
+DAYS = {  # of Qwen3-30B-A3B's shape in 6.5 GiB: each data file, and moeoff's row there
+    "real-qwen3": "6656 MiB | auto",
+    "long-contexts-lending": "behind 0 | moeoff in 6656 MiB",
+    "gate-predictor": "6656 MiB | now",
+    "time-qwen3": "6656 MiB | 6656 MiB",
+}
+ENOUGH = 5  # rounds; a cell with fewer says so
 _PROMPT = 64  # tokens, of their runs
 STOCK_IN_A_LIMIT = ("stock, memory map", "stock, memory map, plain kernels")  # for its repacked kernels the kernel may kill it
 
@@ -190,14 +198,35 @@ def by_contender(name: str, column: str = "tok/s") -> dict[str, dict[str, str]]:
 def models_table() -> dict:
     """Which model in how much memory at what speed."""
     rows = []
-    for name, (model, size) in SHAPES.items():
+    for name, (model, size, routing) in SHAPES.items():
         limit, speeds = next(iter(by_contender(name).items()))
         stock = next(speeds[contender] for contender in STOCK_IN_A_LIMIT if speeds.get(contender))
         prompt, *ours = (by_contender(name, column)[limit]["auto"] for column in ("prompt tok/s", "tok/s", "MB/token"))
         first, *range_ = (f"{_PROMPT / rate:.2f}" for rate in _numbers(prompt))
         ours.append(first + (f" ({range_[1]} to {range_[0]})" if range_ else ""))
-        rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(limit), *ours, _said(read(name), "--rounds"), stock])
-    return {"columns": ["model", "file", "memory", "moeoff, tok/s", "MB/token", "first token s", "rounds", "llama.cpp, tok/s"], "rows": rows}
+        times = f"{_numbers(ours[0])[0] / _numbers(stock)[0]:.0f}"
+        ours[0] += rounds(int(_said(read(name), "--rounds")))
+        rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", routing, _gib(limit), *ours, stock + rounds(1), times])
+    columns = ["model", "file", "routing", "memory", "moeoff, tok/s", "MB/token", "first token s", "llama.cpp, tok/s", "times llama.cpp"]
+    return {"columns": columns, "rows": rows}
+
+
+def rounds(n: int) -> str:
+    """Return the note of a cell with too few rounds."""
+    return "" if n >= ENOUGH else f", {n} round{'s' * (n > 1)}"
+
+
+def days_table() -> dict:
+    """Return the speed of one shape in one memory limit on each day, and its share of the speed with everything in memory."""
+    rows = []
+    for name, row in DAYS.items():
+        data, (group, contender) = read(name), row.split(" | ")
+        in_memory = by_contender(name).get("all in memory", {})
+        ours = by_contender(name)[group][contender]
+        whole = [next((in_memory[of] for of in named if of in in_memory), "") for named in (("lru", "all in memory"), ("stock, repacked kernels",))]
+        shares = [f"{_numbers(ours)[0] / _numbers(cell)[0]:.0%}" if cell else "" for cell in whole]
+        rows.append([data["date"], data["machine"].split(",")[0], ours + rounds(int(_said(data, "--rounds"))), *shares, f"[data](data/{name}.json)"])
+    return {"columns": ["date", "machine", "moeoff, tok/s", "of moeoff in memory", "of llama.cpp in memory", ""], "rows": rows}
 
 
 SCENARIOS = {  # of docs/results/reliability.md: what is done
@@ -227,7 +256,7 @@ def reliability_table() -> dict:
     return {"columns": ["scenario", "cases", "not as it must be", "measured", ""], "rows": rows}
 
 
-GATHERED = {"models": models_table, "reliability": reliability_table}
+GATHERED = {"models": models_table, "days": days_table, "reliability": reliability_table}
 
 
 GREY, BLUE, GOLD, MAUVE = "#6e7781", "#2f81f7", "#bf8700", "#8250df"  # that read on white and on black
@@ -313,7 +342,7 @@ def charts() -> dict[str, str]:
             "memory limit",
             {"moeoff": ours, "llama.cpp": (GOLD, (*STOCK_IN_A_LIMIT, *stock))},
             {"decode, tokens/s": {_gib(limit): speeds[limit] for limit in limits}},
-            "medians and ranges of 3 rounds; llama.cpp was measured where it has a bar, in a limit once",
+            f"{read('real-qwen3')['machine'].split(',')[0]}, {read('real-qwen3')['date']}: medians and ranges of 3 rounds; llama.cpp in 6.5 GiB: 1 round",
         ),
         "kernels": bars(
             "Speed with everything in memory",
