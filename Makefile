@@ -77,6 +77,7 @@ faults: test-env ## the n-th fault, damaged files, interrupts, kills, disk troub
 	$(PY) scripts/faults/faults.py disk --json docs/results/data/disk.json
 	$(PY) scripts/faults/faults.py http --rounds 5 --json docs/results/data/hostile-http.json
 	$(PY) scripts/faults/faults.py advisories --json docs/results/data/advisories.json
+	@$(MAKE) --no-print-directory results
 
 repin: test-env ## to another release of llama-cpp-python: VERSION=... SHA256=... (of its sdist); ends with all tests
 	@test -n "$(VERSION)" -a -n "$(SHA256)" || { echo "say which: make repin VERSION=... SHA256=..." >&2; exit 2; }

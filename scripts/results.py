@@ -2,7 +2,12 @@
 
 A data file says what was run, where, when and at which commit, and holds the tables as they were printed:
 
-    {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
+    {"command": ..., "machine": ..., "date": ..., "commit": ..., "paths": [...],
+     "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
+
+"paths" are the parts of the repository that the figures depend on. A file whose paths changed
+after its commit, or whose command no longer parses, is listed in `OLDER`; tests/build/test_data.py
+checks that, and that the list only shrinks.
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME:TABLE -->` and end with `<!-- end of results -->`. What stands between is
 that table of docs/results/data/NAME.json: the others are data. `{COLUMN | ...}` after that leaves out all other columns but the first. `models` and
@@ -27,8 +32,57 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 IMAGES = ROOT / "docs" / "img"
 BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?::(?P<table>[\w-]+))?(?: {(?P<columns>[^}]+)})? -->\n).*?(?P<end><!-- end of results -->\n)", re.DOTALL)
-HEAD = ("command", "machine", "date", "commit")
+HEAD = ("command", "machine", "date", "commit", "paths")
+STREAMING = ("moeoff/engine", "moeoff/policies", "llamacpp_patches/src/core")
+KERNELS_OF = ("llamacpp_patches/src/ggml-cpu",)
+SERVER = ("moeoff/server", "llamacpp_patches/src/server")
+# what a script's figures depend on, and those of a command where they differ
+PATHS: dict[str, tuple[str, ...]] = {
+    "speed.py": STREAMING + KERNELS_OF,
+    "speed.py kernels": KERNELS_OF,
+    "routing.py": ("moeoff/policies",),
+    "routing.py shapes": ("scripts/models/shape_model.py",),
+    "papers.py": ("moeoff/policies", "scripts/research/baselines.py", "scripts/research/device_simulator.py"),
+    "precision.py": ("moeoff/precision.py", "moeoff/measure/perplexity.py", "moeoff/measure/precision_search.py"),
+    "bench_server.py": SERVER,
+    "gpu_trial.py": ("moeoff/engine/device_tier.py", "llamacpp_patches/src/core/moeoff-device-tier.cpp"),
+    "micro.py": ("llamacpp_patches/src/core",),
+    "micro.py kernels": KERNELS_OF,
+    "micro.py attention": KERNELS_OF,
+    "ray_cluster.py": ("moeoff/ray.py",),
+    "soak.py": STREAMING,
+    "faults.py": ("moeoff", "llamacpp_patches/src"),
+    "faults.py http": SERVER,
+    "faults.py advisories": ("scripts/faults/advisories.py",),
+}
 HELP = "Keep the tables as a data file for docs/results."
+
+# Data files older than the code that they measure, by reason. An entry goes when its file is measured
+# again; tests/build/test_data.py refuses new ones.
+OLDER = {
+    "The command's script or options were replaced; a new run takes the new ones.": (
+        "beside cache-policies damaged drafts drafts-ahead drafts-memory drafts-qwen3 headers "
+        "idle-qwen3-30b-a3b inspect kill long-contexts-16k long-contexts-lending "
+        "loss-frontier loss-frontier-grown loss-frontier-small objects prediction "
+        "row-kernels-fuzz server-1045 server-resident store store-switches "
+        "turns-qwen3-30b-a3b"
+    ),
+    "Speed: the code changed since, and a new run needs an idle machine.": (
+        "gate-predictor kernels-deepseek-v2-lite kernels-gpt-oss-20b kernels-grown "
+        "kernels-qwen3-30b-a3b long-contexts long-contexts-deepseek long-contexts-gpt-oss "
+        "long-contexts-lending-6 long-contexts-xeon long-contexts-xeon-0 "
+        "long-contexts-xeon-16k long-contexts-xeon-32k long-contexts-xeon-8k loss-live-1700 "
+        "loss-live-400 real-deepseek real-flash real-gemma real-glm real-gpt-oss "
+        "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-4096 real-qwen3-budgets "
+        "real-qwen36 rows server-turns time time-qwen3"
+    ),
+    "The code changed since, and a new run needs a GPU.": "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers",
+    "Replays and losses that take hours; the code changed since.": (
+        "answer-gemma-4-26b-a4b answer-gpt-oss-120b answer-policies answer-qwen3-30b-a3b "
+        "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract papers published-traces"
+    ),
+    "Faults: the code changed since; make faults takes hours.": "advisories disk hostile-http nth-fault scale-events soak soak-interrupted",
+}
 
 
 def machine() -> str:
@@ -56,6 +110,21 @@ def command_line() -> str:
         del typed[at : at + 2]
     program = Path(sys.argv[0]).resolve()
     return shlex.join(["python", f"scripts/{program.parent.name}/{program.name}", *map(short, typed)])
+
+
+def paths(command: str) -> list[str]:
+    """Return the paths that the figures of a command depend on."""
+    _, script, *arguments = shlex.split(command)
+    name = Path(script).name
+    return list(PATHS.get(" ".join((name, *arguments[:1])), PATHS.get(name, ("moeoff",))))
+
+
+def n_rounds(data: dict) -> int | None:
+    """Return how many rounds a data file has: its command's, those of a title, or None if it says neither."""
+    said = re.search(r"--rounds (\d+)", data["command"])
+    titles = (re.search(r"(\d+) rounds", table["title"]) for table in data["tables"])
+    said = said or next(filter(None, titles), None)
+    return int(said[1]) if said else None
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
@@ -97,7 +166,8 @@ class ResultsFile:
 
     def __exit__(self, kind, *_) -> None:
         if kind is None and self.path:
-            head = (command_line(), machine(), datetime.date.today().isoformat(), commit())
+            command = command_line()
+            head = (command, machine(), datetime.date.today().isoformat(), commit(), paths(command))
             write(self.path, dict(zip(HEAD, head)) | {"tables": [vars(table) for table in self.tables]})
 
 
@@ -143,9 +213,12 @@ def with_columns(table: dict, columns: str | None) -> dict:
 
 
 def block(name: str, table: str | None, columns: str | None = None) -> str:
-    """The text of a block: a table of a data file, or one that has a row of each of several."""
-    data = GATHERED[name]() if name in GATHERED else next(t for t in read(name)["tables"] if t["name"] == table)
-    return markdown(with_columns(data, columns))
+    """Return the text of a block: a data file's table and command, or a table gathered from files."""
+    if name in GATHERED:
+        return markdown(with_columns(GATHERED[name](), columns))
+    data = read(name)
+    shown = next(t for t in data["tables"] if t["name"] == table)
+    return f"{markdown(with_columns(shown, columns))}\n`{data['command']}` at {data['commit']}\n"
 
 
 TRACES, FIGURES, ASSUMED = "published traces", "two published figures", "not measured"
@@ -342,14 +415,14 @@ def charts() -> dict[str, str]:
             "memory limit",
             {"moeoff": ours, "llama.cpp": (GOLD, (*STOCK_IN_A_LIMIT, *stock))},
             {"decode, tokens/s": {_gib(limit): speeds[limit] for limit in limits}},
-            f"{read('real-qwen3')['machine'].split(',')[0]}, {read('real-qwen3')['date']}: medians and ranges of 3 rounds; llama.cpp in 6.5 GiB: 1 round",
+            f"{read('real-qwen3')['machine'].split(',')[0]}, {read('real-qwen3')['date']}: medians and ranges of {n_rounds(read('real-qwen3'))} rounds; llama.cpp in 6.5 GiB: 1 round",
         ),
         "kernels": bars(
             "Speed with everything in memory",
             "model",
             {"llama.cpp": (GOLD, stock), "llama.cpp --no-repack": (GREY, ("stock, plain kernels",)), "moeoff": ours},
             {unit: {model: by_contender(name, column)[name] for name, model in KERNELS.items()} for unit, column in units.items()},
-            "medians and ranges of 5 rounds",
+            f"medians and ranges of {min(n_rounds(read(name)) or 0 for name in KERNELS)} rounds",
         ),
         "long-contexts": bars(
             "Speed behind other tokens",
@@ -370,7 +443,7 @@ def charts() -> dict[str, str]:
             "disk, memory",
             {"lossless": ours, "--max-loss 1%": (MAUVE, ("auto, --max-loss 1%",))},
             {"decode, tokens/s": {f"{disk}, {limit}": cells for disk, name in disks.items() for limit, cells in by_contender(name).items()}},
-            "medians and ranges of 5 rounds",
+            f"medians and ranges of {min(n_rounds(read(name)) or 0 for name in disks.values())} rounds",
         ),
         "policies": policies_chart("cache-policies", "mixed", POLICIES),
     }

@@ -77,7 +77,9 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
     printed = capsys.readouterr().out
     monkeypatch.setattr(results, "DATA", tmp_path)
     assert results.read("new")["command"] == "python scripts/bench/bench_x.py --model m.gguf --trace a=a.trace -n '1 2'"
-    assert results.block("new", "speed") == printed.split("\n\n")[1]
+    table, command = results.block("new", "speed").split("\n\n")
+    assert table + "\n" == printed.split("\n\n")[1]
+    assert command.startswith("`python scripts/bench/bench_x.py --model m.gguf")
 
     with pytest.raises(RuntimeError), results.ResultsFile(tmp_path / "broken.json"):
         raise RuntimeError

@@ -1,0 +1,114 @@
+"""Data of the results: commands that parse, commits as new as what was measured, enough rounds."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import results
+from helpers.files import ROOT
+
+NAMES = sorted(path.stem for path in results.DATA.iterdir())
+# names in results.OLDER: lower it with each file that is measured again, never raise it
+N_OLDER = 75
+WORDS = "one two three four five six seven eight nine ten".split()
+
+CLAIM = r"\b(\w+) rounds?\b([^.]*?)\]\((?:\.\./results/)?data/([\w-]+)\.json\)"
+
+
+def git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def help_of(script: str, *command: str) -> str | None:
+    """Return the --help of a script's command, or None if there is none.
+
+    Of a script whose dependency is not installed it returns the source.
+    """
+    if not (ROOT / script).exists():
+        return None
+    typed = [sys.executable, str(ROOT / script), *command, "--help"]
+    done = subprocess.run(typed, capture_output=True, text=True, timeout=120)
+    if "ModuleNotFoundError" in done.stderr:
+        return (ROOT / script).read_text()
+    return done.stdout if done.returncode == 0 else None
+
+
+def parses(command: str) -> bool:
+    """Return whether the command's script, subcommand and options exist in this tree."""
+    _, script, *arguments = shlex.split(command)
+    top = help_of(script)
+    if top is None:
+        return False
+    has_commands = "COMMAND [ARGS]" in top
+    text = help_of(script, *arguments[: int(has_commands)])
+    if text is None:
+        return False
+    options = {part.partition("=")[0] for part in arguments if re.match(r"--?[a-z]", part)}
+    return all(re.search(rf"(?<![\w-]){option}(?![\w-])", text) for option in options)
+
+
+def changed_since(data: dict) -> str:
+    """Return the first commit after the data's own that changed one of its paths, or an empty string."""
+    since = f"{data['commit'].removesuffix('-dirty')}..HEAD"
+    commits = git("log", "--reverse", "--format=%h %s", since, "--", *data["paths"])
+    return commits.partition("\n")[0]
+
+
+@pytest.fixture(scope="module")
+def outdated() -> dict[str, str]:
+    """Return why each data file is older than the tree, for those that are."""
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.skip("needs the history of the repository")
+    found = {}
+    for name in NAMES:
+        data = results.read(name)
+        if not parses(data["command"]):
+            found[name] = f"its command no longer parses: {data['command']}"
+        elif commit := changed_since(data):
+            found[name] = f"measured at {data['commit']}, before {commit}"
+    return found
+
+
+def test_data_are_as_new_as_what_they_measure_or_listed(outdated):
+    older = {name for names in results.OLDER.values() for name in names.split()}
+    unlisted = {name: why for name, why in outdated.items() if name not in older}
+    assert not unlisted, "measure these again"
+    assert not older - set(outdated), "measured again: take them out of results.OLDER"
+    assert len(older) == N_OLDER, "the list of older data only shrinks"
+
+
+def test_every_path_of_data_exists():
+    for name in NAMES:
+        paths = results.read(name)["paths"]
+        assert paths and all((ROOT / path).exists() for path in paths), name
+
+
+def test_pages_claim_no_more_rounds_than_data_have():
+    """A sentence that says "five rounds" and links data."""
+    wrong, n_claims = [], 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        claims = re.findall(CLAIM, page.read_text())
+        for word, between, name in claims:
+            claimed = WORDS.index(word) + 1 if word in WORDS else int(word) if word.isdigit() else None
+            measured = results.n_rounds(results.read(name))
+            if claimed is None or measured is None or "](" in between:
+                continue
+            n_claims += 1
+            wrong += [f"{page.name}: {claimed} rounds, {name} has {measured}"] * (measured < claimed)
+    assert not wrong
+    assert n_claims >= 5
+
+
+def test_a_command_that_no_longer_parses_is_found():
+    assert parses("python scripts/research/speed.py memory -m M.gguf --rounds 5 --stock")
+    assert not parses("python scripts/research/speed.py live -m M.gguf")
+    assert not parses("python scripts/research/speed.py memory --no-such-option 3")
+    assert not parses("python scripts/bench/bench_caches.py table")
