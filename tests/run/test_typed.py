@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -12,11 +13,13 @@ from pathlib import Path
 import pexpect
 import pytest
 
+import moeoff
 from helpers.files import PROSE, ROOT
 from helpers.terminal import ENTERED, READING, plain
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md")))
 COLUMNS = 80
+MOEOFF = Path(sys.executable).with_name("moeoff")
 _ANSWERED = r"generated\s+\d+,\s+\S+\s+tok/s"  # of the line below an answer, which is broken between words
 
 # what is not typed, by a pattern of the command, and why
@@ -27,6 +30,8 @@ EXCEPT = {
     r"^make (test|env)|^\. ": "what has made the environment that this test runs in",
     r"^make run": "test_a_fresh_clone_answers",
 }
+# fenced code that is not run, by a pattern of it, and why
+NOT_RUN = {r"moeoff\.ray": "a cluster: tests/server/test_ray.py has one", r"^moeoff inspect .*12G": "test_typed types such commands"}
 # what is said or written, by a pattern of the command; the first that fits
 SAYS = {
     r"^moeoff run .*-p ": _ANSWERED,
@@ -66,6 +71,38 @@ def test_every_command_is_typed_or_has_a_reason():
     for table in (EXCEPT, SAYS):
         for pattern in table:
             assert any(re.search(pattern, line) for line in pages), f"{pattern}: no page has such a command"
+
+
+def fences(page: Path, language: str) -> list[str]:
+    """Return the fenced code of a page in a language, except what `NOT_RUN` names."""
+    found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [code for code in found if not any(re.search(pattern, code) for pattern in NOT_RUN)]
+
+
+FENCED = [page for page in PAGES if fences(page, "python") or fences(page, "sh")]
+
+
+@pytest.mark.parametrize("page", FENCED, ids=lambda page: page.stem)
+def test_fenced_code_runs(page, demo, tmp_path):
+    """The Python of a page as one program, and its shell lines, beside a server if one is asked."""
+    for name in ("MODEL.gguf", "model.gguf"):
+        os.symlink(demo, tmp_path / name)
+    python, shell = "\n".join(fences(page, "python")), "\n".join(fences(page, "sh"))
+    python = python.replace("server.wait()", "pass")  # which returns when the server is stopped
+    if "a.trace" in python:
+        run = "run -m MODEL.gguf -p apples -n 8 --memory 2G --trace a.trace"
+        subprocess.run(["moeoff", *run.split()], executable=MOEOFF, cwd=tmp_path, check=True, timeout=120)
+    with contextlib.ExitStack() as stack:
+        if "127.0.0.1:8080" in python + shell:
+            pytest.importorskip("openai")
+            server = stack.enter_context(moeoff.Server(demo, memory="1G"))
+            python, shell = (code.replace("http://127.0.0.1:8080", server.url.removesuffix("/v1")) for code in (python, shell))
+        for program, code in ((sys.executable, python), ("bash", shell)):
+            if code:
+                typed = [program, *(["-e"] if program == "bash" else []), "-c", code]
+                done = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+                assert done.returncode == 0, done.stderr
+                assert done.stdout.strip() and '"error"' not in done.stdout, done.stdout
 
 
 @pytest.mark.slow
