@@ -25,7 +25,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,10 +42,21 @@ PATHS: dict[str, tuple[str, ...]] = {
     "speed.py kernels": KERNELS_OF,
     "routing.py": ("moeoff/policies",),
     "routing.py shapes": ("scripts/models/shape_model.py",),
-    "papers.py": ("moeoff/policies", "scripts/research/baselines.py", "scripts/research/device_simulator.py"),
-    "precision.py": ("moeoff/precision.py", "moeoff/measure/perplexity.py", "moeoff/measure/precision_search.py"),
+    "papers.py": (
+        "moeoff/policies",
+        "scripts/research/baselines.py",
+        "scripts/research/device_simulator.py",
+    ),
+    "precision.py": (
+        "moeoff/precision.py",
+        "moeoff/measure/perplexity.py",
+        "moeoff/measure/precision_search.py",
+    ),
     "bench_server.py": SERVER,
-    "gpu_trial.py": ("moeoff/engine/device_tier.py", "llamacpp_patches/src/core/moeoff-device-tier.cpp"),
+    "gpu_trial.py": (
+        "moeoff/engine/device_tier.py",
+        "llamacpp_patches/src/core/moeoff-device-tier.cpp",
+    ),
     "micro.py": ("llamacpp_patches/src/core",),
     "micro.py kernels": KERNELS_OF,
     "micro.py attention": KERNELS_OF,
@@ -57,8 +68,8 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 HELP = "Keep the tables as a data file for docs/results."
 
-# Data files older than the code that they measure, by reason. An entry goes when its file is measured
-# again; tests/build/test_data.py refuses new ones.
+# Data files older than the code that they measure, by reason. An entry goes when its file is
+# measured again; tests/build/test_data.py refuses new ones.
 OLDER = {
     "The command's script or options were replaced; a new run takes the new ones.": (
         "beside cache-policies damaged drafts drafts-ahead drafts-memory drafts-qwen3 headers "
@@ -76,12 +87,12 @@ OLDER = {
         "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-4096 real-qwen3-budgets "
         "real-qwen36 rows server-turns time time-qwen3"
     ),
-    "The code changed since, and a new run needs a GPU.": "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers",
+    "The code changed since; needs a GPU.": "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers",
     "Replays and losses that take hours; the code changed since.": (
         "answer-gemma-4-26b-a4b answer-gpt-oss-120b answer-policies answer-qwen3-30b-a3b "
         "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract papers published-traces"
     ),
-    "Faults: the code changed since; make faults takes hours.": "advisories disk hostile-http nth-fault scale-events soak soak-interrupted",
+    "The code changed since; make faults takes hours.": ("advisories disk hostile-http nth-fault scale-events soak soak-interrupted"),
 }
 
 
@@ -120,7 +131,7 @@ def paths(command: str) -> list[str]:
 
 
 def n_rounds(data: dict) -> int | None:
-    """Return how many rounds a data file has: its command's, those of a title, or None if it says neither."""
+    """Return the rounds of a data file by its command or a title, or None."""
     said = re.search(r"--rounds (\d+)", data["command"])
     titles = (re.search(r"(\d+) rounds", table["title"]) for table in data["tables"])
     said = said or next(filter(None, titles), None)
@@ -131,6 +142,11 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
     """The median of the rounds, and their range where it is one."""
     middle, *ends = map(form.format, (statistics.median(values), min(values), max(values)))
     return middle if ends == [middle, middle] else f"{middle} ({ends[0]} to {ends[1]})"
+
+
+def least_rounds(names: Iterable[str]) -> int:
+    """Return the rounds of the data file that has the fewest."""
+    return min(n_rounds(read(name)) or 0 for name in names)
 
 
 class Table:
@@ -213,7 +229,7 @@ def with_columns(table: dict, columns: str | None) -> dict:
 
 
 def block(name: str, table: str | None, columns: str | None = None) -> str:
-    """Return the text of a block: a data file's table and command, or a table gathered from files."""
+    """Return the text of a block: a data file's table and command, or a gathered table."""
     if name in GATHERED:
         return markdown(with_columns(GATHERED[name](), columns))
     data = read(name)
@@ -222,7 +238,8 @@ def block(name: str, table: str | None, columns: str | None = None) -> str:
 
 
 TRACES, FIGURES, ASSUMED = "published traces", "two published figures", "not measured"
-SHAPES = {  # of docs/results/real-sizes.md: model, 10^9 bytes of its file, and what its routing follows
+# of docs/results/real-sizes.md: model, 10^9 bytes of its file, and what its routing follows
+SHAPES = {
     "real-qwen3": ("Qwen3-30B-A3B", 18.55, TRACES),
     "real-qwen36": ("Qwen3.6-35B-A3B", 21.16, FIGURES),
     "real-gpt-oss": ("gpt-oss-20b", 12.10, ASSUMED),
@@ -279,8 +296,10 @@ def models_table() -> dict:
         ours.append(first + (f" ({range_[1]} to {range_[0]})" if range_ else ""))
         times = f"{_numbers(ours[0])[0] / _numbers(stock)[0]:.0f}"
         ours[0] += rounds(int(_said(read(name), "--rounds")))
-        rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", routing, _gib(limit), *ours, stock + rounds(1), times])
-    columns = ["model", "file", "routing", "memory", "moeoff, tok/s", "MB/token", "first token s", "llama.cpp, tok/s", "times llama.cpp"]
+        file = f"{size * 1e9 / 2**30:.1f} GiB"
+        rows.append([model, file, routing, _gib(limit), *ours, stock + rounds(1), times])
+    columns = ["model", "file", "routing", "memory", "moeoff, tok/s", "MB/token", "first token s"]
+    columns += ["llama.cpp, tok/s", "times llama.cpp"]
     return {"columns": columns, "rows": rows}
 
 
@@ -290,16 +309,20 @@ def rounds(n: int) -> str:
 
 
 def days_table() -> dict:
-    """Return the speed of one shape in one memory limit on each day, and its share of the speed with everything in memory."""
+    """Return one shape's speed in one memory limit by day, and its share of the speed in memory."""
     rows = []
     for name, row in DAYS.items():
         data, (group, contender) = read(name), row.split(" | ")
         in_memory = by_contender(name).get("all in memory", {})
         ours = by_contender(name)[group][contender]
-        whole = [next((in_memory[of] for of in named if of in in_memory), "") for named in (("lru", "all in memory"), ("stock, repacked kernels",))]
+        own = in_memory.get("lru") or in_memory.get("all in memory", "")
+        whole = [own, in_memory.get("stock, repacked kernels", "")]
         shares = [f"{_numbers(ours)[0] / _numbers(cell)[0]:.0%}" if cell else "" for cell in whole]
-        rows.append([data["date"], data["machine"].split(",")[0], ours + rounds(int(_said(data, "--rounds"))), *shares, f"[data](data/{name}.json)"])
-    return {"columns": ["date", "machine", "moeoff, tok/s", "of moeoff in memory", "of llama.cpp in memory", ""], "rows": rows}
+        ours, link = ours + rounds(n_rounds(data) or 0), f"[data](data/{name}.json)"
+        rows.append([data["date"], data["machine"].split(",")[0], ours, *shares, link])
+    columns = ["date", "machine", "moeoff, tok/s"]
+    columns += ["of moeoff in memory", "of llama.cpp in memory", ""]
+    return {"columns": columns, "rows": rows}
 
 
 SCENARIOS = {  # of docs/results/reliability.md: what is done
@@ -408,6 +431,9 @@ def charts() -> dict[str, str]:
     limits = sorted(speeds, key=lambda limit: int(limit.split()[0]) if limit.endswith("MiB") else 1 << 30)
     disks = {"400 MB/s": "loss-live-400", "1.7 GB/s": "loss-live-1700"}
     left, lent = by_contender("long-contexts-lending-6", "experts in memory"), by_contender("long-contexts-lending-6")
+    day = read("real-qwen3")
+    host = day["machine"].split(",")[0]
+    rounds_said = f"medians and ranges of {n_rounds(day)} rounds"
     limited = next(name for cells in lent.values() for name in cells if name.startswith("moeoff in "))
     return {
         "speed": bars(
@@ -415,14 +441,14 @@ def charts() -> dict[str, str]:
             "memory limit",
             {"moeoff": ours, "llama.cpp": (GOLD, (*STOCK_IN_A_LIMIT, *stock))},
             {"decode, tokens/s": {_gib(limit): speeds[limit] for limit in limits}},
-            f"{read('real-qwen3')['machine'].split(',')[0]}, {read('real-qwen3')['date']}: medians and ranges of {n_rounds(read('real-qwen3'))} rounds; llama.cpp in 6.5 GiB: 1 round",
+            f"{host}, {day['date']}: {rounds_said}; llama.cpp in 6.5 GiB: 1 round",
         ),
         "kernels": bars(
             "Speed with everything in memory",
             "model",
             {"llama.cpp": (GOLD, stock), "llama.cpp --no-repack": (GREY, ("stock, plain kernels",)), "moeoff": ours},
             {unit: {model: by_contender(name, column)[name] for name, model in KERNELS.items()} for unit, column in units.items()},
-            f"medians and ranges of {min(n_rounds(read(name)) or 0 for name in KERNELS)} rounds",
+            f"medians and ranges of {least_rounds(KERNELS)} rounds",
         ),
         "long-contexts": bars(
             "Speed behind other tokens",
@@ -443,7 +469,7 @@ def charts() -> dict[str, str]:
             "disk, memory",
             {"lossless": ours, "--max-loss 1%": (MAUVE, ("auto, --max-loss 1%",))},
             {"decode, tokens/s": {f"{disk}, {limit}": cells for disk, name in disks.items() for limit, cells in by_contender(name).items()}},
-            f"medians and ranges of {min(n_rounds(read(name)) or 0 for name in disks.values())} rounds",
+            f"medians and ranges of {least_rounds(disks.values())} rounds",
         ),
         "policies": policies_chart("cache-policies", "mixed", POLICIES),
     }

@@ -92,7 +92,8 @@ def fate_1(d: Data) -> tuple[str, str]:
     """On text that nothing was chosen by."""
     at_k, wide = recalls(d)
     chance = d.k / d.held.router.n_experts
-    both = [verdict(claim, of_values(values), floor, perfect=1) for claim, values, floor in ((0.7879, at_k, chance), (0.9715, wide, 0.25))]
+    claims = ((0.7879, at_k, chance), (0.9715, wide, 0.25))
+    both = [verdict(claim, of_values(values), floor, perfect=1) for claim, values, floor in claims]
     return f"{percent(*at_k)}, {percent(*wide)} by layer; chance {percent(chance)}, 25.0 %", weakest(both)
 
 
@@ -115,7 +116,8 @@ def fate_shallow(d: Data) -> tuple[str, str]:
     few = proportional_boundary(n)
     hits = {shallow: [1.0] * shallow + wide[shallow - 1 :] for shallow in (few, few + 1)}
     ours = ", ".join(f"{percent(float(np.mean(of_layers)))} with {shallow}" for shallow, of_layers in hits.items())
-    return f"{ours} of {n} layers", verdict(0.9908, of_values(hits[few]), (few + (n - few) / 4) / n, perfect=1)
+    floor = (few + (n - few) / 4) / n
+    return f"{ours} of {n} layers", verdict(0.9908, of_values(hits[few]), floor, perfect=1)
 
 
 @figure("Fate", "9", "tokens that the 30 % least popular experts of a prompt serve", "15 % in layer 6")
@@ -243,7 +245,8 @@ def hobbit_5a(d: Data) -> tuple[str, str]:
                 weights.append(weight)
                 lengths.append(weight * np.linalg.norm(_expert({name: _slice(d.model_index, span, expert) for name, span in spans.items()}, x[row]), axis=1))
         correlations.append(float(np.corrcoef(np.concatenate(weights), np.concatenate(lengths))[0, 1]))
-    return f"{np.mean(correlations):.2f} ({min(correlations):.2f} to {max(correlations):.2f}) by layer", verdict(0.99, of_values(correlations), 0.0, perfect=1)
+    ours = f"{np.mean(correlations):.2f} ({min(correlations):.2f} to {max(correlations):.2f})"
+    return f"{ours} by layer", verdict(0.99, of_values(correlations), 0.0, perfect=1)
 
 
 @figure(
@@ -281,10 +284,10 @@ def hobbit_7(d: Data) -> tuple[str, str]:
     e, distances = d.held.router.n_experts, [ahead(d, by) for by in (1, 2, 3)]
     exact, among, cosine = ([np.mean(part[i]) for part in distances] for i in range(3))
     ours = f"{', '.join(f'{100 * x:.1f}' for x in exact)} % the same; {', '.join(f'{100 * x:.1f}' for x in among)} % among the selected; cosine {', '.join(f'{x:.2f}' for x in cosine)}"
-    of_both = [
-        weakest([verdict(claim, of_values(part[i]), floor, perfect=1) for claim, part in zip((0.96, 0.9, 0.9), distances)])
-        for i, floor in enumerate((1 / e, d.k / e))
-    ]
+    of_both, claims = [], list(zip((0.96, 0.9, 0.9), distances))
+    for i, floor in enumerate((1 / e, d.k / e)):
+        of_each = [verdict(claim, of_values(part[i]), floor, perfect=1) for claim, part in claims]
+        of_both.append(weakest(of_each))
     return ours, of_both[0] if of_both[0] == of_both[1] else f"{of_both[0]} (the same); {of_both[1]} (among the selected)"
 
 

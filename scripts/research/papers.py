@@ -252,7 +252,11 @@ UNTESTED = {  # what of their evaluation has no row, and why
     ],
     "ProMoE": [
         ("10", "over static and LRU in the authors' transformers", "their own code; Fig. 11 and 12 stand above"),
-        ("10, 11", "over offloading and unified memory: 2.20 (up to 3.21) in prompts, 2.07 (up to 5.02) in decode", "means over baselines that are not here"),
+        (
+            "10, 11",
+            "over offloading and unified memory: 2.20 (up to 3.21) in prompts, 2.07 (up to 5.02) in decode",
+            "means over baselines that are not here",
+        ),
         ("13 to 24", "by cache rate, batch size and bits of a weight", "machines and models of theirs; two cache rates stand with 11 and 12"),
     ],
 }  # fmt: skip
@@ -469,9 +473,10 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
             for figure, what, why in UNTESTED[paper]:
                 row(figure, what, "", "", NOT_TESTABLE, why)
         table = results.table("verdicts", "How often which", ["paper", *verdicts.RULES, verdicts.SPLIT])
-        for paper, of_rows in counted.items():  # the same measurement beside two figures counts once
+        kinds = (*verdicts.RULES, verdicts.SPLIT)
+        for paper, of_rows in counted.items():  # a measurement beside two figures counts once
             outcomes = [verdicts.counted(verdict) for verdict in of_rows.values()]
-            table.row(paper, *(str(outcomes.count(name)) for name in (*verdicts.RULES, verdicts.SPLIT)))
+            table.row(paper, *(str(outcomes.count(kind)) for kind in kinds))
         contenders(results, runs)
         announce("losses")
         table = results.table("losses", "Perplexity over the model's own, on text that no widths were planned on", ["served", "loss (95 %)"])

@@ -11,11 +11,11 @@ from moeoff.measure.statistics import Estimate
 
 REPRODUCED, DIRECTION, LEVEL, OPPOSITE, NOT_TESTABLE = "reproduced", "direction", "level", "opposite", "not testable here"
 RULES = {
-    REPRODUCED: "the claim's gain to within a third of it; of a hit rate or an accuracy, the claim's misses",
+    REPRODUCED: "the claim's gain, or a hit rate's or accuracy's misses, to within a third",
     DIRECTION: "a gain, though smaller or larger by more than a third: the 95 % interval lies above none",
     LEVEL: "the interval holds no gain, or what there is makes less than a tenth of the claim's, or 1 %",
     OPPOSITE: "a loss where the paper has a gain",
-    NOT_TESTABLE: "why stands beside it; a claim above what the simulated machine reaches without any waiting is one",
+    NOT_TESTABLE: "why stands beside it, or the simulated machine cannot reach the claim",
 }
 SPLIT = "sign depends on the share"
 CLOSE, NOTHING, LEAST = 1 / 3, 0.1, 0.01  # of the claim's gain; of what is compared
@@ -23,7 +23,12 @@ MIN_ROUNDS = 5
 
 
 def verdict(
-    claim: float | tuple[float, float] | None, ours: Estimate, floor: float = 1.0, *, perfect: float | None = None, reachable: float | None = None
+    claim: float | tuple[float, float] | None,
+    ours: Estimate,
+    floor: float = 1.0,
+    *,
+    perfect: float | None = None,
+    reachable: float | None = None,
 ) -> str:
     """What a value says of a claim.
 
@@ -31,10 +36,12 @@ def verdict(
         claim: the paper's value, or the ends of its range; None: it has a direction and no number.
         ours: what was measured. Without an interval, as of one deterministic replay, the value stands for both its ends.
         floor: what would be no gain: 1 of a ratio, chance of an accuracy. A claim below it is one of a reduction.
-        perfect: Value of a hit rate, accuracy or correlation without any miss. The misses then decide what is close.
-        reachable: Ratio that the faster contender has on this machine if it never waits. A higher claim is not testable.
+        perfect: Value of a hit rate, accuracy or correlation without any miss. If given, the misses
+            decide what is close.
+        reachable: Ratio of a faster contender that never waits. A higher claim is not testable.
     """
-    if claim is not None and reachable is not None and reachable < (claim[0] if isinstance(claim, tuple) else claim):
+    lowest = claim[0] if isinstance(claim, tuple) else claim
+    if lowest is not None and reachable is not None and reachable < lowest:
         return NOT_TESTABLE
     low, high = (ours.value if bound is None else bound for bound in (ours.low, ours.high))
     theirs = (min(max(ours.value, claim[0]), claim[1]) if isinstance(claim, tuple) else floor + 1 if claim is None else claim) - floor

@@ -109,7 +109,8 @@ def test_verdicts_of_what_has_another_floor():
     assert verdict(0.15, Estimate(0.11, 0.09, 0.13), 0.3) == REPRODUCED
     assert verdict(0.15, Estimate(0.35, 0.33, 0.37), 0.3) == OPPOSITE
     assert verdict(0.9715, Estimate(0.912, 0.9, 0.92), 0.25) == REPRODUCED
-    assert verdict(0.9715, Estimate(0.912, 0.9, 0.92), 0.25, perfect=1) == DIRECTION  # 3.1 times the misses
+    # 3.1 times the misses
+    assert verdict(0.9715, Estimate(0.912, 0.9, 0.92), 0.25, perfect=1) == DIRECTION
     assert verdict(0.96, Estimate(0.953, 0.95, 0.96), 0.125, perfect=1) == REPRODUCED
     assert weakest([REPRODUCED, LEVEL, DIRECTION]) == LEVEL
 
@@ -249,7 +250,8 @@ def assert_counted(tables):
     """Check the table of verdicts: a measurement beside two figures counts once."""
     for paper, *numbers in tables["verdicts"]:
         of_rows = {row[3] or row[1]: counted(row[4]) for row in tables[paper.lower()]}
-        assert list(map(int, numbers)) == [list(of_rows.values()).count(name) for name in (*RULES, SPLIT)], paper
+        outcomes = list(of_rows.values())
+        assert list(map(int, numbers)) == [outcomes.count(kind) for kind in (*RULES, SPLIT)], paper
 
 
 def test_every_ratio_can_be_computed_from_the_data():

@@ -31,7 +31,10 @@ EXCEPT = {
     r"^make run": "test_a_fresh_clone_answers",
 }
 # fenced code that is not run, by a pattern of it, and why
-NOT_RUN = {r"moeoff\.ray": "a cluster: tests/server/test_ray.py has one", r"^moeoff inspect .*12G": "test_typed types such commands"}
+NOT_RUN = {
+    r"moeoff\.ray": "a cluster: tests/server/test_ray.py has one",
+    r"^moeoff inspect .*12G": "test_typed types such commands",
+}
 # what is said or written, by a pattern of the command; the first that fits
 SAYS = {
     r"^moeoff run .*-p ": _ANSWERED,
@@ -90,17 +93,25 @@ def test_fenced_code_runs(page, demo, tmp_path):
     python, shell = "\n".join(fences(page, "python")), "\n".join(fences(page, "sh"))
     python = python.replace("server.wait()", "pass")  # which returns when the server is stopped
     if "a.trace" in python:
-        run = "run -m MODEL.gguf -p apples -n 8 --memory 2G --trace a.trace"
-        subprocess.run(["moeoff", *run.split()], executable=MOEOFF, cwd=tmp_path, check=True, timeout=120)
+        run = [MOEOFF, *"run -m MODEL.gguf -p apples -n 8 --trace a.trace".split()]
+        subprocess.run(run, cwd=tmp_path, check=True, timeout=120)
     with contextlib.ExitStack() as stack:
         if "127.0.0.1:8080" in python + shell:
             pytest.importorskip("openai")
             server = stack.enter_context(moeoff.Server(demo, memory="1G"))
-            python, shell = (code.replace("http://127.0.0.1:8080", server.url.removesuffix("/v1")) for code in (python, shell))
+            url = server.url.removesuffix("/v1")
+            python = python.replace("http://127.0.0.1:8080", url)
+            shell = shell.replace("http://127.0.0.1:8080", url)
         for program, code in ((sys.executable, python), ("bash", shell)):
             if code:
                 typed = [program, *(["-e"] if program == "bash" else []), "-c", code]
-                done = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+                done = subprocess.run(
+                    typed,
+                    cwd=tmp_path,
+                    capture_output=True,
+                    text=True,
+                    timeout=300,
+                )
                 assert done.returncode == 0, done.stderr
                 assert done.stdout.strip() and '"error"' not in done.stdout, done.stdout
 
