@@ -451,14 +451,14 @@ def charts() -> dict[str, str]:
             f"medians and ranges of {least_rounds(KERNELS)} rounds",
         ),
         "long-contexts": bars(
-            "Speed behind other tokens",
+            "Speed by context depth",
             "context",
             {"llama.cpp": (GOLD, stock), "llama.cpp -fa off": (GREY, ("stock, -fa off",)), "moeoff": ours, "moeoff --attention f32": (MAUVE, ("moeoff, f32",))},
             {unit: {k: row for depth in DEPTHS for k, row in by_contender(f"long-contexts-xeon{depth}", column).items()} for unit, column in units.items()},
             "medians and ranges of 3 rounds, up to 4,096 of 5",
         ),
         "long-contexts-lending": bars(
-            "Experts in memory and decode speed behind other tokens",
+            "Experts in memory and decode speed by context depth",
             "context",
             {f"moeoff in {_gib(limited.removeprefix('moeoff in '))}": (BLUE, (limited,))},
             {"experts in memory": left, "decode, tokens/s": lent},
