@@ -71,14 +71,14 @@ class Probabilities(Observer):
     """Gives the events that have the router's logits its probabilities, for the observers behind it.
 
     Args:
-        of_single: of single tokens that are decoded, too.
+        of_decode: Whether events of decoded tokens get them, too.
     """
 
-    def __init__(self, router: Router, of_single: bool):
-        self._router, self._of_single = router, of_single
+    def __init__(self, router: Router, of_decode: bool):
+        self._router, self._of_decode = router, of_decode
 
     def observe(self, event: GateEvent) -> None:
-        if event.logits is not None and (self._of_single or not _is_single(event)):
+        if event.logits is not None and (self._of_decode or not event.decode):
             event.probs = self._router.gated(event.logits)
 
 
@@ -117,15 +117,15 @@ class PolicyUpdates(Observer):
 
     Args:
         model: says how many experts an arena holds, where it may be resized.
-        of_single: also by those of single tokens that are decoded; else they have gone to it natively.
+        of_decode: Whether events of decoded tokens update it here; the native thread does it otherwise.
     """
 
-    def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None, of_single: bool = True):
-        self.policy, self._buffer, self._model, self._of_single = policy, buffer, model, of_single
+    def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None, of_decode: bool = True):
+        self.policy, self._buffer, self._model, self._of_decode = policy, buffer, model, of_decode
         self._arena = self._cache_bytes() if model is not None else 0  # as the policy knows it
 
     def observe(self, event: GateEvent) -> None:
-        if (self._of_single or not _is_single(event)) and self.policy.update(event) is not False:
+        if (self._of_decode or not event.decode) and self.policy.update(event) is not False:
             self._buffer.publish()
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
@@ -146,10 +146,6 @@ class PolicyUpdates(Observer):
         """For high versions."""
         stats = self._buffer.stats()
         return int(stats.cache_bytes - stats.low_cache_bytes)
-
-
-def _is_single(event: GateEvent) -> bool:
-    return bool(event.decode) and len(event.ids) == 1
 
 
 class Driver:
@@ -226,17 +222,17 @@ class Driver:
         if ahead is not None and score is not None and router is not None:
             score.gating = router.gating
             ahead.take_for(score)
-        of_single = ahead is None or score is None
+        of_decode = ahead is None or score is None
         parts: list[Observer] = [] if prefetcher is None else [prefetcher]  # first, because the I/O threads may be idle
         if replay is not None:
             parts.append(Replay(replay, buffer, model))
         updates = policy is not None and not policy.static  # else events do not change its table
         if router is not None and (writer is not None or policy is not None and updates and policy.wants_probs):
-            parts.append(Probabilities(router, of_single))
+            parts.append(Probabilities(router, of_decode))
         if writer is not None or prefetcher is not None and prefetcher.meter is not None:
             parts.append(_Records(buffer, writer, None if prefetcher is None else prefetcher.meter))
         if policy is not None and updates:
-            parts.append(PolicyUpdates(policy, buffer, model, of_single))
+            parts.append(PolicyUpdates(policy, buffer, model, of_decode))
         if parts and (ahead is not None or not self.observers):
             buffer.drain()
             buffer.set_gate_callback(self.deliver, predictor=ahead)

@@ -61,7 +61,7 @@ class GatePredictor:
         return self._selection_biases[-1]
 
     def take_for(self, score: native.Score) -> None:
-        """Each event of a single token that is decoded goes to it on that thread, too, which publishes its priorities."""
+        """Pass each event of tokens that are decoded to the score on that thread, which publishes its priorities."""
         self._score = score
         self.settings.score = pointer(score)
 

@@ -168,7 +168,7 @@ class Policy(StrategyPart):
         return {name: array.item() if array.size == 1 else array for name, array in arrays.items() if name in cls.defaults}
 
     def native(self) -> Any:
-        """Return the struct moeoff_score that the driver's native thread updates by single tokens
+        """Return the struct moeoff_score that the driver's native thread updates by decoded tokens
         in place of `update`, or None."""
         return None
 

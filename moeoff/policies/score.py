@@ -6,7 +6,7 @@ running means of probabilities and uses at several rates, give the score. A line
 near ties. There is one set of coefficients for each of several discounts: the larger the buffer, the further it looks.
 
 A gate changes its own row. What the bottleneck knows since is added to as many of the rows before it as `REFRESH` allows. The arithmetic is native
-(moeoff-score): where single tokens are decoded the driver's thread does it without Python.
+(moeoff-score): where tokens are decoded the driver's thread does it without Python.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Score(Policy):
             "rates": rates,
             "due": np.arange(n) / n,
             "scores": np.zeros((n, e)),
-            "scratch": np.zeros(2 * e + rank),
+            "scratch": np.zeros(3 * e + rank),
             "priorities": self.priorities,
         }
         if w:

@@ -77,16 +77,23 @@ def test_the_driver_thread_predicts_as_python_would(demo, monkeypatch, strategy,
 
 
 @pytest.mark.parametrize("gating", [SOFTMAX, SIGMOID, SQRT_SOFTPLUS])
-def test_the_driver_thread_scores_as_python_would(demo, gating):
-    """Prompts, single tokens and several at once, by the same objects as a simulation."""
-    events = []
+def test_the_driver_thread_scores_as_python_would(demo, gating, monkeypatch):
+    """Prompts, single tokens and several at once, by the same objects as a simulation; decoded
+    tokens without Python."""
+    events, in_python = [], []
     with moeoff.Llama(demo, expert_memory=share(demo, 0.5), **OPTIONS) as llm:
         policy, router = llm.engine.driver.policy, llm.engine.driver.prefetcher.predictor.router
         policy.native().gating = router.gating = gating
+        update = policy.update
+        monkeypatch.setattr(policy, "update", lambda event: in_python.append(event) or update(event))
         llm.set_gate_callback(events.append)
         for tokens in (PROMPT, *([100 + i] for i in range(80)), PROMPT[:3], [7]):
             llm.eval(tokens)
+        with llm.batches_as(decode=True):
+            for i in range(0, len(PROMPT) - 4, 4):
+                llm.eval(PROMPT[i : i + 4])
         llm.engine.buffer.drain()
+        assert in_python and not any(event.decode for event in in_python)
         python = Score(policy.shape)
         for event in events:
             event.probs = router.gated(event.logits)

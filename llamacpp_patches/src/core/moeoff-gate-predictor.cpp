@@ -25,7 +25,7 @@ void gate_predictor::predict(const moeoff_gate_event & event) noexcept {
         } catch (const std::bad_alloc &) {
         }
     }
-    if (shared.score && event.n_tokens == 1) {
+    if (shared.score) {
         score_take(*shared.score, event);
         publish();
     }

@@ -104,32 +104,42 @@ void score_take(moeoff_score & s, int32_t gate, int32_t n_tokens, bool is_decode
     rank_gates(s, gate, s.project ? look_through_bottleneck(s, gate, probs) : gate, is_decode ? 1 : n_tokens);
 }
 
+// Writes the probabilities of n logits. SOFTMAX_WEIGHT is the softmax of the selected alone; that of all has the same order
+static void gate_logits(int32_t gating, const float * logits, int32_t n, float * probs) {
+    if (gating == SIGMOID || gating == SQRT_SOFTPLUS) {
+        for (int32_t e = 0; e < n; e++) {
+            const float x = logits[e];
+            probs[e] = gating == SIGMOID ? 1.0f / (1.0f + std::exp(-x)) : std::sqrt(std::log1p(std::exp(-std::fabs(x))) + std::max(x, 0.0f));
+        }
+        return;
+    }
+    const float highest = *std::max_element(logits, logits + n);
+    float       sum     = 0.0f;
+    for (int32_t e = 0; e < n; e++) {
+        probs[e] = std::exp(logits[e] - highest);
+        sum += probs[e];
+    }
+    for (int32_t e = 0; e < n; e++) {
+        probs[e] /= sum;
+    }
+}
+
 void score_take(moeoff_score & s, const moeoff_gate_event & event) {
-    const int32_t n     = s.n_experts;
-    float * const probs = s.scratch, * const uses = probs + n;
+    const int32_t n     = s.n_experts, n_chosen = event.n_tokens * event.n_used;
+    float * const probs = s.scratch, * const uses = probs + n, * const of_row = uses + n + s.rank;
     std::fill_n(probs, 2 * n, 0.0f);
-    for (int32_t k = 0; k < event.n_used; k++) {
-        uses[event.ids[k]] = 1.0f;
-        probs[event.ids[k]] += event.logits ? 0.0f : event.weights[k];
+    const float each = 1.0f / (float) event.n_tokens;
+    for (int32_t i = 0; i < n_chosen; i++) {
+        uses[event.ids[i]] += each;
+        probs[event.ids[i]] += event.logits ? 0.0f : event.weights[i] * each;
     }
-    if (event.logits) { // SOFTMAX_WEIGHT is that of the selected alone: that of all has its order
-        const float highest = *std::max_element(event.logits, event.logits + event.n_expert);
-        float       sum     = 0.0f;
+    for (int32_t i = 0; event.logits && i < event.n_rows; i++) {
+        gate_logits(s.gating, row(event.logits, i, event.n_expert), event.n_expert, of_row);
         for (int32_t e = 0; e < event.n_expert; e++) {
-            const float x = event.logits[e];
-            probs[e] = s.gating == SIGMOID       ? 1.0f / (1.0f + std::exp(-x)) :
-                       s.gating == SQRT_SOFTPLUS ? std::sqrt(std::log1p(std::exp(-std::fabs(x))) + std::max(x, 0.0f)) :
-                                                   std::exp(x - highest);
-            sum += probs[e];
-        }
-        if (s.gating == SIGMOID || s.gating == SQRT_SOFTPLUS) {
-            sum = 1.0f;
-        }
-        for (int32_t e = 0; e < event.n_expert; e++) {
-            probs[e] /= sum;
+            probs[e] += of_row[e] / (float) event.n_rows;
         }
     }
-    score_take(s, event.gate, 1, true, probs, uses);
+    score_take(s, event.gate, event.n_tokens, true, probs, uses);
 }
 
 } // namespace moeoff

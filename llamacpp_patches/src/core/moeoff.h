@@ -190,7 +190,7 @@ struct moeoff_score {
     float       * scores;     // [n_gates, n_experts]
     float       * due;        // [n_gates] when it runs next, in tokens
     float       * priorities; // [n_gates, n_experts]
-    float       * scratch;    // [2 n_experts + rank]
+    float       * scratch;    // [3 n_experts + rank]
     float         floor;      // under the logarithm
     float         state_rate; // of the mean of log probabilities
     float         position;   // what a token of waiting takes from a score
@@ -216,7 +216,7 @@ struct moeoff_prefetching {
     int32_t       * experts;     // [n_gates, n_experts] the last prediction for each gate: of several tokens those in the first places first, each expert once
     int32_t       * places;      // [n_gates, n_experts] of these, from 0
     int32_t       * n_predicted; // [n_gates] of these
-    struct moeoff_score * score; // takes each event of a single token that is decoded, and its priorities are published; NULL: there is none
+    struct moeoff_score * score; // takes each event of tokens that are decoded, and its priorities are published; NULL: there is none
     double          credit;      // slices that may be read ahead
     double          earned;      // what each event adds
     double          most;        // and the bound of it
