@@ -43,7 +43,7 @@ def each(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-ABI_VERSION = 26
+ABI_VERSION = 27
 ROW_CACHE_BYTES = 2097152
 ROW_READ_BYTES = 524288
 MAX_WAVES = 8
