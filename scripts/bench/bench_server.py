@@ -1,6 +1,6 @@
 """The server under one client and several: tokens per second of all together, and stock llama-server beside it.
 
-usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 5] [--stock] [--json FILE]
+usage: bench_server.py -m MODEL --text FILE [--memory 1100M | --expert-memory 4M] [--clients 1,4] [--rounds 5] [--stock] [--json FILE]
        bench_server.py -m MODEL --text FILE --turns 6656 [--stock] [--json FILE]     in a memory cgroup of so many MiB (root)
 
 Each server is a process of its own. Clients ask for tokens of different prompts at the same time; what counts is the time in which all of them
@@ -190,6 +190,7 @@ def measure_turns(model: str, words: str, limit: int, threads: int, stock: bool,
 @click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--memory", default="1100M", show_default=True)
+@click.option("--expert-memory", help="Bound the experts' memory, not the process's.")
 @click.option("--clients", default="1,4", show_default=True)
 @click.option("--n-decode", default=96, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
@@ -201,6 +202,7 @@ def main(
     model: str,
     text: str,
     memory: str,
+    expert_memory: str | None,
     clients: str,
     n_decode: int,
     rounds: int,
@@ -223,7 +225,9 @@ def main(
     architecture = ModelIndex.read(model).architecture
     longer = ["--override-kv", f"{architecture}.context_length=int:{n_ctx}"]  # the reference model was trained on 256 tokens
     common = ["-m", model, "-c", str(n_ctx), "-t", str(threads), "-np", str(max(counts)), "--port"]
-    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", memory]
+    bound = {"expert_memory": expert_memory} if expert_memory else {"memory": memory}
+    bounds = [word for name, size in bound.items() for word in (f"--{name.replace('_', '-')}", size)]
+    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", *bounds]
     contenders = {"moeoff serve": ([*ours, "--", *longer], OURS)}
     if stock:
         program = [llama_server(), *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0", *longer]
@@ -232,7 +236,7 @@ def main(
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in [*contenders, "alone"]}
     for index in range(rounds):
         console.print(f"round {index + 1}: alone", style="dim")
-        options = json.dumps({"memory": memory, "n_ctx": n_ctx, "n_threads": threads})
+        options = json.dumps({**bound, "n_ctx": n_ctx, "n_threads": threads})
         done = subprocess.run([sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options, str(LOADING)], capture_output=True, text=True)
         if done.returncode:
             raise click.ClickException(done.stderr[-500:])
@@ -248,7 +252,7 @@ def main(
     with ResultsFile(json_file) as results:
         table = results.table(
             "clients",
-            f"Tokens per second of all clients, {memory}",
+            f"Tokens per second of all clients, {expert_memory or memory}",
             ["", "1 client, not streamed", *(f"{n} client{'s' * (n > 1)}" for n in counts), "last over first"],
         )
         for name, rates in speeds.items():
