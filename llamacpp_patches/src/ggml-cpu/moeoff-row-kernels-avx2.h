@@ -3,21 +3,11 @@
 // Row kernels for AVX2; only moeoff-row-kernels.cpp includes this. As those for AVX-512, whose header says why the bits are vec_dot's, with a
 // register for a row and, as there are only sixteen, two rows under way.
 
-#include <immintrin.h>
 #include <type_traits>
 
 namespace moeoff {
 namespace {
 
-inline __m128i load16(const void * p) { return _mm_loadu_si128((const __m128i *) p); }
-inline __m256i load32(const void * p) { return _mm256_loadu_si256((const __m256i *) p); }
-
-// as vec_dot's
-inline float sum_of_8(__m256 v) {
-    __m128 r = _mm_add_ps(_mm256_extractf128_ps(v, 1), _mm256_castps256_ps128(v));
-    r = _mm_add_ps(r, _mm_movehl_ps(r, r));
-    return _mm_cvtss_f32(_mm_add_ss(r, _mm_movehdup_ps(r)));
-}
 inline float sum_of_4(__m128 v) {
     v = _mm_add_ps(v, _mm_movehl_ps(v, v));
     return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
@@ -236,7 +226,7 @@ struct iq4_nl_values {
     template <class U> static __m128 scales(const U & a, const U & b) { return scales_of_halves(a, b); }
     static __m256i of_column(__m256i col) { return col; }
     static __m256i products(__m256i w, __m256i col, __m256i) {
-        return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_sign_epi8(w, w), _mm256_sign_epi8(col, w)), _mm256_set1_epi16(1));
+        return signed_products(w, col);
     }
 };
 

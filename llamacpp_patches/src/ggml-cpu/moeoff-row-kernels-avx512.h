@@ -8,14 +8,10 @@
 // are under way together, so that the column is read and the scales are unpacked once for all of them.
 
 #include <cstring>
-#include <immintrin.h>
 #include <type_traits>
 
 namespace moeoff {
 namespace {
-
-inline __m128i load16(const void * p) { return _mm_loadu_si128((const __m128i *) p); }
-inline __m256i load32(const void * p) { return _mm256_loadu_si256((const __m256i *) p); }
 
 // 32 bytes of a row and of the next one
 inline __m512i two(const void * a, const void * b) { return _mm512_inserti64x4(_mm512_castsi256_si512(load32(a)), load32(b), 1); }

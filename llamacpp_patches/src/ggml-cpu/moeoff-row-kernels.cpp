@@ -29,13 +29,79 @@ template <class B> struct pair_of {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512VNNI__) && defined(__F16C__)
 #define MOEOFF_AVX512
-#include "moeoff-row-kernels-avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define MOEOFF_AVX2
-#include "moeoff-row-kernels-avx2.h"
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #define MOEOFF_NEON
 #include "moeoff-row-kernels-neon.h"
+#endif
+
+#if defined(MOEOFF_AVX512) || defined(MOEOFF_AVX2)
+#include <immintrin.h>
+
+namespace moeoff {
+namespace {
+
+inline __m128i load16(const void * p) { return _mm_loadu_si128((const __m128i *) p); }
+inline __m256i load32(const void * p) { return _mm256_loadu_si256((const __m256i *) p); }
+
+// Adds the floats in vec_dot's order.
+inline float sum_of_8(__m256 v) {
+    __m128 r = _mm_add_ps(_mm256_extractf128_ps(v, 1), _mm256_castps256_ps128(v));
+    r = _mm_add_ps(r, _mm_movehl_ps(r, r));
+    return _mm_cvtss_f32(_mm_add_ss(r, _mm_movehdup_ps(r)));
+}
+
+// Multiplies signed bytes and adds each four products.
+inline __m256i signed_products(__m256i w, __m256i col) {
+    const __m256i magnitudes = _mm256_sign_epi8(w, w), signed_col = _mm256_sign_epi8(col, w);
+#ifdef MOEOFF_AVX512
+    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), magnitudes, signed_col);
+#else
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, signed_col), _mm256_set1_epi16(1));
+#endif
+}
+
+// Two rows of q8_0: with more streams of so many bytes the processor's own prefetching falls behind.
+struct q8_0_rows {
+    using unit   = pair_of<block_q8_0>;
+    using column = pair_of<block_q8_0>;
+
+    static constexpr int n_unit = 2 * QK8_0, n_rows = 2;
+
+    __m256 sums[2] = { _mm256_setzero_ps(), _mm256_setzero_ps() };
+
+    void add(const unit & a, const unit & b, const column & y) {
+        const unit *   rows[]   = { &a, &b };
+        const uint64_t halves   = a.block[0].d | (uint64_t) b.block[0].d << 16 | (uint64_t) a.block[1].d << 32 | (uint64_t) b.block[1].d << 48;
+        const __m128   column_d = _mm_cvtph_ps(_mm_cvtsi32_si128((int) (y.block[0].d | (uint32_t) y.block[1].d << 16)));
+        alignas(16) float scales[4];
+        _mm_store_ps(scales, _mm_mul_ps(_mm_cvtph_ps(_mm_cvtsi64_si128((long long) halves)), _mm_unpacklo_ps(column_d, column_d)));
+        asm("" : "+m"(scales)); // a compiler would broadcast them from a register, with more work
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) {
+            const __m256i col = load32(y.block[k].qs);
+#pragma GCC unroll 2
+            for (int r = 0; r < 2; r++) {
+                const __m256i products = signed_products(load32(rows[r]->block[k].qs), col);
+                sums[r] = _mm256_fmadd_ps(_mm256_set1_ps(scales[2 * k + r]), _mm256_cvtepi32_ps(products), sums[r]);
+            }
+        }
+    }
+    void store(float * s) const {
+        s[0] = sum_of_8(sums[0]);
+        s[1] = sum_of_8(sums[1]);
+    }
+};
+
+} // namespace
+} // namespace moeoff
+#endif
+
+#ifdef MOEOFF_AVX512
+#include "moeoff-row-kernels-avx512.h"
+#elif defined(MOEOFF_AVX2)
+#include "moeoff-row-kernels-avx2.h"
 #endif
 
 namespace moeoff {
@@ -115,7 +181,7 @@ template <class K, class C> static constexpr kernel_of_type entry_of_columns(ggm
 #endif
 
 // Of several for a type the first that has vec_dot's bits is used.
-// Of q8_0 several columns alone: of one vec_dot is as fast as memory. So are the k types nearly: into the nearest cache their bytes come slower (Zen 4; q6_K's at half the speed).
+// Of the k types vec_dot is nearly as fast as memory: into the nearest cache their bytes come slower (Zen 4; q6_K's at half the speed).
 static const std::initializer_list<kernel_of_type> built = {
 #ifdef MOEOFF_AVX512
     entry<k4_rows<block_q4_K>, 8, next_nearest>(GGML_TYPE_Q4_K),
@@ -127,7 +193,7 @@ static const std::initializer_list<kernel_of_type> built = {
     entry_of_columns<nibble_rows<block_iq4_nl, iq4_nl_values>, nibble_columns<block_iq4_nl, iq4_nl_values>>(GGML_TYPE_IQ4_NL),
     entry_of_columns<nibble_rows<block_mxfp4, mxfp4_values>, nibble_columns<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
     entry_of_columns<nibble_rows<block_q5_0, q5_0_values>, nibble_columns<block_q5_0, q5_0_values>>(GGML_TYPE_Q5_0),
-    { GGML_TYPE_Q8_0, 2 * QK8_0, nullptr, four_columns<nibble_columns<block_q8_0, q8_0_values>> },
+    { GGML_TYPE_Q8_0, 2 * QK8_0, four_rows<q8_0_rows, 4, nearest>, four_columns<nibble_columns<block_q8_0, q8_0_values>> },
 #elif defined(MOEOFF_AVX2)
     entry<k4_rows<block_q4_K>>(GGML_TYPE_Q4_K),
     entry<k4_rows<block_q5_K>>(GGML_TYPE_Q5_K),
@@ -137,6 +203,7 @@ static const std::initializer_list<kernel_of_type> built = {
     entry_of_columns<nibble_rows<block_q4_0, q4_0_values>, nibble_columns<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
     entry_of_columns<nibble_rows<block_iq4_nl, iq4_nl_values>, nibble_columns<block_iq4_nl, iq4_nl_values>>(GGML_TYPE_IQ4_NL),
     entry_of_columns<nibble_rows<block_mxfp4, mxfp4_values>, nibble_columns<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
+    entry<q8_0_rows, 4>(GGML_TYPE_Q8_0),
 #elif defined(MOEOFF_NEON)
     entry<q4_K_rows>(GGML_TYPE_Q4_K),
     entry<q6_K_rows>(GGML_TYPE_Q6_K),
