@@ -75,17 +75,18 @@ OLDER = {
         "beside cache-policies damaged drafts drafts-ahead drafts-memory drafts-qwen3 headers "
         "idle-qwen3-30b-a3b inspect kill long-contexts-16k long-contexts-lending "
         "loss-frontier loss-frontier-grown loss-frontier-small objects prediction "
-        "row-kernels-fuzz server-1045 server-resident store store-switches "
+        "row-kernels-fuzz server-resident store store-switches "
         "turns-qwen3-30b-a3b"
     ),
     "Speed: the code changed since, and a new run needs an idle machine.": (
         "gate-predictor kernels-deepseek-v2-lite kernels-gpt-oss-20b kernels-grown "
+        "kernels-grown-avx2 "
         "kernels-qwen3-30b-a3b long-contexts long-contexts-deepseek long-contexts-gpt-oss "
         "long-contexts-lending-6 long-contexts-xeon long-contexts-xeon-0 "
         "long-contexts-xeon-16k long-contexts-xeon-32k long-contexts-xeon-8k loss-live-1700 "
         "loss-live-400 real-deepseek real-flash real-gemma real-glm real-gpt-oss "
         "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-4096 real-qwen3-budgets "
-        "real-qwen36 rows server-turns time time-qwen3"
+        "real-qwen36 rows server-1045 server-small server-turns time time-qwen3"
     ),
     "The code changed since; needs a GPU.": "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers",
     "Replays and losses that take hours; the code changed since.": (
