@@ -6,8 +6,6 @@ import re
 import shutil
 import sys
 
-from rich.cells import cell_len
-
 _DIMMED, _PLAIN, _BACK = "\x1b[2m", "\x1b[0m", "\x1b[{}D\x1b[K"
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
@@ -52,6 +50,8 @@ class Writer:
 
     def _write_part(self, part: str) -> None:
         """A line's end, blanks, or a word or a part of one."""
+        from rich.cells import cell_len  # which takes time to import, and a pipe needs not
+
         width, columns = cell_len(part), shutil.get_terminal_size().columns
         if part == "\n":
             self._code ^= self._line.lstrip().startswith("```")

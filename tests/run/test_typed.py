@@ -98,7 +98,7 @@ def test_fenced_code_runs(page, demo, tmp_path):
     with contextlib.ExitStack() as stack:
         if "127.0.0.1:8080" in python + shell:
             pytest.importorskip("openai")
-            server = stack.enter_context(moeoff.Server(demo, memory="1G"))
+            server = stack.enter_context(moeoff.Server(demo, memory="1G", port=0))
             url = server.url.removesuffix("/v1")
             python = python.replace("http://127.0.0.1:8080", url)
             shell = shell.replace("http://127.0.0.1:8080", url)
