@@ -26,7 +26,7 @@ import verdicts
 from device_simulator import AS_NAMED, BY_ID, NEVER, POPULAR, PROMPTS, Bandwidths, DeviceResult, Execution, LowVersions, on_device
 from moeoff.experts.convert import convert
 from moeoff.experts.profile import Profile
-from moeoff.gguf.model_index import ModelIndex
+from moeoff.gguf.model_index import ModelIndex, parse_tensor_name
 from moeoff.measure.bit_allocation import BitsPlan, Planner
 from moeoff.measure.perplexity import evaluate_model
 from moeoff.measure.statistics import Estimate
@@ -397,8 +397,10 @@ def planned_widths(model: str, texts: Sequence[str], tokens: int) -> tuple[np.nd
     """EdgeMoE's plan at a loss of 5 % (§4.1), and its widths as shares of the upper one."""
     with Planner(model, texts, types=["Q4_0", "Q2_0"], ctx=256, tokens=tokens, n_threads=2, expert_memory=EVERYTHING) as plans:
         plan, index = plans.plan(0.05), plans.model_index
-    layers = sorted({layer for layer, _ in plan.importance})
-    widths = np.ones((len(layers), index.n_expert))
+    # a plan whose lower type fits everywhere has no importance and no low experts
+    upper = BITS[{"Q4_0": INT4, "Q2_0": INT2}[plan.upper]] / BITS[INT4]
+    layers = sorted({parse_tensor_name(name).layer for name in index.experts})
+    widths = np.full((len(layers), index.n_expert), upper)
     for layer, expert in plan.low:
         widths[layers.index(layer), expert] = BITS[INT2] / BITS[INT4]
     return widths, plan
