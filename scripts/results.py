@@ -7,7 +7,7 @@ A data file says what was run, where, when and at which commit, and holds the ta
 
 "paths" are the parts of the repository that the figures depend on. A file whose paths changed
 after its commit, or whose command no longer parses, is listed in `OLDER`; tests/build/test_data.py
-checks that, and that the list only shrinks.
+checks that.
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME:TABLE -->` and end with `<!-- end of results -->`. What stands between is
 that table of docs/results/data/NAME.json: the others are data. `{COLUMN | ...}` after that leaves out all other columns but the first. `models` and
