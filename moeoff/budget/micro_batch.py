@@ -27,6 +27,7 @@ SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 SMALLEST = {"n_batch": SIZES[0], "n_ubatch": SIZES[0]}  # of llama_cpp.Llama: a model's smallest budget is what these leave its experts their floor of
 PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
 _LARGEST_SHARE = 0.125  # of what weights and state leave, that compute buffers may take
+_LARGEST_LENT = 1 / 3  # the same where they are the experts' between prompts
 _WORTH = 0.97  # a larger piece is taken if it reads at most so much of the bytes
 _MARGIN = 1.5  # times the reckoned reading is to be hidden behind computing: both rates vary
 _MUCH = 4 << 30  # bytes of a prompt, from which on rates are measured before the first one
@@ -67,6 +68,7 @@ def choose(
     rates: PromptRates | None,
     expert_floor: int = 0,
     layer_bytes: int = 0,
+    largest_share: float = _LARGEST_SHARE,
 ) -> MicroBatch:
     """Choose the micro-batch that a memory budget allows and that takes the least time.
 
@@ -78,12 +80,14 @@ def choose(
         rates: of an earlier prompt; None: nothing has been measured.
         expert_floor: bytes of the room that experts have at least.
         layer_bytes: of the experts of the largest layer. More than `USUAL` tokens are computed in
-            parts, each of which uses most of a layer: it stays in memory, and the next one is read.
+            parts, each of which uses most of a layer: it stays in memory.
+        largest_share: of the room, that the buffers of more than `USUAL` tokens may take.
     """
 
     def leaves_room(n: int) -> bool:
-        least = expert_floor if n <= USUAL else max(expert_floor, min(2 * layer_bytes, expert_bytes))
-        return compute_bytes(n) <= min(_LARGEST_SHARE * room, room - least)
+        if n <= USUAL:
+            return compute_bytes(n) <= min(_LARGEST_SHARE * room, room - expert_floor)
+        return compute_bytes(n) <= min(largest_share * room, room - max(expert_floor, layer_bytes))
 
     sizes = [n for n in SIZES if n < n_ctx] + [n_ctx] if n_ctx < SIZES[-1] else list(SIZES)
     usual = max((n for n in sizes if n <= USUAL and leaves_room(n)), default=sizes[0])
@@ -151,6 +155,7 @@ def choose_within(
         rates,
         planned.arena_floor,
         max(slot_bytes(*(span.slice_bytes for span in spans)) * spans[0].shape[2] for spans in model_index.gates),
+        _LARGEST_SHARE if keywords.get("n_gpu_layers") else _LARGEST_LENT,
     )
 
 

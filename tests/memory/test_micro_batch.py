@@ -49,10 +49,15 @@ def test_buffers_leave_the_experts_most_of_the_memory():
             assert n == SIZES[0] or buffers(n) <= room / 8
 
 
-def test_a_larger_one_needs_room_for_two_layers():
-    """Its parts use the experts of a layer one after the other, while those of the next are read."""
-    rooms = {n: choose(8192, 6 * GIB, 16 * GIB, buffers, FAST, layer_bytes=n * GIB).n_tokens for n in (2, 4)}
-    assert rooms == {2: 4096, 4: USUAL}
+def test_a_larger_one_needs_room_for_a_layer():
+    """Its parts use the experts of a layer one after the other."""
+    rooms = {n: choose(8192, 6 * GIB, 16 * GIB, buffers, FAST, layer_bytes=n * GIB).n_tokens for n in (5, 6)}
+    assert rooms == {5: 4096, 6: USUAL}
+
+
+def test_a_larger_one_may_take_more_where_its_buffers_are_lent():
+    rooms = {share: choose(8192, GIB, 16 * GIB, buffers, FAST, largest_share=share).n_tokens for share in (1 / 8, 1 / 3)}
+    assert rooms == {1 / 8: 1024, 1 / 3: 2048}
 
 
 @given(st.integers(1, 1 << 20), st.integers(0, 1 << 36), st.integers(1, 1 << 40), st.floats(1e-6, 10), st.floats(1e3, 1e11))
