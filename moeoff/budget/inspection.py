@@ -18,7 +18,7 @@ from .dry_load import SliceKind, answer_bytes, dry_load, slice_kinds, token_byte
 from .micro_batch import LEAST, SIZES, SMALLEST, USUAL, choose_within
 from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes
 
-_PROCESS = 62 * MIB  # of a run, which unmaps libraries once the model is loaded
+_UNMAPPED = 14 * MIB  # that a run has less than planned, once it has unmapped libraries
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 _FILLED = 128  # tokens of the context, of a short question and its answer: what is behind them is lent to the experts
@@ -144,7 +144,6 @@ def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) 
     state = 0  # of the KV cache behind the first tokens: what grows with the context, for the rest of it
     if unused > 0:
         state = max(smallest.state - planned_at(half, **({} if is_chosen else SMALLEST)).state, 0) * unused // (n_ctx - half)
-    smaller = max(smallest.process - _PROCESS, 0)  # than planned is a run
 
     def share(budget: int, is_full: bool) -> float:
         if budget < smallest.floor:
@@ -153,7 +152,7 @@ def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) 
         if not is_chosen:
             n_tokens = usual if planned(usual).floor <= budget else min(SIZES[0], usual)
             plan = planned(choose_within(planned, model_index, n_tokens, budget, keywords, None, measures=False).n_tokens)
-        room = budget - plan.fixed + smaller
+        room = budget - plan.fixed + _UNMAPPED
         if not (keywords.get("n_gpu_layers") and devices()):  # what a device computes with is not lent
             room += max(plan.compute - planned(LEAST).compute, 0) + max(plan.work - planned(LEAST).work, 0) + (0 if is_full else state)
             room += RESERVE // 2  # what single tokens leave of it (`ArenaSizer.fit_budget`)
