@@ -319,8 +319,10 @@ def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
         buffer = llm.engine.buffer
         buffer.clear()
         before = buffer.stats()
-        assert llm.engine.plan.arena_full - before.cache_bytes > before.arena_committed > 4 * MIB
-        monkeypatch.setattr(arena_sizer, "rss", lambda: rss() - before.arena_committed)
+        # a process of the tests is larger than others, and so may be what it has for experts
+        unread = min(before.arena_committed, (llm.engine.plan.arena_full - before.cache_bytes) // 2)
+        assert unread > 4 * MIB
+        monkeypatch.setattr(arena_sizer, "rss", lambda: rss() - unread)
         llm.engine.sizer.fit_budget()
         assert buffer.stats().cache_bytes == before.cache_bytes
 
