@@ -86,7 +86,7 @@ OLDER = {
         "long-contexts-xeon-16k long-contexts-xeon-32k long-contexts-xeon-8k loss-live-1700 "
         "loss-live-400 real-deepseek real-flash real-gemma real-glm real-gpt-oss "
         "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-4096 real-qwen3-budgets "
-        "real-qwen36 rows server-turns time time-qwen3"
+        "real-qwen36 rows server-1045 server-small server-turns time time-qwen3"
     ),
     "The code changed since; needs a GPU.": "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers",
     "Replays and losses that take hours; the code changed since.": (

@@ -17,6 +17,7 @@ from ..errors import ModelError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tensor_name
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
+from ..llamacpp import native
 from ..llamacpp.compute_thread import uninterrupted
 from ..llamacpp.devices import buffer_types
 from ..llamacpp.llama import LoadError, PatchedLlama, api, nextn_params, set_log
@@ -44,7 +45,8 @@ class _PlannedLlama(PatchedLlama):
     _no_alloc = True
     _one_output = True
 
-    def __init__(self, overrides: Overrides = (), n_sequences: int = 1, nextn: bool = False, unified: bool = True):
+    def __init__(self, overrides: Overrides = (), n_sequences: int = 1, nextn: bool = False, unified: bool = True, offloads: bool = False):
+        self.offloads = offloads
         self._n_sequences, self._loads_nextn, self._unified = n_sequences, nextn, unified
         self._overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
 
@@ -108,7 +110,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     model_index = model_index if nextn else model_index.without_nextn()
     preflight(model_index)
     keywords = {"flash_attn": True} if keywords is None else keywords
-    planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified)
+    planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified, offloads=True)
     slots = [(slot_bytes(*(span.slice_bytes for span in spans)), spans[0].shape[2]) for spans in model_index.gates]
     embedding = model_index.dense.get(EMBEDDING)
     on_disk = {name: span.nbytes for name, span in model_index.row_tables.items() if not any(re.search(pattern, name) for pattern, _ in overrides)}
@@ -136,11 +138,15 @@ def answer_bytes(model_index: ModelIndex, n: int) -> int:
 
 @uninterrupted
 def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: Overrides = (), n_sequences: int = 1,
-                   nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
-    """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts."""
+                   nextn: bool = False, unified: bool = True, *, offloads: bool = False) -> MemoryPlan:  # fmt: skip
+    """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts.
+
+    Args:
+        offloads: Its graphs are as with experts in an expert buffer.
+    """
 
     def sizes_at(n: int) -> MemoryPlan:
-        with planned_model(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified)) as llm:
+        with planned_model(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified, offloads)) as llm:
             sizes = memory_sizes(llm)
             if not (nextn and model_index.n_nextn):
                 return sizes
@@ -174,12 +180,14 @@ def planned_model(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, An
     """A model and its context without their memory: nothing can be computed, but graphs can be planned."""
     llm = llm or _PlannedLlama()
     set_log(False)
+    native.plan_offloaded(llm.offloads)
     try:
         llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
         yield llm
     except LoadError as error:  # and no other ValueError, as OptionError is one
         raise ModelError(f"{model_index.files[0]}: llama.cpp cannot load it: {error}") from error
     finally:
+        native.plan_offloaded(False)
         if llm.loaded:
             llm.close()
         trim()  # the vocabulary's memory would count against the budget

@@ -33,18 +33,16 @@ def models(memory: str | None, probe: str, as_json: bool) -> None:
     variable MOEOFF_MODELS names. Commands take a part of a name as MODEL, if it is unique.
     """
     from ..budget.inspection import examine
-    from ..gguf.local_models import local_models, read
+    from ..gguf.local_models import local_models
 
     budget = Budget.of(memory).most
     found = []
     with progress_bar() as progress:
         for model in local_models():
             progress(f"looking at {model.name}", 0, 0)
-            if read(model) is None:
-                continue
             try:
                 report = examine(model.path, memory=budget, probe_disk=probe == "on", seconds=_PROBE_SECONDS)
-            except MoeoffError:  # llama.cpp cannot load it
+            except MoeoffError:  # no routed experts, or damaged
                 continue
             found.append((model, report, next(row for row in report.budgets if row.asked)))
     if as_json:

@@ -73,7 +73,7 @@ def find(name: str) -> str:
     matching = [model for model in models if wanted in model.name.lower()]
     exact = [model for model in matching if wanted == model.name.lower()]
     if len(exact or matching) > 1:
-        matching = [model for model in exact or matching if read(model) is not None]
+        matching = [model for model in exact or matching if _has_experts(model)]
     if not matching:
         others = "; moeoff models lists others" if models else ""
         raise ModelError(f"{name}: no such file, and no model of this name is found{others}")
@@ -83,15 +83,12 @@ def find(name: str) -> str:
     return (exact or matching)[0].path
 
 
-def read(model: LocalModel) -> ModelIndex | None:
-    """Return what a file's header says; None: it is damaged, or has no routed experts."""
+def _has_experts(model: LocalModel) -> bool:
     try:
-        model_index = ModelIndex.read(model.path)
-        model_index.require_experts()
-        model_index.require_text()
+        ModelIndex.read(model.path).require_experts()
     except ModelError:
-        return None
-    return model_index
+        return False
+    return True
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -247,7 +247,6 @@ class ServerHooks(Structure):
         ("ready", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)),
         ("listening", CFUNCTYPE(None, c_char_p)),
         ("draft_max", CFUNCTYPE(c_int32, c_int32)),
-        ("prompt_max", CFUNCTYPE(c_int32)),
         ("before", CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), POINTER(c_uint8), c_int32)),
         ("after", CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)),
         ("borrow", CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)),
@@ -399,6 +398,8 @@ layer_device = function("moeoff_layer_device", c_void_p, c_void_p, c_int32)
 device_memory = function("moeoff_device_memory", None, c_void_p, c_void_p, POINTER(c_uint64))
 # int moeoff_replan(struct llama_context * ctx);
 replan = function("moeoff_replan", c_int, c_void_p)
+# void moeoff_plan_offloaded(bool on);
+plan_offloaded = function("moeoff_plan_offloaded", None, c_bool)
 # void moeoff_guard(int32_t more);
 guard = function("moeoff_guard", None, c_int32)
 # void * moeoff_overrides_new(const char * const * patterns, void * const * buffer_types, int32_t n);
@@ -499,6 +500,8 @@ SERVER_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, then arguments
     "moeoff_prompt_free": (None, POINTER(Prompt)),
     # const char * moeoff_server_layout(void);
     "moeoff_server_layout": (c_char_p,),
+    # void moeoff_server_prompt_max(int32_t n_tokens);
+    "moeoff_server_prompt_max": (None, c_int32),
     # void moeoff_serve_stop(void);
     "moeoff_serve_stop": (None,),
 }

@@ -57,7 +57,7 @@ _ABORTED = 2  # llama_decode's result for a graph that was ended
 _POOLING = "pooling_type"  # of a model that was made for embeddings
 _CACHE_REUSE = ("--cache-reuse", "LLAMA_ARG_CACHE_REUSE")  # moves what is cached, as a context shift does
 # what llama-server calls, and what it is told where one of them fails
-_HOOKS = {"loaded": 1, "ready": 1, "listening": None, "draft_max": 0, "prompt_max": 1, "before": None, "after": 1, "borrow": 1, "metrics": None, "resize_prompt_cache": 1, "answered": None,
+_HOOKS = {"loaded": 1, "ready": 1, "listening": None, "draft_max": 0, "before": None, "after": 1, "borrow": 1, "metrics": None, "resize_prompt_cache": 1, "answered": None,
           "accept_prompt": 0, "store_prompt": None, "find_prompt": 0, "read_prompt": 1, "fill_cells": None}  # fmt: skip
 _serving = threading.Lock()  # llama-server keeps state in globals
 
@@ -403,10 +403,6 @@ class Server:
                 self.engine.expect(token)
         return n
 
-    def _prompt_max(self) -> int:
-        """Return how many tokens of prompts may be read in one batch with tokens of answers."""
-        return self.engine.prompt_meter.n_beside()
-
     def _before(self, tokens: Any, positions: Any, slots: Any, is_prompt: Any, n: int) -> None:
         try:
             computes_here()
@@ -436,6 +432,8 @@ class Server:
                         self.engine.interrupted(seconds)
                     else:
                         self.engine.end(n, seconds, self._decodes)
+                        if not self._decodes:
+                            self._lib.moeoff_server_prompt_max(self.engine.prompt_meter.n_beside())
             except Exception as failed:  # of this batch; the next one may work
                 error = error or failed
         if error is None and result == _ABORTED:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 import moeoff
 from helpers.arch_models import write_model
-from moeoff.budget.dry_load import dry_load, memory_sizes, planned_model
+from helpers.logits import Stock
+from moeoff.budget.dry_load import context_sizes, dry_load, dry_load_whole, memory_sizes, planned_model
 from moeoff.budget.plan import MemoryPlan
 from moeoff.engine.opening import plan
 from moeoff.errors import BudgetError, ModelError, OptionError
@@ -16,7 +18,7 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config
 from moeoff.system.memory import MIB
 
-# the gate nodes, which only a loaded model has, let the router's choices live longer; two families of weights need two work areas
+# two families of weights need two work areas
 SLACK = 1 << 20
 
 
@@ -33,6 +35,14 @@ def compare(path: str, **options) -> tuple[MemoryPlan, MemoryPlan]:
     table = 8 * model_index.n_expert * n_ubatch * model_index.n_expert_used  # ggml's, of the rows of each expert; the expert buffer's is shorter
     assert measured.work - SLACK < planned.work < measured.work + table + SLACK
     return planned, measured
+
+
+def test_a_draft_model_with_experts_has_them_in_memory(grown):
+    """And so its blocks are computed at once, however many tokens a batch has."""
+    keywords = {"n_batch": 1024, "n_ubatch": 1024}
+    planned = dry_load_whole(ModelIndex.read(grown), 1024, keywords)
+    with contextlib.closing(Stock(grown, n_ctx=1024, **keywords)) as llm:
+        assert abs(planned.compute - context_sizes(llm.ctx).compute) < SLACK
 
 
 OPTIONS = [

@@ -48,14 +48,12 @@ static constexpr int64_t chunk_tokens = 512;
 
 static void do_nothing(ggml_tensor *, int, int, void *) {}
 
-// a model of which nothing is allocated (no_alloc), so that its memory is known before it is loaded with an expert buffer
-static bool is_planned(const ggml_tensor * t) { return !t->data && t->buffer && ggml_backend_buffer_is_host(t->buffer); }
+static thread_local bool plans_offloaded = false;
 
-static bool is_planned(std::initializer_list<const ggml_tensor *> experts) {
-    return std::any_of(experts.begin(), experts.end(), [](const ggml_tensor * t) { return t && is_planned(t); });
-}
+void moeoff_plan_offloaded(bool on) { plans_offloaded = on; }
 
-static bool is_offloaded(const ggml_tensor * t) { return is_planned(t) || moeoff_gate_of(t); }
+// its experts are in an expert buffer, or would be
+static bool is_offloaded(const ggml_tensor * t) { return moeoff_gate_of(t) || (plans_offloaded && !t->data); }
 
 // the gate that a block's experts belong to, or nullptr, and how many there are
 static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_t & n_expert) {
@@ -73,7 +71,7 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
     int64_t n_expert = 0;
     void *  gate     = gate_of(experts, n_expert);
     if (!gate) {
-        if (is_planned(experts)) { // its sources are alive until it has run
+        if (plans_offloaded) { // its sources are alive until it has run
             ggml_tensor * sources[3] = { ids, weights, gate_input };
             ggml_build_forward_expand(gf, ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, sources, 3, do_nothing, 1, nullptr));
         }

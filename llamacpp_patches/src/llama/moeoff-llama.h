@@ -64,6 +64,9 @@ extern "C" LLAMA_API void moeoff_device_memory(const struct llama_context * ctx,
 // -1: no memory for the buffers.
 extern "C" LLAMA_API int moeoff_replan(struct llama_context * ctx);
 
+// On this thread, until it is taken back: graphs of models of which nothing is allocated (no_alloc) are as with an expert buffer.
+extern "C" LLAMA_API void moeoff_plan_offloaded(bool on);
+
 // From the first call on, what ggml asserts ends the process with one sentence, whichever threads meet it. more: 1 until a -1 of the same thread makes it
 // an exception there, which llama.cpp's functions that load a model or create a context catch, log, and answer with NULL: a bad file then does not end
 // the process. Not while a graph is computed: nothing catches there. Pairs may be nested.

@@ -86,6 +86,8 @@ void moeoff_serve_stop(void) {
     llama_server_terminate();
 }
 
+void moeoff_server_prompt_max(int32_t n_tokens) { moeoff::server_set_prompt_max(n_tokens); }
+
 const char * moeoff_server_layout(void) {
     static const std::string text = [] {
         std::string all;

@@ -26,6 +26,7 @@ static llama_context *             draft_context = nullptr;
 static const llama_model *         served_model  = nullptr;
 static bool                        can_draft     = false;
 static std::string                 no_drafts; // why
+static std::atomic<int32_t>        prompt_max    = INT32_MAX; // see moeoff_server_prompt_max()
 
 // Answers that are computed in the decode of now, and whether it was ended because nobody waits for any of them.
 static std::mutex    tasks_mutex;
@@ -36,6 +37,7 @@ static std::atomic<bool> ended_for_nobody = false; // the decode of now, or the 
 
 void server_attach(const moeoff_server_hooks * hooks) {
     server_hooks  = hooks;
+    prompt_max    = INT32_MAX;
     seen          = std::nullopt;
     draft_context = nullptr;
     served_model  = nullptr;
@@ -392,8 +394,10 @@ int32_t server_draft_max(int32_t token) {
     return server_hooks == nullptr ? INT32_MAX : server_hooks->draft_max(token);
 }
 
+void server_set_prompt_max(int32_t n_tokens) { prompt_max = n_tokens; }
+
 int32_t server_batch_max(int32_t n_batch, int32_t n_decoded) {
-    return server_hooks == nullptr || n_decoded == 0 ? n_batch : std::min(n_batch, n_decoded + server_hooks->prompt_max());
+    return n_decoded == 0 ? n_batch : n_decoded + std::min(n_batch - n_decoded, prompt_max.load(std::memory_order_relaxed));
 }
 
 bool server_ends_on_purpose() {

@@ -194,6 +194,7 @@ bool        server_ready(llama_context * ctx);
 void        server_listens(const std::string & url);
 int32_t     server_draft_max(int32_t token); // behind this one, in tokens
 int32_t     server_batch_max(int32_t n_batch, int32_t n_decoded); // tokens of a batch that has so many of answers, at most n_batch
+void        server_set_prompt_max(int32_t n_tokens); // of those beside answers. Any thread
 bool        server_ends_on_purpose(); // a stop, or a batch that nobody waits for: no error, and nothing to log. Any thread
 std::string server_metrics();
 

@@ -56,9 +56,6 @@ struct moeoff_server_hooks {
     // Tokens of the draft behind this one, at most. The token will be decoded next.
     int32_t (*draft_max)(int32_t token);
 
-    // Tokens of prompts that are read in one batch with tokens of answers, at most: those wait for it.
-    int32_t (*prompt_max)(void);
-
     // Around each decode of the main context: what the batch holds, [n] each; whether its tokens are read (a prompt) and not decoded. Pictures
     // and sounds are decodes of their own; their tokens are -1.
     void (*before)(const int32_t * tokens, const int32_t * positions, const int32_t * slots, const uint8_t * is_prompt, int32_t n);
@@ -128,6 +125,9 @@ MOEOFF_SERVER_API void moeoff_prompt_free(struct moeoff_prompt * prompt);
 
 // moeoff_abi_layout() of the structs above.
 MOEOFF_SERVER_API const char * moeoff_server_layout(void);
+
+// Tokens of prompts that are read in one batch with tokens of answers, which wait for it, at most. Any thread.
+MOEOFF_SERVER_API void moeoff_server_prompt_max(int32_t n_tokens);
 
 // Every answer ends, and then the server.
 MOEOFF_SERVER_API void moeoff_serve_stop(void);
