@@ -116,7 +116,7 @@ class Llama(PatchedLlama):
                 raise ModelError(f"{engine.config.model_path}: llama.cpp cannot load it: {error} (`verbose` says more)") from error
             except (TypeError, OverflowError, ctypes.ArgumentError) as error:
                 raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
-        self._stack.callback(engine.close)  # before the model is freed
+        self.on_close(engine.close)
         engine.attach(self.context_handle)
         adapters = bool(engine.config.llama_cpp.get("lora_path"))
         engine.loaded(self.context_handle, lambda: memory_sizes(self), adapters=adapters)

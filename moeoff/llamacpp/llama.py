@@ -445,6 +445,10 @@ class PatchedLlama(_AnyLlama):
             if n_outputs > self._n_outputs_max:
                 raise OptionError(f"logits of {n_outputs} tokens of a batch: open the model with logits_all=True")
 
+    def on_close(self, function: Callable[[], None]) -> None:
+        """Call a function when the model is closed, before the model is freed."""
+        self._stack.callback(function)
+
     @property
     def output_bytes(self) -> int:
         """Bytes of the logits that llama.cpp and llama_cpp keep, and of the states that next-token layers read."""

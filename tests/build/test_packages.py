@@ -6,7 +6,6 @@ import importlib.metadata
 import operator
 import re
 import sys
-from pathlib import Path
 
 import grimp
 import pytest
@@ -76,11 +75,11 @@ def test_internals_of_llama_cpp_are_used_in_one_module():
     """docs/internals/patches.md lists them; an update of llama_cpp is then checked against one file."""
     internals = {"_ctx", "_batch", "_model", "_stack", "_logits_all", "_n_vocab", "_lib", "_internals", "_logger"}
     guilty = set()
-    for path in Path(moeoff.__file__).parent.rglob("*.py"):
+    for path in (ROOT / "moeoff").rglob("*.py"):
         tree = ast.parse(path.read_text())
         own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}  # of the module's own classes
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr in internals - own and path != Path(moeoff.__file__).parent / "llamacpp" / "llama.py":
+            if isinstance(node, ast.Attribute) and node.attr in internals - own and path != ROOT / "moeoff" / "llamacpp" / "llama.py":
                 guilty.add(f"{path.name}:{node.lineno} {ast.unparse(node)}")
     assert not guilty
 
@@ -110,7 +109,7 @@ def third_party_imports() -> dict[str, str]:
         for child in ast.iter_child_nodes(node):
             visit(child, file)
 
-    for path in Path(moeoff.__file__).parent.rglob("*.py"):
+    for path in (ROOT / "moeoff").rglob("*.py"):
         visit(ast.parse(path.read_text()), path.name)
     return {name: file for name, file in file_of.items() if name not in sys.stdlib_module_names and name != "moeoff"}
 
