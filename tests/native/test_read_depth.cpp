@@ -6,8 +6,6 @@
 #include "moeoff-read-depth.h"
 #include "moeoff-store.h"
 
-#include <condition_variable>
-#include <mutex>
 #include <random>
 
 using namespace moeoff;
@@ -73,26 +71,22 @@ int enough_of(double rate, double of_one, int n_threads) {
     return depth.enough();
 }
 
-// A disk that gives each of its reads a part in turn
-class served_in_turn {
+// A disk with a clock of its own, so that a busy machine does not change its rates. Its reads share one rate, or each has its own.
+class disk {
   public:
-    void serve(bool in_turn) {
-        std::unique_lock<std::mutex> lock(mutex);
-        const int mine = n_waiting++;
-        if (in_turn) {
-            changed.wait(lock, [&] { return n_served == mine; });
+    void read(bool shares_rate) {
+        const int n = ++n_under_way;
+        for (int seen = most; seen < n && !most.compare_exchange_weak(seen, n);) {
         }
-        lock.unlock();
-        std::this_thread::sleep_for(std::chrono::microseconds(200));
-        lock.lock();
-        n_served++;
-        changed.notify_all();
+        for (int part = 0; part < 6; part++) {
+            std::this_thread::sleep_for(std::chrono::microseconds(200)); // others may come
+            ns += 240000 / (shares_rate ? 1 : n_under_way.load());
+        }
+        n_under_way--;
     }
 
-  private:
-    std::mutex              mutex;
-    std::condition_variable changed;
-    int                     n_waiting = 0, n_served = 0; // since the beginning
+    std::atomic<int>     n_under_way {0}, most {0}; // reads
+    std::atomic<int64_t> ns {0};
 };
 
 } // namespace
@@ -171,40 +165,34 @@ TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {
         }
         REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
         REQUIRE(s.set_limits(s.experts().arena_full(HIGH), 0, error));
-        served_in_turn   disk;
-        std::atomic<int> n_under_way {0}, most {0};
-        s.set_reader(one_by_one([&](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
-            const int n = ++n_under_way;
-            for (int seen = most; seen < n && !most.compare_exchange_weak(seen, n);) {
-            }
-            for (int part = 0; part < 6; part++) {
-                disk.serve(is_shared);
-            }
-            n_under_way--;
+        disk d;
+        const auto reader = [&](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
+            d.read(is_shared);
             return 0;
-        }));
+        };
+        s.set_reader(one_by_one(reader), [&] { return d.ns.load(); });
         REQUIRE(s.start(error));
         const auto read = [&](const int32_t * e, int32_t n) {
             REQUIRE(s.prefetch(0, e, n, n, ~0u, HIGH, false, -1) == n);
             wait_until([&] { return std::all_of(e, e + n, [&](int32_t one) { return s.at(*t, one, HIGH).is_ready(); }); });
         };
-        for (int round = 0; round < 50 && !(round > 2 && (most <= 2) == is_shared); round++) {
+        for (int round = 0; round < 50 && !(round > 2 && (d.most <= 2) == is_shared); round++) {
             for (int32_t e = 0; e < 16; e++) {
                 read(&e, 1);
             }
             s.clear();
-            most = 0;
+            d.most = 0;
             read(experts.data(), n_expert);
             s.clear();
         }
-        REQUIRE(is_shared ? most <= 2 : most == n_threads);
+        REQUIRE(is_shared ? d.most <= 2 : d.most == n_threads);
         const std::vector<uint8_t> versions(n_expert, HIGH); // what compute waits for does not wait
-        most = 0;
+        d.most = 0;
         s.pin(*t, experts.data(), versions.data(), n_expert);
         for (const int32_t e : experts) {
             wait_until([&] { return s.at(*t, e, HIGH).settled(); });
             s.unpin(*t, e, HIGH);
         }
-        REQUIRE(most == n_threads);
+        REQUIRE(d.most == n_threads);
     }
 }

@@ -8,8 +8,9 @@
 
 namespace moeoff {
 
-void io_threads::start(int n, slice_reader r) {
+void io_threads::start(int n, slice_reader r, std::function<int64_t()> c) {
     reader  = std::move(r);
+    clock   = std::move(c);
     n_fixed = n;
     n       = n > 0 ? n : read_depth::most;
     threads.reserve((size_t) n);
@@ -53,7 +54,7 @@ void io_threads::run() {
             }
             continue;
         }
-        const int64_t t0 = now_ns();
+        const int64_t t0 = clock();
         const read_depth::start began = depth.begin(t0);
         count_depth();
         int      n      = 0;
@@ -78,7 +79,7 @@ void io_threads::run() {
             err     = ENOMEM;
             message = "out of memory"; // short enough to be stored in the string itself
         }
-        const int64_t t1 = now_ns();
+        const int64_t t1 = clock();
 
         lock.lock();
         depth.end(t1, began, err == 0 ? nbytes : 0);

@@ -29,8 +29,8 @@ class io_threads {
   public:
     io_threads(expert_table & table, monitor & sync, const std::atomic<uint32_t> & flags) : table(table), sync(sync), flags(flags) {}
 
-    // n: 0 for as many as the disk gains from
-    void start(int n, slice_reader reader) EXCLUDES(store_mutex);
+    // n: 0 for as many as the disk gains from. clock: in ns, read before and after each read
+    void start(int n, slice_reader reader, std::function<int64_t()> clock) EXCLUDES(store_mutex);
     // after table.stop(): what is being read is read to its end, or given up
     void stop() EXCLUDES(store_mutex);
     int32_t take_reads(moeoff_read * out, int32_t n) REQUIRES(store_mutex);
@@ -48,6 +48,7 @@ class io_threads {
     monitor &                     sync;
     const std::atomic<uint32_t> & flags;   // moeoff_flag
     slice_reader                  reader;  // set before the threads start
+    std::function<int64_t()>      clock;   // set before the threads start
     std::vector<std::thread>      threads; // used by start() and stop() only
     int                           n_fixed = 0; // set before the threads start
     bool                          stopping GUARDED_BY(store_mutex) = false;

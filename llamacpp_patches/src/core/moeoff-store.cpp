@@ -99,7 +99,7 @@ bool store::start(std::string & error) {
     stall_ns = std::vector<std::atomic<uint64_t>>(map.n_gates());
     phase    = RUNNING;
     try {
-        workers.start(params.n_io_threads, read);
+        workers.start(params.n_io_threads, read, clock);
     } catch (...) { // no threads
         stop();
         throw;

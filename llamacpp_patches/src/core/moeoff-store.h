@@ -126,7 +126,8 @@ class store {
     const expert_map & experts() const { return map; }
     bool     any_buffered() const { return sources.any_buffered(); }
     const slice_reader & reader() const { return read; }
-    void     set_reader(slice_reader r) { read = std::move(r); } // tests put faults and delays here; before the start
+    // Replaces the reader, and the clock of reads in ns. Tests put faults and delays here, before the start.
+    void     set_reader(slice_reader r, std::function<int64_t()> c = now_ns) { read = std::move(r), clock = std::move(c); }
 
     // --- hot path ---
     uint32_t get_flags() const { return flags.load(std::memory_order_relaxed); }
@@ -237,6 +238,7 @@ class store {
     router_product             product = nullptr;
     std::vector<std::unique_ptr<row_table>> tables;
     slice_reader               read;
+    std::function<int64_t()>   clock = now_ns;
     std::atomic<uint8_t>       phase {SETUP};
     std::atomic<bool>          cancelled {false};
     std::atomic<int32_t>       max_gate_rows {0};
