@@ -93,7 +93,7 @@ def test_every_failure_is_reported_by_name(fork: Fork, sdist: Path) -> None:
 
 def test_what_does_not_agree_is_told(fork: Fork, sdist: Path) -> None:
     """What upstream may take fits the release by itself, the fork's number is in the patched version, own sources replace no file of the release."""
-    (server,) = (patch for patch in fork.patches if "hooks-for-a-host-process" in patch.name)  # on what 0004 to 0010 make of the server
+    (server,) = (patch for patch in fork.patches if "hooks-for-a-host-process" in patch.name)  # on what 0004 to 0009 make of the server
     server.write_text(server.read_text().replace("Reason: incompatible by nature", "Reason: upstreamable"))
     (fork.folder / "src/llama").mkdir(parents=True, exist_ok=True)
     (fork.folder / "src/llama/llama-model.cpp").touch()

@@ -1,4 +1,4 @@
-// The host's part in patch 0021: memory for the prompt cache, and prompts on their way from the cache to the host and back.
+// The host's part in patch 0017: memory for the prompt cache, and prompts on their way from the cache to the host and back.
 
 #include "moeoff-server-hooks.h"
 
