@@ -26,6 +26,57 @@ from moeoff.budget.compute_probe import attention_seconds
 from moeoff.gguf.model_index import ModelIndex
 
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
+# Models by architecture, as llama.cpp's converters name examples.
+NAMES = {
+    "afmoe": "Trinity",
+    "arctic": "Snowflake Arctic",
+    "bailingmoe": "Ling-lite",
+    "bailingmoe2": "Ling-mini-2.0, sarvam-30b",
+    "bailingmoe3": "Ling-3.0-tiny, Ling-3.0-flash",
+    "cohere2moe": "North-Mini-Code-1.0",
+    "dbrx": "DBRX",
+    "deepseek": "DeepSeek-MoE-16B",
+    "deepseek2": "DeepSeek-V2-Lite, DeepSeek-V3, DeepSeek-R1, GLM-4.7-Flash",
+    "deepseek32": "DeepSeek-V3.2-Exp",
+    "deepseek4": "DeepSeek-V4-Flash",
+    "dots1": "dots.llm1",
+    "ernie4_5-moe": "ERNIE-4.5-21B-A3B",
+    "exaone-moe": "K-EXAONE-236B-A23B",
+    "gemma4": "gemma-4-26B-A4B",
+    "glm-dsa": "GLM-5.2",
+    "glm4moe": "GLM-4.5-Air, GLM-4.6, Solar-Open-100B",
+    "glm5-next": "GLM-5.3-Flash",
+    "gpt-oss": "gpt-oss-20b, gpt-oss-120b",
+    "granitemoe": "Granite-3.1-3B-A800M",
+    "grok": "Grok-1",
+    "grovemoe": "GroveMoE",
+    "hunyuan-moe": "Hunyuan-A13B",
+    "hy_v3": "Hy3",
+    "hy_v4": "Hy4-preview",
+    "kimi-k3": "Kimi-K3",
+    "kimi-linear": "Kimi-Linear-48B-A3B",
+    "laguna": "Laguna-XS.2, Laguna-S-2.1",
+    "lfm2moe": "LFM2-8B-A1B",
+    "llada-moe": "LLaDA-MoE-7B-A1B",
+    "llama": "Mixtral 8x7B, Mixtral 8x22B",
+    "llama4": "Llama-4-Scout, Llama-4-Maverick",
+    "maple": "Maple-preview",
+    "mellum": "Mellum2-12B-A2.5B",
+    "mimo2": "MiMo-V2.5",
+    "minimax-01": "MiniMax-Text-01, MiniMax-M1",
+    "minimax-m2": "MiniMax-M2",
+    "minimax-m3": "MiniMax-M3",
+    "olmoe": "OLMoE-1B-7B",
+    "phimoe": "Phi-3.5-MoE",
+    "qwen2moe": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    "qwen35moe": "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B",
+    "qwen3moe": "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B",
+    "qwen3next": "Qwen3-Next-80B-A3B",
+    "qwen3vlmoe": "Qwen3-VL-30B-A3B",
+    "qwen4exp": "Qwen3.8-Flash-Next",
+    "rnd1": "RND1-Base",
+    "smallthinker": "SmallThinker-4B-A0.6B",
+}
 
 
 @pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), pytest.param("Q8_0", marks=pytest.mark.slow), "4-bit"])
@@ -127,14 +178,17 @@ def page() -> str:
     remarks = dict.fromkeys(WITHOUT_MEMORY, "diffusion: the logits of one step; commands refuse it") | dict.fromkeys(
         WITHOUT_BLOCK, "its experts are never read"
     )
-    lines = [f"| `{name}` | {remarks.get(name, '')} |" for name in sorted({*ARCHITECTURES, "gemma4"})]
+    names = sorted({*ARCHITECTURES, "gemma4"})
+    assert set(NAMES) <= set(names)
+    lines = [f"| `{name}` | {NAMES.get(name, '')} | {remarks.get(name, '')} |" for name in names]
     return f"""# Architectures
 
 Written by `make test-archs`, which runs a small random model of each architecture of llama.cpp that has routed experts. In an expert cache that cannot hold them, all
-logits equal those of stock llama.cpp bit for bit: with experts in F32, Q8_0, and Q4_K or Q4_0. `gemma4` has a test of its own.
+logits equal those of stock llama.cpp bit for bit: with experts in F32, Q8_0, and Q4_K or Q4_0. `gemma4` has a test of its own. The models are examples of each
+architecture. No published file of them has been run.
 
-| `general.architecture` | |
-|---|---|
+| `general.architecture` | models | |
+|---|---|---|
 {chr(10).join(lines)}
 """
 
