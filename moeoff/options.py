@@ -244,8 +244,8 @@ class Config:
     trace: Path | None = _expert("--trace", metavar="FILE", parse=os.fspath, is_file=True, commands="run",
                                  help="Append which experts the router selected to FILE, for moeoff simulate.")  # fmt: skip
 
-    flash_attn: bool | None = _context("-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, usual=True, choices=("on", "off", "auto"),
-                                       help="Flash attention: smaller compute buffers.")  # fmt: skip
+    flash_attn: bool = _context("-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, default=True, choices=("on", "off", "auto"),
+                                help="Flash attention: smaller compute buffers, and faster in long contexts.")  # fmt: skip
     attention: str = _context("--attention", metavar="f16|f32", parse=one_of(_SUMS), choices=_SUMS, default="f16", commands=_RUN_EVAL, llama=False, server="",
                               help="How flash attention adds up values: f16, as llama.cpp, or f32: faster and more exact in long contexts, but not with "
                                    "llama.cpp's bits.")  # fmt: skip

@@ -94,8 +94,7 @@ _COLUMNS = AXES[2:]  # of the result, where several are given
 
 def _axes(function: Callable[..., None]) -> Callable[..., None]:
     for line in (TABLE[name] for name in reversed(AXES)):
-        usual = line.default if line.usual is None else line.usual
-        function = _several(*line.flags, line.name, read=partial(_read_axis, line), metavar=f"{line.metavar},...", help=help_of(line, usual),
+        function = _several(*line.flags, line.name, read=partial(_read_axis, line), metavar=f"{line.metavar},...", help=help_of(line, line.default),
                             kind=ValueList(line), group=line.group)(function)  # fmt: skip
     return function
 
@@ -181,7 +180,7 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int 
         model_index.require_text()
         remark_on_context(n_ctx or 0, model_index.n_ctx_train, options)
     flags = flags_as_typed(click.get_current_context())
-    axes = {name: options.pop(name) or [TABLE[name].usual] for name in AXES}
+    axes = {name: options.pop(name) or [None] for name in AXES}
     job = Job("", options=options | {"n_ctx": n_ctx}, tests=tests, repetitions=repetitions, warm_up=not no_warmup, text=text, flags=flags)
     return [Grid(replace(job, model=path), axes, compare_stock) for path in models]
 

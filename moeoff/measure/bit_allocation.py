@@ -108,7 +108,7 @@ class Planner:
             raise OptionError(f"{model}: its experts have the fewest bits already; name types to try")
         self._measure, self._text, self._ctx, self._tokens = measure, text, ctx, tokens
         self._tell = progress or (lambda what, n, total: None)
-        self._options = {"flash_attn": True} | options
+        self._options = options
         self._uniform: dict[str, tuple[int, Quality]] = {}
         self._importance: dict[str, dict[tuple[int, int], float]] = {}
         self._stack = contextlib.ExitStack()

@@ -67,7 +67,7 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "n_ubatch": opened.get("micro_batch") or options.get("n_ubatch"),
         "type_k": str(options.get("type_k") or "f16"),
         "type_v": str(options.get("type_v") or "f16"),
-        "flash_attn": bool(options.get("flash_attn")),
+        "flash_attn": bool(options.get("flash_attn", ours)),
         "n_gpu_layers": int(options.get("n_gpu_layers", 0)),
         "vram": str(options.get("vram") or "") if ours else "",
         "vram_mode": str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",

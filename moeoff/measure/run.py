@@ -140,7 +140,7 @@ class Grid:
             job = replace(self.job, options=options, limit_bytes=limit)
             out.append((job, memory, note))
             if self.compare_stock:
-                theirs = {"n_threads": n_cores(), **{name: options[name] for name in _SHARED if name in options}}
+                theirs = {"n_threads": n_cores(), "flash_attn": True, **{name: options[name] for name in _SHARED if name in options}}
                 theirs.setdefault("n_threads_batch", theirs["n_threads"])  # llama_cpp would take half of the cores
                 slow = bool(memory) and memory < expert_bytes
                 for extra in (True, False):  # repacked kernels, its default, need the weights twice while it loads: it may be killed for that

@@ -284,7 +284,8 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
     out += ["--threads-http", str(_HTTP_THREADS + 2 * prompts.n_slots), "--metrics", "--no-slots", "-lv", "4" if config.verbose else "1"]
     for name, line in table_of(Config).items():
         value = getattr(config, name) if line.number else keywords.get(name, getattr(config, name))  # its number is llama_cpp's
-        out += line.server_arguments(value) if value != line.default else []
+        # llama-server would choose flash attention by itself
+        out += line.server_arguments(value) if value != line.default or line.name == "flash_attn" else []
     if config.swa_full is not False:  # llama_cpp's default: what a sliding window forgets could not be gone on from
         out.append("--swa-full")
     for name, line in table_of(ServerOptions).items():

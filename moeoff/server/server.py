@@ -86,7 +86,7 @@ class Server:
         options |= line.options | {"args": tuple(line.passed_on)}
         self._remarks = list(line.left_out)
         self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
-        config = Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours})
+        config = Config.make(model, **{name: value for name, value in options.items() if name not in ours})
         unmap_files()  # the plan counts what the process has now
         self.engine = self._open(config, line.files)
         self._tells = on_request is not None or config.verbose
@@ -128,7 +128,6 @@ class Server:
         budget = Budget.of(config.memory, config.expert_memory)
         require_header_room(config.model_path, model_index.header_memory, budget.most)
         check_templates(config.model_path, options.args)
-        config = replace(config, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
         self._size = size = self._choose_context(config, model_index, budget)
         if size.remark is not None:
             self._remarks.append(size.remark)

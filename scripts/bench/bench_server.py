@@ -53,7 +53,7 @@ ALONE = """
 import json, sys, time
 import moeoff
 model, prompt, n, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-with moeoff.Llama(model, flash_attn=True, warm=True, **options) as llm:
+with moeoff.Llama(model, warm=True, **options) as llm:
     time.sleep(float(sys.argv[5]))
     bias = {llm.token_eos(): -1e9}
     for text in (prompt[::-1], prompt):

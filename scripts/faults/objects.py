@@ -53,7 +53,7 @@ VARIANTS: list[dict[str, Any]] = [  # room: beyond what the process takes, for a
     {"strategy": "auto", "n_threads": 1, "room": 64 << 20},
     {"strategy": "lru", "n_threads": 1},
     {"strategy": "auto", "n_threads": 2, "n_batch": 16, "n_ubatch": 8},
-    {"strategy": "lru", "n_threads": 1, "flash_attn": True},
+    {"strategy": "lru", "n_threads": 1, "flash_attn": False},
     {"strategy": "hobbit", "n_threads": 1, "logits_all": True},
     {"strategy": "lru", "n_threads": 1, "embedding": True},
     {"strategy": "fate", "n_threads": 1, "room": 64 << 20},

@@ -422,7 +422,7 @@ def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float,
             for share in (0.25, 0.5) if by_weight else (1.0,):
                 precision = replace(strategy.precision, t1=t1, t2=t2, resident=share) if by_weight else strategy.precision
                 measured = evaluate_model(model, texts, ctx=256, chunks=windows, mode="simulated" if by_weight else "prefill", strategy=strategy, precision=precision,
-                                       experts=experts, profile=False, deterministic=True, n_threads=2, flash_attn=True)  # fmt: skip
+                                       experts=experts, profile=False, deterministic=True, n_threads=2)  # fmt: skip
                 out.append((strategy.name + (f", {share:.0%} of each layer's experts there" if by_weight else ""), loss_text(measured.quality.loss)))
     name = f"{plan.lower} for {len(plan.low)} of {plan.n_experts} experts, {plan.upper} for the others: edgemoe-lossy's plan"
     return [*out, (name, f"{loss_text(plan.quality.loss)}, of the text that it was planned on")]

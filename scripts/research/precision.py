@@ -117,7 +117,7 @@ def frontier(model: str, text: Sequence[str], windows: int, threads: int, reside
     rules = {f"τ {tau:g}": Precision(tau=tau) for tau in taus} | {f"T {t:g}": Precision(t, t) for t in ts}
     with contextlib.ExitStack() as stack:
         results = stack.enter_context(ResultsFile(json_file))
-        llm = stack.enter_context(open_model(model, ctx, deterministic=True, flash_attn=True, profile=False, n_threads=threads, experts=False))
+        llm = stack.enter_context(open_model(model, ctx, deterministic=True, profile=False, n_threads=threads, experts=False))
         evaluator = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
         reference = stack.enter_context(evaluator.reference())
         for room in resident:
@@ -143,7 +143,7 @@ def contract(model: str, calib: Sequence[str], text: Sequence[str], windows: int
         results = stack.enter_context(ResultsFile(json_file))
         profile = os.path.join(folder, "profile")
         budget = search_precision(model, calib, bound, experts=False, tokens=calib_tokens, output=profile, n_threads=threads).contract
-        options = {"deterministic": True, "flash_attn": True, "profile": False, "experts": False, "n_threads": threads}
+        options = {"deterministic": True, "profile": False, "experts": False, "n_threads": threads}
         llm = stack.enter_context(open_model(model, ctx, **options))
         evaluator = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
         reference = stack.enter_context(evaluator.reference())

@@ -44,7 +44,9 @@ def decode_in(ctx, tokens: list[int], first: int, n_vocab: int) -> np.ndarray:
 
 
 class Stock(StockLlama):
-    """Plain kernels by default: repacked ones round differently from those that experts are computed with."""
+    """Plain kernels and flash attention by default, as moeoff: repacked kernels round differently from those that experts are computed with."""
 
     def __init__(self, path: str, use_extra_bufts: bool = False, **kwargs):
-        super().__init__(path, use_extra_bufts=use_extra_bufts, **{"use_mmap": False, "verbose": False, "n_threads": 2, "n_threads_batch": 2} | kwargs)
+        super().__init__(
+            path, use_extra_bufts=use_extra_bufts, **{"use_mmap": False, "verbose": False, "flash_attn": True, "n_threads": 2, "n_threads_batch": 2} | kwargs
+        )

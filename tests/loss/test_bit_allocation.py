@@ -66,7 +66,7 @@ def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
     for span in ModelIndex.read(model).experts.values():
         for expert, tried in enumerate(composite.sources(span, "bits")):
             assert slices[span.name, expert, "bits"].hash == tried.hash
-    with open_model(model, 64, tier="bits", flash_attn=True, **OPTIONS) as llm:
+    with open_model(model, 64, tier="bits", **OPTIONS) as llm:
         quality = evaluate(llm, planner.windows, planner.reference).quality()
     assert quality == plan.quality
 

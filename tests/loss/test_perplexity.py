@@ -129,7 +129,7 @@ def test_what_a_preset_gives_up_is_measured(demo, text, tmp_path):
 
 @pytest.mark.parametrize("options", [*[{"attention": "f32"}] * DEMO_IN_F32, {"type_k": "q8_0", "type_v": "q8_0"}])
 def test_other_sums_and_caches_are_compared_with_f16(demo, text, options):
-    result = evaluate_model(demo, [text], ctx=CTX, chunks=3, mode="decode", n_threads=1, flash_attn=True, **options)
+    result = evaluate_model(demo, [text], ctx=CTX, chunks=3, mode="decode", n_threads=1, **options)
     assert 0 < result.quality.kl.value < 1e-3 and result.precision.lossless
 
 

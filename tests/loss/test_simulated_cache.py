@@ -120,7 +120,7 @@ def test_batches_are_priced_token_by_token(demo, text, precision, tmp_path):
     model = shutil.copy(demo, tmp_path)
     if precision.low_tier:
         convert(model, tiers=precision.low_tier)
-    with open_model(model, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2, flash_attn=True) as llm:
+    with open_model(model, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2) as llm:
         windows, results = read_windows(llm, [text], 128, 3), {}
         for mode in ("decode", "simulated"):
             llm.engine.quality.use(Precision())

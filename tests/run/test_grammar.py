@@ -8,7 +8,7 @@ from llama_cpp import LlamaGrammar
 import moeoff
 from moeoff.llamacpp.llama import StockLlama
 
-OPTIONS = {"n_ctx": 128, "n_threads": 1, "seed": 7, "verbose": False}
+OPTIONS = {"n_ctx": 128, "n_threads": 1, "flash_attn": True, "seed": 7, "verbose": False}
 PROMPT = "Tom has 3 apples and buys 4 more."
 
 

@@ -69,7 +69,7 @@ def test_what_is_chosen_is_explained(demo, invoke):
     choices = json.loads(invoke("inspect", demo, "--explain", "--json", "-ub", "64").stdout)
     assert "80% of what is available" in choices["memory"] and choices["micro-batch"].startswith("64 tokens: as given")
     assert choices["strategy"].startswith("auto: nothing to do, all experts fit") and choices["prefetching"] == "none: all experts fit"
-    with moeoff.Llama(demo, expert_memory="4M", n_ctx=256, strategy="fate", flash_attn=True) as llm:
+    with moeoff.Llama(demo, expert_memory="4M", n_ctx=256, strategy="fate") as llm:
         reasons, stats = explain(llm.engine), llm.stats()
     assert f"{stats.micro_batch} tokens: {stats.micro_batch_reason};" in reasons["micro-batch"]
     assert reasons["I/O threads"].startswith(f"{stats.io_threads} read")
@@ -83,7 +83,7 @@ def test_what_is_chosen_is_explained(demo, invoke):
 
 def test_numbers_are_those_of_the_loaded_model(demo):
     plan = dry_load(ModelIndex.read(demo), 1000)
-    with moeoff.Llama(demo, expert_memory="1G", n_ctx=1000, flash_attn=True) as llm:
+    with moeoff.Llama(demo, expert_memory="1G", n_ctx=1000) as llm:
         assert plan.arena_floor == llm.engine.buffer.arena_floor and plan.arena_full == llm.engine.buffer.arena_full
         assert (plan.weights, plan.state) == (memory_sizes(llm).weights, memory_sizes(llm).state)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -34,8 +33,8 @@ SMALL = {"expert_memory": "1G", "profile": False, "n_ctx": 256}
 REFUSED = [
     ({"type_k": "q3_k"}, "type_k: one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, not 'q3_k'"),
     ({"type_k": 12}, "type_k: one of .*, not 12"),
-    ({"type_v": "q8_0"}, "type_v q8_0: quantized values need flash attention"),
-    ({"attention": "f32"}, "attention f32: needs flash attention"),
+    ({"type_v": "q8_0", "flash_attn": False}, "type_v q8_0: quantized values need flash attention"),
+    ({"attention": "f32", "flash_attn": False}, "attention f32: needs flash attention"),
     ({"n_batch": 0}, "n_batch: at least 1 token, not 0"),
     ({"n_gpu_layers": 3}, "n_gpu_layers: this build .*(has no GPU backend|no driver offers a device)"),
     ({"tensor_split": "3,1"}, "tensor_split: this build .*(has no GPU backend|no driver offers a device)"),
@@ -77,7 +76,7 @@ def test_refused(demo, options, words):
 def test_a_cache_type_that_rows_do_not_fit_is_refused_with_llama_cpps_reason(writer, folder):
     path = write_model(writer, folder, "qwen3moe", "4-bit")
     try:
-        moeoff.Llama(str(path), **SMALL, flash_attn=True, type_k="q8_0")
+        moeoff.Llama(str(path), **SMALL, type_k="q8_0")
     except moeoff.ModelError as error:
         assert "does not divide" in str(error) and "\n" not in str(error)
 
@@ -99,7 +98,7 @@ def test_a_line_of_the_table_is_all_that_an_option_needs(line):
 
 def test_what_was_given_reaches_llama_server(demo):
     config = Config.make(
-        demo, type_k="q8_0", flash_attn="on", rope_scaling_type="yarn", yarn_orig_ctx="64", n_keep="3", context_shift=True, numa="isolate", n_ubatch="32"
+        demo, type_k="q8_0", rope_scaling_type="yarn", yarn_orig_ctx="64", n_keep="3", context_shift=True, numa="isolate", n_ubatch="32"
     )
     options = ServerOptions.make(port="8081", cors=["https://a", "https://b"], cache_ram="64M", embedding=True)
     argv = " ".join(arguments(config, 512, config.keywords, options, PromptMemory(64 << 20)))
@@ -146,11 +145,13 @@ def test_nan_is_a_value_of_nothing(line):
         assert "nan" in str(error)
 
 
-def test_a_server_computes_as_it_was_planned(demo):
-    """llama-server would choose flash attention by itself where nothing is said."""
-    config = Config.make(demo, expert_memory="1M", n_ctx=256)
-    with contextlib.closing(moeoff.Server(config).engine) as engine:
-        assert engine.config.flash_attn is False
+@pytest.mark.parametrize("given, is_on", [({}, True), ({"flash_attn": "auto"}, True), ({"flash_attn": False}, False), ({"flash_attn": "off"}, False)])
+def test_flash_attention_is_on_unless_turned_off(demo, given, is_on):
+    """In `Llama` and in the server, whose arguments say so: llama-server would choose by itself."""
+    config = Config.make(demo, **given)
+    assert config.keywords["flash_attn"] is is_on
+    argv = arguments(config, 256, config.keywords, ServerOptions.make(), PromptMemory(0))
+    assert argv[argv.index("-fa") + 1] == ("on" if is_on else "off")
 
 
 def test_the_context_is_what_the_model_was_trained_with():
@@ -180,19 +181,19 @@ def logits(demo, **options) -> np.ndarray:
     ids=str,
 )
 def test_has_an_effect(demo, options):
-    plain, other = logits(demo, flash_attn=True), logits(demo, flash_attn=True, **options)
+    plain, other = logits(demo), logits(demo, **options)
     assert not np.array_equal(plain, other) and np.isfinite(other).all()
 
 
 @pytest.mark.skipif(DEMO_IN_F32 or native.attention_kernels() != 1, reason="its heads have kernels, or none has")
 def test_attention_in_f32_needs_one_for_the_models_heads(demo):
     with pytest.raises(OptionError, match="attention.*no such kernel for this model's heads"):
-        moeoff.Llama(demo, **SMALL, flash_attn=True, attention="f32")
+        moeoff.Llama(demo, **SMALL, attention="f32")
 
 
 def test_attention_in_f32_needs_a_kernel(demo):
     with kernels(False), pytest.raises(OptionError, match="attention.*no such kernel for this processor"):
-        moeoff.Llama(demo, **SMALL, flash_attn=True, attention="f32")
+        moeoff.Llama(demo, **SMALL, attention="f32")
 
 
 def test_batches(demo):

@@ -67,7 +67,7 @@ def test_logits_of_one_token_are_planned(demo):
     """llama.cpp plans compute buffers for the logits of every token of a micro-batch, which nothing wants but logits_all."""
     compute = {}
     for all_tokens in (False, True):
-        with moeoff.Llama(demo, n_ctx=512, expert_memory="1M", logits_all=all_tokens, flash_attn=True) as llm:
+        with moeoff.Llama(demo, n_ctx=512, expert_memory="1M", logits_all=all_tokens) as llm:
             compute[all_tokens] = memory_sizes(llm).compute
             logits = 512 * 4 * llm.n_vocab()
     assert compute[True] >= logits and compute[True] - compute[False] > logits // 4

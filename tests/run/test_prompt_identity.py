@@ -25,9 +25,9 @@ OTHERS = {
     "positions' scale": {"rope_freq_scale": 0.5},
     "precision": {"tau": 0.3},
     "tier": {"tier": "Q4_0"},
-    "cache": {"type_k": "q8_0", "flash_attn": True},
+    "cache": {"type_k": "q8_0"},
     "micro-batch": {"n_ubatch": 64},
-} | ({"attention": {"attention": "f32", "flash_attn": True}} if DEMO_IN_F32 else {})
+} | ({"attention": {"attention": "f32"}} if DEMO_IN_F32 else {})
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_servers(model, changed):
         return identity(engine, ServerOptions.make(args=args, **server), [path])
 
     same = of()
-    assert {of(memory="1G", expert_memory=None), of(n_ctx=512), of(n_threads=3), of(strategy="lru"), of(parallel=2), of(args=("--log-file", "x"))} == {same}
+    assert {of(memory="1G", expert_memory=None), of(n_ctx=512), of(strategy="lru"), of(parallel=2), of(args=("--log-file", "x"))} == {same}
     others = [of(changed), of(draft=changed), of(kv_unified=False), of(args=("--control-vector", "x.gguf")), of(long_factors=True, n_ctx=256),
               of(long_factors=True, n_ctx=512), *(of(**other) for other in OTHERS.values())]  # fmt: skip
     assert len({same, *others}) == 1 + len(others)
@@ -70,8 +70,8 @@ def test_threads_count_where_they_share_positions(model):
     def of(**options) -> bytes:
         return state_identity(Engine(plan(Config.make(model, **OPTIONS | options))))
 
-    assert of(flash_attn=True, n_threads=2) != of(flash_attn=True, n_threads=3)
-    for options in ({}, {"flash_attn": True, "type_k": "q8_0"}, {"flash_attn": True, "type_v": "q8_0"}):
+    assert of(n_threads=2) != of(n_threads=3)
+    for options in ({"flash_attn": False}, {"type_k": "q8_0"}, {"type_v": "q8_0"}):
         assert of(n_threads=2, **options) == of(n_threads=3, **options)
 
 

@@ -159,7 +159,7 @@ def test_a_processor_that_gives_something_else_or_leaves_nothing(llm, expected, 
 
 def test_processors_change_what_is_drawn_and_nothing_else(llm, demo):
     flip = llama_cpp.LogitsProcessorList([lambda _ids, scores: -scores])
-    stock = llama_cpp.Llama(demo, n_ctx=256, n_threads=2, verbose=False)
+    stock = llama_cpp.Llama(demo, n_ctx=256, n_threads=2, flash_attn=True, verbose=False)
     keywords = {"max_tokens": 6, "temperature": 0}
     assert llm(PROMPT, **keywords, logits_processor=flip)["choices"] == stock(PROMPT, **keywords, logits_processor=flip)["choices"]
     assert llm(PROMPT, **keywords)["choices"] == stock(PROMPT, **keywords)["choices"]

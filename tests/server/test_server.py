@@ -19,6 +19,7 @@ import pytest
 from helpers.files import COMMAND, ROOT
 from helpers.servers import single_use
 from helpers.waiting import wait_until
+from moeoff.measure.statistics import log_probs
 
 KEY = "not-a-secret"
 LONG = ("-c", "8192", "--", "--override-kv", "qwen2moe.context_length=int:4096")  # answers that do not end by themselves while a test looks at them
@@ -75,7 +76,7 @@ def alone(demo):
     """Answers of the model by itself, one after the other."""
     import moeoff
 
-    with moeoff.Llama(demo, expert_memory="4M", n_ctx=512, flash_attn=True) as llm:
+    with moeoff.Llama(demo, expert_memory="4M", n_ctx=512) as llm:
         yield lambda **request: llm.create_chat_completion(**request)["choices"][0]["message"]["content"]
 
 
@@ -100,6 +101,25 @@ def test_stats_stand_beside_the_timings_of_every_answer(server):
     assert chosen["moeoff/expert_uses"] > 0 and set(chosen) == {"timings", "moeoff/expert_uses"} and "moeoff" not in chosen["timings"]
     inner = server.client().completions.create(model="demo", prompt="Tom has", max_tokens=4, temperature=0, extra_body={"verbose": True}).model_extra
     assert inner["__verbose"]["moeoff"] == inner["moeoff"] and "moeoff" not in inner["__verbose"]["timings"]
+
+
+def test_probabilities_are_those_of_llama(server, demo):
+    """With the defaults of both. Without flash attention they would differ by more than a hundredth."""
+    import moeoff
+
+    prompt = "Tom has 10 bags of 5 oranges. How many oranges does Tom have in total?"
+    body = {"prompt": prompt, "n_predict": 1, "n_probs": 5, "temperature": 0, "cache_prompt": False}
+    answer = httpx.post(f"{server.url}/completion", headers={"Authorization": f"Bearer {KEY}"}, json=body, timeout=300).json()
+    served = {token["id"]: token["logprob"] for token in answer["completion_probabilities"][0]["top_logprobs"]}
+    found = []
+    for options in ({}, {"flash_attn": False}):
+        with moeoff.Llama(demo, expert_memory="4M", n_ctx=512, **options) as llm:
+            tokens = llm.tokenize(prompt.encode())
+            llm.decode_batch(tokens, 0, len(tokens) - 1)
+            row = log_probs(llm.batch_logits(1))[0]
+        found.append([float(row[token]) for token in served])
+    assert found[0] == pytest.approx(list(served.values()), abs=1e-3)
+    assert found[1] != pytest.approx(list(served.values()), abs=1e-3)
 
 
 def test_chat(server, alone):
@@ -374,7 +394,7 @@ def test_sidecar(demo, tmp_path):
     from moeoff.experts.sidecar import Sidecar
 
     path = convert(demo, tiers="Q4_0", output=tmp_path / "demo.experts.gguf").path
-    with moeoff.Llama(demo, experts=path, tier="Q4_0", expert_memory="4M", n_ctx=512, flash_attn=True) as llm:
+    with moeoff.Llama(demo, experts=path, tier="Q4_0", expert_memory="4M", n_ctx=512) as llm:
         expected = llm.create_chat_completion(**local(ask(PROMPTS[0])))["choices"][0]["message"]["content"]
     server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--experts", path, "--tier", "q4_0", "--verify-reads")
     answer = server.client().chat.completions.create(**ask(PROMPTS[0]))
