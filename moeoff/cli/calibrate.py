@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 # options that not every kind of calibration has
-_OPTIONS_OF = {("--max-loss",): ("tier", "experts"), ("--bits-plan",): ("tolerance", "types", "measure"), ("",): ("seed",), ("", "--max-loss"): ("minutes",)}
+_OPTIONS_OF = {("--max-loss",): ("tier", "experts"), ("--bits-plan",): ("tolerance", "types", "measure"), ("", "--max-loss"): ("seed", "minutes")}
+_FITTING = 0.5  # share of the time for the profile's fit, where a search follows
 
 _PLAN = "A type for each expert"  # heading of the options of --bits-plan
 
@@ -35,10 +37,10 @@ _PLAN = "A type for each expert"  # heading of the options of --bits-plan
 @option("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
 @option("--tokens", type=click.IntRange(512), metavar="N", default=16384, show_default=True, help="Tokens to evaluate, the same number from each text.")
 @option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
-     help="Deadline: what was measured by then counts. Default: 60; 15 with --max-loss. Not with --bits-plan.")  # fmt: skip
+     help="Deadline for all of it: what was measured by then counts. Default: 60. Not with --bits-plan.")  # fmt: skip
 @table_options("calibrate")
 @option("--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of the predictors' training.")
-@option("--max-loss", metavar="PERCENT", help="Instead: measure which experts may be skipped, and what a sidecar's tiers lose, for run --max-loss, e.g. 1%.")
+@option("--max-loss", metavar="PERCENT", help="Also measure which experts may be skipped, and what a sidecar's tiers lose, for run --max-loss, e.g. 1%.")
 @option("--tier", metavar="NAME", help="With --max-loss: the sidecar's tier to try. Default: all.")
 @option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the sidecar. Default: MODEL.experts.gguf.")
 @option("--bits-plan", is_flag=True, group=_PLAN, help="Instead: choose a type for each expert, and write MODEL.bits.json for convert --bits.")
@@ -50,6 +52,7 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
 
     Interrupted, the same command goes on from there; a search for a loss or a plan starts again.
     """
+    started = time.monotonic()
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
     chosen = "--max-loss" if max_loss else "--bits-plan" if bits_plan else ""
@@ -61,29 +64,47 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
     if bits_plan:
         plan = _write_plan(model, **options)
         click.echo(f"{plan}: for moeoff convert {model} --bits {plan}")
-    elif max_loss:
-        searched = _search(model, max_loss=max_loss, **options)
-        if any(searched.contract.choose(searched.max_loss, share) for share in (0.0, *_RESIDENT)):
-            click.echo(f"{searched.path}: for moeoff run -m {model} --max-loss {max_loss}")
-        else:
-            say(f"nothing that was measured keeps within {max_loss}: --max-loss {max_loss} leaves the model lossless")
+        return
+    from ..measure.profile_fit import DEFAULT_MINUTES
+
+    minutes = options.pop("minutes") or DEFAULT_MINUTES
+    search = {name: options.pop(name) for name in ("tier", "experts") if max_loss}
+    if max_loss:  # raises before the work
+        from ..gguf.model_index import ModelIndex
+        from ..measure.precision_search import find_tiers
+
+        parse_loss(max_loss)
+        find_tiers(ModelIndex.read(model), search["experts"] or "auto", search["tier"])
+    _fit(model, minutes=(_FITTING if max_loss else 1) * minutes, renew=not max_loss, **options)
+    if not max_loss:
+        return
+    del options["seed"]
+    left = minutes - (time.monotonic() - started) / 60
+    searched = _search(model, max_loss=max_loss, minutes=left, **search, **options)
+    if any(searched.contract.choose(searched.max_loss, share) for share in (0.0, *_RESIDENT)):
+        click.echo(f"{searched.path}: for moeoff run -m {model} --max-loss {max_loss}")
     else:
-        from ..measure.profile_fit import calibrate as library
+        say(f"nothing that was measured keeps within {max_loss}: --max-loss {max_loss} leaves the model lossless")
 
-        if options["minutes"] is None:
-            del options["minutes"]
 
-        try:
-            with progress_bar() as progress:
-                progress("opening the model", 0, 0)
-                result = library(model=model, **options, progress=progress, warn=note)
-        except KeyboardInterrupt:
-            note("interrupted: the same command goes on from here")
-            raise
-        say(f"{result.path}: {', '.join(result.sections)}; {result.n_tokens:,} tokens in {result.seconds:.0f} s")
-        if result.recall is not None:
-            shallow = f"; the first {result.shallow} layers are hard to predict" if result.shallow is not None else ""
-            note(f"the next layer's experts are predicted to {100 * result.recall:.0f} %{shallow}")
+def _fit(model: str, **options: Any) -> None:
+    """Fit the profile and print what it holds."""
+    from ..measure.profile_fit import calibrate as library
+
+    try:
+        with progress_bar() as progress:
+            progress("opening the model", 0, 0)
+            result = library(model=model, **options, progress=progress, warn=note)
+    except KeyboardInterrupt:
+        note("interrupted: the same command goes on from here")
+        raise
+    if not result.sections:
+        note(f"{result.path}: fitted with the same options before")
+        return
+    say(f"{result.path}: {', '.join(result.sections)}; {result.n_tokens:,} tokens in {result.seconds:.0f} s")
+    if result.recall is not None:
+        shallow = f"; the first {result.shallow} layers are hard to predict" if result.shallow is not None else ""
+        note(f"the next layer's experts are predicted to {100 * result.recall:.0f} %{shallow}")
 
 
 def _print(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -93,15 +114,15 @@ def _print(title: str, columns: list[str], rows: list[list[str]]) -> None:
     table_console().print(made)
 
 
-def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, minutes: float | None, **options: Any) -> SearchResult:
+def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, minutes: float, **options: Any) -> SearchResult:
     """Measures, writes the profile, and prints a table of what was tried."""
-    from ..measure.precision_search import DEFAULT_MINUTES, search_precision
+    from ..measure.precision_search import search_precision
     from ..measure.statistics import interval
 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
         progress("opening the model", 0, 0)
-        result = search_precision(model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, **options)
+        result = search_precision(model, text, bound, experts=experts or "auto", minutes=minutes, progress=progress, **options)
     contract = result.contract
     rows = []
     for c in result.measured:

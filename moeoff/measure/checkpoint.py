@@ -29,16 +29,20 @@ class Checkpoint:
         options: with which the model is opened.
         warn: told in a sentence of each part that is damaged, which is then made again.
         **depends: what parts depend on besides model, options and this version of moeoff.
+
+    Attributes:
+        key: Hash of all that the parts depend on.
     """
 
     def __init__(self, model_index: ModelIndex, options: Mapping[str, Any], warn: Callable[[str], None] | None = None, **depends: Any):
         self._warn = warn or (lambda sentence: None)
         self._folder: Path | None = None
         name = f"profile-{model_index.identity}"
+        depends |= {"moeoff": __version__, "options": repr(sorted(options.items())), "changed": [state.ctime_ns for state in model_index.states]}
+        self.key = digest(depends)
         with contextlib.suppress(OSError):
             root = cache_folder() / "calibrate"
-            depends |= {"moeoff": __version__, "options": repr(sorted(options.items())), "changed": [state.ctime_ns for state in model_index.states]}
-            folder = root / f"{name}-{digest(depends)}"
+            folder = root / f"{name}-{self.key}"
             for other in root.glob(f"{name}-*"):
                 if other != folder:
                     shutil.rmtree(other, ignore_errors=True)

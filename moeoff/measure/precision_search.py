@@ -13,7 +13,7 @@ A rule that looks at what is resident feeds on itself, since what is chosen stay
 freely, and the lossless model says how likely it finds it: if one certainly loses more than the bound on that, the largest τ of each share is given up.
 
 `minutes` is a deadline: the lossless model reads as many windows as a part of it has time for, no further τ is begun that would pass its part, and what was
-measured by then counts.
+measured by then counts. Less own text than OWN_TOKENS must keep the bound by its mean; without two texts nothing may be skipped.
 
 Every tier of a sidecar is measured in the place of all experts, too, and τ again in the smallest of those that keep the bound.
 """
@@ -26,7 +26,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from ..budget.loss_contract import SECTION, USUAL_SHARE, Candidate, LossContract
 from ..engine.llama import Llama
 from ..errors import OptionError
 from ..experts.profile import Profile, profile_output
-from ..experts.sidecar import ORIGINAL, ExpertSource, hash64, relative_bytes
+from ..experts.sidecar import ORIGINAL, ExpertSource, Sidecar, hash64, relative_bytes
 from ..gguf.model_index import ModelIndex
 from ..precision import Precision
 from ..system.files import require_new
@@ -51,9 +51,8 @@ START = 0.7  # of the divergence that should take the upper bound to the limit, 
 QUANTILES = (0.15, 0.4, 0.65)  # of the weights: the τ that are tried with nothing resident, on a few windows
 SAMPLE = 4  # windows that are enough for what needs no interval
 OPENING = 32  # tokens of own text that are given
-OWN_TOKENS = 8192  # at least, that what was found writes, and at most
+OWN_TOKENS = 8192  # that what was found writes, if there is time, and at most
 MOST_OWN_TOKENS = 4 * OWN_TOKENS
-DEFAULT_MINUTES = 15
 SEARCHING = 0.75  # of a search's time; the rest is for own text
 PASSES = 2.5  # behind a share, over all windows, that there is to be time for
 MIN_WINDOWS = 8
@@ -80,8 +79,15 @@ class SearchResult:
     measured: tuple[MeasuredCandidate, ...]
 
 
-def write_freely(llm: Llama, window: Sequence[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+class OutOfTimeError(Exception):
+    """The deadline of a search passed in the middle of a measurement."""
+
+
+def write_freely(llm: Llama, window: Sequence[int], seed: int = 0, progress: Callable[[int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """A text behind the opening of a window, as long as the window, computed token by token with the model's present precision.
+
+    Args:
+        progress: Called with the number of tokens before each one.
 
     Returns:
         its tokens [n_ctx] int32, the opening included; and [n_ctx - OPENING] float64 log-probabilities of those that were written, by their writer.
@@ -92,6 +98,8 @@ def write_freely(llm: Llama, window: Sequence[int], seed: int = 0) -> tuple[np.n
     llm.clear_context()
     llm.decode_batch(text[:OPENING].tolist(), 0, OPENING - 1)
     for i in range(OPENING, len(text)):
+        if progress:
+            progress(i)
         row = log_probs(llm.batch_logits(1))[0].astype(np.float64)
         likely = np.exp(row)
         text[i] = rng.choice(len(row), p=likely / likely.sum())
@@ -122,6 +130,7 @@ class RuleEvaluator:
         progress: told what is being done, how much of it is done and how much there is.
         n_prompt: tokens of each window that are its prompt, as `evaluate` has it.
         choices: of the lossless model on the same windows; None: `reference` makes them.
+        deadline: Time of `time.monotonic` at which a measurement ends with `OutOfTimeError`.
 
     Attributes:
         seconds: that a pass over all windows took, the last one; 0: there was none.
@@ -131,14 +140,21 @@ class RuleEvaluator:
     scores: Scores
 
     def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1,
-                 progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None):  # fmt: skip
+                 progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None,
+                 deadline: float = math.inf):  # fmt: skip
         self._llm, self.windows, self._tier, self._size, self.at_once = llm, windows, tier, size, at_once
         self._tell = progress or (lambda what, n, total: None)
         self.n_prompt, self.choices, self.seconds = n_prompt, choices or Choices([]), 0.0
+        self._deadline = deadline
         self._lossless_misses: dict[float, int] = {}  # by what is resident
 
     def _stage(self, name: str, n_windows: int) -> Callable[[int], None]:
-        return lambda n: self._tell(name, n, n_windows * len(self.windows[0].tokens))
+        def progress(n: int) -> None:
+            self._tell(name, n, n_windows * len(self.windows[0].tokens))
+            if time.monotonic() > self._deadline:
+                raise OutOfTimeError
+
+        return progress
 
     def reference(self, until: float = math.inf, least: int = 1) -> Reference:
         """The lossless model's, in the batches that rules are measured in. `windows` are then those that it read.
@@ -189,29 +205,41 @@ class RuleEvaluator:
             distance=distance,
         )  # fmt: skip
 
-    def own_text(self, c: Candidate, opening: int, seed: int) -> np.ndarray:
+    def own_text(self, c: Candidate, opening: int, seed: int, progress: Callable[[int], None] | None = None) -> np.ndarray:
         """[n_tokens] float64, of a text that a rule has written behind the opening of a window: by how much the log-probability of each of its tokens is
         higher than with the same experts and nothing left out."""
         self._llm.engine.quality.use(c.precision)
-        text, log_p = write_freely(self._llm, self.windows[opening % len(self.windows)].tokens, seed)
+        text, log_p = write_freely(self._llm, self.windows[opening % len(self.windows)].tokens, seed, progress)
         self._llm.engine.quality.use(Precision())
         own: np.ndarray = log_p - score(self._llm, text)
         return own
 
-    def own_text_loss(self, c: Candidate, least: int, most: int, until: float = math.inf) -> Estimate:
-        """Loss of a rule on texts that it has written itself, against the same experts with nothing left out.
+    def own_text_loss(self, c: Candidate, least: int, most: int, until: float = math.inf) -> Estimate | None:
+        """Return the loss of a rule on texts that it has written itself, against the same experts with nothing left out.
+
+        If the deadline leaves fewer than `least` texts, the estimate's low end is its mean; with
+        fewer than two texts there is none.
 
         Args:
-            least, most: texts, each as long as a window.
-            until: of `time.monotonic`, when no further one is begun.
+            least, most: Number of texts, each as long as a window.
+            until: Time of `time.monotonic` after which no further text than `least` is begun.
         """
         lost: list[np.ndarray] = []
-        step = max(len(self.windows) // least, 1)
-        while len(lost) < least or (len(lost) < most and time.monotonic() < until):
-            i = len(lost)
-            lost.append(self.own_text(c, i * step, i))
-            self._stage(f"own text: τ {c.tau:.3g}", max(least, len(lost)))(len(lost) * len(self.windows[0].tokens))
-        return Estimate.mean(np.stack(lost)).map(math.expm1)
+        step, length = max(len(self.windows) // least, 1), len(self.windows[0].tokens)
+        with contextlib.suppress(OutOfTimeError):
+            while len(lost) < least or (len(lost) < most and time.monotonic() < until):
+                i = len(lost)
+                stage = self._stage(f"own text: τ {c.tau:.3g}", max(least, i + 1))
+
+                def progress(n: int, begin: int = i * length, stage: Callable[[int], None] = stage) -> None:
+                    stage(begin + n)
+
+                lost.append(self.own_text(c, i * step, i, progress))
+                progress(length)
+        if len(lost) < min(least, 2):
+            return None
+        loss = Estimate.mean(np.stack(lost)).map(math.expm1)
+        return loss if len(lost) >= least else replace(loss, low=loss.value)
 
 
 class Growth:
@@ -249,22 +277,29 @@ def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, 
     """The candidates behind each share of the experts, in turn: each has its first τ before any has its second.
 
     Args:
-        until: of `time.monotonic`, when to end; the first of each share are measured all the same.
+        until: Time of `time.monotonic` at which to end; the first τ of each share is measured all the same, up to the evaluator's deadline.
     """
+    by_share: dict[float, list[MeasuredCandidate]] = {share: [] for share in SHARES}
+    with contextlib.suppress(OutOfTimeError):
+        _search_tau(evaluator, reference, max_loss, until, by_share)
+    return list(by_share.values())
+
+
+def _search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float, by_share: dict[float, list[MeasuredCandidate]]) -> None:
+    """Append to `by_share` what is measured."""
     weights = evaluator.choices.weights
     most = float(weights.max(initial=0.0))
     taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0}) if len(weights) else []
     points = [(tau, evaluator.divergence(reference, tau)) for tau in taus]
     scored = n_scored(len(evaluator.windows[0].tokens), evaluator.n_prompt)
     growth = Growth(points, math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once)
-    by_share: dict[float, list[MeasuredCandidate]] = {share: [] for share in SHARES}
     unfinished = list(SHARES)
     while unfinished:
         bold_enough = 0.0  # what held with fewer resident holds
         for share, candidates in by_share.items():
             if share in unfinished:
                 if candidates and time.monotonic() + evaluator.seconds > until:
-                    return list(by_share.values())
+                    return
                 tau = max(growth.tau(share), candidates[-1].tau * STEP if candidates else bold_enough)
                 if not 0 < tau <= most * STEP:
                     unfinished.remove(share)
@@ -275,7 +310,6 @@ def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, 
                 if c.upper_loss > max_loss:
                     unfinished.remove(share)
             bold_enough = max([bold_enough, *(c.tau for c in candidates if c.upper_loss <= max_loss)])
-    return list(by_share.values())
 
 
 def keep_on_own_text(
@@ -287,14 +321,20 @@ def keep_on_own_text(
     that is left writes again, if there is time.
 
     Args:
-        until: of `time.monotonic`, when to end; the first writes at least OWN_TOKENS all the same.
+        until: Time of `time.monotonic` at which to end; the first writes OWN_TOKENS all the same, up to the evaluator's deadline.
+
+    Returns:
+        Nothing if not even two texts could be written.
     """
-    remaining = [list(candidates) for candidates in by_share]
+    remaining, is_validated = [list(candidates) for candidates in by_share], False
     n_each = len(evaluator.windows[0].tokens) - OPENING
     least, most = (max(-(-n // n_each), 2) for n in (OWN_TOKENS, MOST_OWN_TOKENS))
     while boldest := [held[-1] for candidates in remaining if (held := [c for c in candidates if c.upper_loss <= max_loss])]:
         c = next((c for c in boldest if c.resident == USUAL_SHARE), boldest[-1])
         own = evaluator.own_text_loss(c, least, most, until)
+        if own is None:
+            return list(itertools.chain(*remaining)) if is_validated else []
+        is_validated = True
         if own.low is None or own.low <= max_loss:
             break
         limits = {c.resident: c.tau for c in boldest}
@@ -303,6 +343,18 @@ def keep_on_own_text(
         if time.monotonic() > until:
             break
     return list(itertools.chain(*remaining))
+
+
+def find_tiers(model_index: ModelIndex, experts: str | os.PathLike[str] | bool, tier: str | None) -> tuple[Sidecar | None, list[str]]:
+    """Return a model's sidecar and its tiers below the model's own precision, or the one named `tier`.
+
+    Raises:
+        OptionError: A tier is named, and there is no such tier or no sidecar.
+    """
+    source = ExpertSource.make(model_index, experts, tier or ORIGINAL)
+    if source.sidecar is None:
+        return None, []
+    return source.sidecar, [name for name in ([source.tier] if tier else source.sidecar.tiers) if name != ORIGINAL]
 
 
 def search_precision(
@@ -326,25 +378,20 @@ def search_precision(
             what was measured.
         tier: the only one of the sidecar that is tried. Default: all of them.
         tokens: in all, as many from each text; each step computes all of them.
-        minutes: until when all is done, about: fewer windows and fewer steps, but 8 windows, one τ behind each share, and 8,192 tokens of own text.
+        minutes: Deadline in minutes for all of it. Earlier parts leave time for later ones: fewer windows, fewer τ, less own text.
         output: the profile; by default where opening the model finds it.
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
-        OptionError: no such tier, too little text.
+        OptionError: no such tier, too little text, or too little time for 8 windows.
         ModelError: the model or profile is no good.
     """
     started = time.monotonic()
     model = os.fspath(model)
     model_index = ModelIndex.read(model)
     model_index.require_text()
-    sidecar = ExpertSource.make(model_index, experts, ORIGINAL).sidecar
-    if tier and not sidecar:
-        raise OptionError(f"{model}: has no sidecar with lower precision, which moeoff convert makes", hint={"experts": ...})
-    tiers = [name for name in sidecar.tiers if name != ORIGINAL] if sidecar else []
+    sidecar, tiers = find_tiers(model_index, experts, tier)
     sizes = {name: relative_bytes(model_index, sidecar, name) for name in tiers} if sidecar else {}
-    if sidecar and tier:
-        tiers = [sidecar.tier(tier) or tier]
     path = os.fspath(output) if output else profile_output(model_index)
     require_new(path, [*model_index.files, sidecar.path if sidecar else None, *text], "`output`")
     if os.path.exists(path):
@@ -352,7 +399,7 @@ def search_precision(
         Profile.read(path, model_index, room=room)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, model_index.n_ctx_train or CTX)
     n_prompt = min(PROMPT, ctx // 2)
-    how = {"flash_attn": True, "experts": sidecar or False, "deterministic": True, "precision": Precision(tau=_NOTHING, resident=1.0)} | options
+    how = {"experts": sidecar or False, "deterministic": True, "precision": Precision(tau=_NOTHING, resident=1.0)} | options
     n_searches = 2 if tiers else 1
     at_once = len(SHARES) * n_searches + len(tiers)
     windows: Sequence[Window] = ()
@@ -370,7 +417,7 @@ def search_precision(
             if len(few) < MIN_WINDOWS:
                 short = f"the texts make {len(few)} windows of {ctx} tokens"
                 raise OptionError(f"{short}, and at least {MIN_WINDOWS} are needed for an interval: more text is needed", hint={"text": ..., "tokens": ...})
-            yield RuleEvaluator(llm, few, name, sizes.get(name, 1.0), at_once, progress=progress, n_prompt=n_prompt, choices=choices)
+            yield RuleEvaluator(llm, few, name, sizes.get(name, 1.0), at_once, progress, n_prompt, choices, deadline=started + 60 * minutes)
 
     def searched(evaluator: RuleEvaluator, reference: Reference, share: float) -> list[MeasuredCandidate]:
         """τ behind each share of the experts, in this share of the time that is left."""
@@ -382,12 +429,17 @@ def search_precision(
     with default_texts(text) as files, contextlib.ExitStack() as stack:
         with opened(ORIGINAL, files, None) as evaluator:
             end = until(SEARCHING / (1 + len(tiers) + n_searches * len(SHARES) * PASSES))
-            reference = stack.enter_context(evaluator.reference(end, MIN_WINDOWS))
+            try:
+                reference = stack.enter_context(evaluator.reference(end, MIN_WINDOWS))
+            except OutOfTimeError:
+                raise OptionError(f"{model}: no time to read {MIN_WINDOWS} windows of {ctx} tokens: give more minutes", hint={"minutes": ...}) from None
             windows, choices = evaluator.windows, evaluator.choices
             measured += searched(evaluator, reference, 1 / n_searches)
         best: str | None = None
         for name in sorted(tiers, key=lambda name: sizes[name]):
-            with opened(name, files, choices) as evaluator:
+            if until(1.0) <= time.monotonic():
+                break
+            with contextlib.suppress(OutOfTimeError), opened(name, files, choices) as evaluator:
                 measured.append(evaluator.measure(reference, Precision()))
                 if best is None and measured[-1].upper_loss <= max_loss:
                     best = name

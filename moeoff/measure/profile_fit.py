@@ -34,7 +34,7 @@ from .record import LENGTH, record, recordable, recording_bytes, recording_limit
 
 DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
-_LEAST = 8  # sequences: fewer teach nothing, however long they take
+_LEAST = 8  # sequences: fewer teach nothing
 _SHARE = 0.9  # of what is free, that the fits plan with
 _READING = 0.8  # share of the time for reading text; the rest is for fits
 _FIXED = 24 << 20  # bytes that they take however few tokens there are
@@ -76,6 +76,7 @@ def calibrate(
     seed: int = 0,
     minutes: float = DEFAULT_MINUTES,
     only: Collection[str] | None = None,
+    renew: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
     warn: Callable[[str], None] | None = None,
     **options: Any,
@@ -90,15 +91,17 @@ def calibrate(
         tokens: in all, as many from each text.
         memory: bound of the process. Of what the model leaves of it up to a quarter, 2 GiB at most, keeps inputs and probabilities for the fits, which
             learn from as many tokens as the rest has room for.
-        minutes: for all of it, but 8 sequences are read whatever time that takes, and fits that learn without trying come after.
+        minutes: Deadline in minutes for all of it; fits that learn without trying, seconds of work, come after.
         only: sections that are fitted; by default all of them.
+        renew: Fit again if the profile was fitted with the same arguments before. Otherwise the result has no sections.
         warn: told in a sentence of what was left by an interrupted calibration and is damaged.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
         **options: of `moeoff.Llama`: n_threads, where tensors go, how positions are scaled.
 
     Raises:
         ModelError: the model, or a profile of another model that is in the way.
-        OptionError: a text that is empty or cannot be read, or too few tokens, or a registered predictor whose fit has no section of its own.
+        OptionError: a text that is empty or cannot be read, too few tokens, too little time to read 8 sequences, or a registered predictor whose fit has
+            no section of its own.
     """
     started = time.monotonic()
     fits()  # raises before the work if two of them are for one section
@@ -111,12 +114,15 @@ def calibrate(
     bound = Budget.of(memory).most
     if bound < (needed := rss() + _FITS):
         raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(needed)} at least", hint={"memory": needed})
-    if os.path.exists(path):
-        Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
+    # another model's would be refused in the end: raise before the work
+    earlier = Profile.read(path, model_index, room=(bound - rss()) // 2).info if os.path.exists(path) else {}
     with default_texts(text) as files:
         texts = [_digest(file) for file in files]
         checkpoint = Checkpoint(model_index, options, warn, tokens=tokens, hidden=hidden, seed=seed, texts=texts)
-        recording = _record(model_index, files, tokens, memory, started + _READING * 60 * minutes, checkpoint, progress, options)
+        if not renew and earlier.get("fit") == checkpoint.key:
+            checkpoint.remove()
+            return Calibration(path, int(earlier["tokens"]), 0.0, (), None, None)
+        recording = _record(model_index, files, tokens, memory, started, minutes, checkpoint, progress, options)
     import sklearn.linear_model  # before the room is measured
     import sklearn.neural_network  # noqa: F401
 
@@ -124,7 +130,7 @@ def calibrate(
     room, until = max(int(_SHARE * (bound - rss())), 0), started + 60 * minutes
     how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=room, until=until)
     sections = fit(recording, how, progress, only, warn)
-    info = {"tokens": recording.n_tokens, "texts": list(map(os.path.basename, files))}
+    info = {"tokens": recording.n_tokens, "texts": list(map(os.path.basename, files)), "fit": checkpoint.key}
     left_out: dict[str, Section] = {name: {} for name in fits() if only is None or name in only}  # an earlier calibration's go, too
     Profile.write(path, model_index, left_out | sections, info)
     checkpoint.remove()
@@ -152,7 +158,7 @@ def _digest(path: str | os.PathLike[str]) -> str:
 
 
 def _record(
-    model_index: ModelIndex, text: Sequence[str], tokens: int, memory: str | int | None, until: float, checkpoint: Checkpoint,
+    model_index: ModelIndex, text: Sequence[str], tokens: int, memory: str | int | None, started: float, minutes: float, checkpoint: Checkpoint,
     progress: Callable[[str, int, int], None] | None, options: Mapping[str, Any],
 ) -> Recording:  # fmt: skip
     with recordable(model_index, memory=memory, **options) as (llm, router):
@@ -168,8 +174,15 @@ def _record(
         llm.engine.sizer.reserve(recording_bytes(llm, router, n_tokens, limit))
         stage = progress and functools.partial(progress, "reading text")
         name = os.path.basename(model_index.files[0])
-        recording: Recording = llm.call(record, llm, pieces, router, name, limit=limit, until=until, least=_LEAST, checkpoint=checkpoint, progress=stage)
-        return recording
+        end, least = started + 60 * minutes, min(_LEAST, len(pieces))
+        recording: Recording = llm.call(
+            record, llm, pieces, router, name, limit=limit, until=started + _READING * 60 * minutes, least=least, deadline=end, checkpoint=checkpoint,
+            progress=stage,
+        )  # fmt: skip
+    if (n_read := int(recording.starts.sum())) < least:
+        read = f"read {n_read} of at least {least} sequences in {minutes:g} minutes"
+        raise OptionError(f"{read}: give more, or the same command again, which goes on from there", hint={"minutes": ...})
+    return recording
 
 
 def fit(

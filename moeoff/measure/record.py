@@ -108,14 +108,15 @@ def recording_bytes(model: Llama, router: Router, n_tokens: int, limit: int) -> 
 
 def record(
     model: Llama, texts: Sequence[list[int]], router: Router, name: str, *, limit: int | None = None, until: float = math.inf,
-    least: int = 0, checkpoint: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
+    least: int = 0, deadline: float = math.inf, checkpoint: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Recording:  # fmt: skip
     """Evaluates the sequences.
 
     Args:
         model: opened with `gate_input=True`; its batch size is used, its context must hold a sequence.
         limit: bytes of gate inputs, and of probabilities; None: `recording_limit()`.
-        until: of `time.monotonic`, when no further sequence is begun, but so many are evaluated at the least.
+        until: Time of `time.monotonic` after which no further sequence than the first `least` is begun.
+        deadline: Time of `time.monotonic` after which none is begun.
         checkpoint: has sequences of an interrupted recording with the same arguments, which are not evaluated again, and gets those that are.
         progress: called with tokens done and all.
     """
@@ -165,7 +166,7 @@ def record(
     model.set_gate_callback(deliver)
     try:
         for i, tokens in enumerate(texts):
-            if i >= least and time.monotonic() > until:
+            if time.monotonic() > (until if i >= least else deadline):
                 break
             part = checkpoint.load(f"sequence-{i}") if checkpoint else None
             begin, end = n_done, n_done + len(tokens)

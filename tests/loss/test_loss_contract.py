@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from dataclasses import replace
@@ -32,7 +33,7 @@ from moeoff.options import parse_loss
 from moeoff.precision import Precision
 from moeoff.system.memory import Budget
 
-OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26, "flash_attn": True}
+OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26}
 TOKENS = 2048  # 8 windows of the demo model's 256, the fewest that make an interval
 BOUND = 0.05
 SOME = 11 << 20  # of expert memory, more than half of them
@@ -246,14 +247,54 @@ def test_what_loses_more_on_own_text_is_given_up():
 
 
 def test_a_search_out_of_time_measures_the_least(tau_alone, text, tmp_path, monkeypatch):
-    """The fewest windows, one τ behind each share, and the fewest texts of its own."""
-    for name, value in {"SHARES": (0.5,), "OWN_TOKENS": 500, "MOST_OWN_TOKENS": 4000}.items():
+    """The fewest windows, one τ behind each share, and the fewest texts of its own; not even these after the deadline."""
+    for name, value in {"SHARES": (0.5,), "OWN_TOKENS": 500, "MOST_OWN_TOKENS": 500, "SEARCHING": 0}.items():
         monkeypatch.setattr(precision_search, name, value)
     model, written, own_text = str(shutil.copy(tau_alone[0], tmp_path)), [], RuleEvaluator.own_text
     monkeypatch.setattr(RuleEvaluator, "own_text_loss", WHOLE_OWN_TEXT_LOSS)
-    monkeypatch.setattr(RuleEvaluator, "own_text", lambda self, c, opening, seed: (written.append(seed), own_text(self, c, opening, seed))[1])
-    contract = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS).contract
+    monkeypatch.setattr(RuleEvaluator, "own_text", lambda self, c, opening, seed, tell: (written.append(seed), own_text(self, c, opening, seed, tell))[1])
+    contract = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=60, **OPTIONS).contract
     assert (contract.n_windows, len(contract.candidates), written) == (precision_search.MIN_WINDOWS, 1, [0, 1, 2])
+    with pytest.raises(OptionError, match="no time to read 8 windows of 256 tokens: give more minutes"):
+        search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS)
+
+
+@pytest.mark.parametrize("n_texts", [0, 1, 2, 3])
+def test_own_text_ends_at_the_deadline(demo, text, monkeypatch, n_texts):
+    """In the middle of a text, which does not count. Fewer texts than wanted must keep the bound by their mean; of one nothing is known."""
+    ticks = itertools.count()
+    monkeypatch.setattr(precision_search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(RuleEvaluator, "own_text_loss", WHOLE_OWN_TEXT_LOSS)
+    for name in ("OWN_TOKENS", "MOST_OWN_TOKENS"):
+        monkeypatch.setattr(precision_search, name, 3 * (64 - OPENING))
+    c = Candidate("original", 0.05, 0.5, 0.0, 0.0, 0.0, 0.0)
+    with open_model(demo, 64, precision=c.precision, deterministic=True, **OPTIONS) as llm:
+        deadline = n_texts * (64 - OPENING + 1) + 10  # a tick for each token and each text
+        evaluator = RuleEvaluator(llm, read_windows(llm, [text], 64, 3), deadline=deadline)
+        own = evaluator.own_text_loss(c, 3, 3)
+        assert next(ticks) <= deadline + 8
+        ticks = itertools.count()
+        kept = keep_on_own_text(evaluator, [[c]], own.value + 1e-9 if own else 1.0)
+    if n_texts < 2:
+        assert own is None and kept == []
+    else:
+        assert (own.low == own.value) is (n_texts == 2) and kept == [c]
+
+
+def test_a_search_ends_at_the_deadline():
+    """With what was measured by then."""
+
+    def measure(reference, precision):
+        if precision.resident == 0.5:
+            raise precision_search.OutOfTimeError
+        return replace(of_tau(precision.tau, precision.resident, 0.0, 0.5), kl=1e-4)
+
+    choices = SimpleNamespace(weights=np.linspace(0, 1, 100))
+    evaluator = SimpleNamespace(
+        windows=[Window(tuple(range(64)), 0)] * 8, n_prompt=None, choices=choices, at_once=1, seconds=0.0, measure=measure, divergence=lambda _, tau: tau**2
+    )
+    measured = precision_search.search_tau(evaluator, None, BOUND)
+    assert [len(candidates) for candidates in measured] == [1, 0]
 
 
 def test_own_text(demo, text):
@@ -311,7 +352,7 @@ def test_refusals(measured, demo, text, tmp_path):
     with pytest.raises(OptionError, match="needs a measurement of this very model") as refused:
         moeoff.Llama(str(bare), max_loss="1%", **OPTIONS)
     assert f"moeoff calibrate -m {bare} --max-loss 1%" in sentence(refused.value)
-    with pytest.raises(OptionError, match="no sidecar with lower precision"):
+    with pytest.raises(OptionError, match="tier Q4_0 needs a sidecar"):
         search_precision(bare, [text], 0.01, tier="Q4_0", **OPTIONS)
     other = tmp_path / "other.gguf"
     requantize_experts(demo, other, type_from_name("Q5_0"))

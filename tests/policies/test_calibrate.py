@@ -20,11 +20,13 @@ import moeoff
 from helpers.files import CALIBRATION_TEXTS, COMMAND
 from helpers.gate_events import random_recording
 from helpers.terminal import start_with_bars
+from moeoff.budget.loss_contract import LossContract
 from moeoff.cli.calibrate import calibrate as command
 from moeoff.errors import ModelError, OptionError
 from moeoff.experts.profile import Profile, profile_output, profile_path
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure import profile_fit as module
+from moeoff.measure.precision_search import SearchResult
 from moeoff.measure.profile_fit import calibrate, cap_hidden, fit
 from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor
 from moeoff.policies.base import Section
@@ -41,7 +43,7 @@ def test_profile(calibrated):
     assert set(result.sections) >= expected | {"popularity", "score", "thresholds"}
     assert set(profile.sections) == set(result.sections) | {"precision"}
     assert np.array_equal(profile.section("precision")["bits"], np.arange(3))
-    assert profile.info == {"tokens": result.n_tokens, "texts": ["prose.txt", "code.txt"]}
+    assert profile.info.items() >= {"tokens": result.n_tokens, "texts": ["prose.txt", "code.txt"]}.items()
     assert abs(result.n_tokens - 1024) < 300
     counts = profile.section("popularity")["counts"]
     assert counts.shape == (12, 32) and (counts.sum(axis=1) == 4 * result.n_tokens).all()
@@ -225,7 +227,7 @@ def test_refuses(demo, tmp_path, monkeypatch, change, message):
 
 
 def test_ends_with_what_was_read_in_time(demo, tmp_path, monkeypatch):
-    """But 8 sequences at the least. Of what was read the fits follow."""
+    """But 8 sequences take time of the fits, and what is short of 8 is kept for the next try. Of what was read the fits follow."""
     model, fitted, ends = shutil.copy(demo, tmp_path / "model.gguf"), [], []
 
     def fit(recording, options, *_):
@@ -234,10 +236,14 @@ def test_ends_with_what_was_read_in_time(demo, tmp_path, monkeypatch):
         return {"popularity": {"counts": recording.popularity()}}
 
     monkeypatch.setattr(module, "fit", fit)
-    for minutes, n_sequences in ((60, 12), (1e-3, 8)):
+    for reading, n_sequences in ((module._READING, 12), (0, 8)):
+        monkeypatch.setattr(module, "_READING", reading)
         before = time.monotonic()
-        assert calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=minutes).n_tokens <= 256 * n_sequences
-        assert before <= ends[-1] - 60 * minutes <= time.monotonic()
+        assert calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=60).n_tokens <= 256 * n_sequences
+        assert before <= ends[-1] - 60 * 60 <= time.monotonic()
+    with pytest.raises(OptionError, match=r"read [0-7] of at least 8 sequences in 0\.001 minutes: give more, or the same command again"):
+        calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=1e-3)
+    assert len(fitted) == 2
     whole, part = fitted
     assert part.n_tokens < whole.n_tokens and part.starts.sum() == 8
     for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "input_tokens"):
@@ -296,6 +302,50 @@ def test_command(calibrated, invoke, monkeypatch):
     assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: cannot be read: No such file or directory\n"
 
 
+def test_command_fits_and_searches_in_the_same_minutes(calibrated, monkeypatch):
+    """With --max-loss. What is wrong with the search's options is said before the fit."""
+    model, result, _ = calibrated
+    minutes, order = {}, []
+
+    def fit(**options):
+        order.append("fit")
+        minutes["fit"] = options["minutes"]
+        assert options["renew"] is ("--max-loss" not in typed) and options["seed"] == 7
+        return result
+
+    def search(model, text, bound, **options):
+        order.append("search")
+        minutes["search"] = options["minutes"]
+        assert bound == 0.01 and "seed" not in options and options["tokens"] == 1024 and options["memory"] == 1 << 30
+        return SearchResult(result.path, LossContract(0, 0, 8, 8, 256, ()), bound, ())
+
+    monkeypatch.setattr("moeoff.measure.profile_fit.calibrate", fit)
+    monkeypatch.setattr("moeoff.measure.precision_search.search_precision", search)
+    for typed in (["--max-loss", "1%", "--minutes", "10"], ["--minutes", "10"], []):
+        minutes.clear()
+        shown = CliRunner().invoke(command, ["-m", model, "--tokens", "1024", "--seed", "7", "--memory", "1G", *typed])
+        assert shown.exit_code == 0, shown.output
+        if "--max-loss" in typed:
+            assert order == ["fit", "search"] and "leaves the model lossless" in shown.stdout
+            assert minutes["fit"] == 5 and 9 < minutes["search"] < 10
+        else:
+            assert minutes == {"fit": 10 if typed else 60}
+    order.clear()
+    for typed in (["--max-loss", "one"], ["--max-loss", "1%", "--tier", "Q4_0"], ["--max-loss", "1%", "--experts", "/none"]):
+        assert CliRunner().invoke(command, ["-m", model, *typed]).exit_code == 1 and not order
+
+
+def test_a_model_is_not_fitted_twice(demo, tmp_path):
+    """Unless that is asked for, or something else would be learned."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    how = {"text": CALIBRATION_TEXTS[:1], "tokens": 512, "only": {"popularity"}, "n_threads": 1}
+    first = calibrate(model, renew=False, **how)
+    assert first.sections == ("popularity",)
+    again = calibrate(model, renew=False, **how)
+    assert (again.sections, again.n_tokens, again.path) == ((), first.n_tokens, first.path)
+    assert calibrate(model, **how).sections and calibrate(model, renew=False, **how | {"tokens": 768}).sections
+
+
 def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
     """A part that was damaged meanwhile is made again. The profile is that of one go. Without a text the default ones are read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -322,7 +372,8 @@ def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
     assert result.n_tokens == expected.n_tokens and not folder.exists()
     profiles = [Profile.find(ModelIndex.read(model)) for model in (whole, parts)]
     assert profiles[0].sections == profiles[1].sections == ["first", "gate", "popularity"]
-    assert profiles[0].info == profiles[1].info == {"tokens": result.n_tokens, "texts": ["calibration.txt", "python-help.txt"]}
+    for info in (profile.info for profile in profiles):
+        assert info.items() >= {"tokens": result.n_tokens, "texts": ["calibration.txt", "python-help.txt"]}.items()
     for section in profiles[0].sections:
         a, b = (profile.section(section) for profile in profiles)
         assert all(np.array_equal(a[name], b[name]) for name in a), section

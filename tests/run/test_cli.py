@@ -109,7 +109,6 @@ except SystemExit as end:
         (["--types", "Q4_K"], "--types has no effect without --bits-plan"),
         (["--tolerance", "5%"], "--tolerance has no effect without --bits-plan"),
         (["--measure", "--max-loss", "1%"], "--measure has no effect without --bits-plan"),
-        (["--seed", "0", "--max-loss", "1%"], "--seed has no effect with --max-loss"),
         (["--seed", "1", "--bits-plan"], "--seed has no effect with --bits-plan"),
     ],
 )
