@@ -71,6 +71,7 @@ _KEPT = {"ffn_gate_inp": "F32", "ssm_conv1d": "F32", "ple_conv1d": "F16", "index
 _KEPT_KIMI = {"attn_q_a": "Q8_0", "attn_q_b": "Q8_0"} | dict.fromkeys(
     ("attn_kv_a_mqa", "attn_k_b", "attn_v_b", "ssm_beta", "ssm_f_a", "ssm_f_b", "ssm_g_a", "ssm_g_b"), "BF16"
 )
+_EIGHT = {"attn_k": "Q8_0", "attn_v": "Q8_0", "attn_output": "Q5_K"}  # of models with eight experts
 _GLM5 = {  # of glm5-next: keys as its converter writes them, values of GLM-5.3-Flash
     "attention.indexer.head_count": 32, "attention.indexer.key_length": 128, "attention.indexer.top_k": 2048, "attention.indexer.kpool": 4,
     "attention.indexer.kpool_select_tail": True, "hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 20, "hyper_connection.epsilon": 1e-6,
@@ -276,6 +277,8 @@ def _type(shape: Shape, part: str, layer: int, row: int) -> int:
         name = "Q5_K" if part == "attn_qkv" else "Q4_K"
         if shape.arch == "gemma4":
             name = _gemma_type(shape, part, layer, more)
+        elif shape.n_expert == 8 and part in _EIGHT:
+            name = _EIGHT[part]
         elif more and (part == "attn_v" or part.startswith("ffn_down")):
             name = "Q6_K"
     if not fits(type_from_name(name), row):
@@ -592,6 +595,10 @@ _ALL = (
         name="qwen3.8-flash-next", arch="qwen4exp", recipe="Q4_K_M", n_layer=48, n_ctx=262144, n_embd=2560, n_vocab=248320, n_head=24, n_head_kv=2, head=256,
         n_rot=64, n_expert=512, n_used=10, ff=640, n_shared=1, rope_base=1e7, eps=1e-6, qk_norm=True, delta=Delta(4, 48, 16, 128, 4), streams=Streams(),
     ),
+    Shape(
+        name="mixtral-8x7b", arch="llama", recipe="Q4_K_M", n_layer=32, n_ctx=32768, n_embd=4096, n_vocab=32000, n_head=32, n_head_kv=8, head=128,
+        n_expert=8, n_used=2, ff=14336, rope_base=1e6, eps=1e-5,
+    ),
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-120b", n_layer=36, n_expert=128),
     Shape(
@@ -721,7 +728,9 @@ ANSWER = {
     "qwen3.8-flash-next": Scales(recency=1.2, logits=0.9, skew=0.33, topic=0.75, context=1.3, attention=0.16, feed_forward=0.095),
 }
 # of shapes without a published trace, the one whose scales they have
-NEAREST = {"gpt-oss-20b": "gpt-oss-120b", "glm-5.3-flash": "qwen3.6-35b-a3b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
+NEAREST = {"gpt-oss-20b": "gpt-oss-120b", "glm-5.3-flash": "qwen3.6-35b-a3b"} | dict.fromkeys(
+    ("deepseek-v2-lite", "glm-4.5-air", "mixtral-8x7b"), "qwen3-30b-a3b"
+)
 
 
 def scales_of(shape: Shape) -> Scales:
