@@ -4,12 +4,15 @@ import importlib.util
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree
 
 import click
+import httpx
 import pytest
 
 import moeoff
 from helpers.files import ROOT
+from helpers.servers import Service
 from moeoff.cli.main import main
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -84,6 +87,25 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
     with pytest.raises(RuntimeError), results.ResultsFile(tmp_path / "broken.json"):
         raise RuntimeError
     assert not (tmp_path / "broken.json").exists()
+
+
+@pytest.mark.parametrize("name, words", [("run", "The answer is 50"), ("inspect", "experts in memory")])
+def test_recordings_are_small_and_end_with_the_last_screen(name, words):
+    picture = ROOT / "docs" / "img" / f"{name}.svg"
+    assert picture.stat().st_size < 60_000
+    root = xml.etree.ElementTree.parse(picture).getroot()
+    stays = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if text.get("visibility") != "hidden"]
+    assert "".join(words.split()) in re.sub(r"\s", "", "".join("".join(text.itertext()) for text in stays))
+
+
+def test_a_recording_draws_what_a_line_gains():
+    record = pytest.importorskip("record")
+    frames = []
+    for at, text in ((0, "a"), (1, "a b"), (2, "a b"), (3, "c")):
+        rows = [tuple((character, "default", False) for character in text)] + [()] * (record.ROWS - 1)
+        frames.append((at, rows))
+    drawn = [(piece.column, piece.text, piece.begin, piece.end) for piece in record.pieces(frames)]
+    assert drawn == [(0, "a", 0, 3), (2, "b", 1, 3), (0, "c", 3, None)]
 
 
 def anchors(page):
@@ -181,18 +203,44 @@ def test_examples_run(name, lines):
     assert len(done.stdout.split()) >= 3
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("fastapi") is None, reason="FastAPI is not installed: it is of the extra nightly")
-def test_fastapi_example_streams():
-    sys.path.insert(0, str(ROOT / "docs" / "examples"))
-    import fastapi_stream
-    from fastapi.testclient import TestClient
+def installed(name: str) -> pytest.MarkDecorator:
+    """Skip a test without a package of the extra nightly."""
+    missing = importlib.util.find_spec(name) is None
+    return pytest.mark.skipif(missing, reason=f"{name} is not installed: it is of the extra nightly")
 
-    with TestClient(fastapi_stream.app) as client:
-        reply = client.get("/say", params={"prompt": "User: How many apples?\nAssistant:", "max_tokens": 12})
-        assert reply.status_code == 200 and len(reply.text.split()) > 3
-        assert client.get("/stats").json()["demand_misses"] > 0
-    fastapi_stream.llm.close()
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, lines",
+    [
+        pytest.param("langchain_chat", 1, marks=installed("langchain_openai")),
+        pytest.param("llamaindex_chat", 2, marks=installed("llama_index")),
+    ],
+)
+def test_examples_ask_a_server(name, lines, demo):
+    with Service(demo, expert_memory=4 << 20, n_ctx=1024) as server:
+        script = str(ROOT / "docs" / "examples" / f"{name}.py")
+        done = subprocess.run([sys.executable, script, f"{server.url}/v1"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.splitlines() if line.strip()]
+    assert len(answers) >= lines and "legs" in done.stdout
+
+
+@pytest.mark.slow
+@installed("uvicorn")
+@installed("fastapi")
+def test_fastapi_example_streams():
+    command = [sys.executable, "-m", "uvicorn", "fastapi_stream:app", "--port", "0", "--no-access-log"]
+    with subprocess.Popen(command, cwd=ROOT / "docs" / "examples", stderr=subprocess.PIPE, text=True) as app:
+        try:
+            url = next(match[0] for line in app.stderr if (match := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            params = {"prompt": "User: How many apples?\nAssistant:", "max_tokens": 12}
+            with httpx.stream("GET", f"{url}/say", params=params, timeout=300) as reply:
+                pieces = list(reply.iter_text())
+            assert reply.status_code == 200 and len(pieces) > 3 and len("".join(pieces).split()) > 3
+            assert httpx.get(f"{url}/stats", timeout=300).json()["demand_misses"] > 0
+        finally:
+            app.terminate()
 
 
 def test_the_changelog_begins_with_this_version():
