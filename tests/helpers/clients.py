@@ -474,3 +474,10 @@ THINKS = """{%- for m in messages %}<|im_start|>{{ m.role }}
 </think>
 
 {% endif %}{% endif %}"""
+
+# Thoughts in a channel of their own, as gpt-oss has them.
+CHANNELS = """{%- for m in messages %}<|start|>{{ m.role }}
+{%- if m.role == "assistant" %}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}<|channel|>final{% endif %}
+{#- #}<|message|>{{ m.content }}<|end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""

@@ -9,7 +9,7 @@ import termios
 import click
 import pytest
 
-from helpers.clients import THINKS
+from helpers.clients import CHANNELS, THINKS
 from helpers.models import rewritten
 from helpers.servers import client_of
 from helpers.terminal import STATS, Terminal
@@ -268,12 +268,19 @@ def test_thoughts_can_be_turned_off(demo, capfd):
         assert counts[0] != counts[1]
 
 
-def test_thoughts_stay_out_of_the_answer_and_the_next_turn(demo, capfd):
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        (THINKS, r"<think>\nso it is\n</think>\n\nyes"),
+        (CHANNELS, "<|channel|>analysis<|message|>so it is<|end|><|start|>assistant<|channel|>final<|message|>yes"),
+    ],
+    ids=["think", "gpt-oss"],
+)
+def test_thoughts_stay_out_of_the_answer_and_the_next_turn(demo, capfd, template, text):
     """What a model thinks is told apart by its template; in a pipe it is left out."""
-    grammar = 'root ::= "<think>\\nso it is\\n</think>\\n\\nyes"'
     seen = []
-    with client_of(demo, "-c", "256", "--chat-template", THINKS, "--temp", "0") as client:
-        client.settings["grammar"] = grammar
+    with client_of(demo, "-c", "512", "--chat-template", template, "--temp", "0") as client:
+        client.settings["grammar"] = f'root ::= "{text}"'
         answer = client.ask([{"role": "user", "content": "Hi"}], lambda text, is_thought: seen.append((text, is_thought)))
         assert (answer.thought.strip(), answer.text) == ("so it is", "yes")
         assert {is_thought for _, is_thought in seen} == {True, False}
