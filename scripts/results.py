@@ -42,6 +42,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "speed.py kernels": KERNELS_OF,
     "routing.py": ("moeoff/policies",),
     "routing.py shapes": ("scripts/models/shape_model.py",),
+    "needs.py": ("scripts/models/shape_model.py",),
     "papers.py": (
         "moeoff/policies",
         "scripts/research/baselines.py",
@@ -220,6 +221,18 @@ def markdown(table: dict) -> str:
     return _line(table["columns"]) + _rule(table["columns"], table["rows"]) + "".join(map(_line, table["rows"]))
 
 
+def table_of(name: str, table: str) -> dict:
+    """Return a table of a data file."""
+    return next(t for t in read(name)["tables"] if t["name"] == table)
+
+
+def cells_by_column(name: str, table: str) -> dict[str, dict[str, str]]:
+    """Return a table's cells by column and row."""
+    shown = table_of(name, table)
+    columns = zip(*(row[1:] for row in shown["rows"]))
+    return {column: dict(zip((row[0] for row in shown["rows"]), cells)) for column, cells in zip(shown["columns"][1:], columns)}
+
+
 def with_columns(table: dict, columns: str | None) -> dict:
     """The table with its first column and those named, as "A | B"; None: all of them."""
     if not columns:
@@ -234,8 +247,7 @@ def block(name: str, table: str | None, columns: str | None = None) -> str:
     if name in GATHERED:
         return markdown(with_columns(GATHERED[name](), columns))
     data = read(name)
-    shown = next(t for t in data["tables"] if t["name"] == table)
-    return f"{markdown(with_columns(shown, columns))}\n`{data['command']}` at {data['commit']}\n"
+    return f"{markdown(with_columns(table_of(name, table), columns))}\n`{data['command']}` at {data['commit']}\n"
 
 
 TRACES, FIGURES, ASSUMED = "published traces", "two published figures", "not measured"
@@ -353,23 +365,73 @@ def reliability_table() -> dict:
     return {"columns": ["scenario", "cases", "not as it must be", "measured", ""], "rows": rows}
 
 
-GATHERED = {"models": models_table, "days": days_table, "reliability": reliability_table}
+def known_table() -> dict:
+    """Return what models need by their published names, and what was measured of them."""
+    measured = {row[0]: row for row in models_table()["rows"]}
+    rows = []
+    for name, file, *sizes in table_of("needs", "needs")["rows"]:
+        least, _, half, _ = (f"{int(size) / 1024:.1f} GiB" for size in sizes)
+        row = measured.get(name)
+        speed = [f"{row[4].split()[0].rstrip(',')} in {row[3]}", row[-2].split(",")[0]] if row else ["", ""]
+        rows.append([name, f"{file} GiB", least, half, *speed])
+    columns = ["model", "file", "least memory", "with half of the experts"]
+    return {"columns": [*columns, "moeoff, tok/s", "llama.cpp there, tok/s"], "rows": rows}
+
+
+def kernels_table() -> dict:
+    """Return the speed with everything in memory, by model."""
+    contenders = {"llama.cpp": "stock, repacked kernels", "--no-repack": "stock, plain kernels", "moeoff": "moeoff"}
+    rows = []
+    for name, model in KERNELS.items():
+        cells = [by_contender(name, column)[name] for column in ("tok/s", "prompt tok/s")]
+        rows.append([model, *(group[contender].split()[0] for group in cells for contender in contenders.values())])
+    return {"columns": ["model", *contenders, *(f"prompt, {name}" for name in contenders)], "rows": rows}
+
+
+GATHERED = {"models": models_table, "known": known_table, "kernels": kernels_table, "days": days_table, "reliability": reliability_table}
 
 
 GREY, BLUE, GOLD, MAUVE = "#6e7781", "#2f81f7", "#bf8700", "#8250df"  # that read on white and on black
 FONT = f'font-family="sans-serif" font-size="14" fill="{GREY}"'
 # what the names of the data files of long contexts end with, by depth
 DEPTHS = ("-0", "", "-8k", "-16k", "-32k")
-KERNELS = {  # of docs/results/kernels.md
+KERNELS = {  # Models of docs/results/kernels.md by data file.
     "kernels-grown": "demo model, grown",
     "kernels-gpt-oss-20b": "gpt-oss-20b",
     "kernels-deepseek-v2-lite": "DeepSeek-V2-Lite",
     "kernels-qwen3-30b-a3b": "Qwen3-30B-A3B",
 }
-POLICIES = {"belady": GREY, "score": BLUE, "lfu": "#1a7f37", "lru": GOLD, "edgemoe": MAUVE, "arc": "#cf222e"}
+GREEN, RED = "#1a7f37", "#cf222e"
+POLICIES = {  # Rows of published-traces.json.
+    "belady": (GREY, ("belady",)),
+    "score": (BLUE, ("score (auto), of the chosen experts' weights alone",)),
+    "lfu": (GREEN, ("lfu",)),
+    "lru": (GOLD, ("lru",)),
+    "edgemoe": (MAUVE, ("edgemoe (edgemoe-lossy)",)),
+    "arc": (RED, ("arc (fate, eap)",)),
+}
+PUBLISHED = ("qwen3-30b-a3b", "gemma-4-26b-a4b", "gpt-oss-120b")  # tables of published-traces.json
 
 
-def bars(title: str, side: str, named: dict[str, tuple[str, tuple[str, ...]]], panels: dict[str, dict[str, dict[str, str]]], note: str) -> str:
+Panels = dict[str, dict[str, dict[str, str]]]
+Named = dict[str, tuple[str, tuple[str, ...]]]
+
+
+def key(named: Named, x: int = 10) -> list[str]:
+    """Return the key of a chart, at its top."""
+    out = []
+    for name, (colour, _) in named.items():
+        out.append(f'<rect x="{x}" y="8" width="14" height="14" fill="{colour}"/><text x="{x + 20}" y="20">{name}</text>')
+        x += 44 + 7 * len(name)
+    return out
+
+
+def head(width: int, height: int, title: str) -> list[str]:
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>', f"<title>{title}</title>"]
+
+
+def bars(title: str, side: str, named: Named, panels: Panels, note: str) -> str:
     """Medians as bars, and the range of the rounds as a line.
 
     Args:
@@ -377,14 +439,8 @@ def bars(title: str, side: str, named: dict[str, tuple[str, tuple[str, ...]]], p
         panels: by unit, the groups of bars; of each the contenders' cells.
     """
     groups, step, room = list(next(iter(panels.values()))), 19 * len(named) + 12, 450 // len(panels)
-    height, x = 86 + step * len(groups), 10
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {height}" width="600" height="{height}" role="img" {FONT}>',
-        f"<title>{title}</title>",
-    ]
-    for name, (colour, _) in named.items():
-        out.append(f'<rect x="{x}" y="8" width="14" height="14" fill="{colour}"/><text x="{x + 20}" y="20">{name}</text>')
-        x += 48 + 7 * len(name)
+    height = 86 + step * len(groups)
+    out = [*head(600, height, title), *key(named)]
     for y, text in [(48, side), *((59 + step * (i + 0.5), group) for i, group in enumerate(groups))]:
         out.append(f'<text x="140" y="{y:g}" text-anchor="end">{text}</text>')
     for left, (unit, cells) in zip(range(150, 600, room), panels.items()):
@@ -403,24 +459,53 @@ def bars(title: str, side: str, named: dict[str, tuple[str, tuple[str, ...]]], p
     return "\n".join([*out, f'<text x="10" y="{height - 10}" font-size="12">{note}</text>', "</svg>"]) + "\n"
 
 
-def policies_chart(name: str, table: str, colours: dict[str, str]) -> str:
-    """Hit rates of cache policies over the share of the experts in memory; cells begin with the hit rate."""
-    data = next(t for t in read(name)["tables"] if t["name"] == table)
-    rates = {row[0]: [float(cell.split()[0]) for cell in row[1:]] for row in data["rows"]}
-    x = [60 + 5 * float(share.split()[0]) for share in data["columns"][1:]]
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 380" width="680" height="380" role="img" {FONT}>',
-        f"<title>Hit rate by the share of the experts in memory: {', '.join(colours)}</title>",
-    ]
-    for rate in range(0, 101, 20):
-        y = 340 - 3 * rate
-        out.append(f'<path d="M60 {y}H530" stroke="#6e7781" stroke-opacity="0.3"/><text x="50" y="{y + 5}" text-anchor="end">{rate} %</text>')
-    out.append('<text x="50" y="16" text-anchor="end">hits</text><text x="556" y="362">in memory</text>')
-    out += [f'<text x="{at:g}" y="362" text-anchor="middle">{share}</text>' for at, share in zip(x, data["columns"][1:])]
-    for i, (policy, colour) in enumerate(colours.items()):
-        points = " ".join(f"{at:g},{340 - 3 * rate:g}" for at, rate in zip(x, rates[policy]))
-        out.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        out.append(f'<rect x="556" y="{60 + 26 * i}" width="14" height="14" fill="{colour}"/><text x="578" y="{72 + 26 * i}">{policy}</text>')
+def curves(title: str, side: str, named: Named, panels: Panels, note: str) -> str:
+    """Medians as lines over the number in each group's name, and the range of the rounds.
+
+    Args:
+        side: Unit of those numbers.
+        named, panels: As for `bars`.
+    """
+    width, left = 700, 36
+    room = width // len(panels)
+    out = [*head(width, 330, title), *key(named)]
+    for i, (unit, cells) in enumerate(panels.items()):
+        x0, x1 = i * room + left, (i + 1) * room - 24
+        places = [_numbers(group.replace(",", ""))[0] for group in cells]
+        most = max(number for group in cells.values() for of in named.values() for name in of[1] for number in _numbers(group.get(name, "")))
+        step = next(step for step in (1, 2, 5, 10, 20, 50, 100) if most / step <= 6)
+
+        def at(place: float, ends: tuple[int, int] = (x0, x1), most: float = places[-1]) -> float:
+            return ends[0] + (ends[1] - ends[0]) * place / most
+
+        def up(value: float, top: float = step * -(-most // step)) -> float:
+            return 270 - 200 * value / top
+
+        out.append(f'<text x="{x0}" y="54">{unit}</text>')
+        for value in range(0, int(step * -(-most // step)) + 1, step):
+            line = f'<path d="M{x0} {up(value):g}H{x1}" stroke="{GREY}" stroke-opacity="0.3"/>'
+            out.append(f'{line}<text x="{x0 - 5}" y="{up(value) + 5:g}" text-anchor="end" font-size="12">{value}</text>')
+        for place in places:
+            if place in places[:1] or place > places[-1] / 8:
+                out.append(f'<text x="{at(place):.0f}" y="288" text-anchor="middle" font-size="12">{place:,.0f}</text>')
+        for colour, of in named.values():
+            drawn = [(at(place), _numbers(cell)) for place, group in zip(places, cells.values()) if (cell := next(filter(None, map(group.get, of)), ""))]
+            points = " ".join(f"{x:.1f},{up(numbers[0]):.1f}" for x, numbers in drawn)
+            out.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+            out += [f'<path d="M{x:.1f} {up(min(n)):.1f}V{up(max(n)):.1f}" stroke="{colour}"/>' for x, n in drawn if len(n) > 1]
+        out.append(f'<text x="{(x0 + x1) / 2:.0f}" y="306" text-anchor="middle" font-size="12">{side}</text>')
+    return "\n".join([*out, f'<text x="10" y="324" font-size="12">{note}</text>', "</svg>"]) + "\n"
+
+
+def parts_chart(title: str, parts: dict[str, float]) -> str:
+    """Return one bar that is divided into named parts, in MiB, with a key below."""
+    width, total, x = 660, sum(parts.values()), 10.0
+    out = [*head(680, 60 + 22 * -(-len(parts) // 2), title), f'<text x="10" y="18">{title}</text>']
+    for i, (colour, (part, size)) in enumerate(zip((GREY, MAUVE, GOLD, RED, GREEN, BLUE), parts.items())):
+        out.append(f'<rect x="{x:.1f}" y="28" width="{max(width * size / total, 1.5):.1f}" height="26" fill="{colour}"/>')
+        x += width * size / total
+        left, y = 10 + 330 * (i % 2), 66 + 22 * (i // 2)
+        out.append(f'<rect x="{left}" y="{y}" width="14" height="14" fill="{colour}"/><text x="{left + 20}" y="{y + 12}">{part}, {size:,.0f} MiB</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
@@ -435,6 +520,7 @@ def charts() -> dict[str, str]:
     day = read("real-qwen3")
     host = day["machine"].split(",")[0]
     rounds_said = f"medians and ranges of {n_rounds(day)} rounds"
+    needed = table_of("needs", "parts")
     limited = next(name for cells in lent.values() for name in cells if name.startswith("moeoff in "))
     return {
         "speed": bars(
@@ -444,16 +530,9 @@ def charts() -> dict[str, str]:
             {"decode, tokens/s": {_gib(limit): speeds[limit] for limit in limits}},
             f"{host}, {day['date']}: {rounds_said}; llama.cpp in 6.5 GiB: 1 round",
         ),
-        "kernels": bars(
-            "Speed with everything in memory",
-            "model",
-            {"llama.cpp": (GOLD, stock), "llama.cpp --no-repack": (GREY, ("stock, plain kernels",)), "moeoff": ours},
-            {unit: {model: by_contender(name, column)[name] for name, model in KERNELS.items()} for unit, column in units.items()},
-            f"medians and ranges of {least_rounds(KERNELS)} rounds",
-        ),
-        "long-contexts": bars(
+        "long-contexts": curves(
             "Speed by context depth",
-            "context",
+            "tokens in the context",
             {"llama.cpp": (GOLD, stock), "llama.cpp -fa off": (GREY, ("stock, -fa off",)), "moeoff": ours, "moeoff --attention f32": (MAUVE, ("moeoff, f32",))},
             {unit: {k: row for depth in DEPTHS for k, row in by_contender(f"long-contexts-xeon{depth}", column).items()} for unit, column in units.items()},
             "medians and ranges of 3 rounds, up to 4,096 of 5",
@@ -472,7 +551,14 @@ def charts() -> dict[str, str]:
             {"decode, tokens/s": {f"{disk}, {limit}": cells for disk, name in disks.items() for limit, cells in by_contender(name).items()}},
             f"medians and ranges of {least_rounds(disks.values())} rounds",
         ),
-        "policies": policies_chart("cache-policies", "mixed", POLICIES),
+        "policies": curves(
+            "Hit rate of cache policies in published answers",
+            "% of the experts in memory",
+            POLICIES,
+            {f"hits in %, {table}": cells_by_column("published-traces", table) for table in PUBLISHED},
+            "one prompt and answer each, replayed from an empty cache",
+        ),
+        "memory": parts_chart(needed["title"], {part: float(size) for part, size in needed["rows"]}),
     }
 
 

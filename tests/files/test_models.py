@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 
+import needs
+import results
 from common import write_small_model
 from grow_model import Growth, grow_model
 from header_model import header_model
@@ -26,6 +30,7 @@ from moeoff.errors import ModelError, OptionError, WriteError
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import dequantize, row_bytes, type_from_name
+from moeoff.system.memory import MIB
 from route_trace import read_route_trace
 from routing import PUBLISHED as PUBLISHED_TRACES
 from routing import TOLD, answer, answer_of, heaviest, measure_answer, shape_answers, target_of
@@ -165,6 +170,7 @@ PUBLISHED = {
     "qwen3.6-35b-a3b": (21, 34.66),
     "qwen3-30b-a3b": (18.56, 30.53),
     "qwen3.8-flash-next": (None, 176.94),
+    "mixtral-8x7b": (28.45, 46.7028),
     "gpt-oss-20b": (12.11, 20.9148),
     "gpt-oss-120b": (63.39, 116.83),
     "gemma-4-26b-a4b": (17.02, 25.233),
@@ -180,6 +186,19 @@ def test_sizes_are_the_published_ones(name):
     gigabytes, parameters = PUBLISHED[name]
     assert sum(math.prod(tensor.shape) for tensor in plan) / 1e9 == pytest.approx(parameters, rel=2e-4)
     assert gigabytes is None or sum(tensor.n_bytes for tensor in plan) / 1e9 == pytest.approx(gigabytes, rel=2e-3, abs=0.5 if isinstance(gigabytes, int) else 0)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "mixtral-8x7b"])
+def test_the_memory_that_models_need_is_what_inspect_says(shape, tmp_path, moeoff_command):
+    """Of the README's table; processes differ a little."""
+    path = tmp_path / "header.gguf"
+    header_model(shape, str(path))
+    done = moeoff_command("inspect", str(path), "-c", str(needs.N_CTX), "--probe", "off", "--json")
+    said = SimpleNamespace(**json.loads(done.stdout))
+    rows = {row[0]: row for row in results.table_of("needs", "needs")["rows"]}
+    _, _, least, *_, whole = rows[needs.NAMES[shape]]
+    assert int(least) == pytest.approx(said.floor_bytes / MIB, rel=0.03)
+    assert int(whole) == pytest.approx((said.floor_bytes - said.arena_floor_bytes + said.arena_full_bytes) / MIB, rel=0.03)
 
 
 def test_layers_of_gemma_have_the_sizes_of_its_published_file():
