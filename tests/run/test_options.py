@@ -97,9 +97,7 @@ def test_a_line_of_the_table_is_all_that_an_option_needs(line):
 
 
 def test_what_was_given_reaches_llama_server(demo):
-    config = Config.make(
-        demo, type_k="q8_0", rope_scaling_type="yarn", yarn_orig_ctx="64", n_keep="3", context_shift=True, numa="isolate", n_ubatch="32"
-    )
+    config = Config.make(demo, type_k="q8_0", rope_scaling_type="yarn", yarn_orig_ctx="64", n_keep="3", context_shift=True, numa="isolate", n_ubatch="32")
     options = ServerOptions.make(port="8081", cors=["https://a", "https://b"], cache_ram="64M", embedding=True)
     argv = " ".join(arguments(config, 512, config.keywords, options, PromptMemory(64 << 20)))
     for part in ("-c 512 ", "-ctk q8_0 ", "-fa on ", "--rope-scaling yarn ", "--yarn-orig-ctx 64 ", "--context-shift --keep 3 ", "--numa isolate ", "-ub 32 ", "-b 32 ",
