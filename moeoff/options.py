@@ -209,7 +209,8 @@ class Config:
 
     model_path: str
     memory: int | None = option("--memory", metavar="SIZE", parse=parse_size, commands=f"{_MEASURE} inspect bench",
-                                help="Memory limit of the whole process, e.g. 6G, 700MiB or 80%. Default: 80% of what is available.")  # fmt: skip
+                                help="Memory limit of the whole process, e.g. 6G, 700MiB or 80%. Default: 80% of what is available, "
+                                     "lowered while other programs need memory.")  # fmt: skip
     max_loss: float | None = option("--max-loss", metavar="PERCENT", parse=parse_loss, commands=f"{_RUN_EVAL} bench",
                                     help="Perplexity that may be lost for speed, e.g. 1%, by what calibrate --max-loss measured. Default: lossless.")  # fmt: skip
     n_ctx: int | None = option("-c", "--ctx-size", metavar="N", parse=_n_ctx, commands=f"{_OPEN} inspect bench", llama=True,

@@ -155,6 +155,7 @@ class Chat:
             self._messages.append({"role": "assistant", "content": answer.text})
         else:
             self._messages.pop()  # stopped before the first word: as if it had not been asked
+        self._client.say_remarks()
         note(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
         if answer.finish_reason == "length" and self._client.n_tokens >= answer.n_ctx and not self._server.engine.config.context_shift:
             note(f"the context of {answer.n_ctx} tokens is full: /clear begins a new conversation; at the start -c N makes it larger, --context-shift goes on")

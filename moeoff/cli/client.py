@@ -21,7 +21,7 @@ from typing import Any
 from ..engine.stats import Stats
 from ..errors import ContextError, MoeoffError
 from ..server.private import PrivateServer
-from ..system.console import ProgressLine
+from ..system.console import ProgressLine, note
 from ..system.memory import format_size
 from ..system.signals import handling
 
@@ -73,13 +73,14 @@ class Completion:
         reused = f" (+{self.reused_tokens} reused)" if self.reused_tokens else ""
         mb = s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1)
         stalled = min(s.stall_seconds / max(self.seconds, 1e-9), 1)
+        budget = f" of {format_size(s.budget_start_bytes)}" if s.budget_start_bytes else ""
         parts = [
             f"prompt {s.prompt_tokens} tokens{reused}, {s.prompt_tps:.1f} tok/s",
             f"generated {self.completion_tokens}, {s.gen_tps:.1f} tok/s",
             f"{s.hit_summary}, {mb:.2f} MB/token read{'' if s.direct_io else ' (through the page cache)'}, stalled {stalled:.0%}",
             precision,
             f"context {self.n_ctx}",
-            f"memory {format_size(s.peak_rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""),
+            f"memory {format_size(s.peak_rss_bytes)}{budget}",
         ]
         return " | ".join(filter(None, parts))
 
@@ -146,6 +147,11 @@ class Client:
         """Return how answers are drawn unless `settings` say otherwise: the server's parameters, by name."""
         params: dict[str, Any] = json.loads(self._fetch("/props"))["default_generation_settings"]["params"]
         return params
+
+    def say_remarks(self) -> None:
+        """Print what the server has said of its budget meanwhile."""
+        for remark in self.server.take_remarks():
+            note(remark)
 
     def cancel(self) -> None:
         """End the answer that is being computed, from any thread or a signal handler."""

@@ -217,6 +217,7 @@ def _answer(client: Client, prompt: str | list[dict[str, Any]], strips: bool, as
 
     if as_json:
         answer = client.ask(prompt, lambda _text, _is_thought: None)
+        client.say_remarks()
         print(json.dumps(answer.to_dict(), ensure_ascii=False))
         return answer
     writer = Writer(strips)
@@ -224,5 +225,6 @@ def _answer(client: Client, prompt: str | list[dict[str, Any]], strips: bool, as
         answer = client.ask(prompt, writer.write)
     finally:
         writer.end()
+    client.say_remarks()
     note(answer.summary() + share)
     return answer

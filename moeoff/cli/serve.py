@@ -98,7 +98,9 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: CommandLine
     with _ended_by_signals(), contextlib.ExitStack() as stack:
         with progress_bar() as progress:
             progress(f"loading {os.path.basename(path)}", 0, 0)
-            server = stack.enter_context(Server(path, args=args, on_request=None if quiet else note, **options))
+            on_request = None if quiet else note
+            server = Server(path, args=args, on_request=on_request, on_remark=note, **options)
+            stack.enter_context(server)
         for remark in server.remarks:
             note(remark)
         if server.engine.config.verbose:

@@ -6,8 +6,11 @@ batches of now leave untouched the experts borrow, until a larger one comes, or 
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ..budget.micro_batch import LEAST
 from ..budget.plan import CELLS, RESERVE, MemoryPlan
@@ -124,8 +127,19 @@ class BorrowedCache:
         return before > 0
 
 
+def _exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method of `ArenaSizer` that no other thread's may come between."""
+
+    @functools.wraps(method)
+    def call(self: ArenaSizer, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class ArenaSizer:
-    """Sizes a buffer's arenas by a memory plan, which it keeps up to date.
+    """Sizes a buffer's arenas by a memory plan, which it keeps up to date. Threads may share one.
 
     Args:
         buffer: attached, not started.
@@ -136,6 +150,7 @@ class ArenaSizer:
 
     Attributes:
         plan: how memory is divided when the largest batch is computed.
+        most: Budget in bytes that `follow` may come back to; 0 before its first call.
 
     Raises:
         BudgetError: below what the model needs.
@@ -143,6 +158,7 @@ class ArenaSizer:
 
     def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float,
                  borrowed: tuple[()] | tuple[BorrowedBuffers, BorrowedCache] = ()):  # fmt: skip
+        self._lock = threading.RLock()
         self._buffer = buffer
         self._pools = buffer.pools(low_share)
         plan = replace(plan, arena_floor=self._pools.floor + self._pools.low_floor, arena_full=self._pools.full + self._pools.low_full)
@@ -159,12 +175,26 @@ class ArenaSizer:
         self._grown = 0  # bytes that the process takes beyond plan and reserve; below 0: that it leaves of them while batches are small
         self._extras = self.plan.extras  # with nothing reserved
         self._expected = 0  # bytes that all but the experts will take when what is reserved is resident; 0: it is
+        # _short: bytes of the plan's budget that the process leaves, though the largest batch needs them
+        self.most = self._short = 0
 
     @property
     def arenas(self) -> tuple[int, int]:
         """Bytes for high and for low versions."""
         borrowed = sum(part.borrowed for part in self._borrowed)
-        return self._pools.split(min(max(self.plan.arena + borrowed - self._grown, self.plan.arena_floor), self.plan.arena_full))
+        arena = self.plan.arena + borrowed - self._grown - self._short
+        return self._pools.split(min(max(arena, self.plan.arena_floor), self.plan.arena_full))
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the process may take; 0: only the experts are bounded."""
+        return self.plan.budget - self._short
+
+    @property
+    def least(self) -> int:
+        """Bytes that the process takes while experts have the least."""
+        needed = self.plan.fixed + self.plan.arena_floor
+        return needed - sum(part.borrowed for part in self._borrowed) + min(self._grown, 0)
 
     def resize(self) -> None:
         """To what the arenas should have."""
@@ -172,10 +202,13 @@ class ArenaSizer:
 
     def _divide(self, budget: int, process: int = 0, extras: int = 0) -> None:
         """Divides a budget where the process takes so many bytes more."""
-        self.plan = replace(self.plan, process=self.plan.process + process, extras=self.plan.extras + extras).within(budget)
+        plan = replace(self.plan, process=self.plan.process + process, extras=self.plan.extras + extras)
+        # requests are answered however little other programs leave
+        self.plan = plan.within(max(budget, min(plan.floor, self.most)))
         self._grown = 0
         self.resize()
 
+    @_exclusive
     def make_room(self, nbytes: int) -> None:
         """Before anything is computed: the process has allocated so many bytes since the plan was made.
 
@@ -185,28 +218,61 @@ class ArenaSizer:
         if self.plan.budget and nbytes > 0:
             self._divide(self.plan.budget, process=nbytes)
 
+    @_exclusive
     def move(self, budget: int) -> None:
-        """Another budget, between answers: the arenas are resized at once.
+        """Another budget, between answers: the arenas are resized at once, and `follow` is over.
 
         Raises:
             BudgetError: below what the model needs; the old budget stays.
         """
         grown = max(rss() - self._buffer.stats().arena_committed + RESERVE - self.plan.fixed, 0)  # beyond what was planned
-        self._divide(budget, process=grown)
+        before, self.most, self._short = (self.most, self._short), 0, 0
+        try:
+            self._divide(budget, process=grown)
+        except BudgetError:
+            self.most, self._short = before
+            raise
 
-    def reserve(self, nbytes: int) -> None:
+    @_exclusive
+    def follow(self, budget: int) -> bool:
+        """Moves the budget at any time, also while a batch is computed.
+
+        Below what the largest batch would need, experts no longer have what smaller ones leave of
+        its buffers; what cannot become smaller stays.
+
+        Args:
+            budget: Bytes of the process, at most those of the first call's budget.
+
+        Returns:
+            True if the arenas have other sizes now.
+        """
+        self.most = self.most or self.plan.budget
+        before, floor = self.arenas, self.plan.floor
+        self.plan = self.plan.within(max(budget, floor))
+        self._short = max(floor - max(budget, self.least), 0)
+        self.resize()
+        return self.arenas != before
+
+    @_exclusive
+    def reserve(self, nbytes: int, optional: bool = False) -> None:
         """The process needs so many bytes more for a while; negative: no longer.
+
+        Args:
+            optional: They are refused rather than taken from what other programs need.
 
         Raises:
             BudgetError: too little would be left for experts; nothing has changed.
         """
         if not self.plan.budget:
             return
+        if optional and nbytes > 0 and self.most:
+            replace(self.plan, extras=self.plan.extras + nbytes).within(self.budget)
         self._divide(self.plan.budget, extras=nbytes)
         taken = rss() - self._buffer.stats().arena_committed
         self._expected = max(self._expected, taken) + nbytes if self.plan.extras > self._extras else 0
         self.fit_budget()
 
+    @_exclusive
     def before(self, n_tokens: int, moves_state: bool = False) -> None:
         """Before a batch is computed: experts give back what it will touch.
 
@@ -222,16 +288,19 @@ class ArenaSizer:
         if changes:
             self.resize()
 
+    @_exclusive
     def fill(self, n_tokens: int) -> None:
         """Before states of so many tokens come into the KV cache, not by a batch: experts give back the cells that they take."""
         if self._borrowed and self._borrowed[1].advance(n_tokens):
             self.resize()
 
+    @_exclusive
     def after(self) -> None:
         """After it: experts borrow what such batches leave untouched, and the budget is looked at."""
         self._narrow(idle=False)
         self.fit_budget()
 
+    @_exclusive
     def idle(self) -> None:
         """While nothing computes: experts borrow all that batches touch, until the next one comes."""
         self._narrow(idle=True)
@@ -242,6 +311,7 @@ class ArenaSizer:
         if self._borrowed and self.plan.arena < self.plan.arena_full and self._borrowed[0].narrow(idle):
             self.resize()
 
+    @_exclusive
     def fit_budget(self) -> None:
         """If the rest of the process has grown into the reserve, the arenas shrink; where small batches leave more than half of it, they grow, if they may."""
         if not self.plan.budget:
@@ -250,7 +320,7 @@ class ArenaSizer:
         taken = rss() - stats.arena_committed
         if taken >= self._expected:
             self._expected = 0
-        free = self.plan.budget - taken - stats.cache_bytes - RESERVE // 2  # beyond half of the reserve
+        free = self.budget - taken - stats.cache_bytes - RESERVE // 2  # beyond half of the reserve
         moves = free < -RESERVE // 4 and stats.cache_bytes > self.plan.arena_floor
         if free > 0 and any(part.borrowed for part in self._borrowed):
             free -= sum(part.untouched for part in self._borrowed)  # as if none of it had been touched

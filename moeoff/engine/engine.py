@@ -11,6 +11,7 @@ close_driver(), close()     before and after the model is freed
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -34,7 +35,9 @@ from ..routing.batch import Span
 from ..routing.event import GateEvent
 from ..system.arrays import require_arrays
 from ..system.memory import parse_size, peak_rss, rss
+from ..system.pressure import Pressure
 from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache
+from .budget_follower import BudgetFollower
 from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
@@ -57,6 +60,7 @@ class Engine:
     Args:
         opening: what was chosen for it.
         moves: cached tokens may be moved within the context, as by a context shift.
+        on_remark: Called on another thread with a sentence for people when the default budget moves.
 
     Attributes:
         planned: memory as llama.cpp plans it before the model is loaded.
@@ -64,6 +68,7 @@ class Engine:
         budget: as it was when the model was opened.
         driver: delivers gate events, to a strategy's policy and predictor among others.
         sizer: after `loaded`.
+        follower: Moves the default budget with what other programs need; None: it stays.
         drafts: how long drafts are, if any are made.
         experts_per_token: that it uses, in all layers together.
 
@@ -75,10 +80,17 @@ class Engine:
     sizer: ArenaSizer
     prompt_meter: PromptMeter
     _ends: dict[int, int]  # of each sequence, the position behind its last token
+    _n_cuts = 0  # of the follower, for which the strategy was looked at
     _ran = False  # arenas have their sizes: it may compute
     _uses_before: int | None = None  # what routers had selected before the prompt's batch that is in progress
 
-    def __init__(self, opening: Opening, *, moves: bool = False):
+    def __init__(
+        self,
+        opening: Opening,
+        *,
+        moves: bool = False,
+        on_remark: Callable[[str], None] | None = None,
+    ):
         config, model_index = opening.config, opening.model_index
         self.opening, self.config, self.model_index = opening, config, model_index
         self.budget, self.planned, self.keywords = opening.budget, opening.memory, opening.keywords
@@ -103,6 +115,8 @@ class Engine:
         self._callback: Callback | None = None
         self._moves = moves or config.context_shift
         self._watches = False
+        self._on_remark = on_remark
+        self.follower: BudgetFollower | None = None
         self._prompt_uses: PromptUses | None = None
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
         self.device_tier: DeviceTier | None = None
@@ -148,6 +162,11 @@ class Engine:
         if watches:
             self.watch_prompts()
         self._warm_up()
+        if self.budget.is_default and not self.config.repeatable:
+            # reads through the page cache have it reclaimed, and would be taken for pressure
+            pressure = None if self.buffer.buffered else Pressure()
+            self.follower = BudgetFollower(self.sizer, pressure, self._on_remark)
+            self.follower.start()
 
     def _start_devices(self, ctx: int, adapters: bool) -> None:
         """Before the arenas, because llama.cpp's buffers in host memory depend on it."""
@@ -265,6 +284,10 @@ class Engine:
             decodes: its tokens are decoded, not read.
         """
         self.buffer.check_unchanged()
+        if self.follower is not None and self.follower.n_cuts != self._n_cuts:
+            self._n_cuts = self.follower.n_cuts
+            with contextlib.suppress(BudgetError, OptionError):  # then the buffer's own order serves
+                self._attach_missing()
         self.sizer.before(len(tokens), self._moves_state(spans))
         if self._device_judge is not None and self.device_tier is not None:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
@@ -322,14 +345,24 @@ class Engine:
 
     @uninterrupted
     def set_memory(self, memory: str | int) -> None:
-        """Moves the budget between answers.
+        """Moves the budget between answers. It stays from then on, whatever other programs need.
 
         Raises:
             OptionError: not a size.
             BudgetError: below what the model and its driver need; the old budget stays.
         """
-        before = self.plan.budget
-        self.sizer.move(parse_size(memory))
+        nbytes, before = parse_size(memory), self.sizer.budget
+        if self.follower is not None:
+            self.follower.close()
+        try:
+            self._move(nbytes, before)
+        except BudgetError:
+            if self.follower is not None:
+                self.follower.start()
+            raise
+
+    def _move(self, nbytes: int, before: int) -> None:
+        self.sizer.move(nbytes)
         try:
             self._choose_for_budget()
         except BudgetError:
@@ -339,6 +372,10 @@ class Engine:
 
     def _choose_for_budget(self) -> None:
         self.quality.choose_again(self.plan.budget)
+        self._attach_missing()
+
+    def _attach_missing(self) -> None:
+        """The strategy, of which nothing was needed while all experts were in memory."""
         if not self.driver.attached:
             self.attach_strategy()
         if self._watches:
@@ -386,7 +423,9 @@ class Engine:
             tau=self.quality.precision.tau,
             cpu_seconds=time.process_time() - self._cpu_start,
             experts_per_token=self.experts_per_token,
-            budget_bytes=plan.budget,
+            budget_bytes=self.sizer.budget,
+            budget_start_bytes=self.sizer.most or plan.budget,
+            budget_cuts=0 if self.follower is None else self.follower.n_cuts,
             peak_rss_bytes=peak_rss(),
             direct_io=not self.buffer.buffered and counters.direct_reads == counters.reads,
             row_table_bytes=self.buffer.row_table_bytes,
@@ -411,6 +450,8 @@ class Engine:
 
     def close_driver(self) -> None:
         """Before the model is freed: closes trace and driver, and remembers what a later start can use. Nothing, if it never ran."""
+        if self.follower is not None:
+            self.follower.close()
         if not self._ran or not self.buffer.running or sys.is_finalizing():
             return
         stats = asdict(self.stats())

@@ -67,7 +67,17 @@ class Stats:
 
     model: str = _figure("Path of the model.", default="")
     strategy: str = _figure("Name of the strategy.", default="")
-    budget_bytes: int = _figure("The bound given by --memory; 0 where only the experts are bounded.", "bytes", metric=True)
+    budget_bytes: int = _figure("The bound of the process now; 0 where only the experts are bounded.", "bytes", metric=True)
+    budget_start_bytes: int = _figure(
+        "The bound given by --memory, or the default one before other programs needed memory.",
+        "bytes",
+        metric=True,
+    )
+    budget_cuts: int = _figure(
+        "How often other programs' need lowered the bound; it counts again once the bound is whole.",
+        counter=True,
+        metric=True,
+    )
     memory: dict[str, int] = _figure("What the process holds or plans for, by name: the items of the memory plan.", "bytes", factory=dict)
     peak_rss_bytes: int = _figure("The most that the process has had in memory.", "bytes")
     cache_bytes: int = _figure("Memory that experts may take.", "bytes", metric="expert_cache_bytes")

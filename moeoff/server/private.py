@@ -38,8 +38,15 @@ class PrivateServer(Server):
         else:
             self._folder = tempfile.TemporaryDirectory()
             self._address = host = os.path.join(self._folder.name, name)
+        self._said: list[str] = []
         keeps = {"cache_ram": 0, "kv_disk": 0}
-        super().__init__(model, **keeps | options, host=host, parallel=1, api_key=self.key)
+        fixed = {"host": host, "parallel": 1, "api_key": self.key}
+        super().__init__(model, on_remark=self._said.append, **keeps | options | fixed)
+
+    def take_remarks(self) -> list[str]:
+        """Return what has been said of the budget since the last call, for the end of an answer."""
+        said, self._said[:] = list(self._said), []
+        return said
 
     def connect(self) -> socket.socket:
         """Return a connection for one request."""

@@ -69,6 +69,8 @@ class Server:
         model: a GGUF, or a `Config`.
         on_request: called with a line about each request that has been answered, on the thread that has answered it: method, path, status, and what it
             took.
+        on_remark: Called with a sentence when the default budget moves with what other programs need,
+            on a thread that does nothing else.
         **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`. In `args` llama-server's own, as words or as a
             `CommandLine`: those that moeoff has become its options.
 
@@ -79,8 +81,15 @@ class Server:
         MoeoffError: the model, the budget or an option is no good; nothing is loaded yet.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | Config, *, on_request: Callable[[str], None] | None = None, **options: Any):
-        self._on_request = on_request
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Config,
+        *,
+        on_request: Callable[[str], None] | None = None,
+        on_remark: Callable[[str], None] | None = None,
+        **options: Any,
+    ):
+        self._on_request, self._on_remark = on_request, on_remark
         ours = {f.name for f in fields(ServerOptions)}
         line = args if isinstance(args := options.get("args", ()), CommandLine) else CommandLine.read(args)
         options |= line.options | {"args": tuple(line.passed_on)}
@@ -148,7 +157,8 @@ class Server:
 
         opening = plan(config, model_index, budget, n_sequences=size.n_parallel, unified=options.kv_unified, extras=computing,
                        loaded=resident + loaded, more=remembered)  # fmt: skip
-        engine = Engine(opening, moves=any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ)))
+        moves = any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
+        engine = Engine(opening, moves=moves, on_remark=self._on_remark)
         self._options = replace(self._options, kv_disk=self._disk_bound())
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:
@@ -261,7 +271,7 @@ class Server:
         if self.engine.device_remark:
             out.append(self.engine.device_remark)
         if (host := self._options.open_to) is not None:
-            out.append(f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key")
+            out.append(open_warning(host))
         return out
 
     def explain(self) -> dict[str, str]:
@@ -475,7 +485,7 @@ class Server:
                 if reserved < before:
                     trim()  # what was there is free, and the C allocator would keep it while the experts already use it
                 if reserved != before:
-                    self.engine.sizer.reserve(reserved - before)
+                    self.engine.sizer.reserve(reserved - before, optional=True)
                 self._cached, self._evicted, self._reserved = cached, evicted, reserved
         except BudgetError:
             return 1
@@ -535,6 +545,11 @@ class Server:
         with self._between:
             metrics = [*self.engine.stats().metrics(), *self.engine.layer_metrics()]
         write_text(text, size, metrics_text(metrics, self._disk))
+
+
+def open_warning(host: str) -> str:
+    """Return what whoever starts a server that other machines may use should know."""
+    return f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key"
 
 
 def _for_clients(error: Exception) -> str:

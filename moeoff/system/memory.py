@@ -125,24 +125,28 @@ class Budget:
 
 @dataclass(frozen=True)
 class _MemoryGroup:
-    """A memory cgroup: its folder, and the names that its version has for limit and statistics.
+    """A memory cgroup: its folder, and the names that its version has for limits and statistics.
 
     Attributes:
         charged: of `memory.stat`, what no other file could bring back: anonymous and shared memory.
     """
 
     folder: str
-    limit_file: str
+    limit_files: tuple[str, ...]
     charged: tuple[str, ...]
 
     @property
     def limit(self) -> int | None:
-        try:
-            with open(f"{self.folder}/{self.limit_file}") as file:
-                nbytes = int(file.read())
-        except (OSError, ValueError):  # absent, or "max"
-            return None
-        return nbytes if nbytes < _MOST else None  # version 1 writes a huge number for "none"
+        """The lowest limit in bytes, above which the kernel kills or slows down; None without one."""
+        limits = []
+        for name in self.limit_files:
+            try:
+                with open(f"{self.folder}/{name}") as file:
+                    limits.append(int(file.read()))
+            except (OSError, ValueError):  # absent, or "max"
+                continue
+        # version 1 writes a huge number for "none"
+        return min((n for n in limits if n < _MOST), default=None)
 
     def held_by_others(self, own: int) -> int:
         """Bytes of the group's other processes that the kernel cannot take back without swap, those of files in memory among them."""
@@ -157,6 +161,7 @@ class _MemoryGroup:
 def _memory_groups() -> list[_MemoryGroup]:
     """This process's memory cgroup and its parents, of versions 1 and 2 of the kernel's interface."""
     groups = []
+    limits: tuple[str, ...]
     try:
         with open("/proc/self/cgroup") as file:
             lines = file.read().splitlines()
@@ -165,13 +170,15 @@ def _memory_groups() -> list[_MemoryGroup]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit, charged = "/sys/fs/cgroup", "memory.max", ("anon", "shmem")
+            root, charged = "/sys/fs/cgroup", ("anon", "shmem")
+            limits = ("memory.max", "memory.high")
         elif "memory" in controllers.split(","):
-            root, limit, charged = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")
+            root, charged = "/sys/fs/cgroup/memory", ("total_rss", "total_shmem")
+            limits = ("memory.limit_in_bytes",)
         else:
             continue
         while True:
-            groups.append(_MemoryGroup(root + path.rstrip("/"), limit, charged))
+            groups.append(_MemoryGroup(root + path.rstrip("/"), limits, charged))
             if path in ("/", ""):
                 break
             path = os.path.dirname(path)
@@ -181,6 +188,11 @@ def _memory_groups() -> list[_MemoryGroup]:
 def cgroup_limit() -> int | None:
     """The lowest memory limit of the cgroups this process is in, or None."""
     return min((group.limit for group in _memory_groups() if group.limit is not None), default=None)
+
+
+def limited_folders() -> list[str]:
+    """The folders of the cgroups around this process that have a memory limit."""
+    return [group.folder for group in _memory_groups() if group.limit is not None]
 
 
 def available() -> int:
@@ -193,22 +205,23 @@ def available() -> int:
     """
     import psutil
 
+    own = _own("RssAnon", "RssShmem")  # files that are mapped count as free already
     try:
-        free = [int(psutil.virtual_memory().available) + rss()]
+        free = [int(psutil.virtual_memory().available) + (own or rss())]
     except (OSError, RuntimeError, ValueError, psutil.Error):  # what psutil raises where /proc is not mounted, or a call is refused
         raise OptionError("this system does not say how much memory is free (is /proc mounted?)", hint={"memory": ...}) from None
-    own = _own("RssAnon") + _own("RssShmem")
     for group in _memory_groups():
         if (limit := group.limit) is not None:
             free.append(max(0, limit - group.held_by_others(own)))
     return min(free)
 
 
-def _own(key: str) -> int:
-    """An entry of this process's /proc/self/status, in bytes; 0 where there is none."""
+def _own(*keys: str) -> int:
+    """The sum of these entries of /proc/self/status, in bytes; 0 where there are none."""
     try:
         with open("/proc/self/status") as file:
-            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":")), 0)
+            lines = (line for line in file if line.partition(":")[0] in keys)
+            return sum(int(line.split()[1]) * 1024 for line in lines)
     except OSError:  # not Linux
         return 0
 

@@ -1,18 +1,26 @@
 """Sizes, limits, and the promise: peak memory stays below --memory, or the program refuses with the numbers."""
 
+import contextlib
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+import moeoff
 from helpers.files import COMMAND, DEMO, ROOT
+from helpers.servers import client_of
+from helpers.waiting import wait_until, wait_until_still
 from moeoff import OptionError
-from moeoff.system import cgroup, memory
+from moeoff.engine import budget_follower
+from moeoff.system import cgroup, memory, pressure
 from moeoff.system.memory import MIB, Budget, available, cgroup_limit, parse_size, peak_rss, rss
 
 NO_CGROUP = cgroup.unavailable()
@@ -138,6 +146,290 @@ def test_below_the_floor_is_refused(grown, tmp_path):
     done, stats = run_in_cgroup(grown, 400, enough, 8, tmp_path / "stats.json", PROMPT)
     assert done.returncode == 0, done.stderr
     assert stats["peak_rss_bytes"] <= enough * MIB
+
+
+class Machine:
+    """What a process could have on it, in bytes, and how long others wait for memory, as a share."""
+
+    def __init__(self, monkeypatch):
+        self.could_have, self.stalled = 1 << 40, 0.0
+        monkeypatch.setattr(budget_follower, "available", lambda: self.could_have)
+        monkeypatch.setattr(budget_follower.Pressure, "share", lambda _pressure: self.stalled)
+        monkeypatch.setattr(budget_follower, "_CALM", 0.5)
+        monkeypatch.setattr(budget_follower, "_GROWS", 0.01)
+
+    def leave(self, llm, share: float) -> None:
+        """Other programs take so much that this share of what all but the experts may need remains."""
+        self.could_have = int(share * llm.engine.plan.fixed / memory.DEFAULT_SHARE)
+
+
+def cache_of(llm) -> float:
+    """The share of the experts that has memory, or may have."""
+    stats = llm.engine.buffer.stats()
+    return max(stats.arena_committed, stats.cache_bytes) / llm.engine.plan.arena_full
+
+
+QUESTION = PROMPT[:200]
+
+
+def answer(llm, n: int = 24) -> str:
+    llm.reset()
+    return llm(QUESTION, max_tokens=n, temperature=0)["choices"][0]["text"]
+
+
+def test_a_default_budget_follows_what_others_need(grown, monkeypatch):
+    machine = Machine(monkeypatch)
+    with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
+        text, start = answer(llm), llm.stats()
+        assert cache_of(llm) == 1 and start.budget_cuts == 0
+        assert start.budget_bytes == start.budget_start_bytes
+        pieces = []
+        llm.reset()
+        for piece in llm(QUESTION, max_tokens=24, temperature=0, stream=True):
+            pieces.append(piece["choices"][0]["text"])
+            if len(pieces) == 8:
+                machine.leave(llm, 1.0)
+                wait_until(lambda: cache_of(llm) < 0.9, timeout=5)  # between two tokens
+        assert "".join(pieces) == text
+        cut = llm.stats()
+        assert cut.budget_cuts == 1 and cut.evictions > start.evictions
+        assert cut.budget_bytes <= machine.could_have * memory.DEFAULT_SHARE + MIB
+        assert cut.budget_start_bytes == start.budget_start_bytes
+        before = cache_of(llm)
+        machine.leave(llm, 0.85)
+        wait_until(lambda: cache_of(llm) < before - 0.1, timeout=10)
+        assert answer(llm) == text and llm.stats().budget_cuts == 1, "one episode"
+        machine.could_have = 1 << 40
+        wait_until(lambda: llm.stats().budget_bytes == start.budget_bytes)
+        assert cache_of(llm) == 1 and answer(llm) == text
+
+
+def test_a_default_budget_goes_down_to_what_computes(grown, monkeypatch):
+    """What smaller batches have left to experts goes, too, and the largest prompt is still read."""
+    machine = Machine(monkeypatch)
+    with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
+        text = answer(llm)
+        machine.could_have = 1
+        floor = llm.engine.buffer.arena_floor / llm.engine.plan.arena_full
+        wait_until(lambda: cache_of(llm) <= 1.05 * floor)
+        assert answer(llm) == text
+        assert llm.stats().budget_bytes <= llm.engine.plan.floor
+        machine.could_have = 1 << 40
+        wait_until(lambda: cache_of(llm) == 1)
+        assert answer(llm) == text
+
+
+def test_programs_that_wait_for_memory_get_some(grown, monkeypatch):
+    """Step by step while they wait, although there seems to be enough in the page cache."""
+    machine = Machine(monkeypatch)
+    with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
+        machine.stalled = 0.05
+        wait_until_still(lambda: cache_of(llm))
+        assert cache_of(llm) == 1
+        machine.stalled = 0.3
+        wait_until(lambda: cache_of(llm) < 0.5)
+        machine.stalled = 0.0
+        wait_until(lambda: cache_of(llm) == 1)
+
+
+def test_a_budget_that_was_stated_stays(grown, monkeypatch):
+    machine = Machine(monkeypatch)
+    with moeoff.Llama(grown, n_ctx=512, n_threads=1, memory=rss() + 300 * MIB) as llm:
+        machine.could_have = 1
+        wait_until_still(lambda: cache_of(llm))
+        assert cache_of(llm) == 1 and llm.stats().budget_cuts == 0
+    with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
+        llm.set_memory(rss() + 300 * MIB)
+        before = cache_of(llm)
+        wait_until_still(lambda: cache_of(llm))
+        assert cache_of(llm) == before
+
+
+def test_a_server_says_that_its_budget_moves(grown, monkeypatch):
+    machine = Machine(monkeypatch)
+    with client_of(grown, n_ctx=512, n_threads=1) as client:
+        server = client.server
+        messages = [{"role": "user", "content": QUESTION}]
+        client.settings |= {"temperature": 0, "n_predict": 24}
+        text = client.ask(messages, lambda *_: None).text
+        assert server.take_remarks() == []
+        machine.leave(server, 1.0)
+        wait_until(lambda: cache_of(server) < 0.9, timeout=5)
+        assert client.ask(messages, lambda *_: None).text == text
+        wait_until_still(lambda: cache_of(server), 0.5)
+        (remark,) = server.take_remarks()
+        assert remark.startswith("other programs need memory")
+        machine.could_have = 1 << 40
+        said = []
+        wait_until(lambda: said.extend(server.take_remarks()) or said)
+        assert len(said) == 1 and said[0].startswith("memory is free again") and cache_of(server) == 1
+
+
+def test_pressure_is_the_time_in_which_something_is_reclaimed(tmp_path, monkeypatch):
+    monkeypatch.setattr(pressure, "_WINDOW", 0.0)
+    waited, scanned = tmp_path / "memory.pressure", tmp_path / "memory.stat"
+
+    def write(us: int, pages: int) -> None:
+        waited.write_text(f"some avg10=0.00 avg300=0.00 total={us}\nfull avg10=0.00 total=0\n")
+        scanned.write_text(f"anon 5\npgscan {pages}\npgscan_direct 7\n")
+
+    write(10**6, 100)
+    of = pressure.Pressure([(str(waited), str(scanned), ("pgscan",)), ("/nowhere", "/nowhere", ())])
+    assert of.share() == 0
+    write(10**6 + 10**5, 101)
+    started = time.monotonic()
+    share = of.share()
+    assert 0 < share and share * (time.monotonic() - started) < 0.1
+    write(3 * 10**6, 101)  # they wait for something else
+    assert of.share() == 0
+    waited.unlink()
+    assert of.share() == 0
+    assert pressure.Pressure().share() < 1
+
+
+# takes so many MiB in so many seconds, says how long the writing took, and holds them until the end
+COMPETITOR = """
+import json, sys, time
+n, seconds = int(sys.argv[1]), float(sys.argv[2])
+started, busy, longest, kept = time.monotonic(), 0.0, 0.0, []
+for i in range(n):
+    before = time.perf_counter()
+    kept.append(bytearray(b"x") * (1 << 20))
+    took = time.perf_counter() - before
+    busy, longest = busy + took, max(longest, took)
+    time.sleep(max(started + seconds * i / n - time.monotonic(), 0))
+print(json.dumps({"busy": busy, "longest": longest}), flush=True)
+sys.stdin.readline()
+before = time.perf_counter()
+for part in kept:
+    part[:: 4096] = b"y" * (len(part) // 4096)
+print(time.perf_counter() - before, flush=True)
+"""
+LIMIT = 420  # MiB of a machine
+
+
+class Competitor:
+    """Another program on a machine, which takes 60 % of its memory."""
+
+    def __init__(self, group: cgroup.Cgroup):
+        command = [sys.executable, "-c", COMPETITOR, str(LIMIT * 6 // 10), "1.5"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, **pipes, preexec_fn=group.enter)
+        self.took = json.loads(self._process.stdout.readline())
+
+    def end(self) -> float:
+        """Seconds that writing to all of it once more took."""
+        again, _ = self._process.communicate("\n")
+        assert self._process.returncode == 0, "it was killed"
+        return float(again)
+
+
+def says(group: cgroup.Cgroup, name: str, key: str) -> int:
+    with open(f"{group.folder}/{name}") as file:
+        return next(int(line.split()[1]) for line in file if line.split()[0] == key)
+
+
+def killed(group: cgroup.Cgroup) -> int:
+    v1 = os.path.exists(f"{group.folder}/memory.oom_control")
+    return says(group, "memory.oom_control" if v1 else "memory.events", "oom_kill")
+
+
+@functools.cache
+def alone() -> tuple[dict, float]:
+    """What a competitor takes on a machine that has nothing else."""
+    with cgroup.memory_cgroup(LIMIT * MIB) as group:
+        competitor = Competitor(group)
+        return competitor.took, competitor.end()
+
+
+@contextlib.contextmanager
+def served(model: str, group: cgroup.Cgroup):
+    """The address of `moeoff serve` in a cgroup, and a function for its figures."""
+    import httpx
+
+    command = [COMMAND, "serve", "-m", model, "--port", "0", "-c", "1024", "-np", "1"]
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--kv-disk", "0"], **pipes, preexec_fn=group.enter) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"on (http://\S+)/v1", line):
+                break
+        url = found[1]
+        try:
+            yield url, httpx.Client(base_url=url, timeout=300), lines
+        finally:
+            process.terminate()
+            lines += process.stderr.readlines()
+
+
+@pytest.mark.cgroup
+@pytest.mark.perf
+@in_cgroup
+def test_a_program_that_takes_most_of_the_memory_beside_a_server(grown):
+    """Neither is killed, the program is not slowed down, the text is the same; speed comes back."""
+    body = {"prompt": PROMPT, "n_predict": 200, "temperature": 0}
+    body |= {"ignore_eos": True, "cache_prompt": False}
+
+    def metrics(http) -> dict[str, float]:
+        lines = http.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    with cgroup.memory_cgroup(LIMIT * MIB) as group, served(grown, group) as (_, http, lines):
+
+        def ask() -> tuple[str, float]:
+            reply = http.post("/completion", json=body).json()
+            return reply["content"], reply["timings"]["predicted_per_second"]
+
+        text, speed = ask()
+        before = metrics(http)
+        with ThreadPoolExecutor() as pool:
+            answers = pool.submit(lambda: [ask() for _ in range(6)])
+            competitor = Competitor(group)
+            assert all(reply == text for reply, _ in answers.result())
+        cut = metrics(http)
+        assert cut["moeoff_budget_cuts_total"] == 1
+        assert cut["moeoff_budget_bytes"] < 0.45 * LIMIT * MIB
+        assert cut["moeoff_expert_cache_bytes"] < 0.7 * before["moeoff_expert_cache_bytes"]
+        again = competitor.end()
+        assert killed(group) == 0
+        whole = before["moeoff_budget_bytes"]
+        wait_until(lambda: metrics(http)["moeoff_budget_bytes"] == whole, timeout=90)
+        ask()
+        last, back = ask()
+        took, usual = alone()
+        print(competitor.took, again, "alone", took, usual, "tok/s", speed, back)
+        assert last == text and back > 0.8 * speed
+    assert sum("other programs need memory" in line for line in lines) == 1
+    assert competitor.took["busy"] < 2 * took["busy"] + 0.1
+    assert competitor.took["longest"] < took["longest"] + 0.05
+    assert again < 2 * usual + 0.1
+
+
+@pytest.mark.cgroup
+@in_cgroup
+def test_a_program_that_takes_most_of_the_memory_beside_a_run(grown, tmp_path):
+    stats = tmp_path / "stats.json"
+    command = [COMMAND, "run", "-m", grown, "--raw", "-p", PROMPT, "-n", "600", "--ignore-eos"]
+    command += ["-c", "1024", "--temp", "0", "--stats-json", str(stats)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    texts, said = [], ""
+    for competes in (False, True):
+        with cgroup.memory_cgroup(LIMIT * MIB) as group:
+            with subprocess.Popen(command, **pipes, preexec_fn=group.enter) as process:
+                text = process.stdout.read(80)  # it has begun to answer
+                competitor = Competitor(group) if competes else None
+                rest, errors = process.communicate()
+            assert process.returncode == 0, errors.decode()
+            if competitor is not None:
+                competitor.end()
+            assert killed(group) == 0
+        texts.append(text + rest)
+        said = errors.decode()
+    figures = json.loads(stats.read_text())
+    assert texts[0] == texts[1] and "other programs need memory" in said
+    assert figures["budget_cuts"] == 1 and figures["budget_bytes"] < figures["budget_start_bytes"]
 
 
 @pytest.mark.slow
