@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import MoeoffError, OptionError
-from ..options import TABLE, with_gpu
+from ..options import TABLE, ServerOptions, with_gpu
 from ..system.console import note, progress_bar
 from ..system.files import demo_model
 from ..system.memory import format_size
@@ -81,18 +81,36 @@ class ServedCommand(Command):
 @model_argument()
 @HF_REPO
 @table_options("serve")
+@option(
+    "--models",
+    group="Server",
+    is_flag=True,
+    help="Serve the models that `moeoff models` lists by their names, one at a time: a request for "
+    "another one opens it. MODEL, or else the first, is open at the start.",
+)
 @option("-q", "--quiet", group="Server", is_flag=True, help="No line for each request.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def serve(model: str | None, hf_repo: str | None, quiet: bool, args: CommandLine, **options: Any) -> None:
+def serve(
+    model: str | None,
+    hf_repo: str | None,
+    models: bool,
+    quiet: bool,
+    args: CommandLine,
+    **options: Any,
+) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's, Ollama's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
 
     ARGS are llama-server's own options, as are LLAMA_ARG_* in the environment.
     """
+    options |= args.options
+    if models:
+        with_gpu(options, adapters=any(word.startswith("--lora") for word in args.passed_on))
+        first = chosen_model(model, hf_repo) if model or hf_repo else None
+        return _serve_models(first, None if quiet else note, options, args)
     path = chosen_model(model, hf_repo)
 
     from ..server.server import Server
 
-    options |= args.options
     with_gpu(options, adapters=any(word.startswith("--lora") for word in args.passed_on))
     options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
     with _ended_by_signals(), contextlib.ExitStack() as stack:
@@ -116,6 +134,70 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: CommandLine
         experts = f"experts in {format_size(server.stats().cache_bytes)}"
         note(f"serving {path} on {server.url}/v1, {page}, figures on {server.url}/moeoff, {context}, {experts}; Ctrl-C ends")
         server.wait()
+
+
+# options of one model, or of connections that end at its server
+_ONE_MODEL = (
+    "--alias",
+    "--mmproj",
+    "--draft-model",
+    "--ssl-key-file",
+    "--ssl-cert-file",
+    "--lora",
+    "--lora-scaled",
+)
+
+
+def _serve_models(
+    first: str | None,
+    on_request: Callable[[str], None] | None,
+    options: dict[str, Any],
+    line: CommandLine,
+) -> None:
+    """Serve the models of this machine, one at a time.
+
+    Args:
+        first: Path of the model that is open at the start; None: the first of the list that can be.
+    """
+    import asyncio
+
+    from ..gguf.local_models import LocalModel, local_models
+    from ..server.router import Router, with_experts
+    from ..server.server import open_warning
+
+    for flag in _ONE_MODEL:
+        if flag in line.passed_on or options.get(flag[2:].replace("-", "_")):
+            raise OptionError(f"{flag}: is of one model, and --models serves several")
+    models = with_experts(local_models())
+    if first is not None:
+        place = os.path.realpath(first)
+        same = [model for model in models if os.path.realpath(model.path) == place]
+        named = same or [LocalModel(os.path.basename(first).removesuffix(".gguf"), first, "")]
+        models = [named[0], *(model for model in models if model not in same)]
+    if not models:
+        raise MoeoffError("no Mixture-of-Experts model is found: give one with -m or -hf")
+    asked = ("host", "port", "api_key", "api_key_file", "cors", "allowed_hosts")
+    given = {name: options[name] for name in asked if name in options}
+    server_options = ServerOptions.make(**given)
+    host, port = options.pop("host", server_options.host), options.pop("port", server_options.port)
+    if (address := server_options.open_to) is not None:
+        note(open_warning(address))
+    for text in line.left_out:
+        note(text)
+
+    async def main() -> None:
+        sites, origins = server_options.sites, server_options.cors
+        router = Router(models, {"args": line, **options}, sites, origins, note, on_request)
+        try:
+            urls = await router.listen(host, port)
+            await router.start(1 if first is not None else len(models))
+            note(f"serving {len(models)} models on {urls[0]}/v1, one at a time; Ctrl-C ends")
+            await asyncio.Event().wait()
+        finally:
+            await router.stop()
+
+    with _ended_by_signals():
+        asyncio.run(main())
 
 
 @contextlib.contextmanager

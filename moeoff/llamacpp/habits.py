@@ -19,6 +19,7 @@ class Habit(NamedTuple):
 _BUFFER = "experts are in the expert buffer, whose memory --memory bounds; --vram gives them a GPU's"
 _READ = "experts are read as they are used, with --memory as their bound"
 _FITTED = "--memory is what everything is fitted to, and planned before anything is loaded"
+_MODELS = "--models serves the models that moeoff models lists, one at a time"
 _FILE = "models are files that are there: nothing is downloaded but with -hf ORG/REPO:QUANT"
 _CHATS = "without -p, in a terminal, moeoff run chats"
 _ENDS = "it ends the process that serves"
@@ -66,8 +67,8 @@ _TABLE: tuple[tuple[str, int, str, str, str], ...] = (
     ("run serve", REFUSED, "--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec "
      "--fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default", "", _FILE),
     ("run serve", REFUSED, "--help --version --cache-list --completion-bash", "", _ENDS),
-    ("serve", REFUSED, "--models-dir --models-preset --models-max", "VALUE", "there is no router: one model for each server"),
-    ("serve", REFUSED, "--models-autoload --no-models-autoload", "", "there is no router: one model for each server"),
+    ("serve", REFUSED, "--models-dir --models-preset --models-max", "VALUE", _MODELS),
+    ("serve", REFUSED, "--models-autoload --no-models-autoload", "", _MODELS),
     ("serve", REFUSED, "--sleep-idle-seconds", "N", "a model that sleeps would have to be put together again"),
     ("serve", REFUSED, "--ssl-key-file --ssl-cert-file", "FILE", "this build has no TLS: let a proxy on this machine, as Caddy or nginx, speak https for it"),
     ("serve", REFUSED, "--tools --tools-runtime --mcp-servers-config --mcp-servers-json", "VALUE", "it lets answers start programs on this machine"),
