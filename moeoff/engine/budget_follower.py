@@ -17,8 +17,8 @@ from ..system.memory import DEFAULT_SHARE, available
 from ..system.pressure import Pressure
 from .arena_sizer import ArenaSizer
 
-# seconds between looks: a program that takes 1 GB a second has taken half of 200 MB that are free
-_TICK = 0.1
+_TICKS = 0.1, 0.5  # seconds between looks, at least and at most
+_FASTEST = 4e9  # bytes a second that other programs take, by which the next look is chosen
 # share of what the process could have, above which a budget is lowered: half of the fifth is gone
 _CROWDED = 0.9
 # share of the time in which programs wait for memory, above which a budget is lowered
@@ -70,18 +70,23 @@ class BudgetFollower:
             thread.join()
 
     def _run(self) -> None:
-        while not self._closing.wait(_TICK):
-            sizer = self._sizer()
-            if sizer is None:
-                return
-            try:
-                share = 0.0 if self._pressure is None else self._pressure.share()
-                self.step(sizer, time.monotonic(), available(), share)
-            except MoeoffError:  # the system no longer says, or the buffer is closed
-                return
+        seconds: float | None = _TICKS[0]
+        while seconds is not None and not self._closing.wait(seconds):
+            seconds = self._look()
 
-    def step(self, sizer: ArenaSizer, now: float, could_have: int, stalled: float) -> None:
-        """Move the budget once.
+    def _look(self) -> float | None:
+        """Return the seconds until the next look; None: there will be nothing to see."""
+        sizer = self._sizer()
+        if sizer is None:
+            return None
+        try:
+            stalled = 0.0 if self._pressure is None else self._pressure.share()
+            return self.step(sizer, time.monotonic(), available(), stalled)
+        except MoeoffError:  # the system no longer says how much memory is free
+            return None
+
+    def step(self, sizer: ArenaSizer, now: float, could_have: int, stalled: float) -> float:
+        """Move the budget once, and return the seconds until the next look.
 
         Args:
             now: Seconds of a clock.
@@ -107,6 +112,8 @@ class BudgetFollower:
                 sizer.follow(self.most)
                 self._grown_at, self._has_cut = now, False
                 self._on_remark("memory is free again: experts have all of theirs back")
+        left = could_have * _CROWDED - min(sizer.budget, useful)
+        return min(max(left / _FASTEST, _TICKS[0]), _TICKS[1])
 
     def _lower(self, sizer: ArenaSizer, budget: int, now: float) -> None:
         self._calm_at = now + self._calm

@@ -124,7 +124,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class _MemoryGroup:
+class MemoryGroup:
     """A memory cgroup: its folder, and the names that its version has for limits and statistics.
 
     Attributes:
@@ -150,15 +150,22 @@ class _MemoryGroup:
 
     def held_by_others(self, own: int) -> int:
         """Bytes of the group's other processes that the kernel cannot take back without swap, those of files in memory among them."""
+        return max(0, self._held() - own)
+
+    def _held(self) -> int:
         try:
             with open(f"{self.folder}/memory.stat") as file:
                 stat = {name: int(value) for name, value in (line.split() for line in file)}
         except (OSError, ValueError):
             return 0
-        return max(0, sum(stat.get(name, 0) for name in self.charged) - own)
+        return sum(stat.get(name, 0) for name in self.charged)
+
+    def free_share(self) -> float:
+        """The share of the limit that processes could still get, the page cache included."""
+        return 1 - self._held() / limit if (limit := self.limit) else 1.0
 
 
-def _memory_groups() -> list[_MemoryGroup]:
+def _memory_groups() -> list[MemoryGroup]:
     """This process's memory cgroup and its parents, of versions 1 and 2 of the kernel's interface."""
     groups = []
     limits: tuple[str, ...]
@@ -178,7 +185,7 @@ def _memory_groups() -> list[_MemoryGroup]:
         else:
             continue
         while True:
-            groups.append(_MemoryGroup(root + path.rstrip("/"), limits, charged))
+            groups.append(MemoryGroup(root + path.rstrip("/"), limits, charged))
             if path in ("/", ""):
                 break
             path = os.path.dirname(path)
@@ -190,9 +197,17 @@ def cgroup_limit() -> int | None:
     return min((group.limit for group in _memory_groups() if group.limit is not None), default=None)
 
 
-def limited_folders() -> list[str]:
-    """The folders of the cgroups around this process that have a memory limit."""
-    return [group.folder for group in _memory_groups() if group.limit is not None]
+def limited_groups() -> list[MemoryGroup]:
+    """The cgroups around this process that have a memory limit."""
+    return [group for group in _memory_groups() if group.limit is not None]
+
+
+def free_share() -> float:
+    """The share of the machine's memory that processes could still get, the page cache included."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return float(memory.available / memory.total)
 
 
 def available() -> int:

@@ -7,56 +7,64 @@ systems, older kernels and containers that hide these files report none.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from .memory import limited_folders
+from .memory import free_share, limited_groups
 
 _WINDOW = 0.5  # seconds that a share is taken of, as of the kernel's own triggers
-_MACHINE = ("/proc/pressure/memory", "/proc/vmstat", ("pgscan_direct", "pgscan_kswapd"))
+# share of the memory that is free, above which programs wait for something else: for what their
+# own cgroup does not allow them, or for huge pages
+_PLENTY = 0.3
 
 
-class _Source:
-    """One pair of counters: microseconds that programs have waited, and pages that were scanned.
+@dataclass(frozen=True)
+class Source:
+    """Where pressure is read.
 
-    Where pages are not scanned, programs wait for something else, such as the compaction of huge
-    pages. The machine's pages do not include those that a cgroup scans below its own limit.
+    Attributes:
+        pressure: File with the time that programs have waited.
+        scans: File that counts the pages that were scanned to be reclaimed.
+        names: Of these counters.
+        free_share: Returns the share of memory that is free there.
     """
 
-    def __init__(self, pressure: str, scans: str, names: tuple[str, ...]):
-        self._pressure, self._scans, self._names = pressure, scans, names
-        self._before = self._read()
+    pressure: str
+    scans: str
+    names: tuple[str, ...]
+    free_share: Callable[[], float]
 
-    def _read(self) -> tuple[int, int] | None:
+    def read(self) -> tuple[int, int] | None:
+        """Return microseconds of waiting and scanned pages; None: the system does not say."""
         try:
-            with open(self._pressure) as file:
+            with open(self.pressure) as file:
                 waited = int(file.readline().rpartition("total=")[2])
-            with open(self._scans) as file:
+            with open(self.scans) as file:
                 lines = (line.split() for line in file)
-                return waited, sum(int(line[1]) for line in lines if line[0] in self._names)
+                return waited, sum(int(line[1]) for line in lines if line[0] in self.names)
         except (OSError, ValueError, IndexError):
             return None
 
-    def waited(self) -> float:
-        """Return the seconds since the last call; 0 if nothing was reclaimed, or it is unknown."""
-        before, self._before = self._before, self._read()
-        if before is None or self._before is None or self._before[1] == before[1]:
-            return 0.0
-        return (self._before[0] - before[0]) / 1e6
+
+def _sources() -> list[Source]:
+    """Those of the machine and of the cgroups around this process."""
+    names = ("pgscan_direct", "pgscan_kswapd")  # without what cgroups scan below their own limits
+    machine = Source("/proc/pressure/memory", "/proc/vmstat", names, free_share)
+    groups = [(group.folder, group.free_share) for group in limited_groups()]
+    files = [(f"{folder}/memory.pressure", f"{folder}/memory.stat", free) for folder, free in groups]
+    return [machine, *(Source(first, second, ("pgscan",), free) for first, second, free in files)]
 
 
 class Pressure:
     """The share of time in which some program waits for memory.
 
     Args:
-        sources: File of the pressure, file of the scanned pages, and the names of these counters.
-            None: those of the machine and of the cgroups around this process.
+        sources: None: those of the machine and of the cgroups around this process.
     """
 
-    def __init__(self, sources: Iterable[tuple[str, str, tuple[str, ...]]] | None = None):
-        if sources is None:
-            groups = ((f"{f}/memory.pressure", f"{f}/memory.stat", ("pgscan",)) for f in limited_folders())
-            sources = (_MACHINE, *groups)
-        self._sources = [_Source(*source) for source in sources]
+    def __init__(self, sources: Iterable[Source] | None = None):
+        self._sources = list(_sources() if sources is None else sources)
+        self._before = [source.read() for source in self._sources]
         self._read_at = time.monotonic()
 
     def share(self) -> float:
@@ -64,5 +72,12 @@ class Pressure:
         now, seconds = time.monotonic(), time.monotonic() - self._read_at
         if seconds < _WINDOW:
             return 0.0
-        self._read_at = now
-        return max((source.waited() for source in self._sources), default=0.0) / seconds
+        before, self._before = self._before, [source.read() for source in self._sources]
+        self._read_at, share = now, 0.0
+        for source, then, since in zip(self._sources, before, self._before, strict=True):
+            # without scans nothing was reclaimed, and programs waited for huge pages, say
+            if then and since and since[1] != then[1]:
+                waited = (since[0] - then[0]) / 1e6 / seconds
+                if waited > share and source.free_share() < _PLENTY:
+                    share = waited
+        return share

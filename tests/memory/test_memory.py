@@ -204,6 +204,22 @@ def test_a_default_budget_follows_what_others_need(grown, monkeypatch):
         assert cache_of(llm) == 1 and answer(llm) == text
 
 
+def test_a_default_budget_follows_within_a_batch(grown, monkeypatch):
+    """A prompt's batch takes minutes where the disk is slow."""
+    machine = Machine(monkeypatch)
+    tokens = [10 + (7 * i * i) % 4000 for i in range(1024)]
+    with moeoff.Llama(grown, n_ctx=1024, n_batch=1024, n_ubatch=1024, n_threads=1) as llm:
+        before = cache_of(llm)
+        with ThreadPoolExecutor() as pool:
+            done = pool.submit(llm.eval, tokens)
+            wait_until(lambda: llm.engine.prompt_tokens > 20)
+            machine.could_have = 1
+            wait_until(lambda: cache_of(llm) < before / 4)
+            is_computing = not done.done()
+            done.result()
+        assert is_computing and llm.n_tokens == len(tokens)
+
+
 def test_a_default_budget_goes_down_to_what_computes(grown, monkeypatch):
     """What smaller batches have left to experts goes, too, and the largest prompt is still read."""
     machine = Machine(monkeypatch)
@@ -274,13 +290,18 @@ def test_pressure_is_the_time_in_which_something_is_reclaimed(tmp_path, monkeypa
         scanned.write_text(f"anon 5\npgscan {pages}\npgscan_direct 7\n")
 
     write(10**6, 100)
-    of = pressure.Pressure([(str(waited), str(scanned), ("pgscan",)), ("/nowhere", "/nowhere", ())])
+    free = [0.2]
+    file = pressure.Source(str(waited), str(scanned), ("pgscan",), lambda: free[0])
+    of = pressure.Pressure([file, pressure.Source("/nowhere", "/nowhere", (), lambda: 0.0)])
     assert of.share() == 0
     write(10**6 + 10**5, 101)
     started = time.monotonic()
     share = of.share()
     assert 0 < share and share * (time.monotonic() - started) < 0.1
     write(3 * 10**6, 101)  # they wait for something else
+    assert of.share() == 0
+    write(4 * 10**6, 102)
+    free[0] = 0.5  # there is plenty, and some cgroup has used up its own
     assert of.share() == 0
     waited.unlink()
     assert of.share() == 0
