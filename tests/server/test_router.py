@@ -20,6 +20,7 @@ import openai
 import psutil
 import pytest
 
+from helpers.browser import Browser, Chat, find_browser
 from helpers.files import COMMAND, DEMO
 from helpers.servers import refused, single_use
 from helpers.waiting import wait_until
@@ -286,3 +287,30 @@ def test_a_server_that_has_ended_is_started_again(served):
 def test_what_is_of_one_model_is_refused(demo):
     assert "--alias" in refused(COMMAND, "serve", "--models", "-m", demo, "--alias", "x")
     assert "--models serves" in refused(COMMAND, "serve", "-m", demo, "--models-dir", "x")
+
+
+@pytest.mark.slow
+def test_a_person_chooses_on_the_page(served, tmp_path):
+    program = find_browser()
+    if program is None or served.get("/").status_code == 404:
+        pytest.skip("no Chromium on PATH, or a build without the web page")
+    served.post("/models/load", model=FIRST)
+    with Browser(program, tmp_path / "profile") as browser:
+        chat = Chat(browser, served.url)
+
+        def click(selector: str, text: str) -> None:
+            of = f"[...document.querySelectorAll({selector!r})]"
+            element = f"{of}.filter((e) => e.textContent.trim().startsWith({text!r})).at(-1)"
+            chat.page.wait(f"{element} !== undefined")
+            chat.page.evaluate(f"{element}.click()")
+
+        chat.ask(MESSAGES[0]["content"])
+        answer = chat.read()
+        assert served.open() == [FIRST]
+        click("form button", "first")
+        click("[role=option], [role=menuitem]", "second")
+        wait_until(lambda: served.open() == [SECOND])
+        chat.ask("And 4 + 4?")
+        assert answer and chat.read()
+        refused = "performance.getEntriesByType('resource').filter((e) => e.responseStatus >= 400)"
+        assert chat.page.evaluate(f"{refused}.map((e) => e.name)") == []
