@@ -355,14 +355,16 @@ class Server:
                     stack.callback(self._disk.close, self._deadline)
 
     def _use_idle(self) -> None:
-        """The idle thread: once after each request, when no batch has come for a while."""
-        last = seen = -1
+        """The idle thread: once after each request, when no batch has come for a while, and after
+        the budget has moved: what the last batch has left of its buffers goes to the experts, or back."""
+        last = seen = (-1, 0)
         while not self._closing.wait(_IDLE):
             with self._between:
-                if seen == self._n_batches != last and not self._computes:
-                    last = seen
+                now = self._n_batches, self.engine.sizer.budget
+                if seen == now != last and not self._computes:
+                    last = now
                     self.engine.idle(lambda: self._computes)
-                seen = self._n_batches
+                seen = now
 
     def _guarded(self, function: Callable[..., Any], failed: Any) -> Callable[..., Any]:
         """What is raised must not cross the C frames below: it is kept for `start()`."""

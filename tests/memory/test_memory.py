@@ -270,7 +270,10 @@ def test_a_server_says_that_its_budget_moves(grown, monkeypatch):
         text = client.ask(messages, lambda *_: None).text
         assert server.take_remarks() == []
         machine.leave(server, 1.0)
+        buffers = server.engine.sizer._borrowed[0]
+        assert buffers.bound == buffers.largest, "experts have all that they can use"
         wait_until(lambda: cache_of(server) < 0.9, timeout=5)
+        wait_until(lambda: buffers.bound < buffers.largest)  # though nothing is asked
         assert client.ask(messages, lambda *_: None).text == text
         wait_until_still(lambda: cache_of(server), 0.5)
         (remark,) = server.take_remarks()
