@@ -28,6 +28,7 @@ class ABTest:
     Attributes:
         on: what to do for the token that begins now.
         gain: speed with, relative to without, minus 1, as last measured; None before the first comparison has ended.
+        left: Number of tokens before the next comparison; 0 while one runs.
     """
 
     def __init__(self, block: int = BLOCK, skip: int = SKIP, hopeless: float = math.inf) -> None:
@@ -41,14 +42,14 @@ class ABTest:
         self._block = self._in_block = 0
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._round: list[tuple[bool, int]] = []
-        self._left = 0
+        self.left = 0
         self.on = ORDER[0]
 
     def token(self, ns: int) -> None:
         """Counts a token that took this many nanoseconds."""
-        if self._left:
-            self._left -= 1
-            if not self._left:
+        if self.left:
+            self.left -= 1
+            if not self.left:
                 self._begin_trial()
             return
         if self._in_block >= self._skip:
@@ -77,7 +78,7 @@ class ABTest:
             self._hold = LONGEST_HOLD
         else:
             self._hold = min(2 * self._hold, LONGEST_HOLD) if self.on == self._last else HOLD
-        self._last, self._left = self.on, self._hold
+        self._last, self.left = self.on, self._hold
         return True
 
 

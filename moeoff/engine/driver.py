@@ -75,10 +75,10 @@ class Probabilities(Observer):
     """
 
     def __init__(self, router: Router, of_decode: bool):
-        self._router, self._of_decode = router, of_decode
+        self._router, self.wants_decode = router, of_decode
 
     def observe(self, event: GateEvent) -> None:
-        if event.logits is not None and (self._of_decode or not event.decode):
+        if event.logits is not None and (self.wants_decode or not event.decode):
             event.probs = self._router.gated(event.logits)
 
 
@@ -121,11 +121,11 @@ class PolicyUpdates(Observer):
     """
 
     def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None, of_decode: bool = True):
-        self.policy, self._buffer, self._model, self._of_decode = policy, buffer, model, of_decode
+        self.policy, self._buffer, self._model, self.wants_decode = policy, buffer, model, of_decode
         self._arena = self._cache_bytes() if model is not None else 0  # as the policy knows it
 
     def observe(self, event: GateEvent) -> None:
-        if (self._of_decode or not event.decode) and self.policy.update(event) is not False:
+        if (self.wants_decode or not event.decode) and self.policy.update(event) is not False:
             self._buffer.publish()
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
@@ -236,21 +236,28 @@ class Driver:
         if parts and (ahead is not None or not self.observers):
             buffer.drain()
             buffer.set_gate_callback(self.deliver, predictor=ahead)
-        self.observers, self.policy, self.prefetcher, self._trace, self.attached = [*parts, *self.observers], policy, prefetcher, writer, True
+        self.policy, self.prefetcher, self._trace, self.attached = policy, prefetcher, writer, True
+        self._set_observers([*parts, *self.observers])
 
     def add(self, observer: Observer) -> None:
         """It sees the events from here on, after the others."""
         self.buffer.drain()
         if not self.observers:
             self.buffer.set_gate_callback(self.deliver)
-        self.observers.append(observer)
+        self._set_observers([*self.observers, observer])
 
     def remove(self, observer: Observer) -> None:
         """It sees no more events."""
         self.buffer.drain()
-        self.observers = [other for other in self.observers if other is not observer]
+        self._set_observers([other for other in self.observers if other is not observer])
         if not self.observers:
             self.buffer.set_gate_callback(None)
+
+    def _set_observers(self, observers: list[Observer]) -> None:
+        """Between events."""
+        self.observers = observers
+        if self.prefetcher is not None:
+            self.prefetcher.is_alone = not any(other.wants_decode for other in observers if other is not self.prefetcher)
 
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""

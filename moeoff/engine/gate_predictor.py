@@ -7,7 +7,7 @@ computes and no event waits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, c_float, c_int32, pointer
+from ctypes import POINTER, c_float, c_int32, c_uint8, pointer
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class GatePredictor:
     Attributes:
         settings: struct moeoff_prefetching.
         n_paying: [n_gates] int32, up to which place what is absent is read.
+        selected: [n_gates, n_experts] bool, what each gate's last event of decoded tokens selected.
     """
 
     def __init__(self, predictor: RoutersAhead, n_experts: int, n_candidates: int, max_rows: int):
@@ -46,10 +47,11 @@ class GatePredictor:
                     rows.address, _address(bias), _address(selection), rows.nbytes, rows.type, rows.n_cols, rows.n_rows // n, n
                 )
         self.n_paying = np.full(n_gates, n_candidates, np.int32)
-        self._n_predicted = np.zeros(n_gates, np.int32)
+        self._n_predicted, self.selected = np.zeros(n_gates, np.int32), np.zeros((n_gates, n_experts), bool)
         self._experts, self._places = (np.zeros((n_gates, n_experts), np.int32) for _ in range(2))
         arrays = (array.ctypes.data_as(POINTER(c_int32)) for array in (self.n_paying, self._experts, self._places, self._n_predicted))
-        self.settings = native.Prefetching(self._routers, *arrays, n_candidates=n_candidates, max_rows=max_rows, n_together=1)
+        self.settings = native.Prefetching(self._routers, *arrays, n_candidates=n_candidates, max_rows=max_rows, n_together=1,
+                                           selected=self.selected.ctypes.data_as(POINTER(c_uint8)))  # fmt: skip
 
     def _selection_bias(self, targets: Sequence[int], n_experts: int) -> np.ndarray | None:
         """Of these gates, one behind the other; None: they choose by the order of their logits."""
@@ -65,9 +67,16 @@ class GatePredictor:
         self._score = score
         self.settings.score = pointer(score)
 
+    def take_counts(self) -> tuple[int, int]:
+        """Return decoded tokens, at least 1, and slices that they missed, both since the last call."""
+        settings = self.settings
+        counts = max(settings.n_tokens, 1), settings.n_missed
+        settings.n_tokens = settings.n_missed = 0
+        return counts
+
     def stop(self) -> None:
         """Predicts no more."""
-        self.settings.is_on, self.settings.n_together = False, 1
+        self.settings.is_on, self.settings.n_together, self.settings.n_quiet = False, 1, 0
 
     def predictions(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Of those since the last call: gate, experts, and the place of each. Valid until the next event."""

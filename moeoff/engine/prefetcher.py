@@ -194,15 +194,17 @@ class Usefulness:
         """A gate has selected these for a token [n], or for one each of several sequences: of use is what any of them selects."""
         self._ids[gate] = ids  # that is all: this runs for each gate
 
-    def next_token(self, resident: np.ndarray) -> None:
+    def next_token(self, resident: np.ndarray, selected: np.ndarray | None = None) -> None:
         """The first gate has selected: counts what was predicted for it and, in the token before, for the others.
 
         Args:
             resident: [n_gates, n_experts] bool, what is in memory now; the next predictions are judged by it.
+            selected: [n_gates, n_experts] bool, what the gates have selected; None: as `selected` was told.
         """
         n_places, n_gates = len(self._absent), len(self._gates)
-        selected = np.zeros_like(self._resident)
-        selected[self._gate_of(self._ids), np.concatenate(self._ids)] = True
+        if selected is None:
+            selected = np.zeros_like(self._resident)
+            selected[self._gate_of(self._ids), np.concatenate(self._ids)] = True
         gates, best, places = self._gate_of(self._best), np.concatenate(self._best), np.concatenate(self._places)
         absent = ~self._resident[gates, best]
         gates, best, places = gates[absent], best[absent], places[absent]
@@ -267,6 +269,7 @@ class WeightEstimate:
 _RATE = 0.4  # of a token, in the running means
 SAMPLE = 64  # tokens of a batch that are predicted for: experts that fewer than one in so many selects are left to demand
 _LEAST_BUSY = 0.01  # of the time, in which the disk reads: below it prediction has no measurable effect
+_MOST_QUIET = 16  # tokens for which nothing is predicted and Python is not called: more would notice late that it pays again
 
 
 class Prefetcher(Observer):
@@ -295,6 +298,7 @@ class Prefetcher(Observer):
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
         self._n_experts = n_experts
         self._native: GatePredictor | None = None
+        self._is_alone = self._is_quiet = False
         self._n_together = 1
         self._n_matrices = int(max(np.bincount([t.gate for t in buffer.tensors])))
         self._most = float(n_used * self._n_matrices)  # slices that one gate can select
@@ -351,6 +355,27 @@ class Prefetcher(Observer):
         settings, weighed = self._native.settings, self._as_weighed  # what is weighed needs the scores: it is predicted here
         settings.is_on, settings.n_together = self._predicts and not weighed, 1 if weighed else self._n_together
         settings.earned, settings.most = self._earned, self._most
+        self._is_quiet = self._is_alone and self._fallback is None and not weighed
+        settings.n_quiet = self._n_quiet if self._is_quiet else 0
+
+    @property
+    def is_alone(self) -> bool:
+        """True if no other observer wants every event of decoded tokens. Set between events."""
+        return self._is_alone
+
+    @is_alone.setter
+    def is_alone(self, is_alone: bool) -> None:
+        self._is_alone = is_alone
+        self._tell_native()
+
+    @property
+    def _n_quiet(self) -> int:
+        """Tokens until something is decided anew."""
+        if self._predicts:
+            return 1
+        if self.ab_test is None or self.ab_test.on:  # the disk has nothing to do
+            return _MOST_QUIET
+        return min(max(self.ab_test.left, 1), _MOST_QUIET)
 
     @property
     def on(self) -> bool:
@@ -373,6 +398,8 @@ class Prefetcher(Observer):
             if self._native is not None:
                 self._native.stop()
                 self._native = None
+        elif event.gate == self._n_gates - 1:
+            self._fallback = None  # every gate has an input; quiet events come without
         tau = self.precision.tau
         if tau:
             self._weights.selected(event.gate, event.weights[:SAMPLE])
@@ -386,15 +413,15 @@ class Prefetcher(Observer):
                 self._act(self.predictor.observe(event.sample(SAMPLE)) if predictions is None else predictions, False)
             return
         usefulness = self._usefulness if self._predicts else None
-        if usefulness is not None:
+        if usefulness is not None and not self._is_quiet:
             usefulness.selected(event.gate, event.ids[event.weights >= tau] if tau else event.ids.ravel())  # what is read for nobody is of no use
         if self.meter is not None:
             self.meter.selected(event)
         if event.gate == 0:
             self._next_token(event)
-        self._missed += event.n_miss
         if self._native is not None and not self._as_weighed:
             return
+        self._missed += event.n_miss
         self._credit = min(self._credit + self._earned, self._most)
         if self._predicts:
             self._act(self.predictor.observe(event.sample(SAMPLE)), True)
@@ -410,23 +437,29 @@ class Prefetcher(Observer):
 
     def _next_token(self, event: GateEvent) -> None:
         """At the first gate of a token: measures the token before, and what the disk can read besides demand."""
-        now, n_rows = event.t_ns, len(event.ids)
+        now, n_rows, n_tokens = event.t_ns, len(event.ids), 1
+        if self._native is not None:
+            n_tokens, missed = self._native.take_counts()
+            self._missed = self._missed if self._as_weighed else missed
         stats = self._buffer.stats()
         busy, reads = stats.disk_busy_ns - self._seen[0], stats.reads - self._seen[1]
         self._seen = (stats.disk_busy_ns, stats.reads)
         if self._usefulness is not None and self._predicts:
             for prediction in () if self._native is None else self._native.predictions():
                 self._usefulness.predicted(*prediction)
-            self._usefulness.next_token(self._buffer.residency() == self._whole)
+            selected = self._native.selected if self._native is not None and self._is_quiet else None
+            self._usefulness.next_token(self._buffer.residency() == self._whole, selected)
             if self._native is not None:
                 self._native.n_paying[:] = self._usefulness.n_paying
         if self._token_t and n_rows == self._n_rows:
-            ns = now - self._token_t
+            ns, rate = (now - self._token_t) // n_tokens, 1 - (1 - _RATE) ** n_tokens
             if self.ab_test is not None:
-                self.ab_test.token(ns)
-            self._token_ns += _RATE * (ns - self._token_ns) if self._token_ns else ns
-            self._misses += _RATE * (self._missed / self._n_gates - self._misses)
-            self._busy = float(busy) if self._busy is None else self._busy + _RATE * (busy - self._busy)
+                for _ in range(n_tokens):
+                    self.ab_test.token(ns)
+            self._token_ns += rate * (ns - self._token_ns) if self._token_ns else ns
+            self._misses += rate * (self._missed / n_tokens / self._n_gates - self._misses)
+            busy_ns = busy / n_tokens
+            self._busy = busy_ns if self._busy is None else self._busy + rate * (busy_ns - self._busy)
             # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the disk idle, and adds up
             if reads > 0:
                 t_slice = busy / reads

@@ -7,6 +7,7 @@ none, a strategy may begin with the experts that other text used most.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -85,16 +86,22 @@ class PromptUses(Observer):
         weights: [n_gates, n_experts] float32, from 0 to 2.
     """
 
+    wants_decode = False
+
     def __init__(self, shape: tuple[int, int]):
         self.weights = np.zeros(shape, np.float32)
-        self._reads = False  # a prompt, which may be several batches
+        self._decodes, self._begun = True, 0  # whether the last batch decoded; when the first batch of a prompt began
+
+    def begin(self, tokens: np.ndarray, decode: bool) -> None:
+        if self._decodes and not decode:
+            self._begun = time.monotonic_ns()
+        self._decodes = decode
 
     def observe(self, event: GateEvent) -> None:
         if event.decode:
-            self._reads = False
             return
-        if not self._reads:
-            self._reads = True
+        if event.t_ns >= self._begun:  # the first of a prompt, which may be several batches
+            self._begun = sys.maxsize
             self.weights *= 0.5
         row = self.weights[event.gate]
         row[np.unique(event.ids[row[event.ids] < 1])] += 1

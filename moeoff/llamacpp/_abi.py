@@ -43,7 +43,7 @@ def each(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-ABI_VERSION = 27
+ABI_VERSION = 28
 ROW_CACHE_BYTES = 2097152
 ROW_READ_BYTES = 524288
 MAX_WAVES = 8
@@ -171,7 +171,8 @@ class Prefetching(Structure):
         *each(POINTER(c_int32), "n_paying experts places n_predicted"),
         ("score", POINTER(Score)),
         *each(c_double, "credit earned most"),
-        *each(c_int32, "is_on n_candidates max_rows n_together"),
+        *each(c_int32, "is_on n_candidates max_rows n_together n_quiet n_tokens n_missed"),
+        ("selected", POINTER(c_uint8)),
     ]
 
 

@@ -75,7 +75,14 @@ class GateEvent:
 
 
 class Observer:
-    """Sees the gate events of a running model. A subclass overrides what it needs; what it raises is raised by the next decode."""
+    """Sees the gate events of a running model. A subclass overrides what it needs; what it raises is raised by the next decode.
+
+    Attributes:
+        wants_decode: Whether it needs every event of decoded tokens. Where no observer does, most are not delivered while
+            few experts are missing.
+    """
+
+    wants_decode = True
 
     def observe(self, event: GateEvent) -> None:
         """After a router has selected, on the driver thread, while the layer computes."""

@@ -76,6 +76,28 @@ def test_the_driver_thread_predicts_as_python_would(demo, monkeypatch, strategy,
         assert llm.stats().prefetch_issued > 0
 
 
+def test_few_events_reach_python_while_nothing_is_predicted(demo, monkeypatch):
+    """The score takes all of them, and an observer that wants each of them gets it."""
+    delivered, deliver, priorities = [], Driver.deliver, []
+    monkeypatch.setattr(Driver, "deliver", lambda self, event: delivered.append(event) or deliver(self, event))
+    for observers in (0, 1):
+        with moeoff.Llama(demo, expert_memory=share(demo, 0.5), **OPTIONS) as llm:
+            driver, events = llm.engine.driver, []
+            llm.eval(PROMPT)
+            llm.engine.buffer.drain()
+            driver.prefetcher.ab_test.on, driver.prefetcher.ab_test.left = False, 10**6
+            if observers:
+                llm.set_gate_callback(events.append)
+            delivered.clear()
+            for token in range(64):
+                llm.eval([100 + token])
+            llm.engine.buffer.drain()
+            assert llm.stats().events_dropped == 0 and len(events) == observers * 64 * 12
+            assert len(delivered) == len(events) if observers else 4 <= len(delivered) <= 20
+            priorities.append(driver.policy.priorities.copy())
+    np.testing.assert_allclose(*priorities, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("gating", [SOFTMAX, SIGMOID, SQRT_SOFTPLUS])
 def test_the_driver_thread_scores_as_python_would(demo, gating, monkeypatch):
     """Prompts, single tokens and several at once, by the same objects as a simulation; decoded

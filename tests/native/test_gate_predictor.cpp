@@ -6,6 +6,7 @@
 #include "moeoff-gate-predictor.h"
 
 #include <array>
+#include <atomic>
 #include <cmath>
 
 using namespace moeoff;
@@ -44,6 +45,7 @@ struct fixture {
     std::array<moeoff_routers_ahead, n_gates> routers = {};
     std::vector<int32_t> n_paying = std::vector<int32_t>(n_gates, 2), n_predicted = std::vector<int32_t>(n_gates, 0);
     std::vector<int32_t> experts = std::vector<int32_t>(n_gates * n_experts, -1), places = experts;
+    std::vector<uint8_t> selected;
     moeoff_prefetching   shared  = {};
     std::vector<call>    calls;
     int32_t              n_absent = 0; // slices of each prefetch
@@ -52,7 +54,8 @@ struct fixture {
     fixture() {
         routers[0] = { rows.data(), bias.data(), nullptr, rows.size() * sizeof(float), 0, n_embd, n_experts, 2 };
         routers[1] = { rows.data(), nullptr, nullptr, rows.size() * sizeof(float) / 2, 0, n_embd, n_experts, 1 };
-        shared     = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), nullptr, 0, 3, 7, 1, 2, 3, 1 };
+        selected.resize((n_gates + 1) * n_experts);
+        shared     = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), nullptr, 0, 3, 7, 1, 2, 3, 1, 0, 0, 0, selected.data() };
     }
     std::unique_ptr<gate_predictor> predictor() {
         const auto prefetch = [this](int32_t gate, const int32_t * e, int32_t n, int32_t n_read, int32_t limit) {
@@ -167,12 +170,14 @@ TEST(looks_further_ahead_only_if_all_that_is_predicted_is_there) {
 }
 
 // the order of things on the driver's thread: a gate's number as it is told, or -1 - gate as it is predicted from
-static std::vector<int32_t> order_of(const std::vector<int32_t> & gates, int32_t n_together, bool decode, bool drains) {
+static std::vector<int32_t> order_of(const std::vector<int32_t> & gates, int32_t n_together, bool decode, bool drains, int32_t n_quiet = 0) {
     static const std::vector<float> input { 1, 0 };
     fixture              x;
     event_driver         driver;
     std::vector<int32_t> order;
     x.shared.n_together = n_together;
+    x.shared.n_quiet    = n_quiet;
+    x.shared.is_on      = n_quiet == 0;
     for (auto & router : x.routers) {
         router = x.routers[1];
     }
@@ -189,11 +194,14 @@ static std::vector<int32_t> order_of(const std::vector<int32_t> & gates, int32_t
     x.shared.places      = x.places.data();
     x.shared.n_paying    = x.n_paying.data();
     x.shared.n_predicted = x.n_predicted.data();
+    std::pair<std::vector<int32_t> *, moeoff_prefetching *> user { &order, &x.shared };
     driver.start([](const moeoff_gate_event * e, void * user) {
         if (e) {
-            ((std::vector<int32_t> *) user)->push_back(e->gate);
+            auto & [order, shared] = *(std::pair<std::vector<int32_t> *, moeoff_prefetching *> *) user;
+            order->push_back(e->gate);
+            shared->n_tokens = 0;
         }
-    }, &order, 1 << 20, std::move(predictor));
+    }, &user, 1 << 20, std::move(predictor));
     const int32_t id = 0;
     const float   weight = 1;
     for (const int32_t gate : gates) {
@@ -219,4 +227,56 @@ TEST(events_are_told_together_and_predicted_from_at_once) {
     REQUIRE(order_of({ 4, 4, 4, 4, 4 }, 4, true, false) == (order { -5, -5, -5, -5, 4, 4, 4, 4, -5, 4 })); // of several contexts
     REQUIRE(order_of({ 1, 2 }, 4, true, true) == (order { -2, 1, -3, 2 }));                        // somebody waits for them
     REQUIRE(order_of({ 0, 1, 2 }, 4, false, false) == (order { 0, 1, 2 }));                        // a prompt's
+}
+
+TEST(while_it_is_quiet_some_tokens_first_gates_are_told) {
+    using order = std::vector<int32_t>;
+    REQUIRE(order_of({ 1, 0, 1, 0, 1, 0, 1, 0, 1 }, 4, true, false, 3) == (order { 0, 0 })); // the first batch has another size than none
+    REQUIRE(order_of({ 0, 1, 0, 1 }, 4, true, true, 1) == (order { 0, 0 }));
+    REQUIRE(order_of({ 0, 1, 2 }, 4, false, false, 3) == (order { 0, 1, 2 })); // a prompt's
+}
+
+TEST(the_quiet_thread_wakes_for_what_is_missing) {
+    fixture          x;
+    event_driver     driver;
+    std::atomic<int> n_published { 0 };
+    moeoff_score     score = {};
+    std::vector<float> numbers(64, 0.0f);
+    score.n_gates   = n_gates;
+    score.n_experts = n_experts;
+    score.scratch = score.scores = score.priorities = score.due = score.means = numbers.data();
+    x.shared.score   = &score;
+    x.shared.is_on   = 0;
+    x.shared.n_quiet = 1000;
+    const auto none = [](int32_t, const int32_t *, int32_t) { return false; };
+    const auto read = [](int32_t, const int32_t *, int32_t, int32_t, int32_t) { return 0; };
+    auto predictor = std::make_unique<gate_predictor>(x.shared, n_gates, n_experts, multiply, read, none, [&] { n_published++; });
+    const size_t most = predictor->most_waiting();
+    driver.start([](const moeoff_gate_event *, void *) {}, nullptr, 1 << 20, std::move(predictor));
+    const int32_t id = 0;
+    const float   weight = 1;
+    static const std::vector<float> input { 1, 0 };
+    const auto post = [&](int32_t n_miss) {
+        moeoff_gate_event e = event_of(1, input);
+        e.n_used  = 1;
+        e.ids     = &id;
+        e.weights = &weight;
+        e.n_miss  = n_miss;
+        driver.post(e, { sizeof(id), sizeof(weight), sizeof(weight), n_embd * sizeof(float), 0 });
+    };
+    const auto wakes = [&](int n) {
+        wait_until([&] { return n_published >= n; });
+        driver.drain();
+        return n_published == n;
+    };
+    post(0); // it is not quiet yet
+    REQUIRE(wakes(1));
+    post(0);
+    post(1);
+    REQUIRE(wakes(2)); // both at once: the first of them woke nobody
+    for (size_t i = 0; i < most; i++) {
+        post(0);
+    }
+    REQUIRE(wakes(3));
+    driver.stop();
 }

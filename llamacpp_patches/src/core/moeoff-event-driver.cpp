@@ -41,6 +41,8 @@ void event_driver::start(moeoff_gate_callback cb, void * cb_user, uint64_t bytes
         callback  = cb;
         user      = cb_user;
         max_bytes = bytes;
+        n_asleep  = ahead ? ahead->most_waiting() : 0;
+        sleeps.store(false, std::memory_order_relaxed);
         predictor = std::move(ahead);
         thread    = std::thread([this] { run(); }); // it begins by waiting for the mutex
         stopping  = false;
@@ -69,6 +71,10 @@ void event_driver::stop_thread() {
 }
 
 void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
+    const bool is_asleep = event.decode && sleeps.load(std::memory_order_relaxed);
+    if (is_asleep) {
+        event.gate_input = nullptr;
+    }
     const size_t n_pairs  = (size_t) event.n_tokens * event.n_used;
     const size_t n_input  = event.gate_input ? (size_t) event.n_rows * event.n_embd : 0;
     const size_t n_logits = event.logits ? (size_t) event.n_rows * event.n_expert : 0;
@@ -135,7 +141,9 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
         return;
     }
     used += nbytes;
-    work.notify_one();
+    if (!is_asleep || event.n_miss > 0 || queue.size() >= n_asleep) {
+        work.notify_one();
+    }
 }
 
 void event_driver::run() {
@@ -156,14 +164,18 @@ void event_driver::run() {
         if (is_new) {
             untold.splice(untold.end(), queue, queue.begin());
         }
+        const bool is_last = queue.empty();
         lock.unlock();
 
         const moeoff_gate_event & newest   = untold.back().event;
         const bool                predicts = is_new && ahead, is_first = newest.gate == 0; // whose callback decides about the token
+        if (predicts) {
+            ahead->count(newest);
+        }
         const bool                is_told  = !predicts || ahead->is_told(newest, untold.size());
         const int64_t             t0       = thread_cpu_ns();
         if (predicts && !is_first) {
-            ahead->predict(newest);
+            ahead->predict(newest, is_last);
         }
         if (is_told) {
             for (const record & r : untold) {
@@ -171,13 +183,15 @@ void event_driver::run() {
             }
         }
         if (predicts && is_first) {
-            ahead->predict(newest);
+            ahead->predict(newest, is_last);
         }
+        const bool may_sleep = ahead && ahead->may_sleep(), ends = is_told || ahead->is_quiet(); // of the events that wait to be told
         const int64_t t1 = thread_cpu_ns();
 
         lock.lock();
         cpu_ns += (uint64_t) (t1 - t0);
-        if (is_told) {
+        sleeps.store(may_sleep, std::memory_order_relaxed);
+        if (ends) {
             for (const record & r : untold) {
                 used -= r.nbytes;
             }

@@ -25,7 +25,7 @@ class event_driver {
   public:
     ~event_driver() { stop(); }
 
-    // stops first. With a predictor, which sees each event at once, it says which are told together
+    // stops first. With a predictor, which sees each event at once unless it may sleep, it says which are told together
     void start(moeoff_gate_callback callback, void * user, uint64_t max_bytes, std::unique_ptr<gate_predictor> predictor = nullptr) EXCLUDES(control, mutex);
     void stop() EXCLUDES(control, mutex); // delivers nothing more
     bool running() const { return active.load(std::memory_order_acquire); }
@@ -59,6 +59,8 @@ class event_driver {
     size_t                  max_bytes GUARDED_BY(mutex) = 0;
     bool                    stopping  GUARDED_BY(mutex) = true; // no thread takes events, or the one that does is about to end
     int                     n_draining GUARDED_BY(mutex) = 0; // callers of drain()
+    std::atomic<bool>       sleeps {false};   // the thread sleeps until an event misses slices, or n_asleep of them wait; nobody reads gate inputs
+    size_t                  n_asleep  GUARDED_BY(mutex) = 0;
     uint64_t                dropped   GUARDED_BY(mutex) = 0;
     uint64_t                cpu_ns    GUARDED_BY(mutex) = 0;
     moeoff_gate_callback    callback  GUARDED_BY(mutex) = nullptr;

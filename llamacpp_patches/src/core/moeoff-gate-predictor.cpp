@@ -13,7 +13,24 @@ gate_predictor::gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int
                                std::function<void()> publish)
     : shared(shared), n_gates(n_gates), n_experts(n_experts), product(product), prefetch(std::move(prefetch)), lacks(std::move(lacks)), publish(std::move(publish)) {}
 
-void gate_predictor::predict(const moeoff_gate_event & event) noexcept {
+void gate_predictor::count(const moeoff_gate_event & event) {
+    if (!event.decode) {
+        return;
+    }
+    if (event.gate == 0) {
+        n_rows_before = n_rows;
+        n_rows        = event.n_tokens;
+        shared.n_tokens++;
+    }
+    shared.n_missed += event.n_miss;
+    uint8_t * const selected = shared.selected + (ptrdiff_t) event.gate * n_experts;
+    std::fill_n(selected, n_experts, 0);
+    for (int32_t i = 0; i < event.n_tokens * event.n_used; i++) {
+        selected[event.ids[i]] = 1;
+    }
+}
+
+void gate_predictor::predict(const moeoff_gate_event & event, bool is_last) noexcept {
     if (!event.decode) {
         return;
     }
@@ -27,11 +44,16 @@ void gate_predictor::predict(const moeoff_gate_event & event) noexcept {
     }
     if (shared.score) {
         score_take(*shared.score, event);
-        publish();
+        if (is_last) {
+            publish();
+        }
     }
 }
 
 bool gate_predictor::is_told(const moeoff_gate_event & event, size_t n) const {
+    if (is_quiet() && event.decode) { // times of batches of other sizes cannot be compared
+        return event.gate == 0 && (shared.n_tokens >= shared.n_quiet || n_rows != n_rows_before);
+    }
     const int32_t n_together = shared.n_together;
     return !event.decode || event.gate == 0 || event.gate == n_gates - 1 || (event.gate + 1) % n_together == 0 || n >= (size_t) n_together;
 }

@@ -26,12 +26,23 @@ class gate_predictor {
     gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product, prefetch_experts prefetch, lacks_experts lacks,
                    std::function<void()> publish);
 
-    // and takes the event for the score; without memory nothing is predicted
-    void predict(const moeoff_gate_event & event) noexcept;
+    // Counts a new event, before anything else is done with it
+    void count(const moeoff_gate_event & event);
+    // Predicts from the event and takes it for the score, whose priorities are published behind the last of the events
+    // that wait. Without memory nothing is predicted
+    void predict(const moeoff_gate_event & event, bool is_last = true) noexcept;
     // whether this event is told at once, and the n - 1 before it with it
     bool is_told(const moeoff_gate_event & event, size_t n) const;
+    // Events that are not told at once are dropped
+    bool is_quiet() const { return shared.n_quiet > 0; }
+    // The thread may sleep until an event misses slices
+    bool may_sleep() const { return is_quiet() && !shared.is_on; }
+    // events that may wait while it sleeps
+    size_t most_waiting() const { return n_quiet_tokens * (size_t) n_gates; }
 
   private:
+    static constexpr size_t n_quiet_tokens = 8; // a wake costs more than the score of a token
+
     void    look_ahead(const moeoff_gate_event & event, const moeoff_routers_ahead & r);
     int32_t choose(int32_t target, int32_t n_rows, int32_t n_expert);
 
@@ -44,6 +55,7 @@ class gate_predictor {
     std::vector<float>     inputs, scores; // [n_rows, n_embd] and [n_rows, n_expert]
     std::vector<int32_t>   order, top;     // of one row all experts, and [n_rows, n_candidates]
     std::vector<uint8_t>   is_chosen;
+    int32_t                n_rows = 0, n_rows_before = 0; // tokens of this first gate's event, and of the one before
 };
 
 } // namespace moeoff

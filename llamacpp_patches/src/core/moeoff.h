@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 27
+#define MOEOFF_ABI_VERSION 28
 #define MOEOFF_ROW_CACHE_BYTES 2097152 // of rows of a table on disk that stay in memory, at most
 #define MOEOFF_ROW_READ_BYTES 524288 // of reads of rows that an op has under way; one for each thread are more where rows are that long
 #define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
@@ -225,6 +225,11 @@ struct moeoff_prefetching {
     int32_t         max_rows;    // tokens that are predicted for, evenly spread
     int32_t         n_together;  // events of a decoded token that are told together, at least 1: up to the gate whose number, from 1, is a multiple of it; the
                                  // first and the last gate's are told at once
+    int32_t         n_quiet;     // more than 0: of decoded tokens only the first gate's event is told, and only that of every n_quiet-th token. While
+                                 // nothing is predicted the thread then sleeps until an event misses slices, or several tokens wait
+    int32_t         n_tokens;    // decoded since the caller set this to 0: first gates' events
+    int32_t         n_missed;    // slices that their events found absent
+    uint8_t       * selected;    // [n_gates, n_experts] 1: each gate's last event of decoded tokens selected it
 };
 
 struct moeoff_stats {
