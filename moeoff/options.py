@@ -283,10 +283,10 @@ class Config:
         help="Append the router's selections to FILE, for moeoff simulate.",
     )
 
-    flash_attn: bool | None = _context(
-        "-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, usual=True,
+    flash_attn: bool = _context(
+        "-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, default=True,
         choices=("on", "off", "auto"),
-        help="Flash attention: smaller compute buffers.",
+        help="Flash attention: smaller compute buffers, and faster in long contexts.",
     )
     attention: str = _context(
         "--attention", metavar="f16|f32", parse=one_of(_SUMS), choices=_SUMS, default="f16",

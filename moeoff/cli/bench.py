@@ -1,4 +1,4 @@
-"""`moeoff bench`: the speed of a model, as a table over many configurations."""
+"""`moeoff bench`: a table of a model's speed over many configurations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from ..measure.run import Grid, Listener
 
 _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")
-_LONGEST_RANGE = 1000
+_LONGEST_RANGE = 1000  # values
 
 
 def expand(text: str) -> list[str]:
-    """Split values at commas, and expand llama-bench's ranges: 128,256, 1-8, 128-1024*2, 0-4096+1024.
+    """Split values at commas, and expand llama-bench's ranges: 128,256, 1-8,
+    128-1024*2, 0-4096+1024.
 
     Raises:
         ValueError: A value is empty, or a range has no numbers.
@@ -51,7 +52,10 @@ def expand(text: str) -> list[str]:
 
 
 def numbers(least: int) -> Callable[[str], list[int]]:
-    """Make a reader of numbers, as `expand` takes them. The reader raises ValueError for one below `least`."""
+    """Make a parser of numbers in `expand`'s syntax.
+
+    The parser raises ValueError for a number below `least`.
+    """
 
     def read(text: str) -> list[int]:
         out = [int(value) for value in expand(text)]
@@ -63,15 +67,26 @@ def numbers(least: int) -> Callable[[str], list[int]]:
 
 
 def words(text: str) -> list[str]:
-    """Split values at commas. Raises ValueError if one is empty."""
+    """Split values at commas.
+
+    Raises:
+        ValueError: A value is empty.
+    """
     out = [part.strip() for part in text.split(",")]
     if not all(out):
         raise ValueError
     return out
 
 
-def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: str = "N,...", kind: Any = None, group: str = "") -> Callable[[Any], Any]:
-    """An option that may be repeated, each time with several values."""
+def _list_option(
+    *names: str,
+    read: Callable[[str], list[Any]],
+    help: str,
+    metavar: str = "N,...",
+    kind: Any = None,
+    group: str = "",
+) -> Callable[[Any], Any]:
+    """Declare an option that may be repeated, each time with several values."""
 
     def callback(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Any]:
         out: list[Any] = []
@@ -81,54 +96,77 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
             except OptionError as error:
                 raise click.BadParameter(in_flags(error), context, parameter) from None
             except ValueError:
-                raise click.BadParameter(f"{value!r} is not {metavar}", context, parameter) from None
+                message = f"expected {metavar}, got {value!r}"
+                raise click.BadParameter(message, context, parameter) from None
         return list(dict.fromkeys(out))
 
     return option(*names, group=group, multiple=True, metavar=metavar, type=kind, callback=callback, help=help)
 
 
-# options of the table that take several values here, each of which is a configuration
+# Table options that take several values here: one configuration for each combination.
 AXES = ("memory", "strategy", "n_threads", "io_threads", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_gpu_layers", "vram", "vram_mode")
-_COLUMNS = AXES[2:]  # of the result, where several are given
+_COLUMNS = AXES[2:]  # shown in the results only where given
 
 
-def _axes(function: Callable[..., None]) -> Callable[..., None]:
+def _axis_options(function: Callable[..., None]) -> Callable[..., None]:
     for line in (TABLE[name] for name in reversed(AXES)):
-        function = _several(*line.flags, line.name, read=partial(_read_axis, line), metavar=f"{line.metavar},...", help=help_of(line, line.default),
-                            kind=ValueList(line), group=line.group)(function)  # fmt: skip
+        function = _list_option(
+            *line.flags,
+            line.name,
+            read=partial(_read_axis, line),
+            metavar=f"{line.metavar},...",
+            help=help_of(line, line.default),
+            kind=ValueList(line),
+            group=line.group,
+        )(function)
     return function
 
 
 def _read_axis(line: Option, text: str) -> list[Any]:
     is_number = line.metavar == "N"
     values = expand(text) if is_number else words(text)
-    parsed = [line.parse(value) for value in values]  # raises before the work
+    parsed = [line.parse(value) for value in values]  # a bad value fails before any run
     return parsed if is_number or line.name == "flash_attn" else values
 
 
 @command()
 @click.argument("path", nargs=-1, type=click.Path(), metavar="[MODEL]...")
-@option("-m", "--model", type=click.Path(), metavar="FILE", multiple=True, help="GGUF with routed experts, as MODEL; may be repeated. Default: the demo model.")
-@_several("-p", "--n-prompt", read=numbers(0), help="Tokens of a prompt, 0 for no such test. Default: 512.")
-@_several("-n", "--n-gen", read=numbers(0), help="Tokens that are decoded one by one, 0 for no such test. Default: 128.")
-@_several("-d", "--n-depth", read=numbers(0), help="Tokens that the context holds before. Default: 0.")
+@option(
+    "-m",
+    "--model",
+    type=click.Path(),
+    metavar="FILE",
+    multiple=True,
+    help="GGUF with routed experts, as MODEL; may be repeated. Default: the demo model.",
+)
+@_list_option("-p", "--n-prompt", read=numbers(0), help="Prompt tokens to process; 0 for no such test. Default: 512.")
+@_list_option("-n", "--n-gen", read=numbers(0), help="Tokens to decode one by one; 0 for no such test. Default: 128.")
+@_list_option("-d", "--n-depth", read=numbers(0), help="Context depth of each test in tokens. Default: 0.")
 @option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
      help="Repetitions of each test, each on another piece of text.")  # fmt: skip
-@_axes
-@option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=8), metavar="N", help="Context in tokens. Default: as run has it, more if a test needs more.")
+@_axis_options
+@option(
+    "-c",
+    "--ctx-size",
+    "n_ctx",
+    type=click.IntRange(min=8),
+    metavar="N",
+    help="Context length in tokens. Default: that of run, or more if a test needs more.",
+)
 @table_options("bench", without=(*AXES, "n_ctx"))
-@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
+@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text to process. Default: the help texts of Python.")
 @option(
     "--compare-stock",
     is_flag=True,
-    help="Measure stock llama.cpp, too, with its default kernels and with --no-repack; all in a memory cgroup if one can be made.",
+    help="Also measure stock llama.cpp, with its default kernels and with --no-repack. Every run is in a memory cgroup if possible.",
 )
-@option("--no-warmup", is_flag=True, help="Count the first run of each test, too.")
-@option("-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Form of the results on stdout.")
+@option("--no-warmup", is_flag=True, help="Run no warm-up before each test.")
+@option("-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Output format.")
 def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_gen: list[int], n_depth: list[int], output: str, **options: Any) -> None:
-    """Measure speed, as llama-bench does: prompts (pp) and single tokens (tg), over memory budgets and strategies.
+    """Measure the speed of prompts (pp) and of decoding (tg), as llama-bench does.
 
-    Options that take several values take 128,256 or 128-1024*2, and may be repeated; every combination runs in a process of its own.
+    Options with several values take 128,256 or 128-1024*2, and may be repeated. Each
+    combination runs in its own process.
     """
     from ..measure.job import BenchTest
     from ..measure.rows import FORMATS
@@ -137,9 +175,9 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
         remark_on_memory(parse_size(size))
     shapes = [(n, 0) for n in n_prompt or [512] if n] + [(0, n) for n in n_gen or [128] if n]
     if not shapes:
-        raise OptionError("there is nothing to measure: give -p or -n")
+        raise OptionError("nothing to measure: give -p or -n")
     tests = tuple(BenchTest(prompt, single, depth) for depth in n_depth or [0] for prompt, single in shapes)
-    _leave_out_gpu(options)
+    _drop_gpu_axes(options)
     varied = {name for name in _COLUMNS if options[name]}
     grids = _grids(path + model or (demo_model(),), tests, **options)
     measured = False
@@ -156,8 +194,8 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
         sys.exit(1)
 
 
-def _leave_out_gpu(options: dict[str, list[Any]]) -> None:
-    """Drop the GPU's axes where there is no GPU, with the remark of the other commands."""
+def _drop_gpu_axes(options: dict[str, list[Any]]) -> None:
+    """Drop GPU options, with a note, on a machine without a GPU."""
     bounded = (size for size in options["vram"] if size != "auto")
     asked = {"n_gpu_layers": any(options["n_gpu_layers"]), "vram": next(bounded, "auto" if options["vram"] else None)}
     for remark in without_gpu(asked):
@@ -171,10 +209,10 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int 
     from ..measure.job import Job, read_text
     from ..measure.run import Grid
 
-    read_text(text)  # raises before the work
+    read_text(text)  # an unreadable file fails before any run
     largest = max(test.depth + test.n_tokens for test in tests)
     if n_ctx is not None and n_ctx < largest:
-        raise OptionError(f"a context of {n_ctx} tokens is too small for a test of {largest}: give a larger -c, or none")
+        raise OptionError(f"-c {n_ctx}: too small for a test of {largest} tokens: give a larger -c, or none")
     for path in models:
         model_index = ModelIndex.read(path)
         model_index.require_text()
@@ -186,7 +224,7 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int 
 
 
 def _listener(job: Job) -> Listener:
-    """Says how far the running test is."""
+    """Make a listener that shows the progress of the running test."""
     line = ProgressLine()
     memory = job.options.get("memory")
     name = " ".join(word for word in (job.engine, job.options.get("strategy"), format_size(memory) if memory else "") if word)

@@ -1,7 +1,7 @@
-"""The chat of `moeoff run`: lines typed by a person, commands among them, and answers.
+"""The interactive chat of `moeoff run`.
 
-The conversation is a list of messages that the server renders anew for each question; it finds that the tokens begin as
-before and computes only the rest. A question that fails leaves no trace in it.
+The conversation is a list of messages. The server renders all of it for each question
+and processes only the tokens that its KV cache lacks. A failed question is dropped.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyPressEvent
 
 QUOTES = '"""'
-_SETTINGS = {name: line for name, line in table_of(Sampling).items() if name not in ("seed", "stop")}  # which hold for the whole program
-_FIELDS = {"temp": "temperature"}  # of requests, where the names differ
+# seed and stop cannot be changed during a chat
+_SETTINGS = {name: line for name, line in table_of(Sampling).items() if name not in ("seed", "stop")}
+_FIELDS = {"temp": "temperature"}  # request fields whose names differ from the option's
 
 HELP = f"""\
-/help              this list
-/clear             forget the conversation; the system prompt stays
+/help              show this list
+/clear             clear the conversation; the system prompt stays
 /regen             answer the last question again
-/system TEXT       set the system prompt; without TEXT show it, /system - removes it
-/set NAME VALUE    change how answers are drawn, e.g. /set temp 0.2; without NAME show it
-/think off         answer without thinking first, if the model does; /think on
-/save FILE         write the conversation, as JSON
-/load FILE         go on with a conversation that was saved
-/memory SIZE       change the memory budget, e.g. 6G or 80%; without SIZE show it, and the context
+/system TEXT       set the system prompt; without TEXT show it; /system - removes it
+/set NAME VALUE    set a sampling parameter, e.g. /set temp 0.2; without NAME show all
+/think off         answer without thinking first, if the model supports it; /think on
+/save FILE         save the conversation as JSON
+/load FILE         load a saved conversation
+/memory SIZE       set the memory budget, e.g. 6G or 80%; without SIZE show it, and the context
 /exit              leave, as Ctrl-D does
 
-Several lines: Ctrl-J or a backslash before Enter begins a new line; {QUOTES} begins a text of many lines and ends it.
-Ctrl-C stops an answer, or clears the line. A text that begins with / needs a space before it."""
+Several lines: Ctrl-J, or a backslash before Enter, begins a new line; {QUOTES} begins and ends a
+text of several lines. Ctrl-C stops an answer, or clears the line. Type a space before a question
+that begins with /."""
 
 
 def is_open(text: str) -> bool:
-    """True if Enter after this text begins a new line instead of sending it."""
+    """Return True if Enter after this text begins a new line instead of sending it."""
     text = text.lstrip()
     return text.startswith(QUOTES) and QUOTES not in text[len(QUOTES) :]
 
@@ -62,23 +64,31 @@ def unquote(text: str) -> str:
 
 
 class Chat:
-    """A conversation with a person at a terminal.
+    """A conversation with a user at a terminal.
 
     Args:
-        client: asks the model, which stays the caller's.
-        system: the system prompt.
-        is_transcript: the model has no chat template.
-        read: gives the next line that was typed, raises KeyboardInterrupt for Ctrl-C and EOFError for Ctrl-D.
-        history: what is typed is kept in a file for the next chat.
+        client: Client of the served model.
+        system: System prompt.
+        is_transcript: True if the model has no chat template.
+        read: Function that returns the next line, or raises KeyboardInterrupt for
+            Ctrl-C and EOFError for Ctrl-D.
+        history: True to keep the lines typed in a file.
     """
 
-    def __init__(self, client: Client, system: str | None = None, is_transcript: bool = False, read: Callable[[], str] | None = None, history: bool = True):
+    def __init__(
+        self,
+        client: Client,
+        system: str | None = None,
+        is_transcript: bool = False,
+        read: Callable[[], str] | None = None,
+        history: bool = True,
+    ):
         self._client, self._server = client, client.server
         self._is_transcript = is_transcript
         self._read = read or _terminal_reader(history)
-        self._waits = contextlib.nullcontext if read else typed_ahead
+        self._terminal_mode = contextlib.nullcontext if read else typed_ahead
         self._system = system
-        self._overwrites = ""  # the file that /save has found to be there
+        self._overwrites = ""  # existing file for which /save awaits confirmation
         self._messages: list[dict[str, Any]] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
@@ -93,17 +103,15 @@ class Chat:
         }
 
     def loop(self, share: str = "") -> None:
-        """Reads and answers until the person leaves.
-
-        `share` is a note on where the budget comes from, if it is the default.
-        """
+        """Read and answer until the user leaves. `share` notes a default budget."""
         engine = self._server.engine
         name, budget = os.path.basename(engine.config.model_path), engine.plan.budget
         memory = f", {format_size(budget)} of memory{share}" if budget else ""
-        note(f"{name}: {self._server.n_ctx_each} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
+        n_ctx = self._server.n_ctx_each
+        note(f"{name}: context of {n_ctx} tokens{memory}. /help lists the commands, Ctrl-D leaves.")
         if self._is_transcript:
-            note("the model has no chat template: the chat is a plain transcript, which it may not have learnt (--chat-template)")
-        with self._waits():
+            note("the model has no chat template, chatting in a plain transcript: answers may be poor (--chat-template)")
+        with self._terminal_mode():
             while True:
                 try:
                     line = self._read()
@@ -124,11 +132,12 @@ class Chat:
     def _command(self, name: str, argument: str) -> None:
         command = self._commands.get(name)
         if command is None:
-            return note(f"{name}: there is no such command; /help lists those there are")
+            return note(f"{name}: unknown command; /help lists all")
         try:
             command(argument)
         except MoeoffError as error:
-            note(in_flags(error, {"memory": ("/memory", "SIZE"), **{name: (f"/set {name}", line.metavar) for name, line in _SETTINGS.items()}}))
+            flags = {name: (f"/set {name}", line.metavar) for name, line in _SETTINGS.items()}
+            note(in_flags(error, flags | {"memory": ("/memory", "SIZE")}))
         except OSError as error:
             note(str(error))
 
@@ -154,44 +163,44 @@ class Chat:
         if answer.text.strip():
             self._messages.append({"role": "assistant", "content": answer.text})
         else:
-            self._messages.pop()  # stopped before the first word: as if it had not been asked
+            self._messages.pop()  # stopped before the first word
         self._client.say_remarks()
         note(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
         if answer.finish_reason == "length" and self._client.n_tokens >= answer.n_ctx and not self._server.engine.config.context_shift:
-            note(f"the context of {answer.n_ctx} tokens is full: /clear begins a new conversation; at the start -c N makes it larger, --context-shift goes on")
+            way_out = "/clear the conversation, or restart with a larger -c or --context-shift"
+            note(f"the context of {answer.n_ctx} tokens is full: {way_out}")
 
     def _help(self, _argument: str) -> None:
         print(HELP)
 
     def _clear(self, _argument: str) -> None:
         self._messages.clear()
-        note("the conversation is forgotten")
+        note("conversation cleared")
 
     def _regenerate(self, _argument: str) -> None:
         if not self._messages:
-            return note("nothing was asked yet")
+            return note("there is no question yet")
         before = list(self._messages)
         del self._messages[-2:]
         self._ask(before[-2]["content"])
         if len(self._messages) < len(before):
             self._messages = before
 
-    def _set_sampling(self, wish: str) -> None:
-        name, _, value = wish.partition(" ")
+    def _set_sampling(self, argument: str) -> None:
+        name, _, value = argument.partition(" ")
         if name and (name not in _SETTINGS or not value):
-            raise OptionError(f"/set NAME VALUE: a name is one of {', '.join(_SETTINGS)}")
+            raise OptionError(f"/set NAME VALUE: expected a NAME of {', '.join(_SETTINGS)}, got {argument!r}")
         settings = self._client.settings
         if name:
             settings[_FIELDS.get(name, name)] = _SETTINGS[name].read(value)
         used = self._client.defaults() | settings
         note(", ".join(f"{name} {line.spell(_rounded(used[_FIELDS.get(name, name)]))}" for name, line in _SETTINGS.items()))
 
-    def _think(self, wish: str) -> None:
-        if wish not in ("on", "off"):
-            raise OptionError("/think on, or /think off")
-        self._client.settings["chat_template_kwargs"] = {"enable_thinking": wish == "on"}
-        on, off = "answers begin with thoughts, if the model thinks", "answers come without thoughts, if the model's template knows how"
-        note(on if wish == "on" else off)
+    def _think(self, argument: str) -> None:
+        if argument not in ("on", "off"):
+            raise OptionError(f"/think: expected on or off, got {argument!r}")
+        self._client.settings["chat_template_kwargs"] = {"enable_thinking": argument == "on"}
+        note(f"thinking {argument}, if the model's template supports it")
 
     def _set_system(self, text: str) -> None:
         if not text:
@@ -199,19 +208,19 @@ class Chat:
         old, self._system = self._system, None if text == "-" else unquote(text)
         try:
             self._client.check([*self._prompt(), {"role": "user", "content": "?"}])
-        except MoeoffError:  # some templates have no place for it
+        except MoeoffError:  # some templates refuse system prompts
             self._system = old
             raise
         note("system prompt set" if self._system else "system prompt removed")
 
     def _save(self, file: str) -> None:
         if not file:
-            raise OptionError("/save FILE: say which file")
+            raise OptionError("/save: expected FILE, got nothing")
         path = os.path.expanduser(file)
         text = json.dumps(self._prompt(), ensure_ascii=False, indent=2) + "\n"
         if os.path.isfile(path) and path != self._overwrites:
             self._overwrites = path
-            return note(f"{file} exists already: the same again writes over it")
+            return note(f"{file} exists: repeat the command to overwrite it")
         with atomic_file(path, overwrite=path == self._overwrites) as out:
             out.write(text.encode())
         self._overwrites = ""
@@ -219,7 +228,7 @@ class Chat:
 
     def _load(self, file: str) -> None:
         if not file:
-            raise OptionError("/load FILE: say which file")
+            raise OptionError("/load: expected FILE, got nothing")
         saved = read_text(os.path.expanduser(file))
         try:
             texts = [(message["role"], str(message["content"])) for message in json.loads(saved)]
@@ -227,7 +236,7 @@ class Chat:
             texts = []
         system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
         if [role for role, _ in texts] != ["user", "assistant"] * (len(texts) // 2) or not (texts or system):
-            raise OptionError(f"{file}: no conversation, as /save writes it")
+            raise OptionError(f"{file}: expected a conversation written by /save")
         self._system, self._messages = system, [{"role": role, "content": text} for role, text in texts]
         note(f"{len(texts)} messages read from {file}")
 
@@ -242,22 +251,20 @@ class Chat:
 
 
 def _rounded(value: Any) -> Any:
-    """Return a number as people write it: the server has floats of 32 bits."""
+    """Round a float32 of the server to the digits that a user typed."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _overflow(error: ContextError, has_history: bool) -> str:
-    if not has_history:
-        return f"this question has {error.n_tokens} tokens, the context {error.n_ctx}: shorten it, or start again with a larger -c"
-    return (
-        f"this conversation with the question would have {error.n_tokens} tokens, the context has {error.n_ctx}: "
-        "/clear begins a new one, -c N at the start makes it larger; the question was dropped"
-    )
+    what = "the conversation with this question" if has_history else "the question"
+    way_out = "/clear begins a new one" if has_history else "shorten it"
+    way_out += ", or restart with a larger -c; the question was dropped"
+    return f"{what} has {error.n_tokens} tokens, the context {error.n_ctx}: {way_out}"
 
 
 @contextlib.contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Makes what is typed before it is asked for wait as it was typed, while open: nothing of it is echoed into an answer, and each Enter ends a message."""
+    """Queue lines typed during an answer instead of echoing them into the answer."""
     terminal = sys.stdin.fileno()
     before, mode = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
     mode[0] &= ~termios.ICRNL  # Enter would become Ctrl-J, which begins a new line
@@ -271,7 +278,6 @@ def typed_ahead() -> Iterator[None]:
 
 
 def _terminal_reader(keeps_history: bool) -> Callable[[], str]:
-    """A function that reads one text from the terminal, with editing, and a history that may outlive the program."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings
@@ -315,7 +321,7 @@ def _history(keeps: bool) -> History:
         return InMemoryHistory()
     try:
         path = cache_folder() / "chat_history"
-        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))  # what people ask is theirs alone
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))  # private to the user
     except OSError:
         return InMemoryHistory()
     return FileHistory(str(path))

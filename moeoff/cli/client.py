@@ -1,6 +1,7 @@
-"""The client of the served model in this process: it asks over a private socket, and gets an answer piece by piece.
+"""The client of a `PrivateServer`: sends a request over its socket and streams the answer.
 
-The socket is read in a thread, because Python notices Ctrl-C in the main thread alone, and not while that waits for bytes.
+A thread reads the socket: Python handles Ctrl-C only in the main thread, and not while
+that thread waits for bytes.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from ..system.console import ProgressLine, note
 from ..system.memory import format_size
 from ..system.signals import handling
 
-_TELL = 0.25  # seconds between looks at how much of a prompt is computed
-_POLL = 0.02  # seconds between looks whether an answer that was given up has ended
-_SETTLE = 0.5  # seconds in which a server that breaks off says why
-_REASONS = {"limit": "length", "eos": "stop", "word": "stop"}  # of /completion, in the words of chats
-_EVERY = {"stream": True, "return_progress": True, "timings_per_token": True}
+_PROGRESS_INTERVAL = 0.25  # seconds between updates of a prompt's progress
+_POLL = 0.02  # seconds between checks whether a cancelled answer has ended
+_EXIT_WAIT = 0.5  # seconds in which a failing server reports its error
+_REASONS = {"limit": "length", "eos": "stop", "word": "stop"}  # stop_type to finish_reason
+_REQUEST = {"stream": True, "return_progress": True, "timings_per_token": True}
 
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer's text, and what it took.
+    """An answer and its statistics.
 
     Attributes:
-        thought: what a model that reasons has written before it.
-        finish_reason: "stop": the model or a stop text ended it; "length": -n or the context did; "cancelled": the user did.
-        prompt_tokens: of the whole prompt.
-        reused_tokens: those at its beginning that the KV cache still held.
-        completion_tokens: drawn, the end token included.
-        n_ctx: tokens that the context holds.
-        stats: of this answer alone; its prompt_tokens are those that had to be computed.
-        seconds: from the question to the end.
+        thought: Reasoning before the answer.
+        finish_reason: "stop" (end token or stop text), "length" (-n or full context) or
+            "cancelled".
+        reused_tokens: Prompt tokens found in the KV cache.
+        completion_tokens: Sampled tokens, including the end token.
+        n_ctx: Context length in tokens.
+        stats: Statistics of this answer. Their prompt_tokens exclude reused tokens.
+        seconds: Duration of the request.
     """
 
     text: str
@@ -59,17 +60,26 @@ class Completion:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that `moeoff run --json` prints."""
-        n_prompt, n_completion, stats = self.prompt_tokens, self.completion_tokens, asdict(self.stats)
-        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
-        thought = {"reasoning": self.thought} if self.thought else {}
-        return {"model": stats["model"], "text": self.text, **thought, "finish_reason": self.finish_reason, "usage": usage, "stats": stats}
+        usage = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+        return {
+            "model": self.stats.model,
+            "text": self.text,
+            **({"reasoning": self.thought} if self.thought else {}),
+            "finish_reason": self.finish_reason,
+            "usage": usage,
+            "stats": asdict(self.stats),
+        }
 
     def summary(self) -> str:
-        """Return one line for people. Its memory is the most that the process has taken since it began."""
+        """Return one line with speeds, hit rate and the process's peak memory."""
         s = self.stats
         precision = s.precision_summary
         if s.max_loss is not None and not precision:
-            precision = f"lossless: nothing that was measured is worth it within {s.max_loss:.2%}"
+            precision = f"lossless: no measured lower precision is faster within {s.max_loss:.2%}"
         reused = f" (+{self.reused_tokens} reused)" if self.reused_tokens else ""
         mb = s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1)
         stalled = min(s.stall_seconds / max(self.seconds, 1e-9), 1)
@@ -92,7 +102,7 @@ class _Connection(HTTPConnection):
         self.socket = self.sock = server.connect()
 
     def ask(self, route: str, request: dict[str, Any] | None = None) -> HTTPResponse:
-        """Get a route, or post a request to it."""
+        """Return the response to a GET, or to a POST of `request`."""
         body = None if request is None else json.dumps(request)
         headers = {"Authorization": f"Bearer {self._server.key}", "Content-Type": "application/json"}
         self.request("GET" if body is None else "POST", route, body, headers)
@@ -104,14 +114,12 @@ class _Connection(HTTPConnection):
 
 @dataclass
 class _Progress:
-    """What the stream of an answer has told so far."""
-
     prompt_tokens: int = 0
     reused_tokens: int = 0
     completion_tokens: int = 0
     finish_reason: str | None = None
 
-    def follow(self, event: Mapping[str, Any]) -> None:
+    def update(self, event: Mapping[str, Any]) -> None:
         if progress := event.get("prompt_progress"):
             self.prompt_tokens, self.reused_tokens = progress["total"], progress["cache"]
         if timings := event.get("timings"):
@@ -122,14 +130,11 @@ class _Progress:
 
 
 class Client:
-    """Asks a served model, one prompt after the other.
-
-    Args:
-        server: stays the caller's.
+    """A client of a server that the caller closes. It sends one prompt at a time.
 
     Attributes:
-        settings: fields of every request, as llama-server names them, for what shall be other than the server's defaults.
-        n_tokens: of the context that the last answer has filled.
+        settings: llama-server's request fields that override the server's defaults.
+        n_tokens: Tokens in the context after the last answer.
     """
 
     def __init__(self, server: PrivateServer):
@@ -140,11 +145,11 @@ class Client:
         self._socket: socket.socket | None = None
 
     def check(self, messages: list[dict[str, Any]]) -> None:
-        """Raise `MoeoffError` if the model's template refuses this conversation."""
+        """Render a conversation. Raise `MoeoffError` if the model's template refuses it."""
         self._fetch("/apply-template", {"messages": messages})
 
     def defaults(self) -> dict[str, Any]:
-        """Return how answers are drawn unless `settings` say otherwise: the server's parameters, by name."""
+        """Return the server's default sampling parameters by name."""
         params: dict[str, Any] = json.loads(self._fetch("/props"))["default_generation_settings"]["params"]
         return params
 
@@ -154,32 +159,32 @@ class Client:
             note(remark)
 
     def cancel(self) -> None:
-        """End the answer that is being computed, from any thread or a signal handler."""
+        """Cancel the running answer, from any thread or a signal handler."""
         self._cancelled.set()
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # it is closed already
+            with contextlib.suppress(OSError):  # already closed
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def ask(self, prompt: str | list[dict[str, Any]], write: Callable[[str, bool], None]) -> Completion:
-        """Answer a prompt.
+        """Answer a prompt. Ctrl-C cancels the answer.
 
         Args:
-            prompt: a text to go on with as it is, or OpenAI's messages, for the model's template.
-            write: called in this thread with each piece of text, and whether it is a thought.
+            prompt: Text to continue, or OpenAI's messages for the chat template.
+            write: Callback in this thread with a piece of text, and True for a thought.
 
         Raises:
-            ContextError: the prompt alone is longer than the context.
-            MoeoffError: what went wrong; the model stays usable.
+            ContextError: The prompt alone is longer than the context.
+            MoeoffError: The request failed. The model stays usable.
         """
         server, is_text = self.server, isinstance(prompt, str)
         route = "/completion" if is_text else "/v1/chat/completions"
-        request = _EVERY | self.settings | {"prompt" if is_text else "messages": prompt}
+        request = _REQUEST | self.settings | {"prompt" if is_text else "messages": prompt}
         self._cancelled.clear()
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         before, started = server.stats(), time.perf_counter()
         texts: dict[bool, list[str]] = {False: [], True: []}
         seen = _Progress()
-        # a handler and not `except KeyboardInterrupt`: that could come between taking a piece and writing it
+        # Not `except KeyboardInterrupt`, which can come between taking a piece and writing it.
         with handling(signal.SIGINT, lambda _signum, _frame: self.cancel()):
             reader = threading.Thread(target=self._read, args=(route, request, events), daemon=True)
             reader.start()
@@ -187,18 +192,19 @@ class Client:
             try:
                 while True:
                     try:
-                        event = events.get(timeout=None if seen.completion_tokens else _TELL)
+                        timeout = None if seen.completion_tokens else _PROGRESS_INTERVAL
+                        event = events.get(timeout=timeout)
                     except queue.Empty:
                         line.update("prompt", server.engine.prompt_tokens - computed, seen.prompt_tokens - seen.reused_tokens)
                         continue
                     if event is None or isinstance(event, BaseException):
                         break
-                    seen.follow(event)
+                    seen.update(event)
                     for is_thought, text in _pieces(event):
                         line.clear()
                         texts[is_thought].append(text)
                         write(text, is_thought)
-            except BaseException:  # the reader of our output has gone
+            except BaseException:  # e.g. stdout is a closed pipe
                 self.cancel()
                 raise
             finally:
@@ -210,19 +216,29 @@ class Client:
             elif event is not None:
                 raise event
         ended, stats = time.perf_counter(), server.stats().since(before)
-        if stats.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
-            stats = replace(stats, gen_tps=(stats.gen_tokens - stats.drafts_rejected) / (ended - started - stats.prompt_seconds))
+        if stats.gen_tokens:  # the user's view: sampling and writing are part of the time
+            gen_seconds = ended - started - stats.prompt_seconds
+            gen_tps = (stats.gen_tokens - stats.drafts_rejected) / gen_seconds
+            stats = replace(stats, gen_tps=gen_tps)
         self.n_tokens = seen.prompt_tokens + seen.completion_tokens
-        n_ctx = server.n_ctx_each
-        return Completion("".join(texts[False]), "".join(texts[True]), seen.finish_reason or "stop", seen.prompt_tokens, seen.reused_tokens,
-                          seen.completion_tokens, n_ctx, stats, ended - started)  # fmt: skip
+        return Completion(
+            "".join(texts[False]),
+            "".join(texts[True]),
+            seen.finish_reason or "stop",
+            seen.prompt_tokens,
+            seen.reused_tokens,
+            seen.completion_tokens,
+            server.n_ctx_each,
+            stats,
+            ended - started,
+        )
 
     def _read(self, route: str, request: dict[str, Any], events: queue.SimpleQueue[Any]) -> None:
-        """Put what the server sends, then None, or what went wrong. Runs in the thread."""
+        """Put the server's events, or an exception, and then None."""
         try:
             with contextlib.closing(_Connection(self.server)) as connection:
                 self._socket = connection.socket
-                if self._cancelled.is_set():  # before there was a socket to shut down
+                if self._cancelled.is_set():  # before the socket existed
                     return
                 for line in connection.ask(route, request):
                     if line.startswith(b"data: {"):
@@ -239,9 +255,9 @@ class Client:
 
     def _failure(self, error: Exception) -> MoeoffError:
         try:
-            self.server.wait(_SETTLE)
-        except MoeoffError as why:  # it has ended by itself
-            return why
+            self.server.wait(_EXIT_WAIT)
+        except MoeoffError as reason:  # the server has ended
+            return reason
         return MoeoffError(f"the answer broke off: {error}")
 
     def _fetch(self, route: str, request: dict[str, Any] | None = None) -> str:
@@ -249,7 +265,7 @@ class Client:
             return connection.ask(route, request).read().decode()
 
     def _wait_until_idle(self) -> None:
-        """Until the server has seen that nobody waits any more: its statistics are those of the whole answer then."""
+        """Wait until a cancelled answer has ended, and its statistics are complete."""
         while re.search(r"^llamacpp:requests_processing [1-9]", self._fetch("/metrics"), re.MULTILINE):
             time.sleep(_POLL)
 
@@ -261,7 +277,7 @@ def _error(error: Mapping[str, Any]) -> MoeoffError:
 
 
 def _pieces(event: Mapping[str, Any]) -> list[tuple[bool, str]]:
-    """Return the texts of an event, each behind whether it is a thought."""
+    """Return (is_thought, text) of each text in an event."""
     parts = [(False, event.get("content"))]
     for choice in event.get("choices", ()):
         parts += [(True, choice["delta"].get("reasoning_content")), (False, choice["delta"].get("content"))]

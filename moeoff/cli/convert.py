@@ -1,4 +1,4 @@
-"""`moeoff convert` and `verify`: files of experts, written and checked."""
+"""`moeoff convert` and `moeoff verify`: write and check sidecar files."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from .options import command, model_argument
 
 @command()
 @model_argument("GGUF, instead of MODEL; of a split one the first part.", needed=True)
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.experts.gguf, where run and serve find it."
-)
-@click.option(
-    "--tiers", metavar="NAMES", help="Precisions, e.g. original,Q2_K. original: the model's own bytes; auto: a lower one for each type. Default: auto."
-)
-@click.option("--imatrix", type=click.Path(dir_okay=False), metavar="FILE", help="Importance matrix of llama-imatrix for what is quantized.")
-@click.option("--bits", type=click.Path(dir_okay=False), metavar="PLAN.json", help="One more tier, 'bits', in which each expert has the type of this plan.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
+     help="Sidecar to write. Default: MODEL.experts.gguf, where run and serve find it.")  # fmt: skip
+@click.option("--tiers", metavar="NAMES",
+     help="Precisions, e.g. original,Q2_K. original: the model's bytes; auto: a lower precision for each type. Default: auto.")  # fmt: skip
+@click.option("--imatrix", type=click.Path(dir_okay=False), metavar="FILE", help="Importance matrix of llama-imatrix.")
+@click.option("--bits", type=click.Path(dir_okay=False), metavar="PLAN.json",
+     help="Add a tier 'bits' with a type for each expert, from this plan.")  # fmt: skip
 @click.option("-j", "--threads", type=click.IntRange(min=1), metavar="N", help="Threads. Default: every core this process may use.")
 @click.option("--dry-run", is_flag=True, help="Print sizes, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace an existing sidecar.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted conversion, or leave one that can be continued.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted conversion, or make this one resumable.")
 def convert(**options: Any) -> None:
-    """Repack a model's experts into a sidecar file, in one or more precisions. The model stays as it is."""
+    """Repack a model's experts into a sidecar file, in one or more precisions.
+
+    The model file does not change.
+    """
     from ..experts.convert import convert as library
     from ..experts.sidecar import ORIGINAL, sidecar_path
 
@@ -36,26 +38,29 @@ def convert(**options: Any) -> None:
         with progress_bar("bytes") as progress:
             file = library(**options, progress=functools.partial(progress, "converting"))
     except KeyboardInterrupt:
-        note("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"))
+        note("interrupted: " + ("repeat with --resume to continue" if options["resume"] else "nothing was written"))
         raise
     for line in file.fallbacks:
         note(line)
     tiers = ", ".join(f"{name} {format_size(n)}" for name, n in file.tiers.items())
-    say(f"{file.path}: {file.n_experts} experts: {tiers}; {format_size(file.n_bytes)} " + ("of disk" if options["dry_run"] else f"in {file.seconds:.1f} s"))
+    duration = "of disk" if options["dry_run"] else f"in {file.seconds:.1f} s"
+    say(f"{file.path}: {file.n_experts} experts: {tiers}; {format_size(file.n_bytes)} {duration}")
     if not options["dry_run"]:
         lower = next((name for name in file.tiers if name != ORIGINAL), None)
         where = ["--experts", file.path] if file.path != sidecar_path(options["model"]) else []
-        print("next:", shlex.join(["moeoff", "run", "-m", options["model"], *where, *(["--tier", lower] if lower else [])]))
+        tier = ["--tier", lower] if lower else []
+        print("next:", shlex.join(["moeoff", "run", "-m", options["model"], *where, *tier]))
 
 
 @command()
 @click.argument("file", type=click.Path())
-@click.option("-m", "--model", type=click.Path(), help="The model. Default: the one that the sidecar names, if it is beside it.")
+@click.option("-m", "--model", type=click.Path(), help="Model. Default: the one named in the sidecar, in the same folder.")
 def verify(**options: Any) -> None:
-    """Compare a sidecar with its hashes, and with the model that it was made of."""
+    """Compare a sidecar with its hashes, and with the model it was made from."""
     from ..experts.verify import verify as library
 
     with progress_bar("bytes") as progress:
         file = library(**options, progress=functools.partial(progress, "verifying"))
-    belongs = f"made of {file.model}" if file.model else "its model is not beside it and was not checked (give -m)"
-    say(f"{file.path}: {file.n_slices} slices, {format_size(file.n_bytes)}, intact; tiers {', '.join(file.tiers)}; {belongs}")
+    model = f"made from {file.model}" if file.model else "model not found and not compared (give -m)"
+    tiers = ", ".join(file.tiers)
+    say(f"{file.path}: {file.n_slices} slices, {format_size(file.n_bytes)}, intact; tiers {tiers}; {model}")

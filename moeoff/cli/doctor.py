@@ -1,6 +1,7 @@
-"""`moeoff doctor`: does anything on this machine, or in this installation, get in the way?
+"""`moeoff doctor`: checks of this machine and installation.
 
-Every check is a function that returns findings; none of them changes anything, and one that fails is a finding itself.
+A check is a function that yields findings and changes nothing. An error in a check is a
+finding.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from ..system.memory import available, cgroup_limit, format_size
 from .options import command, model_argument, sentence
 
 PROBE_SECONDS = 1.0
-BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its slices are
-SLOW_DISK = 300e6  # bytes per second: below, a cache has to be nearly complete to be of use
+BLOCK_BYTES = 1 << 20  # read size of the disk probe without a model
+SLOW_DISK = 300e6  # bytes per second: below, only a nearly complete cache helps
 FEW_FILES = 256
 LITTLE_MEMORY = 512 << 20
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs", "fuse.gcsfuse", "ceph", "lustre")
 TYPE_NUMBERS = 64  # more than ggml has types
-# what makes kernels fast on x86, by the names of /proc/cpuinfo and of llama.cpp
+# CPU features that matter for speed: names in /proc/cpuinfo and in llama.cpp
 SIMD = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -45,7 +46,7 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it is, what was found, and what to do about it."""
+    """The result of one check: what was found, and how to fix it."""
 
     name: str
     state: str
@@ -53,15 +54,14 @@ class Finding:
     way_out: str = ""
 
 
-def judged(name: str, fine: bool, text: str, way_out: str, warning: str = "") -> Finding:
-    """A finding that is fine, or a warning with a way out, and a text of its own."""
-    return Finding(name, OK, text) if fine else Finding(name, WARNING, warning or text, way_out)
+def _ok_or_warning(name: str, is_ok: bool, text: str, way_out: str, warning: str = "") -> Finding:
+    return Finding(name, OK, text) if is_ok else Finding(name, WARNING, warning or text, way_out)
 
 
 def check_fork() -> Iterator[Finding]:
     version = metadata.version("llama-cpp-python")
     yield Finding("moeoff", OK, __version__)
-    yield Finding("fork", OK, f"llama-cpp-python {version}")  # another one would have ended at `import moeoff`
+    yield Finding("fork", OK, f"llama-cpp-python {version}")  # `import moeoff` refuses other builds
     from ..llamacpp import native  # raises ForkError if the two interfaces differ
 
     yield Finding("interface", OK, f"version {native.abi_version()}, structs agree")
@@ -70,33 +70,39 @@ def check_fork() -> Iterator[Finding]:
 def check_cpu() -> Iterator[Finding]:
     from ..llamacpp.llama import api, find_devices
 
-    find_devices()  # else the next call does, and says what is in its way
+    find_devices()  # without it the next call logs errors of drivers
     text = api.llama_print_system_info().decode()
     built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
     flags = machine.cpu_info("flags").split()
     unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
     lacking = [theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built]
     features = ", ".join(sorted(built)) or "none"
+    rebuild = "rebuild the fork here: make env"
     if lacking:
-        yield Finding("cpu features", PROBLEM, f"built with {', '.join(lacking)}, which this CPU lacks: it will crash", "rebuild the fork here: make env")
+        text = f"built with {', '.join(lacking)}, which this CPU lacks: it will crash"
+        yield Finding("cpu features", PROBLEM, text, rebuild)
     elif unused and machine.LEVEL is None:
-        yield Finding("cpu features", WARNING, f"built without {', '.join(unused)}, which this CPU has", "rebuild the fork here: make env")
+        text = f"built without {', '.join(unused)}, which this CPU has"
+        yield Finding("cpu features", WARNING, text, rebuild)
     else:
         level = "" if machine.LEVEL is None else f": level {machine.LEVEL} of the wheel"
-        yield Finding("cpu features", OK, features + level + (f"; a build on this machine would have {', '.join(unused)}, too" if unused else ""))
+        more = f"; a build on this machine would also have {', '.join(unused)}" if unused else ""
+        yield Finding("cpu features", OK, features + level + more)
     yield from _row_kernels()
-    quota = _cpu_quota()
-    yield judged("cores", quota >= n_cores(), str(n_cores()), f"give -t {max(1, int(min(quota, n_cores())))}", f"{n_cores()}, but a quota of {quota:.1f}")
+    quota, cores = _cpu_quota(), n_cores()
+    way_out = f"give -t {max(1, int(min(quota, cores)))}"
+    yield _ok_or_warning("cores", quota >= cores, str(cores), way_out, f"{cores}, but a quota of {quota:.1f}")
     from ..llamacpp.devices import backends, devices, why_none
 
     gpus = devices()
     if not gpus:
-        yield judged("gpu", not backends(), "none in this build", "install a driver, or a newer one", f"{why_none()}: the CPU computes everything")
+        warning = f"{why_none()}: the CPU computes everything"
+        yield _ok_or_warning("gpu", not backends(), "none in this build", "install a driver, or a newer one", warning)
     for device in gpus:
         free, total = device.memory
-        used = DeviceBound(auto=True).of(free)
-        text = f"{device.name}, {device.description}: {format_size(free)} free of {format_size(total)}; run and serve use {format_size(used)} (--vram auto)"
-        yield Finding("gpu", OK, text)
+        used = format_size(DeviceBound(auto=True).of(free))
+        memory = f"{format_size(free)} free of {format_size(total)}; run and serve use {used} (--vram auto)"
+        yield Finding("gpu", OK, f"{device.name}, {device.description}: {memory}")
 
 
 def _row_kernels() -> Iterator[Finding]:
@@ -107,16 +113,17 @@ def _row_kernels() -> Iterator[Finding]:
     used, refused = ([type_name(number) for number, answer in state.items() if answer == use] for use in (1, -1))
     refused += ["attention"] * (attention_kernels() < 0)
     if not machine.wants_row_kernels():
-        yield Finding("row kernels", WARNING, f"off, as {machine.ROW_KERNELS} says: slower, the text is the same", f"unset {machine.ROW_KERNELS}")
+        text = f"off ({machine.ROW_KERNELS} is set): slower, the results are the same"
+        yield Finding("row kernels", WARNING, text, f"unset {machine.ROW_KERNELS}")
     elif refused:
-        text = f"{', '.join(refused)}: ours do not give the bits of llama.cpp's, which are used instead: slower, the text is the same"
+        text = f"{', '.join(refused)}: not bit-identical to llama.cpp's kernels, which are used instead: slower, the results are the same"
         yield Finding("row kernels", WARNING, text, "rebuild the fork with another compiler: CC=... CXX=... make env")
     else:
-        yield Finding("row kernels", OK, f"{', '.join(used)}: four rows at a time" if used else "llama.cpp's own: this build has none of ours")
+        yield Finding("row kernels", OK, f"{', '.join(used)}: four rows at a time" if used else "llama.cpp's: this build has no others")
 
 
 def _cpu_quota() -> float:
-    """Cores that the cgroup allows; infinite: as many as there are."""
+    """Return the cgroup's limit in cores, infinite without one."""
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             quota, period = file.read().split()
@@ -128,37 +135,44 @@ def _cpu_quota() -> float:
 def check_openmp() -> Iterator[Finding]:
     from ..llamacpp.threads import why_not
 
-    spin, unbound = os.environ.get("GOMP_SPINCOUNT"), why_not()  # native sets it unless the user has
+    spin, reason = os.environ.get("GOMP_SPINCOUNT"), why_not()  # the import has set a default
     spins = os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in ("infinite", "infinity")
-    text = f"GOMP_SPINCOUNT={spin}, threads {'bound to cores while they compute' if unbound is None else f'not bound: {unbound}'}"
-    warning = "threads spin while they wait and take the cores from the I/O threads"
-    yield judged("openmp", not spins, text, "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT", warning)
+    bound = "bound to cores while they compute" if reason is None else f"not bound: {reason}"
+    warning = "waiting threads spin, and take the cores from the I/O threads"
+    text = f"GOMP_SPINCOUNT={spin}, threads {bound}"
+    yield _ok_or_warning("openmp", not spins, text, "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT", warning)
 
 
 def check_memory() -> Iterator[Finding]:
     limit, free = cgroup_limit(), available()
     yield Finding("cgroup", OK, "no memory limit" if limit is None else f"memory limited to {format_size(limit)}")
-    yield judged("memory", free >= LITTLE_MEMORY, f"{format_size(free)} available", "small models only: close other programs, or raise the limit")
+    way_out = "small models only: close other programs, or raise the limit"
+    yield _ok_or_warning("memory", free >= LITTLE_MEMORY, f"{format_size(free)} available", way_out)
 
 
 def check_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    way_out = f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: a split model and a server need some hundreds"
-    yield judged("open files", soft == resource.RLIM_INFINITY or soft >= FEW_FILES, f"at most {soft}", way_out)
+    way_out = f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: a split model and a server need several hundred"
+    is_ok = soft == resource.RLIM_INFINITY or soft >= FEW_FILES
+    yield _ok_or_warning("open files", is_ok, f"at most {soft}", way_out)
 
 
 def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
-    """The file system and the disk under a file, or under a folder, in which a file is made and removed again."""
+    """Check the file system and the disk of a file or a folder.
+
+    In a folder without models a temporary file is written.
+    """
     if not os.path.exists(path):
-        yield Finding("file system", PROBLEM, f"{path} does not exist", "give a model or a folder that does")
+        yield Finding("file system", PROBLEM, f"{path} does not exist", "give an existing model or folder")
         return
     kind = file_system(path)
     where = f"{kind} at {path}"
     if kind in IN_MEMORY:
-        yield Finding("file system", WARNING, f"{where} keeps files in memory: offloading to it saves nothing", "put the model on a disk")
+        text = f"{where} keeps files in memory: offloading saves nothing"
+        yield Finding("file system", WARNING, text, "put the model on a disk")
     else:
-        warning = f"{where} is reached over a network or a host: reads are slow to begin"
-        yield judged("file system", kind not in REMOTE, where, "put the model on a local disk", warning)
+        warning = f"{where} is on a network or a host: reads have a high latency"
+        yield _ok_or_warning("file system", kind not in REMOTE, where, "put the model on a local disk", warning)
     if os.path.isfile(path):
         yield from _disk_of(path, block_bytes)
         return
@@ -170,28 +184,29 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".moeoff-doctor-") as file:
             for _ in range(64):
-                file.write(os.urandom(BLOCK_BYTES))  # some disks are quick with zeros
+                file.write(os.urandom(BLOCK_BYTES))  # some disks compress zeros
             file.flush()
             os.fsync(file.fileno())
             yield from _disk_of(file.name, block_bytes)
     except OSError as error:
-        yield Finding("disk", WARNING, f"not measured: nothing can be written to {path} ({error.strerror})", "give a model with -m")
+        yield Finding("disk", WARNING, f"not measured: {path} cannot be written ({error.strerror})", "give a model with -m")
 
 
 def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
-    warning = "not possible here: reads go through the page cache, which counts against a container's limit"
-    yield judged("direct reads", direct_io(path), "work here", "put the model on a local disk", warning)
+    warning = "not possible here: reads go through the page cache, which counts toward a container's limit"
+    yield _ok_or_warning("direct reads", direct_io(path), "work here", "put the model on a local disk", warning)
     rate, with_more = (probe(path, block_bytes, PROBE_SECONDS, n) for n in (IO_THREADS, MOST_IO_THREADS))
-    text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(rate.block_bytes)}{'' if rate.direct_io else ', perhaps of the page cache'}"
-    yield judged("disk rate", rate.bytes_per_second >= SLOW_DISK, text, "slow for offloading: use an SSD, or a budget that holds most experts")
+    cached = "" if rate.direct_io else ", perhaps from the page cache"
+    text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(rate.block_bytes)}{cached}"
+    way_out = "slow for offloading: use an SSD, or a budget that holds most experts"
+    yield _ok_or_warning("disk rate", rate.bytes_per_second >= SLOW_DISK, text, way_out)
     gain = with_more.bytes_per_second / rate.bytes_per_second
-    yield Finding(
-        "I/O threads", OK, f"{IO_THREADS} to {MOST_IO_THREADS}, as reads are seen to gain from more; {MOST_IO_THREADS} read {gain:.1f} times as fast now"
-    )
+    text = f"{IO_THREADS} to {MOST_IO_THREADS}, tuned while a model runs; {MOST_IO_THREADS} read {gain:.1f}x as fast now"
+    yield Finding("I/O threads", OK, text)
 
 
 def check_model(path: str) -> Iterator[Finding]:
-    """The model's headers, its floor against what is available, and the disk at its slices' size."""
+    """Check a model's headers, memory floor, and disk at its slice size."""
     from ..budget.dry_load import answer_bytes, dry_load, slice_kinds, usual_ctx
     from ..budget.micro_batch import SMALLEST
     from ..gguf.model_index import ModelIndex
@@ -204,9 +219,12 @@ def check_model(path: str) -> Iterator[Finding]:
         yield Finding("model", PROBLEM, in_flags(error), "moeoff runs GGUF files with routed experts")
         return
     size = dry_load(model_index, usual_ctx(model_index), {"flash_attn": True} | SMALLEST, extras=answer_bytes(model_index, 1))
-    text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, {format_size(size.fixed + size.arena_full)} with all experts in memory"
-    way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
+    text = (
+        f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, "
+        f"{format_size(size.fixed + size.arena_full)} with all experts in memory"
+    )
     if size.floor > available():
+        way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
         yield Finding("model", PROBLEM, text, way_out)
     else:
         yield Finding("model", OK, text)
@@ -215,14 +233,15 @@ def check_model(path: str) -> Iterator[Finding]:
             with_gpu(options)
             server = PrivateServer(path, **options)
             with contextlib.closing(server.engine):
-                yield from (Finding(name, OK, reason) for name, reason in server.explain().items() if name not in ("memory", "I/O threads"))  # told elsewhere
-        except MoeoffError as error:  # as where it needs more than the usual part of what is available
+                for name, reason in server.explain().items():
+                    if name not in ("memory", "I/O threads"):  # other checks report these
+                        yield Finding(name, OK, reason)
+        except MoeoffError as error:  # e.g. the default share of available memory is too small
             yield Finding("model", PROBLEM, sentence(error))
     yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(model_index)))
 
 
 def _print(findings: list[Finding]) -> None:
-    """A line each, which a terminal breaks within its column."""
     from rich.table import Table
     from rich.text import Text
 
@@ -241,10 +260,10 @@ def _print(findings: list[Finding]) -> None:
 
 
 @command()
-@model_argument("A GGUF, or the folder where models are. Default: the current folder.")
+@model_argument("GGUF, or a folder of models. Default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(model: str | None, as_json: bool) -> None:
-    """Check this machine and installation; exit code 1 if something is in the way."""
+    """Check this machine and installation. The exit code is 1 if there is a problem."""
     path = model or os.getcwd()
     checks = {"fork": check_fork(), "cpu": check_cpu(), "openmp": check_openmp(), "memory": check_memory(), "files": check_files()}
     checks |= {"model": check_model(path)} if os.path.isfile(path) else {"disk": check_disk(path)}

@@ -22,26 +22,34 @@ if TYPE_CHECKING:
     from ..budget.inspection import MemoryOption, Report
 
 
-_SMALL = 2e-4  # seconds of products in a layer; chosen, not measured: the demo model's take a tenth of it
+# Seconds of matrix products in a layer below which a rate is an upper bound: the unmeasured rest
+# of a layer then takes longer. Chosen, not measured; the demo model's products take a tenth.
+_SMALL = 2e-4
 
 
 @command()
-@model_argument("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
+@model_argument("GGUF with routed experts, instead of MODEL; the first part of a split one.", needed=True)
 @table_options("inspect")
-@option("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Read from the file for 2 seconds to tell its speed.")
-@option("--explain", is_flag=True, help="Instead: what run and serve would choose with these options, and why.")
+@option("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Measure the disk for 2 seconds.")
+@option("--explain", is_flag=True, help="Show what run and serve would choose with these options, and why.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(model: str, probe: str, explain: bool, as_json: bool, **options: Any) -> None:
-    """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
+    """Show a GGUF's content, memory needs and expected speed, from its headers."""
     from ..budget.inspection import examine
 
-    config = Config.make(model, **options)  # refuses what would have no effect
+    config = Config.make(model, **options)
     if explain:
         return _explain(model, as_json, options)
     with progress_bar() as progress:
         if probe == "on":
             progress("measuring disk and CPU", 0, 0)
-        report = examine(model, ctx_size=config.n_ctx, memory=config.memory, probe_disk=probe == "on", keywords=llama_keywords(options))
+        report = examine(
+            model,
+            ctx_size=config.n_ctx,
+            memory=config.memory,
+            probe_disk=probe == "on",
+            keywords=llama_keywords(options),
+        )
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:
@@ -54,26 +62,26 @@ def _explain(model: str, as_json: bool, options: dict[str, Any]) -> None:
     from ..server.server import Server
 
     with_gpu(options)
-    alone = PrivateServer(model, **options)
-    with contextlib.closing(alone.engine):
-        reasons = alone.explain()
+    private = PrivateServer(model, **options)
+    with contextlib.closing(private.engine):
+        reasons = private.explain()
     try:
         server = Server(model, **options)
         with contextlib.closing(server.engine):
             served = {name: text for name, text in server.explain().items() if text != reasons.get(name)}
-    except MoeoffError as error:  # it needs more, or this build has none
+    except MoeoffError as error:  # e.g. several slots need more memory
         served = {"": sentence(error)}
     if as_json:
         return click.echo(json.dumps(reasons | {"serve": served}, indent=2))
     console = table_console()
     for name, text in reasons.items():
-        _line(console, name, text)
+        _print_line(console, name, text)
     console.print("\nserve, where it differs:")
     for name, text in served.items():
-        _line(console, name, text)
+        _print_line(console, name, text)
 
 
-def _line(console: Console, name: str, text: str) -> None:
+def _print_line(console: Console, name: str, text: str) -> None:
     console.print(wrapped(f"{name:<14}{text}", " " * 14), markup=False, soft_wrap=True)
 
 
@@ -81,18 +89,19 @@ def _rate(tps: float | None) -> str:
     return "" if tps is None else f"{tps:.0f}" if tps >= 10 else f"{tps:.2g}"
 
 
-def _about(r: Report) -> str:
-    """The word before a rate, which is a bound for a small model: what llama.cpp does between products, which is not measured, takes longer than they do."""
+def _qualifier(r: Report) -> str:
     return "at most" if r.compute_seconds and r.compute_seconds < _SMALL * r.n_layer else "about"
 
 
 def _print(r: Report) -> None:
     console = table_console()
-    line = functools.partial(_line, console)
+    line = functools.partial(_print_line, console)
     line("model", r.files[0] + (f" and {len(r.files) - 1} more" if len(r.files) > 1 else ""))
-    line("architecture", f"{r.architecture}, {r.n_layer} layers, {r.n_moe_layer} of them with experts, trained for {r.n_ctx_train or '?'} tokens")
+    layers = f"{r.n_layer} layers, {r.n_moe_layer} of them with experts"
+    line("architecture", f"{r.architecture}, {layers}, trained for {r.n_ctx_train or '?'} tokens")
     shared = f", {r.n_expert_shared} shared" if r.n_expert_shared else ""
-    line("experts", f"{r.n_expert} a layer, top-{r.n_expert_used}{shared}; a token uses {format_size(r.token_bytes)} of slices")
+    token = f"a token uses {format_size(r.token_bytes)} of slices"
+    line("experts", f"{r.n_expert} a layer, top-{r.n_expert_used}{shared}; {token}")
     line("weights", f"{format_size(r.expert_bytes)} in experts, {format_size(r.dense_bytes)} outside")
     console.print()
     slices = table("slices", "type", "size", "number")
@@ -124,14 +133,15 @@ def _print(r: Report) -> None:
     console.print(needed)
     console.print()
 
-    speeds = [f"tokens/s, {_about(r)}"] if r.disk else []
+    speeds = [f"tokens/s, {_qualifier(r)}"] if r.disk else []
     full_speeds = ["tokens/s"] if r.attention_seconds else []
-    bought = table("--memory", "experts in memory", *speeds, f"behind {r.ctx_size:,} tokens", *full_speeds)
+    depth = f"at a depth of {r.ctx_size:,} tokens"
+    budgets = table("--memory", "experts in memory", *speeds, depth, *full_speeds)
     for row in r.budgets:
         cells = [f"{row.resident_share:.0%}" if row.fits else "does not fit", *([_rate(row.tps)] if speeds else [])]
         cells += [f"{row.full_resident_share:.0%}" if row.fits else "", *([_rate(row.full_tps)] if full_speeds else [])]
-        bought.add_row(f"{-(-row.memory_bytes // MIB)}M", *cells, style="bold" if row.asked else "")
-    console.print(bought)
+        budgets.add_row(f"{-(-row.memory_bytes // MIB)}M", *cells, style="bold" if row.asked else "")
+    console.print(budgets)
     if (asked := next((row for row in r.budgets if row.asked), None)) is not None:
         console.print()
         console.print(wrapped(_answer(r, asked)), markup=False, soft_wrap=True)
@@ -140,29 +150,32 @@ def _print(r: Report) -> None:
         for device in r.devices:
             share = min(device.free / r.expert_bytes, 1.0) if r.expert_bytes else 1.0
             free = f"{format_size(device.free)} free of {format_size(device.total)}"
-            line(device.name, f"{device.description}: {free}, room for at most {share:.0%} of the experts (-ngl, --vram)")
+            line(device.name, f"{device.description}: {free}, fits at most {share:.0%} of the experts (-ngl, --vram)")
     if r.disk:
-        how = "" if r.disk.direct_io else " through the page cache, which may flatter it"
+        how = "" if r.disk.direct_io else " through the page cache, which may be faster than the disk"
         computing = f"computing a token takes {1e3 * r.compute_seconds:.1f} ms on this CPU, " if r.compute_seconds else ""
         if r.attention_seconds:
             computing += f"attention to {r.ctx_size:,} tokens {1e3 * r.attention_seconds:.1f} ms more, "
+        rate = f"{r.disk.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(r.disk.block_bytes)}{how}"
         text = (
-            f"Measured now: {computing}the disk gives {r.disk.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(r.disk.block_bytes)}{how}. "
-            "A token uses some experts that the ones before it have used; the rest is read, half of it while others are computed."
+            f"Measured now: {computing}the disk gives {rate}. The estimate assumes that a token finds some "
+            "of its experts in memory and that half of the other reads overlap with computing."
         )
         console.print()
         console.print(text, style="dim", markup=False)
 
 
 def speed_of(r: Report, row: MemoryOption) -> str:
-    """Return tokens per second, as a reader may rely on them."""
-    return "" if row.tps is None else f"{_about(r)} {_rate(row.tps)}"
+    """Return the expected tokens per second with "about" or "at most", empty if unknown."""
+    return "" if row.tps is None else f"{_qualifier(r)} {_rate(row.tps)}"
 
 
 def _answer(r: Report, row: MemoryOption) -> str:
     budget = format_size(row.memory_bytes)
     if not row.fits:
-        return f"{budget} is too small at a context of {r.ctx_size}: it needs {format_size(r.floor_bytes)}"
-    speed = f", {told} tokens/s" if (told := speed_of(r, row)) else ""
-    full = f"; behind {r.ctx_size:,} tokens {row.full_resident_share:.0%}" + (f", {_rate(row.full_tps)} tokens/s" if row.full_tps else "")
-    return f"{budget} is enough at a context of {r.ctx_size}: {row.resident_share:.0%} of the experts in memory{speed}{full}"
+        return f"{budget} is too small at a context of {r.ctx_size}: needs {format_size(r.floor_bytes)}"
+    speed = f", {rate} tokens/s" if (rate := speed_of(r, row)) else ""
+    full_speed = f", {_rate(row.full_tps)} tokens/s" if row.full_tps else ""
+    full = f"; at a depth of {r.ctx_size:,} tokens {row.full_resident_share:.0%}{full_speed}"
+    experts = f"{row.resident_share:.0%} of the experts in memory"
+    return f"{budget} is enough at a context of {r.ctx_size}: {experts}{speed}{full}"

@@ -1,4 +1,4 @@
-"""How commands are made: options out of the table (moeoff/options.py), headings in `--help`, and errors as one sentence with flags."""
+"""Building blocks of commands: table options, help, errors with flags."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-TYPED = "moeoff.typed"  # of a context: the words behind the command's name, for the flags that an error names
-HELP_ALL = "moeoff.help_all"  # of a context: its help shows every option
+# keys of a context's meta
+TYPED = "moeoff.typed"  # arguments as typed, for the flags in errors
+HELP_ALL = "moeoff.help_all"  # True if help shows every option
 _LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 
 
 class Command(click.Command):
-    """A command whose options stand under headings, those without one first: they are what `-h` shows, and `--help-all` shows all. Its errors are sentences."""
+    """A command with errors of one sentence. `-h` omits options with a heading."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self.allow_extra_args = True  # `parse_args` has words for them
+        self.allow_extra_args = True  # `refuse_more` has a better message than click
         groups = list(dict.fromkeys(group for param in self.params if (group := getattr(param, "group", ""))))
         self.params.append(GroupedOption(["--debug"], group="Machine" if groups else "", is_flag=True, help="Show the traceback of an error."))
         if groups:
@@ -46,7 +47,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta.setdefault(TYPED, list(args))
-        if ctx.resilient_parsing:  # as for completion
+        if ctx.resilient_parsing:  # shell completion
             return super().parse_args(ctx, args)
         self._refuse_one_dash(ctx, args)
         rest = super().parse_args(ctx, args)
@@ -56,19 +57,20 @@ class Command(click.Command):
         return rest
 
     def refuse_dashes(self, ctx: click.Context, *words: str) -> None:
-        """Refuse words that begin with what looks like a dash."""
+        """Raise `UsageError` for a word that begins with a typographic dash."""
         for word in words:
             if word.startswith(_LONG_DASHES):
-                raise click.UsageError(f"{word}: begins with a long dash, as pages print it: type - or --", ctx)
+                raise click.UsageError(f"{word}: begins with a long dash, expected - or --", ctx)
 
     def refuse_more(self, ctx: click.Context, words: Sequence[str]) -> None:
-        """Refuse words that stand for nothing."""
+        """Raise `UsageError` if there are surplus arguments."""
         if words:
-            prompt = ", and a prompt behind -p" if any(param.name == "prompt" for param in self.params) else ""
-            raise click.UsageError(f"{shlex.join(words)}: more than this command takes; a path with blanks goes in quotes{prompt}", ctx)
+            prompt = ", give a prompt with -p" if any(p.name == "prompt" for p in self.params) else ""
+            message = f"unexpected argument: quote a path with spaces{prompt}"
+            raise click.UsageError(f"{shlex.join(words)}: {message}", ctx)
 
     def invoke(self, ctx: click.Context) -> None:
-        """Library errors become a message and exit code 1; Ctrl-C becomes 130. `--debug` lets the traceback through."""
+        """Run the command. Exit with 1 after an error, 130 after Ctrl-C."""
         debug = ctx.params.pop("debug")
         try:
             with written_whole():
@@ -83,19 +85,19 @@ class Command(click.Command):
             sys.exit(130)
 
     def takes_value(self, ctx: click.Context, without: Collection[str] = ()) -> dict[str, bool]:
-        """Flags, and whether each takes a value."""
+        """Return each flag, and True if it takes a value."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option) and p.name not in without]
         return {flag: not option.is_flag for option in options for flag in option.opts}
 
     def _refuse_one_dash(self, ctx: click.Context, args: Sequence[str]) -> None:
-        """Refuses -memory 6G, which would be -m with the value emory."""
+        """Raise `UsageError` for -memory 6G, which click reads as -m emory."""
         takes_value = self.takes_value(ctx)
         for before, word in zip(("", *args), args, strict=False):
             flag = word.partition("=")[0]
             if word == "--":
                 return
             if re.fullmatch(r"-[a-zA-Z][\w-]+", flag) and flag not in takes_value and f"-{flag}" in takes_value and not takes_value.get(before):
-                raise click.UsageError(f"{flag}: is -{flag} meant?", ctx)
+                raise click.UsageError(f"{flag}: did you mean -{flag}?", ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"": []}
@@ -117,23 +119,18 @@ def _show_all(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
 
 
 class GroupedOption(click.Option):
-    """An option with the heading that it stands under."""
-
     def __init__(self, *args: Any, group: str = "", **settings: Any):
         super().__init__(*args, **settings)
         self.group = group
 
 
 class _TableValue(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A value as it was typed: the table reads it."""
+    """A value that the table parses later. Its choices are for completion."""
 
     name = "text"
 
     def __init__(self, line: Option):
         self._line = line
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if self._line.is_file:
@@ -147,7 +144,7 @@ class _TableValue(click.ParamType):  # type: ignore[type-arg]  # generic since c
 
 
 class ValueList(_TableValue):
-    """The same, where several values stand between commas."""
+    """Several such values, separated by commas."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
@@ -159,15 +156,18 @@ def command(name: str | None = None, cls: type[Command] = Command) -> Callable[[
 
 
 def option(*flags: str, group: str = "", **settings: Any) -> Callable[[Any], Any]:
-    """An option of one command, which the table does not have."""
+    """Declare an option that the table lacks."""
     return click.option(*flags, cls=GroupedOption, group=group, **settings)
 
 
-def model_argument(help: str = "GGUF with routed experts; of a split one the first part. Default: the demo model.", *, needed: bool = False) -> Decorator:
-    """Gives a command its model, as MODEL or as -m. It arrives as `model`, and None if neither was given.
+_MODEL_HELP = "GGUF with routed experts; the first part of a split one. Default: the demo model."
+
+
+def model_argument(help: str = _MODEL_HELP, *, needed: bool = False) -> Decorator:
+    """Declare MODEL and -m, passed to the command as `model`: a path, or None if not given.
 
     Args:
-        needed: there is no default.
+        needed: True if there is no default.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -177,7 +177,7 @@ def model_argument(help: str = "GGUF with routed experts; of a split one the fir
                 raise OptionError("give MODEL or -m, not both")
             if needed and not (path or model):
                 raise click.UsageError("Missing MODEL: the GGUF, as MODEL or -m MODEL.")
-            function(*args, model=_named(path or model), **values)
+            function(*args, model=_find_model(path or model), **values)
 
         out: Callable[..., None] = option("-m", "--model", type=click.Path(), metavar="FILE", help=help)(with_model)
         return click.argument("path", type=click.Path(), required=False, metavar="[MODEL]")(out)
@@ -185,8 +185,8 @@ def model_argument(help: str = "GGUF with routed experts; of a split one the fir
     return decorate
 
 
-def _named(model: str | None) -> str | None:
-    """Return the path of a model that is given by its name."""
+def _find_model(model: str | None) -> str | None:
+    """Return the path of a model given by name. Paths stay as they are."""
     if not model or os.path.exists(model) or " " in model or model.lower().endswith(".gguf"):
         return model
     from ..gguf.local_models import find
@@ -195,19 +195,22 @@ def _named(model: str | None) -> str | None:
 
 
 def help_of(line: Option, default: Any) -> str:
-    """Its help, with the default if that is a plain value."""
-    return line.help if default in (None, False, "", ()) or "Default:" in line.help else f"{line.help} Default: {line.spell(default)}."
+    """Return an option's help with its default, if that is a plain value."""
+    if default in (None, False, "", ()) or "Default:" in line.help:
+        return line.help
+    return f"{line.help} Default: {line.spell(default)}."
 
 
 def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decorator:
-    """Gives a command its options of the table. What was given arrives read, by its name in Python; what was not is left out.
+    """Declare a command's table options, passed to it parsed if given or with a default.
 
     Args:
-        without: options that it takes in another way.
-        defaults: of this command alone, instead of the table's.
+        name: Name of the command.
+        without: Options that the command declares itself.
+        defaults: Defaults other than the table's.
     """
     lines = {line.name: line for line in TABLE.values() if name in line.commands and line.name not in without}
-    usual = {line.name: line.usual for line in lines.values() if line.usual is not None} | defaults
+    defaults = {line.name: line.usual for line in lines.values() if line.usual is not None} | defaults
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -218,14 +221,23 @@ def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) 
                 note(remark)
             if "memory" in read:
                 remark_on_memory(read["memory"])
-            function(*args, **values, **(usual | read))
+            function(*args, **values, **(defaults | read))
 
         out: Callable[..., None] = with_values
         for line in reversed(lines.values()):
             settings: dict[str, Any] = {"is_flag": True} if not line.metavar else {"type": _TableValue(line), "metavar": line.metavar}
-            shown = help_of(line, usual.get(line.name, line.default))
-            out = option(*line.flags, line.name, group=line.group, default=None, multiple=line.multiple, envvar=line.envvar, show_envvar=bool(line.envvar),
-                      hidden=line.hidden, help=shown, **settings)(out)  # fmt: skip
+            out = option(
+                *line.flags,
+                line.name,
+                group=line.group,
+                default=None,
+                multiple=line.multiple,
+                envvar=line.envvar,
+                show_envvar=bool(line.envvar),
+                hidden=line.hidden,
+                help=help_of(line, defaults.get(line.name, line.default)),
+                **settings,
+            )(out)
         return out
 
     return decorate
@@ -233,63 +245,64 @@ def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) 
 
 @contextlib.contextmanager
 def written_whole() -> Iterator[None]:
-    """Writes what is printed inside when the block ends. Where the reader of our output has gone, the program ends well.
+    """Flush standard output at the end. Exit with 0 if its reader has closed it.
 
     Raises:
-        WriteError: standard output is not there, or full.
+        WriteError: Standard output is closed or full.
     """
     try:
         yield
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        _forget_output()
+        _discard_output()
         sys.exit(0)
     except OSError as error:
-        if error.filename is not None or type(error) not in (OSError, BlockingIOError):  # not of a stream
+        if error.filename is not None or type(error) not in (OSError, BlockingIOError):  # not a stream's
             raise
-        _forget_output()
+        _discard_output()
         raise WriteError(f"standard output cannot be written: {error.strerror}") from None
 
 
-def _forget_output() -> None:
-    """Python must not try once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's flush at exit fails again
 
 
 def open_standard_streams() -> None:
-    """Opens those that the caller has closed: files that are opened later would get their numbers, and be written to as such."""
+    """Open closed standard streams, whose numbers the next opened files would get."""
     for fd, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, flags)  # the lowest number that is free
+            os.open(os.devnull, flags)  # gets the lowest free number, fd
             os.set_inheritable(fd, True)
             for name in ("stdin", "stdout", "stderr")[fd : fd + 1]:
                 setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", errors="replace"))
                 setattr(sys, f"__{name}__", getattr(sys, name))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a terminal of another encoding gets ? for what it has no sign for; names of files keep bytes that are no UTF-8
-        sys.stdout.reconfigure(errors="surrogateescape" if codecs.lookup(sys.stdout.encoding).name == "utf-8" else "replace")
+        # UTF-8 keeps the bytes of file names that are not UTF-8; other encodings print ?
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
 
 
 def remark_on_memory(size: int) -> None:
-    """Says that a budget is more than there is."""
+    """Print a note if a budget exceeds available memory."""
     if size > available():
-        note(f"{TABLE['memory'].flag} {format_size(size)} is more than the {format_size(available())} that are available here")
+        flag = TABLE["memory"].flag
+        note(f"{flag} {format_size(size)} is more than the {format_size(available())} available here")
 
 
 _SCALED = {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base", "yarn_orig_ctx"}
 
 
 def remark_on_context(n_ctx: int, trained: int, options: Mapping[str, Any]) -> None:
-    """Says that a context is longer than the model was trained for, unless positions are scaled for that."""
+    """Print a note if a context exceeds the trained length and positions are not scaled."""
     if 0 < trained < n_ctx and not options.keys() & _SCALED:
-        note(f"a context of {n_ctx}: the model was trained for {trained} tokens, and what it writes behind them may make no sense")
+        note(f"context of {n_ctx} tokens: the model was trained for {trained}, longer texts may become nonsense")
 
 
 def input_files(model: str | None, options: Mapping[str, Any] = {}, *without: str) -> list[str]:  # noqa: B006  # is only read
-    """Files that a command may read: the model's parts, what is found beside it by name, and what options of the table name."""
+    """Return a command's input files: the model's parts and companions, options'."""
     from ..experts.profile import profile_path
     from ..experts.sidecar import sidecar_path
     from ..gguf.model_index import SplitName
@@ -303,17 +316,18 @@ def input_files(model: str | None, options: Mapping[str, Any] = {}, *without: st
 
 
 def sentence(error: BaseException) -> str:
-    """One line for people, with the flags of the running command as they were typed."""
+    """Return an error as one line, with the running command's flags as typed."""
     if not isinstance(error, MoeoffError):
         known = isinstance(error, OSError) and error.strerror and (f"{error.filename}: " if error.filename else "") + error.strerror
         return one_line(known or str(error)) or type(error).__name__
     context = click.get_current_context(silent=True)
     text = in_flags(error, None if context is None else flags_as_typed(context))
-    return f"{text} (the shell leaves ~ as it is within quotes and behind =: write $HOME)" if error.message.startswith("~") else text
+    tilde = " (the shell does not expand ~ in quotes or after =: write $HOME)"
+    return text + tilde if error.message.startswith("~") else text
 
 
 def flags_as_typed(context: click.Context) -> dict[str, tuple[str, str]]:
-    """Flag and form of the value of each option of the running command: the flag that was typed, or the longest."""
+    """Return (flag as typed or longest flag, metavar) of the command's options."""
     typed = {word.partition("=")[0] for word in context.meta.get(TYPED, [])}
     options = {p.name: p for p in context.command.params if isinstance(p, click.Option) and p.name}
     return {name: (next((opt for opt in p.opts if opt in typed), max(p.opts, key=len)), p.metavar or name.upper()) for name, p in options.items()}

@@ -1,4 +1,7 @@
-"""`moeoff run`: a model answers one prompt, or a person who chats. It is a client of the server that it starts in its own process, on a private socket."""
+"""`moeoff run`: answer one prompt, or chat.
+
+The command is a client of a server in its own process, on a private socket.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
     from .client import Client, Completion
 
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
-_MEDIA = 64 << 20  # bytes of a picture or a sound
-# what has no template: a transcript, in which the model writes the assistant's lines
+_MEDIA = 64 << 20  # largest image or sound in bytes
+# for models without a chat template
 _TRANSCRIPT = (
     "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}:{{ '' if m.content[:1] == ' ' else ' ' }}{{ m.content }}\n\n{% endfor %}Assistant:"
 )
@@ -40,17 +43,17 @@ _TEMPLATES = ("--chat-template", "--chat-template-file")
 @model_argument()
 @HF_REPO
 @option("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
-@option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
+@option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="Prompt file. Standard input follows -p or -f.")
 @table_options("run")
 @option("-sys", "--system-prompt", "--system", "system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
 @option("-sysf", "--system-prompt-file", "system_file", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
      help="File with the system prompt.")  # fmt: skip
 @option("--image", "--audio", "media", group="Prompt and answer", metavar="FILE,...", multiple=True,
-     help="Pictures or sounds that the prompt is about, with --mmproj. May be given several times.")  # fmt: skip
-@option("--no-history", group="Prompt and answer", is_flag=True, help="Keep no file of what is typed in chats, ~/.cache/moeoff/chat_history.")
+     help="Images or sounds for the prompt, with --mmproj; may be repeated.")  # fmt: skip
+@option("--no-history", group="Prompt and answer", is_flag=True, help="Do not write chat input to ~/.cache/moeoff/chat_history.")
 @option("-no-cnv", "--no-conversation", "--raw", "raw", group="Prompt and answer", is_flag=True,
      help="Continue the prompt as it is, without the model's chat template.")  # fmt: skip
-@option("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="Ends after one answer, as it does with -p anyway.")
+@option("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="End after one answer, as -p does anyway.")
 @option("--json", "as_json", group="Prompt and answer", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
 @option("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -58,16 +61,17 @@ def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, system_file: str | None, media: Sequence[str],
     no_history: bool, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None, args: CommandLine, **options: Any,
 ) -> None:  # fmt: skip
-    """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr.
+    """Answer a prompt, or chat. The answer goes to stdout, statistics to stderr.
 
-    ARGS are llama-cli's own options, such as --grammar, --json-schema, --lora and --chat-template.
+    ARGS are llama-cli's own options, such as --grammar, --json-schema, --lora and
+    --chat-template.
     """
     if model and " " in model and not os.path.exists(model):
-        raise OptionError(f"{model}: there is no such file; a prompt goes behind -p")
+        raise OptionError(f"{model}: no such file; give a prompt with -p")
     if hf_repo:
         from ..gguf.hub import parse
 
-        parse(hf_repo)  # before anything else is looked at
+        parse(hf_repo)  # a bad name fails first
     if system is not None and system_file is not None:
         raise OptionError("give -sys or -sysf, not both")
     system = read_text(system_file).removesuffix("\n") if system_file is not None else system
@@ -82,13 +86,13 @@ def run(
         raise OptionError("-st: give the question with -p")
     if prompt is None and not chat:
         if model or hf_repo:
-            raise OptionError("give a prompt with -p, with -f or on standard input; without one, in a terminal, moeoff chats")
+            raise OptionError("expected a prompt: give it with -p, with -f or on standard input, or chat in a terminal")
         prompt = DEMO_PROMPT
     if raw:
         _refuse_without_template(system, media, args)
     if media and chat:
         raise OptionError("--image: give the question with -p")
-    pictures = [_media(name) for names in media for name in names.split(",")]
+    parts = [_media_part(name) for names in media for name in names.split(",")]
     path = chosen_model(model, hf_repo)
     with_gpu(options, adapters=any(word.startswith("--lora") for word in args.passed_on))
     if "memory" in args.options:
@@ -97,16 +101,16 @@ def run(
     from .client import Client
 
     transcript = not raw and not _has_template(path, args)
-    if raw or transcript:  # the model's own need not be read
+    if raw or transcript:  # skips reading the model's template
         args.passed_on.extend(["--chat-template", _TRANSCRIPT])
     raw = raw or (transcript and not chat and not system)
     with contextlib.ExitStack() as stack:
         if chat:
             from .chat import Chat, typed_ahead
 
-            stack.enter_context(typed_ahead())  # also while the model is loaded
-        server = stack.enter_context(_opened(path, args, options))
-        _remark(server, options)
+            stack.enter_context(typed_ahead())  # also during loading
+        server = stack.enter_context(_start_server(path, args, options))
+        _print_remarks(server, options)
         share = f" ({DEFAULT_SHARE:.0%} of what is available)" if server.engine.budget.is_default else ""
         client = Client(server)
         if transcript and not raw:
@@ -115,7 +119,7 @@ def run(
             Chat(client, system, is_transcript=transcript, history=not no_history).loop(share)
             stats, cancelled = server.stats(), False
         else:
-            content = [*pictures, {"type": "text", "text": prompt}] if pictures else prompt
+            content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
             messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": content})
             answer = _answer(client, prompt if raw else messages, not raw, as_json, share)
@@ -127,8 +131,7 @@ def run(
         raise KeyboardInterrupt
 
 
-def _opened(path: str, line: CommandLine, options: dict[str, Any]) -> PrivateServer:
-    """Return the server, started, with a bar on the terminal while it loads."""
+def _start_server(path: str, line: CommandLine, options: dict[str, Any]) -> PrivateServer:
     from ..server.private import PrivateServer
 
     with progress_bar() as progress:
@@ -138,8 +141,7 @@ def _opened(path: str, line: CommandLine, options: dict[str, Any]) -> PrivateSer
     return server
 
 
-def _remark(server: PrivateServer, options: dict[str, Any]) -> None:
-    """Say what whoever runs the model should know."""
+def _print_remarks(server: PrivateServer, options: dict[str, Any]) -> None:
     engine = server.engine
     for remark in server.remarks:
         note(remark)
@@ -149,20 +151,20 @@ def _remark(server: PrivateServer, options: dict[str, Any]) -> None:
     if lower := engine.quality.unread_tiers:
         names = ", ".join(lower)
         if engine.config.max_loss is None:
-            note(f"lossless, though the sidecar has {names}: give --tier {lower[0]}, or --max-loss for what calibrate --max-loss measures it to lose")
+            way_out = f"give --tier {lower[0]}, or --max-loss after calibrate --max-loss"
+            note(f"lossless, though the sidecar has {names}: {way_out}")
         else:
-            note(f"--max-loss was measured without the sidecar's {names}: calibrate --max-loss again, and it may be chosen")
+            note(f"--max-loss was measured without the sidecar's {names}: repeat calibrate --max-loss to use it")
 
 
 def _refuse_without_template(system: str | None, media: Sequence[str], line: CommandLine) -> None:
     given = {"--system": system, "--image": media, **{name: True for name in line.passed_on if name in (*_TEMPLATES, "--reasoning")}}
     for name, value in given.items():
         if value:
-            raise OptionError(f"{name}: with --raw there is no chat template, and so no place for it")
+            raise OptionError(f"{name}: has no effect with --raw, which uses no chat template")
 
 
 def _has_template(path: str, line: CommandLine) -> bool:
-    """Whether conversations have a template: the model's own, or one of the command line."""
     from ..gguf.file import LONGEST_TEMPLATE, ModelFile
 
     if any(name in line.passed_on for name in _TEMPLATES):
@@ -171,8 +173,7 @@ def _has_template(path: str, line: CommandLine) -> bool:
         return "tokenizer.chat_template" in file.metadata
 
 
-def _media(path: str) -> dict[str, Any]:
-    """Return a part of a message with a picture or a sound from a file."""
+def _media_part(path: str) -> dict[str, Any]:
     kind = mimetypes.guess_type(path)[0] or ""
     try:
         data = base64.b64encode(read_file(path, _MEDIA)).decode()
@@ -182,7 +183,7 @@ def _media(path: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
     if kind in ("audio/wav", "audio/x-wav", "audio/mpeg"):
         return {"type": "input_audio", "input_audio": {"data": data, "format": "mp3" if kind == "audio/mpeg" else "wav"}}
-    raise OptionError(f"--image {path}: a picture, or a sound as .wav or .mp3, by the end of its name")
+    raise OptionError(f"--image {path}: expected the name of an image, .wav or .mp3")
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -190,7 +191,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _prompt(prompt: str | None, file: str | None) -> str | None:
-    """The prompt of -p, -f and standard input together, or None if none says anything. What is piped in follows the question."""
+    """Return the prompt of -p or -f, followed by standard input, or None without any."""
     if prompt is not None and file is not None:
         raise OptionError("give -p or -f, not both")
     try:
@@ -199,20 +200,19 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
         if sys.stdin is not None and not _is_terminal(sys.stdin):
             piped = sys.stdin.read(TEXT + 1).removesuffix("\n")
             if len(piped) > TEXT:
-                raise OptionError(f"standard input: cannot be read: it is longer, expected at most {format_size(TEXT)}")
+                raise OptionError(f"standard input: expected at most {format_size(TEXT)}")
             if piped:
                 prompt = piped if prompt is None else f"{prompt}\n\n{piped}"
     except OSError as error:
         raise OptionError(f"standard input: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise OptionError("standard input: is not UTF-8 text") from None
+        raise OptionError("standard input: expected UTF-8 text") from None
     if prompt is not None and not prompt.strip():
-        raise OptionError("the prompt is empty: there is nothing to answer")
+        raise OptionError("the prompt is empty")
     return prompt
 
 
 def _answer(client: Client, prompt: str | list[dict[str, Any]], strips: bool, as_json: bool, share: str) -> Completion:
-    """Print one answer, as text or as one JSON object, and a line about it on stderr."""
     from .writer import Writer
 
     if as_json:

@@ -1,4 +1,4 @@
-"""`moeoff serve`: a model answers programs over HTTP. And what `moeoff run` has of it: the command line, which llama-server's table reads."""
+"""`moeoff serve`: serve a model over HTTP. `moeoff run` shares the command line."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from .options import TYPED, Command, command, model_argument, option, remark_on_
 if TYPE_CHECKING:
     from ..server.arguments import CommandLine
 
-_ONE_SIGNAL = 1.0  # seconds within which several are one: a terminal and the program that was started in it may both send it
+# Seconds within which signals count as one: a terminal and a parent process may both send it.
+_SAME_SIGNAL = 1.0
 HF_REPO_FLAGS = ("-hf", "--hf-repo")
-HF_REPO = option(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+HF_REPO = option(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, else the first GGUF.")
 
 
 def chosen_model(model: str | None, hf_repo: str | None) -> str:
-    """Return the path of the model, fetched if a repository is named, or else the demo model's."""
+    """Return the model's path after a download. Default: the demo model."""
     if model and hf_repo:
         raise OptionError("give -m or -hf, not both")
     if hf_repo:
@@ -39,7 +40,7 @@ def chosen_model(model: str | None, hf_repo: str | None) -> str:
 
 
 def say_choices(reasons: dict[str, str]) -> None:
-    """Print what was chosen and why, a line each."""
+    """Print each choice and its reason as a line."""
     for name, text in reasons.items():
         note(f"{name}: {text}")
 
@@ -48,14 +49,13 @@ _MODEL = ("-m", "--model", *HF_REPO_FLAGS)
 
 
 class ServedCommand(Command):
-    """Takes llama.cpp's command lines, and its variables: what is not the command's own is read by the server.
+    """A command that also accepts llama.cpp's arguments and environment variables.
 
-    A model that the command line names goes before one of a variable, and the rest of it, which
-    comes later, too.
+    The command line overrides variables.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # as for completion
+        if ctx.resilient_parsing:  # shell completion
             return super().parse_args(ctx, args)
         from ..server.arguments import CommandLine, of_environment
 
@@ -88,7 +88,7 @@ class ServedCommand(Command):
     help="Serve the models that `moeoff models` lists by their names, one at a time: a request for "
     "another one opens it. MODEL, or else the first, is open at the start.",
 )
-@option("-q", "--quiet", group="Server", is_flag=True, help="No line for each request.")
+@option("-q", "--quiet", group="Server", is_flag=True, help="Do not log requests.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def serve(
     model: str | None,
@@ -98,9 +98,11 @@ def serve(
     args: CommandLine,
     **options: Any,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's, Anthropic's, Ollama's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
+    """Serve a model over HTTP, several answers at a time.
 
-    ARGS are llama-server's own options, as are LLAMA_ARG_* in the environment.
+    The routes are OpenAI's, Anthropic's, Ollama's and llama.cpp's, with /metrics for
+    Prometheus. ARGS are llama-server's own options, as are LLAMA_ARG_* in the
+    environment.
     """
     options |= args.options
     if models:
@@ -113,7 +115,7 @@ def serve(
 
     with_gpu(options, adapters=any(word.startswith("--lora") for word in args.passed_on))
     options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
-    with _ended_by_signals(), contextlib.ExitStack() as stack:
+    with _exit_on_signals(), contextlib.ExitStack() as stack:
         with progress_bar() as progress:
             progress(f"loading {os.path.basename(path)}", 0, 0)
             on_request = None if quiet else note
@@ -128,11 +130,13 @@ def serve(
         if server.n_parallel == 1 or any(longer in word for word in args.passed_on):
             remark_on_context(each, trained, options)
         elif 0 < trained < each:
-            note(f"a conversation ends at {trained} tokens, which the model was trained for: --override-kv {longer}{each} gives it more")
-        page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
-        context = f"{server.engine.planned.n_ctx} tokens of context for {server.n_parallel} answer{'s' * (server.n_parallel > 1)} at a time"
+            note(f"a conversation ends at the model's trained {trained} tokens: --override-kv {longer}{each} raises that")
+        page = f"web page on {server.url}" if server.has_page else "no web page (build without npm)"
+        slots = f"{server.n_parallel} slot{'s' * (server.n_parallel > 1)}"
+        context = f"context of {server.engine.planned.n_ctx} tokens for {slots}"
         experts = f"experts in {format_size(server.stats().cache_bytes)}"
-        note(f"serving {path} on {server.url}/v1, {page}, figures on {server.url}/moeoff, {context}, {experts}; Ctrl-C ends")
+        statistics = f"statistics on {server.url}/moeoff"
+        note(f"serving {path} on {server.url}/v1, {page}, {statistics}, {context}, {experts}; Ctrl-C ends")
         server.wait()
 
 
@@ -196,22 +200,24 @@ def _serve_models(
         finally:
             await router.stop()
 
-    with _ended_by_signals():
+    with _exit_on_signals():
         asyncio.run(main())
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Lets SIGTERM and Ctrl-C end the program well, while open, also where it was started with Ctrl-C ignored, as a script's `&` does. One that comes
-    again when they should have done so ends it at once."""
+def _exit_on_signals() -> Iterator[None]:
+    """Exit on SIGTERM and SIGINT, even if SIGINT was ignored, as a script's `&` does.
+
+    A second signal exits at once.
+    """
     first: list[float] = []
 
     def end(number: int, _frame: object) -> None:
         if not first:
             first.append(time.monotonic())
-            note(f"{signal.Signals(number).name}: every answer ends, then the server; once more ends it at once")
+            note(f"{signal.Signals(number).name}: stopping the server; repeat to exit at once")
             sys.exit(0)
-        if time.monotonic() - first[0] > _ONE_SIGNAL:
+        if time.monotonic() - first[0] > _SAME_SIGNAL:
             os._exit(1)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -219,5 +225,5 @@ def _ended_by_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if not first:  # what comes after it must not end the program in another way
+            if not first:  # else later signals keep exiting at once
                 signal.signal(number, handler)

@@ -24,26 +24,27 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
     type=ValueList(TABLE["strategy"]),
     help="Strategies to compare with lru and belady; may be repeated. Default: auto.",
 )
-@click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
+@click.option("--memory", multiple=True, metavar="SIZE",
+     help="Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")  # fmt: skip
 @table_options("simulate", t1=0.6, t2=0.9)
 @click.option(
     "--low-cost",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="What a low version has of a high one's bytes, for the penalty. Default: 0.25, int4 of float16.",
+    help="Size of a low version relative to the high one, for the penalty. Default: 0.25, int4 of float16.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def simulate(
     traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, as_json: bool,
     tau: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
-    """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
+    """Replay traces of `run --trace` through strategies: their hit rates and bytes read."""
     from ..policies.hobbit import MissCost
     from ..policies.replay import compare, gap_recovered, left_out
     from ..routing.trace import Trace
 
     trace = Trace.join([Trace.read(path) for path in traces])
-    names = [name for item in strategy or ("auto",) for name in item.split(",")]  # a name may come with a comma, as lru,lfu
+    names = [name for item in strategy or ("auto",) for name in item.split(",")]
     arenas = [parse_size(size, trace.model.full_bytes) for size in memory or SIZES]
     without = left_out(trace, names)
     names = [name for name in names if name not in without]
@@ -60,19 +61,17 @@ def simulate(
         click.echo("\n" + wrapped(f"{name}: not replayed, {why}"))
 
 
-def _table(rows: list[dict[str, Any]], full: int, leaves_out: bool) -> str:
-    lines = [
-        f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8} {'of the gap':>10}{'  left out' if leaves_out else ''}"
-    ]
+def _table(rows: list[dict[str, Any]], full: int, skips: bool) -> str:
+    lines = [f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8} {'of the gap':>10}{'   skipped' if skips else ''}"]
     for row in rows:
-        left_out = "" if not leaves_out else f"{row['skipped_share']:>10.1%}" if row["strategy"] != "belady" else f"{'':>10}"
+        skipped = "" if not skips else f"{row['skipped_share']:>10.1%}" if row["strategy"] != "belady" else f"{'':>10}"
         gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"
         lines.append(
             f"{format_size(row['cache_bytes']):>10} {100 * row['cache_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
-            f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}{left_out}"
+            f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}{skipped}"
         )
-    lines.append("\nhit rate: slices found in memory; read/token: bytes; penalty: of misses, 1 for\n"
-                 "a slice in full precision; of the gap: what of LRU's way to the best that is\n"
-                 "possible (belady) was made good"
-                 + (";\nleft out: of the experts of decoded tokens" if leaves_out else ""))  # fmt: skip
+    lines.append("\nhit rate: share of slices found in memory; penalty: cost of the misses, 1 for a\n"
+                 "slice in full precision; of the gap: share of the gap from LRU to the optimum\n"
+                 "(belady) that is closed"
+                 + ("; skipped: share of decoded tokens' experts" if skips else ""))  # fmt: skip
     return "\n".join(lines)

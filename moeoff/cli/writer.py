@@ -1,4 +1,4 @@
-"""An answer's text on standard output, as it comes: on a terminal no word is cut at the end of a line."""
+"""Streaming of an answer to standard output, wrapped at words on a terminal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class Writer:
-    """Text without the blank that many models begin with. A thought is dimmed on a terminal, and left out elsewhere.
+    """A writer of an answer. Thoughts are dimmed on a terminal, else omitted.
 
     Args:
-        strips: leaves that out.
+        strips: True to format a chat's answer: leading blanks are removed.
     """
 
     def __init__(self, strips: bool = True):
@@ -49,8 +49,8 @@ class Writer:
             self._line, self._word, self._column, self._code = "", "", 0, False
 
     def _write_part(self, part: str) -> None:
-        """A line's end, blanks, or a word or a part of one."""
-        from rich.cells import cell_len  # which takes time to import, and a pipe needs not
+        """Write a line end, blanks, or a word or part of a word."""
+        from rich.cells import cell_len  # slow to import, and not needed for a pipe
 
         width, columns = cell_len(part), shutil.get_terminal_size().columns
         if part == "\n":
