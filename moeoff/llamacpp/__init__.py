@@ -1,1 +1,1 @@
-"""llama.cpp: its Python binding, the native library, threads, devices, chat templates and the habits of its programs. All of ctypes is here."""
+"""The binding to llama.cpp and our native library, and all of ctypes."""

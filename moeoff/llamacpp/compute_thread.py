@@ -1,8 +1,8 @@
 """The thread that computes for a model.
 
-A caller hands a function to the model's thread and waits for the result. No signal's exception
-reaches that thread: Ctrl-C interrupts the wait, the function is cancelled and comes to its end, and
-the exception goes on. What computes is therefore never left between two instructions.
+A caller passes a function to the model's thread and waits. Ctrl-C interrupts the wait:
+it cancels the function and raises when the function has returned. The thread itself is
+never interrupted, because only the main thread runs signal handlers.
 """
 
 from __future__ import annotations
@@ -22,76 +22,63 @@ from ..errors import Cancelled, MoeoffError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_computed_in = 0  # process in which llama.cpp has computed, whose threads a fork lacks
+_computed_in = 0  # PID of the process in which llama.cpp has computed; its forks lack the threads
 
 
 def computes_here() -> None:
-    """Note that llama.cpp is about to compute in this process."""
+    """Record that llama.cpp is about to compute in this process."""
     global _computed_in
     _computed_in = os.getpid()
 
 
 def require_computable() -> None:
-    """Raise `MoeoffError` in a fork of a process that has computed.
-
-    OpenMP would wait for threads that only the other process has.
-    """
+    """Raise `MoeoffError` in a fork of a process that has computed: OpenMP would hang."""
     if _computed_in not in (0, os.getpid()):
         raise MoeoffError(
-            f"this process is a copy (fork) of one in which llama.cpp has computed ({_computed_in}), without its threads: "
-            "open models in processes that are started anew, as multiprocessing does with `spawn`"
+            f"this process is a fork of process {_computed_in}, in which llama.cpp has computed, and lacks its threads: "
+            "open models in new processes, e.g. multiprocessing's with `spawn`"
         )
 
 
 def require_process(pid: int) -> None:
-    """Raise `MoeoffError` in another process than the one that opened a model."""
+    """Raise `MoeoffError` in a fork of the process that opened a model."""
     if pid != os.getpid():
         raise MoeoffError(
-            f"the model was opened in another process ({pid}), of which this one is a copy without its threads and memory: "
-            "open it in this one, or let multiprocessing start its processes with `spawn`"
+            f"the model was opened in process {pid}, and this fork of it lacks the threads and memory: "
+            "open the model in this process, or start processes with `spawn`"
         )
 
 
 class _Calls(queue.SimpleQueue[Any]):
-    """Functions that a thread is to run; None ends it.
+    """A thread's queue of calls. None ends the thread."""
 
-    Attributes:
-        has_ended: True if no function runs any more.
-        is_over: True if the thread is about to exit.
-        running: A lock that is held until then.
-    """
-
-    has_ended = is_over = False
-    native_id = 0
+    has_ended = False  # True if the thread takes no more calls
+    is_over = False  # True if the thread is about to exit
+    native_id = 0  # of the operating system
 
     def __init__(self) -> None:
-        self.running = _thread.allocate_lock()
+        self.running = _thread.allocate_lock()  # held until the thread is over
         self.running.acquire()
 
 
 class _Call(Generic[T]):
-    """A function for a compute thread, and what became of it.
-
-    Attributes:
-        is_done: True if the function has ended, or never runs.
-        done: A lock that is held until then.
-    """
+    """A function to run on a compute thread, and its outcome."""
 
     def __init__(self, thread: ComputeThread, function: Callable[[], T]):
         self.thread: ComputeThread | None = thread
         self.function: Callable[[], T] | None = function
-        self.is_done = False
-        self.done, self._claimed = threading.Lock(), threading.Lock()
+        self.is_done = False  # True if the function has returned, or will never run
+        self.done, self._claimed = threading.Lock(), threading.Lock()  # `done` is held until then
         self.done.acquire()
         self._result: T | None = None
         self._error: BaseException | None = None
 
     def claim(self) -> bool:
-        """Return True to one caller: to the thread, which runs the function, or to whoever drops it."""
+        """Return True to the first caller, which runs or drops the function."""
         return self._claimed.acquire(blocking=False)
 
     def end(self, result: T | None = None, error: BaseException | None = None) -> None:
-        # nothing of the function is kept, or the thread could be the last to hold the model
+        # Drop the function, or the thread could hold the last reference to the model.
         self.thread = self.function = None
         self._result, self._error = result, error
         self.is_done = True
@@ -105,23 +92,23 @@ class _Call(Generic[T]):
                 raise error
             return cast(T, self._result)
         finally:
-            del error  # whose traceback has this frame
+            del error  # its traceback refers to this frame
 
 
 class ThreadEnded(MoeoffError):
-    """Nothing runs on a compute thread any more."""
+    """A compute thread has ended."""
 
     def __init__(self) -> None:
         super().__init__("the model is closed")
 
 
 def _run_all(calls: _Calls) -> None:
-    """Run a compute thread. Between two calls it holds nothing but their queue."""
+    """Run a compute thread. Between calls it refers only to the queue."""
     calls.native_id = threading.get_native_id()
     while (call := calls.get()) is not None:
         if call.claim():
             call.thread._run(call)
-        del call  # which may hold an exception, and that the frames of a model's methods
+        del call  # its exception may refer to frames of a model's methods
     calls.has_ended = True
     while not calls.empty():
         if (call := calls.get()) is not None and call.claim():
@@ -134,11 +121,11 @@ _current = threading.local()  # thread: the ComputeThread whose call runs on thi
 
 
 class ComputeThread:
-    """Runs functions one after the other. A function that calls another one runs it at once.
+    """A thread that runs functions in order. Calls from inside a function run at once.
 
     Attributes:
-        cancelled: True if the running function is to end.
-        set_stop: Called with True to end the graph that is being computed, and False to withdraw that.
+        cancelled: True if the running function should end.
+        set_stop: Callback that stops the running graph (True), or resets that (False).
     """
 
     def __init__(self) -> None:
@@ -146,7 +133,7 @@ class ComputeThread:
         self._running: _Call[Any] | None = None
         self.cancelled = self._completes = False
         self.set_stop: Callable[[bool], None] = lambda _stop: None
-        # threading.Thread waits until it runs, in code that an interrupt leaves with a wrong exception
+        # An interrupt in threading.Thread.start raises a wrong exception.
         self._ident = _thread.start_new_thread(_run_all, (self._calls,))
 
     def __del__(self) -> None:
@@ -169,7 +156,7 @@ class ComputeThread:
                 self.cancelled = False
                 self.set_stop(False)
         call.end(result, error)
-        del error, call  # or the exception, whose traceback has this frame, would refer to itself
+        del error, call  # the error's traceback refers to this frame: avoid a cycle
 
     @property
     def native_id(self) -> int:
@@ -186,10 +173,10 @@ class ComputeThread:
         return self._calls.has_ended or sys.is_finalizing()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return a function's result.
+        """Run a function on the thread and return its result.
 
-        An exception in the waiting thread, as of Ctrl-C, cancels the function and goes on when that
-        has ended. A second one does not wait.
+        An exception in the waiting thread, e.g. Ctrl-C, cancels the function and is
+        raised when the function has ended. A second exception does not wait.
 
         Raises:
             MoeoffError: The thread has ended.
@@ -210,7 +197,7 @@ class ComputeThread:
         raise ThreadEnded
 
     def _abandon(self, call: _Call[Any]) -> None:
-        """End a call in whose wait an exception came."""
+        """Cancel a call whose wait an exception has interrupted."""
         if call.is_done or call.claim():
             return
         try:
@@ -221,11 +208,12 @@ class ComputeThread:
             self.cancel(call)
 
     def cancel(self, call: _Call[Any] | None = None, *, at_once: bool = False) -> None:
-        """End what runs within a layer, from any thread or signal handler. If nothing runs, do nothing.
+        """Cancel the running call within a layer, from any thread or signal handler.
 
         Args:
-            call: What is to end; None: anything.
-            at_once: Also end a batch that would be completed, as a second request does.
+            call: Call to cancel. None: any.
+            at_once: True to also stop a batch inside `completing`, as a second request
+                does.
         """
         with self._lock:
             if self._running is not None and call in (None, self._running):
@@ -234,13 +222,13 @@ class ComputeThread:
                     self.set_stop(True)
 
     def require_uncancelled(self) -> None:
-        """Raise `Cancelled` if the running function is to end."""
+        """Raise `Cancelled` if the running call is cancelled."""
         if self.cancelled:
             raise Cancelled("the answer was cancelled")
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """While open, a request lets the running batch come to its end and then raises `Cancelled`."""
+        """Let a running batch finish on a cancellation, then raise `Cancelled`."""
         self._completes = True
         try:
             yield
@@ -249,7 +237,7 @@ class ComputeThread:
         self.require_uncancelled()
 
     def end(self) -> None:
-        """Cancel what runs, and wait until the thread has ended. May be called twice, and does nothing in a fork."""
+        """Cancel the running call and wait for the thread's end. Do nothing in a fork."""
         if self._pid != os.getpid() or sys.is_finalizing():
             return
         self.cancel(at_once=True)
@@ -260,15 +248,15 @@ class ComputeThread:
 
 
 def is_cancelled() -> bool:
-    """Return True if what the calling thread computes is to end."""
+    """Return True if the call on this thread is cancelled."""
     thread = getattr(_current, "thread", None)
     return thread is not None and thread.cancelled
 
 
 def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that calls llama.cpp: from the main thread it runs on one that no signal's exception reaches.
+    """Decorate a function to run on a new thread if called on the main one.
 
-    What a signal's handler raises in a callback of llama.cpp's is printed and lost.
+    Exceptions of signal handlers would be lost inside callbacks of llama.cpp.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""GPUs and other devices that llama.cpp can compute on, without the CPU: their names and memory."""
+"""Names and memory of llama.cpp's devices other than the CPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WITHOUT_DEVICES = ("CPU", "BLAS")
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
+    """A device.
 
     Attributes:
         handle: ggml_backend_dev_t.
-        name: as llama.cpp's options take it: "CUDA0", "Vulkan0".
-        description: of the hardware.
+        name: Name in llama.cpp's options: "CUDA0", "Vulkan0".
+        description: Name of the hardware.
     """
 
     handle: int
@@ -29,36 +29,36 @@ class Device:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes now, as its driver tells; a driver that does not tell what is free says that all of it is."""
+        """(free, total) bytes now. Some drivers report all memory as free."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         ggml.dev_memory(self.handle, byref(free), byref(total))
         return free.value, total.value
 
 
 def backends() -> list[str]:
-    """Names of the backends in this build that have devices of their own, as "CUDA" or "Vulkan", whether or not there is such a device."""
+    """Return this build's backends for devices, e.g. "CUDA", with or without one."""
     find_devices()
     names = [ggml.reg_name(ggml.reg_get(i)).decode() for i in range(ggml.reg_count())]
     return [name for name in names if name not in _WITHOUT_DEVICES]
 
 
 def devices() -> list[Device]:
-    """All but the CPU, in llama.cpp's order."""
+    """Return all devices but the CPU, in llama.cpp's order."""
     find_devices()
     handles = [ggml.dev_get(i) for i in range(ggml.dev_count())]
     return [Device(h, ggml.dev_name(h).decode(), ggml.dev_description(h).decode("utf-8", "replace")) for h in handles if ggml.dev_type(h) != _CPU]
 
 
 def why_none() -> str:
-    """Of a build with backends that found no device, in words: which, and what is in the way."""
+    """Return why a build with device backends has found no device."""
     names = backends()
-    reason = find_devices()
-    software = "; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0" if "Vulkan" in names else ""
-    return f"this build has {' and '.join(names)}, and no driver offers a device{f' ({reason})' if reason else ''}{software}"
+    reason = f" ({error})" if (error := find_devices()) else ""
+    software = "; GGML_VK_VISIBLE_DEVICES=0 enables Vulkan's software driver" if "Vulkan" in names else ""
+    return f"this build has {' and '.join(names)}, but no driver offers a device{reason}{software}"
 
 
 def buffer_types() -> dict[str, int]:
-    """ggml_backend_buffer_type_t of each device, by the names that llama.cpp's --override-tensor takes: "CPU", "CUDA0", ..."""
+    """Return each device's ggml_backend_buffer_type_t by its name in --override-tensor."""
     find_devices()
     types = [ggml.dev_buffer_type(ggml.dev_get(i)) for i in range(ggml.dev_count())]
     return {ggml.buft_name(kind).decode(): kind for kind in types if kind}

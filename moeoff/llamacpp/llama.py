@@ -1,6 +1,7 @@
-"""llama_cpp, and the one place that depends on its internals. docs/internals/patches.md lists each of them with its reason.
+"""llama_cpp, and the only module that depends on its internals (docs/internals/patches.md).
 
-Importing this module loads llama.cpp. Modules that need llama_cpp import it from here, so that the process is prepared first.
+Importing this module prepares the process and loads llama.cpp. Other modules import
+llama_cpp from here.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from . import templates
 from .compute_thread import computes_here, is_cancelled
 from .turns import Turns
 
-# OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O threads make it one, every barrier then
-# waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 with two busy processes on 2 cores, no
-# difference on an idle machine. Read by the OpenMP runtime when llama.cpp is loaded.
+# OpenMP's barriers spin for milliseconds by default. Beside busy processes or I/O threads each
+# barrier waits for a preempted core: 3.5 tok/s instead of 10.4 with two busy processes on
+# 2 cores, no difference on an idle machine. OpenMP reads it when llama.cpp is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 machine.load()
 
+# llama_cpp's functions are not annotated: hence the ignored types
 import llama_cpp
 from llama_cpp import _internals, _logger, llama_chat_format
 from llama_cpp import llama_cpp as api
@@ -51,13 +53,14 @@ __all__ = [
     "supports_gpu",
 ]
 
-llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined,assignment]  # templates are the model file's: they may not hang either
+# jinja2 would run a model file's template without limits
+llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined,assignment]
 
-lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
+lib: ctypes.CDLL = api._lib  # llama_cpp's handle: a second load could load a second ggml
 
 
 def build_identity() -> tuple[str, str]:
-    """Return a digest of the libraries that compute, and llama.cpp's list of the CPU features in use: others round differently."""
+    """Return the libraries' digest and CPU features, which affect rounding."""
     return machine.libraries_digest(Path(lib._name).parent), api.llama_print_system_info().decode()
 
 
@@ -68,22 +71,21 @@ _LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
 
 
 def set_log(verbose: bool) -> None:
-    """Shows everything that llama.cpp logs, or errors alone: its warnings ("n_ctx_seq > n_ctx_train") are for its developers."""
+    """Show llama.cpp's whole log, or its errors alone."""
     _logger.set_verbose(verbose)
 
 
 class _ErrorCollector(threading.local):
-    """Errors that llama.cpp logs on the calling thread, while someone collects it."""
-
-    errors: list[str] | None = None
-    last = 0  # level, for what continues a line
+    errors: list[str] | None = None  # llama.cpp's on this thread, None if not collected
+    last = 0  # level of the line that GGML_LOG_LEVEL_CONT continues
 
 
 _collected = _ErrorCollector()
 
 
-# void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);  -- one for ever: another thread may be logging
-@api.llama_log_callback  # type: ignore[untyped-decorator]  # not annotated in llama_cpp
+# void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);
+# It is set once and never replaced, because another thread may be logging.
+@api.llama_log_callback  # type: ignore[untyped-decorator]
 def _log(level: int, text: bytes, user: Any) -> None:
     _collected.last = _collected.last if level == _LOG_CONTINUED else level
     if _collected.errors is not None and _collected.last == _LOG_ERROR:
@@ -97,19 +99,21 @@ api.llama_log_set(_log, ctypes.c_void_p(0))
 
 @contextlib.contextmanager
 def _collected_errors() -> Iterator[list[str]]:
-    """Keeps what llama.cpp logs on this thread as errors instead of showing it; everything else goes where it went."""
+    """Collect llama.cpp's errors of this thread instead of showing them."""
     errors: list[str] = []
-    around, _collected.errors = _collected.errors, errors
+    outer, _collected.errors = _collected.errors, errors
     try:
         yield errors
     finally:
-        _collected.errors = around
+        _collected.errors = outer
 
 
 @contextlib.contextmanager
 def errors_unless(expected: Callable[[], bool]) -> Iterator[None]:
-    """Holds back what llama.cpp logs on this thread as errors, and shows it at the end unless it was expected: three lines of a graph that was ended on
-    purpose."""
+    """Collect llama.cpp's errors, and show them at the end unless `expected` returns True.
+
+    A graph that is cancelled logs three errors.
+    """
     errors: list[str] = []
     try:
         with _collected_errors() as errors:
@@ -120,7 +124,7 @@ def errors_unless(expected: Callable[[], bool]) -> Iterator[None]:
 
 
 def _reason(errors: Sequence[str]) -> str:
-    """The first of llama.cpp's errors, which is the most exact one, without the names of its functions and folders."""
+    """Return the first, most specific error without names of functions and folders."""
     text = " ".join(errors[0].split()) if errors else ""
     text = re.sub(r"^\w+: (error loading model: |failed to initialize the context: )?(\w+: )?", "", text)
     return re.sub(r"\S*/(?=[\w.-]+:\d+: )", "", text)
@@ -128,7 +132,7 @@ def _reason(errors: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def assertions_raise() -> Iterator[None]:
-    """Inside, a failed assertion of ggml's on this thread fails the call into llama.cpp instead of ending the process (moeoff-llama.h)."""
+    """Make a failed ggml assertion on this thread an error of the call (moeoff-llama.h)."""
     lib.moeoff_guard(1)
     try:
         yield
@@ -137,25 +141,27 @@ def assertions_raise() -> Iterator[None]:
 
 
 def supports_gpu() -> bool:
-    """True if llama.cpp finds a GPU here that it can offload layers to. Vulkan's software drivers do not count unless
-    GGML_VK_VISIBLE_DEVICES names them."""
+    """Return True if llama.cpp can offload layers to a GPU.
+
+    Vulkan's software drivers count only if GGML_VK_VISIBLE_DEVICES names them.
+    """
     find_devices()
     return bool(api.llama_supports_gpu_offload())
 
 
 @functools.cache
 def find_devices() -> str:
-    """Lets llama.cpp look for devices, which it does once in a process; why a backend of this build cannot be used, in its words, or nothing."""
+    """Let llama.cpp find devices, once. Return its error about a backend, or ""."""
     with _collected_errors() as errors:
         api.llama_supports_gpu_offload()
     return _reason(errors)
 
 
-# --- llama_cpp's own objects, made safe ---
+# --- safe subclasses of llama_cpp's objects ---
 
 
 class _Handle:
-    """An attribute with a pointer into llama.cpp: whoever asks for it after the model is closed, or in a fork, gets an exception and no pointer."""
+    """A pointer that raises `MoeoffError` after the model is closed, or in a fork."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -171,8 +177,6 @@ class _Handle:
 
 
 class _Model(_internals.LlamaModel):
-    """llama_cpp's, also in the hands of the tokenizers that it has given out."""
-
     model, vocab = _Handle(), _Handle()
 
     def __init__(self, turns: Turns, **options: Any):
@@ -180,13 +184,13 @@ class _Model(_internals.LlamaModel):
         super().__init__(**options)
 
     def close(self) -> None:
-        if self.turns.here:
-            super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+        if self.turns.here:  # not in a fork
+            super().close()  # type: ignore[no-untyped-call]
 
 
 class _Context(_internals.LlamaContext):
     ctx, memory = _Handle(), _Handle()
-    is_broken = False  # a batch was not computed to its end: recurrent states may be half updated
+    is_broken = False  # True after an incomplete batch: recurrent states may be half updated
 
     def __init__(self, turns: Turns, llama: weakref.ref[PatchedLlama], **options: Any):
         self.turns, self._llama = turns, llama
@@ -209,30 +213,30 @@ class _Context(_internals.LlamaContext):
 
     def close(self) -> None:
         if self.turns.here:
-            super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+            super().close()  # type: ignore[no-untyped-call]
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
-        """As llama_cpp's. Return False, and change nothing, if the memory cannot go back to p0."""
+        """Remove positions, or return False if memory cannot be cut at p0."""
         if self.memory is None:
-            raise MoeoffError("the model keeps no memory of a text, as diffusion models do not: it cannot go on with one")
+            raise MoeoffError("the model has no KV cache (a diffusion model): it cannot continue a text")
         if 0 < p0 <= api.llama_memory_seq_pos_max(self.memory, 0):
             window, llama = api.llama_model_n_swa(self.model.model), self._llama()
             if window and llama is not None and not llama._has_state:
-                # llama.cpp would compute without the part of the window that it has overwritten
+                # llama.cpp has overwritten a part of this window, and would compute without it
                 if api.llama_memory_seq_pos_min(self.memory, 0) > max(p0 - window, 0):
                     return False
         return super().kv_cache_seq_rm(seq_id, p0, p1)
 
 
 def _reads(kind: type, name: str) -> Any:
-    """A method that may be called while another thread computes, and not while one closes the model."""
+    """Let a method run beside a computing thread, but not a closing one."""
     method = getattr(kind, name)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.turns.read(method, self, *args, **kwargs)
-        except ValueError as error:  # a token that there is not
+        except ValueError as error:  # token out of range
             raise OptionError(str(error)) from None
         except RuntimeError as error:  # no vocabulary
             raise MoeoffError(str(error)) from None
@@ -251,16 +255,19 @@ _TOKENS = np.dtype(api.llama_token_data)
 
 
 class _Sampler(_internals.LlamaSampler):
-    """llama_cpp's, but it goes with its last user, and not with the garbage collector, which does not see that a vocabulary of 150,000 makes it 1.8 MB large;
-    and logits processors are called from here: ctypes would swallow what they raise."""
+    """llama_cpp's sampler without a reference cycle, which calls logits processors.
+
+    The garbage collector would keep 1.8 MB for a vocabulary of 150,000. ctypes would
+    swallow a processor's exceptions.
+    """
 
     sampler: Any = None
     processors: Sequence[Callable[[Any, Any], Any]] = ()
     llama: weakref.ref[PatchedLlama]
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
-        self._exit_stack.pop_all()  # a function that refers to this
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._exit_stack.pop_all()  # holds a function that refers to this object
 
     def close(self) -> None:
         if self.sampler is not None:
@@ -272,7 +279,7 @@ class _Sampler(_internals.LlamaSampler):
         if not self.processors or llama is None:
             try:
                 return super().sample(ctx, idx)
-            except RuntimeError as error:  # a grammar leaves none
+            except RuntimeError as error:  # a grammar allows no token
                 raise MoeoffError(str(error)) from None
         scores = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),)).copy()
         for processor in self.processors:
@@ -283,7 +290,7 @@ class _Sampler(_internals.LlamaSampler):
         api.llama_sampler_apply(self.sampler, ctypes.byref(array))
         drawn = array.data[array.selected] if 0 <= array.selected < array.size else None
         if drawn is None or drawn.logit == -np.inf:
-            raise MoeoffError("no token is left to go on with, as by a grammar or a logits processor")
+            raise MoeoffError("no token left to sample: a grammar or a logits processor excludes all")
         api.llama_sampler_accept(self.sampler, drawn.id)
         return int(drawn.id)
 
@@ -296,58 +303,55 @@ class LoadError(ValueError):
     """llama.cpp cannot load a model."""
 
 
-_MOST_STATES = 3  # of recurrent layers that are kept, as many as llama-server keeps: each is as large as the one that is computed with
-_STATE_COPIES = 5  # of the states of a prompt's batch, on their way to next-token layers
+_MOST_STATES = 3  # recurrent states kept, as in llama-server; each is as large as the current one
+_STATE_COPIES = 5  # copies of a batch's hidden states on their way to next-token layers
 
 
 class _AnyLlama(llama_cpp.Llama):
-    """llama_cpp.Llama, of which a subclass says in `_before_load` how it is loaded."""
-
     _ctx: Any
-    # tokens of the text after which the state of recurrent layers was copied; 0: there is no copy
-    _kept_at = 0
+    _kept_at = 0  # position of the copy of the recurrent state in tokens; 0: no copy
 
     def _before_load(self) -> None:
-        find_devices()  # not while it loads: what a driver lacks is no reason why a model cannot be read
+        find_devices()  # not during the load, whose errors would include a driver's
 
     def adds_bos(self) -> bool:
-        """The model wants a beginning-of-text token."""
+        """Return True if the model expects a beginning-of-text token."""
         return self._model.add_bos_token()
 
     def clear_context(self) -> None:
-        """Empties the KV cache: the next batch begins a text."""
-        self.reset()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+        """Clear the KV cache."""
+        self.reset()  # type: ignore[no-untyped-call]
         self._ctx.kv_cache_clear()
         self._kept_at, self._ctx.is_broken = 0, False
 
 
 class PatchedLlama(_AnyLlama):
-    """llama_cpp.Llama with what it lacks: a say in how the model is loaded, a wrapper around every decode, and batches of one's own.
+    """llama_cpp.Llama with control of loading, a decode hook and single batches.
 
-    A batch that fails or is cancelled cuts the context to the last complete micro-batch. Recurrent
-    layers that were cancelled within a micro-batch go back to a copy of their state, which is made
-    before each micro-batch of a prompt.
+    After a failed or cancelled batch the context ends at the last complete micro-batch.
+    Recurrent layers return to a copy of their state, made before each micro-batch of a
+    prompt.
 
-    A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
+    A subclass sets `_overrides`, `_progress` and `_one_output` before `load`.
     """
 
     _overrides: Any  # moeoff.llamacpp.native.TensorOverrides
-    _no_alloc = False  # plans buffers and allocates none: nothing can be computed, but `context_memory` tells the sizes
+    _no_alloc = False  # True to plan buffers without allocating: only `context_memory` works
     _progress: Callable[[float], None] | None = None
-    # Batches give the logits of one token, unless an option wants those of all. llama.cpp plans for all by default: a vocabulary of
-    # 150,000 and batches of 512 tokens are 297 MiB that no answer uses.
+    # True for the logits of one token per batch, unless an option needs all. llama.cpp plans for
+    # all: with a vocabulary of 150,000 and batches of 512 tokens that is 297 MiB unused.
     _one_output = False
     _model: Any
     _model_class: Any
     _context_class: Any
     _sampler_class = _Sampler
-    _n_sequences = 1  # that the context holds side by side
-    _unified = False  # they share all of it, and have not a part of it each
-    _loads_nextn = False  # next-token layers, which else stay in the file
-    _n_begun = 0  # tokens of the text with those of a batch that is being computed
-    _state = np.empty(0, np.uint8)  # copy of the state of recurrent layers
-    _is_refused = False  # there was no memory for it
-    _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
+    _n_sequences = 1  # sequences in the context
+    _unified = False  # True if the sequences share the context
+    _loads_nextn = False  # True to load next-token layers
+    _n_begun = 0  # tokens in the context and in the running batch
+    _state = np.empty(0, np.uint8)  # copy of the recurrent state
+    _is_refused = False  # True if there was no memory for the copy
+    _turns: Turns | None = None  # llama_cpp also closes objects that were never opened
 
     @property
     def turns(self) -> Turns:
@@ -356,9 +360,15 @@ class PatchedLlama(_AnyLlama):
         return self._turns
 
     def load(self, model_path: str, **options: Any) -> None:
-        """llama_cpp.Llama's constructor. Raises LoadError with llama.cpp's reason, or what `_progress` raised."""
-        weak = weakref.ref(self)  # an object that refers to itself would outlive its last user
-        self._model_class, self._context_class = functools.partial(_Model, self.turns), functools.partial(_Context, self.turns, weak)
+        """Call llama_cpp.Llama's constructor.
+
+        Raises:
+            LoadError: llama.cpp cannot load the model or an adapter.
+            BaseException: The exception of `_progress`.
+        """
+        weak = weakref.ref(self)  # avoids a cycle, which would outlive the last user
+        self._model_class = functools.partial(_Model, self.turns)
+        self._context_class = functools.partial(_Context, self.turns, weak)
         raised: list[BaseException] = []
         progress = self._progress
 
@@ -388,8 +398,9 @@ class PatchedLlama(_AnyLlama):
                 raise LoadError(_reason(errors) or str(error)) from error
         if raised:
             raise raised[0]
-        sys.stderr.writelines(f"{one_line(text.rstrip())}\n" for text in errors if text.strip())  # they did not matter
-        if (n_ctx := self.n_ctx()) > len(self.input_ids):  # llama.cpp rounds a context up, and llama_cpp's lists stay as long as was asked for
+        sys.stderr.writelines(f"{one_line(text.rstrip())}\n" for text in errors if text.strip())
+        # llama.cpp rounds n_ctx up, but llama_cpp's arrays have the requested length
+        if (n_ctx := self.n_ctx()) > len(self.input_ids):
             self.input_ids = np.zeros(n_ctx, np.intc)
             if self._logits_all:
                 self.scores = np.empty((n_ctx, self._n_vocab), np.single)
@@ -400,22 +411,29 @@ class PatchedLlama(_AnyLlama):
         model.tensor_buft_overrides = self._overrides.address
         model.progress_callback = self._progress_callback
         model.no_alloc = self._no_alloc
-        model.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # above 4 GiB some tensors would be mapped, and be in no plan of memory
-        model.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
+        model.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # would map some tensors above 4 GiB, outside the plan
+        model.use_extra_bufts = False  # repacked kernels round differently from the experts' kernels
         context.n_outputs_max, context.n_seq_max, context.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
         model.load_mtp = self._loads_nextn
-        if self._loads_nextn:  # a batch must have room for all of these states, and one token more
+        if self._loads_nextn:  # a batch must hold all of these states and one more token
             context.n_rs_seq = max(min(_MOST_STATES, context.n_ubatch - 2), 0)
 
     def new_context(self, **params: Any) -> int:
-        """struct llama_context * of another context of the model, with these of llama_context_params; the caller frees it. Raises `LoadError`."""
+        """Create another struct llama_context * of the model, which the caller frees.
+
+        Args:
+            params: Fields of llama_context_params that differ from this context's.
+
+        Raises:
+            LoadError: llama.cpp cannot create the context.
+        """
         changed = type(self.context_params).from_buffer_copy(self.context_params)
         for name, value in params.items():
             setattr(changed, name, value)
         with _collected_errors() as errors, assertions_raise():
             ctx: int | None = api.llama_init_from_model(self.model_handle, changed)
         if not ctx:
-            raise LoadError(_reason(errors) or f"no context can be made with {', '.join(params)}")
+            raise LoadError(_reason(errors) or f"cannot create a context with {', '.join(params)}")
         return ctx
 
     @property
@@ -435,23 +453,23 @@ class PatchedLlama(_AnyLlama):
         return handle
 
     def _decode(self, decode: Callable[[], None], _batch: Any) -> None:
-        """Every decode, of a struct llama_batch: decode() computes it, and raises RuntimeError if llama.cpp fails. A subclass does more around it."""
+        """Compute a struct llama_batch with `decode`. A hook."""
         decode()
 
     def _check_outputs(self, batch: Any) -> None:
-        """Raises OptionError for a batch over which llama.cpp would end the process."""
+        """Raise `OptionError` for more outputs than planned, which would crash."""
         if self._n_outputs_max and batch.n_tokens > 1:
             n_outputs = batch.n_tokens - ctypes.string_at(batch.logits, batch.n_tokens).count(0)
             if n_outputs > self._n_outputs_max:
                 raise OptionError(f"logits of {n_outputs} tokens of a batch: open the model with logits_all=True")
 
     def on_close(self, function: Callable[[], None]) -> None:
-        """Call a function when the model is closed, before the model is freed."""
+        """Register a function to call before the model is freed."""
         self._stack.callback(function)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the logits that llama.cpp and llama_cpp keep, and of the states that next-token layers read."""
+        """Bytes of the logits and of the hidden states for next-token layers."""
         rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
         hidden = api.llama_model_n_embd_out(self.model_handle) * self.n_batch * _STATE_COPIES if self._loads_nextn else 0
         return 4 * (self._n_vocab * rows + hidden)
@@ -461,18 +479,14 @@ class PatchedLlama(_AnyLlama):
             try:
                 sampler = super()._init_sampler(*args, **options)
             except ValueError as error:
-                raise OptionError(f"{error}: {_reason(errors) or 'llama.cpp has said above where'}") from None
+                raise OptionError(f"{error}: {_reason(errors) or 'see the log above'}") from None
         sampler.processors, sampler.llama = logits_processor or (), weakref.ref(self)
         return sampler
 
     def sample(self, *args: Any, **options: Any) -> int:
-        """As llama_cpp's.
-
-        Raises:
-            MoeoffError: no token was computed since the context was filled or changed in another way: there is nothing to draw from.
-        """
+        """Sample as llama_cpp does. Raise `MoeoffError` without logits."""
         if self._requires_eval:
-            raise MoeoffError("there are no logits to draw a token from: compute one with eval() first")
+            raise MoeoffError("no logits to sample from: call eval() first")
         token: int = super().sample(*args, **options)
         return token
 
@@ -480,18 +494,18 @@ class PatchedLlama(_AnyLlama):
 
     @property
     def _has_state(self) -> bool:
-        """The model has recurrent layers, whose state cannot go back to an earlier token."""
+        """True for recurrent layers, whose state cannot be cut."""
         return bool(self._is_recurrent or self._is_hybrid)
 
     def _forget_incomplete(self) -> None:
-        """After a batch that failed, cut the context to its last complete micro-batch, or empty it."""
+        """Cut the context to the last complete micro-batch after a failure, or clear it."""
         self._requires_eval = True
         if not (self._keep_computed() or self._restore_state()):
             self.clear_context()
         self._n_begun = 0
 
     def _keep_computed(self) -> bool:
-        """Cut the context to its latest complete token. Return False if it cannot go back there."""
+        """Cut the context to its last complete token, or return False."""
         if self._has_state and self._ctx.is_broken:
             return False
         end = api.llama_memory_seq_pos_max(api.llama_get_memory(self._ctx.ctx), 0) + 1
@@ -502,21 +516,18 @@ class PatchedLlama(_AnyLlama):
         return True
 
     def _reserve(self, _nbytes: int) -> bool:
-        """Return whether there is memory for a copy of the state of recurrent layers.
-
-        A subclass takes it from its budget.
-        """
+        """Return True if there is memory for a copy of the recurrent state. A hook."""
         return True
 
     def _copy_state(self) -> None:
-        """Copy the state of recurrent layers after `n_tokens`, if there is memory for the copy."""
+        """Copy the recurrent state at `n_tokens`, if there is memory for the copy."""
         ctx, partial = self._ctx.ctx, api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         if self.n_tokens in (0, self._kept_at):
             return
-        if api.llama_model_n_swa(self.model_handle):  # the windows would be copied, too
+        if api.llama_model_n_swa(self.model_handle):  # the copy would include the windows
             return
         size, self._kept_at = api.llama_state_seq_get_size_ext(ctx, 0, partial), 0
-        if size > len(self._state):  # of most models at the first time alone
+        if size > len(self._state):  # for most models only at the first call
             if self._is_refused or not self._reserve(size - len(self._state)):
                 self._is_refused = True
                 return
@@ -526,7 +537,7 @@ class PatchedLlama(_AnyLlama):
             self._kept_at = self.n_tokens
 
     def _restore_state(self) -> bool:
-        """Go back to where the state of recurrent layers was copied. Return False without a copy."""
+        """Restore the copy of the recurrent state. Return False without a copy."""
         n = self._kept_at
         if not n:
             return False
@@ -538,7 +549,7 @@ class PatchedLlama(_AnyLlama):
         return True
 
     def _reuse_state(self, tokens: Sequence[int]) -> None:
-        """Go back to the copied state before `generate`, if the prompt diverges after it."""
+        """Restore the copied state if the prompt diverges after the copy."""
         if self._has_state and 0 < self._kept_at < min(self.n_tokens, len(tokens)):
             n = min(self.n_tokens, len(tokens))
             differs = np.flatnonzero(self.input_ids[:n] != np.asarray(tokens[:n]))
@@ -548,21 +559,20 @@ class PatchedLlama(_AnyLlama):
                 self.clear_context()
 
     def close(self) -> None:
-        """Frees the model."""
+        """Free the model."""
         self._sampler = None
         super().close()
 
-    # --- batches of one's own, besides `generate` ---
+    # --- single batches, outside `generate` ---
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """As llama_cpp's. Of a batch that fails, the complete micro-batches stay.
+        """Compute tokens as llama_cpp does. Complete micro-batches of a failed batch stay.
 
         Raises:
-            MoeoffError: as while answering, or the context cannot be cut to `n_tokens`.
+            MoeoffError: Computing fails, or the context cannot be cut to `n_tokens`.
         """
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
-            n = self.n_tokens
-            raise MoeoffError(f"the context cannot be cut to {n} tokens: call reset(), then eval()")
+            raise MoeoffError(f"the context cannot be cut to {self.n_tokens} tokens: call reset(), then eval()")
         step = min(self.n_batch, self.context_params.n_ubatch) if self._has_state else self.n_batch
         for i in range(0, len(tokens), step):
             batch, n = list(tokens[i : i + step]), self.n_tokens
@@ -580,12 +590,12 @@ class PatchedLlama(_AnyLlama):
             self.n_tokens, self._n_begun, self._requires_eval = n + len(batch), 0, False
 
     def embed(self, *args: Any, **options: Any) -> Any:
-        """As llama_cpp's. The context is empty afterwards, and where it fails."""
+        """Embed texts as llama_cpp does. The context is empty afterwards."""
         self.clear_context()
         return super().embed(*args, **options)
 
     def load_state(self, state: Any) -> None:
-        """As llama_cpp's. The context is empty if the state cannot be loaded."""
+        """Load a state as llama_cpp does. The context is empty if that fails."""
         self._kept_at = 0
         try:
             super().load_state(state)
@@ -594,14 +604,14 @@ class PatchedLlama(_AnyLlama):
             raise
 
     def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
-        """Computes tokens at positions n_past, n_past + 1, ...; at most `n_batch` of them.
+        """Compute at most `n_batch` tokens at positions n_past, n_past + 1, ...
 
         Args:
-            first_output: tokens before this position of the text give no logits.
+            first_output: First position with logits.
 
         Raises:
-            MoeoffError: as while answering.
-            RuntimeError: llama.cpp cannot compute it.
+            MoeoffError: Computing fails.
+            RuntimeError: llama.cpp cannot compute the batch.
         """
         batch = self._batch
         batch.set_batch(batch=list(tokens), n_past=n_past, logits_all=False)
@@ -611,20 +621,19 @@ class PatchedLlama(_AnyLlama):
         self._ctx.decode(batch)
 
     def batch_logits(self, n: int) -> np.ndarray:
-        """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""
-        logits = self._ctx.get_logits()
-        return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
+        """Return a view of the last batch's outputs, [n, n_vocab] float32."""
+        return np.ctypeslib.as_array(self._ctx.get_logits(), (n, self.n_vocab()))
 
 
 class StockLlama(_AnyLlama):
-    """llama_cpp.Llama from the same library, without an expert buffer: what everything is compared with.
+    """llama_cpp.Llama from the same library without an expert buffer, for comparisons.
 
     Args:
-        use_extra_bufts: repacked kernels, llama.cpp's default, which llama_cpp offers no option for.
-        overrides: where tensors go (`moeoff.llamacpp.native.TensorOverrides`), likewise; None: as llama.cpp has it.
+        use_extra_bufts: True for repacked kernels, llama.cpp's default.
+        overrides: Placement of tensors, `moeoff.llamacpp.native.TensorOverrides`.
 
     Attributes:
-        decode_seconds: inside llama_decode so far, and until what it began has ended.
+        decode_seconds: Seconds in llama_decode so far, including work on devices.
     """
 
     def __init__(self, model_path: str, *, use_extra_bufts: bool = True, overrides: Any = None, **options: Any):
@@ -635,21 +644,21 @@ class StockLlama(_AnyLlama):
         def timed(batch: Any) -> None:
             started = time.perf_counter()
             decode(batch)
-            llama_cpp.llama_synchronize(self._ctx.ctx)  # a device goes on after llama_decode has returned
+            llama_cpp.llama_synchronize(self._ctx.ctx)  # llama_decode does not wait for devices
             self.decode_seconds += time.perf_counter() - started
 
-        self._ctx.decode = timed  # of this one object
+        self._ctx.decode = timed
 
     def _before_load(self) -> None:
         super()._before_load()
         self.model_params.use_extra_bufts = self._extra
-        if self._overrides is not None:  # kept here, since llama.cpp does not copy them
+        if self._overrides is not None:  # llama.cpp does not copy them
             self.model_params.tensor_buft_overrides = self._overrides.address
 
 
-_MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16: llama-server's default for drafts, whatever the model's own cache is
+_MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP; GGML_TYPE_F16, llama-server's KV cache type for drafts
 
 
 def nextn_params(ctx: int, n_sequences: int = 1) -> dict[str, Any]:
-    """Of llama_context_params: those of a model's second context, which computes its next-token layers."""
+    """Return llama_context_params of the context for next-token layers."""
     return {"ctx_type": _MTP, "ctx_other": ctx, "n_outputs_max": n_sequences, "n_rs_seq": 0, "type_k": _F16, "type_v": _F16}

@@ -1,5 +1,8 @@
-"""Chat templates. A template comes with the model and is a program, so another program runs it (llamacpp_patches/src/common/moeoff-templates-main.cpp):
-with no access to anything, and bounds on time and memory. A server asks that program from C++; everything else asks it here.
+"""Chat templates, rendered in a sandboxed process.
+
+A template is a program in the model file. moeoff-templates-main.cpp in
+llamacpp_patches/src/common runs it without any access and with limits on time and
+memory.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from typing import Any
 
 from ..errors import ModelError
 
-SECONDS = 10  # templates of today take milliseconds
-_MEMORY, _TIMES = 32 << 20, 64  # bytes, and for each byte of the conversation
-_LONGEST = 1 << 17  # characters of an ordinary conversation of a few words; templates with instructions for tools write thousands
+SECONDS = 10  # time limit; usual templates take milliseconds
+_MEMORY, _TIMES = 32 << 20, 64  # memory limit in bytes: fixed, and for each byte of the conversation
+_LONGEST = 1 << 17  # characters for `_CONVERSATION`; templates with tool instructions write thousands
 # struct template_question and struct template_answer of moeoff-template-wire.h
 _QUESTION, _ANSWER = struct.Struct("=IIQQQQ"), struct.Struct("=IIQ")
 _SUMMARIZE, _RENDER = range(2)
@@ -35,33 +38,36 @@ class TemplateError(ModelError):
 
 
 class TemplateBoundError(TemplateError):
-    """A chat template crashes, or takes too long or too much memory."""
+    """A chat template crashes, or exceeds the limits on time or memory."""
 
 
 def program() -> Path:
-    """The program that runs templates, beside the libraries."""
+    """Return the path of the program that runs templates."""
     package = importlib.util.find_spec("llama_cpp")
     (folder,) = package.submodule_search_locations if package and package.submodule_search_locations else [""]
     return Path(folder, "lib", "moeoff-templates")
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """The text that a template makes of these variables; those that JSON cannot hold are left out: functions are the program's own.
+    """Render a template. The program replaces functions among the variables.
 
     Raises:
-        TemplateError: the template refuses them, or cannot be read.
-        TemplateBoundError: a bound is reached.
+        TemplateError: The template cannot be parsed, or refuses the variables.
+        TemplateBoundError: A limit is exceeded.
     """
-    return _ask(_RENDER, source, {name: value for name, value in variables.items() if not callable(value)})
+    return _request(_RENDER, source, {name: value for name, value in variables.items() if not callable(value)})
 
 
 def check(source: str) -> None:
-    """Reads a template. Raises `TemplateError` if it cannot be read."""
-    _ask(_SUMMARIZE, source, {})
+    """Parse a template. Raise `TemplateError` if that fails."""
+    _request(_SUMMARIZE, source, {})
 
 
 def check_bounds(source: str) -> None:
-    """Runs a template with an ordinary conversation. Raises `TemplateBoundError`; that it does not take this conversation is no error."""
+    """Render a short conversation. Raise `TemplateBoundError` if a limit is exceeded.
+
+    A template may refuse the conversation.
+    """
     try:
         text = render(source, _CONVERSATION)
     except TemplateBoundError:
@@ -72,8 +78,8 @@ def check_bounds(source: str) -> None:
         raise TemplateBoundError(f"it makes {len(text)} characters of a few words")
 
 
-def _ask(task: int, source: str, variables: Mapping[str, Any]) -> str:
-    """Starts the program for one question, and returns its answer."""
+def _request(task: int, source: str, variables: Mapping[str, Any]) -> str:
+    """Run the program for one task and return its output."""
     template, conversation = source.encode("utf-8", "replace"), json.dumps(variables).encode()
     question = _QUESTION.pack(task, 0, _MEMORY + _TIMES * len(conversation), SECONDS + 1, len(template), len(conversation))
     ours, theirs = socket.socketpair()
@@ -86,7 +92,7 @@ def _ask(task: int, source: str, variables: Mapping[str, Any]) -> str:
         try:
             theirs.close()
             with ours.makefile("rwb") as channel:
-                channel.read(1)  # it runs
+                channel.read(1)  # the program has started
                 channel.write(question + template + conversation)
                 channel.flush()
                 status, n_summary, n_text = _ANSWER.unpack(channel.read(_ANSWER.size))
@@ -101,13 +107,13 @@ def _ask(task: int, source: str, variables: Mapping[str, Any]) -> str:
             process.wait()
     if status == _NO_MEMORY:
         raise TemplateBoundError("it takes too much memory")
-    if status == _FAILED:
-        raise TemplateError(text.partition("Jinja Exception: ")[2] or text)  # what the template says itself, else what llama.cpp's engine says of it
+    if status == _FAILED:  # the template's own message, else llama.cpp's
+        raise TemplateError(text.partition("Jinja Exception: ")[2] or text)
     return text
 
 
 class Environment:
-    """jinja2's in the formatter of llama_cpp, which renders templates with it."""
+    """A replacement for jinja2's class in llama_cpp's formatter."""
 
     def __init__(self, **_options: Any):
         self.filters: dict[str, Any] = {}

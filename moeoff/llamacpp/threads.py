@@ -1,8 +1,10 @@
-"""Each compute thread on a core of its own, for as long as llama.cpp computes a batch.
+"""Binding of compute threads to cores while llama.cpp computes a batch.
 
-Next to other busy processes the kernel puts two compute threads on one core and leaves them there (docs/internals/design.md). Threads are bound
-only if there are as many of them as cores that this process may use: with fewer the kernel knows better which cores are idle. The masks are
-those of llama.cpp's thread pools. The computing thread has its cores back when the batch is done, so that nothing that a callback starts inherits them.
+Beside other busy processes the kernel keeps two compute threads on one core
+(docs/internals/design.md). Threads are bound only if there is one for each core that
+the process may use: with fewer the kernel finds idle cores better. llama.cpp's thread
+pools set the masks. The computing thread's mask is restored after each batch, or
+callbacks would pass it on.
 """
 
 from __future__ import annotations
@@ -25,36 +27,38 @@ _OMP_PAUSE_SOFT = 1
 
 
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why compute threads are never bound in this process, or None."""
+    """Return why compute threads are never bound in this process, or None."""
     if not hasattr(os, "sched_setaffinity") or not hasattr(fcntl, "F_OFD_SETLK"):
         return "this system cannot bind threads"
     if " OPENMP = 1 " not in api.llama_print_system_info().decode():
-        return "llama.cpp was built without OpenMP"  # its pools would own threads, and be expensive
+        return "llama.cpp was built without OpenMP"  # its pools would start threads of their own
     return next((f"{name}={environ[name]}" for name in USERS_OWN if name in environ), None)
 
 
 def one_each(n_threads: int, cores: Iterable[int]) -> bool:
-    """True if so many threads are bound, one to each of the cores that they may use."""
+    """Return True if `n_threads` threads can be bound, one to each core."""
     cores = set(cores)
     return n_threads > 1 and n_threads == len(cores) and max(cores) < MAX_CORES
 
 
 def runs(cores: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and the number of cores of every unbroken run."""
-    unbroken: list[tuple[int, int]] = []
+    """Return (first core, number of cores) of each run of consecutive cores."""
+    out: list[tuple[int, int]] = []
     for core in sorted(cores):
-        if unbroken and core == sum(unbroken[-1]):
-            unbroken[-1] = (unbroken[-1][0], unbroken[-1][1] + 1)
+        if out and core == sum(out[-1]):
+            out[-1] = (out[-1][0], out[-1][1] + 1)
         else:
-            unbroken.append((core, 1))
-    return unbroken
+            out.append((core, 1))
+    return out
 
 
 class CoreClaims:
-    """Which cores are bound by a process of ours at this moment: a byte of one file for each, locked as long as it is.
+    """Claims of cores between models: a locked byte in a file for each core.
 
-    The locks belong to the open file: they go with the process, however it ends, and two models in one process exclude each
-    other as two processes do. Without a file nothing can be claimed.
+    The locks belong to the open file, and end with the process.
+
+    Args:
+        path: File of the locks. None: every claim fails.
     """
 
     def __init__(self, path: str | None):
@@ -64,7 +68,7 @@ class CoreClaims:
                 self._fd = _open_for_all(path)
 
     def claim(self, runs: Iterable[tuple[int, int]]) -> bool:
-        """Takes these cores, or none if one of them is taken. Never waits."""
+        """Claim all cores of these runs, or none if one is taken. Do not wait."""
         if self._fd < 0:
             return False
         try:
@@ -76,7 +80,7 @@ class CoreClaims:
         return True
 
     def release(self) -> None:
-        self._set(fcntl.F_UNLCK, 0, 0)  # a length of 0 is everything
+        self._set(fcntl.F_UNLCK, 0, 0)  # a length of 0 means the whole file
 
     def _set(self, kind: int, start: int, length: int) -> None:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0))
@@ -88,24 +92,23 @@ class CoreClaims:
 
 
 def _open_for_all(path: str) -> int:
-    """The file for reading and writing, made for all users if it is absent."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, flags)  # before O_CREAT, which the kernel refuses for other users' files in such folders
+        # Without O_CREAT, which the kernel refuses for other users' files in sticky folders.
+        return os.open(path, flags)
     except FileNotFoundError:
         fd = os.open(path, flags | os.O_CREAT, 0o666)
-        with contextlib.suppress(OSError):  # another user's, made meanwhile
-            os.fchmod(fd, 0o666)  # whatever the umask
+        with contextlib.suppress(OSError):  # another user has just created it
+            os.fchmod(fd, 0o666)  # regardless of the umask
         return fd
 
 
 class CoreBinding:
-    """A context manager around one llama_decode at a time, always of the same thread.
-
-    Looks each time at the cores that the process's main thread may use.
+    """A context manager that binds threads to the process's cores during a llama_decode.
 
     Args:
-        ctx: llama_context, which must live as long as this is used.
+        ctx: Address of the llama_context, always used on one thread. It must outlive
+            this object.
     """
 
     def __init__(self, ctx: int):
@@ -136,14 +139,13 @@ class CoreBinding:
             detach_threadpool(self._ctx)
             self._attached = False
         if self._claimed:
-            with contextlib.suppress(OSError):  # the cores that it had are no longer this process's
-                if os.sched_getaffinity(0) == self._callers:  # else it was moved from outside meanwhile, and stays there
+            with contextlib.suppress(OSError):  # the process may have lost the cores
+                if os.sched_getaffinity(0) == self._callers:  # else another process has set it
                     os.sched_setaffinity(0, self._before)
             self._claims.release()
             self._claimed = False
 
     def _make(self, cores: set[int], *n_threads: int) -> None:
-        """The pools for these cores and these numbers of threads, of decode and of batches; none if there is nothing to bind."""
         self._drop_pools()
         binds = [one_each(n, cores) for n in n_threads]
         self._runs = runs(cores) if any(binds) else []
@@ -152,10 +154,10 @@ class CoreBinding:
                 os.sched_setaffinity(0, cores)
                 return
             self._before = _unbound(cores)
-        except OSError:  # not permitted here
+        except OSError:  # not permitted
             self._off = True
             return
-        self._callers = {min(cores)}  # llama.cpp deals the cores in order, and the caller's thread comes first
+        self._callers = {min(cores)}  # llama.cpp binds the calling thread first, to the first core
         self._free = [self._pool(n, self._before, False) for n in n_threads]
         self._bound = [self._pool(n, cores, True) if bind else free for n, bind, free in zip(n_threads, binds, self._free)]
 
@@ -168,7 +170,7 @@ class CoreBinding:
             threadpool_free(self._pools.pop())
 
     def close(self) -> None:
-        """After the context has been freed. OpenMP's threads keep their masks, and end with the thread that computed."""
+        """Free the pools, after the context is freed. OpenMP's threads keep their masks."""
         self._drop_pools()
         self._claims.close()
         self._off = True
@@ -182,10 +184,7 @@ def _new_pool(n_threads: int, cores: Iterable[int], one_each: bool) -> int:
 
 @contextlib.contextmanager
 def bound_pool(n_threads: int) -> Iterator[int | None]:
-    """A thread pool of ggml's with each thread on a core of its own, as `CoreBinding` has them; None where it binds none.
-
-    For a measurement: the cores are not claimed, and the caller's thread has its own back at the end.
-    """
+    """Yield a ggml thread pool bound as by `CoreBinding`, or None. It claims no cores."""
     if why_not() is not None or not one_each(n_threads, cores := os.sched_getaffinity(0)):
         yield None
         return
@@ -200,8 +199,8 @@ def bound_pool(n_threads: int) -> Iterator[int | None]:
 
 
 def _unbound(cores: set[int]) -> Iterable[int]:
-    """The mask that leaves the calling thread as free as it is, on these cores: all there are, unless more than the cpuset
-    restricts it. A cpuset that grows takes along only threads whose own mask has room."""
+    # If the cpuset alone restricts the thread, a mask of all cores lets the thread use cores that
+    # the cpuset gains.
     everything = range(min(os.sysconf("SC_NPROCESSORS_CONF"), MAX_CORES))
     os.sched_setaffinity(0, everything)
     if os.sched_getaffinity(0) == cores:

@@ -1,4 +1,4 @@
-"""The turns that threads take at one model: answer by answer, and none after the end."""
+"""Exclusive access of threads to one model, answer by answer, until it is closed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..errors import Cancelled, MoeoffError
 from .compute_thread import ComputeThread, ThreadEnded, require_process
 
 T = TypeVar("T")
-_LOOK = 0.5  # seconds between two looks whether the reader of an answer is still alive
+_POLL = 0.5  # seconds between checks whether an answer's reader is alive
 
 
 class Stream:
     """An answer that is read token by token.
 
     Attributes:
-        reader: The thread that read last.
-        error: What the next reader gets, if the answer was ended from outside.
+        reader: Thread of the last read.
+        error: Exception for the next read if the answer was ended from outside.
     """
 
     reader: threading.Thread
@@ -38,10 +38,10 @@ class Stream:
             self._waiting.put(None)
 
     def wait(self) -> None:
-        """Return when the answer has ended, or after a while."""
+        """Wait for the answer's end, at most `_POLL`."""
         with contextlib.suppress(queue.Empty):
-            self._waiting.get(timeout=_LOOK)
-            self._waiting.put(None)  # for the next one who waits
+            self._waiting.get(timeout=_POLL)
+            self._waiting.put(None)  # for the next waiting thread
 
     def blocks(self, reader: threading.Thread) -> bool:
         """Return True if another thread reads the answer."""
@@ -49,25 +49,25 @@ class Stream:
 
 
 class Turns:
-    """Access to one model: its thread computes, one answer at a time, and nothing comes after the end.
+    """A model's lock: one answer at a time, and nothing once it is closed.
 
     Args:
-        thread: The model's; None: whoever opened the model computes.
+        thread: Compute thread. None: the opening thread computes.
 
     Attributes:
-        closed: True if the model is closed, or about to be.
+        closed: True if the model is closed or closing.
     """
 
     def __init__(self, thread: ComputeThread | None = None) -> None:
         self._pid = os.getpid()
         self._thread = thread
         if thread is not None:
-            weakref.finalize(self, thread.end)  # at the interpreter's exit, too
-        self._latest: weakref.ref[Stream] | None = None  # it ends with the generator that holds it, too
+            weakref.finalize(self, thread.end)  # also runs at the interpreter's exit
+        self._latest: weakref.ref[Stream] | None = None  # the answer's generator owns the stream
         self._is_running = False
         self._deferred: BaseException | None = None
-        self._free: Callable[[], None] | None = None  # to be called when the running call has returned
-        self._closer = 0  # thread that frees the model
+        self._free: Callable[[], None] | None = None  # called when the running call has returned
+        self._closer = 0  # ID of the thread that frees the model
         self.closed = False
         self._reading = threading.RLock()
 
@@ -90,25 +90,25 @@ class Turns:
         return self.here and not self.closed and not self.thread.has_ended
 
     def require_open(self) -> None:
-        """Raise `MoeoffError` if the model is closed, or this is a fork of the process that opened it."""
+        """Raise `MoeoffError` if the model is closed or was opened by another process."""
         require_process(self._pid)
         if self.closed and self._closer != threading.get_ident():
             raise MoeoffError("the model is closed")
 
     def take(self, function: Callable[[], T], *, stream: Stream | None = None, changes: bool = True) -> T:
-        """Call a function on the model's thread, when no other thread reads an answer.
+        """Call a function on the model's thread, while no other thread reads an answer.
 
-        A thread that reads an answer and then asks for something else has given that answer up:
-        nobody else could read on. What a call itself calls is part of its turn.
+        The reader of an answer abandons it with any other call. Nested calls run at
+        once.
 
         Args:
-            stream: The answer of which the call is a step.
-            changes: True if the call changes the context; else it may come between two steps of
-                another answer.
+            stream: Answer that the call is a step of.
+            changes: True if the call changes the context, False if it may run between
+                two steps of another thread's answer.
 
         Raises:
-            MoeoffError: The model is closed, or was opened by another process, or the stream was
-                given up.
+            MoeoffError: The model is closed or another process's, or the answer is
+                abandoned.
         """
         if self.thread.is_current:
             return function()
@@ -125,7 +125,7 @@ class Turns:
                 return cast(T, result)
 
     def _take(self, function: Callable[[], T], reader: threading.Thread, stream: Stream | None, changes: bool) -> tuple[bool, T | None]:
-        """Return (False, None) if another thread has begun an answer meanwhile."""
+        """Return (True, result), or (False, None) if another thread has begun an answer."""
         self.require_open()
         if changes:
             if stream is not None and stream.error is not None:
@@ -134,7 +134,8 @@ class Turns:
             if other is not None and other is not stream:
                 if other.blocks(reader):
                     return False, None
-                other.end(MoeoffError("this answer was given up: the model was used for something else before it was read to its end"))
+                message = "this answer was abandoned: the model was called before the answer was read to its end"
+                other.end(MoeoffError(message))
             if stream is not None:
                 stream.reader = reader
             self._latest = None if stream is None else weakref.ref(stream)
@@ -152,7 +153,7 @@ class Turns:
         return True, result
 
     def defer(self, error: BaseException) -> None:
-        """Raise an exception when the running call has ended: llama_cpp discards the generator that would raise it."""
+        """Raise an exception after the running call, as llama_cpp would discard it."""
         self._deferred = error
 
     def _raise_deferred(self) -> None:
@@ -161,7 +162,7 @@ class Turns:
             raise error
 
     def steps(self, answer: Generator[T, Any, None]) -> Generator[T, Any, None]:
-        """Yield what an answer does, each step of it in a turn; no other thread has one before the answer ends."""
+        """Run an answer's steps on the model's thread. Other answers wait."""
         stream, sent = Stream(), None
         try:
             while True:
@@ -178,39 +179,40 @@ class Turns:
                 answer.close()
 
     def cancel(self) -> None:
-        """End what is computed, and an answer between two tokens: whoever reads on gets `Cancelled`."""
-        self._give_up(Cancelled("the answer was cancelled"))
+        """Cancel the running call and answer. The next read raises `Cancelled`."""
+        self._end_stream(Cancelled("the answer was cancelled"))
         if self._thread is not None:
             self._thread.cancel()
 
-    def _give_up(self, error: Exception) -> None:
+    def _end_stream(self, error: Exception) -> None:
         stream = self._stream
         if stream is not None:
             stream.end(error)
 
     def read(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function that needs no turn, because what it reads never changes, while the model is open. It must not call back into Python."""
+        """Call a function on immutable data at once. It must not call back into Python."""
         self.require_open()
         with self._reading:
             self.require_open()
             return function(*args, **kwargs)
 
     def close(self, free: Callable[[], None]) -> None:
-        """End what runs, wait for that, and free the model. Called from inside a call, free it when that has returned.
+        """Cancel the running call and free the model after its end.
 
         Args:
-            free: May be called twice. Not called in a fork.
+            free: Function that frees the model. It may be called twice, and never in a
+                fork.
         """
         if not self.here:
             return
         self.closed, self._free, thread = True, free, self.thread
-        self._give_up(MoeoffError("the model is closed"))
+        self._end_stream(MoeoffError("the model is closed"))
         if self._is_running and thread.is_current:
             return thread.cancel(at_once=True)
         if thread.has_ended:
             return self._finish()
         thread.cancel(at_once=True)
-        with contextlib.suppress(ThreadEnded):  # another thread has closed it meanwhile
+        with contextlib.suppress(ThreadEnded):  # another thread has closed the model
             thread.call(self._finish)
         thread.end()
 
@@ -218,7 +220,7 @@ class Turns:
         """Free the model, and end its thread."""
         free, self._closer = self._free, threading.get_ident()
         try:
-            with self._reading:  # whoever reads has looked whether the model is open
+            with self._reading:  # wait for a running `read`
                 pass
             if free is not None:
                 free()
