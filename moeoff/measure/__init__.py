@@ -1,4 +1,4 @@
-"""Passes over text that measure a model: profile, perplexity, what lower precision costs, and its speed, stock llama.cpp's too."""
+"""Measurements of a model: profiles, perplexity, quality loss, and speed."""
 
 from .. import _offer_modules
 

@@ -1,18 +1,20 @@
-"""A type for each expert, as few bits as a tolerated loss allows: EdgeMoE §3.2.
+"""Bit allocation: the smallest type for each expert within a tolerated loss (EdgeMoE §3.2).
 
-1. Every type is tried for all experts at once: the smallest that stays within the tolerance is the upper bound, the next
-   smaller one, which does not, the lower.
-2. Experts are ordered by importance: how much worse the model gets with this one alone in the lower bound's type; measured
-   one by one, or estimated from what the gates chose (`estimate_importance`).
-3. From the least important on, experts get the lower type, as many as the tolerance allows (bisection over their number).
+1. Evaluate each type for all experts. The smallest type within the tolerance is the
+   upper type, the next smaller one the lower type.
+2. Rank experts by importance: the loss with this expert alone in the lower type,
+   measured or estimated from the routing (`estimate_importance`).
+3. Give the lower type to as many of the least important experts as the tolerance allows
+   (bisection).
 
-Loss is the relative increase of perplexity over the lossless model on the calibration text. The paper counts accuracy; it
-calls its own bound soft, and so is this: text that was not calibrated on may lose more.
+Loss is the relative increase of perplexity on the calibration text, where the paper
+counts accuracy. As in the paper the bound is soft: other text may lose more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
@@ -34,21 +36,23 @@ from .job import default_texts
 from .perplexity import Reference, Window, evaluate, open_model, read_windows
 from .statistics import Estimate, Quality
 
-_LADDER = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K"), ("Q8_0", "Q5_0", "Q4_0", "Q2_0")  # rows of whole blocks of 256, and others
+# default types for rows of whole blocks of 256, and for other rows
+_K_QUANTS = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")
+_BLOCKS_OF_32 = ("Q8_0", "Q5_0", "Q4_0", "Q2_0")
 
 
 @dataclass(frozen=True)
 class BitsPlan:
-    """The types of a model's experts, and how they were found.
+    """A type for each of a model's experts, and the measurements behind the choice.
 
     Attributes:
-        upper, lower: types; ORIGINAL is the model's own. Equal if one type for all does.
-        low: (layer, expert) of those that get the lower one, those first that lose the least for each byte that it saves.
-        n_experts: in all.
-        n_bytes: of the experts as planned.
-        quality: as planned, on the calibration text.
-        uniform: by type, for all experts at once: (bytes, quality).
-        importance: by (layer, expert): KL in nats, or what was estimated.
+        upper, lower: Types, equal if all experts have one. ORIGINAL is the model's own.
+        low: (layer, expert) in the lower type, least loss for each saved byte first.
+        n_experts: Number of all experts.
+        n_bytes: Bytes of all experts.
+        quality: Quality on the calibration text.
+        uniform: (bytes, quality) with all experts in one type, by type.
+        importance: KL in nats or its estimate, by (layer, expert).
     """
 
     upper: str
@@ -61,7 +65,7 @@ class BitsPlan:
     importance: dict[tuple[int, int], float]
 
     def to_json(self) -> str:
-        """The plan as `moeoff convert --bits` reads it."""
+        """Return the plan in the format of `moeoff convert --bits`."""
         layers: dict[str, dict[str, str]] = {}
         for layer, expert in sorted(self.low):
             layers.setdefault(str(layer), {})[str(expert)] = self.lower
@@ -69,29 +73,30 @@ class BitsPlan:
 
 
 def default_types(model_index: ModelIndex) -> list[str]:
-    """Types to try, below the model's own in bits per weight, and such as its rows can hold."""
+    """Return types with fewer bits per weight than the model's that fit its rows."""
     spans = model_index.experts.values()
     own = max(bits_per_weight(span.type) for span in spans)
-    whole = all(span.shape[0] % 256 == 0 for span in spans)
-    return [name for name in _LADDER[0 if whole else 1] if bits_per_weight(type_from_name(name)) < own]
+    names = _K_QUANTS if all(span.shape[0] % 256 == 0 for span in spans) else _BLOCKS_OF_32
+    return [name for name in names if bits_per_weight(type_from_name(name)) < own]
 
 
 class Planner:
-    """Searches for plans; makes once what all of them need: windows, a sidecar with all types, importance. Use with `with`.
+    """A search for plans, used with `with`. Plans share windows, a sidecar and importance.
 
     Args:
-        model: GGUF with routed experts; of a split one the first part.
+        model: GGUF with routed experts, the first part of a split one.
         text: Calibration texts. Default: `default_texts`.
-        types: to choose from; by default `default_types`. The model's own is always among them.
-        measure: importance by quantizing one expert at a time: exact, and as many evaluations as there are experts. An estimate needs one.
-        ctx: tokens of a window, see `read_windows`.
-        tokens: in all, as many from each text.
-        progress: told what is being done, how much of it is done and how much there is.
-        **options: of `moeoff.Llama`: memory, n_threads, ...
+        types: Types to choose from, besides the model's. Default: `default_types`.
+        measure: True to measure importance with an evaluation for each expert, not to
+            estimate it from one pass.
+        ctx: Window length in tokens, see `read_windows`.
+        tokens: Number of tokens of all texts.
+        progress: Callback with stage, amount done and total.
+        **options: Options of `moeoff.Llama`.
 
     Raises:
-        OptionError: an option or a text makes no sense.
-        ModelError: the model is no good.
+        OptionError: An option or a text is invalid.
+        ModelError: The model cannot be used.
     """
 
     def __init__(self, model: str | os.PathLike[str], text: Sequence[str | os.PathLike[str]], *, types: Sequence[str] | None = None,
@@ -103,11 +108,11 @@ class Planner:
         n_cols = min(span.shape[0] for span in self.model_index.experts.values())
         for name in self.types:
             if needs_imatrix(nearest(type_from_name(name), n_cols)):
-                raise OptionError(f"{name} needs an importance matrix and cannot be planned with")
+                raise OptionError(f"type {name} needs an importance matrix, which a plan does not have")
         if not self.types:
-            raise OptionError(f"{model}: its experts have the fewest bits already; name types to try")
+            raise OptionError(f"{model}: the experts have the fewest bits already; give types to try")
         self._measure, self._text, self._ctx, self._tokens = measure, text, ctx, tokens
-        self._tell = progress or (lambda what, n, total: None)
+        self._report = progress or (lambda stage, n, total: None)
         self._options = options
         self._uniform: dict[str, tuple[int, Quality]] = {}
         self._importance: dict[str, dict[tuple[int, int], float]] = {}
@@ -120,9 +125,9 @@ class Planner:
             with default_texts(self._text) as files, open_model(self._model, self._ctx, experts=False, **self._options) as llm:
                 self.windows = read_windows(llm, files, self._ctx, max(self._tokens // (self._ctx * len(files)), 1))
                 total = len(self.windows) * self._ctx
-                recorded = Reference.record(llm, self.windows, progress=lambda n: self._tell("lossless", n, total))
+                recorded = Reference.record(llm, self.windows, progress=lambda n: self._report("lossless", n, total))
                 self.reference = self._stack.enter_context(recorded)
-            made = convert(self._model, output=out, tiers=tiers, progress=lambda n, total: self._tell("converting", n, total))
+            made = convert(self._model, output=out, tiers=tiers, progress=functools.partial(self._report, "converting"))
             self.sidecar = Sidecar(made.path)
             self.experts = sorted({(role.layer, e) for name, e, _ in self.sidecar.slices if not (role := parse_tensor_name(name)).chunk})
         except BaseException:
@@ -134,7 +139,7 @@ class Planner:
         self._stack.close()
 
     def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
-        """Evaluates the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""
+        """Evaluate experts in tier `default`, or in `others` by (layer, expert)."""
         composite = CompositeSidecar(self.sidecar, default, others)
         with open_model(self._model, len(self.windows[0].tokens), experts=composite, tier=composite.tiers[0], **self._options) as llm:
             return evaluate(llm, self.windows, self.reference).quality()
@@ -144,7 +149,7 @@ class Planner:
         return sum(s.nbytes for span in self.model_index.experts.values() for s in composite.sources(span, composite.tiers[0]))
 
     def gained(self, upper: str, lower: str) -> dict[tuple[int, int], int]:
-        """Bytes that each (layer, expert) saves in the lower tier: what it would no longer have to be read for (EdgeMoE §3.2)."""
+        """Return the bytes each (layer, expert) saves in the lower tier."""
         out = dict.fromkeys(self.experts, 0)
         sizes = [CompositeSidecar(self.sidecar, tier, {}) for tier in (upper, lower)]
         for span in self.model_index.experts.values():
@@ -154,46 +159,42 @@ class Planner:
         return out
 
     def uniform(self) -> dict[str, tuple[int, Quality]]:
-        """By type, all experts in it: bytes and quality, the most bytes first."""
+        """Return bytes and quality with all experts in one type, by type, largest first."""
         if not self._uniform:
             lossless = Quality(0, 0, 0, 0, Estimate(0, 0, 0), Estimate(0, 0, 0), Estimate(1, 1, 1))
             uniform = {ORIGINAL: (self.n_bytes(ORIGINAL), lossless)}
             for i, name in enumerate(self.types):
-                self._tell("types", i, len(self.types))
+                self._report("types", i, len(self.types))
                 uniform[name] = (self.n_bytes(name), self.quality(name))
             self._uniform = dict(sorted(uniform.items(), key=lambda item: -item[1][0]))
         return self._uniform
 
     def importance(self, lower: str) -> dict[tuple[int, int], float]:
-        """By (layer, expert), with `lower` for the lower type."""
+        """Return the importance of each (layer, expert) for a lower type."""
         if lower not in self._importance:
             if self._measure:
                 importance = self._measured_importance(lower)
             else:
-                self._tell("estimating", 0, 1)
+                self._report("estimating", 0, 1)
                 importance = estimate_importance(self.model_index, self.sidecar, lower, self.windows, **self._options)
             self._importance[lower] = importance
         return self._importance[lower]
 
     def _measured_importance(self, lower: str) -> dict[tuple[int, int], float]:
-        """Mean KL against the lossless model with each expert alone in the lower tier.
-
-        KL and not the increase of perplexity: one expert of hundreds moves perplexity by less than its noise, and as often down
-        as up; KL is never negative.
-        """
+        # KL: one of hundreds of experts changes perplexity by less than its noise
         out = {}
         for i, key in enumerate(self.experts):
-            self._tell("experts", i, len(self.experts))
+            self._report("experts", i, len(self.experts))
             out[key] = self.quality(ORIGINAL, {key: lower}).distance.kl.value
         return out
 
     def plan(self, tolerance: float) -> BitsPlan:
-        """The plan with the fewest bytes whose loss on the text is within the tolerance: 0.05 is 5 % of perplexity."""
+        """Return the smallest plan within a relative increase of perplexity, e.g. 0.05."""
         if not 0 < tolerance < 10:
-            raise OptionError(f"a tolerance is a relative increase of perplexity, as 0.05 or 5%, not {tolerance}")
+            raise OptionError(f"tolerance: expected a relative increase of perplexity, e.g. 0.05, got {tolerance}")
         uniform = self.uniform()
         order = list(uniform)
-        # the first that is too bad ends the ladder: a smaller one that happens to be good again is chance
+        # Stop at the first type beyond the tolerance: a smaller type within it is chance.
         within = next((i for i, name in enumerate(order) if uniform[name][1].distance.loss.value > tolerance), len(order))
         upper = order[within - 1]
         if within == len(order):
@@ -204,7 +205,7 @@ class Planner:
         best, quality = 0, uniform[upper][1]
         bad, step = len(ranked), 0
         while bad - best > 1:
-            self._tell("low experts", step, len(ranked).bit_length())
+            self._report("low experts", step, len(ranked).bit_length())
             step += 1
             middle = (best + bad) // 2
             tried = self.quality(upper, dict.fromkeys(ranked[:middle], lower))
@@ -216,25 +217,25 @@ class Planner:
         return BitsPlan(upper, lower, low, len(self.experts), self.n_bytes(upper, dict.fromkeys(low, lower)), quality, uniform, importance)
 
 
-N_SAMPLES = 512  # tokens whose inputs are kept, of each gate
+N_SAMPLES = 512  # tokens of each gate whose inputs are kept
 
 
 class _Sample:
-    """One gate's record: the first tokens' inputs, [n, n_embd] float16, who was chosen with what weight; and everyone's sum of g²."""
+    """A gate's sampled inputs and routing, by batch."""
 
     def __init__(self, n_experts: int):
-        self.inputs: list[np.ndarray] = []
-        self.ids: list[np.ndarray] = []
+        self.inputs: list[np.ndarray] = []  # [n, n_embd] float16
+        self.ids: list[np.ndarray] = []  # [n, n_used]
         self.weights: list[np.ndarray] = []
         self.n = 0
-        self.used = np.zeros(n_experts)
+        self.used = np.zeros(n_experts)  # sum of squared weights over all tokens
 
     def add(self, event: GateEvent) -> None:
         np.add.at(self.used, event.ids.ravel(), event.weights.ravel().astype(np.float64) ** 2)
-        room = N_SAMPLES - self.n
-        if room > 0 and event.gate_input is not None:
-            # spread over the batch, so that more than the beginning of the first text is heard
-            rows = np.linspace(0, len(event.ids) - 1, min(room, max(len(event.ids) // 4, 1))).astype(int)
+        left = N_SAMPLES - self.n
+        if left > 0 and event.gate_input is not None:
+            # a quarter of each batch, so that samples come from several batches
+            rows = np.linspace(0, len(event.ids) - 1, min(left, max(len(event.ids) // 4, 1))).astype(int)
             self.inputs.append(event.gate_input[rows].astype(np.float16))
             self.ids.append(event.ids[rows])
             self.weights.append(event.weights[rows])
@@ -242,16 +243,17 @@ class _Sample:
 
 
 def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, windows: Sequence[Window], **options: Any) -> dict[tuple[int, int], float]:
-    """By (layer, expert). An expert that no token chose has 0, one whose tokens were not sampled the mean of its layer.
+    """Estimate the importance of each (layer, expert) from one pass.
 
-    Takes every expert for SwiGLU without biases: for other activations it is a rougher estimate.
+    An unused expert has 0, an expert without sampled tokens its layer's mean. Experts
+    are computed as SwiGLU without biases: the estimate is rougher for others.
 
     Args:
-        sidecar: has `tier`, the lower type.
-        windows: calibration text.
-        **options: of `moeoff.Llama`.
+        sidecar: Sidecar with the lower type `tier`.
+        windows: Calibration text.
+        **options: Options of `moeoff.Llama`.
     """
-    samples = _listen(model_index, windows, options)
+    samples = _sample_gates(model_index, windows, options)
     out: dict[tuple[int, int], float] = {}
     with ModelBytes((*model_index.files, sidecar.path)) as files:
         by_layer: dict[int, dict[str, TensorSpan]] = {}
@@ -260,21 +262,21 @@ def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, wi
             if not where.chunk:
                 by_layer.setdefault(where.layer, {})[where.matrix_name] = span
         for layer, spans in by_layer.items():
-            for expert, value in enumerate(_layer(spans, samples.get(layer), sidecar, tier, files)):
+            for expert, value in enumerate(_layer_importance(spans, samples.get(layer), sidecar, tier, files)):
                 out[layer, expert] = float(value)
     return out
 
 
-def _listen(model_index: ModelIndex, windows: Sequence[Window], options: dict[str, Any]) -> dict[int, _Sample]:
+def _sample_gates(model_index: ModelIndex, windows: Sequence[Window], options: dict[str, Any]) -> dict[int, _Sample]:
     samples: dict[int, _Sample] = {}
     with open_model(model_index.files[0], len(windows[0].tokens), experts=False, gate_input=True, **options) as llm:
         gates = {info.gate: info for info in llm.engine.buffer.tensors if not parse_tensor_name(info.name.decode()).chunk}
 
-        def note(event: GateEvent) -> None:
+        def add(event: GateEvent) -> None:
             if event.gate in gates:
                 samples.setdefault(event.layer, _Sample(gates[event.gate].ne[2])).add(event)
 
-        llm.engine.buffer.set_gate_callback(note)
+        llm.engine.buffer.set_gate_callback(add)
         evaluate(llm, windows)
         llm.engine.buffer.drain()
         llm.engine.buffer.check()
@@ -282,7 +284,8 @@ def _listen(model_index: ModelIndex, windows: Sequence[Window], options: dict[st
     return samples
 
 
-def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sidecar, tier: str, files: ModelBytes) -> np.ndarray:
+def _layer_importance(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sidecar, tier: str, files: ModelBytes) -> np.ndarray:
+    """Estimate the squared error of a layer's outputs for each expert, [n_experts]."""
     n_experts = next(iter(spans.values())).shape[2]
     values = np.zeros(n_experts)
     if sample is None or not sample.n:
@@ -291,7 +294,7 @@ def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sideca
     ids, weights = np.concatenate(sample.ids), np.concatenate(sample.weights)
     sampled = np.zeros(n_experts, bool)
     for expert in range(n_experts):
-        token, place_ = np.nonzero(ids == expert)
+        token, rank = np.nonzero(ids == expert)
         if not len(token):
             continue
         x = inputs[token].astype(np.float32)
@@ -300,20 +303,19 @@ def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sideca
             piece, own = sidecar.slices[s.name, expert, tier], files.read(s.file, s.offset + expert * s.slice_bytes, s.slice_bytes, s.name)
             high[m] = dequantize(own, s.type, piece.shape)
             low[m] = dequantize(files.read(len(files) - 1, piece.offset, piece.nbytes, s.name), piece.type, piece.shape)
-        y = _expert(high, x)
-        y -= _expert(low, x)
-        g2 = weights[token, place_].astype(np.float64) ** 2
-        # the sampled tokens' mean error for each g², times all tokens' g²
+        y = _expert(high, x) - _expert(low, x)
+        g2 = weights[token, rank].astype(np.float64) ** 2
+        # the samples' mean error per squared weight, times all tokens' squared weights
         values[expert] = (g2 * (y.astype(np.float64) ** 2).sum(axis=1)).sum() / max(g2.sum(), 1e-30) * sample.used[expert]
         sampled[expert] = True
-    unheard = ~sampled & (sample.used > 0)
-    if unheard.any() and sampled.any():
-        values[unheard] = values[sampled].sum() / sample.used[sampled].sum() * sample.used[unheard]
+    unsampled = ~sampled & (sample.used > 0)
+    if unsampled.any() and sampled.any():
+        values[unsampled] = values[sampled].sum() / sample.used[sampled].sum() * sample.used[unsampled]
     return values
 
 
 def _expert(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-    """[n, n_embd] through one expert."""
+    """Compute one expert for x [n, n_embd]."""
     gate: np.ndarray | None
     if "gate_up" in w:
         gate, up = np.split(x @ w["gate_up"].T, 2, axis=1)

@@ -1,4 +1,4 @@
-"""Checkpoint: finished parts of a calibration, in the cache folder until all of it is done, so that it goes on where it was interrupted."""
+"""Finished parts of a calibration, to resume after an interruption."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Arrays = dict[str, np.ndarray]
 
 
 class Checkpoint:
-    """Parts of one calibration: arrays by name. Where nothing can be written each is made anew.
+    """The parts of one calibration, if the cache folder is writable.
 
-    Parts of an earlier calibration of the same model, which depended on something else, are removed.
+    Parts of the same model with other dependencies are deleted.
 
     Args:
-        options: with which the model is opened.
-        warn: told in a sentence of each part that is damaged, which is then made again.
-        **depends: what parts depend on besides model, options and this version of moeoff.
+        options: Options that the model is opened with.
+        warn: Callback with a sentence about a damaged part.
+        **depends: Further dependencies of the parts.
 
     Attributes:
-        key: Hash of all that the parts depend on.
+        key: Hash of everything the parts depend on.
     """
 
     def __init__(self, model_index: ModelIndex, options: Mapping[str, Any], warn: Callable[[str], None] | None = None, **depends: Any):
@@ -50,7 +50,7 @@ class Checkpoint:
             self._folder = folder
 
     def load(self, name: str) -> Arrays | None:
-        """A part's arrays; None if it is absent or damaged."""
+        """Return a part's arrays, or None if it is missing or damaged."""
         if self._folder is None:
             return None
         path = self._folder / f"{name}.npz"
@@ -59,7 +59,7 @@ class Checkpoint:
         except FileNotFoundError:
             return None
         except (OSError, ArchiveError):
-            self._warn(f"{path}: is damaged and left out: that part is done again")
+            self._warn(f"{path}: damaged: this part is calibrated again")
             return None
 
     def save(self, name: str, arrays: Arrays) -> None:
@@ -68,6 +68,6 @@ class Checkpoint:
                 np.savez(file, **arrays)  # type: ignore[arg-type]  # its other parameter is a bool
 
     def remove(self) -> None:
-        """Removes all parts."""
+        """Delete all parts."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

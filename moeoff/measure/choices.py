@@ -1,7 +1,6 @@
-"""What gates chose for every token of some windows of text, and what a simulated cache misses of it where nothing is left out.
+"""Routing of windows of text, recorded once to count the misses of simulated caches.
 
-The choices of a lossless pass are the same behind every cache, so that one pass tells the misses behind all of them, on the very tokens that rules are
-measured on.
+A lossless pass routes the same for every cache, so one pass gives the misses of all.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ import numpy as np
 from ..llamacpp.native import simulated_misses
 from ..routing.event import GateEvent
 
-_WEIGHTS = 1 << 20  # that are kept, at most
+_WEIGHTS = 1 << 20  # weights kept at most
 
 
 class Choices:
-    """Gate events in the order of the text; a window begins where a prompt follows decoded tokens.
+    """Recorded gate events. A window begins where a prompt follows decoded tokens.
 
     Args:
-        n_experts: of each gate.
+        n_experts: Number of experts of each gate.
 
     Attributes:
-        uses: experts that decoded tokens chose.
+        uses: Number of experts routed for decoded tokens.
     """
 
     def __init__(self, n_experts: Sequence[int]):
         self._n_experts, self._room = list(n_experts), _WEIGHTS
-        # of each gate and window, by batch: ids [n_tokens, n_used] int32, and whether the tokens are decoded
+        # for each gate, window and batch: ids [n_tokens, n_used] int32, and True for decoded tokens
         self._windows: list[list[list[tuple[np.ndarray, bool]]]] = [[] for _ in self._n_experts]
         self._weights: list[np.ndarray] = []
         self._decoded, self.uses = True, 0
@@ -49,11 +48,15 @@ class Choices:
 
     @property
     def weights(self) -> np.ndarray:
-        """[n] float32, of experts that decoded tokens chose."""
+        """Weights of experts routed for decoded tokens, [n] float32."""
         return np.concatenate(self._weights) if self._weights else np.zeros(0, np.float32)
 
     def misses(self, share: float) -> int:
-        """Experts that decoded tokens would have had to read behind a cache that holds this share of each gate's, empty at the beginning of each window."""
+        """Count the misses of decoded tokens with a cache that starts empty in each window.
+
+        Args:
+            share: Share of each gate's experts that the cache holds.
+        """
         missed = 0
         for n_experts, windows in zip(self._n_experts, self._windows):
             for window in windows:

@@ -1,7 +1,7 @@
-"""`evaluate`: a model on windows of text, token by token as llama-perplexity scores them, alone or compared with the lossless one.
+"""Perplexity of a model on windows of text, as in llama-perplexity, and its quality loss.
 
-Knows a `Llama` and its logits; how it came by its experts is not known here. Memory: logits of one batch (planned for by
-`Llama(logits_all=True)`) and about 10 MB; the lossless model's predictions lie in a temporary file.
+It takes about 10 MB besides the logits of one batch, which `Llama(logits_all=True)`
+plans.
 """
 
 from __future__ import annotations
@@ -30,46 +30,47 @@ from ..system.files import Closing, read_text
 from ..system.memory import format_size, trim
 from .statistics import Quality, Scores, divergence, log_probs
 
-N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
+N_BATCH = 512  # micro-batch size in tokens, as in llama-perplexity
 MODES = ("prefill", "decode", "simulated")
-_CHUNK = 1 << 18  # logits turned into probabilities at once: about 1 MB for each temporary
-_FLOOR = -1e4  # of stored log-probabilities, where a model forbids a token
+_CHUNK = 1 << 18  # logits processed at once: about 1 MB for each temporary
+_FLOOR = -1e4  # lowest stored log-probability, for tokens a model excludes
 
 
 def open_model(model: str, ctx: int, **options: Any) -> Llama:
-    """The model with room for windows of ctx tokens and the logits of all of them."""
-    trim()  # what a model closed before this one has left would count against the budget
+    """Open a model for windows of `ctx` tokens with the logits of all tokens."""
+    trim()  # memory left by a closed model would count against the budget
     n_batch = min(ctx, options.pop("n_batch", N_BATCH))
     return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=min(n_batch, options.pop("n_ubatch", n_batch)), logits_all=True, **options)
 
 
 @dataclass(frozen=True)
 class Window:
-    """n_ctx tokens of a text, its first one replaced by the beginning-of-text token where the model wants one.
+    """A window of a text. A model's beginning-of-text token replaces the first token."""
 
-    text: which of the texts, from 0.
-    """
-
-    tokens: tuple[int, ...]
-    text: int
+    tokens: tuple[int, ...]  # n_ctx
+    text: int  # index
 
 
 def n_scored(n_ctx: int, n_prompt: int | None = None) -> int:
-    """How many tokens of a window are scored: those behind its prompt, by default its first half, that have a successor in it."""
+    """Return the scored tokens of a window: those with a successor after its prompt.
+
+    Args:
+        n_prompt: Prompt length in tokens. Default: half of the window.
+    """
     return n_ctx - (n_ctx // 2 if n_prompt is None else n_prompt) - 1
 
 
 def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int, chunks: int | None = None) -> list[Window]:
-    """The windows that llama-perplexity makes of each file: consecutive, without overlap, the remainder left out.
+    """Cut files into consecutive windows without the remainder, as llama-perplexity does.
 
     Args:
-        chunks: at most so many of each file.
+        chunks: Most windows of each file.
 
     Raises:
-        OptionError: a file cannot be read, is not UTF-8, or is shorter than a window.
+        OptionError: A file cannot be read, is not UTF-8, or is shorter than a window.
     """
     if n_ctx < 4:
-        raise OptionError(f"windows of {n_ctx} tokens are too short: at least 4 are needed")
+        raise OptionError(f"windows: expected at least 4 tokens, got {n_ctx}")
     add_bos, bos = llm.adds_bos(), llm.token_bos()
     windows = []
     for index, path in enumerate(paths):
@@ -77,9 +78,8 @@ def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int
         tokens = llm.tokenize(text.encode(), add_bos=True, special=False)
         n = len(tokens) // n_ctx
         if n == 0:
-            raise OptionError(
-                f"{path}: has {len(tokens)} tokens, fewer than a window of {n_ctx}: it takes a longer text, or shorter windows", hint={"ctx": ...}
-            )
+            message = f"{path}: has {len(tokens)} tokens, fewer than a window of {n_ctx}: give a longer text, or shorter windows"
+            raise OptionError(message, hint={"ctx": ...})
         for start in range(0, min(n, chunks or n) * n_ctx, n_ctx):
             window = tokens[start : start + n_ctx]
             windows.append(Window((bos, *window[1:]) if add_bos else tuple(window), index))
@@ -87,10 +87,10 @@ def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int
 
 
 class Reference(Closing):
-    """The lossless model's predictions for each scored token. Use with `with`: the log-probabilities lie in a temporary file.
+    """The lossless model's predictions of the scored tokens, used with `with`.
 
-    They are kept as float16 below the likeliest token's and made to sum to one again when read: KL is exact to about 1e-6.
-    The token's own probability and the likeliest token are kept as they were.
+    A temporary file holds float16 log-probabilities relative to the likeliest token,
+    which are normalized again when read: KL is exact to about 1e-6.
 
     Attributes:
         nll: [n_windows, n_scored] float64.
@@ -98,17 +98,15 @@ class Reference(Closing):
     """
 
     def __init__(self, n_windows: int, n_tokens: int, n_vocab: int):
-        """Raises `OptionError` if the folder of temporary files (TMPDIR) has no room."""
+        """Create the file. Raise `OptionError` if TMPDIR has too little free space."""
         self.nll = np.full((n_windows, n_tokens), np.nan)
         self.top = np.zeros((n_windows, n_tokens), np.int32)
         self._shape = (n_windows, n_tokens, n_vocab)
         needed, folder = 2 * n_windows * n_tokens * n_vocab, tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
         if needed > free:
-            raise OptionError(
-                f"{folder}: {format_size(needed)} are needed for the lossless model's predictions, and {format_size(free)} are free: set TMPDIR, or evaluate fewer windows",
-                hint={"chunks": ...},
-            )
+            message = f"{format_size(free)} free, {format_size(needed)} needed for the lossless model's predictions"
+            raise OptionError(f"{folder}: {message}: set TMPDIR, or evaluate fewer windows", hint={"chunks": ...})
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
 
     @classmethod
@@ -116,10 +114,11 @@ class Reference(Closing):
         cls, llm: Llama, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None, n_prompt: int | None = None,
         until: float = math.inf, least: int = 1,
     ) -> Reference:  # fmt: skip
-        """Asks the lossless model; see `evaluate`.
+        """Record the lossless model's predictions, see `evaluate`.
 
         Args:
-            until: of `time.monotonic`, when no further window is begun, but so many are read at the least.
+            until: Deadline of `time.monotonic` for starting a window.
+            least: Windows to read in any case.
         """
         reference = cls(len(windows), n_scored(len(windows[0].tokens), n_prompt), llm.n_vocab())
         try:
@@ -139,7 +138,7 @@ class Reference(Closing):
         os.pwrite(self._file.fileno(), np.maximum(logp, _FLOOR).astype("<f2").tobytes(), self._offset(window, row))
 
     def read(self, window: int, row: int, n: int) -> np.ndarray:
-        """[n, n_vocab] float32 log-probabilities of n scored tokens."""
+        """Return log-probabilities of n scored tokens, [n, n_vocab] float32."""
         n_vocab = self._shape[2]
         data = os.pread(self._file.fileno(), 2 * n * n_vocab, self._offset(window, row))
         return log_probs(np.frombuffer(data, "<f2").reshape(n, n_vocab).astype(np.float32))
@@ -160,20 +159,23 @@ def evaluate(
     progress: Callable[[int], None] | None = None,
     n_prompt: int | None = None,
 ) -> Scores:
-    """Scores what lies behind the prompt of each window.
+    """Score the tokens after the prompt of each window.
 
     Args:
-        llm: opened with `logits_all=True` and room for a window.
-        reference: the lossless model's predictions for the same windows, or for more that begin with them, in the same mode.
-        mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds what is scored token by token, as an
-            answer is computed; "simulated" feeds it in batches whose tokens are each decided as if decoded alone, behind a simulated
-            cache: what a deterministic `Llama` with `Precision.resident` computes token by token, in less time.
-        progress: told the number of tokens computed so far.
-        n_prompt: tokens of a window that are its prompt; None: its first half, as llama-perplexity has it.
+        llm: Model from `open_model`.
+        reference: The lossless model's predictions in the same mode, for at least these
+            windows.
+        mode: "prefill" computes batches, as llama-perplexity does. "decode" computes
+            scored tokens one by one. "simulated" computes them in batches with the
+            decisions of a deterministic `Llama` with `Precision.resident`: the same
+            results in less time.
+        progress: Callback with the number of tokens computed.
+        n_prompt: Prompt length in tokens. Default: half of a window, as in
+            llama-perplexity.
 
     Raises:
-        OptionError: windows longer than the model's context, or an unknown mode.
-        MoeoffError: what `Llama` raises while computing.
+        OptionError: The windows are longer than the context, or the mode is unknown.
+        MoeoffError: Computing fails.
     """
     shape = (len(windows), n_scored(len(windows[0].tokens), n_prompt))
     nll, kl, same = np.empty(shape), np.empty(shape), np.empty(shape, bool)
@@ -194,12 +196,16 @@ def evaluate(
 
 def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[int], None] | None,
          sink: Callable[[int, int, np.ndarray, np.ndarray], None], n_prompt: int | None = None, until: float = math.inf, least: int = 1) -> int:  # fmt: skip
-    """Gives `sink` (window, row, logits [n, n_vocab], the tokens that came [n]) for each run of scored tokens. Returns how many windows it read."""
+    """Return the number of computed windows.
+
+    Args:
+        sink: Callback with window, row, logits [n, n_vocab] and next tokens [n].
+    """
     n_ctx = len(windows[0].tokens)
     if mode not in MODES:
-        raise OptionError(f"no mode {mode!r}; there are {', '.join(MODES)}")
+        raise OptionError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     if n_ctx > llm.n_ctx():
-        raise OptionError(f"windows of {n_ctx} tokens do not fit the context of {llm.n_ctx()}")
+        raise OptionError(f"windows of {n_ctx} tokens exceed the context of {llm.n_ctx()}")
     first, last, n_vocab = n_ctx // 2 if n_prompt is None else n_prompt, n_ctx - 1, llm.n_vocab()
     step = max(_CHUNK // n_vocab, 1)
     n = 0
@@ -216,7 +222,7 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
             if scored[0] < scored[1]:
                 logits = llm.batch_logits(scored[1] - scored[0])
                 if np.isnan(logits).any():
-                    raise ModelError(f"{llm.model_path}: what it computes is not a number (NaN): its weights are damaged, or too large for their type")
+                    raise ModelError(f"{llm.model_path}: computes NaN: its weights are damaged, or too large for their type")
                 for row in range(scored[0], scored[1], step):
                     end = min(row + step, scored[1])
                     sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
@@ -231,12 +237,20 @@ def _batches(n_ctx: int, n_prompt: int, n_batch: int, mode: str) -> list[tuple[i
     whole = n_ctx if mode == "prefill" else n_prompt
     batches = [(start, min(start + n_batch, whole)) for start in range(0, whole, n_batch)]
     step = n_batch if mode == "simulated" else 1
-    return batches + [(start, min(start + step, n_ctx - 1)) for start in range(whole, n_ctx - 1, step)]  # the last token's prediction is not scored
+    # the last token has no successor to score
+    return batches + [(start, min(start + step, n_ctx - 1)) for start in range(whole, n_ctx - 1, step)]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of `evaluate_model`: quality over all texts and of each; n_tokens were computed, not all of them scored; bytes_read of experts."""
+    """The result of `evaluate_model`.
+
+    Attributes:
+        quality: Quality over all texts.
+        texts: Quality on each text.
+        n_tokens: Number of computed tokens.
+        bytes_read: Bytes of experts read.
+    """
 
     quality: Quality
     texts: tuple[Quality, ...]
@@ -247,28 +261,29 @@ class Evaluation:
     bytes_read: int
 
 
-_CONTEXT = ("attention", "type_k", "type_v")  # of a lossless model f16
-_LOSSY = {"tier", "precision", "max_loss", "deterministic", "stride", *table_of(Precision), *_CONTEXT}  # options without which a model is lossless
+_CONTEXT = ("attention", "type_k", "type_v")  # f16 in a lossless model
+# options not passed to the lossless model
+_LOSSY = {"tier", "precision", "max_loss", "deterministic", "stride", *table_of(Precision), *_CONTEXT}
 
 
 def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: int | None = None, mode: str = "prefill",
                    progress: Callable[[str, int, int], None] | None = None, **options: Any) -> Evaluation:  # fmt: skip
-    """Measures perplexity, and with a lower precision the distance from the lossless model on the same windows.
+    """Measure perplexity, and for a lossy model its distance from the lossless one.
 
     Args:
-        ctx: tokens of a window; its second half is scored.
-        chunks: only the first windows of each text.
-        mode: "prefill", "decode" or "simulated", see `moeoff.measure.perplexity.evaluate`; the last for deterministic runs alone.
-        progress: told what is computed, tokens done and tokens there are.
-        **options: of `moeoff.Llama`.
+        ctx: Window length in tokens. The second half is scored.
+        chunks: Most windows of each text.
+        mode: Mode of `moeoff.measure.perplexity.evaluate`. "simulated" needs
+            `deterministic`.
+        progress: Callback with the stage, tokens done and the total.
+        **options: Options of `moeoff.Llama`.
 
     Raises:
-        MoeoffError: the model, a text, the budget or an option is no good.
+        MoeoffError: The model, a text, the budget or an option is invalid.
     """
     if mode == "simulated" and not options.get("deterministic"):
-        raise OptionError("mode simulated is for deterministic runs: others decide by what is in memory, token by token")
+        raise OptionError("mode simulated needs `deterministic`: other runs decide by what is in memory")
     ModelIndex.read(model).require_text()
-    # of the same tokens, by a cache that gives nothing up and needs no sidecar
     lossless = {name: value for name, value in options.items() if name not in _LOSSY} | {"strategy": "lru", "experts": False, "verify_reads": False}
 
     def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:
@@ -280,7 +295,7 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
         scores = evaluate(llm, windows, reference, mode=mode, progress=tokens("evaluating", windows))
         return windows, scores, time.perf_counter() - started, llm.stats(), llm.engine.quality.precision
 
-    # what is wrong with the options comes before minutes of computing, and what is given up is known with the strategy's own
+    # Opened first: invalid options fail early, and the open model knows the strategy's precision.
     with open_model(model, ctx, **options) as llm:
         quality, config = llm.engine.quality, llm.engine.config
         lossy = quality.selected is not None or not quality.precision.lossless or quality.source.tier != ORIGINAL

@@ -1,8 +1,8 @@
 """One pass over text that records each gate's input and selection, for fits.
 
-Texts are evaluated in batches, one sequence after the other: a router selects the same experts for a token in a batch as
-in decode, and a batch is many times faster. Bounded: gate inputs are kept of as many tokens as fit in LIMIT, evenly spread, and
-probabilities of as many first ones; what was chosen is small.
+Sequences are evaluated in batches: a router selects the same experts for a token as in
+decode, and a batch is many times faster. Memory is bounded: gate inputs of evenly
+spread tokens, and probabilities of the first tokens, are kept within `LIMIT`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ from .checkpoint import Checkpoint
 from .statistics import spread
 
 LENGTH = 256  # tokens of a sequence
-LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an eighth of what is available of each
-_OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
+LIMIT = 1 << 30  # most bytes of gate inputs, and of probabilities
+# Most bytes of a batch's logits: all are computed, because the last layer skips tokens without.
+_OUTPUT_BYTES = 64 << 20
 
 
 def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int) -> list[list[int]]:
-    """Pieces of `LENGTH` tokens from all of each text, as many from each, about `n_tokens` in all; any first of them lie all over the texts.
+    """Cut about `n_tokens` in sequences of at most `LENGTH` tokens, as many from each text.
+
+    Any prefix of the sequences is spread over the texts.
 
     Raises:
-        OptionError: a text is empty, or cannot be read.
+        OptionError: A text is empty or cannot be read.
     """
     per_text = max(round(n_tokens / LENGTH / len(texts)), 1)
     out = []
@@ -47,30 +50,28 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
         try:
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
-                for i in spread(range(per_text)):  # a fit may keep only the first tokens
+                for i in spread(range(per_text)):
                     piece = os.pread(file.fileno(), min(12 * LENGTH, -(-size // per_text)), size * i // per_text)
                     pieces.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:LENGTH])
         except OSError as error:
             raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
         pieces = [tokens for tokens in pieces if len(tokens) > 1]
         if not pieces:
-            raise OptionError(f"{os.fspath(path)}: holds no text to calibrate on")
+            raise OptionError(f"{os.fspath(path)}: expected text, got none to calibrate on")
         out.append(pieces)
-    # the texts in turn, for the same reason
     return [pieces[i] for i in range(per_text) for pieces in out if i < len(pieces)]
 
 
 def batch_size(n_vocab: int, n_embd: int) -> int:
-    """Tokens of a batch: logits and one gate's event stay small."""
+    """Return the tokens of a batch whose logits and gate events stay small."""
     return int(max(min(LENGTH, _OUTPUT_BYTES // (4 * n_vocab), (1 << 20) // (4 * max(n_embd, 1))), 16))
 
 
 def _evaluate(model: Llama, tokens: list[int]) -> Iterator[int]:
-    """Computes a sequence; yields the number of tokens of each batch when its events are delivered."""
+    """Compute a sequence. Yield each batch's number of tokens after its gate events."""
     model.clear_context()
     for i in range(0, len(tokens), model.n_batch):
         batch = tokens[i : i + model.n_batch]
-        # all logits are requested: llama.cpp's last layers leave out the tokens whose logits are not
         model.decode_batch(batch, i)
         model.engine.buffer.drain()
         model.engine.buffer.check()
@@ -79,11 +80,7 @@ def _evaluate(model: Llama, tokens: list[int]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def recordable(model_index: ModelIndex, **options: Any) -> Iterator[tuple[Llama, Router]]:
-    """A model as `record` and `sequences` want it, and its routers.
-
-    Args:
-        options: of `Llama`.
-    """
+    """Open a model for `record` and `sequences`, with options of `Llama`."""
     embedding = model_index.dense.get(EMBEDDING)
     n_embd, n_vocab = embedding.shape[:2] if embedding else (4096, 1 << 17)
     batch = batch_size(n_vocab, n_embd)
@@ -95,13 +92,13 @@ def recordable(model_index: ModelIndex, **options: Any) -> Iterator[tuple[Llama,
 
 
 def recording_limit(plan: MemoryPlan | None = None) -> int:
-    """Bytes that a recording keeps of gate inputs, and of probabilities, at most: an eighth of available memory each, and of what a model's budget leaves."""
+    """Return `LIMIT`, or an eighth of available memory or of what a model's plan leaves."""
     free = available() if plan is None or not plan.budget else min(plan.budget - plan.fixed - plan.arena_floor, available())
     return min(LIMIT, max(free, 0) // 8)
 
 
 def recording_bytes(model: Llama, router: Router, n_tokens: int, limit: int) -> int:
-    """Bytes that `record` keeps of so many tokens, at most."""
+    """Return the most bytes that `record` keeps for `n_tokens`."""
     gates = len(model.engine.buffer.priorities)
     return n_tokens * gates * max(router.n_used) * 8 + sum(min(2 * n_tokens * gates * width, limit) for width in (model.n_embd(), router.n_experts))
 
@@ -110,21 +107,26 @@ def record(
     model: Llama, texts: Sequence[list[int]], router: Router, name: str, *, limit: int | None = None, until: float = math.inf,
     least: int = 0, deadline: float = math.inf, checkpoint: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Recording:  # fmt: skip
-    """Evaluates the sequences.
+    """Evaluate sequences and record their gate events.
 
     Args:
-        model: opened with `gate_input=True`; its batch size is used, its context must hold a sequence.
-        limit: bytes of gate inputs, and of probabilities; None: `recording_limit()`.
-        until: Time of `time.monotonic` after which no further sequence than the first `least` is begun.
-        deadline: Time of `time.monotonic` after which none is begun.
-        checkpoint: has sequences of an interrupted recording with the same arguments, which are not evaluated again, and gets those that are.
-        progress: called with tokens done and all.
+        model: Model opened by `recordable`, with a context for the longest sequence.
+        texts: Tokens of the sequences.
+        name: Name of the model in the recording.
+        limit: Bytes of gate inputs, and of probabilities. Default: `recording_limit()`.
+        until: Time of `time.monotonic` after which only the first `least` sequences are
+            still started.
+        least: Sequences to evaluate beyond `until`.
+        deadline: Time of `time.monotonic` after which no sequence is started.
+        checkpoint: Sequences to reuse from the same interrupted recording, and to add
+            to.
+        progress: Callback with tokens done and total.
     """
     buffer = model.engine.buffer
     header = TraceHeader.of(buffer, name, max(router.n_used))
     n, g, k, e = sum(map(len, texts)), header.n_gates, max(router.n_used), router.n_experts
     ids, weights = np.full((n, g, k), -1, np.int32), np.zeros((n, g, k), np.float32)
-    rows: dict[str, np.ndarray] = {}  # inputs of every step-th token, and probabilities of the first ones
+    rows: dict[str, np.ndarray] = {}  # inputs of every step-th token, probabilities of the first
     n_done, step = 0, 1
     limit = recording_limit() if limit is None else limit
 
@@ -134,7 +136,7 @@ def record(
         return rows[what]
 
     def make_room(n_tokens: int) -> None:
-        """Leaves every second input out until those of the next tokens find a place."""
+        """Drop every second input until those of the next tokens fit."""
         nonlocal step
         place = rows.get("inputs")
         while place is not None and -(-(n_done + n_tokens) // step) > len(place):
@@ -153,11 +155,11 @@ def record(
                 store(allocate("probs", e), event.gate, n_done, np.pad(probs, ((0, 0), (0, e - probs.shape[1]))))
 
     def store(place: np.ndarray, gate: int, first: int, values: np.ndarray) -> None:
-        room = place[first : first + len(values), gate]
-        room[:] = np.clip(values[: len(room)], -65504, 65504)
+        rows = place[first : first + len(values), gate]
+        rows[:] = np.clip(values[: len(rows)], -65504, 65504)  # the range of float16
 
     def parts(begin: int, end: int) -> dict[str, np.ndarray]:
-        """Views of what belongs to these tokens."""
+        """Return views of the rows of these tokens."""
         out = {"ids": ids[begin:end], "weights": weights[begin:end]}
         for what, place in rows.items():
             out[what] = place[-(-begin // step) : -(-end // step)] if what == "inputs" else place[begin:end]

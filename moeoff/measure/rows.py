@@ -1,4 +1,4 @@
-"""Results of a benchmark: a row for each test of a configuration, with llama-bench's names; written as md, csv or json."""
+"""Benchmark results as rows with llama-bench's names, written as md, csv or json."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from ..system.machine import cpu_name, n_cores
 from ..system.memory import format_size
 from .job import MOEOFF, Job, Measurement, Sample, rates
 
-STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"  # its default, repacked kernels; those that moeoff has the bits of
+# with repacked kernels, llama.cpp's default, and with the kernels that moeoff is bit-identical to
+STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"
 
-
-Row = dict[str, Any]  # by name, in the order of the columns of csv; `rows` says what each is
+Row = dict[str, Any]  # fields of `rows` in csv's order
 
 
 def rows(result: Measurement, memory: int, note: str = "") -> list[Row]:
-    """A row for each test of a job. Sizes in bytes, times in nanoseconds or as their name says, rates per second; None: nobody knows.
+    """Return a row for each test of a job. Sizes are in bytes, None means unknown.
 
     Args:
-        memory: the bound, 0 for none.
-        note: about the surroundings, for `mode`.
+        memory: Memory limit in bytes, 0 for none.
+        note: Remark on the environment, for `mode`.
 
     Returns:
-        memory: the bound of the process; of stock in a cgroup that of the cgroup; 0: none.
-        strategy: or "stock llama.cpp", "stock, plain": with its default kernels, and without repacking.
-        avg_ts, stddev_ts: tokens per second over the repetitions.
-        mb_per_token: read from disk, in 10^6 bytes; of stock unknown, as other fields about experts.
-        vram, vram_mode: the bound of each GPU's memory, as it was given, and how it computes with experts; empty: no experts there.
-        hit_rate: of the slices that routers selected, those that were in memory; device_hit_rate: those that a GPU held.
-        stall_share: of the time, in which compute waited for bytes.
-        disk_mb_s: what the disk gave when it was asked for nothing else, measured right after the run.
-        ceiling_share: the longer one of computing alone and of reading alone at that rate, or what the run itself got if that was more, over the
-            time that was taken.
-        peak_rss: of the process.
-        mode: how it ran, in words.
-        error: why there are no samples, or fewer; empty: nothing went wrong.
+        memory: Limit of the process, or of stock's cgroup. 0: none.
+        strategy: Strategy, "stock llama.cpp" or "stock, plain" (without repacking).
+        avg_ns, stddev_ns: Nanoseconds of a repetition.
+        avg_ts, stddev_ts: Tokens per second.
+        mb_per_token: 10^6 bytes read for each token. None for stock, as all about
+            experts.
+        vram, vram_mode: Limit on each GPU's memory as given, and mode. Empty: no
+            experts there.
+        hit_rate, device_hit_rate: Share of routed slices found in memory, and on a GPU.
+        stall_share: Share of the time in which compute waited for the disk.
+        disk_mb_s: Rate of the disk alone, right after the run.
+        ceiling_share: See `ceiling_share`.
+        mode: Description of the run.
+        error: Reason for missing samples, or "".
     """
     return [_row(result, index, memory, note) for index in range(len(result.job.tests))]
 
@@ -106,10 +107,10 @@ def _stock_name(job: Job) -> str:
 
 
 def ceiling_share(samples: list[Sample], disk: float) -> float:
-    """max(computing, reading) / time: what is left to win by overlapping both is what is missing to 1, at most 1.
+    """Return max(computing, reading) / time. 1 means perfect overlap of both.
 
     Args:
-        disk: bytes per second that it gave right after the run. A disk that gave the run more, in a burst, can give that.
+        disk: Bytes per second of the disk alone, unless a repetition had more.
     """
     seconds, nbytes = sum(s.seconds for s in samples), sum(s.counters["bytes_read"] for s in samples)
     compute = seconds - sum(s.counters["stall_seconds"] for s in samples)
@@ -118,7 +119,7 @@ def ceiling_share(samples: list[Sample], disk: float) -> float:
 
 
 def _deviation(values: list[float]) -> float | None:
-    """llama-bench's: of a sample; of one value 0."""
+    """Return the sample standard deviation as llama-bench does: 0 for one value."""
     return (statistics.stdev(values) if len(values) > 1 else 0.0) if values else None
 
 
@@ -129,12 +130,11 @@ def _cut(samples: list[Sample], repetitions: int, n_tokens: int) -> str:
 
 
 def _mode(result: Measurement, note: str) -> str:
-    """How the run went about its work, in words."""
     job, closed, opened = result.job, result.closed, result.opened
     if job.engine != MOEOFF:
         loaded = "memory map" if job.options.get("use_mmap", True) else "read into memory"
         return ", ".join(filter(None, [loaded, "repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels", note]))
-    if "direct_io" not in closed:  # it ended before; its cgroup's peak is known all the same
+    if "direct_io" not in closed:  # the process died; `closed` may still have its cgroup's peak
         return note
     parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {closed['io_threads']} I/O threads"]
     parts.append(f"{closed['resident_share']:.0%} of the experts fit at a context of {opened['n_ctx']}")
@@ -149,7 +149,7 @@ def _mode(result: Measurement, note: str) -> str:
 
 @lru_cache(maxsize=8)
 def model_facts(path: str) -> dict[str, Any]:
-    """model_type, model_size and model_n_params of a file."""
+    """Return model_type, model_size and model_n_params of a file."""
     model_index = ModelIndex.read(path)
     spans = [*model_index.experts.values(), *model_index.dense.values()]
     n_params = sum(math.prod(max(n, 1) for n in span.shape) for span in spans)
@@ -158,11 +158,11 @@ def model_facts(path: str) -> dict[str, Any]:
     return {"model_type": kind, "model_size": sum(span.nbytes for span in spans), "model_n_params": n_params}
 
 
-Configurations = Iterable[Sequence[Row]]  # the rows of one after the other, as they come
+Configurations = Iterable[Sequence[Row]]  # rows of each configuration, as they are measured
 
 
 def as_json(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
-    """One array."""
+    """Yield one JSON array."""
     between = "[\n"
     for row in itertools.chain.from_iterable(configurations):
         yield between + json.dumps(row, indent=2)
@@ -171,7 +171,7 @@ def as_json(configurations: Configurations, varied: Collection[str] = ()) -> Ite
 
 
 def as_csv(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
-    """A line of names, and one for each row."""
+    """Yield a line of names, and a line for each row."""
     for i, row in enumerate(itertools.chain.from_iterable(configurations)):
         cells = {name: "" if value is None else value for name, value in row.items() if not name.startswith("samples_")}
         lines = io.StringIO()
@@ -186,7 +186,7 @@ def _speed(row: Row) -> str:
     return f"{row['avg_ts']:.{digits}f} ± {row['stddev_ts']:.{digits}f}"
 
 
-# name of the column's values, title, width, value; a negative width aligns to the left, as in llama-bench
+# field (empty: the row), title, width (negative: aligned to the left, as in llama-bench), format
 _Column = tuple[str, str, int, Callable[[Any], str]]
 _ALWAYS: list[_Column] = [
     ("memory", "memory", 10, lambda size: format_size(size) if size else "no limit"),
@@ -214,10 +214,10 @@ _RESULTS: list[_Column] = [
 
 
 def as_markdown(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
-    """A table of 80 columns, a configuration's lines as soon as it is done, and below it which model it was and how each ran; the other forms have more.
+    """Yield a table of 80 columns, by configuration, and notes on the runs.
 
     Args:
-        varied: options with several values, or that were given: they have columns of their own.
+        varied: Options that were given, which get a column.
     """
     varied = {*varied, *(["device_hit_rate"] if "vram" in varied else [])}
     columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied), *_RESULTS]

@@ -1,4 +1,4 @@
-"""Runs a `Job` in a process of its own, inside a memory cgroup where that is asked for and possible; and every combination of options that way."""
+"""Benchmark runs, each in its own process and memory cgroup."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ Listener = Callable[[dict[str, Any]], None]
 
 
 def measure(job: Job, listener: Listener | None = None, timeout: float | None = None) -> Measurement:
-    """Runs it to its end, and kills it if the caller is interrupted.
+    """Run a job in a process, which is killed if the caller is interrupted.
 
     Args:
-        listener: told of every line, as it comes.
-        timeout: seconds; what is not finished then is an error of the measurement.
+        listener: Callback with each event.
+        timeout: Seconds until the process is killed, which is an error of the
+            measurement.
 
     Raises:
-        OSError: a memory cgroup was asked for and cannot be made.
+        OSError: The job's memory cgroup cannot be created.
     """
     out = Measurement(job)
     with contextlib.ExitStack() as stack:
@@ -86,10 +87,10 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
 
 
 def drop_from_page_cache(path: str) -> str:
-    """Drop what other processes have read of a file: a cgroup does not count it, and the next process would find it.
+    """Drop a file from the page cache, which would speed up the next process uncounted.
 
     Returns:
-        A remark on what stayed, as a process has it mapped; empty if nothing did.
+        Remark on pages that stayed, e.g. mapped ones, or "".
     """
     with open(path, "rb") as file:
         leave_page_cache(file.fileno(), sync=True)
@@ -97,22 +98,22 @@ def drop_from_page_cache(path: str) -> str:
     return f"{format_size(stayed)} of {os.path.basename(path)} were in the page cache and could not be dropped" if stayed else ""
 
 
-# of the options, those that llama_cpp.Llama has, too
+# options passed on to stock llama.cpp
 _SHARED = ("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_gpu_layers", "n_ctx")
-STOCK_SECONDS = 300.0  # of one test: where it thrashes, a token takes seconds; less would leave it fewer tokens than the others
-_STOCK_TIMEOUT = 900.0
-_OWN_LIMIT = 1.1  # times the wanted one: a cgroup that we are in already, and that is as tight
+STOCK_SECONDS = 300.0  # time limit of a test: a token takes seconds where stock thrashes
+_STOCK_TIMEOUT = 900.0  # seconds
+_OWN_LIMIT = 1.1  # our own cgroup's limit, over the wanted one, that needs no other cgroup
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination of options, one after the other.
+    """All combinations of options.
 
     Attributes:
-        job: what they have in common.
-        axes: options of `moeoff.Llama`, with all values of each; memory as people write it, or None.
-        compare_stock: stock llama.cpp, too, at each memory, with its repacked kernels and with plain ones; each in a cgroup with that limit where
-            one can be made.
+        job: Job that the combinations share.
+        axes: Values of options of `moeoff.Llama`. Memory is a string or None.
+        compare_stock: True to add stock llama.cpp, with repacked and with plain
+            kernels, at each memory limit. All jobs are then in cgroups, if possible.
     """
 
     job: Job
@@ -121,11 +122,11 @@ class Grid:
 
     @property
     def n_ctx(self) -> int:
-        """Tokens of the context, unless one is given: those of `moeoff run`, so that the numbers are those of a run; more if a test needs them."""
+        """Default context length: that of `moeoff run`, or what a test needs."""
         return context_for(ModelIndex.read(self.job.model), max(test.depth + test.n_tokens for test in self.job.tests))
 
     def jobs(self) -> list[tuple[Job, int, str]]:
-        """Each with its bound of memory (0: none) and a note about its surroundings."""
+        """Return jobs with their memory limit (0: none) and a remark for `mode`."""
         expert_bytes, n_ctx = ModelIndex.read(self.job.model).expert_bytes, self.n_ctx
         combinations = [dict(zip(self.axes, values)) for values in itertools.product(*self.axes.values())]
         out: list[tuple[Job, int, str]] = []
@@ -140,10 +141,11 @@ class Grid:
             job = replace(self.job, options=options, limit_bytes=limit)
             out.append((job, memory, note))
             if self.compare_stock:
-                theirs = {"n_threads": n_cores(), "flash_attn": True, **{name: options[name] for name in _SHARED if name in options}}
-                theirs.setdefault("n_threads_batch", theirs["n_threads"])  # llama_cpp would take half of the cores
+                theirs = {"n_threads": n_cores(), "flash_attn": True}
+                theirs |= {name: options[name] for name in _SHARED if name in options}
+                theirs.setdefault("n_threads_batch", theirs["n_threads"])  # llama_cpp's default is half
                 slow = bool(memory) and memory < expert_bytes
-                for extra in (True, False):  # repacked kernels, its default, need the weights twice while it loads: it may be killed for that
+                for extra in (True, False):  # repacking may exceed the limit: it needs the weights twice
                     options = theirs | {"use_extra_bufts": extra}
                     stock.setdefault(
                         f"{memory} {options}",
@@ -152,10 +154,10 @@ class Grid:
         return out + list(stock.values())
 
     def run(self, listener: Callable[[Job], Listener | None] | None = None) -> Iterator[list[Row]]:
-        """The rows of one job after the other.
+        """Measure all jobs, and yield the rows of each.
 
         Args:
-            listener: asked, before each job, for someone to tell of it.
+            listener: Function that returns a listener for a job.
         """
         for job, memory, note in self.jobs():
             files = ModelIndex.read(job.model).files if self.compare_stock else ()
@@ -166,7 +168,7 @@ class Grid:
 
 
 def _limit(memory: int) -> tuple[int | None, str]:
-    """A cgroup for this bound, and what to say of it."""
+    """Return the cgroup's limit for a memory limit, or None, and a remark."""
     if not memory:
         return None, ""
     own = cgroup_limit()

@@ -1,7 +1,8 @@
-"""Statistics of predictions: perplexity, and the distance from the lossless model's. Numbers in, numbers out; knows no model.
+"""Statistics of predictions: perplexity, and the distance from the lossless model.
 
-Confidence intervals are of 95 %, by Student's t over the means of windows: tokens of one window depend on each other,
-windows hardly do. What is compared is compared token by token on the same text, so that the text's own difficulty cancels.
+Confidence intervals are 95 %, by Student's t over windows, which hardly depend on each
+other as tokens do. Models are compared token by token, which cancels the difficulty of
+the text.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ T = TypeVar("T")
 
 
 def log_probs(logits: np.ndarray) -> np.ndarray:
-    """[n, n_vocab] float32 logits to natural logarithms of probabilities. As in llama-perplexity the sum is a double."""
+    """Convert logits [n, n_vocab] float32 to log-probabilities, with a float64 sum."""
     shifted: np.ndarray = logits - logits.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
     return shifted
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """KL(p || q) in nats: [n, n_vocab] log-probabilities, as `log_probs` gives them, to [n] float64. p must be finite."""
+    """Return KL(p || q) in nats, [n], of log-probabilities [n, n_vocab], p finite."""
     kl: np.ndarray = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
     return kl
 
 
 def spread(items: Sequence[T]) -> list[T]:
-    """In an order whose first ones lie all over them."""
-    golden = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill an interval evenly
+    """Reorder items so that any prefix is spread evenly over them (golden-ratio order)."""
+    golden = (5**0.5 - 1) / 2
     return [items[i] for i in sorted(range(len(items)), key=lambda i: i * golden % 1)]
 
 
 def student(n: int) -> float:
-    """Half the width, in standard errors, of the 95 % interval of a mean of n values, n > 1."""
+    """Return half of the 95 % interval of a mean of n > 1 values, in standard errors."""
     return float(stdtrit(n - 1, 0.975))
 
 
 def one_sided(n: int, at_once: int = 1) -> float:
-    """How far the bound that a mean of n values does not exceed, with 95 % confidence, lies above it, in standard errors; at_once as for `upper_loss`."""
+    """Return the one-sided 95 % bound in standard errors, see `upper_loss`."""
     return float(stdtrit(n - 1, 1 - 0.05 / at_once))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value and its 95 % confidence interval; low and high are None where one window cannot tell."""
+    """A value and its 95 % confidence interval, which a single window lacks."""
 
     value: float
     low: float | None
@@ -56,7 +57,7 @@ class Estimate:
 
     @classmethod
     def mean(cls, values: np.ndarray) -> Estimate:
-        """The mean of [n_windows, n_scored] values; windows are the sample."""
+        """Estimate the mean of [n_windows, n_scored] from the windows' means."""
         means = values.mean(axis=1)
         centre = float(means.mean())
         if len(means) < 2:
@@ -65,20 +66,22 @@ class Estimate:
         return cls(centre, centre - half, centre + half)
 
     def map(self, function: Callable[[float], float]) -> Estimate:
-        """Through an increasing function."""
+        """Apply an increasing function to the value and the interval."""
         low, high = (None if bound is None else function(bound) for bound in (self.low, self.high))
         return Estimate(function(self.value), low, high)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A model's prediction for each scored token, [n_windows, n_scored] each.
+    """A model's predictions of the scored tokens, [n_windows, n_scored].
 
     Attributes:
-        nll: -ln of the probability of the token that came, float64.
-        reference_nll, kl, same_top: compared with the lossless model: its nll, KL(lossless || this) in nats, and whether both find
-            the same token the likeliest. None where there was none to compare with.
-        bytes_read: of experts, for all of it.
+        nll: -ln of the actual token's probability, float64.
+        reference_nll: nll of the lossless model. None without a reference, as kl and
+            same_top.
+        kl: KL(lossless || this) in nats.
+        same_top: True where both have the same likeliest token.
+        bytes_read: Bytes of experts read.
     """
 
     nll: np.ndarray
@@ -88,7 +91,7 @@ class Scores:
     bytes_read: int = 0
 
     def quality(self, windows: slice = slice(None)) -> Quality:
-        """Summed up over some of the windows, by default all."""
+        """Summarize windows, by default all."""
         nll = self.nll[windows]
         perplexity = math.exp(nll.mean())
         error = perplexity * float(nll.std()) / math.sqrt(nll.size - 1)
@@ -100,7 +103,7 @@ class Scores:
 
 
 class Distance(NamedTuple):
-    """How far from the lossless model, see `Quality`."""
+    """Fields of `Quality`."""
 
     loss: Estimate
     kl: Estimate
@@ -109,16 +112,14 @@ class Distance(NamedTuple):
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality on a text.
+    """A model's quality on a text. loss, kl and top1 are None without a reference.
 
     Attributes:
-        n_windows, n_tokens: of the text; tokens are those that were scored.
-        perplexity, perplexity_error: as llama-perplexity states them: the error is the standard error over tokens.
-        loss: relative increase of perplexity over the lossless model, 0.01 is 1 %.
-        kl: mean KL(lossless || this) in nats.
-        top1: share of tokens where both find the same token the likeliest.
-
-    loss, kl and top1 are None where there was nothing to compare with.
+        n_tokens: Number of scored tokens.
+        perplexity_error: Standard error of perplexity over tokens.
+        loss: Relative increase of perplexity over the lossless model. 0.01 is 1 %.
+        kl: Mean KL(lossless || this) in nats.
+        top1: Share of tokens for which both have the same likeliest token.
     """
 
     n_windows: int
@@ -131,18 +132,18 @@ class Quality:
 
     @property
     def distance(self) -> Distance:
-        """From the lossless model. Raises `ValueError` if it was not compared with that."""
+        """Distance from the lossless model. Raises `ValueError` without a reference."""
         if self.loss is None or self.kl is None or self.top1 is None:
-            raise ValueError("this quality was not compared with the lossless model's")
+            raise ValueError("expected a quality that was compared with the lossless model")
         return Distance(self.loss, self.kl, self.top1)
 
 
 def upper_loss(loss: Estimate, n_windows: int, at_once: int = 1) -> float:
-    """The loss that is not exceeded, with 95 % confidence (one-sided). Infinite if one window cannot tell.
+    """Return the one-sided 95 % bound of a loss, infinite for a single window.
 
     Args:
-        at_once: so many such bounds hold together with that confidence (Bonferroni). A sequence of ever bolder tries that ends at the first
-            whose bound is too high counts as one: the next is looked at only where all before it hold.
+        at_once: Number of simultaneous bounds (Bonferroni). A sequence that ends at the
+            first bound that is too high counts as one.
     """
     if loss.high is None:
         return math.inf
@@ -151,6 +152,6 @@ def upper_loss(loss: Estimate, n_windows: int, at_once: int = 1) -> float:
 
 
 def interval(estimate: Estimate, form: str) -> str:
-    """ "+0.51% (+0.32% to +0.70%)" """
+    """Format an estimate: "+0.51% (+0.32% to +0.70%)"."""
     text = form.format(estimate.value)
     return text if estimate.low is None else f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"

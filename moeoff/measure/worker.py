@@ -1,4 +1,4 @@
-"""The process that measures: a pickled `Job` on its standard input, what happens as lines of JSON on its standard output.
+"""The measuring process: a pickled `Job` on stdin, events as JSON lines on stdout.
 
 usage: python -m moeoff.measure.worker < JOB
 """
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from ..engine.llama import Llama
 
 Emit = Callable[..., None]
-_WARM_UP_TOKENS = 32  # of a test of single tokens
-_TELL = 0.5  # seconds between lines that say how far a test is
+_WARM_UP_TOKENS = 32  # most decoded tokens in a warm-up
+_PROGRESS_INTERVAL = 0.5  # seconds
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the process that reads our lines
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process handles Ctrl-C
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no line of ours
+    os.dup2(2, 1)  # output of libraries goes to stderr
 
     lock = threading.Lock()
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def work(job: Job, emit: Emit) -> None:
-    """Opens the model, runs the tests, and tells of it: "opened", "progress" if the job asks for it, "sample" for each repetition, "closed"."""
+    """Run a job and emit "opened", "progress", "sample" (repetition), "closed"."""
     started = time.perf_counter()
     engine = _Engine(job)
     opened = engine.facts() | {"n_ctx": engine.llm.n_ctx()}
@@ -72,7 +72,7 @@ def work(job: Job, emit: Emit) -> None:
     stream = TokenStream(engine.llm, read_text(job.text), engine.llm.adds_bos())
     ended = threading.Event()
     if job.tells:
-        threading.Thread(target=_tell, args=(engine, emit, ended), daemon=True).start()
+        threading.Thread(target=_emit_progress, args=(engine, emit, ended), daemon=True).start()
     for index, test in enumerate(job.tests):
         if job.warm_up:
             engine.run(index, BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)), stream, job.seconds)
@@ -92,26 +92,21 @@ def work(job: Job, emit: Emit) -> None:
     emit("closed", **closed)
 
 
-def _tell(engine: _Engine, emit: Emit, ended: threading.Event) -> None:
-    while not ended.wait(_TELL):
+def _emit_progress(engine: _Engine, emit: Emit, ended: threading.Event) -> None:
+    while not ended.wait(_PROGRESS_INTERVAL):
         emit("progress", test=engine.test, repetition=engine.repetition, done=engine.n_done)
 
 
 class _Engine:
-    """moeoff's class and llama_cpp's as the same few calls.
+    """A common interface to moeoff.Llama and llama_cpp.Llama."""
 
-    Attributes:
-        test: the one that runs.
-        repetition: of it; None: it warms up.
-        answered: the tokens that the last test decoded one by one, if the job has an answer.
-    """
-
-    test = 0
-    repetition: int | None = None
+    test = 0  # index of the running one
+    repetition: int | None = None  # None during the warm-up
 
     def __init__(self, job: Job):
         options = {"verbose": False} | dict(job.options)
-        self._job, self._single, self.answered = job, 0, list[int]()
+        self._job, self._single = job, 0
+        self.answered: list[int] = []  # tokens of the last test, if the job has an answer
         self.llm: Any
         self._moeoff: Llama | None = None
         if job.engine == MOEOFF:
@@ -123,7 +118,7 @@ class _Engine:
             from ..llamacpp.native import TensorOverrides, cpu_buffer_type, use_attention_kernels
             from ..options import llama_keywords
 
-            use_attention_kernels(False)  # they would serve every model of the process
+            use_attention_kernels(False)  # a setting of the process
             if n_cpu_moe := options.pop("n_cpu_moe", 0):
                 layers = "|".join(map(str, range(n_cpu_moe)))
                 options["overrides"] = TensorOverrides([(EXPERT_PATTERN.replace("[0-9]+", layers), cpu_buffer_type())])
@@ -132,8 +127,7 @@ class _Engine:
             load_everything(self._moeoff.engine.buffer)
 
     def facts(self) -> dict[str, Any]:
-        """`moeoff.Stats`, in words what is given up, and of the experts what memory holds now: after tests of single tokens more than before them, since
-        buffers are lent. Of stock nothing."""
+        """Return `moeoff.Stats` and more as a dict, empty for stock."""
         if self._moeoff is None:
             return {}
         stats, full = self._moeoff.stats(), self._moeoff.engine.buffer.arena_full
@@ -141,18 +135,17 @@ class _Engine:
 
     @property
     def n_done(self) -> int:
-        """Tokens of this repetition so far. From any thread."""
+        """Tokens of this repetition so far."""
         return self._single + (self._moeoff.engine.prompt_tokens if self._moeoff is not None else 0)
 
     def _seconds(self) -> float:
-        """Inside llama_decode so far."""
         if self._moeoff is None:
             return float(self.llm.decode_seconds)
         stats = self._moeoff.stats()
         return stats.prompt_seconds + stats.gen_seconds
 
     def _answers(self, n: int) -> Iterator[int]:
-        """The job's answer, and what the model goes on with behind it."""
+        """Yield the job's answer, continued by the model to n tokens."""
         answer = self._job.answer or ()
         if n:
             self.answered = []
@@ -197,8 +190,7 @@ def _page_faults() -> int:
 
 
 def load_everything(buffer: ExpertBuffer) -> None:
-    """Where all experts fit, what is measured is the time after all have been read, as with any other program that has loaded its weights. A read that
-    fails is tried again by the token that needs it, which says what is wrong."""
+    """Load all experts, as other programs do. A token repeats a failed read."""
     n_gates, n_experts = buffer.priorities.shape
     failed = buffer.stats().read_errors
     queued = sum(buffer.preload(gate, range(n_experts)) for gate in range(n_gates))
@@ -208,7 +200,7 @@ def load_everything(buffer: ExpertBuffer) -> None:
 
 
 def disk_rate(model_index: ModelIndex, io_threads: int, seconds: float) -> DiskRate:
-    """At the size of the model's slices, with as many threads as the model was read by."""
+    """Measure the disk with reads of a slice's size on `io_threads` threads."""
     file = next(iter(model_index.experts.values())).file
     return probe(model_index.files[file], max(kind.nbytes for kind in slice_kinds(model_index)), seconds, io_threads)
 
