@@ -1,1 +1,1 @@
-"""HTTP: llama-server's engine in this process, its experts in our buffer."""
+"""The HTTP server: llama-server's engine in this process, with our expert buffer."""

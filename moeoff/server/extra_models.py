@@ -1,7 +1,4 @@
-"""Models that a server loads in addition: a projector for pictures and sound, a draft model. What they take.
-
-Knows llama.cpp's plans of them, and of the budget only whether it holds their headers: nothing is loaded here.
-"""
+"""Memory plans of a server's projector and draft model. Loads nothing."""
 
 from __future__ import annotations
 
@@ -17,25 +14,27 @@ from ..errors import ModelError
 from ..gguf.model_index import ModelIndex
 from ..options import Config, ServerOptions
 
-# a projector is planned in a process of its own, which ends if the file lacks what llama.cpp computes with
+# in a process of its own, because llama.cpp crashes if the file lacks a tensor
 _PLAN = "import json, sys; from moeoff.server.library import projector_memory; print(json.dumps(projector_memory(sys.argv[1:])))"
 
 
 def extra_models(model_index: ModelIndex, n_ctx: int, config: Config, options: ServerOptions, budget: int) -> tuple[int, int, str | None]:
-    """Look at the files of a projector and a draft model.
+    """Plan the memory of a projector and a draft model.
 
     Args:
-        model_index: Index of the model that they are loaded with.
-        budget: Bytes of the process.
+        model_index: Index of the main model.
+        n_ctx: Context length in tokens.
+        budget: Memory budget of the process in bytes.
 
     Returns:
-        Bytes once all is loaded, and of headers until then; bytes that come with the first picture, for
-        good; and how drafts are made, None if they are not, or as llama.cpp finds in the draft model.
+        Bytes of the loaded models and their headers, bytes added at the first image,
+        and the type of drafts. The type is None without drafts, or as llama.cpp finds
+        it in the model.
 
     Raises:
-        BudgetError: There is no room for one of their headers.
+        BudgetError: A header does not fit the budget.
         ModelError: A file is missing, damaged, or not for this model.
-        OptionError: The model has not what drafts shall be made with.
+        OptionError: The model does not support this type of drafts.
     """
     resident = computing = 0
     spec_type, keywords = config.spec_type, config.keywords
@@ -50,24 +49,24 @@ def extra_models(model_index: ModelIndex, n_ctx: int, config: Config, options: S
 
 
 def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int) -> tuple[int, int]:
-    """Bytes of its weights and header, and of what it computes with."""
-    header_memory = ModelIndex.read(path).header_memory  # mtmd reads a file that ends too early without a word
+    """Return the bytes of a projector's weights and header, and of its compute buffers."""
+    header_memory = ModelIndex.read(path).header_memory  # mtmd accepts truncated files
     require_header_room(path, header_memory, budget)
-    if model_index.architecture in WANT_SECTIONS and SECTIONS not in model_index.hparams:  # llama.cpp would abort at the first picture
+    # llama.cpp would abort at the first image
+    if model_index.architecture in WANT_SECTIONS and SECTIONS not in model_index.hparams:
         raise ModelError(f"{model_index.files[0]}: converted for text alone (no {SECTIONS}): convert the model again to use it with {path}")
     argv = ["llama-server", "-m", model_index.files[0], "--mmproj", path, "-fa", "on" if flash_attn else "off", *options.args]
     planned = subprocess.run([sys.executable, "-c", _PLAN, *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if planned.returncode < 0:
-        raise ModelError(f"{path}: llama.cpp cannot compute with this projector: it lacks a tensor, or is damaged: convert it again")
+        raise ModelError(f"{path}: the projector lacks a tensor, or is damaged: convert it again")
     if planned.returncode:
         _, _, last = planned.stderr.strip().rpartition("\n")
-        raise ModelError(f"{path}: what it needs cannot be planned: {last}")
+        raise ModelError(f"{path}: cannot plan the projector's memory: {last}")
     width, weights, computing, why = json.loads(planned.stdout.splitlines()[-1])
     if not width:
         why = " ".join((why.partition("': ")[2] or why).split())
-        raise ModelError(f"{path}: no projector that llama.cpp can load{f' ({why})' if why else ''}")
+        raise ModelError(f"{path}: expected a projector that llama.cpp can load{f' ({why})' if why else ''}")
     if width != (expected := embedding_width(model_index)):
-        raise ModelError(
-            f"{path}: makes embeddings of {width} numbers, expected {expected} as in {os.path.basename(model_index.files[0])}: it belongs to another model"
-        )
+        model = os.path.basename(model_index.files[0])
+        raise ModelError(f"{path}: expected embeddings of width {expected} as in {model}, got {width}: it belongs to another model")
     return weights + header_memory, computing

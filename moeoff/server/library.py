@@ -1,4 +1,4 @@
-"""llama-server as a library: the ctypes side of llamacpp_patches/src/server/moeoff-server.h. Loaded when a server starts, and never by a chat."""
+"""llama-server as a library: the ctypes side of moeoff-server.h."""
 
 from __future__ import annotations
 
@@ -21,60 +21,66 @@ _NAME = "libllama-server-impl.so"
 
 
 def states(prompt: Prompt) -> tuple[memoryview, ...]:
-    """Bytes of a prompt's states: both behind all of it, then three of each checkpoint."""
+    """Return a prompt's states: two at its end, then three of each checkpoint."""
     listed = zip(prompt.states, prompt.sizes[: 2 + 3 * prompt.n_checkpoints])
     return tuple(np.ctypeslib.as_array(data, (size,)).data if size else memoryview(b"") for data, size in listed)
 
 
 def hooks(**fields: Any) -> ServerHooks:
-    """The struct of all that the server calls and reads: functions by the names of the fields, which must live as long as the server."""
+    """Make the server's hooks. The struct must outlive the server."""
     kinds = {name: kind for name, kind, *_ in ServerHooks._fields_}
     return ServerHooks(**{name: kinds[name](value) if callable(value) else value for name, value in fields.items()})
 
 
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The server's library, loaded at the first call.
+    """Load the server's library.
 
     Raises:
-        OptionError: this build has no server.
-        ForkError: it has another one.
+        OptionError: This build has no server.
+        ForkError: The build has another version of the server.
     """
     folder = os.path.dirname(str(llama.lib._name))
     try:
         lib = ctypes.CDLL(os.path.join(folder, _NAME))
     except OSError as error:
-        raise OptionError(f"this build of llama-cpp-python has no server, `make run` builds it ({error})") from None
+        raise OptionError(f"this build of llama-cpp-python has no server: run `make run` ({error})") from None
+    other_version = ForkError("the installed llama-cpp-python has another version of the server: run `make env` to rebuild it")
     for name, (result, *arguments) in SERVER_FUNCTIONS.items():
         function = getattr(lib, name, None)
         if function is None:
-            raise ForkError(f"the installed llama-cpp-python has another version of the server ({name}): run `make env` to rebuild it")
+            raise other_version
         function.restype, function.argtypes = result, arguments
     if lib.moeoff_server_layout().decode() != native.layout(SERVER_STRUCTS):
-        raise ForkError("the installed llama-cpp-python has another version of the server: run `make env` to rebuild it")
+        raise other_version
     lib.moeoff_isolate_templates(os.fsencode(templates.program()))
     return lib
 
 
 def c_arguments(argv: Sequence[str]) -> ctypes.Array[c_char_p]:
-    """char ** argv, ended by a null."""
+    """Convert arguments to a null-terminated char **."""
     return (c_char_p * (len(argv) + 1))(*map(os.fsencode, argv), None)
 
 
 def projector_memory(argv: Sequence[str]) -> tuple[int, int, int, str]:
-    """Plans llama-server's projector: numbers of an embedding, 0 if it cannot be loaded; bytes of its weights, and of what it computes with; why it cannot be
-    loaded. A file that lacks what llama.cpp computes with ends the process."""
+    """Plan the projector of a command line. A file that lacks a tensor crashes the process.
+
+    Returns:
+        Embedding width or 0; bytes of weights and of compute buffers; llama.cpp's
+        error.
+    """
     sizes, message = (c_uint64 * 2)(), ctypes.create_string_buffer(1024)
     width = library().moeoff_projector_memory(len(argv), c_arguments(argv), sizes, message, len(message))
     return width, sizes[0], sizes[1], message.value.decode("utf-8", "replace")
 
 
 class ServerOption(NamedTuple):
-    """One line of llama-server's own table.
+    """An option of llama-server.
 
     Attributes:
-        opposite: names that switch it off.
-        chats: llama-cli has it, too.
+        opposite: Names that switch it off.
+        variable: Environment variable.
+        chats: True if llama-cli also has the option.
     """
 
     names: tuple[str, ...]
@@ -86,7 +92,7 @@ class ServerOption(NamedTuple):
 
 @functools.cache
 def server_options() -> dict[str, ServerOption]:
-    """llama-server's own table of options, by each name and each of the opposite."""
+    """Return llama-server's options by each name, including opposites."""
     out: dict[str, ServerOption] = {}
     for line in library().moeoff_server_options().decode().splitlines():
         n_values, names, opposite, variable, chats = line.split("\t")
@@ -96,32 +102,29 @@ def server_options() -> dict[str, ServerOption]:
 
 
 def aliases(name: str) -> tuple[str, ...]:
-    """Every name that means the same in llama-server; of one that it does not have the name alone."""
+    """Return all names of llama-server's option `name`. An unknown name has no others."""
     option = server_options().get(name)
     return (name,) if option is None else option.names if name in option.names else option.opposite
 
 
 def check_arguments(argv: Sequence[str]) -> None:
-    """Has llama-server read a command line.
-
-    Raises:
-        OptionError: llama-server does not take them.
-    """
+    """Raise `OptionError` if llama-server refuses a command line."""
     message = ctypes.create_string_buffer(1024)
     if not library().moeoff_server_check(len(argv), c_arguments(argv), message, len(message)):
         raise OptionError(" ".join(message.value.decode("utf-8", "replace").split()))
 
 
 def check_templates(path: str, args: Sequence[str]) -> None:
-    """Try a model's templates, or one of the command line in their place. What one makes of another conversation is found out when there is one.
+    """Try the chat templates of the command line, or else the model's.
 
     Raises:
-        ModelError: a chat template that cannot be read, crashes, or takes too long or too much, with an ordinary conversation.
-        OptionError: the same of one of the command line.
+        ModelError: A template of the model cannot be parsed, crashes, or exceeds a
+            limit.
+        OptionError: The same for a template of the command line.
     """
     for name, given in zip(args, args[1:]):
         if name in ("--chat-template", "--chat-template-file"):
-            if (source := _given_template(name, given, "--no-jinja" not in args)) and (why := _fault(source)):
+            if (source := _template_source(name, given, "--no-jinja" not in args)) and (why := _fault(source)):
                 raise OptionError(f"{name}: the template {why}")
             return
     with ModelFile(path, longest=LONGEST_TEMPLATE) as file:
@@ -131,19 +134,19 @@ def check_templates(path: str, args: Sequence[str]) -> None:
             raise ModelError(f"{path}: its chat template {why}")
 
 
-def _given_template(name: str, value: str, jinja: bool) -> str:
-    """Return the source of a template of the command line; of one that has a name nothing."""
+def _template_source(name: str, value: str, jinja: bool) -> str:
+    """Return the source of a template, "" for llama.cpp's by name."""
     if name.endswith("file"):
         return read_text(value)
     if "{" in value:
         return value
     if value != "chatml" and jinja:
-        raise OptionError(f"{name}: a Jinja template or chatml, not {value!r}; one in a file is given with {name}-file")
+        raise OptionError(f"{name}: expected a Jinja template or chatml, got {value!r}; give a file with {name}-file")
     return ""
 
 
 def _fault(source: str) -> str:
-    """Return what is wrong with a template, or nothing."""
+    """Return what is wrong with a template, or ""."""
     try:
         templates.check_bounds(source)
         templates.check(source)
@@ -155,6 +158,6 @@ def _fault(source: str) -> str:
 
 
 def write_text(address: int, size: int, text: str) -> None:
-    """Into a buffer of the library's, cut where it ends."""
+    """Write a null-terminated text into a buffer of `size` bytes, truncated."""
     data = text.encode("utf-8", "replace")[: size - 1] + b"\0"
     ctypes.memmove(address, data, len(data))

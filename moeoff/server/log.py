@@ -1,4 +1,4 @@
-"""What llama-server logs first as an error, which is why it ends, as a sentence."""
+"""The first error in llama-server's log, which is the reason why it exits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import re
 import threading
 from collections.abc import Iterable
 
-_ERROR = re.compile(r"\S+ E (?:\w+ {2,})?(?:[\w:]+: )*(.*)")  # time, level, where it happens, what
+_ERROR = re.compile(r"\S+ E (?:\w+ {2,})?(?:[\w:]+: )*(.*)")  # time, level, function, message
 _PATIENCE = 1.0  # seconds
 
 
 class ErrorPipe:
-    """The log of a server while it runs: a pipe, which a thread reads, so that nothing is held but that line. `path` is a file to llama-server."""
+    """A pipe for a server's log. A thread reads the log and keeps the first error.
+
+    Attributes:
+        path: Path for llama-server's --log-file.
+    """
 
     def __init__(self) -> None:
         reads, self._writes = os.pipe()
@@ -24,18 +28,18 @@ class ErrorPipe:
     def _read(self, fd: int) -> None:
         with os.fdopen(fd, "rb") as file:
             self._first = _first_error(file)
-            for _ in file:  # else whoever writes would wait
+            for _ in file:  # drain the pipe, or the server would block
                 pass
 
     def close(self) -> str:
-        """The first error, when llama-server has ended; empty: there was none."""
+        """Return the first error, or "". Call it after llama-server has ended."""
         os.close(self._writes)
         self._thread.join(_PATIENCE)
         return self._first
 
 
 def first_error(path: str) -> str:
-    """The same of a file that the user named; empty, too, if that is none, as a terminal."""
+    """Return the first error in a log file, or "", also for a terminal."""
     if not os.path.isfile(path):
         return ""
     with open(path, "rb") as file:

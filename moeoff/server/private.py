@@ -1,4 +1,4 @@
-"""`PrivateServer`: a server for the one conversation of a program in the same process, as `moeoff run` is."""
+"""`PrivateServer`: a server for one conversation of its own process, as `moeoff run`."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from .sizes import ContextSize
 
 
 class PrivateServer(Server):
-    """A server with one slot, on a Unix socket that takes no place in the file system where the system has such.
+    """A server with one slot on a Unix socket, abstract on Linux.
 
-    The context is the usual one at every budget. No prompt leaves it, and none is kept on disk
-    unless that is asked for. Requests need a key that this object alone has.
+    The budget does not reduce the context length. Prompts are cached in memory or on
+    disk only if requested.
 
     Args:
-        model, **options: as of `Server`, without host, port, parallel and api_key.
+        model, **options: Arguments of `Server`, except host, port, parallel and
+            api_key.
 
     Attributes:
-        key: of requests.
+        key: Random API key for requests.
     """
 
     def __init__(self, model: str | os.PathLike[str] | Config, **options: Any):
         self.key = secrets.token_hex()
         name = f"moeoff-{secrets.token_hex(8)}.sock"
         if sys.platform == "linux":
-            self._address, host = f"\0{name}", f"@{name}"  # as llama-server writes an abstract name
+            self._address, host = f"\0{name}", f"@{name}"  # llama-server's syntax for abstract names
         else:
             self._folder = tempfile.TemporaryDirectory()
             self._address = host = os.path.join(self._folder.name, name)
-        self._said: list[str] = []
-        keeps = {"cache_ram": 0, "kv_disk": 0}
+        self._remarks: list[str] = []
+        defaults = {"cache_ram": 0, "kv_disk": 0}
         fixed = {"host": host, "parallel": 1, "api_key": self.key}
-        super().__init__(model, on_remark=self._said.append, **keeps | options | fixed)
+        super().__init__(model, on_remark=self._remarks.append, **defaults | options | fixed)
 
     def take_remarks(self) -> list[str]:
-        """Return what has been said of the budget since the last call, for the end of an answer."""
-        said, self._said[:] = list(self._said), []
-        return said
+        """Return the remarks on the budget since the last call."""
+        remarks, self._remarks[:] = list(self._remarks), []
+        return remarks
 
     def connect(self) -> socket.socket:
-        """Return a connection for one request."""
+        """Connect to the server for one request."""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._address)
         return connection

@@ -1,11 +1,10 @@
-"""Prompts on disk: those that fall out of a server's memory, at its end all of them, and come back where reading is quicker than computing.
+"""A server's prompts on disk, read if that is faster than computing.
 
-A prompt is its tokens, and behind them the state of the model, and of the one that makes drafts, as llama.cpp writes it; of a state that cannot be cut also
-the checkpoints that it can go back to. They lie in one folder for all servers of a user: a file for each prompt, whole or not at all, with a digest of every
-byte. Its name begins with the identity of what computed it, and no other file is read. When the bound is reached, those go first that were used the longest
-ago. Files of other models count, and go, when nobody has used them for a day: until then they are another server's, which has a bound of its own.
-
-Knows neither llama.cpp nor the server: bytes come as buffers, rates from a function.
+A prompt is its tokens and llama.cpp's states of the model and the draft model, with
+checkpoints if the state cannot be cut. A user's servers share a folder, with a file for
+each prompt, written atomically with a digest. File names begin with the identity of the
+server, which reads no others. The limit evicts the least recently used file, including
+files of other identities unused for a day.
 """
 
 from __future__ import annotations
@@ -36,46 +35,44 @@ Tokens = npt.NDArray[np.int32]
 
 _SUFFIX = ".kv"
 _MAGIC = b"moeoffK2"
-_HEADER = struct.Struct("<8s16sIId")  # magic, identity, tokens, checkpoints, tokens per second when they were computed; then a table
-_CHECKPOINTS = 2  # of a prompt, at most
+# magic, identity, number of tokens and of checkpoints, tokens per second; the table follows
+_HEADER = struct.Struct("<8s16sIId")
+_CHECKPOINTS = 2  # most checkpoints of a prompt
 _DIGEST = 16  # bytes
-_PIECE = 8 << 20  # bytes that are read or written at a time
-_SYNCED = 64 << 20  # bytes after which what is written goes to the disk: pages that wait for it count in a cgroup's memory
-_LEAST = 64  # tokens: fewer are computed before a file is open
-_MOST = 512  # files: their tokens are compared with each prompt's
-_GAIN = 0.8  # of the time to compute, what reading may take
+_PIECE = 8 << 20  # bytes of one read or write
+_SYNCED = 64 << 20  # bytes between syncs: dirty pages count in a cgroup's memory
+_LEAST = 64  # tokens of the shortest prompt: fewer are computed before a file is open
+_MOST = 512  # files, whose tokens are compared with each prompt's
+_GAIN = 0.8  # most of the time to compute that reading may take
 _PROBE = 0.1  # seconds
-_STALE = 86_400  # seconds without use, after which another server's files are nobody's
+_STALE = 86_400  # seconds without use after which files of another identity are evicted
 
 
 def folder() -> Path:
-    """Where prompts lie. Raises `OSError` if there is no cache folder."""
+    """Return the folder of prompts. Raise `OSError` if there is no cache folder."""
     return cache_folder() / "prompts"
 
 
 def identity(engine: Engine, options: ServerOptions, files: Sequence[str]) -> bytes:
-    """`state_identity` of a server. How long the context is changes no state, but where it chooses between a model's factors for positions.
-
-    Args:
-        files: all that the model is read from.
-    """
+    """Return the `state_identity` of a server that reads its model from `files`."""
     args = list(options.args)
     while "--log-file" in args:
         i = args.index("--log-file")
         del args[i : i + 2]
     parallel = options.kv_unified or options.parallel
+    # the context length affects a state only if it selects rope factors
     n_ctx = any("rope_factors" in name for name in engine.model_index.dense) and engine.planned.n_ctx
     return state_identity(engine, parallel, n_ctx, engine.config.spec_type, args, [file_state(path) for path in files])
 
 
 @dataclass(frozen=True)
 class EvictedPrompt:
-    """A prompt that has fallen out of memory.
+    """A prompt evicted from memory.
 
     Attributes:
-        parts: both states behind it, and three of each checkpoint.
-        free: gives their memory back.
-        checkpoints: of each the tokens before it, and the first and the last position that it has.
+        parts: The two states at its end, and three of each checkpoint.
+        free: Function that frees the parts.
+        checkpoints: Number of tokens, first and last position of each checkpoint.
     """
 
     tokens: Tokens
@@ -90,7 +87,13 @@ class EvictedPrompt:
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """A file, as its header says. sizes: of its parts, in bytes. rate: tokens per second when it was computed; 0: not known."""
+    """The header of a file.
+
+    Attributes:
+        sizes: Sizes of the parts in bytes.
+        rate: Tokens per second when the prompt was computed. 0: unknown.
+        checkpoints: As in `EvictedPrompt`.
+    """
 
     path: Path
     tokens: Tokens
@@ -104,7 +107,6 @@ class StoredPrompt:
 
     @property
     def table(self) -> bytes:
-        """The sizes of its parts, and its checkpoints, in the file."""
         return struct.pack(f"<{len(self.sizes)}Q{len(self.checkpoints)}i", *self.sizes, *self.checkpoints)
 
 
@@ -113,43 +115,43 @@ class _ServerEnded(Exception):
 
 
 class PromptsOnDisk:
-    """Prompts of one server.
+    """The prompts of one server.
 
     Args:
-        folder: made when there is something to write.
-        bound: bytes of its files, and of those that nobody uses.
-        identity: of what computes.
-        prompt_rate: tokens per second of the prompts that were computed; 0: not known yet.
-        cuttable: tokens behind which a state cannot be cut, being recurrent or a sliding window's: a longer prompt is of use to one that goes on behind all
-            of it, or behind a checkpoint.
-        n_checkpoints: that a slot has room for; prompts with more stay on disk.
-        on_freed: called with each prompt's bytes when its memory has been given back, on the thread that writes.
+        folder: Folder, created at the first write.
+        bound: Most bytes of this server's and stale files.
+        identity: Identity of the server, see `identity`.
+        prompt_rate: Function that returns the prompt's tokens per second, 0 if unknown.
+        cuttable: Tokens up to which a recurrent or sliding-window state can be cut. A
+            longer prompt is reused as a whole or up to a checkpoint.
+        n_checkpoints: Checkpoints of a slot. Prompts with more are not restored.
+        on_freed: Callback of the writing thread with a freed prompt's bytes.
 
     Attributes:
-        n_written, n_read: prompts, since the start.
-        read_seconds: that reading took.
+        n_written, n_read: Number of prompts.
+        read_seconds: Duration of all reads.
     """
 
     def __init__(self, folder: Path, bound: int, identity: bytes, prompt_rate: Callable[[], float], on_freed: Callable[[int], object] = lambda _nbytes: None,
                  cuttable: float = math.inf, n_checkpoints: int = 0):  # fmt: skip
         self._folder, self._bound, self._identity, self._cuttable, self._n_checkpoints = folder, bound, identity, cuttable, n_checkpoints
         self._prompt_rate, self._on_freed = prompt_rate, on_freed
-        self._read_rate = 0.0  # bytes per second; 0: not known yet
+        self._read_rate = 0.0  # bytes per second, 0 if unknown
         self.n_written = self.n_read = 0
         self.read_seconds = 0.0
-        self._lock = threading.Lock()  # of the table, which the writing thread changes
+        self._lock = threading.Lock()  # guards `_stored`, which the writing thread changes
         self._writer: threading.Thread | None = None
         self._closing = False
-        self._has_complained = False
+        self._has_warned = False
         self._stored: dict[Path, StoredPrompt] = {}
         for path, _, _ in self._files():
             if self._is_own(path) and (prompt := self._open(path)) is not None:
                 self._stored[path] = prompt
 
-    # --- out ---
+    # --- writing ---
 
     def accepts(self, tokens: Tokens, nbytes: int) -> bool:
-        """Whether this prompt would be written: one at a time, and only what would come back."""
+        """Return True if a prompt is worth writing and no other one is being written."""
         writes = self._writer is not None and self._writer.is_alive()
         if self._closing or writes or len(tokens) < _LEAST or self._file_size(len(tokens), nbytes) > self._bound:
             return False
@@ -160,15 +162,15 @@ class PromptsOnDisk:
         return rate > 0 and self._pays(nbytes, len(tokens) / rate)
 
     def _serves(self, stored: Tokens, tokens: Tokens) -> bool:
-        """Whether a file with the first tokens does what one with the others would."""
+        """Return True if a stored prompt makes a file of `tokens` unnecessary."""
         return _common(stored, tokens) == len(tokens) and (len(stored) == len(tokens) or len(stored) <= self._cuttable)
 
     def store(self, prompt: EvictedPrompt) -> None:
-        """Writes it, on a thread of its own."""
+        """Write a prompt on a new thread."""
         writer = threading.Thread(target=self._write, args=(prompt,), name="moeoff-prompts", daemon=True)
         try:
             writer.start()
-        except RuntimeError:  # the system gives this process no more threads
+        except RuntimeError:  # no more threads
             self._free(prompt)
         else:
             self._writer = writer
@@ -182,7 +184,7 @@ class PromptsOnDisk:
         try:
             self._write_file(prompt)
         except WriteError as error:
-            self._complain(error.message)
+            self._warn(error.message)
         except _ServerEnded:
             pass
         finally:
@@ -194,10 +196,10 @@ class PromptsOnDisk:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._make_room(self._file_size(len(stored.tokens), stored.nbytes, len(stored.checkpoints) // 3)):
-                self._complain(f"{self._folder}: the disk is nearly full: prompts are not kept there")
+                self._warn(f"{self._folder}: disk nearly full: prompts are not kept")
                 return
         except OSError as error:
-            raise WriteError(f"{self._folder}: prompts cannot be kept: {error.strerror}") from None
+            raise WriteError(f"{self._folder}: prompts cannot be written: {error.strerror}") from None
         with atomic_file(stored.path) as file:
             fd, digest, unsynced = file.fileno(), hashlib.blake2b(digest_size=_DIGEST), 0
             os.fchmod(fd, 0o600)
@@ -228,7 +230,7 @@ class PromptsOnDisk:
         return self._folder / f"{self._identity.hex()}-{hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}{_SUFFIX}"
 
     def _make_room(self, nbytes: int) -> bool:
-        """Removes what was used the longest ago; whether there is room then, and as much again is left to others."""
+        """Evict least recently used files, or return False on a nearly full disk."""
         stale = time.time() - _STALE
         files = sorted((file for file in self._files() if self._is_own(file[0]) or file[2] < stale), key=lambda file: file[2])
         disk = os.statvfs(self._folder)
@@ -243,10 +245,14 @@ class PromptsOnDisk:
             total, free = total - size, free + size
         return True
 
-    # --- back ---
+    # --- reading ---
 
     def find(self, tokens: Tokens, n_have: int) -> StoredPrompt | None:
-        """What begins with more of these tokens than the first n_have, and would come back sooner than the others are computed."""
+        """Return the prompt that saves the most time for `tokens`, or None.
+
+        Args:
+            n_have: Number of tokens at the beginning that are already computed.
+        """
         with self._lock:
             common = [(_common(prompt.tokens, tokens), prompt) for prompt in self._stored.values()]
         best: StoredPrompt | None = None
@@ -266,7 +272,7 @@ class PromptsOnDisk:
         return best
 
     def read(self, prompt: StoredPrompt, into: Sequence[memoryview]) -> bool:
-        """Its bytes; False: it cannot be read, or is damaged, and then it goes."""
+        """Read a prompt's parts. Return False, and delete the file, if that fails."""
         began = time.perf_counter()
         try:
             with open_file(prompt.path) as file:
@@ -292,11 +298,10 @@ class PromptsOnDisk:
         return True
 
     def _pays(self, nbytes: int, computing: float) -> bool:
-        """Whether so many bytes are read sooner than in these seconds, as far as that is known."""
+        """Return True if reading is faster, or if the read rate is unknown."""
         return not self._read_rate or nbytes / self._read_rate < _GAIN * computing
 
     def _measure(self, prompt: StoredPrompt) -> None:
-        """The disk's rate, before anything was read from it."""
         try:
             self._read_rate = probe(prompt.path, 1 << 20, _PROBE, 1).bytes_per_second
         except ModelError as error:
@@ -306,15 +311,14 @@ class PromptsOnDisk:
 
     @property
     def nbytes(self) -> int:
-        """Of all files in the folder."""
+        """Bytes of all files in the folder."""
         return sum(size for _, size, _ in self._files())
 
     def _is_own(self, path: Path) -> bool:
-        """A file that this server, or another of the same identity, has written."""
         return path.name.startswith(self._identity.hex()) and path.suffix == _SUFFIX
 
     def _files(self) -> list[tuple[Path, int, float]]:
-        """Path, size and time in seconds of what is in the folder, also of files that are being written, or were given up."""
+        """Return path, size and mtime of all files, including incomplete ones."""
         out = []
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry in entries:
@@ -327,7 +331,7 @@ class PromptsOnDisk:
         return _HEADER.size + 8 * (2 + 3 * n_checkpoints) + 12 * n_checkpoints + 4 * n_tokens + nbytes + _DIGEST
 
     def _open(self, path: Path) -> StoredPrompt | None:
-        """None: it is no such file, and goes."""
+        """Read a file's header. Return None, and delete the file, if it is damaged."""
         try:
             with open_file(path) as file:
                 magic, identity, n, n_checkpoints, rate = _HEADER.unpack(_read_all(file, memoryview(bytearray(_HEADER.size))))
@@ -345,31 +349,31 @@ class PromptsOnDisk:
         return StoredPrompt(path, tokens, sizes, rate, checkpoints)
 
     def _drop(self, path: Path, why: str) -> bool:
-        if path.exists():  # else another server has removed it
-            self._complain(f"{path}: a prompt that was kept cannot be used, and is removed: {why}")
+        if path.exists():  # else another server has deleted it
+            self._warn(f"{path}: stored prompt deleted: {why}")
         with self._lock:
             self._remove(path)
         return False
 
     def _remove(self, path: Path) -> None:
-        """With the lock held."""
+        """Delete a file. The lock must be held."""
         self._stored.pop(path, None)
         with contextlib.suppress(OSError):
             path.unlink()
 
-    def _complain(self, text: str) -> None:
-        """Once: a disk that is full stays full for every prompt."""
-        if not self._has_complained:
-            self._has_complained = True
+    def _warn(self, text: str) -> None:
+        """Print the first warning only: a full disk fails for every prompt."""
+        if not self._has_warned:
+            self._has_warned = True
             note(text)
 
     def join(self, deadline: float) -> None:
-        """Waits for what is being written; at most until then, of `time.monotonic`."""
+        """Wait for the running write until a deadline of `time.monotonic`."""
         if self._writer is not None:
             self._writer.join(max(deadline - time.monotonic(), 0.0))
 
     def close(self, deadline: float = 0.0) -> None:
-        """Gives up what is still being written then."""
+        """Wait for the running write until a deadline, then abort it."""
         self.join(deadline)
         self._closing = True
         if self._writer is not None:
@@ -377,18 +381,18 @@ class PromptsOnDisk:
 
 
 def _common(a: Tokens, b: Tokens) -> int:
-    """Tokens that both begin with."""
+    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
 
 
 def _read_all(file: object, into: memoryview) -> memoryview:
-    """Fills a buffer from an unbuffered file. Raises `OSError`: it has ended."""
+    """Fill a buffer from an unbuffered file. Raise `OSError` at its end."""
     at = 0
     while at < into.nbytes:
         n = file.readinto(into[at:])  # type: ignore[attr-defined]
         if not n:
-            raise OSError(0, "it is too short")
+            raise OSError(0, "truncated")
         at += n
     return into
