@@ -1,8 +1,9 @@
-"""Replays traces through the live policies and the native buffer's residency, and compares policies by that.
+"""Replay of traces through the live policies and the native residency, to compare policies.
 
-The same objects, the same order: a policy gets an event only after its gate has its slices. So the replay of a run whose
-policy kept up with it evicts exactly what the run evicted. Where the arena cannot hold one gate's selection (large
-prompts) the order of a run depends on the reads' timing; in the replay every read ends at once (moeoff-simulation).
+A policy gets an event after the gate has its slices, so the replay of a run whose
+policy kept up evicts exactly what the run evicted. If the arena cannot hold one gate's
+selection (large prompts), a run's evictions depend on the timing of reads; in a replay
+reads complete at once.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from .strategy import policy_of
 
 @dataclass(frozen=True)
 class Result:
-    """Hits, misses and reads of one policy with one buffer. Counts are of slices, sizes in bytes.
+    """The result of a replay. Counts are of slices, sizes in bytes.
 
     Attributes:
         gate_hits, gate_misses: [n_gates].
-        bytes_read: of slices, what disks would have given.
-        miss_penalty: HOBBIT §3.4, in misses of a whole expert in high precision; low ones cost B_l/B_h, skipped ones nothing.
+        bytes_read: Bytes of slices read.
+        miss_penalty: HOBBIT §3.4, in misses of an expert in high precision. A low
+            version costs B_l/B_h, a skipped expert nothing.
         event_hits: [n_events].
         resident: [n_gates * n_experts] bool at the end.
-        skipped: experts of tokens that were left out.
-        decoded: experts that routers chose for tokens that were decoded; with tau only.
+        skipped: Number of skipped experts.
+        decoded: Number of experts routed for decoded tokens, with tau only.
     """
 
     policy: str
@@ -72,25 +74,40 @@ class Result:
         }
 
 
-def simulate(trace: Trace, policy: str | Policy, cache_bytes: int, *, lag: str = "event", tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
-    """Replays a trace; the same arguments give the same result.
+def simulate(
+    trace: Trace,
+    policy: str | Policy,
+    cache_bytes: int,
+    *,
+    lag: str = "event",
+    tau: float = 0.0,
+    cost: MissCost = PAPERS_COST,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Result:
+    """Replay a trace. The result is deterministic.
 
     Args:
-        policy: a name of `moeoff.policies`, or one ready to use.
-        cache_bytes: of the experts' arena, slot padding included, as `Llama(expert_memory=...)`.
-        lag: "event": a gate sees what the policy made of the gate before it. "token": of the token before.
-        tau: of `Precision`: what is absent and weighs less is left out; what follows in the trace stays as it was recorded.
-        cost: of misses, for the penalty.
-        progress: called with the number of events done, now and then.
+        policy: Policy or its name in `moeoff.policies`.
+        cache_bytes: Arena size in bytes, slot padding included, as
+            `Llama(expert_memory=...)`.
+        lag: "event" for priorities updated by the gate before, "token" by the token
+            before.
+        tau: Weight below which missing experts are skipped. Later events stay as
+            recorded.
+        cost: Costs of misses, for the penalty.
+        progress: Callback with the number of events done.
+        **options: Options of the policy.
 
     Raises:
-        OptionError: no such policy or option.
-        BudgetError: the arena is below the floor.
+        OptionError: The policy or an option is unknown.
+        BudgetError: The arena is below the floor.
     """
     model = trace.model
     cache_bytes, floor = min(cache_bytes, model.full_bytes), model.arena_floor
     if cache_bytes < floor:
-        raise BudgetError(f"{format_size(cache_bytes)} for experts is too small: a replay needs at least {format_size(floor)}", hint={"memory": floor})
+        message = f"{format_size(cache_bytes)} for experts: too small for a replay, expected at least {format_size(floor)}"
+        raise BudgetError(message, hint={"memory": floor})
     if isinstance(policy, str):
         policy = get_policy(policy)(CacheShape.of(model, cache_bytes), **options)
     policy.prepare(trace.events)
@@ -130,45 +147,45 @@ def simulate(trace: Trace, policy: str | Policy, cache_bytes: int, *, lag: str =
 
 
 def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
-    """[n_events, n_experts] float32: what a miss of each expert costs."""
+    """Return the cost of a miss of each expert, [n_events, n_experts] float32."""
     if trace.miss_costs is None or trace.miss_costs[0] != cost:
         n = trace.model.n_experts
         trace.miss_costs = cost, np.stack([cost.of(event, n) for event in trace.events]) if trace.events else np.zeros((0, n), np.float32)
     return trace.miss_costs[1]
 
 
-# --- several policies on one trace, with LRU and Belady's optimum between which one can win ---
+# --- comparison of policies on one trace, between LRU and Belady's optimum ---
 
 
 def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
-    """Those of these policies and strategies that cannot be replayed as they would run live, by name, and why.
+    """Return the policies and strategies that a trace cannot replay, with the reason.
 
     Raises:
-        OptionError: there is no such policy.
+        OptionError: A policy is unknown.
     """
     if any(event.probs is not None for event in trace.events):
         return {}
-    why = "it reads the routers' probabilities of all experts, and the trace has none"
+    why = "needs the router's probabilities of all experts, which the trace lacks"
     return {name: why for name in policies if policy_of(name).wants_probs}
 
 
 def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, tau: float = 0.0,
             cost: MissCost = PAPERS_COST, progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
-    """Replays a trace through each policy at each size; LRU comes first and Belady's optimum last at every size.
+    """Replay a trace through each policy at each size, LRU first and Belady's optimum last.
 
     Args:
-        policies: names, of strategies, too; those of LRU and Belady need not be given.
-        arenas: bytes of the experts' arena.
-        tau: of all but Belady's optimum, which knows what the routers chose.
-        cost: of misses, for the penalty; a policy that weighs precision gets its T1.
-        progress: called with what is replayed, events done, and all.
+        policies: Policies and strategies besides lru and belady.
+        arenas: Arena sizes in bytes.
+        tau: As in `simulate`, without effect on belady.
+        cost: Costs of misses, whose T1 a policy with that option gets.
+        progress: Callback with policy, events done and total.
 
     Raises:
-        OptionError: the trace is empty, or there is no such policy.
-        BudgetError: an arena is below the floor.
+        OptionError: The trace is empty, or a policy is unknown.
+        BudgetError: An arena is below the floor.
     """
     if not trace.events:
-        raise OptionError("there is no gate event in the trace")
+        raise OptionError("the trace has no gate events")
     names = list(dict.fromkeys(["lru", *policies, "belady"]))
     policy = {name: policy_of(name) for name in names}
     results = []
@@ -177,11 +194,11 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, tau
         report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
         options: dict[str, Any] = {"t1": cost.t1} if "t1" in policy[name].defaults else {}
         result = simulate(trace, policy[name].name, arena, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
-        results.append(replace(result, policy=name))  # a strategy's or variant's result is named after it, not after its policy
+        results.append(replace(result, policy=name))  # the strategy's name, not its policy's
     return results
 
 
 def gap_recovered(result: Result, results: list[Result]) -> float | None:
-    """Share of the way from LRU's hit rate to Belady's at the same size."""
+    """Return the share of the gap from LRU's to Belady's hit rate that a policy closes."""
     rate = {r.policy: r.hit_rate for r in results if r.cache_bytes == result.cache_bytes and r.policy in ("lru", "belady")}
     return (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"]) if rate["belady"] > rate["lru"] else None
