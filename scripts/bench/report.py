@@ -265,7 +265,7 @@ def _typed(nbytes: int) -> str:
 @command()
 @model_argument()
 @option("-o", "--output", type=click.Path(dir_okay=False), default="moeoff-report.html", show_default=True, metavar="FILE", help="Page to write.")
-@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
+@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text to process. Default: the help texts of Python.")
 @option("-p", "--n-prompt", type=click.IntRange(min=1), metavar="N", default=128, show_default=True, help="Tokens of the prompt.")
 @option("-n", "--n-gen", "n_decode", type=click.IntRange(min=8), metavar="N", default=96, show_default=True, help="Tokens after it, one by one.")
 @table_options("eval")

@@ -42,7 +42,7 @@ NEEDED = (str(TESTS), "models/templates")  # of llama.cpp's tree
 TIMEOUT = "300"  # seconds for a test: an answer that never ends would hold up everything
 NOT_OFFERED = {
     "test_router.py": "one model for each server",
-    "test_sleep.py": "a model that sleeps would have to be put together again",
+    "test_sleep.py": "unloading an idle model is not supported",
     "test_tools_builtin.py": "answers that start programs on this machine",
     "test_mcp_servers.py": "answers that start programs on this machine",
 }

@@ -214,11 +214,11 @@ def test_adapters_of_experts(demo, tmp_path):
     logits, _ = device_runs(demo, tmp_path, runs)
     assert np.abs(logits["plain"] - logits["device"]).max() > 0.1
     assert_bit_equal(logits["all"], logits["device"])
-    one_side = "adapters (LoRA) are computed on one side alone; give vram_mode centric or cpu"
+    one_side = "no adapters (LoRA); give vram_mode centric or cpu"
     for mode, precision, why in (
         ("cooperative", {}, one_side),
         ("auto", {}, one_side),
-        ("centric", {"prefill_low_fraction": 0.5, "low_tier": "Q4_0"}, "adapters (LoRA) are not computed with low versions of experts; give vram_mode cpu"),
+        ("centric", {"prefill_low_fraction": 0.5, "low_tier": "Q4_0"}, "no adapters (LoRA) with experts in low precision; give vram_mode cpu"),
     ):
         _, refused = device_runs(demo, tmp_path, {"run": base | {"vram": "1G", "vram_mode": mode, "precision": precision}})
         assert refused["run"]["error"] == f"vram_mode {mode}: {why}"
@@ -327,7 +327,7 @@ REFUSED = [
     (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
     (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, waves, cpu, auto, not 'fast'"),
-    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs --vram-mode centric or waves"),
+    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a repeatable run needs --vram-mode centric or waves"),
     (["--vram", "1G", "-ngl", "0"], "--vram has no effect while no layer goes to the GPU"),
     (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),
 ]
@@ -356,7 +356,7 @@ def test_what_is_said_of_it(demo, tmp_path):
     doctor = run_command(["doctor"], tmp_path)
     assert re.search(r"ok +gpu +\w+\d, .* free of .*; run and serve use .* \(--vram auto\)", doctor.stdout)
     inspect = run_command(["inspect", demo, "--probe", "off"], tmp_path)
-    assert re.search(r"\w+\d +.* free of .* room for at most 100% of the experts", re.sub(r"\s+", " ", inspect.stdout))
+    assert re.search(r"\w+\d +.* free of .* fits at most 100% of the experts", re.sub(r"\s+", " ", inspect.stdout))
 
 
 def test_a_device_that_is_found_is_used(demo, tmp_path):
@@ -374,7 +374,7 @@ def test_a_build_without_a_device(demo, tmp_path, monkeypatch):
     doctor = run_command(["doctor"], tmp_path)
     if re.search(r"ok +gpu", doctor.stdout):
         pytest.skip("this machine has a GPU")
-    assert re.search(r"gpu +this build has \w+, and no driver offers a device", doctor.stdout) and "GGML_VK_VISIBLE_DEVICES=0" in doctor.stdout
+    assert re.search(r"gpu +this build has \w+, but no driver offers a device", doctor.stdout) and "GGML_VK_VISIBLE_DEVICES=0" in doctor.stdout
     failed = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "-ngl", "99", "--vram", "1G"], tmp_path)
     assert failed.returncode == 1 and "no driver offers a device" in failed.stderr and "rebuild" not in failed.stderr
 

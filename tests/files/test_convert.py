@@ -263,7 +263,7 @@ def test_resume(large, tmp_path, sign):
     with start(large, "--resume") as process:
         wait_for_part(tmp_path, 10)
         process.send_signal(sign)
-        assert process.stderr.read() == ("interrupted: --resume goes on from here\n" if sign == signal.SIGINT else "")
+        assert process.stderr.read() == ("interrupted: repeat with --resume to continue\n" if sign == signal.SIGINT else "")
     part = tmp_path / ".m.experts.gguf.part"
     assert part.exists() and not (tmp_path / "m.experts.gguf").exists()
     with open(part, "r+b") as file:  # a crash may lose what the journal claims

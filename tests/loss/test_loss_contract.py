@@ -70,7 +70,7 @@ def tau_alone(measured, tmp_path_factory) -> tuple[str, LossContract]:
 def test_parse_loss():
     assert (parse_loss("1%"), parse_loss("0.5 %".replace(" ", "")), parse_loss("0.02"), parse_loss(0.03)) == pytest.approx((0.01, 0.005, 0.02, 0.03))
     for bad in ("", "x", "0", "-1%", "100%", "nan", 0.0, 1):
-        with pytest.raises(OptionError, match="not a loss"):
+        with pytest.raises(OptionError, match="expected an increase of perplexity"):
             parse_loss(bad)
 
 

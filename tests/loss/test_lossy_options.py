@@ -57,7 +57,7 @@ def test_stride_reaches_the_predictor(demo):
     assert Config.make(demo, strategy="promoe", stride=1).strategy.options == {"stride": 1}
     assert Config.make(demo, strategy="lru+learned", stride=2).strategy.options == {"stride": 2}
     assert PRESETS["promoe"].options == {"stride": 2}, "the preset itself stays"
-    for strategy, stride, why in (("auto", 2, "no stride to choose"), ("lru", 1, "no stride to choose"), ("promoe", 3, "one of 1, 2, not 3")):
+    for strategy, stride, why in (("auto", 2, "has no stride"), ("lru", 1, "has no stride"), ("promoe", 3, "one of 1, 2, not 3")):
         with pytest.raises(OptionError, match=why):
             Config.make(demo, strategy=strategy, stride=stride)
 
@@ -172,9 +172,9 @@ def test_only_what_was_mispredicted(model, invoke):
     assert 0 < served_low("--mispredicted-low") < served_low("--t1", "0")
     assert served_low("--mispredicted-low", n=1) == 0
     for wrong, why in (
-        ({"strategy": "auto"}, "does not always predict"),
-        ({"strategy": "lru"}, "does not always predict"),
-        ({"deterministic": True}, "depends on time"),
+        ({"strategy": "auto"}, "needs a strategy that always prefetches"),
+        ({"strategy": "lru"}, "needs a strategy that always prefetches"),
+        ({"deterministic": True}, "depends on timing"),
     ):
         with pytest.raises(OptionError, match=why):
             Config.make(model, **{"strategy": "fate", "low_tier": "Q2_0", "mispredicted_low": True} | wrong)

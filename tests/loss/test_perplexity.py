@@ -87,9 +87,9 @@ def test_wrong_use(demo, text, tmp_path):
         for name, message in (("short.txt", "fewer than a window"), ("binary", "not UTF-8"), ("absent", "cannot be read")):
             with pytest.raises(OptionError, match=message):
                 read_windows(llm, [tmp_path / name], CTX)
-        with pytest.raises(OptionError, match="no mode"):
+        with pytest.raises(OptionError, match="mode: expected one of"):
             evaluate(llm, [Window((1,) * CTX, 0)], mode="x")
-        with pytest.raises(OptionError, match="do not fit the context"):
+        with pytest.raises(OptionError, match="exceed the context"):
             evaluate(llm, [Window((1,) * 1024, 0)])
 
 

@@ -212,7 +212,7 @@ def test_hidden_units_cost_their_share(demo):
     [
         ({"text": ["/nowhere.txt"]}, "/nowhere.txt: cannot be read: No such file or directory"),
         ({"tokens": 100}, "100 tokens are too few"),
-        ({"text": ["empty.txt"]}, "holds no text to calibrate on"),
+        ({"text": ["empty.txt"]}, "expected text, got none to calibrate on"),
         ({"text": ["short.txt"]}, "too few to calibrate on: give more"),
     ],
 )

@@ -172,7 +172,7 @@ def test_batches_larger_than_the_arena():
 
 
 def test_below_the_floor():
-    with pytest.raises(BudgetError, match="a replay needs at least"):
+    with pytest.raises(BudgetError, match="too small for a replay, expected at least"):
         simulate(random_trace(ONE, 3), "lfu", 100)
 
 
@@ -336,7 +336,7 @@ def test_command(invoke, tmp_path):
     assert [r["strategy"] for r in rows] == ["lru", "decay", "belady"] * 2 and list(told["left_out"]) == ["score"]
     assert rows[2]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
     text = " ".join(invoke("simulate", str(tmp_path / "t")).stdout.split())
-    assert "of the gap" in text and "auto: not replayed, it reads the routers' probabilities of all experts, and the trace has none" in text
+    assert "of the gap" in text and "auto: not replayed, needs the router's probabilities of all experts, which the trace lacks" in text
     for arguments, message in ((("--strategy", "fifo"), "unknown strategy 'fifo'"), (("--memory", "nan%"), "between 0% and 100%")):
         failed = invoke("simulate", str(SMALL_TRACE), *arguments)
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
@@ -353,7 +353,7 @@ def test_run_records(invoke, tmp_path):
 
 
 def test_refuses(demo, tmp_path):
-    with pytest.raises(OptionError, match="needs to know the future"):
+    with pytest.raises(OptionError, match="needs the future"):
         Llama(demo, strategy="belady")
     (tmp_path / "t").write_bytes(b"something else entirely")
     with pytest.raises(OptionError, match="is not a trace"):

@@ -187,7 +187,7 @@ def summary(**figures) -> str:
 
 
 def test_a_bound_that_finds_nothing_says_so():
-    assert "lossless: nothing that was measured is worth it within 1.00%" in summary(max_loss=0.01, estimated_loss=0.0)
+    assert "lossless: no measured lower precision is faster within 1.00%" in summary(max_loss=0.01, estimated_loss=0.0)
     assert "lossless" not in summary()
 
 
@@ -308,7 +308,7 @@ def test_ctrl_c_while_a_model_is_loaded(command, code, phase, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == code and out == "", err
-    assert err == ("SIGINT: every answer ends, then the server; once more ends it at once\n" if command == "serve" else "")
+    assert err == ("SIGINT: stopping the server; repeat to exit at once\n" if command == "serve" else "")
 
 
 def test_ctrl_c_in_the_middle_of_a_long_prompt(tmp_path):
@@ -355,7 +355,7 @@ import moeoff.llamacpp.native
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"speaks version 999 of the expert buffer's interface, this moeoff version {native.ABI_VERSION}" in done.stderr
+    assert f"has version 999 of the expert buffer's interface, expected version {native.ABI_VERSION}" in done.stderr
 
 
 # --- completion in real shells: what a person gets who types and presses Tab ---

@@ -94,7 +94,7 @@ def test_row_kernels(monkeypatch):
     from moeoff.llamacpp import native
 
     for states, attention, state, text in (
-        ({}, 0, doctor.OK, "this build has none"),
+        ({}, 0, doctor.OK, "this build has no others"),
         ({"Q4_K": 1, "MXFP4": 1}, 1, doctor.OK, "Q4_K, MXFP4: four rows"),
         ({"Q4_K": 1, "MXFP4": -1}, 1, doctor.WARNING, "MXFP4: ours do not give"),
         ({"Q4_K": 1}, -1, doctor.WARNING, "attention: ours do not give"),
@@ -110,7 +110,7 @@ def test_row_kernels_that_are_off(moeoff_command, demo, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("MOEOFF_ROW_KERNELS", "off")
         (kernels,) = doctor._row_kernels()
-    assert kernels.state == "warning" and "off, as MOEOFF_ROW_KERNELS says" in kernels.text and kernels.way_out == "unset MOEOFF_ROW_KERNELS"
+    assert kernels.state == "warning" and "off (MOEOFF_ROW_KERNELS is set)" in kernels.text and kernels.way_out == "unset MOEOFF_ROW_KERNELS"
     show = "from moeoff.llamacpp import native; print({native.row_kernel(number) for number in range(64)})"
     assert run_python(show, MOEOFF_ROW_KERNELS="off") == "{0}\n"
     done = moeoff_command("doctor", "-m", demo, env=os.environ | {"MOEOFF_ROW_KERNELS": "no"})
@@ -168,4 +168,4 @@ def test_what_the_disk_gains_from_more_threads_is_told(demo, monkeypatch, rate):
         doctor, "probe", lambda path, block_bytes, seconds, n_threads: disk_probe.DiskRate(rate if n_threads == 16 else 1e9, block_bytes, True, seconds)
     )
     threads = {finding.name: finding for finding in doctor.check_disk(demo)}["I/O threads"]
-    assert threads.text == f"4 to 16, as reads are seen to gain from more; 16 read {rate / 1e9:.1f} times as fast now"
+    assert threads.text == f"4 to 16, tuned while a model runs; 16 read {rate / 1e9:.1f}x as fast now"

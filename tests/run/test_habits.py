@@ -24,7 +24,7 @@ from moeoff.system.files import require_new
 
 # llama-cli's own, which llama-server does not have, with a value where they take one
 CLI = {"-sys x": "", "-sysf FILE": "", "-st": "", "--simple-io": "", "-mli": "", "-co on": "", "--show-timings": "", "--image PICTURE": "mmproj",
-       "--server-base u": "run computes here", "--verbose-prompt": "-v shows", "--display-prompt": "-v shows", "-o x": "> FILE", "--video x": "no decoder"}  # fmt: skip
+       "--server-base u": "computes in its own process", "--verbose-prompt": "-v shows", "--display-prompt": "-v shows", "-o x": "> FILE", "--video x": "not supported"}  # fmt: skip
 # every one that has an effect on one conversation, in a few runs
 WORK = [
     "--samplers top_k;temperature --temp 0.5 -s 1 --top-k 9 --top-p 0.9 --min-p 0.1 --top-nsigma 1 --xtc-probability 0.1 --xtc-threshold 0.2 --typical 0.9 "
@@ -121,7 +121,7 @@ def test_contexts(invoke):
         ("bench", "-c", "512", "-p", "8", "-n", "0", "-r", "1", "--no-warmup"),
         ("eval", "--text", str(PROSE), "--chunks", "1"),
     ):
-        assert "a context of 512: the model was trained for 256 tokens" in invoke(*command).stderr
+        assert "context of 512 tokens: the model was trained for 256" in invoke(*command).stderr
     done = invoke("run", "-p", "x", "-n", "2", "-c", "512", "--rope-scaling", "linear", "--rope-scale", "2")
     assert done.returncode == 0 and "the model was trained" not in done.stderr
 

@@ -47,9 +47,9 @@ def test_json(invoke, demo):
 def test_text(demo, moeoff_command):
     done = moeoff_command("inspect", demo, "-c", "1024", "--memory", "130M")
     text = " ".join(done.stdout.split())
-    row = r"130 MiB is enough at a context of 1024: \d+% of the experts in memory, at most \S+ tokens/s; behind 1,024 tokens \d+%, \S+ tokens/s"
+    row = r"130 MiB is enough at a context of 1024: \d+% of the experts in memory, at most \S+ tokens/s; at a depth of 1,024 tokens \d+%, \S+ tokens/s"
     assert re.search(row, text), text
-    assert done.returncode == 0 and done.stderr.startswith("a context of 1024: the model was trained for 256 tokens") and done.stderr.count("\n") == 1
+    assert done.returncode == 0 and done.stderr.startswith("context of 1024 tokens: the model was trained for 256") and done.stderr.count("\n") == 1
     for words in (
         "qwen2moe, 12 layers",
         "32 a layer, top-4, 1 shared",
@@ -57,7 +57,7 @@ def test_text(demo, moeoff_command):
         "smallest --memory",
         "100%",
         "MB/s",
-        "behind 1,024 tokens",
+        "at a depth of 1,024 tokens",
         "Measured now: computing a token takes",
         "attention to 1,024 tokens",
     ):

@@ -30,7 +30,7 @@ def test_a_way_out_is_one_that_the_command_has():
 def test_as_it_was_typed(invoke, demo):
     """Flags as the person wrote them, and no word of Python."""
     done = invoke("run", "-m", demo, "-p", "x", "-c", "7")
-    assert done.stderr == "Error: -c: at least 8 tokens, or 0 for as many as the model was trained with, not 7\n"
+    assert done.stderr == "Error: -c: expected at least 8 tokens, or 0 for the model's trained length, got 7\n"
     done = invoke("serve", demo, "--memory=50M", "--", "--jinja")
     assert re.search(r": give --memory \d+M(, or --ctx-size \d+)?\n$", done.stderr), done.stderr
 

@@ -27,7 +27,7 @@ from shape_model import SHAPES, shape_model
 
 PROMPT = "User: How many apples?\nAssistant:"
 LONG = {"max_tokens": 2000, "temperature": 0, "logit_bias": {2: -100.0}}
-GIVEN_UP = "this answer was given up"
+GIVEN_UP = "this answer was abandoned"
 
 
 def answer(llm, prompt=PROMPT, n=8):
@@ -568,7 +568,7 @@ assert llm.create_completion("Hello", max_tokens=4, temperature=0)["choices"] ==
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert [line.split(" (")[0] for line in done.stdout.splitlines()] == [
-        "1", "the model was opened in another process", "the model was opened in another process", "this process is a copy",
+        "1", "the model was opened in process", "the model was opened in process", "this process is a fork",
     ]  # fmt: skip
 
 

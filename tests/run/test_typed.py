@@ -38,15 +38,15 @@ NOT_RUN = {
 # what is said or written, by a pattern of the command; the first that fits
 SAYS = {
     r"^moeoff run .*-p ": _ANSWERED,
-    r"^moeoff run .*--memory 6G": r"tokens of context, 6\.00 GiB of memory\. /help",
-    r"^moeoff run": r"tokens of context, .* of memory \(80% of what is available\)",
+    r"^moeoff run .*--memory 6G": r"context of \d+ tokens, 6\.00 GiB of memory\. /help",
+    r"^moeoff run": r"context of \d+ tokens, .* of memory \(80% of what is available\)",
     r"^moeoff inspect .*--memory 6G": r"6\.00 GiB is enough at a context of \d+: 100% of the experts in memory, (about|at most) \d+ tokens/s",
     r"^moeoff serve": r"serving MODEL\.gguf on http://\S+/v1",
     r"^moeoff doctor": r"needs \d+ MiB at a context of",
     r"^moeoff calibrate .*--max-loss": r"for moeoff run -m MODEL\.gguf --max-loss 1%|leaves the model lossless",
     r"^moeoff eval .*--max-loss": r"perplexity .*loss",
     r"^moeoff convert": r"MODEL\.experts\.gguf",
-    r"^moeoff simulate": r"belady .*hit rate: slices found in memory",
+    r"^moeoff simulate": r"belady .*hit rate: share of slices found in memory",
 }
 # what is added to a command, so that it takes seconds, or nobody else's port
 ADDED = {"moeoff calibrate": ["--minutes", "15", "--tokens", "3072"], "moeoff eval": ["--chunks", "1"], "moeoff serve": ["--port", "0"],

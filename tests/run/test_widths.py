@@ -35,7 +35,7 @@ def test_eighty_columns(invoke, command):
     assert done.returncode == 0, done.stderr
     long = [line for line in done.stdout.splitlines() if len(line) > COLUMNS and M not in line]  # a path is not broken
     assert not long and "…" not in done.stdout, long
-    beyond = re.search(r"--memory 500.00 GiB is more than the \S+ GiB that are available here", done.stderr)
+    beyond = re.search(r"--memory 500.00 GiB is more than the \S+ GiB available here", done.stderr)
     assert bool(beyond) == ("500G" in command) and available() < 500 << 30
 
 

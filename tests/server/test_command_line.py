@@ -49,8 +49,8 @@ def test_what_has_no_effect_is_said_once_and_what_is_so_anyway_is_not():
 
 @pytest.mark.parametrize("args, text", [("--memroy 3", "is it --memory?"), ("--port", "--port needs a value"), ("--top-k", "--top-k needs a value"),
                                          ("--rpc x", "slice by slice"), ("--models-dir=/x", "no router"), ("--port x", "a whole number"),
-                                         ("--ssl-cert-file c", "no TLS: let a proxy"), ("--ssl-key-file=k", "no TLS: let a proxy"),
-                                         ("--version", "ends the process"), ("--pooling middle", "one of none, mean"), ("--jinja=1 --top-k 3", "--jinja takes no value")])  # fmt: skip
+                                         ("--ssl-cert-file c", "no TLS: use a proxy"), ("--ssl-key-file=k", "no TLS: use a proxy"),
+                                         ("--version", "end the server's process"), ("--pooling middle", "one of none, mean"), ("--jinja=1 --top-k 3", "--jinja takes no value")])  # fmt: skip
 def test_what_cannot_be_is_refused(args, text):
     with pytest.raises(OptionError, match=re.escape(text)):
         CommandLine.read(args.split())

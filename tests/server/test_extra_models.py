@@ -245,7 +245,7 @@ def test_run_shows_pictures_to_the_model(invoke, demo, projector, tmp_path):
     assert answer()["usage"]["prompt_tokens"] + N_PATCHES <= seen[0]["usage"]["prompt_tokens"]
     assert seen[0]["text"] != seen[1]["text"]
     (tmp_path / "notes.txt").write_text("no picture")
-    assert "a picture, or a sound" in invoke("run", demo, "-p", "x", "--image", str(tmp_path / "notes.txt")).stderr
+    assert "expected the name of an image" in invoke("run", demo, "-p", "x", "--image", str(tmp_path / "notes.txt")).stderr
 
 
 @pytest.mark.slow  # links llama-server
@@ -304,14 +304,14 @@ def test_projectors_that_cannot_be_used(demo, nextn, projector, tmp_path, invoke
     (tmp_path / "cut.gguf").write_bytes(data[:-300])
     (tmp_path / "lacks.gguf").write_bytes(data.replace(b"mm.2.bias", b"mm.2.none"))  # a null pointer, which llama.cpp computes with
     cases = {
-        "lacks.gguf": "it lacks a tensor, or is damaged",
+        "lacks.gguf": "lacks a tensor, or is damaged",
         "cut.gguf": "truncated",
-        "wide.gguf": f"{2 * width} numbers, expected {width}",
+        "wide.gguf": f"expected embeddings of width {width}",
     }
     for name, text in cases.items():
         done = invoke("serve", "-m", demo, "--port", "0", "--mmproj", str(tmp_path / name))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
         assert name in done.stderr and text in done.stderr
-    for model, path, text in ((demo, demo, "no projector"), (nextn, projector, "converted for text alone")):
+    for model, path, text in ((demo, demo, "expected a projector"), (nextn, projector, "converted for text alone")):
         done = invoke("serve", "-m", model, "--port", "0", "--mmproj", path)
         assert (done.returncode, done.stderr.count("\n")) == (1, 1) and text in done.stderr

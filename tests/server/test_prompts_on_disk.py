@@ -174,7 +174,7 @@ def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
     path.write_bytes(data)
     disk = Disk(tmp_path)
     assert not disk.comes_back(1) and files(tmp_path) == []
-    assert "is removed" in capfd.readouterr().err
+    assert "stored prompt deleted" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("size", [0, 39, 50, 60, 56 + 4 * N, FILE - 1, FILE + 1])
@@ -201,7 +201,7 @@ def test_a_folder_that_nothing_can_be_written_to_is_said_once(tmp_path, capfd):
     place.write_text("")
     disk = Disk(place)
     assert disk.keep(1) and disk.keep(2) and disk.n_written == 0
-    assert capfd.readouterr().err.count("prompts cannot be kept") == 1
+    assert capfd.readouterr().err.count("prompts cannot be written") == 1
 
 
 def test_a_disk_that_is_nearly_full(tmp_path, monkeypatch, capfd):

@@ -258,12 +258,12 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
             assert {answer.status_code for answer in answers[:-1]} == {503} and answers[-1].status_code == 200
 
 
-@pytest.mark.parametrize("options, text", [({"args": ["--sleep-idle-seconds", "3"]}, "put together again"),
+@pytest.mark.parametrize("options, text", [({"args": ["--sleep-idle-seconds", "3"]}, "unloading an idle model"),
                                            ({"spec_type": "nonsense"}, "unknown speculative type"),
                                            ({"args": ["--top_k", "many"]}, "--top-k many: llama-server does not take this"),
-                                           ({"args": ["-ot", "exps=CPU"]}, "routed experts lie in"), ({"args": ["--sleep-idle-seconds=3"]}, "put together again"),
-                                           ({"tier": "Q4_0", "experts": False}, "needs a sidecar"), ({"api_key": ""}, "an empty key"),
-                                           ({"api_key": " ,"}, "an empty key"), ({"api_key_file": "/dev/null"}, "/dev/null"), ({"api_key_file": "/nowhere"}, "/nowhere"),
+                                           ({"args": ["-ot", "exps=CPU"]}, "routed experts lie in"), ({"args": ["--sleep-idle-seconds=3"]}, "unloading an idle model"),
+                                           ({"tier": "Q4_0", "experts": False}, "needs a sidecar"), ({"api_key": ""}, "expected a key"),
+                                           ({"api_key": " ,"}, "expected a key"), ({"api_key_file": "/dev/null"}, "/dev/null"), ({"api_key_file": "/nowhere"}, "/nowhere"),
                                            ({"precision": Precision(tau=0.1, resident=0.5), "deterministic": True}, "deterministic")])  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, text):
     with pytest.raises(MoeoffError, match=re.escape(text)):
