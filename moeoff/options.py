@@ -45,8 +45,8 @@ _SPLIT_MODES = {"none": 0, "layer": 1}
 _ROPE_SCALINGS = {"none": 0, "linear": 1, "yarn": 2}
 _NUMA_STRATEGIES = {"distribute": 1, "isolate": 2, "numactl": 3}
 NO_RPC = (
-    "llama.cpp's RPC backend needs whole tensors on the other machine, while experts are read here, "
-    "slice by slice; to use several machines, run a replica on each: moeoff.ray"
+    "llama.cpp's RPC backend needs whole tensors on the other machine, while experts are read "
+    "here, slice by slice; to use several machines, run a replica on each: moeoff.ray"
 )
 
 
@@ -456,7 +456,7 @@ class Config:
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
         if self.llama_cpp.get("use_mmap") or self.llama_cpp.get("use_mlock"):
-            raise OptionError("`use_mmap` and `use_mlock` cannot be used: the experts are read from the file, not mapped")
+            raise OptionError("`use_mmap` and `use_mlock` are not supported: experts are not mapped")
         if self.n_keep and not self.context_shift:
             raise OptionError("`n_keep` has no effect without `context_shift`")
         if self.draft_max is not None and not (self.spec_type or self.draft):
@@ -481,10 +481,7 @@ class Config:
         if self.vram is None:
             return
         if self.vram_mode not in _ALL_UPLOADED and (self.deterministic or self.replay is not None):
-            raise OptionError(
-                "`vram`: which experts a device computes depends on timing, and it rounds differently from the CPU: "
-                "a repeatable run needs `vram_mode` centric or waves"
-            )
+            raise OptionError("`vram` depends on timing: a repeatable run needs `vram_mode` centric or waves")
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
 
     def check_adapters(self, adapters: bool) -> None:
@@ -492,7 +489,7 @@ class Config:
         modes = ("cpu",) if self.precision.uses_low else ("centric", "cpu")
         if adapters and self.vram is not None and self.vram_mode not in modes:
             low = " with experts in low precision" if self.vram_mode == "centric" else ""
-            raise OptionError(f"`vram_mode` {self.vram_mode}: no adapters (LoRA){low}; give `vram_mode` {' or '.join(modes)}")
+            raise OptionError(f"`vram_mode` {self.vram_mode}: no adapters (LoRA){low}; give {' or '.join(modes)}")
 
     def check_precision(self, precision: Precision) -> None:
         """Raise `OptionError` if the strategy does not support a precision."""
@@ -514,7 +511,7 @@ class Config:
         yarn_options = [name for name in others if getattr(self, name) not in (None, KEYWORDS[name])]
         yarn = (self.rope_scaling_type or model_index.hparams.get("rope.scaling.type")) == "yarn"
         if yarn_options and not yarn and (self.yarn_ext_factor is None or self.yarn_ext_factor <= 0):
-            raise OptionError(f"`{yarn_options[0]}` has no effect: the model's rope scaling is not YaRN; ask for it with `rope_scaling_type`")
+            raise OptionError(f"`{yarn_options[0]}` has no effect: rope scaling is not YaRN; set `rope_scaling_type`")
         if self.context_shift and self.type_k not in (None, *_UNQUANTIZED):
             widths = model_index.key_widths
             if len(widths) > 1 or any(width % _HADAMARD for width in widths):
@@ -551,7 +548,7 @@ def _no_gpu() -> str:
         return ""
     if backends():
         return why_none()
-    return "this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)"
+    return "this build has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)"
 
 
 def without_gpu(values: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from ..options import TABLE, in_flags, without_gpu
 from ..system.console import ProgressLine, note
 from ..system.files import demo_model
 from ..system.memory import format_size, parse_size
-from .options import ValueList, command, flags_as_typed, help_of, option, remark_on_context, remark_on_memory, table_options
+from .options import ValueList, command, file_option, flags_as_typed, help_of, option, remark_on_context, remark_on_memory, table_options
 
 if TYPE_CHECKING:
     from ..measure.job import BenchTest, Job
@@ -29,11 +29,10 @@ _LONGEST_RANGE = 1000  # values
 
 
 def expand(text: str) -> list[str]:
-    """Split values at commas, and expand llama-bench's ranges: 128,256, 1-8,
-    128-1024*2, 0-4096+1024.
+    """Split values at commas, and expand ranges: 128,256, 1-8, 128-1024*2, 0-4096+1024.
 
     Raises:
-        ValueError: A value is empty, or a range has no numbers.
+        ValueError: A value or a range is empty.
     """
     out = list[str]()
     for part in words(text):
@@ -51,41 +50,23 @@ def expand(text: str) -> list[str]:
     return out
 
 
-def numbers(least: int) -> Callable[[str], list[int]]:
-    """Make a parser of numbers in `expand`'s syntax.
-
-    The parser raises ValueError for a number below `least`.
-    """
-
-    def read(text: str) -> list[int]:
-        out = [int(value) for value in expand(text)]
-        if min(out) < least:
-            raise ValueError
-        return out
-
-    return read
+def numbers(text: str) -> list[int]:
+    """Parse numbers in `expand`'s syntax. Raise ValueError for a negative one."""
+    out = [int(value) for value in expand(text)]
+    if min(out) < 0:
+        raise ValueError
+    return out
 
 
 def words(text: str) -> list[str]:
-    """Split values at commas.
-
-    Raises:
-        ValueError: A value is empty.
-    """
+    """Split values at commas. Raise ValueError for an empty one."""
     out = [part.strip() for part in text.split(",")]
     if not all(out):
         raise ValueError
     return out
 
 
-def _list_option(
-    *names: str,
-    read: Callable[[str], list[Any]],
-    help: str,
-    metavar: str = "N,...",
-    kind: Any = None,
-    group: str = "",
-) -> Callable[[Any], Any]:
+def _list_option(*names: str, read: Callable[[str], list[Any]] = numbers, metavar: str = "N,...", **settings: Any) -> Callable[[Any], Any]:
     """Declare an option that may be repeated, each time with several values."""
 
     def callback(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Any]:
@@ -100,7 +81,7 @@ def _list_option(
                 raise click.BadParameter(message, context, parameter) from None
         return list(dict.fromkeys(out))
 
-    return option(*names, group=group, multiple=True, metavar=metavar, type=kind, callback=callback, help=help)
+    return option(*names, multiple=True, metavar=metavar, callback=callback, **settings)
 
 
 # Table options that take several values here: one configuration for each combination.
@@ -116,7 +97,7 @@ def _axis_options(function: Callable[..., None]) -> Callable[..., None]:
             read=partial(_read_axis, line),
             metavar=f"{line.metavar},...",
             help=help_of(line, line.default),
-            kind=ValueList(line),
+            type=ValueList(line),
             group=line.group,
         )(function)
     return function
@@ -139,9 +120,9 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     multiple=True,
     help="GGUF with routed experts, as MODEL; may be repeated. Default: the demo model.",
 )
-@_list_option("-p", "--n-prompt", read=numbers(0), help="Prompt tokens to process; 0 for no such test. Default: 512.")
-@_list_option("-n", "--n-gen", read=numbers(0), help="Tokens to decode one by one; 0 for no such test. Default: 128.")
-@_list_option("-d", "--n-depth", read=numbers(0), help="Context depth of each test in tokens. Default: 0.")
+@_list_option("-p", "--n-prompt", help="Prompt tokens to process; 0 for no such test. Default: 512.")
+@_list_option("-n", "--n-gen", help="Tokens to decode one by one; 0 for no such test. Default: 128.")
+@_list_option("-d", "--n-depth", help="Context depth of each test in tokens. Default: 0.")
 @option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
      help="Repetitions of each test, each on another piece of text.")  # fmt: skip
 @_axis_options
@@ -154,11 +135,11 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     help="Context length in tokens. Default: that of run, or more if a test needs more.",
 )
 @table_options("bench", without=(*AXES, "n_ctx"))
-@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text to process. Default: the help texts of Python.")
+@file_option("--text", help="Text to process. Default: the help texts of Python.")
 @option(
     "--compare-stock",
     is_flag=True,
-    help="Also measure stock llama.cpp, with its default kernels and with --no-repack. Every run is in a memory cgroup if possible.",
+    help="Also measure stock llama.cpp, and with --no-repack; all in memory cgroups if possible.",
 )
 @option("--no-warmup", is_flag=True, help="Run no warm-up before each test.")
 @option("-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Output format.")

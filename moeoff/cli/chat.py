@@ -67,8 +67,6 @@ class Chat:
     """A conversation with a user at a terminal.
 
     Args:
-        client: Client of the served model.
-        system: System prompt.
         is_transcript: True if the model has no chat template.
         read: Function that returns the next line, or raises KeyboardInterrupt for
             Ctrl-C and EOFError for Ctrl-D.
@@ -110,7 +108,7 @@ class Chat:
         n_ctx = self._server.n_ctx_each
         note(f"{name}: context of {n_ctx} tokens{memory}. /help lists the commands, Ctrl-D leaves.")
         if self._is_transcript:
-            note("the model has no chat template, chatting in a plain transcript: answers may be poor (--chat-template)")
+            note("the model has no chat template, chatting in a plain transcript (--chat-template)")
         with self._terminal_mode():
             while True:
                 try:

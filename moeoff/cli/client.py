@@ -43,9 +43,7 @@ class Completion:
             "cancelled".
         reused_tokens: Prompt tokens found in the KV cache.
         completion_tokens: Sampled tokens, including the end token.
-        n_ctx: Context length in tokens.
         stats: Statistics of this answer. Their prompt_tokens exclude reused tokens.
-        seconds: Duration of the request.
     """
 
     text: str
@@ -117,7 +115,7 @@ class _Progress:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     completion_tokens: int = 0
-    finish_reason: str | None = None
+    finish_reason: str = "stop"
 
     def update(self, event: Mapping[str, Any]) -> None:
         if progress := event.get("prompt_progress"):
@@ -221,17 +219,9 @@ class Client:
             gen_tps = (stats.gen_tokens - stats.drafts_rejected) / gen_seconds
             stats = replace(stats, gen_tps=gen_tps)
         self.n_tokens = seen.prompt_tokens + seen.completion_tokens
-        return Completion(
-            "".join(texts[False]),
-            "".join(texts[True]),
-            seen.finish_reason or "stop",
-            seen.prompt_tokens,
-            seen.reused_tokens,
-            seen.completion_tokens,
-            server.n_ctx_each,
-            stats,
-            ended - started,
-        )
+        text, thought = ("".join(texts[is_thought]) for is_thought in (False, True))
+        seconds, n_ctx = ended - started, server.n_ctx_each
+        return Completion(text, thought, **asdict(seen), n_ctx=n_ctx, stats=stats, seconds=seconds)
 
     def _read(self, route: str, request: dict[str, Any], events: queue.SimpleQueue[Any]) -> None:
         """Put the server's events, or an exception, and then None."""

@@ -10,16 +10,16 @@ import click
 
 from ..system.console import note, progress_bar, say
 from ..system.memory import format_size
-from .options import command, model_argument
+from .options import command, file_option, model_argument
 
 
 @command()
 @model_argument("GGUF, instead of MODEL; of a split one the first part.", needed=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
+@file_option("-o", "--output",
      help="Sidecar to write. Default: MODEL.experts.gguf, where run and serve find it.")  # fmt: skip
 @click.option("--tiers", metavar="NAMES",
-     help="Precisions, e.g. original,Q2_K. original: the model's bytes; auto: a lower precision for each type. Default: auto.")  # fmt: skip
-@click.option("--imatrix", type=click.Path(dir_okay=False), metavar="FILE", help="Importance matrix of llama-imatrix.")
+     help="Precisions, e.g. original,Q2_K; original: the model's, auto: a lower one. Default: auto.")  # fmt: skip
+@file_option("--imatrix", help="Importance matrix of llama-imatrix.")
 @click.option("--bits", type=click.Path(dir_okay=False), metavar="PLAN.json",
      help="Add a tier 'bits' with a type for each expert, from this plan.")  # fmt: skip
 @click.option("-j", "--threads", type=click.IntRange(min=1), metavar="N", help="Threads. Default: every core this process may use.")

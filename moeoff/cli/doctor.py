@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-import click
-
 from .. import __version__
 from ..budget.plan import DeviceBound
 from ..errors import MoeoffError
@@ -29,7 +27,7 @@ from ..system.console import table_console
 from ..system.disk import IN_MEMORY, IO_THREADS, MOST_IO_THREADS, direct_io, file_system, probe
 from ..system.machine import n_cores
 from ..system.memory import available, cgroup_limit, format_size
-from .options import command, model_argument, sentence
+from .options import JSON_OPTION, command, model_argument, sentence
 
 PROBE_SECONDS = 1.0
 BLOCK_BYTES = 1 << 20  # read size of the disk probe without a model
@@ -101,7 +99,7 @@ def check_cpu() -> Iterator[Finding]:
     for device in gpus:
         free, total = device.memory
         used = format_size(DeviceBound(auto=True).of(free))
-        memory = f"{format_size(free)} free of {format_size(total)}; run and serve use {used} (--vram auto)"
+        memory = f"{format_size(free)} free of {format_size(total)}; --vram auto uses {used}"
         yield Finding("gpu", OK, f"{device.name}, {device.description}: {memory}")
 
 
@@ -116,7 +114,7 @@ def _row_kernels() -> Iterator[Finding]:
         text = f"off ({machine.ROW_KERNELS} is set): slower, the results are the same"
         yield Finding("row kernels", WARNING, text, f"unset {machine.ROW_KERNELS}")
     elif refused:
-        text = f"{', '.join(refused)}: not bit-identical to llama.cpp's kernels, which are used instead: slower, the results are the same"
+        text = f"{', '.join(refused)}: not bit-identical here, llama.cpp's are used: slower, the results are the same"
         yield Finding("row kernels", WARNING, text, "rebuild the fork with another compiler: CC=... CXX=... make env")
     else:
         yield Finding("row kernels", OK, f"{', '.join(used)}: four rows at a time" if used else "llama.cpp's: this build has no others")
@@ -152,7 +150,7 @@ def check_memory() -> Iterator[Finding]:
 
 def check_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    way_out = f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: a split model and a server need several hundred"
+    way_out = f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: split models and servers need more"
     is_ok = soft == resource.RLIM_INFINITY or soft >= FEW_FILES
     yield _ok_or_warning("open files", is_ok, f"at most {soft}", way_out)
 
@@ -193,15 +191,17 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
 
 
 def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
-    warning = "not possible here: reads go through the page cache, which counts toward a container's limit"
+    warning = "not possible: reads use the page cache, which counts in a container's limit"
     yield _ok_or_warning("direct reads", direct_io(path), "work here", "put the model on a local disk", warning)
     rate, with_more = (probe(path, block_bytes, PROBE_SECONDS, n) for n in (IO_THREADS, MOST_IO_THREADS))
     cached = "" if rate.direct_io else ", perhaps from the page cache"
-    text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(rate.block_bytes)}{cached}"
+    size = format_size(rate.block_bytes)
+    text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {size}{cached}"
     way_out = "slow for offloading: use an SSD, or a budget that holds most experts"
     yield _ok_or_warning("disk rate", rate.bytes_per_second >= SLOW_DISK, text, way_out)
     gain = with_more.bytes_per_second / rate.bytes_per_second
-    text = f"{IO_THREADS} to {MOST_IO_THREADS}, tuned while a model runs; {MOST_IO_THREADS} read {gain:.1f}x as fast now"
+    more = f"{MOST_IO_THREADS} read {gain:.1f}x as fast now"
+    text = f"{IO_THREADS} to {MOST_IO_THREADS}, tuned while a model runs; {more}"
     yield Finding("I/O threads", OK, text)
 
 
@@ -261,7 +261,7 @@ def _print(findings: list[Finding]) -> None:
 
 @command()
 @model_argument("GGUF, or a folder of models. Default: the current folder.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON_OPTION
 def doctor(model: str | None, as_json: bool) -> None:
     """Check this machine and installation. The exit code is 1 if there is a problem."""
     path = model or os.getcwd()

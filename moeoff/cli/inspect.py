@@ -14,7 +14,7 @@ from ..errors import MoeoffError
 from ..options import Config, llama_keywords, with_gpu
 from ..system.console import progress_bar, table, table_console, wrapped
 from ..system.memory import MIB, format_size
-from .options import command, model_argument, option, remark_on_context, sentence, table_options
+from .options import JSON_OPTION, command, model_argument, option, remark_on_context, sentence, table_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ _SMALL = 2e-4
 @table_options("inspect")
 @option("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Measure the disk for 2 seconds.")
 @option("--explain", is_flag=True, help="Show what run and serve would choose with these options, and why.")
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON_OPTION
 def inspect(model: str, probe: str, explain: bool, as_json: bool, **options: Any) -> None:
     """Show a GGUF's content, memory needs and expected speed, from its headers."""
     from ..budget.inspection import examine
@@ -150,16 +150,16 @@ def _print(r: Report) -> None:
         for device in r.devices:
             share = min(device.free / r.expert_bytes, 1.0) if r.expert_bytes else 1.0
             free = f"{format_size(device.free)} free of {format_size(device.total)}"
-            line(device.name, f"{device.description}: {free}, fits at most {share:.0%} of the experts (-ngl, --vram)")
+            line(device.name, f"{device.description}: {free}, fits at most {share:.0%} of the experts (--vram)")
     if r.disk:
         how = "" if r.disk.direct_io else " through the page cache, which may be faster than the disk"
         computing = f"computing a token takes {1e3 * r.compute_seconds:.1f} ms on this CPU, " if r.compute_seconds else ""
         if r.attention_seconds:
             computing += f"attention to {r.ctx_size:,} tokens {1e3 * r.attention_seconds:.1f} ms more, "
-        rate = f"{r.disk.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(r.disk.block_bytes)}{how}"
+        size = format_size(r.disk.block_bytes)
         text = (
-            f"Measured now: {computing}the disk gives {rate}. The estimate assumes that a token finds some "
-            "of its experts in memory and that half of the other reads overlap with computing."
+            f"Measured now: {computing}the disk gives {r.disk.bytes_per_second / 1e6:.0f} MB/s in "
+            f"reads of {size}{how}. The estimate assumes that half of the reads overlap with computing."
         )
         console.print()
         console.print(text, style="dim", markup=False)

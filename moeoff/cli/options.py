@@ -160,6 +160,12 @@ def option(*flags: str, group: str = "", **settings: Any) -> Callable[[Any], Any
     return click.option(*flags, cls=GroupedOption, group=group, **settings)
 
 
+def file_option(*flags: str, **settings: Any) -> Callable[[Any], Any]:
+    """Declare an option whose value is a file."""
+    return option(*flags, type=click.Path(dir_okay=False), metavar="FILE", **settings)
+
+
+JSON_OPTION = option("--json", "as_json", is_flag=True, help="Print JSON.")
 _MODEL_HELP = "GGUF with routed experts; the first part of a split one. Default: the demo model."
 
 
@@ -205,7 +211,6 @@ def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) 
     """Declare a command's table options, passed to it parsed if given or with a default.
 
     Args:
-        name: Name of the command.
         without: Options that the command declares itself.
         defaults: Defaults other than the table's.
     """
@@ -270,15 +275,16 @@ def _discard_output() -> None:
 
 def open_standard_streams() -> None:
     """Open closed standard streams, whose numbers the next opened files would get."""
-    for fd, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, flags)  # gets the lowest free number, fd
+            # gets the lowest free number, fd; writing to standard output fails
+            os.open(os.devnull, os.O_WRONLY if fd == 2 else os.O_RDONLY)
             os.set_inheritable(fd, True)
-            for name in ("stdin", "stdout", "stderr")[fd : fd + 1]:
-                setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", errors="replace"))
-                setattr(sys, f"__{name}__", getattr(sys, name))
+            stream = open(fd, "w" if fd else "r", encoding="utf-8", errors="replace")
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # UTF-8 keeps the bytes of file names that are not UTF-8; other encodings print ?
         is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
@@ -298,7 +304,7 @@ _SCALED = {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base
 def remark_on_context(n_ctx: int, trained: int, options: Mapping[str, Any]) -> None:
     """Print a note if a context exceeds the trained length and positions are not scaled."""
     if 0 < trained < n_ctx and not options.keys() & _SCALED:
-        note(f"context of {n_ctx} tokens: the model was trained for {trained}, longer texts may become nonsense")
+        note(f"context of {n_ctx} tokens: the model was trained for {trained}, and may fail beyond")
 
 
 def input_files(model: str | None, options: Mapping[str, Any] = {}, *without: str) -> list[str]:  # noqa: B006  # is only read

@@ -21,7 +21,7 @@ from ..options import with_gpu
 from ..system.console import note, progress_bar
 from ..system.files import TEXT, atomic_file, read_file, read_text, require_new
 from ..system.memory import DEFAULT_SHARE, format_size
-from .options import command, input_files, model_argument, option, remark_on_context, remark_on_memory, table_options
+from .options import command, file_option, input_files, model_argument, option, remark_on_context, remark_on_memory, table_options
 from .serve import HF_REPO, ServedCommand, chosen_model, say_choices
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ _TEMPLATES = ("--chat-template", "--chat-template-file")
 @model_argument()
 @HF_REPO
 @option("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
-@option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="Prompt file. Standard input follows -p or -f.")
+@file_option("-f", "--file", help="Prompt file. Standard input follows -p or -f.")
 @table_options("run")
 @option("-sys", "--system-prompt", "--system", "system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
-@option("-sysf", "--system-prompt-file", "system_file", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
+@file_option("-sysf", "--system-prompt-file", "system_file", group="Prompt and answer",
      help="File with the system prompt.")  # fmt: skip
 @option("--image", "--audio", "media", group="Prompt and answer", metavar="FILE,...", multiple=True,
      help="Images or sounds for the prompt, with --mmproj; may be repeated.")  # fmt: skip
@@ -86,7 +86,7 @@ def run(
         raise OptionError("-st: give the question with -p")
     if prompt is None and not chat:
         if model or hf_repo:
-            raise OptionError("expected a prompt: give it with -p, with -f or on standard input, or chat in a terminal")
+            raise OptionError("expected a prompt: give it with -p, with -f or on standard input")
         prompt = DEMO_PROMPT
     if raw:
         _refuse_without_template(system, media, args)
@@ -154,7 +154,7 @@ def _print_remarks(server: PrivateServer, options: dict[str, Any]) -> None:
             way_out = f"give --tier {lower[0]}, or --max-loss after calibrate --max-loss"
             note(f"lossless, though the sidecar has {names}: {way_out}")
         else:
-            note(f"--max-loss was measured without the sidecar's {names}: repeat calibrate --max-loss to use it")
+            note(f"--max-loss was measured without {names}: repeat calibrate --max-loss to use it")
 
 
 def _refuse_without_template(system: str | None, media: Sequence[str], line: CommandLine) -> None:

@@ -130,7 +130,7 @@ def serve(
         if server.n_parallel == 1 or any(longer in word for word in args.passed_on):
             remark_on_context(each, trained, options)
         elif 0 < trained < each:
-            note(f"a conversation ends at the model's trained {trained} tokens: --override-kv {longer}{each} raises that")
+            note(f"a conversation ends at the trained {trained} tokens, or --override-kv {longer}{each}")
         page = f"web page on {server.url}" if server.has_page else "no web page (build without npm)"
         slots = f"{server.n_parallel} slot{'s' * (server.n_parallel > 1)}"
         context = f"context of {server.engine.planned.n_ctx} tokens for {slots}"

@@ -10,7 +10,7 @@ import click
 from ..options import TABLE
 from ..system.console import progress_bar, wrapped
 from ..system.memory import format_size, parse_size
-from .options import ValueList, command, table_options
+from .options import JSON_OPTION, ValueList, command, table_options
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
@@ -31,9 +31,9 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
     "--low-cost",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="Size of a low version relative to the high one, for the penalty. Default: 0.25, int4 of float16.",
+    help="Relative size of a low version, for the penalty. Default: 0.25, int4 of float16.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON_OPTION
 def simulate(
     traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, as_json: bool,
     tau: float = 0.0, **penalty: Any,

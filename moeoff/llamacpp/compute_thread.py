@@ -35,7 +35,7 @@ def require_computable() -> None:
     """Raise `MoeoffError` in a fork of a process that has computed: OpenMP would hang."""
     if _computed_in not in (0, os.getpid()):
         raise MoeoffError(
-            f"this process is a fork of process {_computed_in}, in which llama.cpp has computed, and lacks its threads: "
+            f"this process is a fork of {_computed_in}, where llama.cpp has computed, and lacks its threads: "
             "open models in new processes, e.g. multiprocessing's with `spawn`"
         )
 
@@ -44,7 +44,7 @@ def require_process(pid: int) -> None:
     """Raise `MoeoffError` in a fork of the process that opened a model."""
     if pid != os.getpid():
         raise MoeoffError(
-            f"the model was opened in process {pid}, and this fork of it lacks the threads and memory: "
+            f"the model was opened in process {pid}, and this fork lacks its threads and memory: "
             "open the model in this process, or start processes with `spawn`"
         )
 

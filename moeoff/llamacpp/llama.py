@@ -39,19 +39,7 @@ import llama_cpp
 from llama_cpp import _internals, _logger, llama_chat_format
 from llama_cpp import llama_cpp as api
 
-__all__ = [
-    "LoadError",
-    "PatchedLlama",
-    "StockLlama",
-    "api",
-    "assertions_raise",
-    "errors_unless",
-    "find_devices",
-    "lib",
-    "llama_cpp",
-    "set_log",
-    "supports_gpu",
-]
+__all__ = ["api", "llama_cpp"]  # re-exported, besides this module's names
 
 # jinja2 would run a model file's template without limits
 llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined,assignment]

@@ -105,10 +105,8 @@ def layout(structs: Mapping[str, type[Structure]]) -> str:
 
 
 if abi_version() != ABI_VERSION or abi_layout().decode() != layout(STRUCTS):
-    raise ForkError(
-        f"the installed llama-cpp-python has version {abi_version()} of the expert buffer's interface, "
-        f"expected version {ABI_VERSION}: run `make env` to rebuild it"
-    )
+    found = f"version {abi_version()} of the expert buffer's interface"
+    raise ForkError(f"llama-cpp-python has {found}, expected {ABI_VERSION}: run `make env`")
 
 # bool moeoff_should_abort(void * eb);  -- as a ggml_abort_callback
 should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value or 0)

@@ -134,7 +134,7 @@ class Turns:
             if other is not None and other is not stream:
                 if other.blocks(reader):
                     return False, None
-                message = "this answer was abandoned: the model was called before the answer was read to its end"
+                message = "this answer was abandoned: the model was called before the answer's end"
                 other.end(MoeoffError(message))
             if stream is not None:
                 stream.reader = reader

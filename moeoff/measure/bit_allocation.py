@@ -48,9 +48,6 @@ class BitsPlan:
     Attributes:
         upper, lower: Types, equal if all experts have one. ORIGINAL is the model's own.
         low: (layer, expert) in the lower type, least loss for each saved byte first.
-        n_experts: Number of all experts.
-        n_bytes: Bytes of all experts.
-        quality: Quality on the calibration text.
         uniform: (bytes, quality) with all experts in one type, by type.
         importance: KL in nats or its estimate, by (layer, expert).
     """
@@ -250,7 +247,6 @@ def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, wi
 
     Args:
         sidecar: Sidecar with the lower type `tier`.
-        windows: Calibration text.
         **options: Options of `moeoff.Llama`.
     """
     samples = _sample_gates(model_index, windows, options)

@@ -78,7 +78,7 @@ def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int
         tokens = llm.tokenize(text.encode(), add_bos=True, special=False)
         n = len(tokens) // n_ctx
         if n == 0:
-            message = f"{path}: has {len(tokens)} tokens, fewer than a window of {n_ctx}: give a longer text, or shorter windows"
+            message = f"{path}: expected at least a window of {n_ctx} tokens, got {len(tokens)}"
             raise OptionError(message, hint={"ctx": ...})
         for start in range(0, min(n, chunks or n) * n_ctx, n_ctx):
             window = tokens[start : start + n_ctx]
@@ -105,7 +105,7 @@ class Reference(Closing):
         needed, folder = 2 * n_windows * n_tokens * n_vocab, tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
         if needed > free:
-            message = f"{format_size(free)} free, {format_size(needed)} needed for the lossless model's predictions"
+            message = f"{format_size(free)} free, {format_size(needed)} needed for predictions"
             raise OptionError(f"{folder}: {message}: set TMPDIR, or evaluate fewer windows", hint={"chunks": ...})
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
 
@@ -222,7 +222,7 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
             if scored[0] < scored[1]:
                 logits = llm.batch_logits(scored[1] - scored[0])
                 if np.isnan(logits).any():
-                    raise ModelError(f"{llm.model_path}: computes NaN: its weights are damaged, or too large for their type")
+                    raise ModelError(f"{llm.model_path}: computes NaN: damaged weights, or too large for their type")
                 for row in range(scored[0], scored[1], step):
                     end = min(row + step, scored[1])
                     sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
@@ -246,8 +246,6 @@ class Evaluation:
     """The result of `evaluate_model`.
 
     Attributes:
-        quality: Quality over all texts.
-        texts: Quality on each text.
         n_tokens: Number of computed tokens.
         bytes_read: Bytes of experts read.
     """

@@ -111,8 +111,6 @@ def record(
 
     Args:
         model: Model opened by `recordable`, with a context for the longest sequence.
-        texts: Tokens of the sequences.
-        name: Name of the model in the recording.
         limit: Bytes of gate inputs, and of probabilities. Default: `recording_limit()`.
         until: Time of `time.monotonic` after which only the first `least` sequences are
             still started.

@@ -81,7 +81,6 @@ class Scores:
             same_top.
         kl: KL(lossless || this) in nats.
         same_top: True where both have the same likeliest token.
-        bytes_read: Bytes of experts read.
     """
 
     nll: np.ndarray

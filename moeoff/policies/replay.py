@@ -96,8 +96,6 @@ def simulate(
         tau: Weight below which missing experts are skipped. Later events stay as
             recorded.
         cost: Costs of misses, for the penalty.
-        progress: Callback with the number of events done.
-        **options: Options of the policy.
 
     Raises:
         OptionError: The policy or an option is unknown.
@@ -106,7 +104,7 @@ def simulate(
     model = trace.model
     cache_bytes, floor = min(cache_bytes, model.full_bytes), model.arena_floor
     if cache_bytes < floor:
-        message = f"{format_size(cache_bytes)} for experts: too small for a replay, expected at least {format_size(floor)}"
+        message = f"a replay needs at least {format_size(floor)} for experts, got {format_size(cache_bytes)}"
         raise BudgetError(message, hint={"memory": floor})
     if isinstance(policy, str):
         policy = get_policy(policy)(CacheShape.of(model, cache_bytes), **options)

@@ -26,7 +26,6 @@ class Strategy:
         eager: True to request all matrices at the router's selection, not at each op.
         policy: Policy that writes the priorities. None: LRU.
         predictor: Predictor for prefetching, or None.
-        options: Options of the predictor.
         share: Least share of all experts that are prefetch candidates.
         bounded: True to queue in decode what fits between two gates, Fate's
             n = T / t_expert (§4.3). False: all predicted experts.
@@ -60,7 +59,7 @@ class Strategy:
             OptionError: The predictor does not support this stride.
         """
         if self.predictor is None or "stride" not in self.predictor.defaults:
-            raise OptionError(f"strategy {self.name!r} has no stride, only promoe and POLICY+learned have")
+            raise OptionError(f"strategy {self.name!r} has no stride as promoe and POLICY+learned")
         self.predictor.check(options := self.options | {"stride": stride})
         return replace(self, options=options)
 
@@ -90,7 +89,7 @@ def register(part: Part, replace: bool = False) -> Part:
     elif isinstance(part, type) and issubclass(part, Predictor):
         known = PREDICTORS
     else:
-        raise OptionError(f"expected a subclass of moeoff.policies.Policy or Predictor, or a Strategy, got {part!r}")
+        raise OptionError(f"expected a subclass of Policy or Predictor, or a Strategy, got {part!r}")
     if not part.name or part.name == "none" or (part.name in known and not replace):
         raise OptionError(f"{part!r}: expected a `name` that is not taken, got {part.name!r}")
     known[part.name] = part
@@ -161,5 +160,5 @@ def fits() -> dict[str, Section]:
     for part in (*POLICIES.values(), *PREDICTORS.values()):
         for section in part.sections:
             if out.setdefault(section.name, section) is not section:
-                raise OptionError(f"{part.name}: section {section.name!r} of a profile has another fit already, rename it")
+                raise OptionError(f"{part.name}: profile section {section.name!r} has another fit, rename it")
     return out

@@ -21,11 +21,6 @@ _PLAN = "import json, sys; from moeoff.server.library import projector_memory; p
 def extra_models(model_index: ModelIndex, n_ctx: int, config: Config, options: ServerOptions, budget: int) -> tuple[int, int, str | None]:
     """Plan the memory of a projector and a draft model.
 
-    Args:
-        model_index: Index of the main model.
-        n_ctx: Context length in tokens.
-        budget: Memory budget of the process in bytes.
-
     Returns:
         Bytes of the loaded models and their headers, bytes added at the first image,
         and the type of drafts. The type is None without drafts, or as llama.cpp finds
@@ -54,7 +49,7 @@ def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash
     require_header_room(path, header_memory, budget)
     # llama.cpp would abort at the first image
     if model_index.architecture in WANT_SECTIONS and SECTIONS not in model_index.hparams:
-        raise ModelError(f"{model_index.files[0]}: converted for text alone (no {SECTIONS}): convert the model again to use it with {path}")
+        raise ModelError(f"{model_index.files[0]}: converted without {SECTIONS}: convert it again to use {path}")
     argv = ["llama-server", "-m", model_index.files[0], "--mmproj", path, "-fa", "on" if flash_attn else "off", *options.args]
     planned = subprocess.run([sys.executable, "-c", _PLAN, *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if planned.returncode < 0:
@@ -68,5 +63,5 @@ def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash
         raise ModelError(f"{path}: expected a projector that llama.cpp can load{f' ({why})' if why else ''}")
     if width != (expected := embedding_width(model_index)):
         model = os.path.basename(model_index.files[0])
-        raise ModelError(f"{path}: expected embeddings of width {expected} as in {model}, got {width}: it belongs to another model")
+        raise ModelError(f"{path}: expected embeddings of width {expected} for {model}, got {width}")
     return weights + header_memory, computing

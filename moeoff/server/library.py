@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(os.path.join(folder, _NAME))
     except OSError as error:
         raise OptionError(f"this build of llama-cpp-python has no server: run `make run` ({error})") from None
-    other_version = ForkError("the installed llama-cpp-python has another version of the server: run `make env` to rebuild it")
+    other_version = ForkError("llama-cpp-python has another version of the server: run `make env` to rebuild it")
     for name, (result, *arguments) in SERVER_FUNCTIONS.items():
         function = getattr(lib, name, None)
         if function is None:
@@ -141,7 +141,7 @@ def _template_source(name: str, value: str, jinja: bool) -> str:
     if "{" in value:
         return value
     if value != "chatml" and jinja:
-        raise OptionError(f"{name}: expected a Jinja template or chatml, got {value!r}; give a file with {name}-file")
+        raise OptionError(f"{name}: expected a Jinja template or chatml, got {value!r}; or give {name}-file")
     return ""
 
 

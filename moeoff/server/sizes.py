@@ -28,7 +28,6 @@ class ContextSize:
 
     Attributes:
         n_ctx: Tokens of all slots.
-        n_parallel: Number of slots.
         remark: Sentence for the user, if that is less than the default.
     """
 
@@ -65,7 +64,7 @@ def choose(planned: Callable[[int, int], MemoryPlan], usual: int, n_parallel: in
     if n_ctx == most:
         return ContextSize(n_ctx, n)
     slots = f"{n} slots" if n > 1 else "1 slot"
-    remark = f"context of {n_ctx} tokens for {slots}: more would take over half of the memory for experts; change it with -c and -np"
+    remark = f"context of {n_ctx} tokens for {slots}: more takes half of the experts' memory; set -c and -np"
     return ContextSize(n_ctx, n, remark)
 
 
@@ -76,7 +75,6 @@ class PromptMemory:
     Attributes:
         cache_ram: Prompt cache in bytes.
         reason: Reason for its size.
-        n_checkpoints: Checkpoints of a slot.
         checkpoint: Bytes of a checkpoint.
     """
 

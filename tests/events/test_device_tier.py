@@ -354,7 +354,7 @@ def test_what_is_said_of_it(demo, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "on the GPU" in done.stderr and json.loads((tmp_path / "s.json").read_text())["device_memory"]
     doctor = run_command(["doctor"], tmp_path)
-    assert re.search(r"ok +gpu +\w+\d, .* free of .*; run and serve use .* \(--vram auto\)", doctor.stdout)
+    assert re.search(r"ok +gpu +\w+\d, .* free of .*; --vram auto uses .*", doctor.stdout)
     inspect = run_command(["inspect", demo, "--probe", "off"], tmp_path)
     assert re.search(r"\w+\d +.* free of .* fits at most 100% of the experts", re.sub(r"\s+", " ", inspect.stdout))
 

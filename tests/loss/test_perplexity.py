@@ -84,7 +84,7 @@ def test_wrong_use(demo, text, tmp_path):
     (tmp_path / "short.txt").write_text("Hello")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with opened(demo) as llm:
-        for name, message in (("short.txt", "fewer than a window"), ("binary", "not UTF-8"), ("absent", "cannot be read")):
+        for name, message in (("short.txt", "expected at least a window"), ("binary", "not UTF-8"), ("absent", "cannot be read")):
             with pytest.raises(OptionError, match=message):
                 read_windows(llm, [tmp_path / name], CTX)
         with pytest.raises(OptionError, match="mode: expected one of"):

@@ -547,7 +547,7 @@ def test_register_takes_every_part_of_a_strategy():
 def test_register_refuses(name):
     with pytest.raises(OptionError, match="not taken"):
         register(type("Mine", (Policy,), {"name": name}))
-    with pytest.raises(OptionError, match="expected a subclass of moeoff.policies.Policy"):
+    with pytest.raises(OptionError, match="expected a subclass of Policy"):
         register(dict)
 
 

@@ -172,7 +172,7 @@ def test_batches_larger_than_the_arena():
 
 
 def test_below_the_floor():
-    with pytest.raises(BudgetError, match="too small for a replay, expected at least"):
+    with pytest.raises(BudgetError, match="a replay needs at least"):
         simulate(random_trace(ONE, 3), "lfu", 100)
 
 

@@ -355,7 +355,7 @@ import moeoff.llamacpp.native
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"has version 999 of the expert buffer's interface, expected version {native.ABI_VERSION}" in done.stderr
+    assert f"has version 999 of the expert buffer's interface, expected {native.ABI_VERSION}" in done.stderr
 
 
 # --- completion in real shells: what a person gets who types and presses Tab ---

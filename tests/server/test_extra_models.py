@@ -312,6 +312,6 @@ def test_projectors_that_cannot_be_used(demo, nextn, projector, tmp_path, invoke
         done = invoke("serve", "-m", demo, "--port", "0", "--mmproj", str(tmp_path / name))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
         assert name in done.stderr and text in done.stderr
-    for model, path, text in ((demo, demo, "expected a projector"), (nextn, projector, "converted for text alone")):
+    for model, path, text in ((demo, demo, "expected a projector"), (nextn, projector, "converted without")):
         done = invoke("serve", "-m", model, "--port", "0", "--mmproj", path)
         assert (done.returncode, done.stderr.count("\n")) == (1, 1) and text in done.stderr
