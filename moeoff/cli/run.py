@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import mimetypes
 import os
@@ -37,6 +38,8 @@ _TRANSCRIPT = (
 )
 _TRANSCRIPT_ENDS = "\n\nUser:"
 _TEMPLATES = ("--chat-template", "--chat-template-file")
+_GROUP = "Prompt and answer"
+_answer_option = functools.partial(option, group=_GROUP)
 
 
 @command(cls=ServedCommand)
@@ -45,17 +48,17 @@ _TEMPLATES = ("--chat-template", "--chat-template-file")
 @option("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
 @file_option("-f", "--file", help="Prompt file. Standard input follows -p or -f.")
 @table_options("run")
-@option("-sys", "--system-prompt", "--system", "system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
-@file_option("-sysf", "--system-prompt-file", "system_file", group="Prompt and answer",
+@_answer_option("-sys", "--system-prompt", "--system", "system", metavar="TEXT", help="System prompt.")
+@file_option("-sysf", "--system-prompt-file", "system_file", group=_GROUP,
      help="File with the system prompt.")  # fmt: skip
-@option("--image", "--audio", "media", group="Prompt and answer", metavar="FILE,...", multiple=True,
+@_answer_option("--image", "--audio", "media", metavar="FILE,...", multiple=True,
      help="Images or sounds for the prompt, with --mmproj; may be repeated.")  # fmt: skip
-@option("--no-history", group="Prompt and answer", is_flag=True, help="Do not write chat input to ~/.cache/moeoff/chat_history.")
-@option("-no-cnv", "--no-conversation", "--raw", "raw", group="Prompt and answer", is_flag=True,
+@_answer_option("--no-history", is_flag=True, help="Do not write chat input to ~/.cache/moeoff/chat_history.")
+@_answer_option("-no-cnv", "--no-conversation", "--raw", "raw", is_flag=True,
      help="Continue the prompt as it is, without the model's chat template.")  # fmt: skip
 @option("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="End after one answer, as -p does anyway.")
-@option("--json", "as_json", group="Prompt and answer", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
-@option("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
+@_answer_option("--json", "as_json", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
+@_answer_option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, system_file: str | None, media: Sequence[str],

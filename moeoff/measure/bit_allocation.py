@@ -36,6 +36,7 @@ from .job import default_texts
 from .perplexity import Reference, Window, evaluate, open_model, read_windows
 from .statistics import Estimate, Quality
 
+Expert = tuple[int, int]  # layer, expert
 # default types for rows of whole blocks of 256, and for other rows
 _K_QUANTS = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")
 _BLOCKS_OF_32 = ("Q8_0", "Q5_0", "Q4_0", "Q2_0")
@@ -47,19 +48,19 @@ class BitsPlan:
 
     Attributes:
         upper, lower: Types, equal if all experts have one. ORIGINAL is the model's own.
-        low: (layer, expert) in the lower type, least loss for each saved byte first.
+        low: Experts in the lower type, least loss for each saved byte first.
         uniform: (bytes, quality) with all experts in one type, by type.
-        importance: KL in nats or its estimate, by (layer, expert).
+        importance: KL in nats or its estimate.
     """
 
     upper: str
     lower: str
-    low: tuple[tuple[int, int], ...]
+    low: tuple[Expert, ...]
     n_experts: int
     n_bytes: int
     quality: Quality
     uniform: dict[str, tuple[int, Quality]]
-    importance: dict[tuple[int, int], float]
+    importance: dict[Expert, float]
 
     def to_json(self) -> str:
         """Return the plan in the format of `moeoff convert --bits`."""
@@ -112,7 +113,7 @@ class Planner:
         self._report = progress or (lambda stage, n, total: None)
         self._options = options
         self._uniform: dict[str, tuple[int, Quality]] = {}
-        self._importance: dict[str, dict[tuple[int, int], float]] = {}
+        self._importance: dict[str, dict[Expert, float]] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Planner:
@@ -135,18 +136,18 @@ class Planner:
     def __exit__(self, *_exc: object) -> None:
         self._stack.close()
 
-    def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
-        """Evaluate experts in tier `default`, or in `others` by (layer, expert)."""
+    def quality(self, default: str, others: dict[Expert, str] = {}) -> Quality:  # noqa: B006  never written
+        """Evaluate experts in tier `default`, or in those of `others`."""
         composite = CompositeSidecar(self.sidecar, default, others)
         with open_model(self._model, len(self.windows[0].tokens), experts=composite, tier=composite.tiers[0], **self._options) as llm:
             return evaluate(llm, self.windows, self.reference).quality()
 
-    def n_bytes(self, default: str, others: dict[tuple[int, int], str] = {}) -> int:  # noqa: B006
+    def n_bytes(self, default: str, others: dict[Expert, str] = {}) -> int:  # noqa: B006
         composite = CompositeSidecar(self.sidecar, default, others)
         return sum(s.nbytes for span in self.model_index.experts.values() for s in composite.sources(span, composite.tiers[0]))
 
-    def gained(self, upper: str, lower: str) -> dict[tuple[int, int], int]:
-        """Return the bytes each (layer, expert) saves in the lower tier."""
+    def gained(self, upper: str, lower: str) -> dict[Expert, int]:
+        """Return the bytes that each expert saves in the lower tier."""
         out = dict.fromkeys(self.experts, 0)
         sizes = [CompositeSidecar(self.sidecar, tier, {}) for tier in (upper, lower)]
         for span in self.model_index.experts.values():
@@ -166,8 +167,8 @@ class Planner:
             self._uniform = dict(sorted(uniform.items(), key=lambda item: -item[1][0]))
         return self._uniform
 
-    def importance(self, lower: str) -> dict[tuple[int, int], float]:
-        """Return the importance of each (layer, expert) for a lower type."""
+    def importance(self, lower: str) -> dict[Expert, float]:
+        """Return each expert's importance for a lower type."""
         if lower not in self._importance:
             if self._measure:
                 importance = self._measured_importance(lower)
@@ -177,7 +178,7 @@ class Planner:
             self._importance[lower] = importance
         return self._importance[lower]
 
-    def _measured_importance(self, lower: str) -> dict[tuple[int, int], float]:
+    def _measured_importance(self, lower: str) -> dict[Expert, float]:
         # KL: one of hundreds of experts changes perplexity by less than its noise
         out = {}
         for i, key in enumerate(self.experts):
@@ -239,8 +240,8 @@ class _Sample:
             self.n += len(rows)
 
 
-def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, windows: Sequence[Window], **options: Any) -> dict[tuple[int, int], float]:
-    """Estimate the importance of each (layer, expert) from one pass.
+def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, windows: Sequence[Window], **options: Any) -> dict[Expert, float]:
+    """Estimate each expert's importance from one pass.
 
     An unused expert has 0, an expert without sampled tokens its layer's mean. Experts
     are computed as SwiGLU without biases: the estimate is rougher for others.
@@ -250,7 +251,7 @@ def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, wi
         **options: Options of `moeoff.Llama`.
     """
     samples = _sample_gates(model_index, windows, options)
-    out: dict[tuple[int, int], float] = {}
+    out: dict[Expert, float] = {}
     with ModelBytes((*model_index.files, sidecar.path)) as files:
         by_layer: dict[int, dict[str, TensorSpan]] = {}
         for name, span in model_index.experts.items():
