@@ -266,18 +266,26 @@ class DeviceRoom:
         return min(self.bound - self.llama_cpp, self.free)
 
 
-def slots_that_fit(room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n_experts: int) -> int:
-    """Slots for each of the device's layers with experts, the same number for all of them: as many as fit, at most one for each expert.
+def slots_that_fit(
+    room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n_experts: int, divide: Callable[[int], Sequence[int]], *, least: int = 0, fixed: int = 0
+) -> list[int]:
+    """Return the slots of each of the device's layers with experts: as many as fit, at most one for each expert.
 
     Args:
-        bytes_of: of each layer, what n slots take.
+        bytes_of: Bytes of n slots, for each layer.
+        divide: Experts that each layer keeps if all layers together keep so many.
+        least: Slots that a layer needs; fewer if not every layer can have as many.
+        fixed: Bytes that the device takes beside the slots.
 
     Raises:
         BudgetError: not one fits, or the bound is more than the device has.
     """
 
-    def total(n: int) -> int:
-        return sum(of(n) for of in bytes_of)
+    def total(slots: Sequence[int]) -> int:
+        return fixed + sum(of(n) for of, n in zip(bytes_of, slots, strict=True))
+
+    def equal(n: int) -> list[int]:
+        return [n] * len(bytes_of)
 
     if room.bound > room.llama_cpp + room.free:
         most = (room.llama_cpp + room.free) // MIB * MIB
@@ -285,15 +293,22 @@ def slots_that_fit(room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n
             f"{format_size(room.bound)} is more than {room.name} has: {format_size(room.llama_cpp)} taken by llama.cpp and {format_size(room.free)} free",
             hint={"vram": most},
         )
-    least = total(1)
-    if least > room.for_experts:
-        needed = -(-(room.llama_cpp + least) // MIB) * MIB
+    one = total(equal(1))
+    if one > room.for_experts:
+        needed = -(-(room.llama_cpp + one) // MIB) * MIB
         raise BudgetError(
             f"{format_size(max(room.bound, 0))} on {room.name} is too small: llama.cpp takes {format_size(room.llama_cpp)} there, and one expert of each layer "
-            f"{format_size(least)}",
+            f"{format_size(one)}",
             hint={"vram": needed},
         )
-    return bisect.bisect_right(range(1, n_experts + 1), room.for_experts, key=total)
+    least = min(least, bisect.bisect_right(range(1, n_experts + 1), room.for_experts, key=lambda n: total(equal(n))))
+
+    def divided(capacity: int) -> list[int]:
+        return [max(n, least) for n in divide(capacity)]
+
+    # an empty cache fits, with the least that each layer needs
+    n_all = n_experts * len(bytes_of)
+    return divided(bisect.bisect_right(range(1, n_all + 1), room.for_experts, key=lambda n: total(divided(n))))
 
 
 _STAGE_SHARE = 0.25  # of a device's room for experts: what prompts gain by a stage, tokens lose by fewer slots

@@ -316,6 +316,17 @@ class ExpertBuffer:
         table = native.priorities(self.handle, n_gates, n_experts)
         return np.ctypeslib.as_array(table, (n_gates.value, n_experts.value))
 
+    def device_priorities(self) -> np.ndarray:
+        """Return a table like `priorities` for devices' memory alone, which has its own from the next `publish()` on until the slots are set anew.
+
+        Raises:
+            MoeoffError: out of memory.
+        """
+        table = native.device_priorities(self.handle)
+        if not table:
+            raise MoeoffError(native.last_error().decode())
+        return np.ctypeslib.as_array(table, self.priorities.shape)
+
     def publish(self) -> None:
         native.publish(self.handle)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..budget.plan import DeviceBound, DeviceRoom, slots_that_fit, stage_that_fits
@@ -32,17 +32,21 @@ class DeviceTier:
         free: by device, bytes that were free before the model was loaded.
         low_share: of the slots' memory, for low versions, if there are any and the mode uploads them.
         staged: large batches may be computed in `WAVES`: there is a stage for them, if it takes no more than a quarter of the room.
+        divide: Experts that each gate keeps if all of them together keep so many, by the cache policy (Fate §4.4).
 
     Attributes:
-        uses: by the name of each device with slots: their number in each of its layers with experts, and bytes of `experts` (with the stage) and `llama_cpp`.
+        slots: Slots of each gate; 0: the CPU computes its experts.
+        uses: by the name of each device with slots: the fewest and the most that one of its layers has, and bytes of `experts` (with the stage) and `llama_cpp`.
 
     Raises:
         OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
         BudgetError: not one slot fits, or the bound is more than a device has.
     """
 
-    def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int], low_share: float, *, staged: bool):
-        self._buffer, self._ctx, self._n_used, self._free, self._staged = buffer, ctx, n_used, free, staged
+    def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int], low_share: float, *, staged: bool,
+                 divide: Callable[[int], Sequence[int]]):  # fmt: skip
+        self._buffer, self._ctx, self._n_used, self._free, self._staged, self._divide = buffer, ctx, n_used, free, staged, divide
+        self._needs_slots = staged or mode != "cooperative"
         self._mode = "cooperative" if mode == AUTO else mode
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
@@ -56,6 +60,7 @@ class DeviceTier:
         self._n_experts = buffer.priorities.shape[1]
         self._low_for_high = low_share / max(1 - low_share, 0.01) * buffer.arena_full / max(buffer.low_arena_full, 1)
         self._stage = (0, 0)
+        self.slots: list[int] = []
         self.uses: dict[str, dict[str, int]] = {}
         self._is_placed = False
         self._place(bound)
@@ -81,13 +86,18 @@ class DeviceTier:
         for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
             rooms = self._rooms(bound, less)
             if self._staged:
-                needs = [(room, partial(self._stage_bytes, handle), sum(of(1) for of in self._slot_bytes(handle))) for handle, room in rooms.items()]
-                self._stage = stage_that_fits(needs, self._n_experts, -(-self._n_experts // native.MAX_WAVES))
-            slots = {handle: slots_that_fit(room, self._bytes_of(handle), self._n_experts) for handle, room in rooms.items()}
+                needs = [(room, partial(self._stage_bytes, handle), self._bytes(handle, [1] * len(self._gates(handle)), 0)) for handle, room in rooms.items()]
+                self._stage = stage_that_fits(needs, self._n_experts, self._wave)
+            slots = {handle: self._slots_in(room, handle) for handle, room in rooms.items()}
             if reason := self._allocate(slots):
                 raise self._no_room(rooms, slots, reason)
             self.uses = {
-                room.name: {"n_slots": slots[handle], "experts": sum(of(slots[handle]) for of in self._bytes_of(handle)), "llama_cpp": self._llama_cpp(handle)}
+                room.name: {
+                    "n_slots": min(slots[handle]),
+                    "most_slots": max(slots[handle]),
+                    "experts": self._bytes(handle, slots[handle], self._stage[1]),
+                    "llama_cpp": self._llama_cpp(handle),
+                }
                 for handle, room in rooms.items()
             }
             less = {handle: self.uses[room.name]["experts"] + self.uses[room.name]["llama_cpp"] - room.bound for handle, room in rooms.items()}
@@ -95,10 +105,33 @@ class DeviceTier:
                 return
             self._free_slots()
 
-    def _allocate(self, slots: dict[int, int]) -> str:
+    @property
+    def _wave(self) -> int:
+        """Slots of a layer with which any batch is computed in as many waves as there may be."""
+        return -(-self._n_experts // native.MAX_WAVES)
+
+    def _slots_in(self, room: DeviceRoom, handle: int) -> list[int]:
+        """Return the slots of each gate of a device, as the policy divides them.
+
+        What a token selects has to fit where all of it is uploaded, and a wave where large batches are computed without all of a layer on a stage.
+        """
+        gates, n_stages = self._gates(handle), self._stage[1]
+        least = max(self._n_used, self._wave if self._staged and self._stage[0] < self._n_experts else 0) if self._needs_slots else 0
+
+        def divide(capacity: int) -> list[int]:
+            quotas = self._divide(capacity * len(self._devices) // len(gates))  # of all layers, also those on other devices
+            return [quotas[gate] for gate in gates]
+
+        return slots_that_fit(
+            room, [partial(self._layer_bytes, handle, gate) for gate in gates], self._n_experts, divide, least=least, fixed=self._bytes(handle, [], n_stages)
+        )
+
+    def _allocate(self, slots: dict[int, list[int]]) -> str:
         """Slots for each layer by its device, and llama.cpp's buffers for them. Empty, or why there is no room; then there are none."""
+        left = {handle: iter(numbers) for handle, numbers in slots.items()}
+        self.slots = [next(left[handle]) if handle else 0 for handle in self._devices]
         try:
-            rows = [(handle, n := slots.get(handle, 0), self._n_low(n)) for handle in self._devices]
+            rows = [(handle, n, self._n_low(n)) for handle, n in zip(self._devices, self.slots)]
             self._buffer.set_device_slots(rows, MODES[self._mode], self._n_used, _UPLOADS, self._stage)
             self._replan()
         except MoeoffError as error:
@@ -129,24 +162,22 @@ class DeviceTier:
         least = max(self._n_used, -(-self._n_experts // native.MAX_WAVES))
         return min(max(math.ceil(n * self._low_for_high), least), self._n_experts) if n and self._has_low else 0
 
-    def _stage_bytes(self, handle: int, n: int) -> int:
-        gates = [gate for gate, device in enumerate(self._devices) if device == handle]
-        return self._buffer.device_stage_bytes(handle, gates, n, self._n_used) if n else 0
+    def _gates(self, handle: int) -> list[int]:
+        return [gate for gate, device in enumerate(self._devices) if device == handle]
 
-    def _slot_bytes(self, handle: int) -> list[Callable[[int], int]]:
-        """Of each layer there, what n slots take."""
-        return [partial(self._layer_bytes, handle, gate) for gate, device in enumerate(self._devices) if device == handle]
+    def _stage_bytes(self, handle: int, n: int) -> int:
+        return self._buffer.device_stage_bytes(handle, self._gates(handle), n, self._n_used) if n else 0
 
     def _layer_bytes(self, handle: int, gate: int, n: int) -> int:
+        if not n:
+            return 0
         low = self._n_low(n)
         low_bytes = self._buffer.device_slot_bytes(handle, gate, low, self._n_used, low=True) if low else 0
         return self._buffer.device_slot_bytes(handle, gate, n, self._n_used) + low_bytes
 
-    def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
-        """The same, and what the stages take."""
-        n, n_stages = self._stage
-        stages = n_stages * self._stage_bytes(handle, n)
-        return [*self._slot_bytes(handle), lambda _: stages]
+    def _bytes(self, handle: int, slots: Sequence[int], n_stages: int) -> int:
+        """Return what so many slots of each gate and so many stages take."""
+        return sum(self._layer_bytes(handle, gate, n) for gate, n in zip(self._gates(handle), slots)) + n_stages * self._stage_bytes(handle, self._stage[0])
 
     def _llama_cpp(self, handle: int) -> int:
         """Bytes that llama.cpp takes there."""
@@ -159,15 +190,15 @@ class DeviceTier:
         if not planned:
             raise MoeoffError("llama.cpp has no memory for its buffers as well")
 
-    def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, int], reason: str) -> BudgetError:
+    def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, list[int]], reason: str) -> BudgetError:
         """A driver gave less than it had said. What would fit is found by trying."""
-        handle = max(rooms, key=lambda h: sum(of(slots[h]) for of in self._bytes_of(h)))
-        room, fewer = rooms[handle], slots
+        handle = max(rooms, key=lambda h: self._bytes(h, slots[h], self._stage[1]))
+        room, fewer, one = rooms[handle], slots, {h: self._bytes(h, [1] * len(self._gates(h)), self._stage[1]) for h in rooms}
         sentence = f"{format_size(room.bound)} on {room.name}: {reason}; {format_size(room.llama_cpp)} are llama.cpp's there"
-        while any(fewer.values()):
-            fewer = {h: n // 2 for h, n in fewer.items()}
-            if any(fewer.values()) and not self._allocate(fewer):
+        while any(n > 1 for numbers in fewer.values() for n in numbers):
+            fewer = {h: [(n + 1) // 2 for n in numbers] for h, numbers in fewer.items()}
+            if not self._allocate(fewer):
                 self._free_slots()
-                needed = max(sum(of(fewer[h]) for of in self._bytes_of(h)) + rooms[h].llama_cpp for h in rooms)
+                needed = max(max(self._bytes(h, fewer[h], self._stage[1]), one[h]) + rooms[h].llama_cpp for h in rooms)
                 return BudgetError(sentence, hint={"vram": -(-needed // MIB) * MIB})
         return BudgetError(f"{sentence}, and not one expert of each layer has room besides; open the model without `vram`")

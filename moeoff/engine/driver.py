@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -117,11 +117,12 @@ class PolicyUpdates(Observer):
 
     Args:
         model: says how many experts an arena holds, where it may be resized.
+        elsewhere: Experts in devices' memory, which the policy ranks with those of the arena.
         of_decode: Whether events of decoded tokens update it here; the native thread does it otherwise.
     """
 
-    def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None, of_decode: bool = True):
-        self.policy, self._buffer, self._model, self.wants_decode = policy, buffer, model, of_decode
+    def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None, of_decode: bool = True, elsewhere: int = 0):
+        self.policy, self._buffer, self._model, self.wants_decode, self._elsewhere = policy, buffer, model, of_decode, elsewhere
         self._arena = self._cache_bytes() if model is not None else 0  # as the policy knows it
 
     def observe(self, event: GateEvent) -> None:
@@ -134,7 +135,7 @@ class PolicyUpdates(Observer):
         arena = self._cache_bytes()
         if abs(arena - self._arena) > _RESIZED * self._arena:
             self._buffer.drain()
-            self.policy.resize(CacheShape.of(self._model, arena).capacity)
+            self.policy.resize(_shape(self._model, arena, self._elsewhere).capacity)
             self._buffer.publish()
             self._arena = arena
 
@@ -168,7 +169,7 @@ class Driver:
 
     def attach(self, strategy: Strategy, model_index: ModelIndex, *, trace: str | os.PathLike[str] | None = None,
                profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None,
-               on_devices: bool = False) -> None:  # fmt: skip
+               device_slots: Sequence[int] = ()) -> None:  # fmt: skip
         """The parts of a strategy, once: nothing, where all experts are resident anyway. They see every event before other observers.
 
         A policy that weighs uses by the precision they need gets its options from `precision`.
@@ -177,13 +178,15 @@ class Driver:
             trace: a file that every event is written to.
             profile: what calibration measured of the model.
             replay: the trace of a run; one that departs from it raises at the next decode.
-            on_devices: the policy also says which experts devices hold, and what is predicted is written there ahead.
+            device_slots: Experts of each layer that devices have memory for: the policy also says which, and what is predicted is written there ahead.
+                Priorities that depend on the capacity have a table of their own for them.
 
         Raises:
             OptionError: the trace file is something else, or a predictor that needs a profile has none.
         """
         buffer, stats = self.buffer, self.buffer.stats()
         arena = stats.cache_bytes - stats.low_cache_bytes
+        on_devices, elsewhere = bool(device_slots), sum(device_slots)
         works = on_devices or arena < buffer.arena_full  # else no slice is ever evicted, nor absent for long
         policy_class, predictor_class = strategy.policy if works else None, strategy.predictor if works or precision.mispredicted_low else None
         if policy_class is not None and policy_class.static and strategy.predictor is None:
@@ -195,7 +198,7 @@ class Driver:
         if predictor_class is not None or wants_gate_logits(strategy, trace):
             layers = {t.gate: t.layer for t in model.tensors}
             router = Router.read(model_index, [layers[g] for g in sorted(layers)], buffer.gating, model.n_experts, lazy=True)
-        prefetcher = policy = writer = None
+        prefetcher = policy = on_device = writer = None
         if predictor_class is not None and router is not None:
             require_calibration(strategy, profile, model_index)
             predictor = _predictor(predictor_class, router, profile, **strategy.options)
@@ -206,7 +209,10 @@ class Driver:
             lossy = {} if precision.lossless else {"t1": precision.t1, "actual": True}  # HOBBIT's
             options = {name: value for name, value in lossy.items() if name in policy_class.defaults}
             with _learned(profile, policy_class.sections[:1]) as arrays:
-                policy = policy_class.from_profile(arrays, CacheShape.of(model, arena), buffer.priorities, **options)
+                shape = _shape(model, arena, elsewhere)
+                policy = policy_class.from_profile(arrays, shape, buffer.priorities, **options)
+                if on_devices and policy_class.is_sized() and policy.native() is None:
+                    on_device = policy_class.from_profile(arrays, shape.divided(device_slots), buffer.device_priorities(), **options)
             buffer.publish()  # what it has written at its start: a static policy is never published again
         if trace is not None:
             session: dict[str, Any] = {"strategy": strategy.name, "cache_bytes": arena}
@@ -232,7 +238,9 @@ class Driver:
         if writer is not None or prefetcher is not None and prefetcher.meter is not None:
             parts.append(_Records(buffer, writer, None if prefetcher is None else prefetcher.meter))
         if policy is not None and updates:
-            parts.append(PolicyUpdates(policy, buffer, model, of_decode))
+            parts.append(PolicyUpdates(policy, buffer, model, of_decode, elsewhere))
+            if on_device is not None:
+                parts.append(PolicyUpdates(on_device, buffer))
         if parts and (ahead is not None or not self.observers):
             buffer.drain()
             buffer.set_gate_callback(self.deliver, predictor=ahead)
@@ -303,6 +311,22 @@ class Driver:
                     stack.callback(observer.close)
                 self.buffer.drain()
                 self.buffer.set_gate_callback(None)
+
+
+def divide(strategy: Strategy, profile: Profile | None, shape: CacheShape) -> list[int]:
+    """Return how many experts each layer keeps under a strategy's policy, where each has memory of its own."""
+    policy = strategy.policy or Policy
+    with _learned(profile, policy.sections[:1]) as arrays:
+        options = policy.defaults if arrays is None else policy.defaults | policy.profile_options(arrays)
+    return policy.divide(shape, options)
+
+
+def _shape(model: TraceHeader, arena: int, elsewhere: int) -> CacheShape:
+    """Return the shape of host memory and devices' memory together: what a device holds leaves the arena first. Where the arena holds every expert, the
+    devices alone have something to evict."""
+    host = CacheShape.of(model, arena)
+    n_all = CacheShape.of(model, model.full_bytes).capacity
+    return host if not elsewhere else replace(host, capacity=float(elsewhere) if host.capacity >= n_all else min(host.capacity + elsewhere, n_all))
 
 
 def sections(strategy: Strategy) -> set[str]:

@@ -31,6 +31,7 @@ from ..llamacpp.compute_thread import uninterrupted
 from ..llamacpp.devices import devices
 from ..llamacpp.llama import api
 from ..options import LONGEST_DRAFT, in_flags
+from ..policies import CacheShape
 from ..routing.batch import Span
 from ..routing.event import GateEvent
 from ..system.arrays import require_arrays
@@ -42,7 +43,7 @@ from .buffer import ExpertBuffer
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
 from .drafts import DraftLength
-from .driver import Callback, Driver, require_calibration, wants_gate_logits
+from .driver import Callback, Driver, divide, require_calibration, wants_gate_logits
 from .opening import Opening
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
@@ -180,7 +181,9 @@ class Engine:
             reads_in_waves = not config.repeatable and not adapters
             n_used, low_share = max(self.model_index.n_expert_used, 1), self.quality.precision.low_share
             staged = config.vram_mode in (AUTO, WAVES) or (config.vram_mode == "centric" and reads_in_waves)
-            self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, n_used, self._free_on_devices, low_share, staged=staged)
+            shape = CacheShape(*buffer.priorities.shape, n_used, 0)
+            self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, n_used, self._free_on_devices, low_share, staged=staged,
+                                          divide=lambda n: divide(config.strategy, self.profile, replace(shape, capacity=n)))  # fmt: skip
         except (BudgetError, OptionError) as error:
             if not config.vram.auto:
                 raise
@@ -233,7 +236,7 @@ class Engine:
             profile=self.profile,
             precision=self.quality.precision,
             replay=config.replay,
-            on_devices=self.device_tier is not None,
+            device_slots=() if self.device_tier is None else self.device_tier.slots,
         )
         self.quality.prefetcher = self.driver.prefetcher
         if (config.draft is not None or self.opening.nextn) and self.driver.prefetcher is not None and self.device_tier is None:

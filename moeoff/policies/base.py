@@ -38,6 +38,7 @@ class CacheShape:
         n_used: experts for each token.
         capacity: experts that fit into the buffer, in all layers together (a fraction if their slices do not fit evenly).
         model: name of its file, for policies that have learned something about it.
+        by_layer: Experts that each layer's own memory holds, [n_gates], or None: the layers share the buffer.
     """
 
     n_gates: int
@@ -45,6 +46,7 @@ class CacheShape:
     n_used: int
     capacity: float
     model: str = ""
+    by_layer: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if min(self.n_gates, self.n_experts, self.n_used) < 1 or self.capacity < 0:
@@ -55,6 +57,10 @@ class CacheShape:
         """The shape of a model's buffer whose arena has so many bytes, slot padding included."""
         n = sum({t.gate: t.n_experts for t in model.tensors}.values())
         return cls(model.n_gates, model.n_experts, model.n_used, n * min(cache_bytes / model.full_bytes, 1.0), model.name)
+
+    def divided(self, by_layer: Sequence[int]) -> CacheShape:
+        """Return the shape of memory that holds so many experts of each layer."""
+        return replace(self, capacity=float(sum(by_layer)), by_layer=tuple(by_layer))
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,22 @@ class Policy(StrategyPart):
         """Return the struct moeoff_score that the driver's native thread updates by decoded tokens
         in place of `update`, or None."""
         return None
+
+    @classmethod
+    def divide(cls, shape: CacheShape, options: Mapping[str, Any]) -> list[int]:
+        """Return how many experts each layer keeps where each has memory of its own: as many in each.
+
+        Override it if the policy favors layers.
+
+        Args:
+            options: Options of the policy, each of them.
+        """
+        return quotas(shape, 0)
+
+    @classmethod
+    def is_sized(cls) -> bool:
+        """Return whether the priorities depend on the capacity."""
+        return cls.resize is not Policy.resize
 
     def start(self) -> None:
         """Sets up state; `shape`, `options` and `priorities` are there."""
@@ -376,7 +398,12 @@ def recall(scores: np.ndarray, used: np.ndarray, k: int) -> float:
 
 
 def quotas(shape: CacheShape, shallow: int) -> list[int]:
-    """Return how many experts each layer may keep (Fate §4.4): cache_deep = (cache_total - L x num_experts) / (num_layers - L), and with less room the first L layers in turn."""
+    """Return how many experts each layer may keep (Fate §4.4): cache_deep = (cache_total - L x num_experts) / (num_layers - L), and with less room the first L layers in turn.
+
+    Memory that is divided already decides itself.
+    """
+    if shape.by_layer is not None:
+        return list(shape.by_layer)
     total, out = int(shape.capacity + 1e-6), []  # a share of a whole number may lie below it
     for _ in range(shallow):
         out.append(min(shape.n_experts, total))

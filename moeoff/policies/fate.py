@@ -12,14 +12,16 @@ The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's four a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ..precision import INT4, LOWEST, Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
-from .base import DEFAULT_FIT, FitOptions, Policy, Progress, RoutersAhead, Section, quotas, recall
+from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, RoutersAhead, Section, quotas, recall
 from .classic import ARC
 from .strategy import Strategy, register
 
@@ -121,11 +123,16 @@ class ShallowFavoringARC(Policy):
         self.resize(self.shape.capacity)
         self.priorities[:] = _BEYOND_QUOTA
 
+    @classmethod
+    def divide(cls, shape: CacheShape, options: Mapping[str, Any]) -> list[int]:
+        """Return the quotas of §4.4."""
+        shallow = proportional_boundary(shape.n_gates) if options["shallow"] is None else options["shallow"]
+        return quotas(shape, min(shallow, shape.n_gates))
+
     def resize(self, capacity: float) -> None:
         """New quotas; lists that are longer lose their oldest, those used once first."""
         super().resize(capacity)
-        shallow = proportional_boundary(self.shape.n_gates) if self.options["shallow"] is None else self.options["shallow"]
-        self.quotas = quotas(self.shape, min(shallow, self.shape.n_gates))
+        self.quotas = self.divide(self.shape, self.options)
         for gate, (size, layer) in enumerate(zip(self.quotas, self._layers)):
             for evicted in layer.resize(size):
                 self.priorities[gate, evicted] = _BEYOND_QUOTA

@@ -24,7 +24,7 @@ from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.router import Rows
 from ..system.arrays import WrongArrays, require_arrays
-from .base import DEFAULT_FIT, FitOptions, Policy, Prediction, Predictor, Progress, Section, quotas, recall
+from .base import DEFAULT_FIT, FitOptions, Policy, Prediction, Predictor, Progress, Section, recall
 from .strategy import Strategy, register
 
 # --- §4: learned predictor ---
@@ -222,7 +222,7 @@ class LayerLRU(Policy):
     def resize(self, capacity: float) -> None:
         """New quotas, the same for every layer."""
         super().resize(capacity)
-        self._quotas = quotas(self.shape, 0)
+        self._quotas = self.divide(self.shape, self.options)
         for gate in range(self.shape.n_gates):
             self._rank(gate)
         self.priorities[self._next] -= _NEXT_LAYER

@@ -243,12 +243,12 @@ class DeviceBuffer:
         self._resident[: n * self._width] = self._space[: n * self._width] = True
 
     def divide(self, policy: Any) -> None:
-        """A room for each layer: a policy's own quotas, else as many for each."""
+        """A room for each layer, as the policy divides them."""
         self.rooms = [self._width] * self.priorities.shape[0]  # from here on the stats are without what is held free
         shape = CacheShape(*self.priorities.shape, self._n_used, self.capacity)
-        if hasattr(policy, "quotas"):
+        if policy is not None:
             policy.resize(shape.capacity)
-        self.rooms = list(getattr(policy, "quotas", quotas(shape, 0)))
+        self.rooms = quotas(shape, 0) if policy is None else policy.divide(shape, policy.options)
 
     @property
     def capacity(self) -> float:

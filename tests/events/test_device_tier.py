@@ -69,6 +69,29 @@ def test_single_tokens_with_a_few_slots(demo, tmp_path, slots):
     assert stats["ours"]["device_experts"] <= slots * 12
 
 
+def test_slots_by_the_policys_quotas(demo, tmp_path):
+    """Fate §4.4: the first two of twelve layers whole, the others with what is left; in centric and in waves as if all experts had been there."""
+    batches = [40, *[1] * 24]
+    runs = {
+        "stock": {"stock": "device", "batches": batches},
+        "single": {"stock": "device", "batches": SINGLE},
+        "centric": ALL | {"vram_mode": "centric", "capacity": 140, "batches": SINGLE, "strategy": "fate"},
+        "waves": ALL | {"vram_mode": "waves", "capacity": 140, "batches": batches, "strategy": "fate"},
+        "lru": ALL | {"vram_mode": "centric", "capacity": 140, "batches": SINGLE},
+        "cooperative": ALL | {"capacity": 40, "batches": SINGLE, "strategy": "fate", "vram_mode": "cooperative"},
+    }
+    for run in runs.values():
+        run.pop("slots", None)
+    logits, stats = device_runs(demo, tmp_path, runs)
+    assert_bit_equal(logits["waves"], logits["stock"])
+    for name, fewest, most in (("centric", 7, 32), ("waves", 7, 32), ("lru", 11, 12), ("cooperative", 0, 32)):
+        (use,) = stats[name]["device_memory"].values()
+        assert (use["n_slots"], use["most_slots"]) == (fewest, most), name
+        if name in ("centric", "lru"):
+            assert_bit_equal(logits[name], logits["single"])
+    assert 0 < stats["cooperative"]["device_experts"] <= 40 and stats["cooperative"]["device_hits"] > 0
+
+
 def test_in_waves(demo, tmp_path):
     """A batch that needs more experts than there are slots: as if all had been there. In waves, and at once on one stage or on two in turn."""
     batches = [40, 1, 9, 1, 40, 30]

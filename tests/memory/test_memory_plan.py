@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from moeoff import BudgetError, OptionError
 from moeoff.budget.plan import RESERVE, DeviceBound, DeviceRoom, MemoryPlan, Pools, slots_that_fit, stage_that_fits
 from moeoff.cli.options import sentence
+from moeoff.policies import CacheShape
+from moeoff.policies.base import quotas
 from moeoff.system.memory import MIB, format_size
 
 
@@ -74,7 +76,7 @@ def test_items_of_a_plan_are_its_parts():
 
 def layers(*sizes: int, spare: int = 2):
     """What n slots of each layer take, with those of zeros."""
-    return [lambda n, size=size: size * (n + spare) for size in sizes]
+    return [lambda n, size=size: size * (n + spare) if n else 0 for size in sizes]
 
 
 def test_bounds():
@@ -88,20 +90,40 @@ def test_bounds():
             DeviceBound.parse(text)
 
 
-@pytest.mark.parametrize("free, sizes, n", [(1000, (4, 6), 8), (80, (4, 6), 6), (41, (4, 6), 2), (30, (4, 6), 1), (4000, (1,), 16)])
+def slots_in(room: DeviceRoom, *sizes: int, divide=None, **options) -> list[int]:
+    """Slots of layers with 16 experts of so many bytes each, by default as many in each."""
+    n = len(sizes)
+    return slots_that_fit(room, layers(*sizes), 16, divide or (lambda capacity: quotas(CacheShape(n, 16, 1, capacity), 0)), **options)
+
+
+@pytest.mark.parametrize("free, sizes, n", [(1000, (4, 6), [8, 8]), (84, (4, 6), [7, 6]), (41, (4, 6), [2, 2]), (30, (4, 6), [1, 1]), (4000, (1,), [16])])
 def test_all_layers_get_as_many_and_no_more_than_there_are_experts(free, sizes, n):
-    assert slots_that_fit(DeviceRoom("GPU0", min(100, free) * MIB, 0, free * MIB), layers(*(size * MIB for size in sizes)), 16) == n
+    assert slots_in(DeviceRoom("GPU0", min(100, free) * MIB, 0, free * MIB), *(size * MIB for size in sizes)) == n
+
+
+def test_layers_get_the_policys_quotas():
+    """Fate §4.4: the first layers whole, or as far as memory goes, and evenly what is left; each layer what a mode needs, as far as there is room for that."""
+
+    def shallow(capacity: int) -> list[int]:
+        return quotas(CacheShape(6, 16, 2, capacity), 2)
+
+    def fit(mib: int, **options) -> list[int]:
+        return slots_in(DeviceRoom("GPU0", mib * MIB, 0, 1000 * MIB), *[MIB] * 6, divide=shallow, **options)
+
+    assert fit(60) == [16, 16, 4, 4, 4, 4] and fit(62) == [16, 16, 5, 5, 4, 4] and fit(500) == [16] * 6
+    assert fit(24) == [16, 4, 0, 0, 0, 0] and fit(32, least=2) == [10, 2, 2, 2, 2, 2] and fit(20, least=2) == [3, 1, 1, 1, 1, 1]
+    assert fit(62, fixed=2 * MIB) == fit(60)
 
 
 def test_what_would_do_is_named():
     with pytest.raises(BudgetError) as small:
-        slots_that_fit(DeviceRoom("GPU0", 50 * MIB, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16)
+        slots_in(DeviceRoom("GPU0", 50 * MIB, 45 * MIB, 1000 * MIB), 4 * MIB)
     needed = small.value.hint["vram"]
-    assert "GPU0" in str(small.value) and slots_that_fit(DeviceRoom("GPU0", needed, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16) == 1
+    assert "GPU0" in str(small.value) and slots_in(DeviceRoom("GPU0", needed, 45 * MIB, 1000 * MIB), 4 * MIB) == [1]
     with pytest.raises(BudgetError) as large:
-        slots_that_fit(DeviceRoom("GPU0", 5000 * MIB, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16)
+        slots_in(DeviceRoom("GPU0", 5000 * MIB, 45 * MIB, 1000 * MIB), 4 * MIB)
     needed = large.value.hint["vram"]
-    assert needed == 1045 * MIB and slots_that_fit(DeviceRoom("GPU0", needed, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16) == 16
+    assert needed == 1045 * MIB and slots_in(DeviceRoom("GPU0", needed, 45 * MIB, 1000 * MIB), 4 * MIB) == [16]
 
 
 @pytest.mark.parametrize(

@@ -525,6 +525,39 @@ TEST(what_a_device_holds_leaves_memory_first) {
     REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).is_ready() == false && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).is_ready());
 }
 
+TEST(slots_may_have_priorities_of_their_own) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 1, 1, 3 * 2 * arena::slot_bytes(nbytes)); // three experts in memory
+    float * const own = x.s.device_priorities();
+    std::fill_n(x.s.priorities(), n_expert, 1.0f);
+    x.s.priorities()[0] = 0.0f; // the lowest of host memory, the highest of the device
+    own[0] = 1.0f;
+    x.s.publish();
+    x.event({ 0 });
+    x.event({ 0 });
+    x.wait_for(1);
+    for (int i = 0; i < 6; i++) {
+        x.event({ 1, 2 });
+        while (x.s.n_pending_uploads() > 0) {
+            std::this_thread::yield();
+        }
+    }
+    REQUIRE(x.event({ 0 }).host == (std::vector<int32_t> { -1 }) && x.stats().device_uploads == 1);
+    own[0] = -1.0f;
+    x.s.publish();
+    x.event({ 1, 2 });
+    while (x.stats().device_uploads < 2) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    REQUIRE(x.event({ 0 }).host == (std::vector<int32_t> { 0 }));
+    x.s.set_device(MOEOFF_DEVICE_COOPERATIVE, 1, 2, { 1 }, std::make_unique<fake_device>()); // new slots go by the priorities of memory
+    own[0] = 2.0f;
+    x.s.publish();
+    x.event({ 1, 0 });
+    x.event({ 1, 0 });
+    x.wait_for(1);
+    REQUIRE(x.event({ 1, 0 }).host == (std::vector<int32_t> { -1, 0 }));
+}
+
 // uses experts as a text would whose favourites change: three of six at a time
 static void use_all(device_store & x, int n_rounds) {
     for (int i = 0; i < n_rounds; i++) {

@@ -327,6 +327,19 @@ def test_arcs_quotas_follow_the_buffer():
     assert all({6, 7} < experts and len(experts) == 4 for experts in use([0, 1, 0, 1]))
 
 
+def test_memory_that_is_divided_decides_the_quotas():
+    """A device's slots: as many in each layer as the device has there, whatever the boundary."""
+    shape = CacheShape(3, 8, 1, 24).divided([5, 0, 2])
+    assert shape.capacity == 7
+    for name in ("arc", "lru-layer"):
+        policy = get_policy(name)(shape)
+        for expert in range(8):
+            for gate in range(3):
+                policy.update(GateEvent(gate, np.array([[expert]], np.int32), np.ones((1, 1), np.float32)))
+        kept = [set(np.flatnonzero(row > row.min())) for row in policy.priorities]
+        assert kept == [{3, 4, 5, 6, 7}, set(), {6, 7}], name
+
+
 def test_arc_keeps_what_arc_keeps():
     shape = CacheShape(1, 12, 1, 5)
     policy, brute = get_policy("arc")(shape, shallow=0), BruteARC(5)

@@ -137,6 +137,10 @@ float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t 
     return eb->store->priorities();
 }
 
+float * moeoff_device_priorities(moeoff_expert_buffer * eb) {
+    return guarded((float *) nullptr, [&] { return eb->store->device_priorities(); });
+}
+
 void moeoff_publish(moeoff_expert_buffer * eb) { eb->store->publish(); }
 
 static int32_t queued(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, bool expected, int32_t limit) {

@@ -105,6 +105,7 @@ void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spar
     user        = nullptr;
     has_low     = map.has_low();
     last_gate   = -1;
+    own_keys.clear();
     expected.assign((size_t) map.n_experts(), 0);
     mode        = next;
     max_uploads = n_uploads;
@@ -141,6 +142,16 @@ bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, expe
         }
     }
     return true;
+}
+
+void device_tier::rank(size_t first, const float * priorities, size_t n) {
+    for (size_t i = 0; i < n && first + i < own_keys.size(); i++) {
+        own_keys[first + i] = eviction_rank::key_of(priorities[i]);
+    }
+}
+
+const uint32_t * device_tier::keys_of(const gate & g, const expert_table & table) const {
+    return own_keys.empty() ? table.space.keys_of(g) : &own_keys[(size_t) g.index * expected.size()];
 }
 
 int32_t device_tier::n_served() const {
@@ -195,7 +206,7 @@ device_tier::staged * device_tier::ahead_of(const gate & g) {
 
 void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) {
     int32_t displaced;
-    const int32_t slot = slots_of(g, v)->take(expert, table.space.keys_of(g), is_needed, forced, displaced);
+    const int32_t slot = slots_of(g, v)->take(expert, keys_of(g, table), is_needed, forced, displaced);
     if (displaced >= 0) {
         table.space.set_on_device(g, displaced, v, false);
     }
@@ -241,7 +252,7 @@ void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, s
         }
     }
     if (!uploads_all() && (int32_t) candidates.size() > n) {
-        const uint32_t * keys = table.space.keys_of(g);
+        const uint32_t * keys = keys_of(g, table);
         std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
         candidates.resize((size_t) n);
     }

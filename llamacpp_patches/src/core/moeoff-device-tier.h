@@ -42,7 +42,7 @@ struct upload {
 // The experts of one gate that are in a device's memory in one version: which slot each is in, and which of them gives its slot to another. A slot
 // holds all matrices of one expert; it is free, being written (its expert is not found yet), or serves its expert.
 //
-// What ranks lowest gives way: by priority, then by heat, a count of uses that halves every 180 steps. Of equal priority only what has
+// What ranks lowest gives way: by priority (of slots alone, or of host memory), then by heat, a count of uses that halves every 180 steps. Of equal priority only what has
 // been used more than once more often displaces another: to and fro between experts that are used as often would keep the bus busy for
 // nothing.
 class device_slots {
@@ -129,6 +129,10 @@ class device_tier {
     // The gate's batch is staged as the one before it was, and the device will compute it next: what it chose in the batch before, and host memory has
     void stage_ahead(const gate & g, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     int32_t n_served() const REQUIRES(store_mutex);
+    // From here on slots go by ranks of their own [n], those of the priority 0, until the next reset()
+    void rank_alone(size_t n) REQUIRES(store_mutex) { own_keys.assign(n, eviction_rank::key_of(0.0f)); }
+    // the priorities of n of them, from one on
+    void rank(size_t first, const float * priorities, size_t n) REQUIRES(store_mutex);
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
     moeoff_device_mode mode_for(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) REQUIRES(store_mutex);
 
@@ -150,6 +154,7 @@ class device_tier {
         std::vector<uint8_t> is_there; // by expert: written ahead
     };
 
+    const uint32_t * keys_of(const gate & g, const expert_table & table) const REQUIRES(store_mutex);
     device_slots * slots_of(const gate & g, version v) const REQUIRES(store_mutex) { return slots[v].empty() ? nullptr : slots[v][(size_t) g.index].get(); }
     int32_t n_own_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) ? slots_of(g, v)->n_slots() : 0; }
     // where the gate's experts are written ahead; nullptr: nowhere, or in waves
@@ -173,6 +178,7 @@ class device_tier {
     std::vector<staged>  stages     GUARDED_BY(store_mutex);
     bool                 on_stage   GUARDED_BY(store_mutex) = false; // what is left of the high ones
     std::vector<std::vector<int32_t>> last_staged GUARDED_BY(store_mutex); // by gate: what its last staged batch chose
+    std::vector<uint32_t> own_keys GUARDED_BY(store_mutex); // [n_gates, n_experts] eviction_rank::key_of the priorities of slots, or none: those of host memory
     std::vector<int32_t> candidates GUARDED_BY(store_mutex); // scratch
     std::vector<uint8_t> expected   GUARDED_BY(store_mutex); // likewise
 };

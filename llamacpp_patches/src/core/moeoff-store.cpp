@@ -588,6 +588,27 @@ bool store::is_staged(const gate & g, int64_t n_used, int64_t n_tokens) const {
 
 // --- policy ---
 
+float * store::device_priorities() {
+    const size_t n = (size_t) map.n_gates() * (size_t) map.n_experts();
+    device_written.assign(n, 0.0f);
+    device_published.assign(n, 0.0f);
+    store_lock lock(sync);
+    device.rank_alone(n);
+    return device_written.data();
+}
+
+void store::publish() {
+    table.space.publish();
+    const size_t n = (size_t) map.n_experts();
+    for (size_t first = 0; first < device_written.size(); first += n) {
+        if (memcmp(&device_written[first], &device_published[first], n * sizeof(float)) != 0) {
+            std::copy_n(&device_written[first], n, &device_published[first]);
+            store_lock lock(sync);
+            device.rank(first, &device_published[first], n);
+        }
+    }
+}
+
 int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit) {
     int32_t             n_queued = 0;
     std::vector<upload> ahead;
@@ -779,7 +800,7 @@ void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64
             return prefetch(gate, experts, n, n_read, (1u << MOEOFF_N_MATRIX) - 1, HIGH, true, limit);
         };
         const auto are_absent = [this](int32_t gate, const int32_t * experts, int32_t n) { return lacks(gate, experts, n); };
-        predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent, [this] { table.space.publish(); });
+        predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent, [this] { publish(); });
     }
     driver.start(callback, user, max_bytes, std::move(predictor));
 }

@@ -179,7 +179,8 @@ class store {
     void    set_gating(int32_t function) { gating_function = function; }
     int32_t gating() const { return gating_function; }
     float * priorities() { return table.space.priorities(); } // [n_gates, n_experts]
-    void    publish() { table.space.publish(); }
+    float * device_priorities(); // the same of devices' slots, which go by those of host memory before the first call
+    void    publish();
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
     int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit);
     bool    lacks(int32_t gate, const int32_t * experts, int32_t n) const; // one of them is not in memory
@@ -245,6 +246,7 @@ class store {
     std::atomic<int32_t>       gating_function {0}; // llama_expert_gating_func_type
     std::atomic<int32_t>       batch_kind {MOEOFF_BATCH_BY_SIZE};
     uint64_t                   limits[n_pools] GUARDED_BY(store_mutex); // bytes of the arenas
+    std::vector<float>         device_written, device_published; // [n_gates, n_experts] or none, by who publishes
     std::vector<std::atomic<uint64_t>> stall_ns; // by gate
     std::atomic<uint64_t>      total_stall_ns {0};
 };

@@ -372,6 +372,8 @@ MOEOFF_API uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * 
 
 // [n_gates, n_experts] f32, written in place by the policy: the lowest is evicted first, among equals the least recently used
 MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
+// the same for slots of devices alone, which have priorities of their own from the next moeoff_publish() on, until slots are set anew; NULL: out of memory
+MOEOFF_API float * moeoff_device_priorities(moeoff_expert_buffer * eb);
 // After a change of priorities: from now on evictions go by them; what was not published is not seen. Only rows that differ cost
 // anything. Writing and publishing are up to one thread at a time
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
