@@ -268,7 +268,7 @@ class ExpertBuffer:
             slots: of each gate, (ggml_backend_dev_t or 0, number, number of low versions). Empty: none.
             mode: native.DEVICE_...
             n_used: experts that serve a token.
-            n_uploads: experts that a gate may get at each of its events.
+            n_uploads: experts that a gate may get at each of its events; -1: as many as end in time.
             stage: slots of each stage, and how many stages each device has: 0, 1 or 2.
 
         Raises:

@@ -19,7 +19,7 @@ AUTO = "auto"  # whichever is the fastest, by measuring
 # how devices compute with experts; docs/internals/gpu.md
 WAVES = "waves"  # centric, of batches that need more experts than there are slots, too
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC, WAVES: native.DEVICE_WAVES}
-_UPLOADS = 2  # experts that a layer may get in a step: more would keep the bus busy with what is used once
+_UPLOADS = -1  # experts that a layer may get in a step: as many as are there in time
 
 
 class DeviceTier:

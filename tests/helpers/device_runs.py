@@ -38,7 +38,7 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
     """(logits [positions, n_vocab], stats) of each run by its name.
 
     Args:
-        runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, one number or a list, instead of what vram has room for, "capacity": the same of all layers together, as the policy divides it, "stage": slots of a stage and stages, likewise, by default none, "uploads": at
+        runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, one number or a list, instead of what vram has room for, "capacity": the same of all layers together, as the policy divides it, "stage": slots of a stage and stages, likewise, by default none, "uploads": by default as many as end in time, at
             each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "precision": fields of `Precision`; "versions": what serves each use of an expert, in the order of gate events; "trace" and "replay": files; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
@@ -70,7 +70,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     if precision := run.pop("precision", None):
         run["precision"] = Precision(**precision)
     devices = counted_devices() if run.pop("count", False) else None
-    device_tier._UPLOADS = run.pop("uploads", 2)
+    device_tier._UPLOADS = run.pop("uploads", -1)
     if block := run.pop("block", None):
         comparison._BLOCK, comparison._SKIP = block, 0
     if slots or capacity:

@@ -97,6 +97,41 @@ int32_t device_slots::count_ahead(const std::vector<int32_t> & chosen) {
     return n;
 }
 
+// --- pace ---
+
+void upload_pace::uploaded(uint64_t nbytes, uint64_t ns) {
+    if (nbytes > 0) {
+        const double now = (double) std::max<uint64_t>(ns, 1) / (double) nbytes;
+        ns_per_byte = ns_per_byte > 0 ? ns_per_byte + rate * (now - ns_per_byte) : now;
+        n_events    = 0;
+    }
+}
+
+void upload_pace::selected(int32_t gate, int32_t gates, int64_t n_tokens, int64_t now) {
+    if (n_tokens != last_tokens) {
+        gap_ns = 0;
+    } else if (gate == last_gate + 1) { // from the last gate to the first one lies more than a layer
+        gap_ns = gap_ns > 0 ? gap_ns + rate * ((double) (now - last_ns) - gap_ns) : (double) (now - last_ns);
+    }
+    last_gate   = gate;
+    n_gates     = gates;
+    last_tokens = n_tokens;
+    last_ns     = now;
+    n_events++;
+}
+
+int32_t upload_pace::n_behind(uint64_t nbytes, int32_t n_pending) const {
+    const double n = ns_per_byte > 0 ? gap_ns / ns_of(nbytes) - n_pending : 0;
+    return std::max((int32_t) std::min(n, 1e6), n_pending == 0 ? 1 : 0);
+}
+
+int32_t upload_pace::n_ahead(int32_t gate, uint64_t nbytes, int64_t now, int32_t n_pending) const {
+    const int32_t n_steps = gate > last_gate ? gate - last_gate : gate - last_gate + n_gates;
+    const double  n       = ns_per_byte > 0 ? (n_steps * gap_ns - (double) (now - last_ns)) / ns_of(nbytes) - n_pending : 0;
+    const bool    is_old  = n_pending == 0 && (ns_per_byte == 0 || n_events > most_events);
+    return std::max((int32_t) std::max(std::min(n, 1e6), 0.0), is_old ? 1 : 0);
+}
+
 // --- tier ---
 
 void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots,
@@ -109,6 +144,7 @@ void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spar
     expected.assign((size_t) map.n_experts(), 0);
     mode        = next;
     max_uploads = n_uploads;
+    pace        = {};
     n_spare     = spare;
     n_stage     = stage_slots;
     on_stage    = false;
@@ -178,8 +214,9 @@ moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int
     return mode;
 }
 
-bool device_tier::begin_event(const gate & g) {
+bool device_tier::begin_event(const gate & g, int64_t n_tokens, const expert_map & map, int64_t now) {
     last_gate = g.index;
+    pace.selected(g.index, map.n_gates(), n_tokens, now);
     return uploads_all();
 }
 
@@ -215,13 +252,13 @@ void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool f
     }
 }
 
-void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) {
+void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) {
     table.counters().device_ahead_used += (uint64_t) slots_of(g, HIGH)->count_ahead(all.chosen);
     on_stage = is_staged(g, event.n_used, event.n_tokens);
     for (const version v : { HIGH, LOW }) {
         left[v].clear();
         if (has_slots(g, v)) {
-            assign(g, v, event, all, table, n_most);
+            assign(g, v, event, all, table, n_pending);
         }
     }
     if (on_stage) {
@@ -229,8 +266,8 @@ void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & 
     }
 }
 
-void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) {
-    const int32_t  n = std::max(std::min(n_most, max_uploads), 0);
+void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) {
+    const int32_t  n = n_uploads(pace.n_behind(table.expert_bytes(g, 0, v), n_pending), n_pending);
     device_slots & s = *slots_of(g, v);
     candidates.clear();
     s.next_step();
@@ -321,14 +358,15 @@ void device_tier::stage_ahead(const gate & g, expert_table & table, std::vector<
     }
 }
 
-void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) {
+void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
     if (!is_on() || n_own_slots(g, HIGH) == 0 || !user || last_gate == g.index) {
         return;
     }
     for (int32_t i = 0; i < n; i++) {
         expected[(size_t) experts[i]] = 1;
     }
-    for (int32_t i = 0; i < std::min(n, n_spare) && (int32_t) uploads.size() < std::min(n_most, max_uploads); i++) {
+    const int32_t n_most = n_uploads(pace.n_ahead(g.index, table.expert_bytes(g, 0, HIGH), now, n_pending), n_pending);
+    for (int32_t i = 0; i < std::min(n, n_spare) && (int32_t) uploads.size() < n_most; i++) {
         if (!table.space.on_device(g, experts[i], HIGH) && table.is_in_memory(g, experts[i])) {
             begin_upload(g, HIGH, experts[i], uploads_all(), expected.data(), uploads, table);
         }

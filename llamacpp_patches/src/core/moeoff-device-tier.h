@@ -104,11 +104,37 @@ class slot_memory : public arena::pinner {
     virtual void * tensor(int32_t gate, slot_set set, int32_t matrix) const = 0;
 };
 
+// How many uploads end in time: by what the bytes took that went to devices lately, and by how long it takes from one gate to the next. Fate §4.3:
+// n = T / t_expert. Knows no clock
+class upload_pace {
+  public:
+    // so many bytes were uploaded in ns, one after the other
+    void uploaded(uint64_t nbytes, uint64_t ns);
+    // a gate of n_gates has selected for a batch, at this time in ns
+    void selected(int32_t gate, int32_t n_gates, int64_t n_tokens, int64_t now);
+    // More than n_pending experts of so many bytes, that the gate which has just selected may begin: they end before the next gate selects, or, where one takes
+    // longer, one at a time
+    int32_t n_behind(uint64_t nbytes, int32_t n_pending) const;
+    // the same, of uploads that end before that gate selects. Once in a while one may begin in any case, so that the rate is known
+    int32_t n_ahead(int32_t gate, uint64_t nbytes, int64_t now, int32_t n_pending) const;
+
+  private:
+    static constexpr double  rate        = 0.2; // of a new measurement in the running means
+    static constexpr int32_t most_events = 1024; // after which a rate is too old to forbid uploads
+
+    double  ns_of(uint64_t nbytes) const { return ns_per_byte * (double) nbytes; }
+
+    double  ns_per_byte = 0; // 0: not known
+    double  gap_ns      = 0; // between two gates, for a batch of last_tokens
+    int32_t last_gate   = -1, n_gates = 1, n_events = 0; // since the last upload
+    int64_t last_tokens = 0, last_ns = 0;
+};
+
 class device_tier {
   public:
     // Between decodes. n_slots and n_low_slots [n_gates], 0: the gate has none. Low versions are in slots where every chosen expert is uploaded, else the
     // CPU serves them. n_spare: slots behind these that hold zeros, as many as experts serve a token. n_uploads: of a gate at each of its events, unless
-    // every chosen expert is uploaded. n_stages: 0 to 2, of n_stage slots
+    // every chosen expert is uploaded, and as many ahead; -1: as many as end in time. n_stages: 0 to 2, of n_stage slots
     void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const std::vector<int32_t> & n_low_slots,
                int32_t n_stage, int32_t n_stages, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
     // Another mode for the slots that are there, between decodes; what they hold stays. While they are off, host memory is as if there were
@@ -117,7 +143,7 @@ class device_tier {
     bool is_on() const REQUIRES(store_mutex) { return mode != MOEOFF_DEVICE_OFF; }
     bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC || mode == MOEOFF_DEVICE_WAVES; }
     // The gate's router has selected for the user's graph: from here on nothing is uploaded ahead for it. Whether every chosen expert is uploaded
-    bool begin_event(const gate & g) REQUIRES(store_mutex);
+    bool begin_event(const gate & g, int64_t n_tokens, const expert_map & map, int64_t now) REQUIRES(store_mutex);
     // How often the slots of a version are filled for a batch, each time with other experts; unless every chosen expert is uploaded, 1 and none of low versions
     int32_t n_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
     // What is uploaded for the next of a version's waves: the device has finished the one before. Of slots of the gate's own assign() has begun the first
@@ -136,13 +162,17 @@ class device_tier {
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
     moeoff_device_mode mode_for(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) REQUIRES(store_mutex);
 
-    // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter at most so many, unless every chosen
-    // expert is uploaded, and none of what will be on the stage
-    void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
-    // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, of the first ones, as many as serve a
-    // token. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
+    // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter as many as end in time, unless every chosen
+    // expert is uploaded, and none of what will be on the stage. n_pending: uploads that have not ended
+    void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) REQUIRES(store_mutex);
+    // What a predictor expects of the gate, and host memory has: begins as many uploads as end in time of these n experts, of the first ones, as many as serve
+    // a token. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
     // the next one of another gate its device may still read the slots: then there are none
-    void prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) REQUIRES(store_mutex);
+    void prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) REQUIRES(store_mutex);
+    // experts of so many bytes were uploaded in ns, behind what was computed
+    void uploaded(uint64_t nbytes, uint64_t ns) REQUIRES(store_mutex) { pace.uploaded(nbytes, ns); }
+
+    static constexpr int32_t most_pending = 8; // uploads: each keeps an expert in host memory until it has ended
     void finish(const gate & g, const upload & u, bool is_complete, expert_table & table) REQUIRES(store_mutex);
     // of an upload that has not begun
     void take_back(const gate & g, const upload & u, expert_table & table) REQUIRES(store_mutex);
@@ -161,13 +191,16 @@ class device_tier {
     staged * ahead_of(const gate & g) REQUIRES(store_mutex);
     // those that it has in this mode
     bool has_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) && (v == HIGH || uploads_all()); }
-    void assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
+    void assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) REQUIRES(store_mutex);
+    // at most so many more than in_time, by the bounds that are not of time
+    int32_t n_uploads(int32_t in_time, int32_t n_pending) const REQUIRES(store_mutex) { return std::max(std::min(max_uploads < 0 ? in_time : max_uploads, most_pending - n_pending), 0); }
     // the first n of what is left, in a wave
     void stage(const gate & g, size_t n, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     void begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) REQUIRES(store_mutex);
 
     moeoff_device_mode mode      GUARDED_BY(store_mutex) = MOEOFF_DEVICE_OFF;
-    int32_t            max_uploads GUARDED_BY(store_mutex) = 0;
+    int32_t            max_uploads GUARDED_BY(store_mutex) = 0; // -1: by the pace
+    upload_pace        pace      GUARDED_BY(store_mutex);
     int32_t            n_spare   GUARDED_BY(store_mutex) = 0;
     const void *       user      GUARDED_BY(store_mutex) = nullptr;
     bool               has_low   GUARDED_BY(store_mutex) = false; // experts have low versions

@@ -98,6 +98,15 @@ const moeoff_source * expert_map::source_of(const gate & g, int32_t matrix, int3
     return i >= 0 && (size_t) expert < sources[v][(size_t) i].size() ? &sources[v][(size_t) i][(size_t) expert] : nullptr;
 }
 
+uint64_t expert_map::expert_bytes(const gate & g, int32_t expert, version v) const {
+    uint64_t sum = 0;
+    for (int32_t matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
+        const moeoff_source * s = source_of(g, matrix, expert, v);
+        sum += s && s->type >= 0 ? s->nbytes : 0;
+    }
+    return sum;
+}
+
 uint64_t expert_map::slot_bytes(const gate & g, int32_t expert, version v) const {
     uint64_t sum = 0;
     for (int32_t matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {

@@ -68,6 +68,7 @@ class expert_map {
     const moeoff_source & source_of(const tensor & t, int32_t expert, version v) const { return sources_of(gate_of(t).tensors[(size_t) t.info.matrix], v)[(size_t) expert]; }
     // nullptr: there is no such slice
     const moeoff_source * source_of(const gate & g, int32_t matrix, int32_t expert, version v) const;
+    uint64_t expert_bytes(const gate & g, int32_t expert, version v) const; // of all its matrices
 
     // of the arena, for all of an expert's matrices; 0: there is nothing to read
     uint64_t slot_bytes(const gate & g, int32_t expert, version v) const;

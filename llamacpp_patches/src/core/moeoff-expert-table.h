@@ -86,6 +86,7 @@ class expert_table {
     // --- without the mutex, after the start ---
     const expert_state & state_of(const gate & g, int32_t expert, uint8_t v) const { return all.experts[index_of(g, expert, v)]; }
     slice at(const tensor & t, int32_t expert, uint8_t v) const;
+    uint64_t expert_bytes(const gate & g, int32_t expert, version v) const { return map.expert_bytes(g, expert, v); }
     const moeoff_source & source_of(const expert_state & x, int32_t matrix) const { return *map.source_of(map.gate_at(x.gate), matrix, x.expert, (version) x.version); }
     int32_t tensor_of(const read_request & r) const { return map.gate_at(r.of->gate).tensors[(size_t) r.matrix]; }
     bool    has_low() const { return all.has_low(); }
@@ -132,7 +133,7 @@ class expert_table {
     bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices, or on a device
     bool    is_coming(const gate & g, int32_t expert) const REQUIRES(store_mutex); // the same, or all that is not has been asked for
     bool    is_expected(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return state_of(g, expert, HIGH).expected; } // a prefetch has asked for its high version
-    bool    is_in_memory(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return state_of(g, expert, HIGH).is_whole(); }
+    bool    is_in_memory(const gate & g, int32_t expert, version v = HIGH) const REQUIRES(store_mutex) { return state_of(g, expert, v).is_whole(); }
     // counts the use of an expert that a router has selected and a device serves
     void    count_on_device(const gate & g, int32_t expert, version v, moeoff_gate_event & event) REQUIRES(store_mutex);
 

@@ -123,8 +123,6 @@ void store::stop() {
 
 // --- hot path ---
 
-static constexpr int32_t max_pending_uploads = 8; // each keeps an expert in host memory until it has ended
-
 bool store::is_decode(int32_t n_tokens) const {
     const int32_t kind = batch_kind.load(std::memory_order_relaxed);
     return kind == MOEOFF_BATCH_BY_SIZE ? n_tokens == 1 : kind == MOEOFF_BATCH_DECODE;
@@ -141,7 +139,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     if (out) {
         {
             store_lock lock(sync);
-            is_inline = device.begin_event(g);
+            is_inline = device.begin_event(g, event.n_tokens, map, now_ns());
         }
         if (is_inline) {
             take_back_uploads(g);
@@ -151,7 +149,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         store_lock lock(sync);
         events.begin(g, event, c, all, is_eager, out ? out->host : nullptr);
         if (out) {
-            device.assign(g, event, all, table, max_pending_uploads - uploads.n_pending());
+            device.assign(g, event, all, table, uploads.n_pending());
         }
         if (is_eager) {
             events.request(g, event, all);
@@ -297,25 +295,22 @@ void store::bring_down(const gate & g, const upload & u) {
     }
 }
 
-// Pins the slot of an expert that is held, for a device to read until the expert is released; false: it is not pinned
-bool store::pin_slot(expert_state & x) {
+// Pins the slot of an expert that is held, for a device to read until the expert is released, if it can be
+void store::pin_slot(const gate & g, upload & u) {
     store_lock lock(sync);
-    if (x.size_class < 0) {
-        return false;
-    }
-    for (arena::pin_range range; table.slots_of(x).begin_pin(x.size_class, x.slot, range);) {
+    expert_state & x = table.state_of(g, u.expert, u.precision);
+    for (arena::pin_range range; x.size_class >= 0 && table.slots_of(x).begin_pin(x.size_class, x.slot, range);) {
         lock.unlock();
         const bool is_pinned = slots->pin(range.data, range.nbytes); // takes milliseconds
         lock.lock();
         table.slots_of(x).end_pin(range, is_pinned);
     }
-    return table.slots_of(x).begin_read(x.size_class, x.slot);
+    u.is_pinned = x.size_class >= 0 && table.slots_of(x).begin_read(x.size_class, x.slot);
 }
 
 // queues the copies of an expert, which is held if host memory is where it comes from
 void store::write_expert(const gate & g, upload & u, bool is_ahead) {
     const bool is_staged = u.stage >= 0;
-    u.is_pinned = u.from == upload::HOST && pin_slot(table.state_of(g, u.expert, u.precision));
     for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
         if (g.tensors[m] < 0) {
             continue;
@@ -334,13 +329,15 @@ void store::write_expert(const gate & g, upload & u, bool is_ahead) {
 void store::end_uploads(const gate & g, const upload * all, size_t n, uint64_t ns, bool is_awaited) {
     store_lock lock(sync);
     moeoff_stats & stats = table.counters();
+    const uint64_t before = stats.device_bytes;
     for (const upload * u = all; u < all + n; u++) {
         table.release(table.state_of(g, u->expert, u->precision), u->is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
         device.finish(g, *u, true, table);
         stats.device_uploads++;
-        for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
-            stats.device_bytes += g.tensors[m] >= 0 ? table.source_of(table.state_of(g, u->expert, u->precision), m).nbytes : 0;
-        }
+        stats.device_bytes += table.expert_bytes(g, u->expert, u->precision);
+    }
+    if (!is_awaited) {
+        device.uploaded(stats.device_bytes - before, ns);
     }
     stats.device_upload_ns += ns;
     stats.device_wait_ns   += is_awaited ? ns : 0;
@@ -350,7 +347,10 @@ void store::upload_held(gate & g, std::vector<upload> & some) {
     for (const upload & u : some) {
         bring_down(g, u);
     }
-    const int64_t t0 = now_ns();
+    for (upload & u : some) {
+        pin_slot(g, u);
+    }
+    const int64_t t0 = now_ns(); // pinning is done once
     for (upload & u : some) {
         write_expert(g, u, true);
     }
@@ -439,6 +439,7 @@ void store::upload_before_use(gate & g, std::vector<upload> & all, std::vector<i
         first = n == 0 ? i : first;
         n++;
         slot_of[all[i].precision][(size_t) all[i].expert] = all[i].stage >= 0 ? all[i].stage : all[i].slot;
+        pin_slot(g, all[i]);
         const int64_t t0 = now_ns();
         write_expert(g, all[i], false);
         ns += (uint64_t) (now_ns() - t0);
@@ -625,7 +626,7 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
             return -1;
         }
         if (device.is_on()) {
-            ahead.reserve(max_pending_uploads); // a slot that is taken is then written to
+            ahead.reserve((size_t) device_tier::most_pending); // a slot that is taken is then written to
         }
         for (int32_t i = 0; i < n && expected; i++) { // what is resident is protected first: no read may evict it
             if (!table.space.on_device(g, experts[i], v)) {
@@ -660,7 +661,7 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
         table.counters().prefetch_issued += expected ? (uint64_t) n_queued : 0;
         table.wake_workers();
         if (v == HIGH && expected && device.is_on()) {
-            device.prefetch(g, experts, std::min(n, n_read), table, max_pending_uploads - uploads.n_pending(), ahead);
+            device.prefetch(g, experts, std::min(n, n_read), table, now_ns(), uploads.n_pending(), ahead);
             announce(g, ahead);
         }
     }

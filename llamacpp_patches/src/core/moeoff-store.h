@@ -211,7 +211,7 @@ class store {
     void upload_held(gate & g, std::vector<upload> & some); // on the thread of its own
     void stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens);
     void write_expert(const gate & g, upload & u, bool is_ahead);
-    bool pin_slot(expert_state & x);
+    void pin_slot(const gate & g, upload & u);
     void end_uploads(const gate & g, const upload * all, size_t n, uint64_t ns, bool is_awaited);
     void take_back_uploads(gate & g);
     void announce(const gate & g, std::vector<upload> & all) REQUIRES(store_mutex);

@@ -356,7 +356,7 @@ MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 
 // Between decodes: of each gate on device devices[gate] (the address of a ggml_backend_dev_t, 0: none) n_slots[gate] slots that each hold all matrices of
 // an expert, n_low_slots[gate] of its low version (which are used where every chosen expert is uploaded; without them the CPU computes then), and n_spare
-// more of either, as many as experts serve a token. n_uploads: of a gate at each of its events (MOEOFF_DEVICE_COOPERATIVE). n_stages: 0 to 2 stages of
+// more of either, as many as experts serve a token. n_uploads: of a gate at each of its events (MOEOFF_DEVICE_COOPERATIVE), and ahead; -1: as many as end in time. n_stages: 0 to 2 stages of
 // n_stage slots on each device, which its gates share, in turn if there are two. Slots that were there are given back first. Graphs that were built before must not be computed again: moeoff_context_memory() plans new ones.
 // -1: no memory, or a device that cannot compute with these experts; then there are none
 MOEOFF_API int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, const int32_t * n_low_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads, int32_t n_stage, int32_t n_stages);

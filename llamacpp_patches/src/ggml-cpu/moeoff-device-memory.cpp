@@ -328,7 +328,7 @@ int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint6
     return moeoff::guarded(-1, [&]() -> int {
         moeoff::store & s   = *eb->store;
         const auto &    map = s.experts();
-        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || n_gates != map.n_gates() || n_spare < 1 || n_uploads < 0 || n_stages < 0 || n_stages > 2 || n_stage < n_stages) {
+        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || n_gates != map.n_gates() || n_spare < 1 || n_uploads < -1 || n_stages < 0 || n_stages > 2 || n_stage < n_stages) {
             return moeoff::set_last_error("the buffer is not running, or there is no such mode, or not as many gates or stages");
         }
         s.set_device(MOEOFF_DEVICE_OFF, 0, 0, {}, nullptr); // what was there gives its memory back first
