@@ -35,6 +35,7 @@ _PY = ctypes.pythonapi
 _CODES: dict[Any, str] = {ctypes.c_int32: "i", ctypes.c_int64: "q"}  # anything else is a number without a sign, or an address
 _EVENT = struct.Struct("=" + "".join(_CODES.get(kind, "Q") for _, kind, *_ in native.GateEvent._fields_))
 QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
+_UPLOADED = 2  # of moeoff_gate_event.on_device
 READ_DTYPE = np.dtype(native.Read)
 
 
@@ -48,6 +49,7 @@ def _copy_event(address: int) -> GateEvent:
     version_offset = 8 * n + 4 * (n_input + n_logits)
     device_offset = version_offset + (n if versions else 0)
     data = ctypes.string_at(ids, device_offset + (n if on_device else 0))
+    places = np.frombuffer(data, np.uint8, n, device_offset).reshape(shape) if on_device else None
     return GateEvent(
         gate,
         np.frombuffer(data, np.int32, n).reshape(shape),
@@ -63,7 +65,8 @@ def _copy_event(address: int) -> GateEvent:
         np.frombuffer(data, np.float32, n_logits, 8 * n + 4 * n_input).reshape(n_rows, n_expert) if n_logits else None,
         row_step,
         bool(decode),
-        np.frombuffer(data, np.bool_, n, device_offset).reshape(shape) if on_device else None,
+        places > 0 if places is not None else None,
+        places == _UPLOADED if places is not None else None,
     )
 
 
@@ -350,6 +353,15 @@ class ExpertBuffer:
         array = (ctypes.c_int32 * len(experts))(*experts)
         version = native.LOW if low else native.HIGH
         return self._check(native.preload(self.handle, gate, array, len(experts), native.ALL_MATRICES, version), OptionError)
+
+    def lacks(self, gate: int, experts: np.ndarray, *, low: bool = False) -> bool:
+        """Return whether one of these experts [n] is not where it would be computed: in memory, or in a device's slot if the layer has some.
+
+        Args:
+            low: In low precision, or in a better one.
+        """
+        array, version = np.ascontiguousarray(experts, np.int32), native.LOW if low else native.HIGH
+        return bool(native.lacks(self.handle, gate, array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(array), version))
 
     def residency(self, *, low: bool = False) -> np.ndarray:
         """[n_gates, n_experts] uint8; bit i is set where the slice of `moeoff.gguf.model_index.MATRICES[i]` is resident, in its low version if so asked."""

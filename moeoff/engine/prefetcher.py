@@ -96,7 +96,8 @@ class ReadAhead:
 class PredictionMeter:
     """GoodPred = accuracy x fetch rate (ProMoE §4.1) of tokens that are decoded, both counted and none assumed.
 
-    A read of a selected expert that ended after its router had selected, as the I/O threads' log tells, was late.
+    A read of a selected expert that ended after its router had selected, as the I/O threads' log tells, was late, and so is what had no slot of a device
+    that computes with it.
 
     Args:
         tensors: of the buffer.
@@ -124,11 +125,13 @@ class PredictionMeter:
         """A router has selected."""
         gate, ids = event.gate, frozenset(event.ids.ravel().tolist())
         right = ids & (self._predicted[gate] or frozenset())
+        uploaded = right & frozenset(() if event.uploaded is None else event.ids[event.uploaded].tolist())
         self._predicted[gate] = None
-        self._selected[gate] = [(event.t_ns, right), *self._selected[gate][:1]]
+        self._selected[gate] = [(event.t_ns, right - uploaded), *self._selected[gate][:1]]  # an upload waits for its expert's reads
         self._n_selected += len(ids)
         self._n_right += len(right)
         self._right_slices += len(right) * self._n_matrices[gate]
+        self._late_slices += len(uploaded) * self._n_matrices[gate]
 
     def read(self, reads: np.ndarray) -> None:
         """Finished reads, of `READ_DTYPE`, at the latest a token after they ended."""
@@ -146,7 +149,7 @@ class PredictionMeter:
 
     @property
     def fetch_rate(self) -> float | None:
-        """Share of the slices of experts predicted and selected that was resident when their router selected."""
+        """Share of the slices of experts predicted and selected that was where they are computed when their router selected."""
         return max(1 - self._late_slices / self._right_slices, 0.0) if self._right_slices else None
 
     @property
@@ -500,14 +503,11 @@ class Prefetcher(Observer):
                 return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
 
     def _lacks(self, gate: int, versions: np.ndarray | None, best: np.ndarray) -> bool:
-        """True if a candidate is not in memory in the version that would serve it, or a better one."""
-        whole, absent = self._whole[gate], best[self._buffer.residency()[gate, best] != self._whole[gate]]
-        if versions is None or not len(absent):
-            return len(absent) > 0
-        if (versions[absent] == native.HIGH).any():
-            return True
-        low = absent[versions[absent] == native.LOW]
-        return len(low) > 0 and bool((self._buffer.residency(low=True)[gate, low] != whole).any())
+        """True if a candidate is not where it would be computed, in the version that would serve it or a better one."""
+        if versions is None:
+            return self._buffer.lacks(gate, best)
+        high, low = (best[versions[best] == version] for version in (native.HIGH, native.LOW))
+        return self._buffer.lacks(gate, high) or (len(low) > 0 and self._buffer.lacks(gate, low, low=True))
 
     def _would_serve(self, p: Prediction, top: np.ndarray) -> np.ndarray:
         """[n_experts] versions of the candidates [n_tokens, n], best first, if their scores were gate weights."""

@@ -345,6 +345,8 @@ device_stage_bytes = function("moeoff_device_stage_bytes", c_uint64, c_void_p, c
 priorities = function("moeoff_priorities", POINTER(c_float), c_void_p, POINTER(c_int32), POINTER(c_int32))
 # float * moeoff_device_priorities(moeoff_expert_buffer * eb);
 device_priorities = function("moeoff_device_priorities", POINTER(c_float), c_void_p)
+# int moeoff_lacks(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t version);
+lacks = function("moeoff_lacks", c_int, c_void_p, c_int32, POINTER(c_int32), c_int32, c_int32)
 # void moeoff_publish(moeoff_expert_buffer * eb);
 publish = function("moeoff_publish", None, c_void_p)
 # int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit);

@@ -260,6 +260,10 @@ class DeviceBuffer:
         resident = np.isin(np.arange(self._resident.size), list(self._copies)) if low else self._resident
         return resident.reshape(self.priorities.shape) * self._matrices
 
+    def lacks(self, gate: int, experts: np.ndarray, *, low: bool = False) -> bool:
+        at = gate * self._width + experts
+        return any(not self._resident[i] and not (low and i in self._copies) for i in at.tolist())
+
     def prefetch(self, gate: int, experts: Sequence[int], n_read: int | None = None, *, low: bool = False, limit: int = -1) -> int:
         n_queued, n_each = 0, len(self._of_gate[gate])
         for place, i in enumerate(gate * self._width + int(e) for e in experts):

@@ -340,6 +340,21 @@ TEST(events_say_what_a_device_computes_with) {
     x.s.drain();
     REQUIRE(told == (std::vector<int> { 0, 0, 0, 0, 1 }));
     x.s.set_gate_callback(nullptr, nullptr, 0);
+    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_CENTRIC));
+    told.clear();
+    x.s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 2 }, std::make_unique<fake_device>());
+    x.s.set_gate_callback(
+        [](const moeoff_gate_event * event, void * user) {
+            for (int32_t k = 0; event && k < event->n_used; k++) {
+                ((std::vector<int> *) user)->push_back(event->on_device[k]);
+            }
+        },
+        &told, 1 << 16);
+    x.event({ 0, 1 });
+    x.event({ 1, 2 }); // one is there, and one is uploaded now
+    x.s.drain();
+    REQUIRE(told == (std::vector<int> { 2, 2, 1, 2 }));
+    x.s.set_gate_callback(nullptr, nullptr, 0);
 }
 
 TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
@@ -523,6 +538,73 @@ TEST(what_a_device_holds_leaves_memory_first) {
     const int32_t there = t.host[0] < 0 ? 0 : 1;
     y.event({ 2, 1 - there }); // needs two slices: those of the expert on the device go
     REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).is_ready() == false && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).is_ready());
+}
+
+TEST(what_a_device_lacks_is_lacking_though_host_memory_has_it) {
+    device_store x(MOEOFF_DEVICE_CENTRIC, 3, 0);
+    const int32_t both[] = { 0, 1 }, first[] = { 0 };
+    REQUIRE(x.s.lacks(0, both, 2, HIGH));
+    x.event({ 0, 1 });
+    REQUIRE(!x.s.lacks(0, both, 2, HIGH));
+    x.s.set_device(MOEOFF_DEVICE_COOPERATIVE, 1, 2, { 1 }, std::make_unique<fake_device>());
+    REQUIRE(x.s.lacks(0, first, 1, HIGH)); // memory has it
+    x.s.set_device_mode(MOEOFF_DEVICE_OFF);
+    REQUIRE(!x.s.lacks(0, both, 2, HIGH));
+    x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE);
+    x.event({ 0 });
+    x.wait_for(1);
+    REQUIRE(!x.s.lacks(0, first, 1, HIGH) && x.s.lacks(0, both, 2, HIGH));
+}
+
+TEST(low_versions_are_uploaded_ahead_into_their_slots) {
+    device_store x(MOEOFF_DEVICE_CENTRIC, 3, 2, 0, 2, 2);
+    const int user = 0;
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_CENTRIC);
+    low_event(x, { 0, 1 }, { LOW, LOW });
+    low_event(x, { 2, 3 }, { LOW, LOW }); // the first two are in memory alone
+    x.event({ 0, 1 }, 1);
+    const int32_t ahead[] = { 0, 1 };
+    REQUIRE(x.s.lacks(0, ahead, 2, LOW) && x.s.prefetch(0, ahead, 2, 2, 15, LOW, true, -1) == 0); // nothing has to be read
+    while (x.s.n_pending_uploads() > 0) {
+        std::this_thread::yield();
+    }
+    REQUIRE(x.stats().device_ahead == 2 && !x.s.lacks(0, ahead, 2, LOW));
+    const uint64_t n_uploads = x.stats().device_uploads;
+    low_event(x, { 1, 0 }, { LOW, HIGH });
+    REQUIRE(x.stats().device_ahead_used == 1 && x.stats().device_uploads == n_uploads + 1);
+    x.s.check_invariants();
+}
+
+TEST(as_many_are_uploaded_as_end_in_time) {
+    upload_pace pace;
+    REQUIRE(pace.n_behind(1000, 0) == 1 && pace.n_behind(1000, 1) == 0 && pace.n_ahead(1, 1000, 0, 0) == 1); // nothing is known: one, to measure
+    pace.uploaded(4000, 400); // 100 ns for each 1000 bytes
+    for (int gate = 0; gate < 4; gate++) {
+        pace.selected(gate, 8, 1, gate * 1000);
+    }
+    REQUIRE(pace.n_behind(1000, 0) == 10 && pace.n_behind(1000, 4) == 6 && pace.n_behind(1000, 10) == 0);
+    REQUIRE(pace.n_ahead(4, 1000, 3000, 0) == 10 && pace.n_ahead(4, 1000, 3500, 0) == 5 && pace.n_ahead(4, 1000, 3500, 3) == 2 && pace.n_ahead(4, 1000, 4500, 0) == 0);
+    REQUIRE(pace.n_ahead(6, 1000, 3500, 0) == 25 && pace.n_ahead(1, 1000, 3500, 0) == 55); // two gates later; and of the next token
+    REQUIRE(pace.n_behind(100000, 0) == 1 && pace.n_behind(100000, 1) == 0 && pace.n_ahead(4, 100000, 3000, 0) == 0); // longer than a gate: one by one, and not ahead
+    pace.selected(0, 8, 16, 9000); // a batch of another size takes its own time
+    REQUIRE(pace.n_behind(1000, 0) == 1 && pace.n_behind(1000, 1) == 0);
+    pace.selected(1, 8, 16, 19000);
+    REQUIRE(pace.n_behind(1000, 0) == 100);
+    for (int i = 0; i < 2000; i++) {
+        pace.selected(1, 8, 16, 19000);
+    }
+    REQUIRE(pace.n_ahead(2, 1000000, 19000, 0) == 1 && pace.n_ahead(2, 1000000, 19000, 1) == 0); // what was measured long ago is measured again
+}
+
+TEST(uploads_are_bounded_by_time_unless_a_number_is_given) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 6, -1);
+    for (int i = 0; i < 40; i++) {
+        x.event({ 0, 1 });
+        x.event({ 2, 3 });
+        x.event({ 4, 5 });
+    }
+    x.wait_for(6); // one at a time, or more once it is known what they take
+    REQUIRE(x.event({ 0, 5 }).host == (std::vector<int32_t> { -1, -1 }));
 }
 
 TEST(slots_may_have_priorities_of_their_own) {

@@ -91,8 +91,9 @@ void device_slots::take_back(const upload & u) {
     }
 }
 
-int32_t device_slots::count_ahead(const std::vector<int32_t> & chosen) {
-    const auto n = (int32_t) std::count_if(chosen.begin(), chosen.end(), [this](int32_t e) { return slot_of[e] >= 0 && is_ahead[e]; });
+int32_t device_slots::count_ahead(const selection & all, version v) {
+    const auto is_used = [&](int32_t e) { return all.is_chosen[e] & 1u << v && slot_of[e] >= 0 && is_ahead[e]; };
+    const auto n       = (int32_t) std::count_if(all.chosen.begin(), all.chosen.end(), is_used);
     std::fill(is_ahead.begin(), is_ahead.end(), (uint8_t) 0);
     return n;
 }
@@ -253,8 +254,8 @@ void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool f
 }
 
 void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) {
-    table.counters().device_ahead_used += (uint64_t) slots_of(g, HIGH)->count_ahead(all.chosen);
     on_stage = is_staged(g, event.n_used, event.n_tokens);
+    all.is_there.assign((size_t) g.n_expert, 0);
     for (const version v : { HIGH, LOW }) {
         left[v].clear();
         if (has_slots(g, v)) {
@@ -271,6 +272,7 @@ void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, s
     device_slots & s = *slots_of(g, v);
     candidates.clear();
     s.next_step();
+    table.counters().device_ahead_used += (uint64_t) s.count_ahead(all, v);
     for (const int32_t e : all.chosen) {
         if (!(all.is_chosen[e] & 1u << v)) {
             continue;
@@ -278,6 +280,7 @@ void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, s
         s.use(e);
         all.slot_of[v][e] = s.find(e);
         if (all.slot_of[v][e] >= 0) {
+            all.is_there[(size_t) e] |= 1u << v;
             table.count_on_device(g, e, v, event);
         }
         if (v == HIGH && on_stage) {
@@ -358,17 +361,17 @@ void device_tier::stage_ahead(const gate & g, expert_table & table, std::vector<
     }
 }
 
-void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
-    if (!is_on() || n_own_slots(g, HIGH) == 0 || !user || last_gate == g.index) {
+void device_tier::prefetch(const gate & g, version v, const int32_t * experts, int32_t n, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
+    if (!computes_with(g, v) || !user || last_gate == g.index) {
         return;
     }
     for (int32_t i = 0; i < n; i++) {
         expected[(size_t) experts[i]] = 1;
     }
-    const int32_t n_most = n_uploads(pace.n_ahead(g.index, table.expert_bytes(g, 0, HIGH), now, n_pending), n_pending);
+    const int32_t n_most = n_uploads(pace.n_ahead(g.index, table.expert_bytes(g, 0, v), now, n_pending), n_pending);
     for (int32_t i = 0; i < std::min(n, n_spare) && (int32_t) uploads.size() < n_most; i++) {
-        if (!table.space.on_device(g, experts[i], HIGH) && table.is_in_memory(g, experts[i])) {
-            begin_upload(g, HIGH, experts[i], uploads_all(), expected.data(), uploads, table);
+        if (!table.space.on_device(g, experts[i], v) && table.is_in_memory(g, experts[i], v)) {
+            begin_upload(g, v, experts[i], uploads_all(), expected.data(), uploads, table);
         }
     }
     for (upload & u : uploads) {

@@ -66,8 +66,8 @@ class device_slots {
     void    finish(const upload & u, bool is_complete);
     // nothing was written: whose slot it was has it again
     void    take_back(const upload & u);
-    // A router has selected these: how many of them are there because they were uploaded ahead, since the last time
-    int32_t count_ahead(const std::vector<int32_t> & chosen);
+    // A router has selected: how many of what this version serves are there because they were uploaded ahead, since the last time
+    int32_t count_ahead(const selection & all, version v);
 
   private:
     float heat_of(int32_t expert) const;
@@ -155,6 +155,8 @@ class device_tier {
     // The gate's batch is staged as the one before it was, and the device will compute it next: what it chose in the batch before, and host memory has
     void stage_ahead(const gate & g, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     int32_t n_served() const REQUIRES(store_mutex);
+    // the gate's device has slots for this version, which a batch is computed from
+    bool    computes_with(const gate & g, version v) const REQUIRES(store_mutex) { return is_on() && has_slots(g, v); }
     // From here on slots go by ranks of their own [n], those of the priority 0, until the next reset()
     void rank_alone(size_t n) REQUIRES(store_mutex) { own_keys.assign(n, eviction_rank::key_of(0.0f)); }
     // the priorities of n of them, from one on
@@ -168,7 +170,7 @@ class device_tier {
     // What a predictor expects of the gate, and host memory has: begins as many uploads as end in time of these n experts, of the first ones, as many as serve
     // a token. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
     // the next one of another gate its device may still read the slots: then there are none
-    void prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) REQUIRES(store_mutex);
+    void prefetch(const gate & g, version v, const int32_t * experts, int32_t n, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) REQUIRES(store_mutex);
     // experts of so many bytes were uploaded in ns, behind what was computed
     void uploaded(uint64_t nbytes, uint64_t ns) REQUIRES(store_mutex) { pace.uploaded(nbytes, ns); }
 

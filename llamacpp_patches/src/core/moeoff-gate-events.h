@@ -18,6 +18,7 @@ struct selection {
     std::vector<uint8_t> versions;   // [n_tokens, n_used], what the event then points to
     std::vector<int32_t> count;      // by expert: how many of the tokens chose it
     std::vector<int32_t> slot_of[n_pools]; // by version and expert: the device's slot that serves it, -1: none
+    std::vector<uint8_t> is_there;   // by expert: bit 1 << version, where a slot served it when its router selected
     std::vector<upload>  uploads;    // of this event
     std::vector<uint8_t> on_device;  // [n_tokens, n_used], what the event then points to
 

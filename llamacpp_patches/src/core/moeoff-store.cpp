@@ -187,7 +187,8 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
                 if (out->low_slots) {
                     out->low_slots[i] = v == LOW && slot >= 0 ? slot : n_low_slots + k;
                 }
-                all.on_device[(size_t) i] = slot >= 0 || (is_inline && v != SKIP); // of a later wave: without a slot yet
+                const bool is_there = v != SKIP && all.is_there[(size_t) e] & 1u << v;
+                all.on_device[(size_t) i] = is_there ? 1 : slot >= 0 || (is_inline && v != SKIP) ? 2 : 0; // of a later wave: without a slot yet
             }
         }
         event.on_device = all.on_device.data();
@@ -660,8 +661,8 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
         }
         table.counters().prefetch_issued += expected ? (uint64_t) n_queued : 0;
         table.wake_workers();
-        if (v == HIGH && expected && device.is_on()) {
-            device.prefetch(g, experts, std::min(n, n_read), table, now_ns(), uploads.n_pending(), ahead);
+        if (expected && device.is_on()) {
+            device.prefetch(g, v, experts, std::min(n, n_read), table, now_ns(), uploads.n_pending(), ahead);
             announce(g, ahead);
         }
     }
@@ -671,10 +672,13 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
     return n_queued;
 }
 
-bool store::lacks(int32_t gi, const int32_t * experts, int32_t n) const {
+bool store::lacks(int32_t gi, const int32_t * experts, int32_t n, version v) const {
     const gate & g = map.gate_at(gi);
     store_lock lock(sync);
-    return std::any_of(experts, experts + n, [&](int32_t e) REQUIRES(store_mutex) { return !table.is_resident(g, e, HIGH); });
+    const bool on_devices = device.computes_with(g, v);
+    return std::any_of(experts, experts + n, [&](int32_t e) REQUIRES(store_mutex) {
+        return e < g.n_expert && !table.space.on_device(g, e, v) && (on_devices || !(table.is_in_memory(g, e, v) || table.is_in_memory(g, e)));
+    });
 }
 
 void store::clear() {
@@ -800,7 +804,7 @@ void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64
         const auto reads = [this](int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, int32_t limit) {
             return prefetch(gate, experts, n, n_read, (1u << MOEOFF_N_MATRIX) - 1, HIGH, true, limit);
         };
-        const auto are_absent = [this](int32_t gate, const int32_t * experts, int32_t n) { return lacks(gate, experts, n); };
+        const auto are_absent = [this](int32_t gate, const int32_t * experts, int32_t n) { return lacks(gate, experts, n, HIGH); };
         predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent, [this] { publish(); });
     }
     driver.start(callback, user, max_bytes, std::move(predictor));

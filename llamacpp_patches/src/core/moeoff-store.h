@@ -183,7 +183,8 @@ class store {
     void    publish();
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
     int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit);
-    bool    lacks(int32_t gate, const int32_t * experts, int32_t n) const; // one of them is not in memory
+    // one of them is not where it would be computed: in memory, or in a slot where the gate's device has some for this version
+    bool    lacks(int32_t gate, const int32_t * experts, int32_t n, version v) const;
     void    clear();
     bool    set_limits(uint64_t high, uint64_t low, std::string & error);
     moeoff_options get_options() const;

@@ -159,7 +159,7 @@ struct moeoff_gate_event {
     const float   * gate_input;  // [n_rows, n_embd] or NULL
     const float   * logits;      // [n_rows, n_expert] or NULL: of the router, before its gating function
     const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, the thresholds leave no choice
-    const uint8_t * on_device;   // [n_tokens, n_used] 1: a device computes with it, or NULL: with none
+    const uint8_t * on_device;   // [n_tokens, n_used] 1: a device computes with it, 2: and it is uploaded from now on, 0: the CPU does; or NULL: with none
 };
 
 // Routers of the next gates for the input of one, one below the other
@@ -374,6 +374,9 @@ MOEOFF_API uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * 
 MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
 // the same for slots of devices alone, which have priorities of their own from the next moeoff_publish() on, until slots are set anew; NULL: out of memory
 MOEOFF_API float * moeoff_device_priorities(moeoff_expert_buffer * eb);
+// 1: one of these experts is not where it would be computed in this version: in host memory or, of a gate with slots for it, in one of these. 0: all are. -1: there
+// are no such experts
+MOEOFF_API int moeoff_lacks(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t version);
 // After a change of priorities: from now on evictions go by them; what was not published is not seen. Only rows that differ cost
 // anything. Writing and publishing are up to one thread at a time
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
