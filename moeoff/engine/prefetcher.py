@@ -321,7 +321,7 @@ class Prefetcher(Observer):
         self._misses = self._most / 2  # the same for each gate
         self._busy: float | None = None  # ns of a token, in which the disk reads
         self._credit = self._earned = 0.0  # slices; what a gate adds to them
-        self._all = n_experts * self._n_matrices  # slices of a gate
+        self._gap_slices = 0.0  # that the disk reads between two gates
         self._seen = (0, 0)  # disk_busy_ns, reads
 
     def use(self, precision: Precision) -> None:
@@ -466,7 +466,8 @@ class Prefetcher(Observer):
             # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the disk idle, and adds up
             if reads > 0:
                 t_slice = busy / reads
-                self._earned = max(self._token_ns / self._n_gates / t_slice - self._misses, 0.0) if t_slice else 0.0
+                self._gap_slices = self._token_ns / self._n_gates / t_slice if t_slice else 0.0
+                self._earned = max(self._gap_slices - self._misses, 0.0)
         if n_rows != self._n_rows:
             self._most = float(min(n_rows * self._n_used, self._n_experts) * self._n_matrices)
             if self.ab_test is not None:
@@ -497,7 +498,9 @@ class Prefetcher(Observer):
                 else:
                     high = versions[best] == native.HIGH
                     self._usefulness.predicted(p.gate, best[high], (np.arange(len(best)) if places is None else places)[high])
-            queued = self._read(p.gate, versions, best, n_paying, int(self._credit) if self._bounded else self._all)
+            # without a bound until the router has selected (EdgeMoE §3.3.2): what is not read by then would have taken others' memory for nothing
+            limit = self._credit if self._bounded else max(np.ceil(self._gap_slices), self._most)
+            queued = self._read(p.gate, versions, best, n_paying, int(limit))
             self._credit -= queued
             if queued or (n < len(predictions) and self._lacks(p.gate, versions, best)):
                 return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
@@ -529,7 +532,14 @@ class Prefetcher(Observer):
         """
         prefetch = self._buffer.prefetch
         if versions is None:
-            return prefetch(gate, best.tolist(), n_paying, limit=limit)
+            order = best.tolist()
+            each = n_paying if self._bounded else min(self._n_used, n_paying)  # a matrix of each is read before their second ones: as many as a token needs
+            queued = prefetch(gate, order, each, limit=limit)
+            while (n_paying := n_paying - each) > 0 and (queued < limit or self._fills_devices):
+                order = [*order[each:], *order[:each]]
+                each = min(each, n_paying) if queued < limit else n_paying  # what is not read any more may be uploaded
+                queued += prefetch(gate, order, each, limit=limit - queued)
+            return queued
         versions = versions[best]
         pays = np.arange(len(best)) < n_paying
         high = (versions == native.HIGH) & pays

@@ -28,7 +28,8 @@ class Strategy:
         predictor: Predictor for prefetching, or None.
         share: Least share of all experts that are prefetch candidates.
         bounded: True to queue in decode what fits between two gates, Fate's
-            n = T / t_expert (§4.3). False: all predicted experts.
+            n = T / t_expert (§4.3). False: all predicted experts that can be read before the
+            router selects, and in any case as many as a token uses.
         fill: True to start with the profile's most used experts.
         ab_tested: True to stop prefetching if it makes tokens slower.
         vram_mode: Default of the option `vram_mode`.

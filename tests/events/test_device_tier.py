@@ -282,6 +282,10 @@ def test_what_is_predicted_is_uploaded(demo, tmp_path, mode):
         assert_bit_equal(logits["predicted"], logits["stock"])
         assert_bit_equal(logits["only"], logits["stock"])
     assert stats["predicted"]["device_ahead"] >= stats["predicted"]["device_ahead_used"] > 0 == stats["only"]["device_ahead"]
+    # what host memory alone has when its router selects comes late, but to the CPU
+    rates = {name: stats[name]["fetch_rate"] for name in ("predicted", "only")}
+    assert rates["only"] == 1 if mode == "cooperative" else 0 < rates["only"] < 1
+    assert stats["only"]["good_pred"] == stats["only"]["prediction_accuracy"] * rates["only"]
     elsewhere = {name: sum(count.get("elsewhere", 0) for count in stats[name]["counts"]) for name in ("predicted", "only")}
     assert elsewhere["predicted"] >= stats["predicted"]["device_ahead"] > 0 == elsewhere["only"]
 

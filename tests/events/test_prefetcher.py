@@ -13,9 +13,10 @@ from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.processes import run_python
 from helpers.waiting import wait_until_still
 from moeoff import OptionError
+from moeoff.engine.buffer import READ_DTYPE
 from moeoff.engine.comparison import BLOCK, ORDER, ABTest
 from moeoff.engine.driver import Driver, PolicyUpdates
-from moeoff.engine.prefetcher import Prefetcher, Usefulness, WeightEstimate
+from moeoff.engine.prefetcher import PredictionMeter, Prefetcher, Usefulness, WeightEstimate
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import native
@@ -407,6 +408,38 @@ class Recorder:
 
     def residency(self):
         return np.zeros((2, 8), np.uint8)
+
+
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_preloads_until_the_router_has_selected(on_devices):
+    """EdgeMoE §3.3.2: every expert in its turn, as many at once as a token uses, as far as the disk can read before the next router selects; but as many as a
+    token uses in any case. All stay protected, and what is not read is still written to a device."""
+    scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.15, 0.05, 0.02]], np.float32)
+    ranked = [1, 3, 4, 5, 2, 6, 7, 0]
+    for gap, reads in ((0.0, [2, 2]), (5.0, [2, 2, 1]), (100.0, [2, 2, 2, 2])):
+        buffer = Recorder()
+        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=2, share=1.0, bounded=False, ab_tested=False, fills_devices=on_devices)
+        prefetcher._gap_slices = gap
+        prefetcher._act([Prediction(1, scores)], decode=True)
+        assert [queued for *_, queued in buffer.prefetched if queued] == reads
+        assert [order for _, order, *_ in buffer.prefetched] == [ranked[2 * i :] + ranked[: 2 * i] for i in range(len(buffer.prefetched))]
+        rests = [order for _, order, _, queued in buffer.prefetched if not queued]
+        assert len(rests) == (on_devices and gap < 100)
+
+
+def test_predictions_whose_upload_is_late_count_as_late():
+    """ProMoE §4.1: what has to be uploaded once its router has selected was not fetched in time; what the CPU computes with was."""
+    tensors = [SimpleNamespace(gate=0, matrix=m) for m in range(3)]
+    ids, weights = np.array([[3, 5]], np.int32), np.full((1, 2), 0.5, np.float32)
+    for uploaded, rate in ((None, 1.0), ([[False, False]], 1.0), ([[True, False]], 0.5), ([[True, True]], 0.0)):
+        meter = PredictionMeter(tensors, 1)
+        meter.predicted(0, np.array([5, 3]))
+        meter.selected(GateEvent(0, ids, weights, t_ns=10, uploaded=None if uploaded is None else np.array(uploaded)))
+        assert (meter.accuracy, meter.fetch_rate, meter.good_pred) == (1, rate, rate)
+        late = np.zeros(3, READ_DTYPE)  # its three matrices were read late, too: each counts once
+        late["tensor"], late["expert"], late["t_done"] = range(3), 3, 20
+        meter.read(late)
+        assert meter.fetch_rate == min(rate, 0.5)
 
 
 def test_prefetches_by_predicted_weight():

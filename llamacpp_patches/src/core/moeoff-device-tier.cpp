@@ -361,7 +361,7 @@ void device_tier::stage_ahead(const gate & g, expert_table & table, std::vector<
     }
 }
 
-void device_tier::prefetch(const gate & g, version v, const int32_t * experts, int32_t n, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
+void device_tier::prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
     if (!computes_with(g, v) || !user || last_gate == g.index) {
         return;
     }
@@ -369,7 +369,7 @@ void device_tier::prefetch(const gate & g, version v, const int32_t * experts, i
         expected[(size_t) experts[i]] = 1;
     }
     const int32_t n_most = n_uploads(pace.n_ahead(g.index, table.expert_bytes(g, 0, v), now, n_pending), n_pending);
-    for (int32_t i = 0; i < std::min(n, n_spare) && (int32_t) uploads.size() < n_most; i++) {
+    for (int32_t i = 0; i < std::min(n, n_read) && (int32_t) uploads.size() < n_most; i++) {
         if (!table.space.on_device(g, experts[i], v) && table.is_in_memory(g, experts[i], v)) {
             begin_upload(g, v, experts[i], uploads_all(), expected.data(), uploads, table);
         }

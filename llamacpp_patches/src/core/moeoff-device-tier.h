@@ -167,10 +167,9 @@ class device_tier {
     // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter as many as end in time, unless every chosen
     // expert is uploaded, and none of what will be on the stage. n_pending: uploads that have not ended
     void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) REQUIRES(store_mutex);
-    // What a predictor expects of the gate, and host memory has: begins as many uploads as end in time of these n experts, of the first ones, as many as serve
-    // a token. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
+    // What a predictor expects of the gate, and host memory has: begins as many uploads as end in time of the first n_read of these n experts. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
     // the next one of another gate its device may still read the slots: then there are none
-    void prefetch(const gate & g, version v, const int32_t * experts, int32_t n, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) REQUIRES(store_mutex);
+    void prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) REQUIRES(store_mutex);
     // experts of so many bytes were uploaded in ns, behind what was computed
     void uploaded(uint64_t nbytes, uint64_t ns) REQUIRES(store_mutex) { pace.uploaded(nbytes, ns); }
 

@@ -662,7 +662,7 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
         table.counters().prefetch_issued += expected ? (uint64_t) n_queued : 0;
         table.wake_workers();
         if (expected && device.is_on()) {
-            device.prefetch(g, v, experts, std::min(n, n_read), table, now_ns(), uploads.n_pending(), ahead);
+            device.prefetch(g, v, experts, n, n_read, table, now_ns(), uploads.n_pending(), ahead);
             announce(g, ahead);
         }
     }
