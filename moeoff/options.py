@@ -37,8 +37,8 @@ _CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3,
 _UNQUANTIZED = ("f32", "f16", "bf16")
 _SUMS = ("f16", "f32")
 LONGEST_DRAFT = 16  # tokens
-VRAM_MODES = ("cooperative", "centric", "waves", "cpu", "auto")
-_ALL_UPLOADED = ("centric", "waves")  # the device computes with all experts of a batch, or with none
+VRAM_MODES = ("cooperative", "centric", "reordered", "waves", "cpu", "auto")
+_ALL_UPLOADED = ("centric", "reordered", "waves")  # the device computes with all experts, or with none
 # llama_cpp.Llama's numbers of these names
 _POOLINGS = ("none", "mean", "cls", "last", "rank")
 _SPLIT_MODES = {"none": 0, "layer": 1}
@@ -352,8 +352,8 @@ class Config:
     vram_mode: str = _gpu(
         "--vram-mode", metavar="MODE", parse=one_of(VRAM_MODES), choices=VRAM_MODES, default="auto",
         commands=f"{_RUN_EVAL} bench",
-        help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto (the "
-             "fastest, found while it runs).",
+        help="How a GPU computes with experts: cooperative, centric, reordered, waves, cpu, or "
+             "auto (the fastest, found while it runs).",
     )
     tensor_split: list[float] | None = _gpu(
         "-ts", "--tensor-split", metavar="N0,N1,...", parse=_shares, llama=True, server=True,
@@ -481,7 +481,10 @@ class Config:
         if self.vram is None:
             return
         if self.vram_mode not in _ALL_UPLOADED and (self.deterministic or self.replay is not None):
-            raise OptionError("`vram` depends on timing: a repeatable run needs `vram_mode` centric or waves")
+            raise OptionError(
+                "`vram` depends on timing: a repeatable run needs `vram_mode` centric, reordered "
+                "or waves"
+            )
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
 
     def check_adapters(self, adapters: bool) -> None:

@@ -267,9 +267,15 @@ class DeviceRoom:
 
 
 def slots_that_fit(
-    room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n_experts: int, divide: Callable[[int], Sequence[int]], *, least: int = 0, fixed: int = 0
+    room: DeviceRoom,
+    bytes_of: Sequence[Callable[[int], int]],
+    n_experts: int,
+    divide: Callable[[int], Sequence[int]],
+    *,
+    least: int = 0,
+    fixed: int = 0,
 ) -> list[int]:
-    """Return the slots of each of the device's layers with experts: as many as fit, at most one for each expert.
+    """Return the slots of each of the device's layers with experts: as many as fit.
 
     Args:
         bytes_of: Bytes of n slots, for each layer.
@@ -301,14 +307,16 @@ def slots_that_fit(
             f"{format_size(one)}",
             hint={"vram": needed},
         )
-    least = min(least, bisect.bisect_right(range(1, n_experts + 1), room.for_experts, key=lambda n: total(equal(n))))
+
+    def largest(of: Callable[[int], list[int]], most: int) -> int:
+        return bisect.bisect_right(range(1, most + 1), room.for_experts, key=lambda n: total(of(n)))
+
+    least = min(least, largest(equal, n_experts))
 
     def divided(capacity: int) -> list[int]:
         return [max(n, least) for n in divide(capacity)]
 
-    # an empty cache fits, with the least that each layer needs
-    n_all = n_experts * len(bytes_of)
-    return divided(bisect.bisect_right(range(1, n_all + 1), room.for_experts, key=lambda n: total(divided(n))))
+    return divided(largest(divided, n_experts * len(bytes_of)))
 
 
 _STAGE_SHARE = 0.25  # of a device's room for experts: what prompts gain by a stage, tokens lose by fewer slots

@@ -320,7 +320,9 @@ class ExpertBuffer:
         return np.ctypeslib.as_array(table, (n_gates.value, n_experts.value))
 
     def device_priorities(self) -> np.ndarray:
-        """Return a table like `priorities` for devices' memory alone, which has its own from the next `publish()` on until the slots are set anew.
+        """Return a table like `priorities` for devices' slots alone.
+
+        They go by it from the next `publish()` on, until the slots are set anew.
 
         Raises:
             MoeoffError: out of memory.
@@ -355,13 +357,15 @@ class ExpertBuffer:
         return self._check(native.preload(self.handle, gate, array, len(experts), native.ALL_MATRICES, version), OptionError)
 
     def lacks(self, gate: int, experts: np.ndarray, *, low: bool = False) -> bool:
-        """Return whether one of these experts [n] is not where it would be computed: in memory, or in a device's slot if the layer has some.
+        """Return whether one of these experts [n] is not where it would be computed: in memory, or in
+        a device's slot if the layer has some.
 
         Args:
             low: In low precision, or in a better one.
         """
         array, version = np.ascontiguousarray(experts, np.int32), native.LOW if low else native.HIGH
-        return bool(native.lacks(self.handle, gate, array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(array), version))
+        pointer = array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        return bool(native.lacks(self.handle, gate, pointer, len(array), version))
 
     def residency(self, *, low: bool = False) -> np.ndarray:
         """[n_gates, n_experts] uint8; bit i is set where the slice of `moeoff.gguf.model_index.MATRICES[i]` is resident, in its low version if so asked."""

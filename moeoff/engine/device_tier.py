@@ -18,7 +18,12 @@ AUTO = "auto"  # whichever is the fastest, by measuring
 
 # how devices compute with experts; docs/internals/gpu.md
 WAVES = "waves"  # centric, of batches that need more experts than there are slots, too
-MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC, WAVES: native.DEVICE_WAVES}
+MODES = {
+    "cooperative": native.DEVICE_COOPERATIVE,
+    "centric": native.DEVICE_CENTRIC,
+    "reordered": native.DEVICE_REORDERED,
+    WAVES: native.DEVICE_WAVES,
+}
 _UPLOADS = -1  # experts that a layer may get in a step: as many as are there in time
 
 
@@ -32,11 +37,12 @@ class DeviceTier:
         free: by device, bytes that were free before the model was loaded.
         low_share: of the slots' memory, for low versions, if there are any and the mode uploads them.
         staged: large batches may be computed in `WAVES`: there is a stage for them, if it takes no more than a quarter of the room.
-        divide: Experts that each gate keeps if all of them together keep so many, by the cache policy (Fate §4.4).
+        divide: Experts that each gate keeps if all of them together keep so many (Fate §4.4).
 
     Attributes:
         slots: Slots of each gate; 0: the CPU computes its experts.
-        uses: by the name of each device with slots: the fewest and the most that one of its layers has, and bytes of `experts` (with the stage) and `llama_cpp`.
+        uses: by the name of each device with slots: the fewest and the most that one of its layers
+            has, and bytes of `experts` (with the stage) and `llama_cpp`.
 
     Raises:
         OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
@@ -45,7 +51,8 @@ class DeviceTier:
 
     def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int], low_share: float, *, staged: bool,
                  divide: Callable[[int], Sequence[int]]):  # fmt: skip
-        self._buffer, self._ctx, self._n_used, self._free, self._staged, self._divide = buffer, ctx, n_used, free, staged, divide
+        self._buffer, self._ctx, self._n_used, self._free = buffer, ctx, n_used, free
+        self._staged, self._divide = staged, divide
         self._needs_slots = staged or mode != "cooperative"
         self._mode = "cooperative" if mode == AUTO else mode
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
@@ -86,7 +93,7 @@ class DeviceTier:
         for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
             rooms = self._rooms(bound, less)
             if self._staged:
-                needs = [(room, partial(self._stage_bytes, handle), self._bytes(handle, [1] * len(self._gates(handle)), 0)) for handle, room in rooms.items()]
+                needs = [(room, partial(self._stage_bytes, h), self._bytes_of_one(h, 0)) for h, room in rooms.items()]
                 self._stage = stage_that_fits(needs, self._n_experts, self._wave)
             slots = {handle: self._slots_in(room, handle) for handle, room in rooms.items()}
             if reason := self._allocate(slots):
@@ -113,18 +120,21 @@ class DeviceTier:
     def _slots_in(self, room: DeviceRoom, handle: int) -> list[int]:
         """Return the slots of each gate of a device, as the policy divides them.
 
-        What a token selects has to fit where all of it is uploaded, and a wave where large batches are computed without all of a layer on a stage.
+        What a token selects has to fit where all of it is uploaded, and a wave where large batches
+        are computed without all of a layer on a stage.
         """
-        gates, n_stages = self._gates(handle), self._stage[1]
-        least = max(self._n_used, self._wave if self._staged and self._stage[0] < self._n_experts else 0) if self._needs_slots else 0
+        gates, (n_staged, n_stages) = self._gates(handle), self._stage
+        in_waves = self._staged and n_staged < self._n_experts
+        least = max(self._n_used, self._wave if in_waves else 0) if self._needs_slots else 0
 
         def divide(capacity: int) -> list[int]:
-            quotas = self._divide(capacity * len(self._devices) // len(gates))  # of all layers, also those on other devices
+            # the policy divides among all layers, also those on other devices
+            quotas = self._divide(capacity * len(self._devices) // len(gates))
             return [quotas[gate] for gate in gates]
 
-        return slots_that_fit(
-            room, [partial(self._layer_bytes, handle, gate) for gate in gates], self._n_experts, divide, least=least, fixed=self._bytes(handle, [], n_stages)
-        )
+        bytes_of = [partial(self._layer_bytes, handle, gate) for gate in gates]
+        fixed = self._bytes(handle, [], n_stages)
+        return slots_that_fit(room, bytes_of, self._n_experts, divide, least=least, fixed=fixed)
 
     def _allocate(self, slots: dict[int, list[int]]) -> str:
         """Slots for each layer by its device, and llama.cpp's buffers for them. Empty, or why there is no room; then there are none."""
@@ -177,7 +187,11 @@ class DeviceTier:
 
     def _bytes(self, handle: int, slots: Sequence[int], n_stages: int) -> int:
         """Return what so many slots of each gate and so many stages take."""
-        return sum(self._layer_bytes(handle, gate, n) for gate, n in zip(self._gates(handle), slots)) + n_stages * self._stage_bytes(handle, self._stage[0])
+        of_slots = sum(self._layer_bytes(handle, gate, n) for gate, n in zip(self._gates(handle), slots))
+        return of_slots + n_stages * self._stage_bytes(handle, self._stage[0])
+
+    def _bytes_of_one(self, handle: int, n_stages: int) -> int:
+        return self._bytes(handle, [1] * len(self._gates(handle)), n_stages)
 
     def _llama_cpp(self, handle: int) -> int:
         """Bytes that llama.cpp takes there."""
@@ -193,12 +207,13 @@ class DeviceTier:
     def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, list[int]], reason: str) -> BudgetError:
         """A driver gave less than it had said. What would fit is found by trying."""
         handle = max(rooms, key=lambda h: self._bytes(h, slots[h], self._stage[1]))
-        room, fewer, one = rooms[handle], slots, {h: self._bytes(h, [1] * len(self._gates(h)), self._stage[1]) for h in rooms}
+        room, fewer, n_stages = rooms[handle], slots, self._stage[1]
         sentence = f"{format_size(room.bound)} on {room.name}: {reason}; {format_size(room.llama_cpp)} are llama.cpp's there"
         while any(n > 1 for numbers in fewer.values() for n in numbers):
             fewer = {h: [(n + 1) // 2 for n in numbers] for h, numbers in fewer.items()}
             if not self._allocate(fewer):
                 self._free_slots()
-                needed = max(max(self._bytes(h, fewer[h], self._stage[1]), one[h]) + rooms[h].llama_cpp for h in rooms)
+                least = {h: max(self._bytes(h, fewer[h], n_stages), self._bytes_of_one(h, n_stages)) for h in rooms}
+                needed = max(least[h] + rooms[h].llama_cpp for h in rooms)
                 return BudgetError(sentence, hint={"vram": -(-needed // MIB) * MIB})
         return BudgetError(f"{sentence}, and not one expert of each layer has room besides; open the model without `vram`")

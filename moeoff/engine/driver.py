@@ -121,8 +121,16 @@ class PolicyUpdates(Observer):
         of_decode: Whether events of decoded tokens update it here; the native thread does it otherwise.
     """
 
-    def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None, of_decode: bool = True, elsewhere: int = 0):
-        self.policy, self._buffer, self._model, self.wants_decode, self._elsewhere = policy, buffer, model, of_decode, elsewhere
+    def __init__(
+        self,
+        policy: Policy,
+        buffer: ExpertBuffer,
+        model: TraceHeader | None = None,
+        of_decode: bool = True,
+        elsewhere: int = 0,
+    ):
+        self.policy, self._buffer, self._model = policy, buffer, model
+        self.wants_decode, self._elsewhere = of_decode, elsewhere
         self._arena = self._cache_bytes() if model is not None else 0  # as the policy knows it
 
     def observe(self, event: GateEvent) -> None:
@@ -178,8 +186,9 @@ class Driver:
             trace: a file that every event is written to.
             profile: what calibration measured of the model.
             replay: the trace of a run; one that departs from it raises at the next decode.
-            device_slots: Experts of each layer that devices have memory for: the policy also says which, and what is predicted is written there ahead.
-                Priorities that depend on the capacity have a table of their own for them.
+            device_slots: Experts of each layer that devices have memory for: the policy also says
+                which, and what is predicted is written there ahead. Priorities that depend on the
+                capacity have a table of their own for them.
 
         Raises:
             OptionError: the trace file is something else, or a predictor that needs a profile has none.
@@ -212,7 +221,8 @@ class Driver:
                 shape = _shape(model, arena, elsewhere)
                 policy = policy_class.from_profile(arrays, shape, buffer.priorities, **options)
                 if on_devices and policy_class.is_sized() and policy.native() is None:
-                    on_device = policy_class.from_profile(arrays, shape.divided(device_slots), buffer.device_priorities(), **options)
+                    own, table = shape.divided(device_slots), buffer.device_priorities()
+                    on_device = policy_class.from_profile(arrays, own, table, **options)
             buffer.publish()  # what it has written at its start: a static policy is never published again
         if trace is not None:
             session: dict[str, Any] = {"strategy": strategy.name, "cache_bytes": arena}
@@ -314,19 +324,21 @@ class Driver:
 
 
 def divide(strategy: Strategy, profile: Profile | None, shape: CacheShape) -> list[int]:
-    """Return how many experts each layer keeps under a strategy's policy, where each has memory of its own."""
+    """Return how many experts each layer keeps under a strategy, where each has its own memory."""
     policy = strategy.policy or Policy
     with _learned(profile, policy.sections[:1]) as arrays:
-        options = policy.defaults if arrays is None else policy.defaults | policy.profile_options(arrays)
-    return policy.divide(shape, options)
+        learned = {} if arrays is None else policy.profile_options(arrays)
+    return policy.divide(shape, policy.defaults | learned)
 
 
 def _shape(model: TraceHeader, arena: int, elsewhere: int) -> CacheShape:
-    """Return the shape of host memory and devices' memory together: what a device holds leaves the arena first. Where the arena holds every expert, the
-    devices alone have something to evict."""
-    host = CacheShape.of(model, arena)
-    n_all = CacheShape.of(model, model.full_bytes).capacity
-    return host if not elsewhere else replace(host, capacity=float(elsewhere) if host.capacity >= n_all else min(host.capacity + elsewhere, n_all))
+    """Return the shape of host memory and devices' memory together: what a device holds leaves the
+    arena first. Where the arena holds every expert, the devices alone have something to evict."""
+    host, n_all = CacheShape.of(model, arena), CacheShape.of(model, model.full_bytes).capacity
+    if not elsewhere:
+        return host
+    whole = host.capacity >= n_all
+    return replace(host, capacity=float(elsewhere) if whole else min(host.capacity + elsewhere, n_all))
 
 
 def sections(strategy: Strategy) -> set[str]:

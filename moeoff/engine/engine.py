@@ -52,6 +52,8 @@ from .stats import Metric, Stats, Timing
 from .token_experts import TokenExperts
 from .warm_start import PromptUses, exchange, fill, read_ahead, recall, remember
 
+# modes in which a device computes tokens alone, and batches whose experts fit into its slots
+_ONE_BY_ONE = ("centric", "reordered")
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "cache_bytes")  # that end a trace
 
 
@@ -180,10 +182,19 @@ class Engine:
         try:
             reads_in_waves = not config.repeatable and not adapters
             n_used, low_share = max(self.model_index.n_expert_used, 1), self.quality.precision.low_share
-            staged = config.vram_mode in (AUTO, WAVES) or (config.vram_mode == "centric" and reads_in_waves)
+            staged = config.vram_mode in (AUTO, WAVES) or (config.vram_mode in _ONE_BY_ONE and reads_in_waves)
             shape = CacheShape(*buffer.priorities.shape, n_used, 0)
-            self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, n_used, self._free_on_devices, low_share, staged=staged,
-                                          divide=lambda n: divide(config.strategy, self.profile, replace(shape, capacity=n)))  # fmt: skip
+            self.device_tier = DeviceTier(
+                buffer,
+                ctx,
+                config.vram,
+                config.vram_mode,
+                n_used,
+                self._free_on_devices,
+                low_share,
+                staged=staged,
+                divide=lambda n: divide(config.strategy, self.profile, replace(shape, capacity=n)),
+            )
         except (BudgetError, OptionError) as error:
             if not config.vram.auto:
                 raise
@@ -192,8 +203,8 @@ class Engine:
         if config.vram_mode == AUTO:
             ways = self.device_tier.ways
             self._device_judge = DeviceJudge(ways, (WAVES, ways[0], WITHOUT))
-        elif config.vram_mode == "centric" and reads_in_waves:
-            self._device_judge = DeviceJudge(("centric",), (WAVES, "centric"), compares=False)
+        elif config.vram_mode in _ONE_BY_ONE and reads_in_waves:
+            self._device_judge = DeviceJudge((config.vram_mode,), (WAVES, config.vram_mode), compares=False)
 
     def _start(self, allocated: MemoryPlan, ctx: int) -> None:
         precision = self.quality.precision

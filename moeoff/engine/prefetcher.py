@@ -96,8 +96,8 @@ class ReadAhead:
 class PredictionMeter:
     """GoodPred = accuracy x fetch rate (ProMoE §4.1) of tokens that are decoded, both counted and none assumed.
 
-    A read of a selected expert that ended after its router had selected, as the I/O threads' log tells, was late, and so is what had no slot of a device
-    that computes with it.
+    A read of a selected expert that ended after its router had selected, as the I/O threads' log
+    tells, was late, and so was what a device computes with and had in no slot.
 
     Args:
         tensors: of the buffer.
@@ -125,9 +125,10 @@ class PredictionMeter:
         """A router has selected."""
         gate, ids = event.gate, frozenset(event.ids.ravel().tolist())
         right = ids & (self._predicted[gate] or frozenset())
-        uploaded = right & frozenset(() if event.uploaded is None else event.ids[event.uploaded].tolist())
+        uploaded = frozenset(() if event.uploaded is None else event.ids[event.uploaded].tolist()) & right
         self._predicted[gate] = None
-        self._selected[gate] = [(event.t_ns, right - uploaded), *self._selected[gate][:1]]  # an upload waits for its expert's reads
+        # an upload waits for its expert's reads: they count once
+        self._selected[gate] = [(event.t_ns, right - uploaded), *self._selected[gate][:1]]
         self._n_selected += len(ids)
         self._n_right += len(right)
         self._right_slices += len(right) * self._n_matrices[gate]
@@ -149,7 +150,8 @@ class PredictionMeter:
 
     @property
     def fetch_rate(self) -> float | None:
-        """Share of the slices of experts predicted and selected that was where they are computed when their router selected."""
+        """Share of the slices of experts predicted and selected that was where it is computed when
+        their router selected."""
         return max(1 - self._late_slices / self._right_slices, 0.0) if self._right_slices else None
 
     @property
@@ -498,7 +500,8 @@ class Prefetcher(Observer):
                 else:
                     high = versions[best] == native.HIGH
                     self._usefulness.predicted(p.gate, best[high], (np.arange(len(best)) if places is None else places)[high])
-            # without a bound until the router has selected (EdgeMoE §3.3.2): what is not read by then would have taken others' memory for nothing
+            # without a bound until the router has selected (EdgeMoE §3.3.2): what is not read by then
+            # would have taken others' memory for nothing
             limit = self._credit if self._bounded else max(np.ceil(self._gap_slices), self._most)
             queued = self._read(p.gate, versions, best, n_paying, int(limit))
             self._credit -= queued
@@ -506,7 +509,8 @@ class Prefetcher(Observer):
                 return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
 
     def _lacks(self, gate: int, versions: np.ndarray | None, best: np.ndarray) -> bool:
-        """True if a candidate is not where it would be computed, in the version that would serve it or a better one."""
+        """True if a candidate is not where it would be computed, in the version that would serve it or
+        a better one."""
         if versions is None:
             return self._buffer.lacks(gate, best)
         high, low = (best[versions[best] == version] for version in (native.HIGH, native.LOW))
@@ -533,11 +537,13 @@ class Prefetcher(Observer):
         prefetch = self._buffer.prefetch
         if versions is None:
             order = best.tolist()
-            each = n_paying if self._bounded else min(self._n_used, n_paying)  # a matrix of each is read before their second ones: as many as a token needs
+            # a matrix of each is read before their second ones: of as many as a token needs
+            each = n_paying if self._bounded else min(self._n_used, n_paying)
             queued = prefetch(gate, order, each, limit=limit)
             while (n_paying := n_paying - each) > 0 and (queued < limit or self._fills_devices):
                 order = [*order[each:], *order[:each]]
-                each = min(each, n_paying) if queued < limit else n_paying  # what is not read any more may be uploaded
+                # what is not read any more may be uploaded
+                each = min(each, n_paying) if queued < limit else n_paying
                 queued += prefetch(gate, order, each, limit=limit - queued)
             return queued
         versions = versions[best]

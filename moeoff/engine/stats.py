@@ -121,7 +121,7 @@ class Stats:
     prediction_accuracy: float | None = _figure(
         "Of the experts selected in decode, the share that had been predicted (ProMoE §4.1); None: no preset of a paper predicts.", "share", None
     )
-    fetch_rate: float | None = _figure("Of these, the share that was resident when their router selected.", "share", None)
+    fetch_rate: float | None = _figure("Of these, the share that was where it is computed when their router selected.", "share", None)
     good_pred: float | None = _figure("prediction_accuracy times fetch_rate.", "share", None)
     draft_length: int | None = _figure("Tokens that are drafted at a time, as it pays at the moment; None: no drafts.", default=None, metric=True)
     drafts_rejected: int = _figure("Of gen_tokens, those of drafts that were rejected.", "tokens", counter=True, metric=True)
@@ -151,7 +151,7 @@ class Stats:
     device_wait_seconds: float = _figure("Of writing into a GPU's memory, what compute waited for.", "seconds", 0.0, counter=True, metric=True)
     device_experts: int = _figure("Experts in GPUs' memory.", "experts", metric=True)
     device_memory: dict[str, dict[str, int]] = _figure(
-        "Of each device with slots: their number for each layer, their bytes with those of the stage, and what llama.cpp takes there.", factory=dict
+        "Of each device with slots: the fewest and the most of a layer, their bytes with those of the stage, and what llama.cpp takes there.", factory=dict
     )
     device_mode: str = _figure("With vram_mode auto, how the next token will be computed.", default="")
     device_gain: float | None = _figure("Speed with devices relative to without, minus 1, when it was last compared.", "share", None)

@@ -38,7 +38,7 @@ class CacheShape:
         n_used: experts for each token.
         capacity: experts that fit into the buffer, in all layers together (a fraction if their slices do not fit evenly).
         model: name of its file, for policies that have learned something about it.
-        by_layer: Experts that each layer's own memory holds, [n_gates], or None: the layers share the buffer.
+        by_layer: Experts that each layer's own memory holds, [n_gates]; None: the layers share it.
     """
 
     n_gates: int
@@ -180,7 +180,7 @@ class Policy(StrategyPart):
 
     @classmethod
     def divide(cls, shape: CacheShape, options: Mapping[str, Any]) -> list[int]:
-        """Return how many experts each layer keeps where each has memory of its own: as many in each.
+        """Return how many experts each layer keeps where each has its own memory: as many in each.
 
         Override it if the policy favors layers.
 

@@ -4,8 +4,8 @@
     §3.2    a bit width for each expert, by importance            by_importance; moeoff.measure.bit_allocation measures and searches
     §3.3.1  re-batching: an expert is read once for a prompt      llama.cpp's micro-batches
     §3.3.2  P(E_n | E_{n-1}, E_{n-2}) in a dictionary             ActivationPath, PairCounts and their fits
-            preloads until the router has selected                moeoff.engine.prefetcher, all experts in turn: `share` of the preset is 1; the native store gives up
-                                                                  what is not selected
+            preloads until the router has selected                moeoff.engine.prefetcher; `share` of the preset is 1;
+                                                                  the native store gives up what is not selected
     §3.3.3  eviction score -f / distance                          FrequencyOverDistance
             the buffer begins with the most frequent              FrequencyOverDistance.fit, `fill` of the preset
 

@@ -99,7 +99,8 @@ class ShallowFavoringARC(Policy):
     """ARC's lists for each layer, with the quotas of §4.4.
 
     An expert that ARC would evict from its layer leaves T1 and T2 and ranks below all experts in them. The buffer evicts it only when it
-    needs room, so that a layer's unused quota serves other layers meanwhile.
+    needs room, so that a layer's unused quota serves other layers meanwhile. A device's slots are
+    divided by the quotas.
 
     Options:
         shallow: L; None: `proportional_boundary`.
@@ -126,7 +127,9 @@ class ShallowFavoringARC(Policy):
     @classmethod
     def divide(cls, shape: CacheShape, options: Mapping[str, Any]) -> list[int]:
         """Return the quotas of §4.4."""
-        shallow = proportional_boundary(shape.n_gates) if options["shallow"] is None else options["shallow"]
+        shallow = options["shallow"]
+        if shallow is None:
+            shallow = proportional_boundary(shape.n_gates)
         return quotas(shape, min(shallow, shape.n_gates))
 
     def resize(self, capacity: float) -> None:

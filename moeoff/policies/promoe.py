@@ -254,6 +254,6 @@ register(
         predictor=Learned,
         options={"stride": 2},
         bounded=False,
-        vram_mode="centric",
+        vram_mode="reordered",
     )
 )

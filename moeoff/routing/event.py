@@ -23,7 +23,8 @@ class GateEvent:
             have none to tell (grovemoe, smallthinker).
         versions: [n_tokens, n_used] uint8, what serves each: 0 high precision, 1 low, 2 skipped; None: all high.
         on_device: [n_tokens, n_used] bool, whether a GPU computes with it, from its own memory; None: with none.
-        uploaded: [n_tokens, n_used] bool, whether a GPU computes with it and did not have it when the router selected; None: with none.
+        uploaded: [n_tokens, n_used] bool, whether a GPU computes with it and did not have it when the
+            router selected; None: with none.
         layer: of the model; -1 where it is not known.
         n_hit, n_miss: slices of the selected experts (one for each matrix) that were resident, and that were not, at selection.
         seq: number of the event in its expert buffer, from 1; 0 if it comes from none.
@@ -71,7 +72,8 @@ class GateEvent:
         step = k * self.row_step
         if step == 1:
             return self
-        every = dict.fromkeys(("ids", "weights", "versions", "on_device", "uploaded"), step) | dict.fromkeys(("probs", "gate_input", "logits"), k)
+        every = dict.fromkeys(("ids", "weights", "versions", "on_device", "uploaded"), step)
+        every |= dict.fromkeys(("probs", "gate_input", "logits"), k)
         told = {name: array[::n] for name, n in every.items() if (array := getattr(self, name)) is not None}
         return replace(self, **told, row_step=1)
 

@@ -60,7 +60,7 @@ MODELS = {
 SHARES = (25, 50, 10, 100)  # of the experts' bytes, in per cent, on the device; the first ones say most
 HOST = {"ample": 1.02, "short": 0.25}  # of the experts' bytes in host memory, ample with what whole pages take more
 SMALL = ((25, "short"),)  # the table's part that --small has
-VRAM_MODES = ("cooperative", "centric", "waves", "auto")
+VRAM_MODES = ("cooperative", "centric", "reordered", "waves", "auto")
 PRESETS = ("fate", "hobbit", "promoe", "lru")  # lru, with each expert uploaded before its use: load on demand
 BESIDE = 1 << 30  # on the device, for caches and compute buffers
 BATCHES = [40, 1, 2, 9, *[1] * 12]
@@ -132,6 +132,7 @@ def bits(trial: Trial) -> dict[str, Any]:
         "stock, device": stock | {"stock": "device"},
         "stock, CPU": stock | {"stock": "CPU"},
         "centric, all in slots": ours | every | {"vram_mode": "centric"},
+        "reordered, all in slots": ours | every | {"vram_mode": "reordered"},
         "waves, a quarter in slots": ours | ({} if trial.fake else {"slots": 8}) | {"vram_mode": "waves"},
         "staged, a quarter in slots": ours | ({} if trial.fake else {"slots": 8, "stage": (32, 2)}) | {"vram_mode": "waves"},
         "cooperative, all in slots": ours | every | learned,

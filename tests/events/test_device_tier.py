@@ -60,36 +60,49 @@ def test_experts_on_the_device_are_stocks(demo, tmp_path):
 
 @pytest.mark.parametrize("slots", [4, 8, 16, 32])
 def test_single_tokens_with_a_few_slots(demo, tmp_path, slots):
-    """Every chosen expert is uploaded before its use: as if all had been there."""
-    runs = {"stock": {"stock": "device", "batches": SINGLE}, "ours": ALL | {"vram_mode": "centric", "batches": SINGLE, "slots": slots}}
+    """Every chosen expert is uploaded before its use, or while the device computes with the others:
+    as if all had been there."""
+    ours = ALL | {"batches": SINGLE, "slots": slots}
+    small = {"memory": None, "expert_memory": "3M"}
+    runs = {
+        "stock": {"stock": "device", "batches": SINGLE},
+        "centric": ours | {"vram_mode": "centric"},
+        "reordered": ours | {"vram_mode": "reordered"},
+        "reordered, small": ours | {"vram_mode": "reordered"} | small,
+        "predicted": ours | {"vram_mode": "reordered", "strategy": "lru-layer+gate"},
+    }
     logits, stats = device_runs(demo, tmp_path, runs)
-    assert_bit_equal(logits["ours"], logits["stock"])
-    n_chosen = stats["ours"]["expert_uses"]
-    assert (stats["ours"]["device_uploads"] + stats["ours"]["device_hits"] // 3) == n_chosen
-    assert stats["ours"]["device_experts"] <= slots * 12
+    for name in list(runs)[1:]:
+        assert_bit_equal(logits[name], logits["stock"])
+        if name != "predicted":
+            n_selected = stats[name]["device_uploads"] + stats[name]["device_hits"] // 3
+            assert n_selected == stats[name]["expert_uses"]
+        assert stats[name]["device_experts"] <= slots * 12
 
 
 def test_slots_by_the_policys_quotas(demo, tmp_path):
-    """Fate §4.4: the first two of twelve layers whole, the others with what is left; in centric and in waves as if all experts had been there."""
+    """Fate §4.4: the first two of twelve layers whole, the others with what is left; in centric and in
+    waves as if all experts had been there."""
     batches = [40, *[1] * 24]
+    ours = {"vram": "1G", "capacity": 140, "batches": SINGLE, "strategy": "fate"}
     runs = {
         "stock": {"stock": "device", "batches": batches},
         "single": {"stock": "device", "batches": SINGLE},
-        "centric": ALL | {"vram_mode": "centric", "capacity": 140, "batches": SINGLE, "strategy": "fate"},
-        "waves": ALL | {"vram_mode": "waves", "capacity": 140, "batches": batches, "strategy": "fate"},
-        "lru": ALL | {"vram_mode": "centric", "capacity": 140, "batches": SINGLE},
-        "cooperative": ALL | {"capacity": 40, "batches": SINGLE, "strategy": "fate", "vram_mode": "cooperative"},
+        "centric": ours | {"vram_mode": "centric"},
+        "waves": ours | {"vram_mode": "waves", "batches": batches},
+        "lru": ours | {"vram_mode": "centric", "strategy": "lru"},
+        "cooperative": ours | {"vram_mode": "cooperative", "capacity": 40},
     }
-    for run in runs.values():
-        run.pop("slots", None)
     logits, stats = device_runs(demo, tmp_path, runs)
     assert_bit_equal(logits["waves"], logits["stock"])
-    for name, fewest, most in (("centric", 7, 32), ("waves", 7, 32), ("lru", 11, 12), ("cooperative", 0, 32)):
+    expected = {"centric": (7, 32), "waves": (7, 32), "lru": (11, 12), "cooperative": (0, 32)}
+    for name, (fewest, most) in expected.items():
         (use,) = stats[name]["device_memory"].values()
         assert (use["n_slots"], use["most_slots"]) == (fewest, most), name
         if name in ("centric", "lru"):
             assert_bit_equal(logits[name], logits["single"])
-    assert 0 < stats["cooperative"]["device_experts"] <= 40 and stats["cooperative"]["device_hits"] > 0
+    assert 0 < stats["cooperative"]["device_experts"] <= 40
+    assert stats["cooperative"]["device_hits"] > 0
 
 
 def test_in_waves(demo, tmp_path):
@@ -134,7 +147,7 @@ def test_low_versions_in_slots_of_their_own(two_precisions, tmp_path):
     """Layer by layer in high and in low precision: as stock computes a model that has these types, in waves and one by one."""
     model, mixed = two_precisions
     ours = {"vram": "1G", "slots": 8, "precision": {"low_tier": "Q4_0"}}
-    batches = {"waves": [40, 1, 9, 1], "centric": SINGLE[:12]}
+    batches = {"waves": [40, 1, 9, 1], "centric": SINGLE[:12], "reordered": SINGLE[:12]}
     runs = {mode: ours | {"vram_mode": mode, "batches": b, "versions": in_layers(b, lambda layer: [HIGH if layer % 2 else LOW])} for mode, b in batches.items()}
     logits, stats = device_runs(model, tmp_path, runs | {"staged": runs["waves"] | {"stage": (32, 2)}})
     stock, _ = device_runs(mixed, tmp_path, {mode: {"stock": "device", "batches": b} for mode, b in batches.items()})
@@ -155,9 +168,11 @@ def test_a_token_in_both_precisions(two_precisions, tmp_path):
         runs[f"{name} staged 6"] = runs[f"{name} waves 6"] | {"stage": (32, 2)}
         runs[f"{name} cooperative 8"] = same | {"vram_mode": "cooperative", "slots": 8, "passes": 2}
         runs |= {f"{name} stock {where}": {"stock": where, "batches": batches} for where in ("CPU", "device")}
-    runs["single centric 4"] = runs["single waves 6"] | {"vram_mode": "centric", "slots": 4}
+    few = runs["single waves 6"] | {"slots": 4}
+    runs |= {f"single {mode} 4": few | {"vram_mode": mode} for mode in ("centric", "reordered")}
     logits, stats = device_runs(two_precisions[0], tmp_path, runs)
-    assert_bit_equal(logits["single centric 4"], logits["single waves 32"])
+    for mode in ("centric", "reordered"):
+        assert_bit_equal(logits[f"single {mode} 4"], logits["single waves 32"])
     for name in ("single", "batch"):
         assert_bit_equal(logits[f"{name} waves 6"], logits[f"{name} waves 32"])
         assert_bit_equal(logits[f"{name} staged 6"], logits[f"{name} waves 32"])
@@ -224,6 +239,25 @@ def test_two_contexts(demo, tmp_path):
     assert_bit_equal(logits["own"], logits["device"])
     assert_bit_equal(logits["other"], logits["CPU"])
     assert stats["other"]["device_hits"] > 0
+
+
+def test_two_devices(demo, tmp_path):
+    """Each with half of the layers and with slots of its own, by quotas or for every expert."""
+    batches = [40, *[1] * 24]
+    ours = {"vram": "1G", "strategy": "fate", "batches": batches}
+    runs = {where: {"stock": where, "batches": batches} for where in ("device", "CPU")}
+    runs |= {mode: ours | {"vram_mode": mode, "capacity": 140} for mode in ("cooperative", "waves")}
+    runs |= {mode: ours | {"vram_mode": mode, "slots": 32} for mode in ("centric", "reordered")}
+    runs["none"] = {"vram": "1G", "uploads": 0, "batches": batches}
+    logits, stats = device_runs(demo, tmp_path, runs, n_devices=2)
+    for name in ("waves", "centric", "reordered"):
+        assert_bit_equal(logits[name], logits["device"])
+    assert_bit_equal(logits["none"], logits["CPU"])
+    for name in ("cooperative", "waves", "centric", "reordered"):
+        assert len(stats[name]["device_memory"]) == 2 and stats[name]["device_hits"] > 0
+    fewest = [use["n_slots"] for use in stats["waves"]["device_memory"].values()]
+    most = [use["most_slots"] for use in stats["waves"]["device_memory"].values()]
+    assert most[0] == 32 > most[1] and min(fewest) == 7
 
 
 def test_adapters_of_experts(demo, tmp_path):
@@ -331,6 +365,7 @@ def test_architectures(architecture, writer, folder):
         "none": {"vram": "1G", "uploads": 0, "batches": batches},
         "single": {"stock": "device", "batches": [1] * 12},
         "few": {"vram": "1G", "slots": 3, "vram_mode": "centric", "batches": [1] * 12},
+        "reordered": {"vram": "1G", "slots": 3, "vram_mode": "reordered", "batches": [1] * 12},
         "waves": {"vram": "1G", "slots": 3, "vram_mode": "waves", "batches": batches},
         "staged": {"vram": "1G", "slots": 3, "vram_mode": "waves", "batches": batches, "stage": (8, 2)},
     }
@@ -344,17 +379,18 @@ def test_architectures(architecture, writer, folder):
         return
     assert_bit_equal(logits["all"], logits["device"])
     assert_bit_equal(logits["few"], logits["single"])
+    assert_bit_equal(logits["reordered"], logits["single"])
     assert_bit_equal(logits["waves"], logits["device"])
     assert_bit_equal(logits["staged"], logits["device"])
-    assert all(stats[name]["device_uploads"] > 0 for name in ("all", "few", "waves", "staged"))
+    assert all(stats[name]["device_uploads"] > 0 for name in ("all", "few", "reordered", "waves", "staged"))
 
 
 REFUSED = [
     (["--vram", "1M"], r"1\.00 MiB on \w+ is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M"),
     (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
-    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, waves, cpu, auto, not 'fast'"),
-    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a repeatable run needs --vram-mode centric or waves"),
+    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, reordered, waves, cpu, auto, not 'fast'"),
+    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a repeatable run needs --vram-mode centric, reordered or waves"),
     (["--vram", "1G", "-ngl", "0"], "--vram has no effect while no layer goes to the GPU"),
     (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),
 ]
@@ -460,6 +496,7 @@ def test_waits_and_copies(demo, tmp_path):
         "cooperative": ours | {"slots": 8},
         "hits": ours | {"slots": 32, "vram_mode": "centric", "passes": 4},
         "misses": ours | {"slots": 8, "vram_mode": "centric"},
+        "reordered": ours | {"slots": 8, "vram_mode": "reordered"},
     }
     _, stats = device_runs(demo, tmp_path, runs)
     stock, *counts = (stats[name]["counts"][-1] for name in runs)

@@ -412,8 +412,9 @@ class Recorder:
 
 @pytest.mark.parametrize("on_devices", [False, True])
 def test_preloads_until_the_router_has_selected(on_devices):
-    """EdgeMoE §3.3.2: every expert in its turn, as many at once as a token uses, as far as the disk can read before the next router selects; but as many as a
-    token uses in any case. All stay protected, and what is not read is still written to a device."""
+    """EdgeMoE §3.3.2: every expert in its turn, as many at once as a token uses, as far as the disk can
+    read before the next router selects; but as many as a token uses in any case. All stay protected,
+    and what is not read is still written to a device."""
     scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.15, 0.05, 0.02]], np.float32)
     ranked = [1, 3, 4, 5, 2, 6, 7, 0]
     for gap, reads in ((0.0, [2, 2]), (5.0, [2, 2, 1]), (100.0, [2, 2, 2, 2])):
@@ -428,7 +429,8 @@ def test_preloads_until_the_router_has_selected(on_devices):
 
 
 def test_predictions_whose_upload_is_late_count_as_late():
-    """ProMoE §4.1: what has to be uploaded once its router has selected was not fetched in time; what the CPU computes with was."""
+    """ProMoE §4.1: what has to be uploaded once its router has selected was not fetched in time; what
+    the CPU computes with was."""
     tensors = [SimpleNamespace(gate=0, matrix=m) for m in range(3)]
     ids, weights = np.array([[3, 5]], np.int32), np.full((1, 2), 0.5, np.float32)
     for uploaded, rate in ((None, 1.0), ([[False, False]], 1.0), ([[True, False]], 0.5), ([[True, True]], 0.0)):

@@ -22,6 +22,11 @@ ENVIRONMENT = {"GGML_VK_VISIBLE_DEVICES": "0"}  # ggml leaves software drivers o
 COMMON = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "n_gpu_layers": 99, "logits_all": True, "op_offload": False, "flash_attn": False}
 
 
+def several(n: int) -> dict[str, str]:
+    """Return the environment in which ggml finds a software driver n times."""
+    return {name: ",".join([device] * n) for name, device in ENVIRONMENT.items()}
+
+
 @cache
 def why_no_device() -> str:
     """Empty, or what is missing on this machine."""
@@ -34,17 +39,20 @@ def why_no_device() -> str:
     return "" if "['" in done.stdout else "no device and no software driver (Debian: mesa-vulkan-drivers)"
 
 
-def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeout: float = 600) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def device_runs(
+    model: str, folder: Path, runs: dict[str, dict[str, Any]], timeout: float = 600, n_devices: int = 1
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(logits [positions, n_vocab], stats) of each run by its name.
 
     Args:
+        n_devices: Devices, which may be one device several times.
         runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, one number or a list, instead of what vram has room for, "capacity": the same of all layers together, as the policy divides it, "stage": slots of a stage and stages, likewise, by default none, "uploads": by default as many as end in time, at
             each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "precision": fields of `Precision`; "versions": what serves each use of an expert, in the order of gate events; "trace" and "replay": files; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
     job = json.dumps({"model": model, "runs": runs})
     done = subprocess.run(
-        [sys.executable, __file__, str(out), str(stats)], input=job, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout
+        [sys.executable, __file__, str(out), str(stats)], input=job, env=os.environ | several(n_devices), capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stderr[-3000:]
     with np.load(out) as arrays:

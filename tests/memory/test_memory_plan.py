@@ -93,7 +93,7 @@ def test_bounds():
 def slots_in(room: DeviceRoom, *sizes: int, divide=None, **options) -> list[int]:
     """Slots of layers with 16 experts of so many bytes each, by default as many in each."""
     n = len(sizes)
-    return slots_that_fit(room, layers(*sizes), 16, divide or (lambda capacity: quotas(CacheShape(n, 16, 1, capacity), 0)), **options)
+    return slots_that_fit(room, layers(*sizes), 16, divide or (lambda most: quotas(CacheShape(n, 16, 1, most), 0)), **options)
 
 
 @pytest.mark.parametrize("free, sizes, n", [(1000, (4, 6), [8, 8]), (84, (4, 6), [7, 6]), (41, (4, 6), [2, 2]), (30, (4, 6), [1, 1]), (4000, (1,), [16])])
@@ -102,7 +102,8 @@ def test_all_layers_get_as_many_and_no_more_than_there_are_experts(free, sizes, 
 
 
 def test_layers_get_the_policys_quotas():
-    """Fate §4.4: the first layers whole, or as far as memory goes, and evenly what is left; each layer what a mode needs, as far as there is room for that."""
+    """Fate §4.4: the first layers whole, or as far as memory goes, and evenly what is left; each layer
+    what a mode needs, as far as every layer can have it."""
 
     def shallow(capacity: int) -> list[int]:
         return quotas(CacheShape(6, 16, 2, capacity), 2)

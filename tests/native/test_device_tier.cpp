@@ -118,6 +118,13 @@ struct device_store {
         s.set_device(mode, n_uploads, n_spare, std::vector<int32_t>((size_t) n_gates, n_slots), std::move(memory), std::vector<int32_t>((size_t) n_gates, n_low_slots));
     }
 
+    // other slots in the place of these
+    void renew(moeoff_device_mode mode, int n_slots, int n_uploads) {
+        auto memory = std::make_unique<fake_device>();
+        device = memory.get();
+        s.set_device(mode, n_uploads, n_spare, { n_slots }, std::move(memory));
+    }
+
     static uint64_t offset(int matrix, int expert) { return (uint64_t) ((matrix == MOEOFF_MATRIX_DOWN ? n_expert : 0) + expert) * nbytes; }
 
     gate & g(int i = 0) { return s.experts().gate_at(i); }
@@ -230,7 +237,7 @@ static void low_event(device_store & x, std::vector<int32_t> ids, const std::vec
 
 TEST(low_versions_have_slots_of_their_own) {
     static const int user = 0;
-    for (const auto mode : { MOEOFF_DEVICE_CENTRIC, MOEOFF_DEVICE_WAVES }) {
+    for (const auto mode : { MOEOFF_DEVICE_CENTRIC, MOEOFF_DEVICE_REORDERED, MOEOFF_DEVICE_WAVES }) {
         device_store x(mode, 3, 0, 0, 1, 2);
         low_event(x, { 0, 1 }, { HIGH, LOW });
         REQUIRE(x.stats().device_uploads == 2 && x.stats().device_bytes == 2 * (nbytes + nbytes / 2));
@@ -340,9 +347,8 @@ TEST(events_say_what_a_device_computes_with) {
     x.s.drain();
     REQUIRE(told == (std::vector<int> { 0, 0, 0, 0, 1 }));
     x.s.set_gate_callback(nullptr, nullptr, 0);
-    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_CENTRIC));
     told.clear();
-    x.s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 2 }, std::make_unique<fake_device>());
+    x.renew(MOEOFF_DEVICE_CENTRIC, 2, 0);
     x.s.set_gate_callback(
         [](const moeoff_gate_event * event, void * user) {
             for (int32_t k = 0; event && k < event->n_used; k++) {
@@ -488,7 +494,9 @@ TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
         std::vector<int32_t> slots(ids.size()), host(ids.size()), n_served(n_expert, 0);
         const moeoff_gate_event e = choose(x.s, x.g(), ids, 2, { slots.data(), host.data() });
         REQUIRE(e.n_hit >= 2); // 4 is there
-        REQUIRE(std::all_of(e.on_device, e.on_device + ids.size(), [](uint8_t is_there) { return is_there == 1; })); // those of later waves too
+        for (size_t i = 0; i < ids.size(); i++) { // those of later waves too: 4 is there, the others come
+            REQUIRE(e.on_device[i] == (ids[i] == 4 ? 1 : 2));
+        }
         for (int wave = 0; wave < 4; wave++) { // the last has nothing left to do
             for (size_t i = 0; i < ids.size(); i++) {
                 REQUIRE(slots[i] < 2 || slots[i] == 2 + (int32_t) i % 2);
@@ -546,7 +554,7 @@ TEST(what_a_device_lacks_is_lacking_though_host_memory_has_it) {
     REQUIRE(x.s.lacks(0, both, 2, HIGH));
     x.event({ 0, 1 });
     REQUIRE(!x.s.lacks(0, both, 2, HIGH));
-    x.s.set_device(MOEOFF_DEVICE_COOPERATIVE, 1, 2, { 1 }, std::make_unique<fake_device>());
+    x.renew(MOEOFF_DEVICE_COOPERATIVE, 1, 1);
     REQUIRE(x.s.lacks(0, first, 1, HIGH)); // memory has it
     x.s.set_device_mode(MOEOFF_DEVICE_OFF);
     REQUIRE(!x.s.lacks(0, both, 2, HIGH));
@@ -598,13 +606,42 @@ TEST(as_many_are_uploaded_as_end_in_time) {
 
 TEST(uploads_are_bounded_by_time_unless_a_number_is_given) {
     device_store x(MOEOFF_DEVICE_COOPERATIVE, 6, -1);
-    for (int i = 0; i < 40; i++) {
+    while (x.stats().device_experts < 6) { // one at a time, or more once it is known what they take
         x.event({ 0, 1 });
         x.event({ 2, 3 });
         x.event({ 4, 5 });
     }
-    x.wait_for(6); // one at a time, or more once it is known what they take
     REQUIRE(x.event({ 0, 5 }).host == (std::vector<int32_t> { -1, -1 }));
+}
+
+TEST(what_is_there_is_computed_before_what_is_uploaded_meanwhile) {
+    device_store x(MOEOFF_DEVICE_REORDERED, 3, 0);
+    const int user = 0;
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_REORDERED && x.s.device_mode(x.g(), &user, 2, 2) == MOEOFF_DEVICE_OFF);
+    REQUIRE(x.s.device_waves(x.g(), HIGH, 2, 1) == 2 && x.s.device_waves(x.g(), LOW, 2, 1) == 0);
+    const auto compute = [&x](const std::vector<int32_t> & ids, const std::vector<bool> & is_there, bool ends = false) {
+        std::vector<int32_t> slots(2), host(2), later(2);
+        const uint64_t n_writes = x.device->n_writes;
+        choose(x.s, x.g(), ids, 2, { slots.data(), host.data() });
+        REQUIRE(x.device->n_writes == n_writes); // the device begins first
+        if (ends) {
+            return;
+        }
+        x.s.next_wave(x.g(), ids.data(), 2 * sizeof(int32_t), 1, 2, later.data());
+        for (int k = 0; k < 2; k++) {
+            REQUIRE((slots[k] < 3) == is_there[(size_t) k] && (later[k] < 3) == !is_there[(size_t) k]);
+            x.check(ids[(size_t) k], is_there[(size_t) k] ? slots[k] : later[k], 0); // the upload has not taken the other's slot
+        }
+    };
+    compute({ 0, 1 }, { false, false });
+    compute({ 1, 2 }, { true, false });
+    compute({ 3, 1 }, { false, true });
+    compute({ 4, 5 }, {}, true); // the graph has ended before its second wave
+    compute({ 3, 1 }, { true, true });
+    compute({ 4, 5 }, {}, true);
+    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_CENTRIC));
+    REQUIRE(x.event({ 3, 1 }).n_hit == 4 && x.stats().device_experts == 3);
+    x.s.check_invariants();
 }
 
 TEST(slots_may_have_priorities_of_their_own) {
@@ -631,7 +668,7 @@ TEST(slots_may_have_priorities_of_their_own) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     REQUIRE(x.event({ 0 }).host == (std::vector<int32_t> { 0 }));
-    x.s.set_device(MOEOFF_DEVICE_COOPERATIVE, 1, 2, { 1 }, std::make_unique<fake_device>()); // new slots go by the priorities of memory
+    x.renew(MOEOFF_DEVICE_COOPERATIVE, 1, 1); // new slots go by the priorities of memory
     own[0] = 2.0f;
     x.s.publish();
     x.event({ 1, 0 });

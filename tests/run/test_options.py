@@ -42,7 +42,7 @@ REFUSED = [
     ({"main_gpu": 1}, "main_gpu: this build .*(has no GPU backend|no driver offers a device)"),
     ({"vram": "1G"}, "vram has no effect while no layer goes to the GPU"),
     ({"vram": "0%"}, "a share of the device's memory lies between 0% and 100%"),
-    ({"vram_mode": "fast"}, "vram_mode: one of cooperative, centric, waves, cpu, auto, not 'fast'"),
+    ({"vram_mode": "fast"}, "vram_mode: one of cooperative, centric, reordered, waves, cpu, auto, not 'fast'"),
     ({"split_mode": "row"}, "split_mode: expected layer or none, got row"),
     ({"split_mode": "odd"}, "split_mode: one of none, layer, not 'odd'"),
     ({"rope_scaling_type": "odd"}, "rope_scaling_type: one of none, linear, yarn, not 'odd'"),

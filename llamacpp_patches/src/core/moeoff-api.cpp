@@ -143,9 +143,9 @@ float * moeoff_device_priorities(moeoff_expert_buffer * eb) {
 
 int moeoff_lacks(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t version) {
     const auto & map = eb->store->experts();
-    const bool is_valid = eb->store->started() && gate >= 0 && gate < map.n_gates() && (version == MOEOFF_VERSION_HIGH || (version == MOEOFF_VERSION_LOW && map.has_low())) &&
-                          std::all_of(experts, experts + n, [&](int32_t e) { return e >= 0 && e < map.n_experts(); });
-    return is_valid ? eb->store->lacks(gate, experts, n, (moeoff::version) version) : -1;
+    const bool has_version = version == MOEOFF_VERSION_HIGH || (version == MOEOFF_VERSION_LOW && map.has_low());
+    const bool are_experts = std::all_of(experts, experts + n, [&](int32_t e) { return e >= 0 && e < map.n_experts(); });
+    return eb->store->started() && gate >= 0 && gate < map.n_gates() && has_version && are_experts ? eb->store->lacks(gate, experts, n, (moeoff::version) version) : -1;
 }
 
 void moeoff_publish(moeoff_expert_buffer * eb) { eb->store->publish(); }

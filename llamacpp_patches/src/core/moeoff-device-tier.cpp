@@ -128,7 +128,8 @@ int32_t upload_pace::n_behind(uint64_t nbytes, int32_t n_pending) const {
 
 int32_t upload_pace::n_ahead(int32_t gate, uint64_t nbytes, int64_t now, int32_t n_pending) const {
     const int32_t n_steps = gate > last_gate ? gate - last_gate : gate - last_gate + n_gates;
-    const double  n       = ns_per_byte > 0 ? (n_steps * gap_ns - (double) (now - last_ns)) / ns_of(nbytes) - n_pending : 0;
+    const double  left_ns = n_steps * gap_ns - (double) (now - last_ns);
+    const double  n       = ns_per_byte > 0 ? left_ns / ns_of(nbytes) - n_pending : 0;
     const bool    is_old  = n_pending == 0 && (ns_per_byte == 0 || n_events > most_events);
     return std::max((int32_t) std::max(std::min(n, 1e6), 0.0), is_old ? 1 : 0);
 }
@@ -149,6 +150,7 @@ void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spar
     n_spare     = spare;
     n_stage     = stage_slots;
     on_stage    = false;
+    deferred.clear();
     stages.assign((size_t) n_stages, {});
     std::vector<int32_t> all((size_t) map.n_experts());
     std::iota(all.begin(), all.end(), 0);
@@ -166,6 +168,7 @@ bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, expe
     if (slots[HIGH].empty()) {
         return false;
     }
+    drop_deferred(map, table);
     mode = next;
     table.space.clear_on_device();
     for (int32_t i = 0; i < map.n_gates() && is_on(); i++) {
@@ -208,20 +211,36 @@ moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int
     if (uploads_all() && has_low && n_own_slots(g, LOW) == 0) {
         return MOEOFF_DEVICE_OFF; // it could not compute with all that is chosen
     }
-    if (uploads_all() && std::max(n_waves(g, HIGH, n_used, n_tokens), n_waves(g, LOW, n_used, n_tokens)) > (mode == MOEOFF_DEVICE_WAVES ? MOEOFF_MAX_WAVES : 1)) {
+    const int32_t n_times = std::max(n_fills(g, HIGH, n_used, n_tokens), n_fills(g, LOW, n_used, n_tokens));
+    if (uploads_all() && n_times > (mode == MOEOFF_DEVICE_WAVES ? MOEOFF_MAX_WAVES : 1)) {
         return MOEOFF_DEVICE_OFF; // the batch may need more experts than there are slots
     }
     user = asker;
     return mode;
 }
 
-bool device_tier::begin_event(const gate & g, int64_t n_tokens, const expert_map & map, int64_t now) {
+// of a graph that has ended before their wave
+void device_tier::drop_deferred(const expert_map & map, expert_table & table) {
+    for (const upload & u : deferred) {
+        take_back(map.gate_at(last_gate), u, table); // nothing was written
+    }
+    deferred.clear();
+}
+
+bool device_tier::begin_event(const gate & g, int64_t n_tokens, const expert_map & map, expert_table & table,
+                              int64_t now) {
+    drop_deferred(map, table);
     last_gate = g.index;
     pace.selected(g.index, map.n_gates(), n_tokens, now);
     return uploads_all();
 }
 
 int32_t device_tier::n_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const {
+    const int32_t n = n_fills(g, v, n_used, n_tokens);
+    return is_reordered() ? 2 * n : n;
+}
+
+int32_t device_tier::n_fills(const gate & g, version v, int64_t n_used, int64_t n_tokens) const {
     if (!uploads_all() || n_own_slots(g, v) == 0) {
         return v == HIGH ? 1 : 0;
     }
@@ -253,7 +272,8 @@ void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool f
     }
 }
 
-void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) {
+void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table,
+                         int32_t n_pending) {
     on_stage = is_staged(g, event.n_used, event.n_tokens);
     all.is_there.assign((size_t) g.n_expert, 0);
     for (const version v : { HIGH, LOW }) {
@@ -267,7 +287,8 @@ void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & 
     }
 }
 
-void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) {
+void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table,
+                         int32_t n_pending) {
     const int32_t  n = n_uploads(pace.n_behind(table.expert_bytes(g, 0, v), n_pending), n_pending);
     device_slots & s = *slots_of(g, v);
     candidates.clear();
@@ -296,16 +317,24 @@ void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, s
         std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
         candidates.resize((size_t) n);
     }
+    std::vector<upload> & uploads = is_reordered() ? deferred : all.uploads;
     for (const int32_t e : candidates) {
-        const size_t n_before = all.uploads.size();
-        begin_upload(g, v, e, uploads_all(), all.is_chosen.data(), all.uploads, table);
-        if (uploads_all() && all.uploads.size() == n_before) {
+        const size_t n_before = uploads.size();
+        begin_upload(g, v, e, uploads_all(), all.is_chosen.data(), uploads, table);
+        if (uploads_all() && uploads.size() == n_before) {
             left[v].push_back(e);
         }
     }
 }
 
 void device_tier::next_wave(const gate & g, version v, expert_table & table, std::vector<upload> & uploads) {
+    if (is_reordered()) {
+        const auto is_other = [v](const upload & u) { return u.precision != v; };
+        const auto first    = std::stable_partition(deferred.begin(), deferred.end(), is_other);
+        uploads.insert(uploads.end(), first, deferred.end());
+        deferred.erase(first, deferred.end());
+        return;
+    }
     const bool   is_on_stage = v == HIGH && on_stage;
     const size_t n = std::min(left[v].size(), (size_t) (is_on_stage ? n_stage : n_own_slots(g, v)));
     for (size_t i = 0; i < n; i++) {
@@ -361,7 +390,8 @@ void device_tier::stage_ahead(const gate & g, expert_table & table, std::vector<
     }
 }
 
-void device_tier::prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
+void device_tier::prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read, expert_table & table,
+                           int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
     if (!computes_with(g, v) || !user || last_gate == g.index) {
         return;
     }

@@ -66,7 +66,8 @@ class device_slots {
     void    finish(const upload & u, bool is_complete);
     // nothing was written: whose slot it was has it again
     void    take_back(const upload & u);
-    // A router has selected: how many of what this version serves are there because they were uploaded ahead, since the last time
+    // A router has selected: how many of what this version serves are there because they were uploaded ahead, since
+    // the last time
     int32_t count_ahead(const selection & all, version v);
 
   private:
@@ -104,18 +105,19 @@ class slot_memory : public arena::pinner {
     virtual void * tensor(int32_t gate, slot_set set, int32_t matrix) const = 0;
 };
 
-// How many uploads end in time: by what the bytes took that went to devices lately, and by how long it takes from one gate to the next. Fate §4.3:
-// n = T / t_expert. Knows no clock
+// How many uploads end in time: by what the bytes took that went to devices lately, and by how long it takes from one
+// gate to the next. Fate §4.3: n = T / t_expert. Knows no clock
 class upload_pace {
   public:
     // so many bytes were uploaded in ns, one after the other
     void uploaded(uint64_t nbytes, uint64_t ns);
     // a gate of n_gates has selected for a batch, at this time in ns
     void selected(int32_t gate, int32_t n_gates, int64_t n_tokens, int64_t now);
-    // More than n_pending experts of so many bytes, that the gate which has just selected may begin: they end before the next gate selects, or, where one takes
-    // longer, one at a time
+    // More than n_pending experts of so many bytes, that the gate which has just selected may begin: they end before
+    // the next gate selects, or, where one takes longer, one at a time
     int32_t n_behind(uint64_t nbytes, int32_t n_pending) const;
-    // the same, of uploads that end before that gate selects. Once in a while one may begin in any case, so that the rate is known
+    // the same, of uploads that end before that gate selects. Once in a while one may begin in any case, so that the
+    // rate is known
     int32_t n_ahead(int32_t gate, uint64_t nbytes, int64_t now, int32_t n_pending) const;
 
   private:
@@ -141,12 +143,18 @@ class device_tier {
     // none. false: there are none
     bool set_mode(moeoff_device_mode mode, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
     bool is_on() const REQUIRES(store_mutex) { return mode != MOEOFF_DEVICE_OFF; }
-    bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC || mode == MOEOFF_DEVICE_WAVES; }
+    bool uploads_all() const REQUIRES(store_mutex) { return mode >= MOEOFF_DEVICE_CENTRIC; }
     // The gate's router has selected for the user's graph: from here on nothing is uploaded ahead for it. Whether every chosen expert is uploaded
-    bool begin_event(const gate & g, int64_t n_tokens, const expert_map & map, int64_t now) REQUIRES(store_mutex);
-    // How often the slots of a version are filled for a batch, each time with other experts; unless every chosen expert is uploaded, 1 and none of low versions
+    bool begin_event(const gate & g, int64_t n_tokens, const expert_map & map, expert_table & table, int64_t now)
+        REQUIRES(store_mutex);
+    // a batch's second wave is uploaded while the device computes the first
+    bool is_reordered() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_REORDERED; }
+    // In how many waves a batch is computed with a version, each with other experts: as often as the slots are filled,
+    // or with what is there and then with what is uploaded meanwhile; unless every chosen expert is uploaded, 1 and
+    // none of low versions
     int32_t n_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
-    // What is uploaded for the next of a version's waves: the device has finished the one before. Of slots of the gate's own assign() has begun the first
+    // What is uploaded for the next of a version's waves: the device has finished the one before, unless
+    // is_reordered(). Of slots of the gate's own assign() has begun the first
     void next_wave(const gate & g, version v, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     // of what a batch is computed with
     int32_t n_slots(const gate & g, version v, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
@@ -164,12 +172,15 @@ class device_tier {
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
     moeoff_device_mode mode_for(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) REQUIRES(store_mutex);
 
-    // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter as many as end in time, unless every chosen
-    // expert is uploaded, and none of what will be on the stage. n_pending: uploads that have not ended
-    void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) REQUIRES(store_mutex);
+    // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter as many as
+    // end in time, unless every chosen expert is uploaded, and none of what will be on the stage. n_pending: uploads
+    // that have not ended
+    void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending)
+        REQUIRES(store_mutex);
     // What a predictor expects of the gate, and host memory has: begins as many uploads as end in time of the first n_read of these n experts. None of the expected gives its slot away; unless every chosen expert is uploaded, one that does must rank below the one that gets it. Between a gate's event and
     // the next one of another gate its device may still read the slots: then there are none
-    void prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read, expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) REQUIRES(store_mutex);
+    void prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read, expert_table & table,
+                  int64_t now, int32_t n_pending, std::vector<upload> & uploads) REQUIRES(store_mutex);
     // experts of so many bytes were uploaded in ns, behind what was computed
     void uploaded(uint64_t nbytes, uint64_t ns) REQUIRES(store_mutex) { pace.uploaded(nbytes, ns); }
 
@@ -186,15 +197,21 @@ class device_tier {
     };
 
     const uint32_t * keys_of(const gate & g, const expert_table & table) const REQUIRES(store_mutex);
+    void    drop_deferred(const expert_map & map, expert_table & table) REQUIRES(store_mutex);
+    // how often the slots are filled for a batch
+    int32_t n_fills(const gate & g, version v, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
     device_slots * slots_of(const gate & g, version v) const REQUIRES(store_mutex) { return slots[v].empty() ? nullptr : slots[v][(size_t) g.index].get(); }
     int32_t n_own_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) ? slots_of(g, v)->n_slots() : 0; }
     // where the gate's experts are written ahead; nullptr: nowhere, or in waves
     staged * ahead_of(const gate & g) REQUIRES(store_mutex);
     // those that it has in this mode
     bool has_slots(const gate & g, version v) const REQUIRES(store_mutex) { return slots_of(g, v) && (v == HIGH || uploads_all()); }
-    void assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) REQUIRES(store_mutex);
+    void assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending)
+        REQUIRES(store_mutex);
     // at most so many more than in_time, by the bounds that are not of time
-    int32_t n_uploads(int32_t in_time, int32_t n_pending) const REQUIRES(store_mutex) { return std::max(std::min(max_uploads < 0 ? in_time : max_uploads, most_pending - n_pending), 0); }
+    int32_t n_uploads(int32_t in_time, int32_t n_pending) const REQUIRES(store_mutex) {
+        return std::max(std::min(max_uploads < 0 ? in_time : max_uploads, most_pending - n_pending), 0);
+    }
     // the first n of what is left, in a wave
     void stage(const gate & g, size_t n, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     void begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) REQUIRES(store_mutex);
@@ -207,12 +224,14 @@ class device_tier {
     bool               has_low   GUARDED_BY(store_mutex) = false; // experts have low versions
     std::vector<std::unique_ptr<device_slots>> slots[n_pools] GUARDED_BY(store_mutex); // by gate, nullptr: none
     int32_t              last_gate  GUARDED_BY(store_mutex) = -1; // of the user's events
+    std::vector<upload>  deferred   GUARDED_BY(store_mutex); // of the last event: uploaded by their wave, slots are taken
     std::vector<int32_t> left[n_pools] GUARDED_BY(store_mutex); // of the last event's experts, those for the waves to come
     int32_t              n_stage    GUARDED_BY(store_mutex) = 0;
     std::vector<staged>  stages     GUARDED_BY(store_mutex);
     bool                 on_stage   GUARDED_BY(store_mutex) = false; // what is left of the high ones
     std::vector<std::vector<int32_t>> last_staged GUARDED_BY(store_mutex); // by gate: what its last staged batch chose
-    std::vector<uint32_t> own_keys GUARDED_BY(store_mutex); // [n_gates, n_experts] eviction_rank::key_of the priorities of slots, or none: those of host memory
+    // [n_gates, n_experts] eviction_rank::key_of the priorities of slots, or none: those of host memory
+    std::vector<uint32_t> own_keys GUARDED_BY(store_mutex);
     std::vector<int32_t> candidates GUARDED_BY(store_mutex); // scratch
     std::vector<uint8_t> expected   GUARDED_BY(store_mutex); // likewise
 };

@@ -133,7 +133,9 @@ class expert_table {
     bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices, or on a device
     bool    is_coming(const gate & g, int32_t expert) const REQUIRES(store_mutex); // the same, or all that is not has been asked for
     bool    is_expected(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return state_of(g, expert, HIGH).expected; } // a prefetch has asked for its high version
-    bool    is_in_memory(const gate & g, int32_t expert, version v = HIGH) const REQUIRES(store_mutex) { return state_of(g, expert, v).is_whole(); }
+    bool    is_in_memory(const gate & g, int32_t expert, version v = HIGH) const REQUIRES(store_mutex) {
+        return state_of(g, expert, v).is_whole();
+    }
     // counts the use of an expert that a router has selected and a device serves
     void    count_on_device(const gate & g, int32_t expert, version v, moeoff_gate_event & event) REQUIRES(store_mutex);
 

@@ -139,7 +139,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     if (out) {
         {
             store_lock lock(sync);
-            is_inline = device.begin_event(g, event.n_tokens, map, now_ns());
+            is_inline = device.begin_event(g, event.n_tokens, map, table, now_ns());
         }
         if (is_inline) {
             take_back_uploads(g);
@@ -188,7 +188,8 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
                     out->low_slots[i] = v == LOW && slot >= 0 ? slot : n_low_slots + k;
                 }
                 const bool is_there = v != SKIP && all.is_there[(size_t) e] & 1u << v;
-                all.on_device[(size_t) i] = is_there ? 1 : slot >= 0 || (is_inline && v != SKIP) ? 2 : 0; // of a later wave: without a slot yet
+                const bool is_uploaded = slot >= 0 || (is_inline && v != SKIP); // of a later wave: without a slot yet
+                all.on_device[(size_t) i] = is_there ? 1 : is_uploaded ? 2 : 0;
             }
         }
         event.on_device = all.on_device.data();
@@ -573,6 +574,11 @@ moeoff_device_mode store::device_mode(const gate & g, const void * user, int64_t
     return device.mode_for(g, user, n_used, n_tokens);
 }
 
+bool store::device_is_reordered() const {
+    store_lock lock(sync);
+    return device.is_reordered();
+}
+
 bool store::device_uploads_all() const {
     store_lock lock(sync);
     return device.uploads_all();
@@ -677,7 +683,8 @@ bool store::lacks(int32_t gi, const int32_t * experts, int32_t n, version v) con
     store_lock lock(sync);
     const bool on_devices = device.computes_with(g, v);
     return std::any_of(experts, experts + n, [&](int32_t e) REQUIRES(store_mutex) {
-        return e < g.n_expert && !table.space.on_device(g, e, v) && (on_devices || !(table.is_in_memory(g, e, v) || table.is_in_memory(g, e)));
+        const bool is_in_memory = table.is_in_memory(g, e, v) || table.is_in_memory(g, e);
+        return !table.space.on_device(g, e, v) && (on_devices || !is_in_memory);
     });
 }
 
@@ -804,8 +811,11 @@ void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64
         const auto reads = [this](int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, int32_t limit) {
             return prefetch(gate, experts, n, n_read, (1u << MOEOFF_N_MATRIX) - 1, HIGH, true, limit);
         };
-        const auto are_absent = [this](int32_t gate, const int32_t * experts, int32_t n) { return lacks(gate, experts, n, HIGH); };
-        predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent, [this] { publish(); });
+        const auto are_absent = [this](int32_t gate, const int32_t * experts, int32_t n) {
+            return lacks(gate, experts, n, HIGH);
+        };
+        predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent,
+                                                     [this] { publish(); });
     }
     driver.start(callback, user, max_bytes, std::move(predictor));
 }

@@ -135,7 +135,7 @@ class store {
     // part, else nullptr
     void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out = nullptr);
     // Of a batch in waves, behind its gate event: uploads what the next wave computes with, and fills slots as device_ids::slots and, behind them, low_slots,
-    // if the gate has any; what is another wave's has the slots of zeros. The device has finished the wave before. ids [n_tokens, n_used], rows in so many bytes
+    // if the gate has any; what is another wave's has the slots of zeros. The device has finished the wave before, or computes it (MOEOFF_DEVICE_REORDERED). ids [n_tokens, n_used], rows in so many bytes
     void next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * slots);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high. True if it
     // decided for each of n_rows rows instead, then by_row has them
@@ -168,6 +168,7 @@ class store {
     // how the user's graph computes a batch, see device_tier
     moeoff_device_mode device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const;
     bool device_uploads_all() const;
+    bool device_is_reordered() const;
     int32_t device_waves(const gate & g, version v, int64_t n_used, int64_t n_tokens) const;
     slot_memory * device_memory() const { return slots.get(); }
     // of what a batch is computed with: those behind are of zeros
@@ -183,7 +184,8 @@ class store {
     void    publish();
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
     int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit);
-    // one of them is not where it would be computed: in memory, or in a slot where the gate's device has some for this version
+    // one of them is not where it would be computed: in memory, or in a slot where the gate's device has some for this
+    // version
     bool    lacks(int32_t gate, const int32_t * experts, int32_t n, version v) const;
     void    clear();
     bool    set_limits(uint64_t high, uint64_t low, std::string & error);

@@ -75,6 +75,8 @@ enum moeoff_device_mode {
     MOEOFF_DEVICE_CENTRIC     = 2, // with all that were chosen, each uploaded before its use; a batch that may need more than there are slots: the CPU
     MOEOFF_DEVICE_WAVES       = 3, // the same, but such a batch on the stage if there is one, and in up to MOEOFF_MAX_WAVES waves, each with as many experts as
                                    // there are slots. No adapters
+    MOEOFF_DEVICE_REORDERED   = 4, // as MOEOFF_DEVICE_CENTRIC, but the device computes with what it has while the others are
+                                   // uploaded, and then with these (ProMoE §5.3). No adapters
 };
 
 enum moeoff_thresholds_flag {
@@ -372,10 +374,11 @@ MOEOFF_API uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * 
 
 // [n_gates, n_experts] f32, written in place by the policy: the lowest is evicted first, among equals the least recently used
 MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
-// the same for slots of devices alone, which have priorities of their own from the next moeoff_publish() on, until slots are set anew; NULL: out of memory
+// the same for slots of devices alone, which have priorities of their own from the next moeoff_publish() on, until slots
+// are set anew; NULL: out of memory
 MOEOFF_API float * moeoff_device_priorities(moeoff_expert_buffer * eb);
-// 1: one of these experts is not where it would be computed in this version: in host memory or, of a gate with slots for it, in one of these. 0: all are. -1: there
-// are no such experts
+// 1: one of these experts is not where it would be computed in this version: in host memory or, of a gate with slots for
+// it, in one of these. 0: all are. -1: there are no such experts
 MOEOFF_API int moeoff_lacks(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t version);
 // After a change of priorities: from now on evictions go by them; what was not published is not seen. Only rows that differ cost
 // anything. Writing and publishing are up to one thread at a time

@@ -317,7 +317,7 @@ uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * device, con
 
 int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode) {
     return moeoff::guarded(-1, [&]() -> int {
-        if (mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || !eb->store->set_device_mode((moeoff_device_mode) mode)) {
+        if (mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_REORDERED || !eb->store->set_device_mode((moeoff_device_mode) mode)) {
             return moeoff::set_last_error("there are no slots on a device, or there is no such mode");
         }
         return 0;
@@ -328,7 +328,8 @@ int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint6
     return moeoff::guarded(-1, [&]() -> int {
         moeoff::store & s   = *eb->store;
         const auto &    map = s.experts();
-        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || n_gates != map.n_gates() || n_spare < 1 || n_uploads < -1 || n_stages < 0 || n_stages > 2 || n_stage < n_stages) {
+        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_REORDERED || n_gates != map.n_gates() || n_spare < 1 ||
+            n_uploads < -1 || n_stages < 0 || n_stages > 2 || n_stage < n_stages) {
             return moeoff::set_last_error("the buffer is not running, or there is no such mode, or not as many gates or stages");
         }
         s.set_device(MOEOFF_DEVICE_OFF, 0, 0, {}, nullptr); // what was there gives its memory back first

@@ -35,6 +35,8 @@ int moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used
 
 bool moeoff_gate_uploads_all(const void * gate) { return ((const moeoff::gate *) gate)->owner->device_uploads_all(); }
 
+bool moeoff_gate_is_reordered(const void * gate) { return ((const moeoff::gate *) gate)->owner->device_is_reordered(); }
+
 int moeoff_gate_n_waves(const void * gate, int version, int64_t n_used, int64_t n_tokens) {
     const auto & g = *(const moeoff::gate *) gate;
     return g.owner->device_waves(g, (moeoff::version) version, n_used, n_tokens);

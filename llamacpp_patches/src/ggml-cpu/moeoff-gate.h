@@ -22,8 +22,10 @@ MOEOFF_API uint32_t moeoff_gate_flags(const void * gate); // moeoff_flag
 MOEOFF_API void   moeoff_gate_set_gating(const void * gate, int32_t gating); // of its router, for moeoff_gating()
 // how a graph of the user (what all graphs of one llama_context have in common) computes a batch with the gate's experts: a moeoff_device_mode
 MOEOFF_API int    moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens);
-// MOEOFF_DEVICE_CENTRIC, MOEOFF_DEVICE_WAVES: the device computes with all
+// MOEOFF_DEVICE_CENTRIC and those behind it: the device computes with all
 MOEOFF_API bool   moeoff_gate_uploads_all(const void * gate);
+// MOEOFF_DEVICE_REORDERED: the second wave's node does not wait for the first
+MOEOFF_API bool   moeoff_gate_is_reordered(const void * gate);
 // in how many waves with this version of experts; 1: at once; 0: it has no slots
 MOEOFF_API int    moeoff_gate_n_waves(const void * gate, int version, int64_t n_used, int64_t n_tokens);
 // The scheduler of a graph that has a gate node of which a device computes a part
@@ -36,7 +38,7 @@ MOEOFF_API struct ggml_tensor * moeoff_device_low_slots_of(const void * gate, co
 // of the experts [n_used, n_tokens, 2 or 3]: the device's ids, those of the CPU, and those of low versions (moeoff::device_ids)
 MOEOFF_API void   moeoff_gate_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
 // the same for each wave behind the first, whose ids the gate node has given; sources: ids, and anything of the wave before, for which the device
-// is waited. The result is the device's ids, dense [n_used, n_tokens, 1 or 2]: and those of low versions
+// is waited, or the gate node. The result is the device's ids, dense [n_used, n_tokens, 1 or 2]: and those of low versions
 MOEOFF_API void   moeoff_wave_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
 
 #ifdef __cplusplus

@@ -214,10 +214,14 @@ static ggml_tensor * build_waves(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
         add(plane_of(ctx, gate_node, 2), true);
     }
     for (int wave = 1; wave < std::max(n_waves, n_low_waves); wave++) {
-        // the view has the scheduler wait for the wave before: its slots are written next
-        ggml_tensor * args[2] = { gate_node->src[0], ggml_view_1d(ctx, sum, 1, 0) };
+        // The view has the scheduler wait for the wave before: its slots are written next. Where they are not, the wave
+        // before is computed meanwhile, and the gate node's memory, which may still be copied to the device, is not
+        // given to the result
+        const bool    is_beside = moeoff_gate_is_reordered(gate);
+        ggml_tensor * args[2]   = { gate_node->src[0], is_beside ? gate_node : ggml_view_1d(ctx, sum, 1, 0) };
         ggml_tensor * ids     = ggml_custom_4d(ctx, GGML_TYPE_I32, gate_node->ne[0], gate_node->ne[1], n_low_waves > 0 ? 2 : 1, 1, args, 2, moeoff_wave_node, 1, gate);
         ggml_set_name(ids, wave_name);
+        ids->flags |= is_beside ? GGML_TENSOR_FLAG_BESIDE : 0;
         ggml_build_forward_expand(gf, sum);
         ggml_build_forward_expand(gf, ids);
         if (wave < n_waves) {
