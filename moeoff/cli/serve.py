@@ -16,7 +16,7 @@ from ..errors import MoeoffError, OptionError
 from ..options import TABLE, ServerOptions, with_gpu
 from ..system.console import note, progress_bar
 from ..system.files import demo_model
-from ..system.memory import format_size
+from ..system.memory import format_size, unmap_files
 from .options import TYPED, Command, command, model_argument, option, remark_on_context, sentence, table_options
 
 if TYPE_CHECKING:
@@ -194,6 +194,7 @@ def _serve_models(
         router = Router(models, {"args": line, **options}, sites, origins, note, on_request)
         try:
             urls = await router.listen(host, port)
+            unmap_files()  # what reading the options has brought
             await router.start(1 if first is not None else len(models))
             note(f"serving {len(models)} models on {urls[0]}/v1, one at a time; Ctrl-C ends")
             await asyncio.Event().wait()

@@ -18,6 +18,7 @@ import threading
 from typing import Any
 
 from ..errors import MoeoffError
+from ..system.console import note
 
 _READY = "ready"
 _STOPPING = 20.0  # seconds that answers, and what is remembered for a warm start, have to end in
@@ -92,7 +93,7 @@ def _main() -> None:
         try:
             from .server import Server
 
-            server = Server(model, host=socket, **options).start()
+            server = Server(model, host=socket, on_remark=note, **options).start()
             print(_READY, file=stdout)
         except Exception as error:
             print(error if isinstance(error, MoeoffError) else f"{model}: {type(error).__name__}: {error}", file=stdout)

@@ -355,8 +355,10 @@ class Server:
                     stack.callback(self._disk.close, self._deadline)
 
     def _use_idle(self) -> None:
-        """The idle thread: once after each request, when no batch has come for a while, and after
-        the budget has moved: what the last batch has left of its buffers goes to the experts, or back."""
+        """Give experts, or the system, what the last batches have left of their buffers.
+
+        Once after each request, when no batch has come for a while, and after the budget has moved.
+        """
         last = seen = (-1, 0)
         while not self._closing.wait(_IDLE):
             with self._between:

@@ -249,6 +249,15 @@ def test_who_may_not_ask_opens_nothing(tmp_path):
             timeout=300,
         )
         assert asked.status_code == 200
+        os.unlink(tmp_path / "models/second.gguf")
+        body = {"prompt": "one", "n_predict": 4}
+        ask = functools.partial(httpx.post, f"{server.url}/completion", headers=key, timeout=300)
+        lost = ask(json=body | {"model": SECOND})
+        assert lost.status_code == 500 and "cannot be opened" in lost.json()["error"]["message"]
+        kept = ask(json=body)
+        assert kept.status_code == 200, "the one before is open again"
+        left = server.get("/v1/models", headers=key).json()["data"]
+        assert [entry["id"] for entry in left] == [FIRST]
     finally:
         server.end()
 
