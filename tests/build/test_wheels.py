@@ -1,6 +1,8 @@
 """Wheels for other machines, the container's recipe, what compiles elsewhere, and the CPU backend of a wheel that is loaded. What builds is slow."""
 
 import email
+import functools
+import http.server
 import importlib.util
 import json
 import os
@@ -8,6 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import venv
 
 import pytest
 import yaml
@@ -87,16 +91,40 @@ def test_the_native_core_compiles_for_other_systems(tmp_path):
             assert done.returncode == 0, f"{source.name} for {target}: {done.stderr[-2000:]}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_wheels_install_and_answer_in_a_clean_place(tmp_path):
-    """Builds what is not in the cache: minutes for each level the first time."""
-    if os.geteuid() or not shutil.which("debootstrap"):
-        pytest.skip("needs root and debootstrap")
-    build = [sys.executable, "scripts/build/wheels.py", "-o", str(tmp_path / "dist")]
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """Build what is not in the cache: minutes for each level the first time."""
+    folder = tmp_path_factory.mktemp("wheels") / "dist"
+    build = [sys.executable, "scripts/build/wheels.py", "-o", str(folder)]
     made = subprocess.run(build, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     assert [re.search(r"(moeoff|llama_cpp_python)-.*-py3-none-(any|manylinux\w+)\.whl$", path) is not None for path in made] == [True, True]
-    done = subprocess.run([sys.executable, "scripts/build/clean_install.py", str(tmp_path / "dist")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_pip_installs_the_wheels_of_a_page(dist, tmp_path):
+    """Into a fresh environment, where the command answers; requirements come from the package index."""
+    venv.create(tmp_path / "env", with_pip=True)
+    commands = tmp_path / "env" / "bin"
+    serve = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(dist))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{page.server_port}/"
+        subprocess.run([commands / "pip", "install", "--quiet", "--find-links", url, "moeoff"], check=True)
+        page.shutdown()
+    typed = [commands / "moeoff", "run", "--temp", "0", "-p", "Tom has 10 bags of 5 oranges. How many oranges does Tom have in total?"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(typed, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0 and "50 oranges" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_wheels_install_and_answer_in_a_clean_place(dist):
+    if os.geteuid() or not shutil.which("debootstrap"):
+        pytest.skip("needs root and debootstrap")
+    done = subprocess.run([sys.executable, "scripts/build/clean_install.py", str(dist)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["seconds"] <= 60 and answer["best"] in answer["levels"]
