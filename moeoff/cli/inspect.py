@@ -43,12 +43,13 @@ def inspect(model: str, probe: str, explain: bool, as_json: bool, **options: Any
     with progress_bar() as progress:
         if probe == "on":
             progress("measuring disk and CPU", 0, 0)
+        keywords = {"flash_attn": config.flash_attn} | llama_keywords(options)
         report = examine(
             model,
             ctx_size=config.n_ctx,
             memory=config.memory,
             probe_disk=probe == "on",
-            keywords=llama_keywords(options),
+            keywords=keywords,
         )
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
