@@ -81,7 +81,7 @@ def test_a_bound_that_was_measured_without_the_sidecar(model, tmp_path, invoke):
     profile = str(tmp_path / "profile.npz")
     Profile.write(profile, index, {"precision": LossContract(0, 0, 1, 1, 1, (tried,)).to_section()})
     done = invoke("run", model, "--profile", profile, "--max-loss", "1%", "-p", "x", "-n", "1")
-    assert done.returncode == 0 and "measured without the sidecar's Q4_0, Q2_0, Q2_K: calibrate --max-loss again" in done.stderr
+    assert done.returncode == 0 and "measured without Q4_0, Q2_0, Q2_K: repeat calibrate --max-loss" in done.stderr
 
 
 def test_tiers_by_their_bits(model):

@@ -174,7 +174,7 @@ def test_commands(chat, tmp_path):
     assert "there is no question yet" in terminal.ask("/regen")
     text = terminal.ask("/help")
     assert all(name in text for name in "/help /clear /regen /system /think /save /load /memory /exit Ctrl-J".split())
-    assert "/bogus: there is no such command" in terminal.ask("/bogus")
+    assert "/bogus: unknown command" in terminal.ask("/bogus")
 
     assert "there is no system prompt" in terminal.ask("/system")
     assert "system prompt set" in terminal.ask("/system Be kind.")
@@ -308,7 +308,7 @@ def test_how_answers_are_drawn_can_be_changed(demo, capfd):
         assert client.settings == {"n_predict": 3, "ignore_eos": True}
     text = capfd.readouterr().err
     assert "| generated 3, " in text and "n_predict -1, temp 0.5, top_k 40" in text and "n_predict 3, temp 0.5" in text
-    assert "/set top_p: 0 to 1, not 7" in text and "a name is one of n_predict, temp, top_k" in text
+    assert "/set top_p: 0 to 1, not 7" in text and "expected a NAME of n_predict, temp, top_k" in text
 
 
 def _leave() -> str:

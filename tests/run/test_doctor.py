@@ -96,8 +96,8 @@ def test_row_kernels(monkeypatch):
     for states, attention, state, text in (
         ({}, 0, doctor.OK, "this build has no others"),
         ({"Q4_K": 1, "MXFP4": 1}, 1, doctor.OK, "Q4_K, MXFP4: four rows"),
-        ({"Q4_K": 1, "MXFP4": -1}, 1, doctor.WARNING, "MXFP4: ours do not give"),
-        ({"Q4_K": 1}, -1, doctor.WARNING, "attention: ours do not give"),
+        ({"Q4_K": 1, "MXFP4": -1}, 1, doctor.WARNING, "MXFP4: not bit-identical"),
+        ({"Q4_K": 1}, -1, doctor.WARNING, "attention: not bit-identical"),
     ):
         numbers = {type_from_name(name): value for name, value in states.items()}
         monkeypatch.setattr(native, "row_kernel", lambda number, numbers=numbers: numbers.get(number, 0))

@@ -128,7 +128,7 @@ MISTAKES = [
     ("run -p x --memory 0.8", 1, "--memory: 0.8 is a number of bytes: was 0.8G meant?"),
     ("run -p x --memory 99999999999999999999G", 1, "is more than any machine has"),
     ("run -p x -c 4k", 1, "-c: a whole number, not '4k'"),
-    ("run -p x --max-loss 1", 1, "--max-loss: not a loss: '1'; write for example 1%"),
+    ("run -p x --max-loss 1", 1, "--max-loss: expected an increase of perplexity, e.g. 1%, got '1'"),
     (f"serve {M} --host nowhere.invalid --port 0", 1, "cannot listen on nowhere.invalid:0"),
     (f"serve {M} --port 0 --bogus", 1, "--bogus: neither moeoff serve nor llama-server has such an option"),
     (f"convert {M} -o {M}", 1, "lies in moeoff's own package"),

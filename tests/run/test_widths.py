@@ -69,7 +69,7 @@ def test_large_sizes_keep_the_columns():
 def test_the_worker_names_the_flag_as_it_was_typed(invoke):
     for flag in ("-ctv", "--cache-type-v"):
         text = " ".join(invoke("bench", M, "-p", "8", "-n", "0", "-r", "1", flag, "q4_0", "-fa", "off").stdout.split())
-        assert f"{flag} q4_0: quantized values need flash attention" in text
+        assert f"{flag} q4_0: needs flash attention" in text
 
 
 @pytest.mark.parametrize(
