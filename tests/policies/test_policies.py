@@ -546,7 +546,7 @@ def test_register_takes_every_part_of_a_strategy():
     try:
         for part, known in ((policy, POLICIES), (predictor, PREDICTORS), (preset, PRESETS)):
             assert moeoff.register(part) is part is known["mine"]
-            with pytest.raises(OptionError, match="not taken: 'mine'"):
+            with pytest.raises(OptionError, match="not taken, got 'mine'"):
                 moeoff.register(part)
         assert get_policy("mine") is policy and get_predictor("mine") is predictor
         assert get_strategy("mine") is preset and get_strategy("mine+mine").predictor is predictor and strategy_names().count("mine") == 1
