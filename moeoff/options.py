@@ -50,7 +50,7 @@ NO_RPC = (
 )
 
 
-# --- parsers of values; they raise ValueError or OptionError without the option's name ---
+# --- parsers, which raise ValueError or OptionError without the option's name ---
 
 
 def parse_loss(text: str | float) -> float:

@@ -182,7 +182,7 @@ class Client:
         before, started = server.stats(), time.perf_counter()
         texts: dict[bool, list[str]] = {False: [], True: []}
         seen = _Progress()
-        # Not `except KeyboardInterrupt`, which can come between taking a piece and writing it.
+        # `except KeyboardInterrupt` could lose a piece that is taken, but not written.
         with handling(signal.SIGINT, lambda _signum, _frame: self.cancel()):
             reader = threading.Thread(target=self._read, args=(route, request, events), daemon=True)
             reader.start()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..budget.inspection import MemoryOption, Report
 
 
-# Seconds of matrix products in a layer below which a rate is an upper bound: the unmeasured rest
-# of a layer then takes longer. Chosen, not measured; the demo model's products take a tenth.
+# Seconds of matrix products in a layer below which a rate is an upper bound: the
+# unmeasured rest takes longer. Chosen; the demo model's products take a tenth.
 _SMALL = 2e-4
 
 

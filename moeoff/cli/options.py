@@ -286,7 +286,7 @@ def open_standard_streams() -> None:
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # UTF-8 keeps the bytes of file names that are not UTF-8; other encodings print ?
+        # UTF-8 keeps file names that are not UTF-8; other encodings print ?
         is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
         sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
 

@@ -22,7 +22,7 @@ from .options import TYPED, Command, command, model_argument, option, remark_on_
 if TYPE_CHECKING:
     from ..server.arguments import CommandLine
 
-# Seconds within which signals count as one: a terminal and a parent process may both send it.
+# Seconds within which signals count as one: a terminal and a parent may both send it.
 _SAME_SIGNAL = 1.0
 HF_REPO_FLAGS = ("-hf", "--hf-repo")
 HF_REPO = option(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, else the first GGUF.")

@@ -22,7 +22,7 @@ _READ = "experts are read when they are needed, within --memory"
 _FITTED = "everything is planned to fit --memory before the model is loaded"
 _FILE = "models are local files; -hf ORG/REPO:QUANT downloads one"
 
-# programs and verdict: names (with = before a value; one is enough for a server's), reason
+# programs and verdict: names (= before a value; one of a server's is enough), reason
 _TABLE: dict[tuple[str, int], dict[str, str]] = {
     ("run serve", ANYWAY): {
         "-cmoe --cpu-moe --no-mmap --no-warmup -cb --cont-batching -nr --no-repack "

@@ -28,9 +28,9 @@ from . import templates
 from .compute_thread import computes_here, is_cancelled
 from .turns import Turns
 
-# OpenMP's barriers spin for milliseconds by default. Beside busy processes or I/O threads each
-# barrier waits for a preempted core: 3.5 tok/s instead of 10.4 with two busy processes on
-# 2 cores, no difference on an idle machine. OpenMP reads it when llama.cpp is loaded.
+# OpenMP's barriers spin for milliseconds by default, and wait for preempted cores: 3.5
+# tok/s instead of 10.4 beside two busy processes on 2 cores, no difference on an idle
+# machine. OpenMP reads the variable when llama.cpp is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 machine.load()
 
@@ -210,7 +210,7 @@ class _Context(_internals.LlamaContext):
         if 0 < p0 <= api.llama_memory_seq_pos_max(self.memory, 0):
             window, llama = api.llama_model_n_swa(self.model.model), self._llama()
             if window and llama is not None and not llama._has_state:
-                # llama.cpp has overwritten a part of this window, and would compute without it
+                # llama.cpp has overwritten a part of this window
                 if api.llama_memory_seq_pos_min(self.memory, 0) > max(p0 - window, 0):
                     return False
         return super().kv_cache_seq_rm(seq_id, p0, p1)
@@ -326,8 +326,8 @@ class PatchedLlama(_AnyLlama):
     _overrides: Any  # moeoff.llamacpp.native.TensorOverrides
     _no_alloc = False  # True to plan buffers without allocating: only `context_memory` works
     _progress: Callable[[float], None] | None = None
-    # True for the logits of one token per batch, unless an option needs all. llama.cpp plans for
-    # all: with a vocabulary of 150,000 and batches of 512 tokens that is 297 MiB unused.
+    # True for the logits of one token per batch, unless an option needs all, as llama.cpp
+    # plans: 297 MiB for 512 tokens with a vocabulary of 150,000.
     _one_output = False
     _model: Any
     _model_class: Any

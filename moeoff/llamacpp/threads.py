@@ -94,7 +94,7 @@ class CoreClaims:
 def _open_for_all(path: str) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        # Without O_CREAT, which the kernel refuses for other users' files in sticky folders.
+        # The kernel refuses O_CREAT for other users' files in sticky folders.
         return os.open(path, flags)
     except FileNotFoundError:
         fd = os.open(path, flags | os.O_CREAT, 0o666)
@@ -199,7 +199,7 @@ def bound_pool(n_threads: int) -> Iterator[int | None]:
 
 
 def _unbound(cores: set[int]) -> Iterable[int]:
-    # If the cpuset alone restricts the thread, a mask of all cores lets the thread use cores that
+    # If only the cpuset restricts the thread, a mask of all cores includes those that
     # the cpuset gains.
     everything = range(min(os.sysconf("SC_NPROCESSORS_CONF"), MAX_CORES))
     os.sched_setaffinity(0, everything)

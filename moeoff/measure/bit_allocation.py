@@ -192,7 +192,7 @@ class Planner:
             raise OptionError(f"tolerance: expected a relative increase of perplexity, e.g. 0.05, got {tolerance}")
         uniform = self.uniform()
         order = list(uniform)
-        # Stop at the first type beyond the tolerance: a smaller type within it is chance.
+        # A smaller type that is within the tolerance again is chance.
         within = next((i for i, name in enumerate(order) if uniform[name][1].distance.loss.value > tolerance), len(order))
         upper = order[within - 1]
         if within == len(order):

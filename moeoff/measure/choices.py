@@ -28,7 +28,7 @@ class Choices:
 
     def __init__(self, n_experts: Sequence[int]):
         self._n_experts, self._room = list(n_experts), _WEIGHTS
-        # for each gate, window and batch: ids [n_tokens, n_used] int32, and True for decoded tokens
+        # by gate, window and batch: ids [n_tokens, n_used] int32, True for decoded tokens
         self._windows: list[list[list[tuple[np.ndarray, bool]]]] = [[] for _ in self._n_experts]
         self._weights: list[np.ndarray] = []
         self._decoded, self.uses = True, 0

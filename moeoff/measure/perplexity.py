@@ -130,8 +130,7 @@ class Reference(Closing):
         return reference
 
     def _put(self, window: int, row: int, logits: np.ndarray, targets: np.ndarray) -> None:
-        logp = log_probs(logits)
-        rows = slice(row, row + len(logits))
+        logp, rows = log_probs(logits), slice(row, row + len(logits))
         self.nll[window, rows] = -logp[np.arange(len(targets)), targets]
         self.top[window, rows] = logits.argmax(axis=1)
         logp -= logp.max(axis=1, keepdims=True)
@@ -181,8 +180,7 @@ def evaluate(
     nll, kl, same = np.empty(shape), np.empty(shape), np.empty(shape, bool)
 
     def score(window: int, row: int, logits: np.ndarray, targets: np.ndarray) -> None:
-        logp = log_probs(logits)
-        rows = slice(row, row + len(logits))
+        logp, rows = log_probs(logits), slice(row, row + len(logits))
         nll[window, rows] = -logp[np.arange(len(targets)), targets]
         if reference is not None:
             kl[window, rows] = divergence(reference.read(window, row, len(logits)), logp)
@@ -293,7 +291,7 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
         scores = evaluate(llm, windows, reference, mode=mode, progress=tokens("evaluating", windows))
         return windows, scores, time.perf_counter() - started, llm.stats(), llm.engine.quality.precision
 
-    # Opened first: invalid options fail early, and the open model knows the strategy's precision.
+    # Opened first: invalid options fail early, and the strategy's precision is known.
     with open_model(model, ctx, **options) as llm:
         quality, config = llm.engine.quality, llm.engine.config
         lossy = quality.selected is not None or not quality.precision.lossless or quality.source.tier != ORIGINAL

@@ -31,7 +31,7 @@ from .statistics import spread
 
 LENGTH = 256  # tokens of a sequence
 LIMIT = 1 << 30  # most bytes of gate inputs, and of probabilities
-# Most bytes of a batch's logits: all are computed, because the last layer skips tokens without.
+# Most bytes of a batch's logits: without them the last layer skips a token.
 _OUTPUT_BYTES = 64 << 20
 
 

@@ -21,7 +21,7 @@ from ..system.machine import cpu_name, n_cores
 from ..system.memory import format_size
 from .job import MOEOFF, Job, Measurement, Sample, rates
 
-# with repacked kernels, llama.cpp's default, and with the kernels that moeoff is bit-identical to
+# with repacked kernels (default), and with those that moeoff is bit-identical to
 STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"
 
 Row = dict[str, Any]  # fields of `rows` in csv's order
@@ -186,7 +186,7 @@ def _speed(row: Row) -> str:
     return f"{row['avg_ts']:.{digits}f} ± {row['stddev_ts']:.{digits}f}"
 
 
-# field (empty: the row), title, width (negative: aligned to the left, as in llama-bench), format
+# field (or "": the row), title, width (negative: left-aligned), format
 _Column = tuple[str, str, int, Callable[[Any], str]]
 _ALWAYS: list[_Column] = [
     ("memory", "memory", 10, lambda size: format_size(size) if size else "no limit"),

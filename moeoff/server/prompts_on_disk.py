@@ -35,7 +35,7 @@ Tokens = npt.NDArray[np.int32]
 
 _SUFFIX = ".kv"
 _MAGIC = b"moeoffK2"
-# magic, identity, number of tokens and of checkpoints, tokens per second; the table follows
+# magic, identity, number of tokens and checkpoints, tokens per second; then a table
 _HEADER = struct.Struct("<8s16sIId")
 _CHECKPOINTS = 2  # most checkpoints of a prompt
 _DIGEST = 16  # bytes
