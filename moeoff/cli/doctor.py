@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -69,8 +70,7 @@ def check_cpu() -> Iterator[Finding]:
     from ..llamacpp.llama import api, find_devices
 
     find_devices()  # without it the next call logs errors of drivers
-    text = api.llama_print_system_info().decode()
-    built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
+    built = set(re.findall(r"(\w+) = 1\b", api.llama_print_system_info().decode()))
     flags = machine.cpu_info("flags").split()
     unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
     lacking = [theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built]
