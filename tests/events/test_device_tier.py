@@ -271,11 +271,11 @@ def test_adapters_of_experts(demo, tmp_path):
     logits, _ = device_runs(demo, tmp_path, runs)
     assert np.abs(logits["plain"] - logits["device"]).max() > 0.1
     assert_bit_equal(logits["all"], logits["device"])
-    one_side = "no adapters (LoRA); give vram_mode centric or cpu"
+    one_side = "no adapters (LoRA); give centric or cpu"
     for mode, precision, why in (
         ("cooperative", {}, one_side),
         ("auto", {}, one_side),
-        ("centric", {"prefill_low_fraction": 0.5, "low_tier": "Q4_0"}, "no adapters (LoRA) with experts in low precision; give vram_mode cpu"),
+        ("centric", {"prefill_low_fraction": 0.5, "low_tier": "Q4_0"}, "no adapters (LoRA) with experts in low precision; give cpu"),
     ):
         _, refused = device_runs(demo, tmp_path, {"run": base | {"vram": "1G", "vram_mode": mode, "precision": precision}})
         assert refused["run"]["error"] == f"vram_mode {mode}: {why}"
