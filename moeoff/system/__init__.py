@@ -1,1 +1,1 @@
-"""The machine and what every program needs of it: memory, files, the disk, the terminal. Knows neither models nor llama.cpp."""
+"""The machine: memory, files, disk, terminal."""

@@ -1,6 +1,7 @@
-"""NumPy archives (.npz), read within a bound: what a member says of itself is checked before any of it is unpacked.
+"""Bounded reading of NumPy archives (.npz).
 
-np.load believes an archive: a few kB can unpack to gigabytes, or to objects.
+np.load trusts an archive, of which a few kB can unpack to gigabytes or to objects. Here
+headers are checked before data is unpacked.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from ..errors import MoeoffError
 from .files import open_file
 from .memory import format_size
 
-_DIRECTORY = 1 << 20  # bytes of an archive's table of contents: some ten thousand members
-_HEADER = 1 << 14  # bytes of a member's description
+_DIRECTORY = 1 << 20  # bytes of the central directory, about ten thousand members
+_HEADER = 1 << 14  # bytes of a member's header
 
 
 class ArchiveError(MoeoffError):
-    """An archive is damaged, or holds what is no array of numbers."""
+    """The archive is damaged or contains more than arrays of numbers."""
 
 
 class NoArchive(ArchiveError):
-    """A file does not begin as an archive."""
+    """The file does not start like an archive."""
 
 
 class TooLargeArchive(ArchiveError):
-    """An archive unpacks to more than it may; it may well be whole."""
+    """The archive unpacks to more than the limit."""
 
 
 class WrongArrays(ValueError):
-    """Arrays are not what their reader expects; the message says which."""
+    """Arrays do not have the expected layout, as the message describes."""
 
 
 class _BoundedFile:
-    """A file for zipfile, which gives no more at once than an honest archive asks for."""
+    """A file that bounds the reads of zipfile, which trusts sizes in the file."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -54,25 +55,25 @@ class _BoundedFile:
 
 
 def read_npz(path: str | os.PathLike[str], limit: int, select: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
-    """Arrays by name, all of them in memory.
+    """Read arrays by name into memory.
 
     Args:
-        limit: bytes that they may take together.
-        select: true for names of those that are read.
+        limit: Maximum bytes of all arrays.
+        select: Predicate of names to read.
 
     Raises:
-        OSError: it cannot be read; `strerror` says why in words.
-        NoArchive: it is something else.
-        ArchiveError: it is damaged, or holds something else than numbers and short texts.
-        TooLargeArchive: it is larger.
+        OSError: The file is unreadable; `strerror` has the reason.
+        NoArchive: The file is not an archive.
+        ArchiveError: The archive is damaged or has other types than numbers and text.
+        TooLargeArchive: The arrays exceed the limit.
     """
     with open_file(path) as file:
         if file.read(2) != b"PK":
             raise NoArchive("no archive")
         try:
             with zipfile.ZipFile(_BoundedFile(file)) as archive:
-                members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-                members = {name: info for name, info in members.items() if select(name)}
+                infos = archive.infolist()
+                members = {n: i for i in infos if select(n := i.filename.removesuffix(".npy"))}
                 size = sum(info.file_size for info in members.values())
                 if size > limit:
                     raise TooLargeArchive(f"it unpacks to {format_size(size)}, and there is room for {format_size(max(limit, 0))}")
@@ -83,14 +84,14 @@ def read_npz(path: str | os.PathLike[str], limit: int, select: Callable[[str], b
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.ndarray:
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ArchiveError(f"{name!r} is packed in a way that NumPy does not write")
+        raise ArchiveError(f"{name!r} has a compression that NumPy does not write")
     with archive.open(info) as member:
         if np.lib.format.read_magic(member) != (1, 0):
             raise ArchiveError(f"{name!r} is no array of numbers")
         try:
             shape, _, dtype = np.lib.format.read_array_header_1_0(member, max_header_size=_HEADER)
-        except Exception:  # whatever Python's parser raises, which NumPy asks
-            raise ArchiveError(f"{name!r} does not say what it holds") from None
+        except Exception:  # NumPy passes on errors of Python's parser
+            raise ArchiveError(f"{name!r} has a damaged header") from None
         if dtype.kind not in "biufU" or not dtype.isnative:
             raise ArchiveError(f"{name!r} holds {dtype}, expected numbers")
         nbytes = math.prod(shape) * dtype.itemsize
@@ -98,7 +99,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.nda
             raise ArchiveError(f"{name!r} has {info.file_size - member.tell()} bytes, expected {nbytes} for {shape} of {dtype}")
     with archive.open(info) as member:
         array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False, max_header_size=_HEADER)
-        if member.read(1):  # here its checksum is compared, too
+        if member.read(1):  # the final read also verifies the checksum
             raise ArchiveError(f"{name!r} is longer than it says")
     return array
 
@@ -107,14 +108,15 @@ Layout = tuple[str, tuple[int | str, ...]] | tuple[str, tuple[int | str, ...], f
 
 
 def require_arrays(arrays: Mapping[str, np.ndarray], layouts: Mapping[str, Layout]) -> None:
-    """Compares arrays with what is expected of them; no number may be NaN or infinite.
+    """Compare arrays with the expected layouts and check that all numbers are finite.
 
     Args:
-        layouts: by name (kind, shape), or (kind, shape, least, most). Kinds are f, i and b, or several of them: floating point, whole numbers, truth values. A
-            word in a shape is a length that is the same wherever it stands.
+        layouts: (kinds, shape) or (kinds, shape, least, most) by name. Kinds are f
+            (floating point), i (integer) or b (boolean). A word in a shape is a length
+            that is the same in all shapes with that word.
 
     Raises:
-        WrongArrays: one is missing, or another than expected.
+        WrongArrays: An array is missing or different.
     """
     lengths: dict[str, int] = {}
     for name, (kind, shape, *bounds) in layouts.items():
@@ -129,7 +131,7 @@ def require_arrays(arrays: Mapping[str, np.ndarray], layouts: Mapping[str, Layou
         lengths |= {word: length for word, length in zip(shape, array.shape) if isinstance(word, str)}
         if array.size and kind != "b":
             least, most = bounds or (-np.inf, np.inf)
-            lowest, highest = float(array.min()), float(array.max())  # NaN, if there is one
+            lowest, highest = float(array.min()), float(array.max())  # NaN if there is any
             if not (math.isfinite(lowest) and math.isfinite(highest) and least <= lowest and highest <= most):
                 raise WrongArrays(f"{name!r} has numbers from {lowest:g} to {highest:g}" + (f", expected {least:g} to {most:g}" if bounds else ""))
 

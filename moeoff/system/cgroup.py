@@ -1,6 +1,6 @@
-"""A memory cgroup around a process, as a container or a small machine has one. Versions 1 and 2 of the kernel's interface; needs the right to make one.
+"""Cgroups (versions 1 and 2) that limit a process's memory; creating one needs rights.
 
-What the process maps and what it reads through the page cache count as its memory, too.
+The kernel charges mapped files and the page cache of a process's reads to its cgroup.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _ROOT = "/sys/fs/cgroup"
@@ -18,39 +19,39 @@ _ROOT = "/sys/fs/cgroup"
 
 @dataclass(frozen=True)
 class Cgroup:
-    """One cgroup; peak_file of a memory cgroup has what was charged."""
+    """A cgroup; a memory cgroup has a `peak_file` with its maximum charge."""
 
     folder: str
     peak_file: str = ""
 
     def enter(self) -> None:
-        """Moves the calling process into it: for a child between fork and exec."""
-        with open(f"{self.folder}/cgroup.procs", "w") as file:
-            file.write(str(os.getpid()))
+        """Move the calling process into this cgroup, between fork and exec."""
+        set_value(self.folder, "cgroup.procs", str(os.getpid()))
 
     def run(self, command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
-        """`subprocess.run` inside the cgroup; return code -9 means that the kernel killed it for memory."""
+        """Call `subprocess.run` in the cgroup; code -9 means it ran out of memory."""
         return subprocess.run(command, preexec_fn=self.enter, **kwargs)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was ever charged, page cache included."""
-        with open(f"{self.folder}/{self.peak_file}") as file:
-            return int(file.read())
+        """Maximum charged bytes, including the page cache."""
+        return int(Path(self.folder, self.peak_file).read_text())
 
 
 def controller(name: str, v1: str) -> tuple[str, bool]:
-    """The folder of cgroups of a controller (its name, and that of version 1), and whether it is version 1. Raises `OSError` if there is none."""
+    """Return a controller's parent folder and whether it is version 1. Raises OSError.
+
+    `name` and `v1` are the controller's names in versions 2 and 1.
+    """
     if os.path.isdir(f"{_ROOT}/{v1}"):
         return f"{_ROOT}/{v1}", True
-    with open(f"{_ROOT}/cgroup.subtree_control") as file:
-        if name not in file.read().split():
-            set_value(_ROOT, "cgroup.subtree_control", f"+{name}")
+    if name not in Path(_ROOT, "cgroup.subtree_control").read_text().split():
+        set_value(_ROOT, "cgroup.subtree_control", f"+{name}")
     return _ROOT, False
 
 
 def unavailable() -> str | None:
-    """Why no memory cgroup can be made here, or None."""
+    """Return why no memory cgroup can be created, None if one can."""
     try:
         with memory_cgroup(64 << 20):
             return None
@@ -60,11 +61,7 @@ def unavailable() -> str | None:
 
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[Cgroup]:
-    """A cgroup with this limit and no swap; removed afterwards.
-
-    Raises:
-        OSError: no rights, or no memory controller.
-    """
+    """Create a cgroup with this limit and no swap. Raises OSError without rights."""
     parent, v1 = controller("memory", "memory")
     with make_folder(parent) as folder:
         set_value(folder, "memory.limit_in_bytes" if v1 else "memory.max", str(limit_bytes))
@@ -74,19 +71,18 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Cgroup]:
 
 
 def set_value(folder: str, name: str, value: str) -> None:
-    with open(f"{folder}/{name}", "w") as file:
-        file.write(value)
+    Path(folder, name).write_text(value)
 
 
 @contextlib.contextmanager
 def make_folder(parent: str) -> Iterator[str]:
-    """A new cgroup, removed when its processes have gone."""
+    """Create a cgroup, and remove it after its processes have ended."""
     folder = f"{parent}/moeoff-{os.getpid()}-{time.monotonic_ns()}"
     os.mkdir(folder)
     try:
         yield folder
     finally:
-        for _ in range(100):  # processes that were killed leave a moment later
+        for _ in range(100):  # killed processes take a moment to leave
             try:
                 os.rmdir(folder)
                 break

@@ -1,10 +1,11 @@
 """Notes and progress lines on standard error, tables on standard output.
 
-rich is imported for tables: a command that prints none does not pay for it.
+rich is imported by tables only, to keep other commands fast.
 """
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 import textwrap
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-LINE_DELAY = 1.0  # before a line appears on a terminal
-LINE_INTERVAL = 0.1  # before it is rewritten
-LINE_MINUTE = 60.0  # between lines elsewhere
+LINE_DELAY = 1.0  # seconds until a line appears on a terminal
+LINE_INTERVAL = 0.1  # seconds until it is rewritten
+LINE_MINUTE = 60.0  # seconds between lines elsewhere
 
 COLUMNS = 80
-_LEAST_COLUMNS = 60  # of tables: a narrower terminal breaks their lines better than their cells can be folded
+_LEAST_COLUMNS = 60  # of tables; narrower terminals wrap lines better than cells fold
+
+_fill = functools.partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
 
 
 def table_console() -> Console:
-    """A console of standard output for tables, as wide as the terminal is."""
+    """Return a console on standard output for tables, as wide as the terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -37,7 +40,7 @@ def table_console() -> Console:
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """A table of numbers, whose first column has their names; columns without names have no header."""
+    """Return a table with a first column of names; without column names, no header."""
     from rich.table import Table
 
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", show_header=any(columns))
@@ -47,42 +50,40 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Lines of at most 80 columns; words are never cut.
-
-    Args:
-        indent: of the second line and all after it.
-    """
-    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """Wrap text at 80 columns between words, with an indent from the second line."""
+    return _fill(text, COLUMNS, subsequent_indent=indent)
 
 
 def note(text: str) -> None:
-    """A line on standard error; on a terminal dimmed, and broken between words where that is too narrow."""
-    print(f"\x1b[2m{_broken(text)}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    """Print a line on standard error, dimmed and wrapped on a terminal."""
+    text = f"\x1b[2m{_wrap_to_terminal(text)}\x1b[0m" if sys.stderr.isatty() else text
+    print(text, file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    """A line on standard output, broken between words where that is a terminal and too narrow."""
-    print(_broken(text) if sys.stdout.isatty() else text, flush=True)
+    """Print a line on standard output, wrapped on a terminal."""
+    print(_wrap_to_terminal(text) if sys.stdout.isatty() else text, flush=True)
 
 
-def _broken(text: str) -> str:
+def _wrap_to_terminal(text: str) -> str:
     width = shutil.get_terminal_size().columns
-    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
+    return "\n".join(_fill(line, width) for line in text.split("\n"))
 
 
 class ProgressLine:
-    """How far a job is, on one line of standard error: rewritten on a terminal, else a new one each minute. A job that ends soon shows nothing.
+    """A job's progress on standard error: one line on a terminal, else one a minute.
 
     Args:
-        unit: "bytes" for sizes, else a word such as "tokens" behind the count.
-        delay: seconds before the line appears on a terminal; None: one.
-        slows: each unit takes longer than the one before it, as a prompt's tokens do, whose attention grows: the time that is left counts with that.
+        unit: "bytes" for sizes, or a word after the count such as "tokens".
+        delay: Seconds until the line appears on a terminal. Default: 1.
+        slows: True if each unit takes longer than the last, as tokens of a prompt do;
+            the remaining time is extrapolated accordingly.
     """
 
     def __init__(self, unit: str = "tokens", delay: float | None = None, slows: bool = False):
         self._unit, self._terminal, self._shown, self._done = unit, sys.stderr.isatty(), False, 0
         self._stage, self._started = "", time.monotonic()
-        self._slows, self._points = slows, list[tuple[int, float]]()  # units and seconds so far, of each update
+        self._slows, self._points = slows, list[tuple[int, float]]()  # units, seconds of updates
         self._next = self._started + (LINE_MINUTE if not self._terminal else LINE_DELAY if delay is None else delay)
 
     def update(self, stage: str, n: int, total: int) -> None:
@@ -106,7 +107,11 @@ class ProgressLine:
         print(text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def _left(self, n: int, rate: float) -> float:
-        """Seconds for n more units. Where they slow down, all of them have taken a n + b n^2: a and b from now, and from when half as many were done."""
+        """Return the seconds for n more units.
+
+        If units slow down, the time of n units is a n + b n^2, fitted to the time now
+        and at half of the units.
+        """
         if not self._points:
             return n / rate
         at, seconds = self._points[-1]
@@ -128,7 +133,7 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(unit: str = "") -> Iterator[Callable[[str, int, int], None]]:
-    """Yields `update(stage, done, total)` of a `ProgressLine`, which goes when the block ends."""
+    """Yield `update(stage, done, total)` of a `ProgressLine` that the block shows."""
     line = ProgressLine(unit, delay=0.0)
     try:
         yield line.update

@@ -1,7 +1,8 @@
-"""The disk under a model: its file system, whether it reads around the page cache, and how fast. Reads as I/O threads do."""
+"""The disk of a model: file system, direct I/O and read rate."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,23 +17,21 @@ from pathlib import Path
 
 from ..errors import ModelError
 
-# As moeoff-read-depth.h has it: more take the rate of a disk from the reads that compute waits for, unless it gains from them; fewer leave those to one
-# another's pace
+# As in moeoff-read-depth.h: more threads slow the reads that compute waits for, unless
+# the disk gains from them; with fewer, these reads wait for each other.
 IO_THREADS, MOST_IO_THREADS = 4, 16
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-_F_NOCACHE = 48  # of macOS's fcntl.h
-LONGEST_READ = 1 << 20  # an I/O thread reads a slice in pieces of this size
+_F_NOCACHE = 48  # fcntl.h of macOS
+LONGEST_READ = 1 << 20  # bytes per read of an I/O thread
 
 
 @dataclass(frozen=True)
 class DiskRate:
-    """The rate of a disk, as measured.
+    """A measured read rate.
 
     Attributes:
-        bytes_per_second: of all threads together.
-        block_bytes: of one read.
-        direct_io: False where the reads went through the page cache, whose speed they may then show.
-        seconds: how long it was measured.
+        bytes_per_second: Rate of all threads together.
+        direct_io: False if reads used the page cache, which may distort the rate.
     """
 
     bytes_per_second: float
@@ -42,7 +41,7 @@ class DiskRate:
 
 
 def _open_direct(path: str) -> int | None:
-    """A descriptor that has proved to read around the page cache, or None. On macOS it is told to leave the cache alone."""
+    """Open a file for reads around the page cache; None if the file system has none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
     except OSError as error:
@@ -54,7 +53,7 @@ def _open_direct(path: str) -> int | None:
             fcntl.fcntl(fd, getattr(fcntl, "F_NOCACHE", _F_NOCACHE), 1)
             return fd
         if hasattr(os, "O_DIRECT"):
-            with mmap.mmap(-1, mmap.PAGESIZE) as page:  # some file systems take the flag and refuse the read
+            with mmap.mmap(-1, mmap.PAGESIZE) as page:  # some accept the flag, not the read
                 os.preadv(fd, [page], 0)
             return fd
     except OSError:
@@ -64,39 +63,35 @@ def _open_direct(path: str) -> int | None:
 
 
 def leave_page_cache(fd: int, sync: bool = False) -> None:
-    """Takes a file out of the page cache, which a cgroup counts.
+    """Drop a file from the page cache, which counts as a cgroup's memory.
 
     Args:
-        sync: what is not on the disk yet goes there first; else it stays.
+        sync: True to write dirty pages first; otherwise they stay.
     """
     if sync:
-        getattr(os, "fdatasync", os.fsync)(fd)  # macOS has none
+        getattr(os, "fdatasync", os.fsync)(fd)  # absent on macOS
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def cached_bytes(path: str | os.PathLike[str]) -> int:
-    """Count the bytes of a file that are in the page cache. 0 also where the system does not tell, as of others' files."""
+    """Return a file's bytes in the page cache, 0 if the system does not say."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         mincore = getattr(ctypes.CDLL(None), "mincore", None)
         if mincore is None or not status.st_size or not (status.st_uid == os.geteuid() or os.access(path, os.W_OK)):
             return 0
         pages = (ctypes.c_ubyte * -(-status.st_size // mmap.PAGESIZE))()
-        # a copy on write, for ctypes takes the address of what it might write to; nothing is touched
+        # ctypes needs a writable buffer for its address; copy-on-write is never written
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
             start = ctypes.c_char.from_buffer(mapped)
             failed = mincore(ctypes.byref(start), ctypes.c_size_t(status.st_size), pages)
-            del start  # which keeps the mapping
+            del start  # releases the mapping
     return 0 if failed else mmap.PAGESIZE * sum(page & 1 for page in pages)
 
 
 def direct_io(path: str | os.PathLike[str]) -> bool:
-    """True if this file can be read around the page cache.
-
-    Raises:
-        OSError: it cannot be read at all.
-    """
+    """Return True if the file can be read around the page cache. Raises OSError."""
     fd = _open_direct(os.fspath(path))
     if fd is None:
         return False
@@ -105,7 +100,7 @@ def direct_io(path: str | os.PathLike[str]) -> bool:
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """Type of the file system a path is on ("ext4", "tmpfs", "overlay"), or "unknown"."""
+    """Return the type of a path's file system ("ext4", "overlay"), or "unknown"."""
     import psutil
 
     path = os.path.realpath(path)
@@ -113,45 +108,43 @@ def file_system(path: str | os.PathLike[str]) -> str:
         around = [mount for mount in psutil.disk_partitions(all=True) if Path(path).is_relative_to(mount.mountpoint)]
     except (OSError, psutil.Error):
         around = []
-    innermost = max(reversed(around), key=lambda mount: len(mount.mountpoint), default=None)  # the last of equals was mounted over the others
+    # of equal mount points the last one hides the others
+    innermost = max(reversed(around), key=lambda mount: len(mount.mountpoint), default=None)
     return innermost.fstype if innermost is not None else "unknown"
 
 
 def probe(path: str | os.PathLike[str], block_bytes: int, seconds: float = 2.0, n_threads: int = IO_THREADS) -> DiskRate:
-    """Reads blocks from random places of a file for some seconds, other places with another number of threads: a disk's own cache may hold those.
+    """Measure the rate of reads from random offsets of a file.
+
+    The offsets depend on n_threads: the disk may cache those of another probe.
 
     Raises:
-        ModelError: the file is empty, or cannot be read.
+        ModelError: The file is empty or unreadable.
     """
     path, nbytes = os.fspath(path), min(-(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, LONGEST_READ)
-    try:
-        size = os.path.getsize(path)
-        if size == 0:
-            raise ModelError(f"{path}: empty: no rate can be measured on it")
-        fd = _open_direct(path)
-        direct = fd is not None
-        if fd is None:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    started = time.perf_counter()
 
-    def work(index: int) -> int:
-        places, total = random.Random(n_threads << 16 | index), 0  # nosec: places to read, the same ones every time
+    def read_blocks(index: int) -> int:
+        offsets, total = random.Random(n_threads << 16 | index), 0  # nosec: not for secrets
         with mmap.mmap(-1, nbytes) as buffer:
-            while True:  # once at least: a busy machine may let a thread begin when the time is over
-                total += os.preadv(fd, [buffer], places.randrange(max(1, size // nbytes)) * nbytes)
+            while True:  # at least once, even if the thread starts late
+                total += os.preadv(fd, [buffer], offsets.randrange(max(1, size // nbytes)) * nbytes)
                 if time.perf_counter() - started >= seconds:
                     return total
 
-    try:
-        if not direct:
-            leave_page_cache(fd)
-        with ThreadPoolExecutor(n_threads) as pool:
-            total = sum(pool.map(work, range(n_threads)))
-        took = time.perf_counter() - started
-        return DiskRate(total / took, nbytes, direct, took)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    finally:
-        os.close(fd)
+    with contextlib.ExitStack() as stack:
+        try:
+            size = os.path.getsize(path)
+            if size == 0:
+                raise ModelError(f"{path}: expected a file to measure a rate on, got an empty one")
+            direct = _open_direct(path)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if direct is None else direct
+            stack.callback(os.close, fd)
+            if direct is None:
+                leave_page_cache(fd)
+            started = time.perf_counter()
+            with ThreadPoolExecutor(n_threads) as pool:
+                total = sum(pool.map(read_blocks, range(n_threads)))
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    took = time.perf_counter() - started
+    return DiskRate(total / took, nbytes, direct is not None, took)

@@ -1,7 +1,7 @@
-"""Files: those that are read, bounded and without waiting for anybody; those that are written, whole or not at all, also after a crash; and the folders
-for them. The only place that asks the environment for folders.
+"""Bounded reads of files, atomic writes, and folders.
 
-A reader says how much it may take before it takes it: what a file, or a field in it, claims to need is compared first.
+Readers state a limit, with which sizes are compared before anything is read. No other
+module reads folders from the environment.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from .memory import format_size
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SMALL = 1 << 16  # bytes of a file that holds a few facts
-TEXT = 16 << 20  # bytes of a prompt, or of a text to measure on: several books
+StrPath = str | os.PathLike[str]
+SMALL = 1 << 16  # bytes of a file of a few facts
+TEXT = 16 << 20  # bytes of a prompt or text to measure, several books
 
 DEMO_MODEL = "demo-moe-q8_0.gguf"
 
-_LONGEST_PREFIX = 64  # characters of a name of four bytes each: what is added must not make it too long for the file system
-
+_LONGEST_PREFIX = 64  # characters of up to four bytes; file systems allow 255 bytes
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
-
-# a folder that may not be listed, and file systems that cannot sync one
+# from folders without read permission, and from file systems that cannot sync one
 _UNSYNCABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 
 class Closing:
-    """Base of what is closed where the `with` block ends that has opened it."""
+    """Base of context managers that call `close`."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -47,13 +46,15 @@ class Closing:
         self.close()
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """A regular file, open for reading, without a buffer. What is none is not opened: a pipe would wait for a writer, and a device may have no end.
+def open_file(path: StrPath) -> BinaryIO:
+    """Open a regular file for unbuffered reading.
+
+    Other files are refused unopened: a pipe may block, a device may be endless.
 
     Raises:
-        OSError: it cannot be opened; `strerror` says why in words.
+        OSError: The file cannot be opened; `strerror` has the reason.
     """
-    # without waiting, should it be replaced between the two calls
+    # O_NONBLOCK in case the file is replaced between the two calls
     _require_regular(path, os.stat(path).st_mode)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -64,21 +65,21 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
-def _require_regular(path: str | os.PathLike[str], mode: int) -> None:
+def _require_regular(path: StrPath, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, f"{next((name for test, name in _KINDS if test(mode)), 'something else')}, expected a file", os.fspath(path))
 
 
-def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
-    """All of a regular file of at most so many bytes. Raises `OSError`, whose `strerror` says why in words."""
+def read_file(path: StrPath, limit: int) -> bytes:
+    """Read a regular file of at most `limit` bytes. Raises OSError with `strerror`."""
     with open_file(path) as file:
         return _read(file, os.fstat(file.fileno()).st_size, path, limit)
 
 
-def _read(file: BinaryIO, size: int, path: str | os.PathLike[str], limit: int) -> bytes:
-    """Reads the rest of a file that is said to have so many bytes; of a pipe nobody says it."""
+def _read(file: BinaryIO, size: int, path: StrPath, limit: int) -> bytes:
+    """Read the rest of a file; `size` is 0 for pipes."""
     parts, left = list[bytes](), limit + 1
     while size <= limit and left > 0:
         part = file.read(min(left, 1 << 20))
@@ -94,17 +95,23 @@ def _read(file: BinaryIO, size: int, path: str | os.PathLike[str], limit: int) -
     return b"".join(parts)
 
 
-def read_text(path: str | os.PathLike[str], limit: int = TEXT, *, errors: str = "strict", newlines: bool = False) -> str:
-    """A text in UTF-8. It may come from a pipe that is open already, as a shell's <(...) and /dev/stdin are.
+def read_text(
+    path: StrPath,
+    limit: int = TEXT,
+    *,
+    errors: str = "strict",
+    newlines: bool = False,
+) -> str:
+    """Read UTF-8 text of a file or an open pipe (a shell's <(...), /dev/stdin).
 
     Args:
-        newlines: lines end with a newline alone, however they end in the file.
+        newlines: True to convert all line ends to newlines.
 
     Raises:
-        OptionError: it cannot be read, is too long, or is not UTF-8.
+        OptionError: The file is unreadable, too long, or not UTF-8.
     """
     try:
-        if os.path.exists(path) and not os.path.exists(os.path.realpath(path)):  # a pipe without a name
+        if os.path.exists(path) and not os.path.exists(os.path.realpath(path)):  # unnamed pipe
             with open(path, "rb", buffering=0) as file:
                 data = _read(file, 0, path, limit)
         else:
@@ -117,12 +124,13 @@ def read_text(path: str | os.PathLike[str], limit: int = TEXT, *, errors: str = 
     return text.replace("\r\n", "\n").replace("\r", "\n") if newlines else text
 
 
-def require_new(output: str | os.PathLike[str] | None, inputs: Iterable[str | os.PathLike[str] | None], what: str) -> None:
-    """Checks before any work that what will be written is none of the files that are read, under whatever name, and can be written. Raises `OptionError`.
+def require_new(output: StrPath | None, inputs: Iterable[StrPath | None], what: str) -> None:
+    """Check that `output` can be written and is none of the inputs. Raises OptionError.
 
     Args:
-        output: path; None: nothing will be written.
-        what: the option that gives it.
+        output: Path to be written, None for none.
+        inputs: Paths to be read.
+        what: Option of the output, for errors.
     """
     if output is None:
         return
@@ -133,7 +141,7 @@ def require_new(output: str | os.PathLike[str] | None, inputs: Iterable[str | os
     folder = os.path.dirname(os.path.realpath(output))
     if os.path.isdir(output):
         refuse("is a folder: give the name of a file in it")
-    if os.path.exists(output) and not os.path.isfile(output):  # as /dev/null, which nothing is lost in
+    if os.path.exists(output) and not os.path.isfile(output):  # such as /dev/null
         return
     if not os.path.isdir(folder):
         refuse(f"there is no such folder, {folder}")
@@ -146,27 +154,26 @@ def require_new(output: str | os.PathLike[str] | None, inputs: Iterable[str | os
     for path in (path for path in inputs if path is not None):
         try:
             same = os.path.samefile(output, path)
-        except OSError:  # one of them is not there
+        except OSError:  # one does not exist
             same = os.path.realpath(output) == os.path.realpath(path)
         if same:
             refuse(f"would replace {os.fspath(path)}, which is in use: give another name")
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str], *, overwrite: bool = True) -> Iterator[BinaryIO]:
-    """A new file that takes `path`'s place when the block has ended well and its bytes are on the disk.
+def atomic_file(path: StrPath, *, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """Open a new file that replaces `path` after the block, once the file is synced.
 
-    Until then it has a temporary name in the same folder; on any error it is removed, and what `path` held stays. A symbolic link
-    stays one, and permissions stay as they were. What is no regular file, as /dev/stdout, is written to directly.
+    The file has a temporary name in the same folder and is removed after errors.
+    Symbolic links and permissions are kept. Devices (/dev/stdout) are written directly.
 
     Raises:
-        WriteError: `path` exists and overwrite is false; no room, no rights, no such folder. Any OSError of the block counts
-            as a failed write.
+        WriteError: `path` exists and overwrite is False, or the block raised OSError.
     """
     try:
         mode: int | None = None
         with contextlib.suppress(FileNotFoundError):
-            mode = os.stat(path).st_mode  # of what it links to
+            mode = os.stat(path).st_mode
         if mode is not None and not overwrite:
             raise WriteError(f"{os.fspath(path)} exists already; choose another name, or ask to overwrite it")
         if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -174,9 +181,9 @@ def atomic_file(path: str | os.PathLike[str], *, overwrite: bool = True) -> Iter
                 yield file
             return
         target = Path(os.path.realpath(path))
-        partial = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.part")  # no other thread's
+        partial = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.part")
         try:
-            with open(partial, "xb") as file:  # not mkstemp, whose files nobody else may read
+            with open(partial, "xb") as file:  # mkstemp would make it private
                 if mode is not None:
                     os.chmod(partial, stat.S_IMODE(mode))
                 yield file
@@ -190,8 +197,8 @@ def atomic_file(path: str | os.PathLike[str], *, overwrite: bool = True) -> Iter
         raise WriteError(f"{os.fspath(path)}: cannot be written: {error.strerror or error}") from None
 
 
-def publish(fd: int, partial: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Renames an open file that is complete: its bytes reach the disk before its name does. Raises OSError."""
+def publish(fd: int, partial: StrPath, path: StrPath) -> None:
+    """Sync a complete file, rename it, and sync its folder. Raises OSError."""
     os.fsync(fd)
     os.replace(partial, path)
     try:
@@ -206,20 +213,20 @@ def publish(fd: int, partial: str | os.PathLike[str], path: str | os.PathLike[st
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for moeoff, made if it is absent: platformdirs' (on Linux in XDG_CACHE_HOME or ~/.cache). Raises `OSError` if it cannot be made."""
+    """Return the user's cache folder for moeoff, created if needed. Raises OSError."""
     from platformdirs import user_cache_path
 
     try:
         return user_cache_path("moeoff", appauthor=False, ensure_exists=True)
-    except RuntimeError as error:  # a user without a home
+    except RuntimeError as error:  # no home folder
         raise FileNotFoundError(errno.ENOENT, str(error)) from None
 
 
 def demo_model() -> str:
-    """Path of the model that ships inside the package."""
+    """Return the path of the model in the package."""
     return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", DEMO_MODEL)
 
 
 def machine_wide_file(name: str) -> str | None:
-    """The path of a file that all processes of moeoff's on this machine share, or in this container; None if there is no place for one."""
+    """Return the path of a file for all processes of the machine, if possible."""
     return next((f"{folder}/moeoff-{name}" for folder in ("/dev/shm", "/tmp") if os.access(folder, os.W_OK)), None)

@@ -1,8 +1,8 @@
-"""The processor: its name, the cores this process may use, the build of llama.cpp's CPU backend it takes where the installed wheel brings several
-(scripts/build/wheels.py), and whether row kernels are used. The environment's wishes about kernels are read here.
+"""The processor: its name, its cores, and the build of llama.cpp's CPU backend for it.
 
-A library that is loaded already serves everyone who names it, so the chosen backend has to be loaded before the rest. A fork that was built on this
-machine has one backend, and nothing is done.
+A wheel may contain several backends (scripts/build/wheels.py), a fork built on this
+machine contains one. The backend must be loaded before llama.cpp's other libraries,
+which link to the loaded one. This module reads the environment variables about kernels.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ ENVIRONMENT = "MOEOFF_CPU_LEVEL"
 ROW_KERNELS = "MOEOFF_ROW_KERNELS"
 _BACKEND = "libggml-cpu.so"
 
-LEVEL: str | None = None  # that was loaded; None: there is one build, or nothing was loaded yet
+LEVEL: str | None = None  # of the loaded backend; None before, or if there is only one
 
 
 def load() -> str | None:
-    """Loads the best backend for this CPU, or the one that MOEOFF_CPU_LEVEL names; returns its level, None where there is nothing to choose.
+    """Load the best CPU backend, or that of MOEOFF_CPU_LEVEL.
+
+    Returns:
+        Level of the backend, None if there is only one.
 
     Raises:
-        OptionError: the level that was asked for is not there or cannot run here, or none can.
+        OptionError: The requested level, or every level, cannot run here.
     """
     global LEVEL
     spec = importlib.util.find_spec("llama_cpp")
@@ -39,7 +42,7 @@ def load() -> str | None:
 
 
 def load_from(folder: Path) -> str | None:
-    """Loads the best backend out of a folder of libraries, as `load`."""
+    """Load the best backend in a folder of libraries as `load` does."""
     if not (folder / "level").exists():
         return None
     lowest = (folder / "level").read_text().strip()
@@ -47,9 +50,11 @@ def load_from(folder: Path) -> str | None:
     runnable = [level for level in able if level == lowest or (folder / level / _BACKEND).exists()]
     named = os.environ.get(ENVIRONMENT)
     if named and named not in runnable:
-        raise OptionError(f"{ENVIRONMENT}={named}: this machine can run {', '.join(runnable) or 'none of the levels in this wheel'}")
+        levels = ", ".join(runnable) or "none of the levels in this wheel"
+        raise OptionError(f"{ENVIRONMENT}={named}: this machine can run {levels}")
     if not runnable:
-        raise OptionError(f"this CPU cannot run even the level {lowest}, the lowest in the installed wheel: build moeoff from its repository (make env)")
+        why = f"this CPU cannot run {lowest}, the lowest level in the installed wheel"
+        raise OptionError(f"{why}: build moeoff from its repository (make env)")
     level = named or runnable[0]
     if level != lowest:
         ctypes.CDLL(str(folder / level / _BACKEND))
@@ -61,7 +66,8 @@ def libraries_digest(folder: Path) -> str:
     """Return a digest of llama.cpp's libraries, and of the CPU backend that was chosen.
 
     Args:
-        folder: Folder of the libraries. A file over 64 MiB, as a GPU backend, counts by its size and time of change.
+        folder: Folder of the libraries. A file over 64 MiB, as a GPU backend, counts by
+            its size and time of change.
     """
     whole = hashlib.blake2b(str(LEVEL).encode(), digest_size=16)
     for path in sorted([*folder.glob("libggml*"), *folder.glob("libllama.*")]):
@@ -75,7 +81,7 @@ def libraries_digest(folder: Path) -> str:
 
 
 def supported(folder: Path) -> list[str]:
-    """Levels that this CPU and its system can run, the best first."""
+    """Return the levels that this CPU and system can run, the best first."""
     ask = ctypes.CDLL(str(folder / "libmoeoff-level.so")).moeoff_cpu_levels
     ask.restype = ctypes.c_char_p
     levels: bytes = ask()
@@ -83,25 +89,25 @@ def supported(folder: Path) -> list[str]:
 
 
 def wants_row_kernels() -> bool:
-    """True if products are to be computed by our kernels of four rows, as they are unless MOEOFF_ROW_KERNELS is off: slower then, the text is the same.
+    """Return True unless MOEOFF_ROW_KERNELS is off.
 
-    Raises:
-        OptionError: it is neither on nor off.
+    Row kernels compute four rows at once; without them the same text takes longer.
+    Raises OptionError for other values.
     """
     switch = os.environ.get(ROW_KERNELS) or "on"
     if switch not in ("on", "off"):
-        raise OptionError(f"{ROW_KERNELS}={switch}: expected on or off")
+        raise OptionError(f"{ROW_KERNELS}: expected on or off, got {switch!r}")
     return switch == "on"
 
 
 def n_cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
 def cpu_info(key: str) -> str:
-    """What /proc/cpuinfo says of the first core: "model name", "flags"; empty: nothing."""
+    """Return a value of the first core in /proc/cpuinfo ("flags"), empty if unknown."""
     try:
         with open("/proc/cpuinfo") as file:
             return next((line.split(":")[1].strip() for line in file if line.startswith(key)), "")
@@ -110,10 +116,10 @@ def cpu_info(key: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """Return the system's name of the processor."""
     return cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def machine_name() -> str:
-    """Cores and processor in words: what is measured on one machine is not true on another."""
+    """Return cores and processor in words, to which measurements are bound."""
     return f"{n_cores()} cores of {cpu_name()}"

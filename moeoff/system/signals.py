@@ -1,4 +1,4 @@
-"""Signals that a block of code answers itself."""
+"""Temporary signal handlers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def handling(number: signal.Signals, handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Has a signal go to this handler, while open. In another thread than the main one, which alone may ask for that, nothing is changed."""
+    """Handle a signal in this block; no change in threads other than the main one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

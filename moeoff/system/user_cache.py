@@ -1,7 +1,6 @@
-"""Entries of the user's cache folder, which save a measurement: a file for each set of what its content depends on (machine, model, options). The hash of
-these is its name, so that what was measured of another is never taken for it.
+"""Measurements in the user's cache folder, in files named by hashes of conditions.
 
-None is needed: one that is absent, damaged or out of reach is measured again, and where nothing can be written nothing is.
+The cache is optional: damaged entries are measured again, failed writes are ignored.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _Facts = TypeVar("_Facts")
 
 
 def digest(depends: Mapping[str, Any]) -> str:
-    """The name of what depends on these values, which JSON has."""
+    """Return a hash of values that JSON can represent."""
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class CacheEntry:
-    """A file of the cache folder.
+    """A file in the cache folder.
 
     Args:
-        kind: its folder, and a suffix: "rates.json" is a file in "rates" that ends in ".json".
-        **depends: what its content depends on.
+        kind: Folder and suffix: "rates.json" is a file in "rates" ending in ".json".
+        **depends: Values that the content depends on.
     """
 
     def __init__(self, kind: str, **depends: Any):
@@ -43,13 +42,13 @@ class CacheEntry:
         self._name = f"{folder}/{digest(depends)}{suffix}"
 
     def path(self) -> Path:
-        """Its path, in a folder that is there. Raises `OSError` if none can be made."""
+        """Return the path and create its folder. Raises OSError."""
         path = cache_folder() / self._name
         path.parent.mkdir(exist_ok=True)
         return path
 
     def load(self, kind: type[_Facts]) -> _Facts | None:
-        """The facts that were saved, as a dataclass of numbers and texts, which raises `ValueError` for those that cannot be; None: there are none."""
+        """Read a dataclass of numbers and strings; None if there is no valid one."""
         try:
             facts = kind(**json.loads(read_file(self.path(), SMALL)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -58,13 +57,13 @@ class CacheEntry:
         return facts if all(type(value) is types[name] for name, value in vars(facts).items()) else None
 
     def save(self, facts: Any) -> None:
-        """Takes the place of what is there."""
+        """Write a dataclass, replacing the old one."""
         with contextlib.suppress(OSError), atomic_file(self.path()) as file:
             file.write(json.dumps(asdict(facts)).encode())
 
     def load_arrays(self, layouts: Mapping[str, Layout], limit: int) -> dict[str, np.ndarray] | None:
-        """The arrays that were saved, of at most so many bytes; None: there are none, or others than these."""
-        from .arrays import ArchiveError, WrongArrays, read_npz, require_arrays  # `moeoff --help` should not load numpy
+        """Read arrays of at most `limit` bytes; None if there are no valid ones."""
+        from .arrays import ArchiveError, WrongArrays, read_npz, require_arrays  # imports numpy
 
         try:
             arrays = read_npz(self.path(), limit)
@@ -74,8 +73,8 @@ class CacheEntry:
             return None
 
     def save_arrays(self, **arrays: np.ndarray) -> None:
-        """Takes the place of what is there."""
+        """Write arrays, replacing the old ones."""
         import numpy as np
 
         with contextlib.suppress(OSError), atomic_file(self.path()) as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # for mypy any keyword may be allow_pickle
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # allow_pickle
