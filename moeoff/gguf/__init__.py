@@ -1,1 +1,1 @@
-"""The model file: what it holds and where, its types and their conversion, and where to get it."""
+"""GGUF files: reading, writing, quantization, tensor indexes and download."""

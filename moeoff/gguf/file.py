@@ -1,12 +1,12 @@
-"""GGUF files as containers: raw metadata, tensor infos, tensor bytes.
+"""A reader of GGUF files as containers: raw metadata, tensor infos, tensor bytes.
 
-A reader of its own, because it opens every model that is run: gguf-py's takes 133 ms for the demo model's header, where this one takes 2, and importing
-gguf-py another 50. It accepts what ggml's own parser accepts and nothing else, and refuses a damaged file with one sentence: a test
-compares the two on damaged headers. What it shares with gguf-py are the format's numbers, which a test compares. Writing is gguf-py's (`writer`).
+Every run opens a model with this reader, which parses the demo model's header in 2 ms;
+gguf-py takes 133 ms after an import of 50 ms. The reader accepts exactly the files that
+ggml's parser accepts: a test compares both on damaged headers. `writer` uses gguf-py.
 
-It knows the container, not what a tensor means. Metadata values stay the bytes they are in the file, so that a copy is exact whatever their types are;
-tensor types are ggml numbers, so that a type newer than gguf-py is no obstacle. Nothing is mapped: of a file that is cut while it is read, a
-read says so, and a mapping would end the process.
+Metadata values stay raw bytes, so that copies are exact, and types are ggml numbers, so
+that types newer than gguf-py work. Files are not mapped: the process would be killed if
+a mapped file were truncated.
 """
 
 from __future__ import annotations
@@ -24,38 +24,46 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from ..system.files import Closing, open_file
+from ..system.files import Closing, StrPath, open_file
 from ..system.memory import format_size
 from .quantize import dequantize, row_bytes, type_name
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # the same arrangement; 1 had 32-bit counts and is long gone
+VERSIONS = (2, 3)  # of identical layout; version 1 has 32-bit counts and is obsolete
 UINT32, STRING, ARRAY = 4, 8, 9  # gguf.GGUFValueType
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# characters of a number of that type, as std::to_string writes it, with ", " behind
-_WRITTEN = {0: 5, 1: 6, 2: 7, 3: 8, 4: 12, 5: 13, 6: 49, 7: 7, 10: 22, 11: 22, 12: 319}
+# maximum length of std::to_string for each type, plus ", "
+_TEXT_LENGTHS = {0: 5, 1: 6, 2: 7, 3: 8, 4: 12, 5: 13, 6: 49, 7: 7, 10: 22, 11: 22, 12: 319}
 DEFAULT_ALIGNMENT = 32
 # limits of ggml's parser
-_NAME_LIMIT = 64  # bytes, with a final zero
+_NAME_LIMIT = 64  # bytes, including the final zero
 _MAX_DIMS = 4
-_MAX_LENGTH = 1 << 30  # of an array, and bytes of a string
-_MAX_KEY = 65535  # bytes, of a key or name: the format's own limit, which ggml does not check; what is longer is not even read
-LONGEST_TEMPLATE = 16 << 20  # bytes of a chat template that is read; what no conversation's budget holds is refused by its size in memory
-_LONGEST_HEADER = 64 << 20  # bytes; a vocabulary of 262,144 tokens and its merges are 17 MiB, the names of 300,000 slices 25
-MAX_TENSORS = 1 << 16  # of a model: llama.cpp reads no more than 512 layers
-_MAX_VALUES = 1 << 12  # llama.cpp compares each key with all others, and llama_cpp walks to each: 100,000 take minutes. Models have less than a hundred
+_MAX_LENGTH = 1 << 30  # elements of an array, bytes of a string
+_MAX_KEY = 65535  # bytes of a key or name: the format's limit, which ggml does not check
+LONGEST_TEMPLATE = 16 << 20  # bytes of a chat template
+# Bytes. A vocabulary of 262,144 tokens with merges takes 17 MiB, the names of 300,000
+# slices take 25 MiB.
+_LONGEST_HEADER = 64 << 20
+MAX_TENSORS = 1 << 16  # llama.cpp reads at most 512 layers
+# llama.cpp compares each key with all others: 100,000 keys take minutes, models have <
+# 100
+_MAX_VALUES = 1 << 12
 _INT64_MAX = (1 << 63) - 1
-_HEADER_PIECE = 1 << 18  # bytes of a header that are read at once
+_HEADER_PIECE = 1 << 18  # minimum bytes of a read
 
 
 class _DamagedHeader(Exception):
-    """A header is damaged; the message says how."""
+    """The header is damaged as the message describes."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's name, shape (slowest dimension first, as numpy has it; the last is the row length) and ggml type
-    number."""
+    """A tensor's description.
+
+    Attributes:
+        shape: Sizes, slowest dimension first as in numpy; the last is the row length.
+        type: ggml type number.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -63,15 +71,18 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        """Size in bytes, without padding. Raises ModelError if the row length does not fit the type."""
+        """Size in bytes, unpadded. Raises ModelError if rows do not fit the type."""
         return prod(self.shape[:-1]) * row_bytes(self.type, self.shape[-1]) if self.shape[-1] else 0
 
 
 def parse(raw: bytes) -> tuple[Any, int, int | None]:
-    """A metadata value, the number of its type, and of an array's elements: strings as bytes, arrays of numbers [n] as numpy's.
+    """Parse a metadata value.
 
-    Raises:
-        struct.error: it is cut short, or an array of arrays.
+    Returns:
+        The value (strings as bytes, arrays of numbers as numpy arrays [n]), its type
+        number, and the type number of an array's elements.
+
+    Raises struct.error for truncated values and nested arrays.
     """
     (code,) = struct.unpack_from("<I", raw)
     if code == STRING:
@@ -92,7 +103,7 @@ def parse(raw: bytes) -> tuple[Any, int, int | None]:
 
 
 def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
-    """A metadata value as Python has it; bytes that are not UTF-8 are replaced. Raises struct.error as `parse`."""
+    """Convert a metadata value to Python; replace bytes that are not UTF-8."""
     value, code, of = parse(raw)
     if code == STRING:
         value = value.decode("utf-8", "replace")
@@ -104,10 +115,10 @@ def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
 
 @dataclass
 class FileState:
-    """The identity of a file's content, without reading it.
+    """The identity of a file's content, known without reading the content.
 
     Attributes:
-        ctime_ns: Time of the last change of content or attributes, which no program can set back.
+        ctime_ns: Time of the last change, which no program can set back.
         attributes: Mode, owner, group and number of hard links.
     """
 
@@ -124,10 +135,10 @@ class FileState:
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, attributes)
 
     def is_same(self, now: FileState | None) -> bool:
-        """Tell whether a later state is one of the same content.
+        """Return True if `now` describes the same content, and adopt its attributes.
 
-        chmod, chown and hard links change ctime alone: where the attributes show one of them, the later state takes
-        the place of this one. A ctime that nothing explains is that of an overwritten file with its old mtime.
+        chmod, chown and hard links change ctime together with the attributes. A changed
+        ctime alone means that the file was overwritten and its mtime restored.
         """
         if now is None or replace(now, ctime_ns=self.ctime_ns, attributes=self.attributes) != self:
             return False
@@ -137,8 +148,8 @@ class FileState:
         return True
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> FileState | None:
-        """The state of the file that has this name now; None: there is none, or it is out of reach."""
+    def read(cls, path: StrPath) -> FileState | None:
+        """Return the state of the file at this path, None if it is inaccessible."""
         try:
             return cls.of(os.stat(path))
         except OSError:
@@ -146,27 +157,24 @@ class FileState:
 
 
 def require_unchanged(states: Mapping[str, FileState]) -> None:
-    """Check that no file was written to since its state was read, by path.
+    """Raise ModelError if a file was written to since its state was recorded.
 
-    A file that was replaced by another of the same name is no harm to those who still hold the old one open.
-
-    Raises:
-        ModelError: A file was written to.
+    Replaced files are ignored, because open descriptors still refer to the old content.
     """
     for path, state in states.items():
-        now = FileState.read(path)  # None: what is open stays readable
+        now = FileState.read(path)
         if now is not None and (now.device, now.inode) == (state.device, state.inode) and not state.is_same(now):
             raise ModelError(f"{path}: the file was changed while the model was in use: load it again")
 
 
-def read_range(fd: int, path: str | os.PathLike[str], offset: int, nbytes: int, what: str) -> bytearray:
-    """A range of an open file.
+def read_range(fd: int, path: StrPath, offset: int, nbytes: int, what: str) -> bytearray:
+    """Read a range of an open file.
 
     Args:
-        path: of the file, and `what` lies there: for people.
+        what: Description of the range, for errors.
 
     Raises:
-        ModelError: it cannot be read, or the file ends before it does.
+        ModelError: The file is unreadable or ends inside the range.
     """
     data = bytearray(nbytes)
     rest = memoryview(data)
@@ -176,44 +184,48 @@ def read_range(fd: int, path: str | os.PathLike[str], offset: int, nbytes: int, 
         except OSError as error:
             raise ModelError(f"{path}: cannot be read at byte {offset}: {error.strerror}") from None
         if n == 0:
-            raise ModelError(f"{path}: ends at byte {offset}, inside {what}; was it cut while it was read?")
+            raise ModelError(f"{path}: truncated at byte {offset}, inside {what}")
         rest, offset = rest[n:], offset + n
     return data
 
 
-def _what_begins(magic: bytes) -> str:
-    """A guess at what a file that begins with these bytes is, where it has come from a download."""
+def _describe_content(magic: bytes) -> str:
+    """Guess from the first four bytes what was downloaded instead of a GGUF file."""
     if not magic:
         return "it is empty"
     if magic == b"vers":
-        return "it looks like what git leaves in the place of a large file (git lfs pull fetches it)"
+        return "it looks like a git-lfs pointer; fetch the file with git lfs pull"
     if magic.lower() in (b"<!do", b"<htm"):
-        return "it looks like a web page that was saved in its place (download the file itself)"
-    return "it is something else, or damaged (llama.cpp's convert_hf_to_gguf.py makes one of a model in other files)"
+        return "it looks like a web page; download the file itself"
+    return "it is damaged or in another format; llama.cpp's convert_hf_to_gguf.py converts models"
 
 
 class ModelFile(Closing):
     """A GGUF file opened for reading; close it or use it as a context manager.
 
-    Raises ModelError for every file that llama.cpp's own parser refuses, for one that ends before its tensors do, and for one whose header would take
-    more memory than any that is real.
-
     Args:
-        longest: bytes of a metadata value that is kept; longer ones are passed over. None: all are kept.
-        max_tensors: that it may have.
+        longest: Maximum bytes of a metadata value to keep, None to keep all.
 
     Attributes:
-        path: as given.
-        state: of the file when it was opened.
-        version, alignment: of the header.
-        metadata: key -> its value's bytes (see `unpack`), in file order.
-        tensors: name -> Tensor, in file order.
-        n_strings: of all values together.
-        written: characters that the numbers of the longest array take as text, at most.
-        data_start: where the first tensor's bytes begin.
+        alignment: Alignment of tensors in bytes.
+        metadata: Raw values by key (see `unpack`), in file order.
+        tensors: Tensors by name, in file order.
+        n_strings: Number of strings in all values.
+        written: Maximum characters of the longest numeric array, written as text.
+        data_start: Offset of the first tensor in bytes.
+
+    Raises:
+        ModelError: llama.cpp's parser would refuse the file, the file ends before its
+            tensors, or its header exceeds 64 MiB.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, longest: int | None = None, max_tensors: int = MAX_TENSORS) -> None:
+    def __init__(
+        self,
+        path: StrPath,
+        *,
+        longest: int | None = None,
+        max_tensors: int = MAX_TENSORS,
+    ) -> None:
         self.path, self._longest, self._max_tensors = Path(path), longest, max_tensors
         try:
             self._file = open_file(path)
@@ -223,43 +235,34 @@ class ModelFile(Closing):
             raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
         try:
             if magic != MAGIC:
-                raise ModelError(f"{path}: not a GGUF file: {_what_begins(magic)}")
-            self._head, self._begin = bytearray(), 0  # the part of the header that was read last, and where it begins
+                raise ModelError(f"{path}: not a GGUF file: {_describe_content(magic)}")
+            self._head, self._begin = bytearray(), 0  # current part of the header, its offset
             self._read_header()
             del self._head
-        except (struct.error, OverflowError, _DamagedHeader) as error:
+        except (struct.error, OverflowError, ModelError, _DamagedHeader) as error:
             self.close()
+            if isinstance(error, ModelError):
+                raise
             why = error if isinstance(error, _DamagedHeader) else "it is cut short"
             raise ModelError(f"{path}: the GGUF header is damaged: {why}; download or copy it again") from None
-        except ModelError:
-            self.close()
-            raise
 
     def close(self) -> None:
-        """Closes the file; what was read of it stays."""
+        """Close the file. Metadata and tensor infos stay available."""
         self._file.close()
 
-    def value(self, key: str) -> int | float | bool | str:
-        """A scalar or string of the metadata. Raises ModelError if the key is missing or holds an array."""
-        raw = self.metadata.get(key)
-        value = unpack(raw) if raw is not None else None
-        if value is None or isinstance(value, (list, np.ndarray)):
-            raise ModelError(f"{self.path}: expected a single value under {key!r}, found {'nothing' if raw is None else 'an array'}")
-        return value
-
     def offset(self, name: str) -> int:
-        """Byte of the file at which a tensor begins."""
+        """Return the offset of a tensor in the file, in bytes."""
         return self._offsets[name]
 
     def header(self) -> bytes:
-        """Everything before the first tensor's bytes."""
+        """Read all bytes before the first tensor."""
         return bytes(read_range(self._file.fileno(), self.path, 0, self.data_start, "the header"))
 
     def data(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows start to stop of a tensor, its leading dimensions flattened, as they are in the file: uint8 [stop - start, bytes a row], read now.
+        """Read rows of a tensor, leading dimensions flattened. Raises ModelError.
 
-        Raises:
-            ModelError: the file has been cut, or cannot be read.
+        Returns:
+            uint8 [stop - start, bytes per row].
         """
         tensor = self.tensors[name]
         n_rows = prod(tensor.shape[:-1])
@@ -270,13 +273,13 @@ class ModelFile(Closing):
         return np.frombuffer(flat, np.uint8).reshape(n_rows, size)
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """`data` as numbers: f32 [stop - start, row length]."""
+        """Read and dequantize rows: f32 [stop - start, row length]."""
         tensor = self.tensors[name]
         data = self.data(name, start, stop)
         return dequantize(data, tensor.type, (len(data), tensor.shape[-1]))
 
     def _require(self, end: int, keep: int) -> None:
-        """Reads the header up to this byte at least. What lies before `keep` is forgotten, or never read."""
+        """Buffer the header up to byte `end`, dropping the bytes before `keep`."""
         if end > self.state.size:
             raise _DamagedHeader("it is cut short")
         if end > _LONGEST_HEADER:
@@ -292,13 +295,12 @@ class ModelFile(Closing):
         self._offset = 0
         _, self.version, n_tensors, n_values = self._take("4sIqq")
         if self.version not in VERSIONS:
-            raise ModelError(f"{self.path}: GGUF of a version that llama.cpp does not read: {self.version}, expected 2 or 3, little-endian")
-        if n_tensors < 0 or n_values < 0:
-            raise _DamagedHeader(f"{n_tensors} tensors, {n_values} values")
-        if n_tensors > self._max_tensors:
-            raise _DamagedHeader(f"{n_tensors} tensors, expected at most {self._max_tensors}")
-        if n_values > _MAX_VALUES:
-            raise _DamagedHeader(f"{n_values} values, expected at most {_MAX_VALUES}")
+            expected = f"expected GGUF version 2 or 3, little-endian, got {self.version}"
+            raise ModelError(f"{self.path}: {expected}")
+        limits = {"tensors": (n_tensors, self._max_tensors), "values": (n_values, _MAX_VALUES)}
+        for what, (n, most) in limits.items():
+            if not 0 <= n <= most:
+                raise _DamagedHeader(f"{n} {what}, expected at most {most}")
         self.metadata: dict[str, bytes] = {}
         self.n_strings = self.written = 0
         keys: set[str] = set()
@@ -312,7 +314,7 @@ class ModelFile(Closing):
         self.alignment = self._read_alignment()
         self.tensors: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
-        end = 0  # of the tensors so far, from where their bytes begin
+        end = 0  # relative to data_start
         for _ in range(n_tensors):
             tensor, offset = self._read_tensor()
             if offset != end:
@@ -327,20 +329,20 @@ class ModelFile(Closing):
             self._offsets[name] += self.data_start
             last = self._offsets[name] + tensor.n_bytes
         if last > self.state.size:
-            raise ModelError(f"{self.path}: truncated: its tensors end at byte {last}, the file at {self.state.size}; download or copy it again")
+            found = f"expected {last} bytes, got {self.state.size}"
+            raise ModelError(f"{self.path}: truncated: {found}; download or copy it again")
 
     def _read_alignment(self) -> int:
         raw = self.metadata.get("general.alignment")
         if raw is None:
             return DEFAULT_ALIGNMENT
-        value: int
         code, value = struct.unpack_from("<II", raw)
         if code != UINT32 or value == 0 or value & (value - 1):
-            raise _DamagedHeader("general.alignment is no power of 2")
+            raise _DamagedHeader("general.alignment is not a power of 2")
         return int(value)
 
     def _read_tensor(self) -> tuple[Tensor, int]:
-        """The next tensor, and where its bytes begin after those of the header."""
+        """Return the next tensor and its offset relative to data_start."""
         name = self._string()
         if len(name.encode("utf-8", "surrogateescape")) >= _NAME_LIMIT or name in self.tensors:
             raise _DamagedHeader(f"the tensor name {name!r} is there twice, or longer than {_NAME_LIMIT - 1} bytes")
@@ -364,7 +366,7 @@ class ModelFile(Closing):
         return struct.unpack_from("<" + form, self._head, start - self._begin)
 
     def _string(self) -> str:
-        """A key or a name; what is not UTF-8 in it comes back when it is written."""
+        """Read a key or name; bytes that are not UTF-8 become surrogates."""
         (n,) = self._take("Q")
         if n > _MAX_KEY:
             raise _DamagedHeader(f"a key or name of {n} bytes")
@@ -372,7 +374,7 @@ class ModelFile(Closing):
         return text.decode("utf-8", "surrogateescape")
 
     def _value(self, key: str) -> bytes | None:
-        """The next value's bytes; None if they are more than are kept."""
+        """Return the next value's bytes, None if it is longer than `longest`."""
         start = self._offset
         (code,), n = self._take("I"), 1
         if code == ARRAY:
@@ -382,8 +384,8 @@ class ModelFile(Closing):
         longest = _LONGEST_HEADER if self._longest is None else self._longest
         if code in FORMATS:
             self._offset += n * struct.calcsize(FORMATS[code])
-            self.written = max(self.written, n * _WRITTEN[code])
-        elif code == STRING:  # a vocabulary has hundreds of thousands
+            self.written = max(self.written, n * _TEXT_LENGTHS[code])
+        elif code == STRING:  # inlined for vocabularies of hundreds of thousands of tokens
             self.n_strings += n
             offset, length, data, begin, end = self._offset, struct.Struct("<Q").unpack_from, self._head, self._begin, self._begin + len(self._head)
             for _ in range(n):

@@ -1,6 +1,6 @@
-"""Importance matrices as llama-imatrix writes them: a weight for each column of each tensor, or of each of its experts.
+"""Importance matrices of llama-imatrix: a weight for each column of a tensor or expert.
 
-Reads both of its formats: GGUF (tensors NAME.in_sum2 and NAME.counts) and the older binary one.
+Both formats are read: GGUF (NAME.in_sum2 and NAME.counts) and the older binary one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from .file import ModelFile
 
 @dataclass(frozen=True)
 class Imatrix:
-    """values: by tensor name float32 [n_expert or 1, n_cols], NaN-free. path: of the file."""
+    """An importance matrix.
+
+    Attributes:
+        values: float32 [n_expert or 1, n_cols] by tensor name, finite, not negative.
+    """
 
     path: str
     values: dict[str, np.ndarray]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Imatrix:
-        """Reads a file of either format. Raises ModelError: missing, damaged or empty."""
+        """Read a file of either format. Raises ModelError if that is impossible."""
         path = os.fspath(path)
         try:
             with open_file(path) as file:
@@ -41,10 +45,7 @@ class Imatrix:
         return cls(path, values)
 
     def columns(self, name: str, expert: int, n_expert: int, n_cols: int) -> np.ndarray | None:
-        """float32 [n_cols] for one expert; None where the matrix has no word on it: never chosen while it was measured.
-
-        Raises ModelError if the matrix is of another model.
-        """
+        """Return an expert's weights, float32 [n_cols], None if it was never routed."""
         values = self.values.get(name)
         if values is None:
             return None
@@ -52,7 +53,8 @@ class Imatrix:
         if values.size == n_expert * n_cols:
             values = values.reshape(n_expert, n_cols)[expert]
         elif values.size != n_cols:
-            raise ModelError(f"{self.path}: {values.size} values for {name}, which has {n_expert} x {n_cols} columns: the matrix of another model")
+            expected = f"expected {n_expert} x {n_cols} values for {name}, got {values.size}"
+            raise ModelError(f"{self.path}: matrix of another model: {expected}")
         return values if values.any() else None
 
 
@@ -66,22 +68,22 @@ def _read_gguf(path: str) -> dict[str, np.ndarray]:
             sums, counts = file.rows(name), file.rows(f"{base}.counts").reshape(-1, 1) if f"{base}.counts" in file.tensors else None
             if counts is None or len(counts) not in (1, len(sums)):
                 raise ValueError(f"no counts for {base}")
-            with np.errstate(all="ignore"):  # what is not finite is refused as a whole
+            with np.errstate(all="ignore"):  # the caller refuses values that are not finite
                 out[base] = (sums / np.maximum(counts, 1)).astype(np.float32)
     return out
 
 
 def _read_binary(path: str) -> dict[str, np.ndarray]:
-    """int32 n, then n times: int32 length, name, int32 n_calls, int32 n_values, float32 values."""
+    """Parse int32 n and n records: int32 length, name, int32 n_calls, n_values, f32."""
     data = read_file(path, available() // 4)
     (n,), offset, out = struct.unpack_from("<i", data), 4, {}
     for _ in range(n):
         (size,) = struct.unpack_from("<i", data, offset)
         if size < 1 or offset + 4 + size > len(data):
-            raise ValueError("a name without end")
+            raise ValueError("truncated name")
         name = data[offset + 4 : offset + 4 + size].decode()
         n_calls, n_values = struct.unpack_from("<ii", data, offset + 4 + size)
-        if n_values < 0:  # the next one would begin before this one ends
+        if n_values < 0:  # would move the offset backwards
             raise ValueError(f"{n_values} values")
         offset += 12 + size
         out[name] = (np.frombuffer(data, "<f4", n_values, offset) / max(n_calls, 1)).astype(np.float32)[None]

@@ -1,8 +1,7 @@
-"""Places of a GGUF's tensors: file, offset and size of each, over all files of a split model, and which of them hold routed experts.
+"""Index of a model's tensors: file, offset, size, and which hold routed experts.
 
-Names are llama.cpp's: "blk.LAYER.REST", where REST says whether a tensor holds routed experts (the native side has a parser of its own for
-these, moeoff-buffer-type.cpp; a test holds the two together), and STEM-00001-of-00003.gguf for the files of a split model. Knows nothing of
-memory or of running models.
+Names are llama.cpp's: tensors of layers are "blk.LAYER.REST", files of a split model
+are STEM-00001-of-00003.gguf. A test compares moeoff-buffer-type.cpp's parser.
 """
 
 from __future__ import annotations
@@ -12,30 +11,35 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
 
 from ..errors import ModelError
-from ..system.files import Closing, open_file
+from ..system.files import Closing, StrPath, open_file
+from ..system.memory import slot_bytes
 from .file import FileState, ModelFile, read_range, require_unchanged, unpack
 from .quantize import I32, is_computed, type_name
 
 _T = TypeVar("_T", str, int)
-_DIFFUSION = ("llada-moe", "rnd1")  # those with routed experts
-_LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
-_COPIES, _STRING = 4, 150  # of a value, and bytes for each string, as measured (3.4 of a text, 2.2 of numbers)
-_LONGEST_VALUE = 1 << 16  # bytes of a value that is read: what is longer is not about the architecture
+_DIFFUSION = ("llada-moe", "rnd1")  # architectures with routed experts
+_LONGEST_ARRAY = 4096  # elements: fits one value per layer, not a vocabulary
+# Memory of llama.cpp per header byte and per string; measured: 3.4 for text, 2.2 for
+# numbers
+_COPIES, _STRING = 4, 150
+_LONGEST_VALUE = 1 << 16  # bytes; no hyperparameter is longer
 
 
-MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes them; places are those of enum moeoff_matrix
-# for Python's re and for llama.cpp's std::regex: no named groups. arctic's ffn_norm_exps is no expert
+MATRICES = ("gate_up", "up", "gate", "down")  # order of the graph and of enum moeoff_matrix
+# no named groups, because std::regex in llama.cpp reads this too
 EXPERT_PATTERN = r"^blk\.([0-9]+)\.ffn_(gate_up|up|gate|down)_(ch)?exps\.weight$"
-EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"  # a model without the second uses the first for both
-# tables of which a graph reads the rows that tokens name, and nothing else (GET_ROWS), where the first is not the output matrix, too
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"  # tied if there is no output.weight
+# tables that graphs read with GET_ROWS only
 _ROW_TABLE = re.compile(r"token_embd\.weight|per_layer_token_embd\.weight|blk\.[0-9]+\.nextn\.embed_tokens\.weight")
 _EXPERTS = re.compile(EXPERT_PATTERN)
-SINGLE_EXPERT = re.compile(r"^(blk\.[0-9]+\.ffn_(?:gate|up|down))\.([0-9]+)\.weight$")  # of files until April 2024
+# one tensor per expert, in files until April 2024
+SINGLE_EXPERT = re.compile(r"^(blk\.[0-9]+\.ffn_(?:gate|up|down))\.([0-9]+)\.weight$")
 _BLOCK = re.compile(r"^blk\.([0-9]+)\.(.+)$")
 
 
@@ -44,9 +48,8 @@ class TensorRole:
     """Place of a tensor of routed experts in the model.
 
     Attributes:
-        layer: counted from 0.
-        chunk: one of the layer's chunk experts (grovemoe), which have a gate of their own.
-        matrix: index into MATRICES.
+        chunk: True for chunk experts (grovemoe), which have a gate of their own.
+        matrix: Index into MATRICES.
     """
 
     layer: int
@@ -59,20 +62,20 @@ class TensorRole:
 
 
 def is_expert(name: str) -> bool:
-    """True if the tensor holds routed experts."""
+    """Return True if the tensor holds routed experts."""
     return _EXPERTS.match(name) is not None
 
 
 def parse_tensor_name(name: str) -> TensorRole:
-    """The role of a tensor of routed experts. Raises ModelError for the name of any other tensor."""
+    """Return the role of a tensor of routed experts. Raises ModelError for others."""
     match = _EXPERTS.match(name)
     if not match:
-        raise ModelError(f"{name}: not a name that llama.cpp gives to routed experts, as blk.0.ffn_up_exps.weight")
+        raise ModelError(f"{name}: expected a name such as blk.0.ffn_up_exps.weight")
     return TensorRole(int(match[1]), match[3] is not None, MATRICES.index(match[2]))
 
 
 def parse_block_name(name: str) -> tuple[int, str] | None:
-    """Layer and rest of a tensor that belongs to one: (3, "attn_q.weight") of "blk.3.attn_q.weight"."""
+    """Split "blk.3.attn_q.weight" into (3, "attn_q.weight"); None for other names."""
     match = _BLOCK.match(name)
     return (int(match[1]), match[2]) if match else None
 
@@ -82,20 +85,19 @@ _SPLIT = re.compile(r"(?P<stem>.+)-(?P<index>[0-9]{5})-of-(?P<count>[0-9]{5})\.g
 
 @dataclass(frozen=True)
 class SplitName:
-    """Part `index`, counted from 1, of `count`; the stem is a path or whatever was given, without the numbers."""
+    """The name of a part, `index` from 1; `stem` is the path without numbers."""
 
     stem: str
     index: int
     count: int
 
     @classmethod
-    def parse(cls, path: str | os.PathLike[str]) -> SplitName | None:
-        """None: not named like a part."""
+    def parse(cls, path: StrPath) -> SplitName | None:
+        """Parse a path. Return None if it is not named like a part."""
         match = _SPLIT.fullmatch(os.fspath(path))
         return cls(match["stem"], int(match["index"]), int(match["count"])) if match else None
 
     def part(self, index: int) -> str:
-        """The path of another part."""
         return f"{self.stem}-{index:05d}-of-{self.count:05d}.gguf"
 
     @property
@@ -103,15 +105,22 @@ class SplitName:
         return [self.part(index) for index in range(1, self.count + 1)]
 
 
-def model_stem(model: str | os.PathLike[str]) -> str:
-    """Stem of the names of a model's other files: its path without ".gguf", and without the number if it is a first part."""
+def model_stem(model: StrPath) -> str:
+    """Return the model's path without ".gguf" and the number of a first part."""
     split = SplitName.parse(model)
     return split.stem if split and split.index == 1 else os.fspath(model).removesuffix(".gguf")
 
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """A tensor's bytes: `files[file][offset : offset + nbytes]`, of ggml type number `type`; shape: row length first."""
+    """A tensor's bytes in one of the model's files.
+
+    Attributes:
+        file: Index into `ModelIndex.files`.
+        offset: Offset in the file in bytes.
+        type: ggml type number.
+        shape: Sizes, row length first.
+    """
 
     name: str
     file: int
@@ -122,22 +131,21 @@ class TensorSpan:
 
     @property
     def slice_bytes(self) -> int:
-        """Of one of its matrices: of routed experts, of one expert's."""
+        """Size of one matrix, for routed experts that of one expert, in bytes."""
         return self.nbytes // max(self.shape[2], 1)
 
 
 @dataclass(frozen=True)
 class ModelIndex:
-    """The tensors of a model, over all files of a split one.
+    """The tensors of a model in all its files.
 
     Attributes:
-        files: paths, the first part's first.
-        architecture: `general.architecture`.
-        experts: spans of the routed experts' tensors by name.
-        dense: spans of everything else.
-        hparams: the architecture's numbers and flags by their keys without its name, as "attention.head_count".
-        states: of each file when it was read.
-        header_memory: bytes that llama.cpp takes for the headers while it loads, at most: each value several times, and the words of a vocabulary in tables.
+        files: Paths, the first part first.
+        experts: Tensors of routed experts by name.
+        dense: All other tensors by name.
+        hparams: Hyperparameters by key without the architecture
+            ("attention.head_count").
+        header_memory: Maximum bytes that llama.cpp takes for the headers while loading.
     """
 
     files: tuple[str, ...]
@@ -165,13 +173,13 @@ class ModelIndex:
         return count(self.hparams, "context_length")
 
     def experts_used(self, layer: int) -> int:
-        """Experts that a token uses in a layer; they need not be as many in each."""
+        """Return the number of experts per token in a layer."""
         used = self.hparams.get("expert_used_count")
         return int(used[layer]) if isinstance(used, tuple) and layer < len(used) else self.n_expert_used
 
     @property
     def experts_per_token(self) -> int:
-        """Experts that a token uses, in all layers together."""
+        """Number of experts a token uses, summed over all layers."""
         return sum(self.experts_used(parse_tensor_name(spans[0].name).layer) for spans in self.gates)
 
     @property
@@ -180,25 +188,39 @@ class ModelIndex:
 
     @property
     def row_tables(self) -> dict[str, TensorSpan]:
-        """Spans of `dense` that stay on disk: a running model reads their rows as tokens name them. A token embedding that is the output matrix, too, is
-        none: every token needs it whole."""
+        """Dense tensors that stay on disk because graphs read single rows of them.
+
+        A token embedding that is also the output matrix is not one of them.
+        """
         return {name: span for name, span in self.dense.items() if _ROW_TABLE.fullmatch(name) and (name != EMBEDDING or OUTPUT in self.dense)}
 
     @property
     def key_widths(self) -> set[int]:
-        """Numbers in a head's keys, of ordinary layers and of those with a sliding window."""
+        """Elements of a head's key, in ordinary and sliding-window layers."""
+        return {self.key_width(), self.key_width("_swa")}
+
+    def key_width(self, suffix: str = "") -> int:
+        """Return the elements of a head's key; suffix "_swa" is for sliding windows."""
         n_head = count(self.hparams, "attention.head_count")
-        width = count(self.hparams, "attention.key_length") or (count(self.hparams, "embedding_length") // n_head if n_head else 0)
-        return {width, count(self.hparams, "attention.key_length_swa") or width}
+        for key in (f"attention.key_length{suffix}", "attention.key_length"):
+            if width := count(self.hparams, key):
+                return width
+        return count(self.hparams, "embedding_length") // n_head if n_head else 0
 
     @property
     def gates(self) -> list[list[TensorSpan]]:
-        """Spans of the experts' tensors of each gate, in the order of layers, each in that of the graph."""
-        gates: dict[tuple[int, bool], list[TensorSpan]] = {}
-        for span in sorted(self.experts.values(), key=lambda span: parse_tensor_name(span.name)):
-            role = parse_tensor_name(span.name)
-            gates.setdefault((role.layer, role.chunk), []).append(span)
-        return list(gates.values())
+        """Expert tensors of each gate, in the order of the graph."""
+        roles = {name: parse_tensor_name(name) for name in self.experts}
+        spans = sorted(self.experts.values(), key=lambda span: roles[span.name])
+        gates = groupby(spans, lambda span: (roles[span.name].layer, roles[span.name].chunk))
+        return [list(gate) for _, gate in gates]
+
+    @property
+    def gate_slots(self) -> list[tuple[int, int]]:
+        """Arena bytes of an expert, and number of experts, of each gate."""
+        gates = self.gates
+        slots = [slot_bytes(*(span.slice_bytes for span in gate)) for gate in gates]
+        return [(nbytes, gate[0].shape[2]) for nbytes, gate in zip(slots, gates)]
 
     @property
     def expert_bytes(self) -> int:
@@ -206,10 +228,10 @@ class ModelIndex:
 
     @property
     def identity(self) -> str:
-        """Hash of the files' paths, and of their sizes and mtimes when they were read, by which measurements are found again.
+        """Hash of the files' paths, sizes and mtimes, by which measurements are found.
 
-        Without ctime, so that chmod, chown and hard links lose no profile, which is compared with the model itself, and no
-        list of experts to preload. What would be wrong of another content asks for ctime, too (`state_identity`).
+        ctime is left out so that chmod, chown and hard links do not invalidate profiles
+        and warm-start files. `state_identity` includes ctime.
         """
         identity = hashlib.sha256()
         for path, state in zip(self.files, self.states, strict=True):
@@ -217,15 +239,16 @@ class ModelIndex:
         return identity.hexdigest()[:32]
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> ModelIndex:
-        """Reads the headers of a GGUF file and of the other parts if it is the first of a split one.
+    def read(cls, path: StrPath) -> ModelIndex:
+        """Read the headers of a model, of all files if it is split.
 
         Raises:
-            ModelError: missing, unreadable, not a GGUF file, damaged, truncated, or not the first part of a split model.
+            ModelError: A file is missing, unreadable or damaged, or `path` is not the
+                first part of a split model.
         """
         path = os.fspath(path)
-        if any("\udc80" <= letter <= "\udcff" for letter in path):  # as Python reads a byte that is none
-            raise ModelError(f"{path}: its name is not UTF-8, as llama.cpp needs it: rename the file or its folder")
+        if any("\udc80" <= letter <= "\udcff" for letter in path):  # surrogateescape
+            raise ModelError(f"{path}: expected a path in UTF-8; rename the file or its folder")
         first, n_parts = _read_file(path, 0)
         if n_parts < 2:
             return first
@@ -246,11 +269,11 @@ class ModelIndex:
 
     @property
     def n_nextn(self) -> int:
-        """Next-token (MTP) layers: the last ones, with which drafts can be made."""
+        """Number of next-token (MTP) layers, the last layers, which can make drafts."""
         return count(self.hparams, "nextn_predict_layers") if any(".nextn." in name for name in self.dense) else 0
 
     def without_nextn(self) -> ModelIndex:
-        """The tensors that llama.cpp loads where no drafts are made with next-token layers, which then stay in the file."""
+        """Return the index without next-token layers, llama.cpp's default."""
         first = self.n_layer - count(self.hparams, "nextn_predict_layers")
         if first == self.n_layer:
             return self
@@ -261,7 +284,7 @@ class ModelIndex:
         return replace(self, experts=loaded(self.experts), dense=loaded(self.dense))
 
     def require_experts(self) -> None:
-        """Checks that there is something to offload. Raises `ModelError`."""
+        """Raise ModelError if the model has no routed experts."""
         if self.architecture == "moeoff-experts":
             raise ModelError(f"{self.files[0]}: a sidecar, not a model: give the model that it was made of")
         if any(SINGLE_EXPERT.match(name) for name in self.dense):
@@ -270,26 +293,25 @@ class ModelIndex:
             raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
 
     def require_text(self) -> None:
-        """Checks that there is something to offload, and that the model writes a text token by token. Raises `ModelError`."""
+        """Raise ModelError for models without routed experts and diffusion models."""
         self.require_experts()
         if self.architecture in _DIFFUSION:
-            raise ModelError(
-                f"{self.files[0]}: a diffusion model ({self.architecture}), which draws all tokens of an answer at once, in many steps: moeoff writes token by token"
-            )
+            kind = f"a diffusion model ({self.architecture})"
+            raise ModelError(f"{self.files[0]}: {kind}, which moeoff cannot run")
 
     def check_unchanged(self) -> None:
-        """Check that no file was written to since its header was read. Raises as `require_unchanged`."""
+        """Raise ModelError if a file was written to since its header was read."""
         require_unchanged(dict(zip(self.files, self.states, strict=True)))
 
 
 def count(hparams: Mapping[str, object], key: str) -> int:
-    """A count as llama.cpp takes it: unsigned, and of one for each layer the largest; 0 where the file does not say."""
+    """Return an unsigned hyperparameter, the maximum over layers, 0 if absent."""
     value = hparams.get(key, 0)
     return max((n & 0xFFFFFFFF for n in (value if isinstance(value, tuple) else (value,)) if type(n) is int), default=0)
 
 
 def _hparams(file: ModelFile, architecture: str) -> dict[str, object]:
-    """The architecture's values: numbers, flags, strings and tuples of numbers, but no long ones."""
+    """Return the architecture's values except strings' arrays and long arrays."""
     hparams: dict[str, object] = {}
     prefix = f"{architecture}."
     for key, raw in file.metadata.items():
@@ -303,13 +325,13 @@ def _hparams(file: ModelFile, architecture: str) -> dict[str, object]:
 
 
 def _value(file: ModelFile, key: str, default: _T) -> _T:
-    """A scalar of the header, or the default if it is absent or of another type."""
+    """Return a scalar, or the default if it is absent or of another type."""
     value = unpack(file.metadata[key]) if key in file.metadata else default
     return value if isinstance(value, type(default)) and not isinstance(value, bool) else default
 
 
 def _read_file(path: str, index: int) -> tuple[ModelIndex, int]:
-    """One file of a model, and how many there are."""
+    """Read one file of a model. Return its tensors and the number of files."""
     with ModelFile(path, longest=_LONGEST_VALUE) as file:
         spans = []
         for name, tensor in file.tensors.items():
@@ -323,31 +345,34 @@ def _read_file(path: str, index: int) -> tuple[ModelIndex, int]:
             dense={span.name: span for span in spans if not is_expert(span.name)},
             hparams=_hparams(file, architecture),
             states=(file.state,),
-            # llama.cpp writes out one array after the other, for its log
+            # llama.cpp formats each array for its log, one after the other
             header_memory=_COPIES * (file.data_start + file.written) + _STRING * file.n_strings,
         )
         return part, _value(file, "split.count", 0)
 
 
-def loaded_whole(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Bytes of the tensors and `header_memory` of a file that llama.cpp loads as a whole, as an adapter.
+def loaded_whole(path: StrPath) -> tuple[int, int]:
+    """Return tensor bytes and `header_memory` of a file that is loaded whole (LoRA).
 
     Raises:
-        ModelError: as `ModelIndex.read`, or a tensor cannot be computed with: llama.cpp looks at shapes alone, and the first batch ends in a null pointer.
+        ModelError: The file is invalid, or a tensor has a type that crashes llama.cpp.
     """
     whole, _ = _read_file(os.fspath(path), 0)
-    for span in (spans := {**whole.dense, **whole.experts}).values():
+    spans = [*whole.dense.values(), *whole.experts.values()]
+    for span in spans:
         if span.type == I32 or not is_computed(span.type):
-            raise ModelError(f"{os.fspath(path)}: {span.name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert it again")
-    return sum(span.nbytes for span in spans.values()), whole.header_memory
+            raise type_error(path, span)
+    return sum(span.nbytes for span in spans), whole.header_memory
+
+
+def type_error(path: StrPath, span: TensorSpan) -> ModelError:
+    """Return the error for a tensor whose type llama.cpp cannot compute with."""
+    what = f"{span.name!r} is stored as {type_name(span.type)}"
+    return ModelError(f"{os.fspath(path)}: llama.cpp cannot compute: {what}; convert it again")
 
 
 class ModelBytes(Closing):
-    """Ranges of bytes of a model's files, read one by one. A context manager.
-
-    Raises:
-        ModelError: a file cannot be opened.
-    """
+    """A reader of byte ranges of a model's files, a context manager."""
 
     def __init__(self, paths: Sequence[str]):
         self._paths, self._fds = list(paths), list[int]()
@@ -367,12 +392,5 @@ class ModelBytes(Closing):
             os.close(self._fds.pop())
 
     def read(self, file: int, offset: int, nbytes: int, what: str) -> memoryview:
-        """A range of one of the files.
-
-        Args:
-            what: it holds, for people.
-
-        Raises:
-            ModelError: it cannot be read, or the file ends before it does.
-        """
+        """Read a range of one of the files as `read_range` does."""
         return memoryview(read_range(self._fds[file], self._paths[file], offset, nbytes, what))

@@ -1,4 +1,4 @@
-"""Headers of GGUF files, by gguf-py. Nothing that a running model needs imports this: gguf-py takes 50 ms to import."""
+"""Headers of GGUF files. Not imported by running models: importing gguf takes 50 ms."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueT
 
 
 def header_bytes(metadata: Mapping[str, Value], tensors: Sequence[Tensor], alignment: int = GGUF_DEFAULT_ALIGNMENT) -> bytes:
-    """Everything before the first tensor's bytes; the tensors follow each other, each at a multiple of the alignment.
+    """Return all bytes before the first tensor, of tensors aligned one after the other.
 
     Args:
-        metadata: values to be stored: a string, bool, int (as uint32), float (as float32), a number or an array of numpy's (as its dtype), or strings; or
-            the bytes that `ModelFile.metadata` has, which are copied. An empty array is left out: gguf-py writes none.
+        metadata: Strings, bools, ints (as uint32), floats (as float32), numpy scalars
+            and arrays (as their dtype), lists of strings, or raw bytes of
+            `ModelFile.metadata`. Empty arrays are left out: gguf-py cannot write them.
     """
-    writer = GGUFWriter(None, "")  # without a path it opens no file, and without an architecture it adds no key
+    writer = GGUFWriter(None, "")  # no path: opens no file; no architecture: adds no key
     writer.data_alignment = alignment
     for key, raw in metadata.items():
         value, kind, of = _typed(raw)
@@ -39,12 +40,12 @@ def header_bytes(metadata: Mapping[str, Value], tensors: Sequence[Tensor], align
 
 
 def _text(name: str) -> str:
-    """A key or a name as gguf-py copies it, bytes that are no UTF-8 included."""
+    """Encode a key or name; gguf-py copies bytes, also those that are not UTF-8."""
     return name.encode("utf-8", "surrogateescape")  # type: ignore[return-value]
 
 
 def _typed(value: Value) -> tuple[object, GGUFValueType, GGUFValueType | None]:
-    """A value as gguf-py packs it, its type, and that of an array's elements."""
+    """Return a value for gguf-py, its type, and the type of an array's elements."""
     if isinstance(value, bytes):
         parsed, code, of = parse(value)
         return (parsed.tolist() if isinstance(parsed, np.ndarray) else parsed), GGUFValueType(code), None if of is None else GGUFValueType(of)

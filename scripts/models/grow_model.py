@@ -30,7 +30,7 @@ import numpy as np
 from model_writer import ModelWriter, quantize_chunks
 from moeoff.cli.options import command
 from moeoff.errors import ModelError
-from moeoff.gguf.file import ModelFile, Tensor
+from moeoff.gguf.file import ModelFile, Tensor, unpack
 from moeoff.gguf.model_index import parse_block_name
 from moeoff.gguf.quantize import type_from_name
 from moeoff.system.console import progress_bar
@@ -138,8 +138,9 @@ def _tiles(growth: Growth, name: str) -> int:
 
 def _plan(model: ModelFile, growth: Growth) -> list[tuple[Tensor, _Role]]:
     """The grown tensors, in file order, with their roles."""
-    if model.value("general.architecture") != "qwen2moe":
-        raise ModelError(f"{model.path}: expected a qwen2moe model, found {model.value('general.architecture')}")
+    architecture = unpack(model.metadata["general.architecture"])
+    if architecture != "qwen2moe":
+        raise ModelError(f"{model.path}: expected a qwen2moe model, got {architecture}")
     types = {"expert": int(growth.expert_type), "dense": int(growth.dense_type), "plain": _F32}
     plan = []
     for tensor in model.tensors.values():
@@ -163,10 +164,10 @@ def _metadata(model: ModelFile, growth: Growth) -> dict[str, bytes]:
     metadata = dict(model.metadata)
     for key, factor in _SCALED.items():
         key = f"qwen2moe.{key}"
-        metadata[key] = int(model.value(key)) * _tiles(growth, factor)
+        metadata[key] = int(unpack(model.metadata[key])) * _tiles(growth, factor)
     for key in ("general.file_type", "general.size_label"):  # no longer true; llama.cpp derives them from the tensors
         metadata.pop(key, None)
-    name = model.value("general.name") if "general.name" in metadata else model.path.stem
+    name = unpack(model.metadata["general.name"]) if "general.name" in metadata else model.path.stem
     metadata["general.name"] = f"{name}, grown {growth.width} x {growth.ff}"
     metadata["moeoff.grown"] = f"width={growth.width} ff={growth.ff} noise={growth.noise:g} seed={growth.seed}"
     return metadata

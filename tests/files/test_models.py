@@ -27,7 +27,7 @@ from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from moeoff import Llama
 from moeoff.budget.dry_load import dry_load
 from moeoff.errors import ModelError, OptionError, WriteError
-from moeoff.gguf.file import ModelFile
+from moeoff.gguf.file import ModelFile, unpack
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import dequantize, row_bytes, type_from_name
 from moeoff.system.memory import MIB
@@ -121,7 +121,8 @@ def test_grown_model_computes_the_same(plain, tmp_path, noise):
     assert np.abs(grown_logits - logits).max() < 5e-5  # 5e-6 measured; logits reach 15
     assert np.array_equal(grown_routing, routing)
     with ModelFile(source) as old, ModelFile(tmp_path / "grown.gguf") as new:
-        assert new.value("qwen2moe.embedding_length") == 256 and new.value("qwen2moe.expert_feed_forward_length") == 128
+        assert unpack(new.metadata["qwen2moe.embedding_length"]) == 256
+        assert unpack(new.metadata["qwen2moe.expert_feed_forward_length"]) == 128
         keys = [key for key in old.metadata if key.startswith("tokenizer.")]
         assert keys and all(new.metadata[key] == old.metadata[key] for key in keys)
         name, share = "blk.3.ffn_down_exps.weight", old.rows("blk.3.ffn_down_exps.weight")[:128] / 2

@@ -77,11 +77,11 @@ FILES = [
     ("missing", "cannot be read: No such file"),
     ("directory", "cannot be read: Is a directory"),
     ("empty", "not a GGUF file: it is empty"),
-    ("truncated", "truncated: its tensors end at byte"),
+    ("truncated", "truncated: expected "),
     ("header only", "header is damaged"),
-    ("not a GGUF", "not a GGUF file: it is something else, or damaged"),
+    ("not a GGUF", "not a GGUF file: it is damaged or in another format"),
     ("corrupt header", "header is damaged"),
-    ("version", "of a version that llama.cpp does not read"),
+    ("version", "expected GGUF version 2 or 3"),
     ("dense", "nothing to offload, run it with llama.cpp"),
     ("second part", "give the first part"),
     ("part missing", "-00002-of-00002.gguf: cannot be read"),
@@ -160,9 +160,8 @@ def test_values_that_llama_cpp_would_end_over(invoke, demo, tmp_path, values, wo
 def test_types_that_llama_cpp_cannot_compute_with(invoke, demo, tmp_path, name, kind):
     """Over some it would end the process while it computes."""
     path = patched(demo, tmp_path / "patched.gguf", types={name: kind})
-    why = "which ggml does not compute with" if kind == "F64" else "with which llama.cpp cannot compute it"
     for command in ("run", "inspect"):
-        check(invoke(*COMMANDS[command](path)), f"{path}: {name!r} is stored as {kind}, {why}")
+        check(invoke(*COMMANDS[command](path)), f"{path}: llama.cpp cannot compute: {name!r} is stored as {kind}")
 
 
 def test_a_router_that_cannot_be_converted(demo, tmp_path):
