@@ -1,4 +1,4 @@
-"""A model's other files: its experts again in other precisions (the sidecar), and measurements of it (the profile)."""
+"""A model's other files: the sidecar (its experts repacked) and the profile."""
 
 from .. import _offer_modules
 

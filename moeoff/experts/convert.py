@@ -1,8 +1,8 @@
-"""`moeoff convert`: a model's experts repacked into a sidecar.
+"""`moeoff convert`: repack a model's experts into a sidecar.
 
-A job is one slice of the source: read once, in pieces, and written in every tier to the place that was planned for it. Jobs
-share nothing, so they run on any number of threads, and memory is bounded by pieces, whatever the model. The file grows under
-a temporary name and gets its own when everything is on the disk.
+A job reads one slice of the source in pieces and writes it in every tier to its planned
+offsets. Jobs are independent, so they run on any number of threads, and pieces bound
+their memory. The file is written under a temporary name and renamed once it is synced.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import signal
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 
@@ -30,28 +31,29 @@ from ..gguf.imatrix import Imatrix
 from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan
 from ..gguf.quantize import dequantize, is_written, needs_imatrix, quantize, row_bytes, type_name
 from ..gguf.writer import Value, header_bytes
-from ..system.files import publish, read_file, require_new
+from ..system.files import StrPath, publish, read_file, require_new
 from ..system.machine import n_cores
 from ..system.memory import available, format_size
 from ..system.signals import handling
 from .sidecar import ALIGNMENT, AUTO, FORMAT_VERSION, Hasher, hash64, hash_range, seal, sidecar_path, slice_name, source_sample
 from .tiers import Tier, read_plan
 
-_PIECE_VALUES = 1 << 20  # converted at once: 4 MiB of floats on each thread
-_PIECE_BYTES = 4 << 20  # copied at once
+_PIECE_VALUES = 1 << 20  # values converted at once by a thread, 4 MiB as floats
+_PIECE_BYTES = 4 << 20  # bytes copied at once
+_BATCH = 1024  # jobs submitted at once, each of which takes memory
+
+_Hashes = tuple[int, ...]  # of a source slice and its targets
+_Progress = Callable[[int, int], None] | None
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion, or plan of one.
+    """The result of a conversion, or the plan of one.
 
     Attributes:
-        path: the sidecar.
-        tiers: bytes of each, by name.
-        n_bytes: of the file.
-        n_experts: experts repacked, over all layers.
-        seconds: it took.
-        fallbacks: one line for each type that could not hold a row.
+        tiers: Bytes of each tier by name.
+        n_experts: Number of experts over all layers.
+        fallbacks: One line for each type that could not hold a row.
     """
 
     path: str
@@ -63,36 +65,38 @@ class Conversion:
 
 
 def convert(
-    model: str | os.PathLike[str],
+    model: StrPath,
     *,
-    output: str | os.PathLike[str] | None = None,
+    output: StrPath | None = None,
     tiers: str | None = None,
-    imatrix: str | os.PathLike[str] | None = None,
-    bits: str | os.PathLike[str] | None = None,
+    imatrix: StrPath | None = None,
+    bits: StrPath | None = None,
     threads: int | None = None,
     dry_run: bool = False,
     force: bool = False,
     resume: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: _Progress = None,
 ) -> Conversion:
-    """Repacks a model's routed experts into a sidecar; the model stays as it is.
+    """Repack a model's routed experts into a sidecar. The model is not changed.
 
     Args:
-        model: GGUF with routed experts; of a split one the first part.
-        output: the sidecar. Default: MODEL.experts.gguf, where it is found on its own.
-        tiers: names joined by commas: original, auto, or ggml types. Default: auto, or nothing but the plan's with `bits`.
-        imatrix: importance matrix for what is quantized.
-        bits: a plan that gives each expert its type: one more tier, "bits" (`moeoff.experts.tiers.read_plan`).
-        threads: default: every core this process may use.
-        dry_run: plans, and writes nothing.
-        force: replaces an existing sidecar.
-        resume: takes up an interrupted conversion, and leaves what there is of it if interrupted.
-        progress: told the bytes of experts that have been read, and how many there are.
+        model: Path of a GGUF with routed experts, of the first part if it is split.
+        output: Path of the sidecar. Default: MODEL.experts.gguf, which runs find.
+        tiers: Names separated by commas: original, auto, or ggml types. Default: auto,
+            or only the plan's tier with `bits`.
+        imatrix: Path of an importance matrix for quantized tiers.
+        bits: Path of a plan of each expert's type, for one more tier called "bits"
+            (`moeoff.experts.tiers.read_plan`).
+        threads: Number of threads. Default: all cores of this process.
+        dry_run: Plan the sidecar, write nothing.
+        force: Replace an existing sidecar.
+        resume: Continue an interrupted conversion; keep partial files on interrupts.
+        progress: Callback with bytes of experts read so far and in total.
 
     Raises:
-        ModelError: the model or the importance matrix is missing, damaged, or cannot be converted.
-        OptionError: a tier, plan or type makes no sense; the sidecar exists, or the disk is too full for it.
-        WriteError: the sidecar cannot be written. Like every error and Ctrl-C it leaves no file, unless `resume`.
+        ModelError: The model or importance matrix is damaged or cannot be converted.
+        OptionError: A tier, plan or type is invalid, the sidecar exists, or no space.
+        WriteError: Writing failed. Errors and Ctrl-C leave no files without `resume`.
     """
     model_index = ModelIndex.read(model)
     model_index.require_experts()
@@ -104,10 +108,10 @@ def convert(
     require_new(out, [*model_index.files, imatrix, bits], "`output`")
     threads = threads or n_cores()
     if threads < 1:
-        raise OptionError(f"{threads} threads are too few")
+        raise OptionError(f"`threads`: expected at least 1, got {threads}")
     started = time.monotonic()
     if not dry_run:
-        with handling(signal.SIGTERM, signal.default_int_handler):  # which cleans up like Ctrl-C
+        with handling(signal.SIGTERM, signal.default_int_handler):  # clean up as for Ctrl-C
             builder.write(out, threads, force, resume, progress)
     tier_bytes = {tier.name: sum(builder.tensors[job.targets[i]].n_bytes for job in builder.jobs) for i, tier in enumerate(made)}
     n_experts = sum(max(span.shape[2] for span in spans) for spans in model_index.gates)
@@ -125,35 +129,30 @@ class _Job:
 
 
 class _Builder:
-    """A planned sidecar of a model.
-
-    Args:
-        tiers: at least one.
-        imatrix: weights columns where a tier is quantized.
+    """A planned sidecar.
 
     Raises:
-        ModelError: of a type that cannot be converted.
-        OptionError: a type that needs an importance matrix, without one.
+        OptionError: ggml cannot write a type, or an importance matrix is missing.
     """
 
     def __init__(self, model_index: ModelIndex, tiers: list[Tier], imatrix: Imatrix | None):
         self.model_index, self._tiers, self._imatrix, self._sample = model_index, tiers, imatrix, source_sample(model_index)
         self.tensors: list[Tensor] = []
         self.jobs: list[_Job] = []
-        self.fallbacks: dict[tuple[str, str, int], int] = {}  # (type asked for, type that fits, row length): slices
-        for spans in model_index.gates:  # by tier, then by expert, with an expert's matrices side by side
+        # slices by (requested type, type, row length)
+        self.fallbacks = Counter[tuple[str, str, int]]()
+        for spans in model_index.gates:  # all of a tier, then by expert: matrices are adjacent
             slices = [(span, expert) for expert in range(max(span.shape[2] for span in spans)) for span in spans if expert < span.shape[2]]
             targets = [[self._add(tier, span, expert) for span, expert in slices] for tier in tiers]
             for (span, expert), *of_tiers in zip(slices, *targets):
                 self.jobs.append(_Job(span, expert, tuple(of_tiers)))
-        self._offsets: list[int] = []  # of the tensors in the file
+        self._offsets: list[int] = []
         self.n_bytes = len(self._header([0] * len(self.tensors), [0] * len(self.jobs)))
         for tensor in self.tensors:
             self._offsets.append(self.n_bytes)
             self.n_bytes += tensor.n_bytes + -tensor.n_bytes % ALIGNMENT
 
     def _add(self, tier: Tier, span: TensorSpan, expert: int) -> int:
-        """Plans a tensor; returns its index."""
         requested, type = tier.requested(span, expert), tier.type(span, expert)
         if type != span.type:
             if not is_written(type):
@@ -161,13 +160,12 @@ class _Builder:
             if needs_imatrix(type) and (self._imatrix is None or span.name not in self._imatrix.values):
                 raise OptionError(f"{type_name(type)} needs an importance matrix with {span.name}, or another type", hint={"imatrix": ...})
         if type != requested:
-            key = (type_name(requested), type_name(type), span.shape[0])
-            self.fallbacks[key] = self.fallbacks.get(key, 0) + 1
+            self.fallbacks[type_name(requested), type_name(type), span.shape[0]] += 1
         self.tensors.append(Tensor(slice_name(span.name, expert, tier.name), (span.shape[1], span.shape[0]), type))
         return len(self.tensors) - 1
 
     def _header(self, hashes: list[int], source_hashes: list[int]) -> bytes:
-        """Everything before the slices; its size does not depend on the hashes."""
+        """Return all bytes before the slices, of a size independent of hashes."""
         imatrix = os.path.basename(self._imatrix.path) if self._imatrix else ""
         metadata: dict[str, Value] = {
             Keys.General.ARCHITECTURE: "moeoff-experts",
@@ -179,26 +177,25 @@ class _Builder:
             "moeoff.source.size": np.uint64(self.model_index.expert_bytes),
             "moeoff.source.hash": np.uint64(hash64(np.array(source_hashes, "<u8").tobytes())),
             "moeoff.source.sample": np.uint64(self._sample),
-            "moeoff.source.hashes": np.array(source_hashes, np.uint64),  # in the order of the first tier's tensors
+            "moeoff.source.hashes": np.array(source_hashes, np.uint64),  # order of the first tier
             "moeoff.hashes": np.array(hashes, np.uint64),
             "moeoff.header_hash": np.uint64(0),
         }
         return seal(header_bytes(metadata, self.tensors, ALIGNMENT))
 
-    def write(self, out: str, threads: int, force: bool, resume: bool, progress: Callable[[int, int], None] | None) -> None:
-        """Makes the sidecar; see `convert`."""
+    def write(self, out: str, threads: int, force: bool, resume: bool, progress: _Progress) -> None:
         if not force and os.path.lexists(out):
             raise OptionError(f"{out} exists", hint={"force": True, "output": ...})
-        if os.path.exists(out) and not os.path.isfile(out):  # it would be replaced: a device, for the whole machine
-            raise OptionError(f"{out}: is no file, which a sidecar has to be", hint={"output": ...})
+        if os.path.exists(out) and not os.path.isfile(out):  # never replace a device
+            raise OptionError(f"{out}: is no regular file", hint={"output": ...})
         folder, name = os.path.split(os.path.abspath(out))
         try:
             with _PartialFile(os.path.join(folder, f".{name}.part"), resume) as file:
                 entries = file.resume(self._fingerprint, len(self._tiers), self._ranges, threads) if resume else {}
                 missing, free = self.n_bytes - os.fstat(file.fd).st_blocks * 512, shutil.disk_usage(folder).free
                 if missing > free:
-                    needs = f"needs {format_size(missing)}, and there are {format_size(free)} free"
-                    raise OptionError(f"{out}: {needs}: make room, or write elsewhere", hint={"output": ...})
+                    needs = f"needs {format_size(missing)}, but {format_size(free)} are free"
+                    raise OptionError(f"{out}: {needs}: make room", hint={"output": ...})
                 os.ftruncate(file.fd, self.n_bytes)
                 if resume:
                     file.begin_journal(self._fingerprint, entries)
@@ -212,36 +209,38 @@ class _Builder:
             raise WriteError(f"{out}: cannot be written: {error.strerror}") from None
 
     def _ranges(self, index: int) -> list[tuple[int, int]]:
-        """Offsets and bytes of what a job writes."""
+        """Return offset and size of each slice a job writes, in bytes."""
         return [(self._offsets[i], self.tensors[i].n_bytes) for i in self.jobs[index].targets]
 
-    def _run(self, file: _PartialFile, entries: dict[int, tuple[int, ...]], threads: int, progress: Callable[[int, int], None] | None) -> None:
-        """Adds to `entries` the jobs that are not there: hashes of the source's slice and of each target."""
+    def _run(
+        self,
+        file: _PartialFile,
+        entries: dict[int, _Hashes],
+        threads: int,
+        progress: _Progress,
+    ) -> None:
+        """Run the jobs missing in `entries`; add hashes of their source and targets."""
         stop = threading.Event()
         n_bytes, total = sum(self.jobs[index].span.slice_bytes for index in entries), sum(job.span.slice_bytes for job in self.jobs)
         if progress:
             progress(n_bytes, total)
         with ModelBytes(self.model_index.files) as sources, ThreadPoolExecutor(threads) as pool:
             try:
-                todo = iter([index for index in range(len(self.jobs)) if index not in entries])
-                running: dict[Future[tuple[int, ...]], int] = {}
-                while True:
-                    while len(running) < 2 * threads and (index := next(todo, None)) is not None:
-                        running[pool.submit(self._do, index, sources, file.fd, stop)] = index
-                    if not running:
-                        return
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        index = running.pop(future)
-                        entries[index] = future.result()
-                        file.note(index, entries[index])
+                todo = [index for index in range(len(self.jobs)) if index not in entries]
+                for start in range(0, len(todo), _BATCH):
+                    batch = todo[start : start + _BATCH]
+                    results = pool.map(lambda index: self._do(index, sources, file.fd, stop), batch)
+                    for index, hashes in zip(batch, results):
+                        entries[index] = hashes
+                        file.note(index, hashes)
                         n_bytes += self.jobs[index].span.slice_bytes
-                    if progress:
-                        progress(n_bytes, total)
+                        if progress:
+                            progress(n_bytes, total)
             finally:
                 stop.set()
 
-    def _do(self, index: int, sources: ModelBytes, out: int, stop: threading.Event) -> tuple[int, ...]:
-        """Hashes of the source's slice and of each target."""
+    def _do(self, index: int, sources: ModelBytes, out: int, stop: threading.Event) -> _Hashes:
+        """Run a job. Return the hashes of its source and of each target."""
         job = self.jobs[index]
         span, begin = job.span, job.span.offset + job.expert * job.span.slice_bytes
         n_rows, n_cols = span.shape[1], span.shape[0]
@@ -265,7 +264,8 @@ class _Builder:
                     if values is None:
                         values = dequantize(data, span.type, (rows, n_cols))
                     try:
-                        # an expert that was never chosen while the matrix was measured has none; all alike is what some types need then
+                        # An expert that was never routed has no weights; some types
+                        # need any.
                         columns = np.ones(n_cols, np.float32) if weights is None and needs_imatrix(tensor.type) else weights
                         piece = quantize(values, tensor.type, columns)
                     except ModelError as error:
@@ -276,7 +276,7 @@ class _Builder:
 
     @property
     def _fingerprint(self) -> bytes:
-        """32 bytes that are equal for an interrupted conversion that may be taken up again."""
+        """Hash of everything a conversion depends on: 32 bytes."""
         digest = hashlib.sha256(self._header([0] * len(self.tensors), [0] * len(self.jobs)))
         if self._imatrix:
             for name, values in self._imatrix.values.items():
@@ -292,30 +292,28 @@ def _write(fd: int, data: bytes | np.ndarray, offset: int) -> None:
 
 
 class _PartialFile:
-    """The unfinished file, under a temporary name until it is complete, and, where it may be resumed, a journal of what is in it.
+    """A sidecar under its temporary name, and a journal of finished jobs for `resume`.
 
-    The journal may be ahead of the disk after a crash: what it claims is hashed again before it is believed.
+    The journal may be ahead of the disk after a crash, so its entries are verified.
     """
 
     def __init__(self, path: str, keep: bool):
         self.path, self._journal_path, self._keep = path, path + ".journal", keep
         self._journal: FileIO | None = None
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> _PartialFile:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._stack.callback(os.close, self.fd)
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self.fd), os.stat(self.path)):
-                raise FileNotFoundError  # another one has just finished: what was opened is its sidecar now
+                raise FileNotFoundError  # a conversion has just renamed the opened file
             if not self._keep:
                 os.ftruncate(self.fd, 0)
         except (BlockingIOError, FileNotFoundError):
-            self._stack.close()
+            os.close(self.fd)
             raise OptionError(f"{self.path}: another conversion is writing this sidecar") from None
         except OSError:
-            self._stack.close()
+            os.close(self.fd)
             self._remove()
             raise
         return self
@@ -325,7 +323,7 @@ class _PartialFile:
             self._remove()
         if self._journal:
             self._journal.close()
-        self._stack.close()
+        os.close(self.fd)
 
     def _remove(self) -> None:
         for path in (self.path, self._journal_path):
@@ -336,43 +334,44 @@ class _PartialFile:
         publish(self.fd, self.path, out)
         self._remove()
 
-    def begin_journal(self, fingerprint: bytes, entries: dict[int, tuple[int, ...]]) -> None:
+    def begin_journal(self, fingerprint: bytes, entries: dict[int, _Hashes]) -> None:
         self._journal = open(self._journal_path, "wb", buffering=0)
         self._journal.write(fingerprint)
         for index, values in entries.items():
             self.note(index, values)
 
-    def note(self, index: int, values: tuple[int, ...]) -> None:
+    def note(self, index: int, values: _Hashes) -> None:
         if self._journal:
             self._journal.write(struct.pack(f"<I{len(values)}Q", index, *values))
 
-    def resume(self, fingerprint: bytes, n_tiers: int, ranges: Callable[[int], list[tuple[int, int]]], threads: int) -> dict[int, tuple[int, ...]]:
-        """Jobs that an earlier attempt at the same work finished.
+    def resume(
+        self,
+        fingerprint: bytes,
+        n_tiers: int,
+        ranges: Callable[[int], list[tuple[int, int]]],
+        threads: int,
+    ) -> dict[int, _Hashes]:
+        """Return the jobs that an interrupted attempt at the same conversion finished.
 
         Args:
-            fingerprint: 32 bytes that are equal for the same work only.
-            ranges: offsets and bytes of what a job writes, one for each tier; raises IndexError for a job that there is not.
-
-        Returns:
-            By job: the hash of its source, then of each tier.
+            ranges: Function from a job to offset and bytes of each of its targets;
+                raises IndexError for unknown jobs.
         """
         try:
             data = read_file(self._journal_path, available() // 8)
-        except OSError:  # there is none, or none of ours: all is done again
+        except OSError:  # no journal, or one of another user
             return {}
         if data[:32] != fingerprint:
             return {}
         record = struct.Struct(f"<I{1 + n_tiers}Q")
-        claimed: dict[int, tuple[int, ...]] = {}
-        for offset in range(32, len(data) - record.size + 1, record.size):
-            index, *values = record.unpack_from(data, offset)
-            claimed[index] = tuple(values)
+        end = len(data) - (len(data) - 32) % record.size
+        claimed = {index: tuple(hashes) for index, *hashes in record.iter_unpack(data[32:end])}
 
-        def holds(item: tuple[int, tuple[int, ...]]) -> bool:
+        def holds(item: tuple[int, _Hashes]) -> bool:
             index, (_, *values) = item
             try:
                 return all(hash_range(files, 0, *place, self.path) == value for place, value in zip(ranges(index), values))
-            except (IndexError, ModelError):  # no such job, or the file ends before
+            except (IndexError, ModelError):  # unknown job, or beyond the file's end
                 return False
 
         with ModelBytes((self.path,)) as files, ThreadPoolExecutor(threads) as pool:

@@ -1,7 +1,7 @@
-"""A sidecar: a second file of a model, in which every expert lies by itself, in one or more precisions; and where a run reads its experts from.
+"""A model's sidecar (experts in other precisions), and the source of a run's experts.
 
-Knows the file's format (docs/reference/sidecar.md) and which model it was made of; knows nothing of how it was made. The header
-carries its own hash, so that what is read from it is what was written, or nothing.
+docs/reference/sidecar.md describes the format. The header contains its own hash, so
+that a damaged header is never used.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from ..llamacpp import native
 from ..precision import INT4, LOWEST
 
 FORMAT_VERSION = 2
-ALIGNMENT = 4096  # of every slice: a direct read takes whole pages
-ORIGINAL = "original"  # the tier that holds the source's own bytes
-AUTO, BITS = "auto", "bits"  # tiers without one type: by the source's type, and by a plan
-_MADE_FOR = {LOWEST: "Q2_K", INT4: "Q4_0"}  # where a sidecar has none
+ALIGNMENT = 4096  # bytes, of every slice, as direct I/O reads whole pages
+ORIGINAL = "original"  # tier of the model's own bytes
+AUTO, BITS = "auto", "bits"  # tiers of mixed types: by source type, by plan
+_TYPES = {LOWEST: "Q2_K", INT4: "Q4_0"}  # types to suggest
 _SEAL = b"moeoff.header_hash"
 _NAME = re.compile(r"(?P<tensor>.+)\.(?P<expert>\d+)\.(?P<tier>[^.]+)")
-_SAMPLE = 4096
+_SAMPLE = 4096  # bytes
 MOST_TIERS = 16
-MOST_SLICES = 1 << 19  # of a sidecar whose model is not known: the largest models have 70,000 in each tier
+MOST_SLICES = 1 << 19  # without a model; the largest models have 70,000 per tier
 
 
 Data = bytes | bytearray | memoryview | np.ndarray
 
-MIB = 1 << 20  # hash64 may be continued at multiples of this
-_PIECE = 4 * MIB  # read at once
+MIB = 1 << 20  # hash64 can continue at multiples of it
+_PIECE = 4 * MIB  # bytes per read
 
 
 def hash64(data: Data, seed: int = 0) -> int:
-    """XXH64 of each MiB of a contiguous buffer in turn, seeded with the one before."""
+    """Return chained XXH64 of a contiguous buffer: each MiB is seeded with the last."""
     array = np.frombuffer(data, np.uint8)
     return int(native.hash64(array.ctypes.data_as(ctypes.c_void_p), array.nbytes, seed))
 
 
 class Hasher:
-    """hash64 of bytes that come in pieces of any size."""
+    """An incremental hash64 of pieces of any size."""
 
     def __init__(self) -> None:
         self._value, self._rest = 0, b""
 
     def update(self, data: Data) -> None:
-        data = memoryview(data).cast("B")  # type: ignore[arg-type]  # numpy's arrays are buffers before 3.12, too
+        data = memoryview(data).cast("B")  # type: ignore[arg-type]  # ndarray, before 3.12
         if self._rest:
             data = memoryview(self._rest + bytes(data))
         whole = len(data) // MIB * MIB
@@ -69,7 +69,7 @@ class Hasher:
 
 
 def hash_range(files: ModelBytes, file: int, offset: int, nbytes: int, what: str) -> int:
-    """hash64 of a range of one of the files. Raises `ModelError` as `ModelBytes.read`."""
+    """Return hash64 of a range. Raises ModelError as `ModelBytes.read`."""
     hasher = Hasher()
     for start in range(0, nbytes, _PIECE):
         hasher.update(files.read(file, offset + start, min(_PIECE, nbytes - start), what))
@@ -77,29 +77,28 @@ def hash_range(files: ModelBytes, file: int, offset: int, nbytes: int, what: str
 
 
 def sidecar_path(model: str | os.PathLike[str]) -> str:
-    """Default path of a model's sidecar: MODEL.experts.gguf, without the number of a first part."""
+    """Return the default path, MODEL.experts.gguf without a first part's number."""
     return model_stem(model) + ".experts.gguf"
 
 
 def slice_name(tensor: str, expert: int, tier: str) -> str:
-    """The name of a slice in the sidecar."""
     return f"{tensor}.{expert}.{tier}"
 
 
 def parse_slice_name(name: str) -> tuple[str, int, str] | None:
-    """The model's tensor, the expert and the tier of `slice_name`; None for another name."""
+    """Return tensor, expert and tier of a slice's name, None for other names."""
     match = _NAME.fullmatch(name)
     return (match["tensor"], int(match["expert"]), match["tier"]) if match else None
 
 
 def source_sample(model_index: ModelIndex) -> int:
-    """A hash of what identifies a model's experts at the price of a few small reads.
+    """Return a hash that identifies a model's experts with few reads.
 
-    Takes every expert tensor's name, type and shape, and 4 KiB from the beginning of two experts of each: another model, or
-    the same one trained further or quantized anew, differs everywhere.
+    Covers each expert tensor's name, type and shape, and 4 KiB from the start of two of
+    its experts, which differ after training or quantization.
 
     Raises:
-        ModelError: the model cannot be read.
+        ModelError: The model cannot be read.
     """
     parts: list[bytes | memoryview] = []
     with ModelBytes(model_index.files) as files:
@@ -111,15 +110,16 @@ def source_sample(model_index: ModelIndex) -> int:
 
 
 def seal(header: bytes) -> bytes:
-    """The header with its own hash, taken with zeros in the hash's place. `moeoff.header_hash` must be the last key."""
+    """Return a header with its hash, computed with zeros in the place of the hash."""
     key = struct.pack("<Q", len(_SEAL)) + _SEAL
-    before, after = header[: header.rfind(key) + len(key) + 4], header[header.rfind(key) + len(key) + 12 :]  # 4: the value's type
+    begin = header.rfind(key) + len(key) + 4  # 4 bytes of type follow the key
+    before, after = header[:begin], header[begin + 8 :]
     return before + struct.pack("<Q", hash64(before + bytes(8) + after)) + after
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One matrix of one expert in one tier: `nbytes` at `offset` of the sidecar, of ggml type `type`."""
+    """A matrix of one expert in one tier: `nbytes` at `offset`, of ggml type `type`."""
 
     offset: int
     nbytes: int
@@ -132,32 +132,30 @@ class Sidecar:
     """A sidecar's header.
 
     Attributes:
-        path: of the file.
-        state: of the file when its header was read.
-        tiers: their names, in the file's order.
-        slices: by (name of the model's tensor, expert, tier).
-        source_name: the model's file name, of a split one the first part's.
-        source_hashes: of the model's own slices, by (tensor, expert).
-        identity: hash of the header, in which all slices' hashes are.
+        tiers: Names of tiers in the file's order.
+        slices: Slices by (tensor name, expert, tier).
+        source_name: File name of the model, of its first part if it is split.
+        source_hashes: Hashes of the model's own slices by (tensor name, expert).
+        identity: Hash of the header, which contains the hashes of all slices.
     """
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_SLICES):
-        """Reads the header.
+        """Read the header.
 
         Args:
-            most: slices that it may have.
+            most: Maximum number of slices.
 
         Raises:
-            ModelError: missing, not a sidecar, damaged, or of a later format.
+            ModelError: The file is missing, damaged, of another format, or no sidecar.
         """
         self.path = os.fspath(path)
         with ModelFile(path, max_tensors=most) as file:
             self.state = file.state
             version = self._get(file, "moeoff.format_version", int)
             if version != FORMAT_VERSION:
-                raise ModelError(f"{self.path}: sidecar format {version}, this moeoff reads {FORMAT_VERSION}: convert the model again")
+                raise self._invalid(f"expected sidecar format {FORMAT_VERSION}, got {version}")
             if seal(header := file.header()) != header:
-                raise ModelError(f"{self.path}: the sidecar's header is damaged: convert the model again")
+                raise self._invalid("the sidecar's header is damaged")
             self.tiers: list[str] = self._get(file, "moeoff.sidecar.tiers", list)
             self.source_name: str = self._get(file, "moeoff.source.name", str)
             self.identity: int = self._get(file, _SEAL.decode(), int)
@@ -165,34 +163,35 @@ class Sidecar:
             hashes = self._get(file, "moeoff.hashes", np.ndarray).tolist()
             source_hashes = self._get(file, "moeoff.source.hashes", np.ndarray).tolist()
             if len(hashes) != len(file.tensors):
-                raise ModelError(f"{self.path}: {len(hashes)} hashes for {len(file.tensors)} slices: convert the model again")
+                raise self._invalid(f"{len(hashes)} hashes for {len(file.tensors)} slices")
             self.slices: dict[tuple[str, int, str], Slice] = {}
             for (name, tensor), value in zip(file.tensors.items(), hashes):
                 key = parse_slice_name(name)
                 if key is None or key[2] not in self.tiers or len(tensor.shape) != 2:
-                    raise ModelError(f"{self.path}: {name} is no slice of an expert: convert the model again")
+                    raise self._invalid(f"{name} is no slice of an expert")
                 self.slices[key] = Slice(file.offset(name), tensor.n_bytes, tensor.type, tensor.shape, value)
             self.source_hashes = dict(zip(dict.fromkeys(key[:2] for key in self.slices), source_hashes))
+
+    def _invalid(self, what: str) -> ModelError:
+        return ModelError(f"{self.path}: {what}: convert the model again")
 
     def _get(self, file: ModelFile, key: str, kind: type) -> Any:
         try:
             value = unpack(file.metadata[key])
-        except (struct.error, ValueError, KeyError):  # ValueError: too short for its array, or not UTF-8
+        except (struct.error, ValueError, KeyError):  # ValueError: truncated array
             value = None
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ModelError(f"{self.path}: not a sidecar of a model, or damaged: {key} is missing")
         return value
 
     def check_belongs(self, model_index: ModelIndex) -> None:
-        """Checks that the sidecar was made of this model, as it is now. Raises `ModelError`."""
+        """Check that the sidecar was made of this model. Raises ModelError."""
         if source_sample(model_index) != self._sample:
-            raise ModelError(
-                f"{self.path}: made of another {self.source_name}, or {model_index.files[0]} has changed since: convert it again, or go without",
-                hint={"experts": "none"},
-            )
+            why = f"made of another {self.source_name}, or {model_index.files[0]} has changed since"
+            raise ModelError(f"{self.path}: {why}: convert it again", hint={"experts": "none"})
 
     def tier(self, name: str) -> str | None:
-        """A tier by its name in any case, or the one that is `LOWEST` or `INT4`; None: it has no such."""
+        """Return a tier by name in any case, LOWEST or INT4; None if it is absent."""
         lower = [tier for tier in self.tiers if tier != ORIGINAL]
         if name.lower() == LOWEST:
             return min(lower, key=self.bits, default=None)
@@ -201,30 +200,25 @@ class Sidecar:
         return next((tier for tier in self.tiers if tier.lower() == name.lower()), None)
 
     def bits(self, tier: str) -> float:
-        """Bits of a weight in a tier, the mean over all experts."""
+        """Return the mean bits per weight of a tier."""
         slices = [s for (_, _, name), s in self.slices.items() if name == tier]
         return 8 * sum(s.nbytes for s in slices) / sum(math.prod(s.shape) for s in slices)
 
     def sources(self, span: TensorSpan, tier: str) -> Iterator[Slice]:
-        """The slices of one of the model's tensors in a tier, by expert.
-
-        Raises:
-            ModelError: one is missing or has another shape.
-        """
+        """Yield a tensor's slices in a tier. Raises ModelError if one does not fit."""
         for expert in range(span.shape[2]):
             s = self.slices.get((span.name, expert, tier))
             if s is None or s.shape != (span.shape[1], span.shape[0]) or s.nbytes != span.shape[1] * row_bytes(s.type, span.shape[0]):
-                raise ModelError(f"{self.path}: no expert {expert} of {span.name} in tier {tier}: convert the model again")
+                raise self._invalid(f"no expert {expert} of {span.name} in tier {tier}")
             yield s
 
 
 class CompositeSidecar(Sidecar):
-    """A sidecar with one tier, "bits": what `convert --bits` would make of a plan.
+    """A sidecar whose only tier, "bits", is what `convert --bits` would make of a plan.
 
     Args:
-        sidecar: has the tiers.
-        default: tier of experts that are not mentioned, and of chunk experts.
-        others: tiers by (layer, expert).
+        default: Tier of other experts, and of chunk experts.
+        others: Tiers by (layer, expert).
     """
 
     def __init__(self, sidecar: Sidecar, default: str, others: Mapping[tuple[int, int], str]):
@@ -241,9 +235,13 @@ class CompositeSidecar(Sidecar):
 
 @dataclass(frozen=True)
 class ExpertSource:
-    """The file a model's experts are read from: the sidecar's `tier`, or the model itself if sidecar is None or has no such tier.
+    """The file that experts are read from.
 
-    verify: every read is compared with its hash."""
+    Attributes:
+        sidecar: Sidecar, None to read the model.
+        tier: Tier of the sidecar; if it has no such tier, the model is read.
+        verify: True to compare every read with its hash.
+    """
 
     sidecar: Sidecar | None = None
     tier: str = ORIGINAL
@@ -251,17 +249,18 @@ class ExpertSource:
 
     @property
     def repacked(self) -> Sidecar | None:
-        """The sidecar, if it holds them."""
+        """The sidecar, if experts are read from it."""
         return self.sidecar if self.sidecar is not None and self.tier in self.sidecar.tiers else None
 
     def low(self, tier: str, model_index: ModelIndex) -> ExpertSource:
-        """The source of the low versions, if this is that of the high ones.
+        """Return the source of low versions; this is the source of high ones.
 
         Raises:
-            OptionError: there is no sidecar, or it has no such tier, or the high versions are read from it.
+            OptionError: There is no sidecar, or its tier is missing or already in use.
         """
         if tier == INT4 and self.tier == ORIGINAL and _has_int4(model_index):
-            raise OptionError(f"{model_index.files[0]}: has experts of about four bits already: no lower precision of four bits")
+            why = "has experts of about four bits already: no lower precision of four bits"
+            raise OptionError(f"{model_index.files[0]}: {why}")
         if self.sidecar is None:
             raise OptionError(f"low precision ({tier}) needs a sidecar{_made_by(model_index, None, tier)}")
         name = self.sidecar.tier(tier)
@@ -275,16 +274,17 @@ class ExpertSource:
         cls, model_index: ModelIndex, experts: Sidecar | str | os.PathLike[str] | bool = "auto", tier: str | None = None, verify: bool = False,
         low_tier: str | None = None,
     ) -> ExpertSource:  # fmt: skip
-        """Finds the sidecar and checks that it is this model's.
+        """Find the sidecar and check that it belongs to the model.
 
         Args:
-            experts: it, or its path; "auto" for the one at its default path, if there is one; False for none.
-            tier: one of the sidecar's. By default "original", the model's own precision, from whichever file has it; so is `INT4` of a model in four bits.
-            low_tier: of low versions that will be asked for, which an error names, too.
+            experts: Sidecar, path, "auto" for the default path if it exists, or False.
+            tier: Tier of the sidecar. Default: original, from either file; also for
+                INT4 if the model has four bits.
+            low_tier: Tier of low versions, which error messages mention.
 
         Raises:
-            ModelError: the sidecar is missing, damaged, or of another model.
-            OptionError: it has no such tier; or something is asked that needs a sidecar, and there is none.
+            ModelError: The sidecar is missing, damaged, or of another model.
+            OptionError: The sidecar or its tier is required and missing.
         """
         automatic = experts is True or experts == "auto"
         tier = ORIGINAL if tier == INT4 and _has_int4(model_index) else tier
@@ -307,14 +307,15 @@ class ExpertSource:
 
 
 def _has_int4(model_index: ModelIndex) -> bool:
-    """True if a model's own experts have about four bits a weight, or fewer."""
+    """Return True if the model's experts have at most five bits per weight."""
     return 8 * model_index.expert_bytes <= 5 * sum(math.prod(span.shape) for span in model_index.experts.values())
 
 
 def _made_by(model_index: ModelIndex, sidecar: Sidecar | None, *asked: str | None) -> str:
-    """The commands that make a sidecar with these tiers, beside those that there are; empty: none does."""
+    """Return advice on commands that add the tiers, empty if no command can."""
     model, before = model_index.files[0], [] if sidecar is None else sidecar.tiers
-    tiers = list(dict.fromkeys(_MADE_FOR.get(tier, tier) for tier in (*before, *asked) if tier is not None))
+    named = [_TYPES.get(tier, tier) for tier in (*before, *asked) if tier is not None]
+    tiers = list(dict.fromkeys(named))
     if set(tiers) <= set(before) or not all(map(_can_be_made, tiers)):
         return ""
     convert, others = ["moeoff", "convert", model], ["--force"] if sidecar is not None else []
@@ -333,13 +334,13 @@ def _can_be_made(tier: str) -> bool:
 
 
 def relative_bytes(model_index: ModelIndex, sidecar: Sidecar, tier: str) -> float:
-    """Bytes of the experts in a tier, over those of the model's own."""
+    """Return the experts' bytes in a tier relative to their bytes in the model."""
     name = sidecar.tier(tier) or tier
     return sum(s.nbytes for span in model_index.experts.values() for s in sidecar.sources(span, name)) / model_index.expert_bytes
 
 
 def low_cost(model_index: ModelIndex) -> float | None:
-    """`relative_bytes` of the smallest lower tier of a model's sidecar, at its default path; None without one. Raises `ModelError` as `ExpertSource.make`."""
+    """Return `relative_bytes` of the default sidecar's lowest tier, if any."""
     sidecar = ExpertSource.make(model_index).sidecar
     lowest = sidecar.tier(LOWEST) if sidecar else None
     return relative_bytes(model_index, sidecar, lowest) if sidecar and lowest else None

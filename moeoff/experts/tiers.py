@@ -1,4 +1,4 @@
-"""Tiers of a sidecar: the ggml type of each expert in each. Knows names, types and row lengths, no bytes."""
+"""Tiers of a sidecar: the ggml type of each expert."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from .sidecar import AUTO, BITS, ORIGINAL
 
 _LONGEST_PLAN = 16 << 20  # bytes of JSON
 
-# what tier "auto" makes of each; docs/reference/sidecar.md has the errors this rests on. What is not listed stays as it is
+# types of tier "auto", others stay; docs/reference/sidecar.md has their errors
 _LOWER_TYPES = {
-    **dict.fromkeys(["F32", "F16", "BF16"], "Q4_K"),
-    **dict.fromkeys(["Q8_0"], "Q4_0"),
-    **dict.fromkeys(["Q6_K", "Q5_K", "Q5_0", "Q5_1"], "Q3_K"),
-    **dict.fromkeys(["Q4_K", "Q4_0", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"], "Q2_K"),
-    **dict.fromkeys(["Q3_K", "IQ3_S", "IQ3_XXS"], "Q2_K"),
+    **dict.fromkeys("F32 F16 BF16".split(), "Q4_K"),
+    **dict.fromkeys("Q8_0".split(), "Q4_0"),
+    **dict.fromkeys("Q6_K Q5_K Q5_0 Q5_1".split(), "Q3_K"),
+    **dict.fromkeys("Q4_K Q4_0 Q4_1 IQ4_NL IQ4_XS MXFP4 NVFP4 Q3_K IQ3_S IQ3_XXS".split(), "Q2_K"),
 }
-# in blocks short enough for every model's rows; among equals the first has the lower error
+# types whose blocks fit every model's rows, of equal sizes the more accurate one first
 _SHORT_BLOCKS = ("Q2_0", "IQ4_NL", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "F16")
 
 
 def bits_per_weight(type: int) -> float:
-    """Bits for each weight of a type; blocks of every type divide 256."""
+    """Return the bits per weight of a type; blocks of every type divide 256."""
     return row_bytes(type, 256) * 8 / 256
 
 
 def nearest(type: int, n_cols: int) -> int:
-    """The type, or if it cannot hold rows of n_cols the one nearest to it in bits per weight that can."""
+    """Return the type, or the nearest in bits whose blocks fit rows of n_cols."""
     if fits(type, n_cols):
         return type
     able = [t for t in map(type_from_name, _SHORT_BLOCKS) if fits(t, n_cols)]
@@ -42,7 +41,7 @@ def nearest(type: int, n_cols: int) -> int:
 
 
 def lower_type(type: int) -> int:
-    """The type that experts of this type get in tier "auto"; the type itself if there is none below."""
+    """Return the type of tier "auto" for experts of this type."""
     name = _LOWER_TYPES.get(type_name(type))
     return type_from_name(name) if name else type
 
@@ -53,7 +52,7 @@ class Tier:
 
     Attributes:
         name: "original", "auto", "bits", or a type's name.
-        plan: of "bits": types by (layer, expert), (layer, None) and (None, None); None stands for the source's type.
+        plan: Types of "bits" by (layer or None, expert or None); None: the source's.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Tier:
 
     @classmethod
     def parse(cls, names: str) -> list[Tier]:
-        """Tiers from "original,Q2_K". Raises OptionError for an unknown or repeated one."""
+        """Parse tiers such as "original,Q2_K". Raises OptionError."""
         tiers = []
         for name in map(str.strip, names.split(",")):
             if name.lower() in (ORIGINAL, AUTO):
@@ -77,7 +76,7 @@ class Tier:
         return tiers
 
     def requested(self, span: TensorSpan, expert: int) -> int:
-        """The type asked for, whether its rows fit or not."""
+        """Return the requested type, even if its blocks do not fit the rows."""
         if self.name == ORIGINAL:
             return span.type
         if self.name == AUTO:
@@ -90,20 +89,23 @@ class Tier:
         return span.type if type is None else type
 
     def type(self, span: TensorSpan, expert: int) -> int:
-        """The type that the expert gets; where it is the source's the bytes are copied."""
+        """Return an expert's type; experts of the source's type are copied."""
         type = nearest(self.requested(span, expert), span.shape[0])
-        # in tier "auto" nobody asked for the type by name: one that is no smaller is not made
+        # "auto" only makes experts smaller
         return span.type if self.name == AUTO and bits_per_weight(type) >= bits_per_weight(span.type) else type
 
 
 def read_plan(path: str | os.PathLike[str], experts: dict[str, TensorSpan]) -> Tier:
-    """The tier "bits" of a plan: {"default": TYPE, "layers": {LAYER: TYPE or {"default": TYPE, EXPERT: TYPE, ...}, ...}}.
+    """Read a plan: {"default": TYPE, "layers": {LAYER: TYPE or {EXPERT: TYPE}}}.
 
-    TYPE is a ggml type or "original", which is also what an expert gets that the plan leaves out. Chunk experts (of grovemoe) take
-    their layer's default.
+    TYPE is a ggml type or "original", the default. A layer's EXPERT may be "default",
+    the type of its other experts and of its chunk experts (grovemoe).
+
+    Returns:
+        The tier "bits".
 
     Raises:
-        OptionError: unreadable, not of this form, or of layers and experts that the model does not have.
+        OptionError: The plan is unreadable, malformed, or for another model.
     """
 
     def fail(what: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""`moeoff verify`: every slice of a sidecar, and every expert of its model, against the hashes that were written."""
+"""`moeoff verify`: compare a sidecar and its model's experts with their hashes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from ..system.machine import n_cores
 from .sidecar import Sidecar, hash_range, slice_name
 
 _SHOWN = 5  # damaged slices that a message names
+_SHOWN = 5  # damaged slices in a message
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Tiers, slices and bytes of the sidecar that was checked; the model's path, or None where there was none to check."""
+    """The result of a successful verification.
+
+    Attributes:
+        model: Path of the model, None if only the sidecar was verified.
+    """
 
     path: str
     tiers: tuple[str, ...]
@@ -27,15 +32,14 @@ class Verification:
 
 
 def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, progress: Callable[[int, int], None] | None = None) -> Verification:
-    """Reads a sidecar whole, and the experts of its model, and compares every slice with its hash.
+    """Read a sidecar and the experts of its model and compare their hashes.
 
     Args:
-        file: the sidecar.
-        model: the model; by default the one whose name the sidecar knows, if it is in the same folder.
-        progress: told the bytes done and the bytes there are.
+        model: Path of the model. Default: the sidecar's source, if in its folder.
+        progress: Callback with bytes done and bytes in total.
 
     Raises:
-        ModelError: damaged; or the model is another one, or has changed. The message names the experts.
+        ModelError: Slices are damaged (the message names them), or the model differs.
     """
     sidecar = Sidecar(file)
     if model is None:
@@ -53,7 +57,7 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
                 if value is None:
                     raise ModelError(f"{sidecar.path}: has no expert {expert} of {span.name}: convert the model again")
                 ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * span.slice_bytes, span.slice_bytes, value)
-    damaged: list[tuple[str, int]] = []  # names and files
+    damaged: list[tuple[str, int]] = []  # slices and files
     n, total = 0, sum(nbytes for _, _, nbytes, _ in ranges.values())
     with ModelBytes(paths) as files, ThreadPoolExecutor(n_cores()) as pool:
         try:
@@ -68,9 +72,12 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
             pool.shutdown(cancel_futures=True)
             raise
     if damaged:
-        names = ", ".join(name for name, _ in damaged[:_SHOWN]) + (f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else "")
+        more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
+        names = ", ".join(name for name, _ in damaged[:_SHOWN]) + more
         if any(file_index == 0 for _, file_index in damaged):
-            raise ModelError(f"{sidecar.path}: damaged in {len(damaged)} of {len(ranges)} slices: {names}; convert the model again")
-        raise ModelError(f"{model}: not the model that {sidecar.path} was made of: {names} changed since; convert the model again")
+            why = f"{sidecar.path}: damaged in {len(damaged)} of {len(ranges)} slices: {names}"
+        else:
+            why = f"{model}: not the model that {sidecar.path} was made of: {names} changed since"
+        raise ModelError(f"{why}; convert the model again")
     n_bytes = sum(s.nbytes for s in sidecar.slices.values())
     return Verification(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, None if model is None else os.fspath(model))

@@ -309,5 +309,5 @@ def test_a_sidecar_of_another_format_is_refused(demo, tmp_path):
     assert data[at] == FORMAT_VERSION
     data[at] = FORMAT_VERSION - 1
     Path(path).write_bytes(data)
-    with pytest.raises(ModelError, match=f"sidecar format {FORMAT_VERSION - 1}, this moeoff reads {FORMAT_VERSION}: convert the model again"):
+    with pytest.raises(ModelError, match=f"expected sidecar format {FORMAT_VERSION}, got {FORMAT_VERSION - 1}: convert the model again"):
         Sidecar(path)

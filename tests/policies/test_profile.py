@@ -77,7 +77,7 @@ def test_another_version_is_refused(model_index, monkeypatch):
     monkeypatch.setattr(profile, "VERSION", VERSION + 1)
     Profile.write(path, model_index, {"one": arrays(1)})
     monkeypatch.undo()
-    with pytest.raises(ModelError, match=f"profile version {VERSION + 1}, this moeoff reads {VERSION}: run moeoff calibrate again"):
+    with pytest.raises(ModelError, match=f"expected profile version {VERSION}, got {VERSION + 1}: run moeoff calibrate again"):
         Profile.find(model_index)
 
 
@@ -131,7 +131,7 @@ def test_nothing_half_written(model_index, monkeypatch, error):
 
 
 def test_objects_are_not_written(model_index):
-    with pytest.raises(TypeError, match="numbers only"):
+    with pytest.raises(TypeError, match="expected arrays of numbers"):
         Profile.write(profile_path(model_index.files[0]), model_index, {"one": {"a": np.array([{}], object)}})
     assert Profile.find(model_index) is None
 
