@@ -1,4 +1,4 @@
-"""What routers choose: gate events, traces of them, and the routers themselves. Knows no cache and no running model."""
+"""Routing: gate events, traces and recordings of them, and routers."""
 
 from .. import _offer_modules
 

@@ -1,4 +1,4 @@
-"""The contents of a llama_batch: which positions of which sequences it computes, and whether they are decoded or read."""
+"""The sequences and positions in a llama_batch, and whether they are decoded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
-    """One sequence's part of a batch: position of its first token, the one after its last, how many there are, and whether they are decoded, not read."""
+    """A sequence's part of a batch.
+
+    Attributes:
+        first: Position of the first token.
+        end: Position after the last token.
+        decode: True if the tokens are decoded, False if they are a prompt.
+    """
 
     first: int
     end: int
@@ -16,11 +22,10 @@ class Span(NamedTuple):
 
 
 def spans_of(sequences: Iterable[int], positions: Iterable[int], is_prompt: Sequence[int] | None = None) -> dict[int, Span]:
-    """The span of each sequence.
+    """Return the span of each sequence.
 
     Args:
-        sequences, positions: of each token.
-        is_prompt: likewise; None: a sequence's only token is decoded, and several are read.
+        is_prompt: True for each token of a prompt. None: single tokens are decoded.
     """
     spans: dict[int, Span] = {}
     for i, (sequence, position) in enumerate(zip(sequences, positions)):
@@ -34,11 +39,11 @@ def spans_of(sequences: Iterable[int], positions: Iterable[int], is_prompt: Sequ
 
 
 def batch_spans(batch: Any) -> dict[int, Span]:
-    """The span of each sequence in a llama_batch; a token of several sequences counts for its first."""
+    """Return the span of each sequence; tokens of several count for the first one."""
     n = batch.n_tokens
     return spans_of((batch.seq_id[i][0] for i in range(n)), batch.pos[:n])
 
 
 def is_decode(spans: Mapping[int, Span]) -> bool:
-    """True if all that a batch computes is decoded, as against text that is read."""
+    """Return True if the whole batch is decoded."""
     return all(span.decode for span in spans.values())

@@ -1,4 +1,4 @@
-"""`GateEvent`: the routing decisions of one gate for one batch of tokens, and `Observer`: whoever sees them while a model runs."""
+"""`GateEvent`, the routing of a batch by one gate, and `Observer`, its receiver."""
 
 from __future__ import annotations
 
@@ -9,32 +9,28 @@ import numpy as np
 
 @dataclass(eq=False, slots=True)
 class GateEvent:
-    """A router's selection for one batch, in one layer. Read it, do not write it: one object goes to all that see the event.
-
-    A gate is a row of the priority table; gates are numbered in the order in which the graph runs them. n_used is the number
-    of experts that serve one token, n_experts the number there are.
+    """A router's selection for a batch, shared by all observers: do not modify it.
 
     Attributes:
-        gate: row of the priority table, from 0.
-        ids: [n_tokens, n_used] integers (int32 from a model or a trace), the experts of each token.
-        weights: [n_tokens, n_used] float32, what the graph multiplies each expert's output with.
-        probs: [n_rows, n_experts] float32, the router's probabilities of all experts; None where they were not computed.
-        gate_input: [n_rows, n_embd] float32, what the router read; None if not asked for, or of architectures in which some gates
-            have none to tell (grovemoe, smallthinker).
-        versions: [n_tokens, n_used] uint8, what serves each: 0 high precision, 1 low, 2 skipped; None: all high.
-        on_device: [n_tokens, n_used] bool, whether a GPU computes with it, from its own memory; None: with none.
-        uploaded: [n_tokens, n_used] bool, whether a GPU computes with it and did not have it when the
-            router selected; None: with none.
-        layer: of the model; -1 where it is not known.
-        n_hit, n_miss: slices of the selected experts (one for each matrix) that were resident, and that were not, at selection.
-        seq: number of the event in its expert buffer, from 1; 0 if it comes from none.
-        t_ns: nanoseconds of CLOCK_MONOTONIC at selection.
-        logits: [n_rows, n_experts] float32, what the router computed before its gating function; None if not asked for, or where
-            the architecture chooses by something else.
-        row_step: gate_input, logits and probs are those of every row_step-th token, from the first: of a large batch not all are
-            told unless a part needs them.
-        decode: the tokens are decoded: one of a sequence, one each of several, or a draft that is verified. False: they are text
-            that is read. Always told; None, when one is made, takes a single token for decoded and several for text.
+        gate: Row of the priority table; gates are in the order of the graph.
+        ids: [n_tokens, n_used] integers (int32 from models and traces), routed experts.
+        weights: [n_tokens, n_used] float32, gate weights.
+        probs: [n_rows, n_experts] float32, router probabilities, or None.
+        gate_input: [n_rows, n_embd] float32, None unless requested or if the
+            architecture has gates without one (grovemoe, smallthinker).
+        versions: [n_tokens, n_used] uint8, 0 high, 1 low, 2 skipped; None: all high.
+        layer: Layer of the model, -1 if unknown.
+        n_hit: Number of slices of routed experts that were resident at selection.
+        n_miss: Number of their slices that were not.
+        seq: Number of the event in its expert buffer, from 1; 0 without a buffer.
+        t_ns: CLOCK_MONOTONIC at selection in nanoseconds.
+        logits: [n_rows, n_experts] float32 before the gating function, None unless
+            requested or if the architecture selects by other values.
+        row_step: gate_input, logits and probs have a row for every row_step-th token.
+        decode: True if tokens are decoded (or drafts), by default if there is one.
+        on_device: [n_tokens, n_used] bool, computed by a GPU from its memory, or None.
+        uploaded: [n_tokens, n_used] bool, computed by a GPU that did not have the expert at
+            selection, or None.
     """
 
     gate: int
@@ -59,48 +55,51 @@ class GateEvent:
             self.decode = len(self.ids) == 1
 
     def demand(self) -> np.ndarray:
-        """[n] the selected experts, each once, in the order in which the native store reads them: those of the most tokens first (Fate §4.3),
-        among equals as the tokens name them."""
+        """Return the distinct experts [n] in the order of reading.
+
+        Experts of the most tokens come first (Fate §4.3), then the first in `ids`.
+        """
         if len(self.ids) == 1:
             return np.asarray(self.ids[0])
         distinct, first, count = np.unique(self.ids, return_index=True, return_counts=True)
         return np.asarray(distinct[np.lexsort((first, -count))])
 
     def sample(self, n: int) -> GateEvent:
-        """Itself, or a copy with at most n of its tokens, evenly spread, for each of which there are all rows: its row_step is 1."""
+        """Return the event or a copy of up to n evenly spread tokens, row_step 1."""
         k = -(-len(self.ids) // (n * self.row_step))
         step = k * self.row_step
         if step == 1:
             return self
-        every = dict.fromkeys(("ids", "weights", "versions", "on_device", "uploaded"), step)
-        every |= dict.fromkeys(("probs", "gate_input", "logits"), k)
-        told = {name: array[::n] for name, n in every.items() if (array := getattr(self, name)) is not None}
-        return replace(self, **told, row_step=1)
+        steps = dict.fromkeys(("ids", "weights", "versions", "on_device", "uploaded"), step)
+        steps |= dict.fromkeys(("probs", "gate_input", "logits"), k)
+        arrays = {name: getattr(self, name) for name in steps}
+        sampled = {name: a[:: steps[name]] for name, a in arrays.items() if a is not None}
+        return replace(self, **sampled, row_step=1)
 
 
 class Observer:
-    """Sees the gate events of a running model. A subclass overrides what it needs; what it raises is raised by the next decode.
+    """A receiver of a running model's gate events. The next decode raises errors.
 
     Attributes:
-        wants_decode: Whether it needs every event of decoded tokens. Where no observer does, most are not delivered while
-            few experts are missing.
+        wants_decode: True to receive every event of decoded tokens. If no observer wants them,
+            most are not delivered while few experts are missing.
     """
 
     wants_decode = True
 
     def observe(self, event: GateEvent) -> None:
-        """After a router has selected, on the driver thread, while the layer computes."""
+        """Process a selection, on the driver thread, while the layer computes."""
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
-        """Before a batch, while nothing computes; events of earlier batches may still be waiting.
+        """Prepare for a batch before it computes; earlier events may still be queued.
 
         Args:
-            tokens: [n_tokens] of the batch.
-            decode: each is the next of a text; else they are text that is read.
+            tokens: [n_tokens] token ids.
+            decode: True if each token continues a text, False for a prompt.
         """
 
     def new_sequence(self) -> None:
-        """The next events are the first of a text, and no other text goes on. All events before have been observed."""
+        """Start a new text, after all events of the texts before were observed."""
 
     def close(self) -> None:
-        """After the last event, while the expert buffer still runs."""
+        """Finish after the last event, while the expert buffer still runs."""

@@ -1,8 +1,9 @@
-"""Recordings of one pass over text: each gate's input and selection, token by token. Predictors and cache policies are fitted to them."""
+"""Recordings of a pass over text, to which predictors and cache policies are fitted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -13,18 +14,16 @@ from .trace import Trace, TraceHeader
 
 @dataclass
 class Recording:
-    """Inputs and selections of all gates, token by token.
+    """Inputs and selections of all gates for each token.
 
     Attributes:
-        model: header of a trace.
-        router: of the model.
         tokens: [n_tokens] int32.
-        starts: [n_tokens] bool, the first token of a sequence.
-        ids: [n_tokens, n_gates, n_used] int32; -1 where a gate uses fewer.
-        weights: likewise, float32.
-        inputs: [n_rows, n_gates, n_embd] float16, or None where a gate gave none.
-        probs: [n_probs, n_gates, n_experts] float16, or None. The first n_probs tokens.
-        input_tokens: [n_rows] the tokens whose inputs are there, ascending; by default the first n_rows.
+        starts: [n_tokens] bool, True for first tokens of sequences.
+        ids: [n_tokens, n_gates, n_used] int32, -1 if a gate uses fewer.
+        weights: [n_tokens, n_gates, n_used] float32.
+        inputs: [n_rows, n_gates, n_embd] float16, None if a gate has none.
+        probs: [n_probs, n_gates, n_experts] float16 of the first tokens, or None.
+        input_tokens: [n_rows] tokens of `inputs`, ascending. Default: the first n_rows.
     """
 
     model: TraceHeader
@@ -46,22 +45,22 @@ class Recording:
         return len(self.tokens)
 
     def used(self) -> np.ndarray:
-        """[n_tokens, n_gates, n_experts] bool."""
+        """Return which experts each token used: [n_tokens, n_gates, n_experts] bool."""
         out = np.zeros((*self.ids.shape[:2], self.router.n_experts + 1), bool)
-        np.put_along_axis(out, self.ids, True, axis=2)  # -1 goes into the column too many
+        np.put_along_axis(out, self.ids, True, axis=2)  # -1 is the extra column
         used: np.ndarray = out[:, :, :-1]
         return used
 
     def popularity(self) -> np.ndarray:
-        """[n_gates, n_experts] int64: tokens that used each expert."""
+        """Return each expert's number of tokens: [n_gates, n_experts] int64."""
         counts: np.ndarray = self.used().sum(axis=0)
         return counts
 
     def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[GateEvent]:
-        """Gate events as decode gives them: of each token in turn, one of each gate."""
+        """Return the gate events of tokens [start, stop) as of decoding."""
         out = []
         row_of = dict(zip(self.input_tokens.tolist(), range(len(self.input_tokens)))) if inputs and self.inputs is not None else {}
-        for t in range(start, min(self.n_tokens, stop if stop is not None else self.n_tokens)):
+        for t in range(self.n_tokens)[start:stop]:
             row = row_of.get(t)
             for g in range(self.model.n_gates):
                 k = int((self.ids[t, g] >= 0).sum())
@@ -71,7 +70,7 @@ class Recording:
         return out
 
     def trace(self, n_tokens: int | None = None) -> Trace:
-        """The first tokens with probabilities as a trace of a token-by-token run."""
+        """Return the first tokens that have probabilities as a trace of decoding."""
         n = min(n_tokens or self.n_tokens, self.n_tokens if self.probs is None else len(self.probs))
         events = self.events(0, n, inputs=False)
         starts = np.zeros(len(events), bool)
@@ -79,23 +78,30 @@ class Recording:
         return Trace(self.model, events, starts)
 
     def take(self, tokens: np.ndarray) -> Recording:
-        """The recording of these tokens [n_tokens] bool alone; whole sequences."""
-        parts = {name: getattr(self, name)[tokens] for name in ("tokens", "starts", "ids", "weights")}
-        parts["probs"] = None if self.probs is None else self.probs[tokens[: len(self.probs)]]
-        with_inputs = tokens[self.input_tokens]
-        parts["inputs"] = None if self.inputs is None else self.inputs[with_inputs]
-        return Recording(self.model, self.router, **parts, input_tokens=(np.cumsum(tokens) - 1)[self.input_tokens[with_inputs]])
+        """Return the tokens [n_tokens] bool, which must be whole sequences."""
+        n_probs = 0 if self.probs is None else len(self.probs)
+        rows = tokens[self.input_tokens]
+        input_tokens = np.cumsum(tokens)[self.input_tokens[rows]] - 1
+        return self._select(tokens, tokens[:n_probs], rows, input_tokens)
 
     def part(self, start: int, stop: int) -> Recording:
-        """The recording of tokens [start, stop); nothing is copied but which have inputs."""
-        parts = {name: getattr(self, name)[start:stop] for name in ("tokens", "starts", "ids", "weights")}
+        """Return tokens [start, stop), without copying except `input_tokens`."""
+        tokens = slice(start, stop)
         rows = slice(*np.searchsorted(self.input_tokens, (start, stop)).tolist())
-        parts["inputs"] = None if self.inputs is None else self.inputs[rows]
-        parts["probs"] = None if self.probs is None else self.probs[start:stop]
-        return Recording(self.model, self.router, **parts, input_tokens=self.input_tokens[rows] - start)
+        return self._select(tokens, tokens, rows, self.input_tokens[rows] - start)
+
+    def _select(self, tokens: Any, probs: Any, rows: Any, input_tokens: np.ndarray) -> Recording:
+        names = ("tokens", "starts", "ids", "weights")
+        arrays = {name: getattr(self, name)[tokens] for name in names}
+        arrays["probs"] = None if self.probs is None else self.probs[probs]
+        arrays["inputs"] = None if self.inputs is None else self.inputs[rows]
+        return replace(self, **arrays, input_tokens=input_tokens)
 
     def split(self, share: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
-        """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to validate on (ProMoE §4.3: 9:1)."""
+        """Return masks [n_tokens] bool of training and validation (ProMoE §4.3: 9:1).
+
+        Every (1 / share)-th sequence is for validation.
+        """
         number = np.cumsum(self.starts) - 1
         every = max(round(1 / share), 2)
         held = number % every == min(every - 1, number[-1] if len(number) else 0)

@@ -1,7 +1,4 @@
-"""The routers of a model: how each gate turns its input into a choice, as llama.cpp's `build_moe_ffn` does it.
-
-Read from the GGUF, dequantized. Knows every gating function that llama.cpp has; knows nothing of events or predictors.
-"""
+"""A model's routers: how gates select experts, as in llama.cpp's `build_moe_ffn`."""
 
 from __future__ import annotations
 
@@ -18,23 +15,24 @@ from ..system.console import note
 
 # enum llama_expert_gating_func_type
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS = 1, 2, 3, 4
-# what may stand before the router, weight and bias, first found; and of routers that norm the stream themselves
+# Candidates for weight and bias of the norm before the router.
 _NORMS = tuple((f"{name}.weight", f"{name}.bias") for name in ("ffn_norm", "post_attention_norm", "attn_output_norm"))
-_OWN_NORMS = {"gemma4": (("ffn_gate_inp.scale", ""),)}
+_OWN_NORMS = {"gemma4": (("ffn_gate_inp.scale", ""),)}  # routers that normalize the residual
 _Norm = tuple[np.ndarray, "np.ndarray | None"] | None  # weight and bias
-_RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the quotient is noise
+_RATIO_LIMIT = 16.0  # of two layers' norm weights; larger quotients are noise
 
 
 class Router:
     """The routers of all gates.
 
     Attributes:
-        gating: the function, one of the constants above.
-        n_gates, n_experts: the priority table's shape; a gate with fewer experts uses the first columns.
-        n_used: [n_gates] experts for each token.
-        weights: [n_gates] arrays [n_experts, n_embd] float32, or None where the gate has no such tensor; of a lazy router read anew
-            each time.
-        tables: [n_gates] arrays [n_vocab, n_used] int32 where the token alone decides (deepseek4's first layers), else None.
+        gating: Gating function, one of the constants above.
+        n_experts: Number of experts of the widest gate.
+        n_used: [n_gates] experts per token.
+        weights: [n_gates] arrays [n_experts, n_embd] float32, None for gates without. A
+            lazy router reads them at each access.
+        tables: [n_gates] arrays [n_vocab, n_used] int32 for gates that select by token
+            (first layers of deepseek4), else None.
     """
 
     def __init__(
@@ -51,18 +49,18 @@ class Router:
         n_experts: int = 0,
         by_logits: bool = False,
     ):
-        """All sequences: one entry for each gate.
+        """Create a router. Sequences have an entry for each gate.
 
         Args:
-            bias: added to the logits.
-            selection_bias: added to the probabilities for the choice alone (DeepSeek V3).
-            norms: weight and bias of the norm that made the gate's input.
-            n_groups, n_groups_used: experts come in groups of which the best take part.
-            n_experts: of the widest gate; 0 takes it from the weights.
-            by_logits: the choice is made before the function (llama4).
+            bias: Added to the logits.
+            selection_bias: Added to the probabilities for the selection (DeepSeek V3).
+            norms: Weight and bias of the norm before the gate.
+            n_groups_used: Number of groups, the best ones, to select from.
+            n_experts: As the attribute; 0 to take it from the weights.
+            by_logits: True to select before the gating function (llama4).
         """
         nothing = [None] * len(weights)
-        self.weights = weights if isinstance(weights, _FromFile) else list(weights)
+        self.weights = weights if isinstance(weights, _LazyTensors) else list(weights)
         self.n_used, self.gating = list(n_used), gating
         self.bias, self.selection_bias = list(bias or nothing), list(selection_bias or nothing)
         self.norms, self.tables = list(norms or nothing), list(tables or nothing)
@@ -72,29 +70,30 @@ class Router:
 
     @classmethod
     def read(cls, model_index: ModelIndex, layers: Sequence[int], gating: int, n_experts: int = 0, lazy: bool = False) -> Router:
-        """Reads the routers of a model.
+        """Read the routers of a model.
 
         Args:
-            layers: [n_gates] the layer of each gate.
-            gating: Gating function of the model's graphs, `ExpertBuffer.gating`.
-            lazy: weights are read from the file each time they are asked for, and not kept: in a large model they are as large as
-                some layers, and who predicts with them keeps what it needs.
+            layers: [n_gates] layer of each gate.
+            lazy: True to read weights at each access: they may be gigabytes.
 
         Raises:
-            ModelError: the file was cut while it was read.
+            ModelError: The file was truncated meanwhile.
         """
+        norm_names = _OWN_NORMS.get(model_index.architecture, _NORMS)
         with _Tensors(model_index) as tensors:
-            get = tensors.get
+
+            def each(name: str, rank: int = 1) -> list[np.ndarray | None]:
+                return [tensors.get(f"blk.{i}.{name}", rank) for i in layers]
+
             names = [f"blk.{i}.ffn_gate_inp.weight" for i in layers]
-            weights = _FromFile(model_index, names) if lazy else [get(name, 2) for name in names]
-            bias = [get(f"blk.{i}.ffn_gate_inp.bias") for i in layers]
-            selection = [get(name if (name := f"blk.{i}.exp_probs_b.bias") in model_index.dense else f"blk.{i}.exp_probs_b") for i in layers]
-            tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight", 2) for i in layers]
-            names_of_norms = _OWN_NORMS.get(model_index.architecture, _NORMS)
-            norms = [
-                next(((norm, get(f"blk.{i}.{bias}")) for weight, bias in names_of_norms if (norm := get(f"blk.{i}.{weight}")) is not None), None)
-                for i in layers
-            ]
+            weights = _LazyTensors(model_index, names) if lazy else each("ffn_gate_inp.weight", 2)
+            bias = each("ffn_gate_inp.bias")
+            named = zip(each("exp_probs_b.bias"), each("exp_probs_b"))
+            selection = [old if new is None else new for new, old in named]
+            tables = each("ffn_gate_tid2eid.weight", 2)
+            candidates = [zip(each(weight), each(bias)) for weight, bias in norm_names]
+            layer_norms = zip(*candidates)
+            norms = [next((n for n in pairs if n[0] is not None), None) for pairs in layer_norms]
         return cls(
             weights,
             [model_index.experts_used(i) for i in layers],
@@ -111,18 +110,17 @@ class Router:
 
     @property
     def by_probs(self) -> bool:
-        """True if the choice needs more than the order of the logits: a selection bias, or groups."""
+        """True if the order of logits does not decide: a selection bias or groups."""
         return self.n_groups > 1 or any(bias is not None for bias in self.selection_bias)
 
     def knows(self, gate: int) -> bool:
-        """True if the gate's selection can be computed from its input."""
+        """Return True if the gate's input determines its selection."""
         return self.weights[gate] is not None and self.tables[gate] is None
 
     def logits(self, gate: int, x: np.ndarray) -> np.ndarray:
-        """[n_tokens, n_experts] float32, of gate inputs [n_tokens, n_embd].
+        """Return float32 logits [n_tokens, n_experts] of inputs [n_tokens, n_embd].
 
-        Raises:
-            ModelError: the model has no such tensor for this gate.
+        Raises ModelError if the gate has no router weights.
         """
         weight = self.weights[gate]
         if weight is None:
@@ -133,25 +131,27 @@ class Router:
         return out
 
     def gated(self, logits: np.ndarray) -> np.ndarray:
-        """Probabilities of logits. Where llama.cpp takes the softmax of the chosen alone, that of all: the order is the same."""
+        """Return the probabilities of logits.
+
+        SOFTMAX_WEIGHT, a softmax of selected experts alone, has the same order.
+        """
         out: np.ndarray
         if self.gating == SIGMOID:
             out = 1 / (1 + np.exp(-logits))
-            return out
-        if self.gating == SQRT_SOFTPLUS:
+        elif self.gating == SQRT_SOFTPLUS:
             out = np.sqrt(np.logaddexp(0, logits))
-            return out
-        out = logits - logits.max(axis=-1, keepdims=True)
-        np.exp(out, out=out)
-        out /= out.sum(axis=-1, keepdims=True)
+        else:
+            out = logits - logits.max(axis=-1, keepdims=True)
+            np.exp(out, out=out)
+            out /= out.sum(axis=-1, keepdims=True)
         return out
 
     def probs(self, gate: int, x: np.ndarray) -> np.ndarray:
-        """[n_tokens, n_experts] float32: the architecture's own probabilities, from which the gate chooses and weighs."""
+        """Return probabilities [n_tokens, n_experts] float32 of gate inputs."""
         return self.gated(self.logits(gate, x))
 
     def selection(self, gate: int, probs: np.ndarray) -> np.ndarray:
-        """Scores that the gate chooses by: probabilities with its selection bias, experts of groups left out below all others."""
+        """Return selection scores: biased, experts of unused groups below others."""
         bias = self.selection_bias[gate]
         scores = probs if bias is None else probs + bias
         return self._grouped(scores) if self.n_groups > 1 else scores
@@ -168,20 +168,24 @@ class Router:
         return lowered
 
     def select(self, gate: int, probs: np.ndarray) -> np.ndarray:
-        """[n_tokens, n_used] experts that the gate chooses, best first."""
+        """Return the selected experts [n_tokens, n_used], best first."""
         scores = probs if self._by_logits else self.selection(gate, probs)
         return np.argsort(-scores, axis=1, kind="stable")[:, : self.n_used[gate]]
 
     def choose(self, gate: int, x: np.ndarray) -> np.ndarray:
-        """[n_tokens, n_used] experts for gate inputs [n_tokens, n_embd]."""
+        """Return the experts [n_tokens, n_used] of gate inputs [n_tokens, n_embd]."""
         logits = self.logits(gate, x)
         return self.select(gate, logits if self._by_logits else self.gated(logits))
 
     def ahead(self, source: int, target: int, norm: bool) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Weight [n_experts, n_embd] and bias of `target`'s router for the gate input of `source`; None if it has none, or none of finite numbers.
+        """Return `target`'s router for gate inputs of `source`.
 
-        norm: as if the residual stream were the same at both and only the norms' weights differed. A gate's input is
-        r * w + b of a normed residual r, so the target's would be (x - b) / w * w' + b': folded into the router.
+        Args:
+            norm: True to assume equal residuals r at both gates. Inputs are r * w + b,
+                so the target's, (x - b) / w * w' + b', are folded into its router.
+
+        Returns:
+            Weight [n_experts, n_embd] and bias, None without finite ones.
         """
         weight, bias = self.weights[target], self.bias[target]
         if weight is None or self.tables[target] is not None:
@@ -206,8 +210,8 @@ class Router:
         return np.ascontiguousarray(folded, np.float32), bias
 
 
-class _FromFile(Sequence["np.ndarray | None"]):
-    """Tensors by name that are read whenever one is asked for; None for those that the model lacks."""
+class _LazyTensors(Sequence["np.ndarray | None"]):
+    """Tensors by name, read at each access; None for missing ones."""
 
     def __init__(self, model_index: ModelIndex, names: Sequence[str]):
         self._model_index, self._names = model_index, names
@@ -215,20 +219,20 @@ class _FromFile(Sequence["np.ndarray | None"]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def __getitem__(self, index: int) -> np.ndarray | None:  # type: ignore[override]  # nobody asks for a part of them
+    def __getitem__(self, index: int) -> np.ndarray | None:  # type: ignore[override]  # no slices
         with _Tensors(self._model_index) as tensors:
             return tensors.get(self._names[index], 2)
 
 
 class _Tensors(ModelBytes):
-    """Dense tensors of a model by name, as float32 (or their own integers)."""
+    """A model's dense tensors by name, as float32 or int32."""
 
     def __init__(self, model_index: ModelIndex):
         super().__init__(model_index.files)
         self._model_index = model_index
 
     def get(self, name: str, rank: int = 1) -> np.ndarray | None:
-        """An array of so many dimensions, None if there is no such tensor: a file does not say those that are 1 at the end, as of one expert."""
+        """Return a tensor of rank 1 or 2 (GGUF drops final 1s), None if missing."""
         span = self._model_index.dense.get(name)
         if span is None:
             return None
@@ -239,32 +243,34 @@ class _Tensors(ModelBytes):
             return np.frombuffer(data, np.int32).reshape(shape)
         numbers = dequantize(data, span.type, shape)
         if not np.isfinite(numbers).all():
-            _say(f"{self._model_index.files[span.file]}: {name} holds numbers that are not finite: the file is damaged, and what the model says is of no use")
+            what = f"{self._model_index.files[span.file]}: {name} holds numbers that are not finite"
+            _note_once(f"{what}: the file is damaged, and answers will be useless")
         return numbers
 
 
-_say = functools.cache(note)  # once: a lazy router's weights are read again
+_note_once = functools.cache(note)  # lazy routers read tensors again and again
 
 
 def matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """x @ w.T of [n, d] and [m, d], on the calling thread alone.
+    """Return x @ w.T of [n, d] and [m, d], computed by the calling thread.
 
-    BLAS would wake threads of its own, even for a vector, and take the cores from the threads that compute the next layer:
-    86 instead of 110 tok/s in a prompt on 2 cores. Dot products of single rows are below its threshold.
+    BLAS threads would take cores from the next layer: 86 instead of 110 tok/s in prompt
+    processing on 2 cores. Dot products of rows are below BLAS's threshold for threads.
     """
     out: np.ndarray = np.vecdot(x[:, None], w)
     return out
 
 
 class Rows:
-    """A matrix that is multiplied for every token, as Q8_0: such a product takes the time to read the matrix, and a prediction needs
-    no more than the order of the results. Rows that are no whole blocks of 32 stay float32.
+    """A matrix in Q8_0, because products with single tokens are limited by memory.
+
+    Predictions only need the order of results. Rows not of 32s stay float32.
 
     Args:
         weight: [m, d] float.
 
     Attributes:
-        type, address: ggml's number of the type, and where the rows are.
+        type: ggml type number.
     """
 
     def __init__(self, weight: np.ndarray):
@@ -273,7 +279,7 @@ class Rows:
         self.type = type_from_name(name)
         self._rows = quantize(weight, self.type)
         self.address: int = self._rows.ctypes.data
-        from ..llamacpp import native  # what only replays traces loads no llama.cpp
+        from ..llamacpp import native  # replays of traces do not load llama.cpp
 
         self._row_products = native.row_products
 
@@ -282,7 +288,7 @@ class Rows:
         return self._rows.nbytes
 
     def product(self, x: np.ndarray) -> np.ndarray:
-        """x @ weight.T: [n, m] float32 of [n, d], on the calling thread alone (see `matmul`)."""
+        """Return x @ weight.T, [n, m] float32 of [n, d], on the calling thread."""
         x = np.ascontiguousarray(x, np.float32)
         out = np.empty((len(x), self.n_rows), np.float32)
         if self._row_products(self.type, self.address, self.n_rows, self.n_cols, x.ctypes.data, len(x), out.ctypes.data) != 0:

@@ -1,10 +1,9 @@
-"""Traces: the gate events of runs, in a file that can be replayed.
+"""Traces: gate events of runs in a file that can be replayed.
 
-    magic "MOEOFFTR", u32 version, u32 length, JSON header, then records:
-    RECORD (little endian) and its payload; docs/reference/trace.md has the fields of each kind
+    magic "MOEOFFTR", u32 version, u32 length, JSON header, then (RECORD, payload) ...
 
-A reader sees whole records only: a tail that is cut, or whose checksum is wrong, ends the trace. A file that exists is continued if its
-header describes the same model. No text or token is stored.
+docs/reference/trace.md describes the payloads. Truncated records and wrong checksums
+end a trace. Writers append to traces of the same model. No token is stored.
 """
 
 from __future__ import annotations
@@ -23,19 +22,21 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from ..errors import OptionError, WriteError
-from ..system.files import Closing, open_file
+from ..system.files import Closing, StrPath, open_file
 from ..system.memory import available, format_size, slot_bytes
 from .event import GateEvent
 
 MAGIC, VERSION = b"MOEOFFTR", 7
-# kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
+# kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes,
+# crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
-_LONGEST_HEADER, _LONGEST_RECORD = 16 << 20, 256 << 20  # bytes; a record is one gate's events of one batch, or some reads
-_EXPANDED = 3  # bytes of memory for each of a file
+_LONGEST_HEADER, _LONGEST_RECORD = 16 << 20, 256 << 20  # bytes
+_EXPANDED = 3  # bytes in memory per byte of file
 GATE, SESSION, READS = 1, 2, 3
 NEW_SEQUENCE, PROBS, DECISIONS, OTHER_KIND, DEVICE = 1, 2, 4, 8, 16  # flags of gate events
 
-# finished reads: when one was queued, how long it waited for an I/O thread and how long it took; level, result and version as `native.Read`
+# Finished reads: queue time, wait and duration; level, result and version as
+# `native.Read`
 READ = np.dtype(
     {
         "names": "t_queued wait_us read_us nbytes tensor expert level result version".split(),
@@ -47,7 +48,7 @@ PREFETCH_LEVEL, GATE_LEVEL, DEMAND_LEVEL = 0, 1, 2
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One experts' tensor, in the order of the native buffer. nbytes is one expert's slice."""
+    """An expert tensor, in the expert buffer's order; nbytes is that of a slice."""
 
     gate: int
     layer: int
@@ -58,7 +59,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """Header of a trace: enough to rebuild the buffer. n_experts is the widest gate's."""
+    """A trace's header, sufficient to rebuild the expert buffer."""
 
     name: str
     n_used: int
@@ -74,17 +75,17 @@ class TraceHeader:
 
     @cached_property
     def n_matrices(self) -> list[int]:
-        """[n_gates]: of an expert."""
+        """[n_gates] matrices per expert."""
         return [len(tensors) for tensors in self._gates]
 
     @cached_property
     def expert_bytes(self) -> list[int]:
-        """[n_gates]: of one expert, all matrices together."""
+        """[n_gates] bytes per expert."""
         return [sum(t.nbytes for t in tensors) for tensors in self._gates]
 
     @cached_property
     def expert_slots(self) -> list[int]:
-        """[n_gates]: bytes that an expert takes in the arena."""
+        """[n_gates] arena bytes per expert."""
         return [slot_bytes(*(t.nbytes for t in tensors)) for tensors in self._gates]
 
     @cached_property
@@ -96,12 +97,12 @@ class TraceHeader:
 
     @property
     def arena_floor(self) -> int:
-        """The smallest arena that can make progress."""
+        """Minimum bytes of an arena."""
         return 2 * max(self.expert_slots)
 
     @property
     def full_bytes(self) -> int:
-        """The arena that holds every expert."""
+        """Bytes of an arena that holds all experts."""
         return sum(nbytes * max((t.n_experts for t in tensors), default=0) for nbytes, tensors in zip(self.expert_slots, self._gates))
 
     def to_json(self) -> str:
@@ -109,36 +110,36 @@ class TraceHeader:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TraceHeader:
-        """Raises ValueError, KeyError or TypeError for one that is damaged."""
+        """Parse a header. Raises ValueError, KeyError or TypeError if it is damaged."""
         fields = json.loads(text)
         header = cls(str(fields["name"]), fields["n_used"], tuple(TensorInfo(**t) for t in fields["tensors"]))
         limits = {"gate": 1 << 12, "layer": 1 << 12, "matrix": 8, "n_experts": 1 << 16, "nbytes": 1 << 48}
         if not header.tensors or type(header.n_used) is not int or not 0 < header.n_used <= header.n_experts:
-            raise ValueError("no tensors, or no use of them")
+            raise ValueError("no tensors, or a wrong n_used")
         if any(type(n := getattr(tensor, name)) is not int or not 0 <= n <= limit for tensor in header.tensors for name, limit in limits.items()):
-            raise ValueError("a tensor that no model has")
+            raise ValueError("a tensor out of range")
         return header
 
     @classmethod
     def of(cls, buffer: Any, name: str, n_used: int) -> TraceHeader:
-        """The header of runs with an attached `moeoff.engine.buffer.ExpertBuffer`."""
+        """Return the header for an attached `moeoff.engine.buffer.ExpertBuffer`."""
         return cls(name, n_used, tuple(TensorInfo(t.gate, t.layer, t.matrix, t.ne[2], t.nbytes) for t in buffer.tensors))
 
 
 class TraceWriter(Closing):
-    """Appends gate events to `path`; `close()` or leave the `with` block. One writer for a file at a time.
+    """A writer that appends to a trace, at most one per file. A context manager.
 
     Args:
-        session: written once, the conditions under which the events happened (arena, strategy).
+        session: Conditions of the run (arena, strategy), written first.
 
     Raises:
-        OptionError: the file is something else, or a trace of another model.
-        WriteError: it cannot be written; later calls raise it, too.
+        OptionError: The file is not a trace of this model.
+        WriteError: Writing failed; later calls raise it as well.
     """
 
-    def __init__(self, path: str | os.PathLike[str], model: TraceHeader, session: dict[str, Any] | None = None):
+    def __init__(self, path: StrPath, model: TraceHeader, session: dict[str, Any] | None = None):
         self._n_experts = model.n_experts
-        self._begins = True  # the next event is the first of a text
+        self._is_start = True
         self._last_read = 0
         self._path = os.fspath(path)
         end = 0
@@ -152,7 +153,7 @@ class TraceWriter(Closing):
         with self._writing():
             self._file: BinaryIO = open(path, "r+b" if end else "wb")
             if end:
-                self._file.truncate(end)  # of a run that was killed
+                self._file.truncate(end)  # drop the partial record of a killed run
                 self._file.seek(end)
             else:
                 header = model.to_json().encode()
@@ -160,13 +161,13 @@ class TraceWriter(Closing):
         self.note(session or {})
 
     def new_sequence(self) -> None:
-        """The next event is the first of a text."""
-        self._begins = True
+        """Mark the next event as the first of a text."""
+        self._is_start = True
 
     def write(self, event: GateEvent) -> None:
-        """Appends an event. Its weights and probabilities are rounded to float16; its gate input, layer and number are left out."""
+        """Append an event with float16 weights and probs, without input and layer."""
         n_tokens, n_used = event.ids.shape
-        flags = NEW_SEQUENCE * self._begins | OTHER_KIND * (event.decode != (n_tokens == 1))
+        flags = NEW_SEQUENCE * self._is_start | OTHER_KIND * (event.decode != (n_tokens == 1))
         parts = [event.ids.astype("<u2"), event.weights.astype("<f2")]
         for flag, array in ((DECISIONS, event.versions), (DEVICE, event.on_device)):
             if array is not None and array.any():
@@ -175,12 +176,12 @@ class TraceWriter(Closing):
         if event.probs is not None:
             flags |= PROBS
             parts.append(np.pad(event.probs, ((0, 0), (0, self._n_experts - event.probs.shape[1]))).astype("<f2"))
-        self._begins = False
+        self._is_start = False
         payload = b"".join(part.tobytes() for part in parts)
         self._write(GATE, payload, flags, event.gate, n_used, n_tokens, event.n_hit, event.n_miss, event.t_ns)
 
     def write_reads(self, reads: np.ndarray) -> None:
-        """Appends the reads that `ExpertBuffer.take_reads()` gave."""
+        """Append reads of `ExpertBuffer.take_reads()`."""
         if not len(reads):
             return
         lost = int(reads["seq"][-1]) - self._last_read - len(reads)
@@ -193,7 +194,7 @@ class TraceWriter(Closing):
         self._write(READS, out.tobytes(), n_tokens=len(reads), n_miss=lost, t_ns=int(reads["t_done"][-1]))
 
     def note(self, fields: dict[str, Any]) -> None:
-        """Writes a JSON object between the events, as the counters at the end of a run."""
+        """Write a JSON object, such as the counters of a run."""
         self._write(SESSION, json.dumps(fields).encode())
 
     def _write(
@@ -223,12 +224,11 @@ class Trace:
     """A trace in memory.
 
     Attributes:
-        model: its header.
-        events: in order; weights and probs are float32, and there are no gate inputs.
-        starts: [n_events] bool, the first event of a text (of a run, too).
-        notes: the sessions' JSON objects.
-        reads: [n_reads] of `READ`, every read that ended in the recorded runs; a slice of a trace has none.
-        reads_lost: reads that the log had no room for.
+        events: Gate events with float32 weights and probs, without gate inputs.
+        starts: [n_events] bool, True for the first event of a text or run.
+        notes: JSON objects of the sessions.
+        reads: [n_reads] of `READ`, all finished reads; empty for slices of a trace.
+        reads_lost: Number of reads that did not fit into the log.
     """
 
     model: TraceHeader
@@ -237,25 +237,24 @@ class Trace:
     notes: list[dict[str, Any]] = field(default_factory=list)
     reads: np.ndarray = field(default_factory=lambda: np.empty(0, READ))
     reads_lost: int = 0
-    miss_costs: tuple[object, np.ndarray] | None = field(default=None, init=False, repr=False)  # the simulator's, kept from one replay to the next
+    # cache of the simulator, from replay to replay
+    miss_costs: tuple[object, np.ndarray] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Trace:
-        """Reads as much as is whole.
+    def read(cls, path: StrPath) -> Trace:
+        """Read a trace up to the first damaged record.
 
-        Raises:
-            OptionError: no trace, one of another version, or one that would not fit into memory.
+        Raises OptionError if the file is no trace of this version or too large.
         """
         events: list[GateEvent] = []
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
         with _opened(path) as (model, file):
             nbytes, most = _EXPANDED * os.fstat(file.fileno()).st_size, available()
             if nbytes > most:
-                raise OptionError(
-                    f"{os.fspath(path)}: {format_size(nbytes // _EXPANDED)} of trace need about {format_size(nbytes)}, {format_size(most)} are free"
-                )
+                need = f"needs about {format_size(nbytes)} of memory, {format_size(most)} are free"
+                raise OptionError(f"{os.fspath(path)}: {need}")
             layers = {t.gate: t.layer for t in model.tensors}
-            with contextlib.suppress(ValueError, RecursionError):  # a record that cannot be ends the trace, as one that was cut does
+            with contextlib.suppress(ValueError, RecursionError):  # ends at a damaged record
                 for fields, payload in _records(file):
                     kind, flags, _, _, n_tokens, _, n_miss, _ = fields
                     if kind == SESSION:
@@ -270,11 +269,7 @@ class Trace:
 
     @classmethod
     def join(cls, traces: list[Trace]) -> Trace:
-        """One after the other, as one run would see them.
-
-        Raises:
-            OptionError: they are of different models.
-        """
+        """Concatenate traces as one run. Raises OptionError if models differ."""
         first = traces[0]
         for other in traces[1:]:
             if other.model != first.model:
@@ -284,7 +279,7 @@ class Trace:
         return cls(first.model, events, starts, notes, reads, sum(t.reads_lost for t in traces))
 
     def slice(self, start: int, stop: int) -> Trace:
-        """Events [start, stop), without reads."""
+        """Return events [start, stop) without reads."""
         return Trace(self.model, self.events[start:stop], self.starts[start:stop], self.notes)
 
     @property
@@ -292,11 +287,11 @@ class Trace:
         return sum(len(e.ids) for e in self.events if e.gate == 0)
 
     def decisions(self) -> bytes:
-        """The versions that served every event, for `ExpertBuffer.force`."""
+        """Return the versions of all events for `ExpertBuffer.force`."""
         return b"".join(bytes(e.ids.size) if e.versions is None else e.versions.tobytes() for e in self.events)
 
     def counts(self) -> np.ndarray:
-        """[n_gates, n_experts] int64: how many tokens used each expert."""
+        """Return each expert's number of tokens: [n_gates, n_experts] int64."""
         out = np.zeros((self.model.n_gates, self.model.n_experts), np.int64)
         for event in self.events:
             np.add.at(out[event.gate], event.ids.ravel(), 1)
@@ -304,8 +299,8 @@ class Trace:
 
 
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[TraceHeader, BinaryIO]]:
-    """The header of a trace, and the file behind it. Raises `OptionError` for one that cannot be read."""
+def _opened(path: StrPath) -> Iterator[tuple[TraceHeader, BinaryIO]]:
+    """Open a trace behind its header. Raises OptionError."""
     name = os.fspath(path)
     try:
         with open_file(path) as raw, io.BufferedReader(cast(io.RawIOBase, raw)) as file:
@@ -314,7 +309,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[TraceHeader, BinaryI
                 raise OptionError(f"{name}: is not a trace of moeoff")
             version, length = struct.unpack_from("<II", head, 8)
             if version != VERSION:
-                raise OptionError(f"{name}: is a trace of version {version}, this moeoff reads version {VERSION}")
+                raise OptionError(f"{name}: expected trace version {VERSION}, got {version}")
             try:
                 header = TraceHeader.from_json(file.read(min(length, _LONGEST_HEADER)))
             except (ValueError, KeyError, TypeError, RecursionError):
@@ -325,7 +320,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[TraceHeader, BinaryI
 
 
 def _records(file: BinaryIO) -> Iterator[tuple[tuple[int, ...], bytes]]:
-    """Fields and payload of each whole record from here on."""
+    """Yield fields and payload of each whole record."""
     end = os.fstat(file.fileno()).st_size
     while len(head := file.read(RECORD.size)) == RECORD.size:
         *fields, size, crc = RECORD.unpack(head)
@@ -335,7 +330,7 @@ def _records(file: BinaryIO) -> Iterator[tuple[tuple[int, ...], bytes]]:
 
 
 def _event(fields: tuple[int, ...], payload: bytes, model: TraceHeader, layers: dict[int, int]) -> GateEvent:
-    """Raises ValueError for a record that cannot be."""
+    """Parse an event. Raises ValueError if it is damaged."""
     _, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
     data, shape = io.BytesIO(payload), (n_tokens, n_used)
 
