@@ -1,1 +1,1 @@
-"""Budgets of memory and of lost quality. Numbers in, decisions out; nothing here loads or runs a model."""
+"""Budgets of memory and of quality loss. Nothing here loads or runs a model."""

@@ -1,4 +1,4 @@
-"""A model that makes drafts for another one: of which kind it is, and the memory that it takes, as a whole. Nothing is loaded here."""
+"""Draft models: how each makes drafts, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ from ..gguf.preflight import preflight
 from .dry_load import dry_load_whole
 from .plan import MemoryPlan, require_header_room
 
-# llama-server's names of how drafts are made
+# llama-server's names
 MODEL_DRAFTS, OWN_LAYERS = "draft-simple", "draft-mtp"
-_DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself
-_TOLD_BY_FILE = ("dflash",)  # and where it does
-WANT_SECTIONS, SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"  # pictures of theirs have positions in three directions, if the file says how
+_DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures of draft models
+_TOLD_BY_FILE = ("dflash",)  # llama.cpp finds out itself
+# their images have positions in three dimensions if the file has this key
+WANT_SECTIONS, SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"
 _SHARED = ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn")
 
 
 def uses_nextn(spec_type: str | None) -> bool:
-    """Next-token layers make drafts, perhaps among others."""
+    """Return True if next-token layers make drafts."""
     return OWN_LAYERS in (spec_type or "").split(",")
 
 
 def require_nextn(model_index: ModelIndex) -> None:
-    """Checks that a model has next-token layers that llama.cpp can make drafts with. Raises `OptionError`."""
+    """Check that next-token layers can make drafts. Raises OptionError."""
     if not model_index.n_nextn:
         raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
-    if model_index.architecture in WANT_SECTIONS and SECTIONS in model_index.hparams:  # it would abort at the first token
-        raise OptionError(f"`spec_type`: llama.cpp cannot make drafts with the next-token layers of a {model_index.architecture} model for pictures")
+    # llama.cpp would abort at the first token
+    if model_index.architecture in WANT_SECTIONS and SECTIONS in model_index.hparams:
+        what = f"next-token layers of a {model_index.architecture} model for images"
+        raise OptionError(f"`spec_type`: llama.cpp cannot make drafts with the {what}")
 
 
 def plan_draft(path: str, spec_type: str | None, budget: int, n_ctx: int, keywords: Mapping[str, Any], n_sequences: int) -> tuple[str | None, MemoryPlan]:
-    """Read the headers of a draft model, and plan what it takes. It is computed by the CPU.
+    """Read a draft model's headers and plan its memory; the CPU computes it.
 
     Args:
-        spec_type: How drafts are made, as the user says. llama.cpp would make no drafts with an
-            ordinary model of which nobody says more.
-        budget: Bytes of the process.
-        keywords: Arguments of llama_cpp.Llama of the model that it drafts for.
+        spec_type: Speculative decoding method of the user, None to take the model's.
+        budget: Budget of the process in bytes.
+        keywords: llama_cpp.Llama's arguments for the target model.
 
     Returns:
-        How drafts are made with it, None if llama.cpp finds that in the file; and what llama.cpp
-        allocates for it, with what it takes for the headers while it loads as extras.
+        The method, None if llama.cpp finds it in the file, and a plan of llama.cpp's
+        memory whose extras are the memory for the headers while loading.
 
     Raises:
         ModelError: The file is missing or damaged.
-        BudgetError: There is no room for its headers.
+        BudgetError: The headers exceed the budget.
     """
     model_index = ModelIndex.read(path)
     require_header_room(path, model_index.header_memory, budget)

@@ -1,7 +1,7 @@
-"""The memory that a model will take, told before it is loaded: nothing but its headers and its vocabulary is read.
+"""Planning of a model's memory from its headers and vocabulary, before it is loaded.
 
-Weights, slices and slots are exact. Caches and buffers are what llama.cpp itself plans, without allocating any: so one answer holds for all
-architectures, cache types, sliding windows, recurrent states, batch sizes and layers on a GPU.
+Weights, slices and slots are exact. llama.cpp itself plans caches and buffers without
+allocating them, so plans are right for all architectures and options.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ..llamacpp.compute_thread import uninterrupted
 from ..llamacpp.devices import buffer_types
 from ..llamacpp.llama import LoadError, PatchedLlama, api, nextn_params, set_log
 from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
-from ..system.memory import rss, slot_bytes, trim
+from ..system.memory import rss, trim
 from .plan import ALLOCATED, MemoryPlan, as_rounded, planned_process
 
-# llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
-# takes is told from two of these lengths, because everything grows with the length or not at all
+# llama.cpp keeps 50 bytes per position even of a planned context; longer contexts are
+# extrapolated from two shorter ones, as all sizes are constant or linear
 LONGEST = 1 << 18
 
-_SAMPLER_BYTES = 12  # for each token of the vocabulary
-_TEMPLATE_BYTES = 5 << 20  # with an ordinary conversation
-_MANY = 1 << 18  # tokens of a vocabulary that is not known
+_SAMPLER_BYTES = 12  # per token of the vocabulary
+_TEMPLATE_BYTES = 5 << 20  # of an ordinary conversation
+_DEFAULT_N_VOCAB = 1 << 18  # if unknown
 
-# there are no weights for a LoRA to change, and NUMA is set up once in a process
+# nothing to map, no weights to adapt; NUMA can be set up once per process
 _PLANNED = {"use_mmap": False, "verbose": False, "lora_path": None, "numa": False}
 
-Overrides = Sequence[tuple[str, int]]  # of `TensorOverrides`
+Overrides = Sequence[tuple[str, int]]  # argument of `TensorOverrides`
 
 
 class _PlannedLlama(PatchedLlama):
-    """A model of which nothing is in memory but its vocabulary."""
+    """A model in memory without its weights."""
 
     _no_alloc = True
     _one_output = True
@@ -51,7 +51,7 @@ class _PlannedLlama(PatchedLlama):
         self._overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
 
     def sizes_with(self, **params: Any) -> MemoryPlan:
-        """Sizes of another context of the model, with these of llama_context_params."""
+        """Return the sizes of another context with these llama_context_params."""
         ctx = self.new_context(**params)
         try:
             return context_sizes(ctx)
@@ -59,22 +59,23 @@ class _PlannedLlama(PatchedLlama):
             api.llama_free(ctx)
 
     def state_of_sequence(self) -> int:
-        """Bytes that each sequence has of its own in the context, however short it is: what two have more than one."""
+        """Return the bytes each sequence adds to a context of any length."""
         one, two = (self.sizes_with(n_seq_max=n, n_outputs_max=n).state for n in (1, 2))
         return max(two - one, 0)
 
     def nextn_sizes(self) -> MemoryPlan:
-        """Sizes of the second context, which makes drafts with the next-token layers; it has no weights."""
+        """Return the sizes of the context for drafts with next-token layers."""
         return replace(self.sizes_with(**nextn_params(self.context_handle, self._n_sequences)), weights=0)
 
 
 def memory_sizes(llm: PatchedLlama) -> MemoryPlan:
-    """The bytes that llama.cpp has allocated for a model that is loaded, or would allocate for one that is planned."""
-    return replace(context_sizes(llm.context_handle), outputs=llm.output_bytes)  # llama_cpp knows better what it keeps of the logits
+    """Return the bytes llama.cpp allocated, or would allocate for a planned model."""
+    # llama_cpp keeps fewer logits than the context reports
+    return replace(context_sizes(llm.context_handle), outputs=llm.output_bytes)
 
 
 def context_sizes(ctx: int) -> MemoryPlan:
-    """The same of a llama_context. Raises `MoeoffError` if there is no memory for the graph of its largest batch."""
+    """Return a llama_context's sizes. Raises MoeoffError if its graph is too large."""
     sizes = memory_of_context(ctx)
     if sizes is None:
         raise MoeoffError("no memory for the graph of the largest batch")
@@ -82,42 +83,44 @@ def context_sizes(ctx: int) -> MemoryPlan:
 
 
 def with_drafts(allocated: MemoryPlan, ctx_draft: int | None) -> MemoryPlan:
-    """`allocated`, and what a context that makes drafts may touch yet: its weights and state are resident already."""
+    """Add the buffers of a draft context, whose weights and state are resident."""
     if not ctx_draft:
         return allocated
-    drafts = context_sizes(ctx_draft)
-    return replace(allocated, **{name: getattr(allocated, name) + getattr(drafts, name) for name in ("compute", "work", "outputs")})
+    return _sum(allocated, replace(context_sizes(ctx_draft), weights=0, state=0))
+
+
+def _sum(plan: MemoryPlan, other: MemoryPlan) -> MemoryPlan:
+    return replace(plan, **{name: getattr(plan, name) + getattr(other, name) for name in ALLOCATED})
 
 
 def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: Overrides = (), *,
              n_sequences: int = 1, extras: int = 0, nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
-    """Plans the memory of a model at a context of n_ctx tokens, in this process as it is.
+    """Plan a model's memory at a context of n_ctx tokens, in this process.
 
     Args:
-        keywords: of llama_cpp.Llama; by default those of the command line.
-        overrides: where tensors go that are no routed experts.
-        n_sequences: that share the context.
-        extras: bytes of prompts outside the context, samplers, and other files that will be loaded.
-        nextn: drafts are made with the model's next-token layers, in a context of their own.
-        unified: the sequences share all of the context, and have not a part of it each.
+        keywords: Arguments of llama_cpp.Llama. Default: those of the command line.
+        overrides: Buffers of tensors other than routed experts.
+        extras: Bytes of other files, samplers and prompts outside the context.
+        nextn: True to make drafts with next-token layers, in a context of their own.
+        unified: True if sequences share the context, False if each has its part.
 
     Raises:
-        OptionError: a context that llama.cpp cannot count.
+        OptionError: The context length is out of range.
         ModelError: llama.cpp cannot load the model.
     """
     if not 0 < n_ctx <= MAX_CTX:
-        raise OptionError(f"a context of {n_ctx} tokens is impossible: it lies between 1 and {MAX_CTX}")
+        raise OptionError(f"`n_ctx`: expected 1 to {MAX_CTX} tokens, got {n_ctx}")
     model_index = model_index if nextn else model_index.without_nextn()
     preflight(model_index)
     keywords = {"flash_attn": True} if keywords is None else keywords
     planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified, offloads=True)
-    slots = [(slot_bytes(*(span.slice_bytes for span in spans)), spans[0].shape[2]) for spans in model_index.gates]
+    slots = model_index.gate_slots
     embedding = model_index.dense.get(EMBEDDING)
     on_disk = {name: span.nbytes for name, span in model_index.row_tables.items() if not any(re.search(pattern, name) for pattern, _ in overrides)}
     return replace(
         planned,
         n_ctx=as_rounded(n_ctx),
-        # experts and tables were planned in ordinary memory, because the expert buffer has tensors only while a model is really loaded
+        # dry loads put experts and tables into ordinary memory
         weights=max(planned.weights - model_index.expert_bytes - sum(on_disk.values()), 0),
         embedding=embedding.nbytes if embedding and EMBEDDING not in on_disk else 0,
         on_disk=sum(on_disk.values()),
@@ -131,27 +134,25 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
 
 
 def answer_bytes(model_index: ModelIndex, n: int) -> int:
-    """Return the bytes of the samplers of n answers at a time, and of the program that runs chat templates."""
+    """Return the bytes of n samplers and of the chat template's interpreter."""
     embedding = model_index.dense.get(EMBEDDING)
-    return _TEMPLATE_BYTES + _SAMPLER_BYTES * n * (embedding.shape[1] if embedding else _MANY)
+    n_vocab = embedding.shape[1] if embedding else _DEFAULT_N_VOCAB
+    return _TEMPLATE_BYTES + _SAMPLER_BYTES * n * n_vocab
 
 
 @uninterrupted
 def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: Overrides = (), n_sequences: int = 1,
                    nextn: bool = False, unified: bool = True, *, offloads: bool = False) -> MemoryPlan:  # fmt: skip
-    """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts.
+    """Return the bytes llama.cpp would allocate for a model entirely in memory.
 
     Args:
-        offloads: Its graphs are as with experts in an expert buffer.
+        offloads: True to plan graphs as with experts in an expert buffer.
     """
 
     def sizes_at(n: int) -> MemoryPlan:
         with planned_model(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified, offloads)) as llm:
             sizes = memory_sizes(llm)
-            if not (nextn and model_index.n_nextn):
-                return sizes
-            drafts = llm.nextn_sizes()
-            return MemoryPlan(**{name: getattr(sizes, name) + getattr(drafts, name) for name in ALLOCATED})
+            return _sum(sizes, llm.nextn_sizes()) if nextn and model_index.n_nextn else sizes
 
     if n_ctx <= LONGEST:
         return sizes_at(n_ctx)
@@ -162,7 +163,7 @@ def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
 
 @uninterrupted
 def sequence_state(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) -> int:
-    """Bytes that each of several sequences has of its own in a context: recurrent state, or a sliding window that is kept alone. 0: they share all of it."""
+    """Return the bytes of each sequence's own state (recurrent, sliding window)."""
     model_index = model_index.without_nextn()
     with planned_model(model_index, min(n_ctx, LONGEST), keywords) as llm:
         return llm.state_of_sequence()
@@ -170,36 +171,36 @@ def sequence_state(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
 
 @uninterrupted
 def embedding_width(model_index: ModelIndex) -> int:
-    """Numbers that the model takes in the place of a token's embedding."""
+    """Return the length of the model's input embeddings."""
     with planned_model(model_index, 32, {}) as llm:
         return int(api.llama_model_n_embd_inp(llm.model_handle))
 
 
 @contextlib.contextmanager
 def planned_model(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], llm: _PlannedLlama | None = None) -> Iterator[_PlannedLlama]:
-    """A model and its context without their memory: nothing can be computed, but graphs can be planned."""
+    """Open a model and context without allocating memory, to plan graphs."""
     llm = llm or _PlannedLlama()
     set_log(False)
     native.plan_offloaded(llm.offloads)
     try:
         llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
         yield llm
-    except LoadError as error:  # and no other ValueError, as OptionError is one
+    except LoadError as error:  # not every ValueError, which OptionError is
         raise ModelError(f"{model_index.files[0]}: llama.cpp cannot load it: {error}") from error
     finally:
         native.plan_offloaded(False)
         if llm.loaded:
             llm.close()
-        trim()  # the vocabulary's memory would count against the budget
+        trim()  # free the vocabulary, which would count against the budget
 
 
-DEFAULT_CTX = 4096  # tokens, where the user names none and the model was trained for as many
+DEFAULT_CTX = 4096  # tokens
 MAX_CTX = (1 << 31) - 1  # llama.cpp counts positions in 32 bits
 
 
 @dataclass(frozen=True)
 class SliceKind:
-    """Slices that look alike: `count` of them, each one matrix of one expert in `nbytes` bytes."""
+    """Equal slices: `count` of one matrix, of `nbytes` each."""
 
     matrix: str
     type: str
@@ -208,18 +209,21 @@ class SliceKind:
 
 
 def usual_ctx(model_index: ModelIndex, n_ctx: int | None = None) -> int:
-    """Tokens of the context: as the user says, where 0 is as many as the model was trained with; else as many, at most `DEFAULT_CTX`."""
+    """Return the context length in tokens for a requested one; 0 is the model's.
+
+    Default: the model's, at most `DEFAULT_CTX`.
+    """
     trained = model_index.n_ctx_train or DEFAULT_CTX
     return min(DEFAULT_CTX, trained) if n_ctx is None else n_ctx or trained
 
 
 def context_for(model_index: ModelIndex, n_tokens: int) -> int:
-    """Tokens of the context where so many are measured: the usual ones, or as many as hold them."""
+    """Return a context length for measurements of n_tokens tokens."""
     return max(usual_ctx(model_index), as_rounded(n_tokens))
 
 
 def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:
-    """The sizes slices come in, most frequent first."""
+    """Return the kinds of slices, the most frequent first."""
     counts: Counter[tuple[str, int, int]] = Counter()
     for span in model_index.experts.values():
         role = parse_tensor_name(span.name)
@@ -228,16 +232,16 @@ def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:
 
 
 def token_bytes(model_index: ModelIndex) -> int:
-    """Bytes of the slices that one token uses."""
+    """Return the bytes of slices a token uses."""
     return sum(span.slice_bytes * min(model_index.n_expert_used, span.shape[2]) for span in model_index.experts.values())
 
 
 def tensor_buffers(text: str | None, model_index: ModelIndex) -> list[tuple[str, int]]:
-    """(pattern, ggml_backend_buffer_type_t) of each "PATTERN=BUFFER", separated by commas.
+    """Parse "PATTERN=BUFFER,..." into pairs (pattern, ggml_backend_buffer_type_t).
 
     Raises:
-        OptionError: no such buffer, no regular expression, one that is found in no tensor's name, or in that of routed experts:
-            those have a buffer of their own.
+        OptionError: A buffer or pattern is invalid, or a pattern matches no tensor or
+            routed experts, which have a buffer of their own.
     """
     if not text:
         return []
@@ -246,15 +250,19 @@ def tensor_buffers(text: str | None, model_index: ModelIndex) -> list[tuple[str,
     for part in text.split(","):
         pattern, _, buffer = part.rpartition("=")
         if not pattern or buffer not in types:
-            raise OptionError(f"`override_tensor`: PATTERN=BUFFER with a buffer out of {', '.join(types)}, not {part!r}")
+            expected = f"expected PATTERN=BUFFER with a buffer of {', '.join(types)}"
+            raise OptionError(f"`override_tensor`: {expected}, got {part!r}")
         try:
             search = re.compile(pattern).search
         except re.error as error:
-            raise OptionError(f"`override_tensor`: {pattern!r} is no regular expression: {error}") from None
+            why = f"{pattern!r} is no regular expression: {error}"
+            raise OptionError(f"`override_tensor`: {why}") from None
         expert = next(filter(search, model_index.experts), None)
         if expert is not None:
-            raise OptionError(f"`override_tensor`: {pattern!r} is found in {expert!r}: routed experts lie in moeoff's expert buffer and nowhere else")
+            why = f"{pattern!r} matches {expert!r}, but routed experts stay in the expert buffer"
+            raise OptionError(f"`override_tensor`: {why}")
         if not any(map(search, model_index.dense)):
-            raise OptionError(f"`override_tensor`: {pattern!r} is found in the name of no tensor outside the experts")
+            why = f"{pattern!r} matches no tensor outside the experts"
+            raise OptionError(f"`override_tensor`: {why}")
         places.append((pattern, types[buffer]))
     return places

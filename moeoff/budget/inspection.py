@@ -1,4 +1,4 @@
-"""Inspection of a GGUF: its contents, the memory it takes, and how fast it may run with more memory. Loads nothing."""
+"""Inspection of a GGUF: contents, memory, and expected speed by memory budget."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .dry_load import SliceKind, answer_bytes, dry_load, slice_kinds, token_byte
 from .micro_batch import LEAST, SIZES, SMALLEST, USUAL, choose_within
 from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes
 
-_UNMAPPED = 14 * MIB  # that a run has less than planned, once it has unmapped libraries
+_UNMAPPED = 14 * MIB  # unmapped libraries of a run, which plans include
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-_FILLED = 128  # tokens of the context, of a short question and its answer: what is behind them is lent to the experts
-_BESIDE = 1.1  # times the products alone take: what is between them; threads that sleep and wake, driver and reads while experts come and go
-_HIDDEN = 0.5  # of the time that reading takes, at most: it passes while other experts are computed
-_HIDES = 0.7  # of the time that computing takes, at most: reading waits for what the gates choose
+_FILLED = 128  # tokens of a short conversation; the rest of the context is lent to experts
+_OVERHEAD = 1.1  # of products: other operations, waking threads, driver, reads
+_HIDDEN = 0.5  # maximum share of reading hidden behind other experts' computation
+_HIDES = 0.7  # maximum share of computing that hides reads, which wait for gates
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """A memory budget, and what it gives.
+    """A memory budget and its expected speed.
 
     Attributes:
-        resident_share: of the experts' bytes, while tokens are decoded in a short conversation.
-        tps: tokens per second, see `speed`; None if it was not probed, or too little to run.
-        full_resident_share, full_tps: the same at the end of a full context.
-        fits: whether the model runs in it at all.
-        asked: it is the budget that was asked about.
+        resident_share: Share of expert bytes in memory in a short conversation.
+        tps: Tokens per second (see `speed`), None if not measured or over budget.
+        full_resident_share: `resident_share` at the end of a full context.
+        full_tps: `tps` at the end of a full context.
+        asked: True for the budget of the user.
     """
 
     memory_bytes: int
@@ -50,7 +50,7 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a device, other than the CPU, that llama.cpp can compute on: bytes, free as its driver tells."""
+    """Memory of a device llama.cpp can compute on, in bytes; `free` is the driver's."""
 
     name: str
     description: str
@@ -60,11 +60,15 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Report:
-    """The fields of --json. Sizes in bytes, rates per second.
+    """The fields of --json, sizes in bytes.
 
-    dense_bytes are the weights outside the experts in the file, row_table_bytes those of them that stay on disk, and host_weight_bytes those
-    that come into memory and not onto a GPU, the token embedding among them if it does. From there to arena_floor_bytes: what a process
-    takes, item by item; floor_bytes is the sum. compute_seconds are a token's without attention, attention_seconds those of attention to a full context.
+    Attributes:
+        dense_bytes: Weights outside the experts.
+        row_table_bytes: Dense weights that stay on disk.
+        host_weight_bytes: Dense weights in memory and not on a GPU. This field and
+            those up to `arena_floor_bytes` are parts of `floor_bytes`.
+        compute_seconds: A token's computing time without attention.
+        attention_seconds: A token's attention time at a full context.
     """
 
     files: tuple[str, ...]
@@ -103,29 +107,26 @@ class Report:
 
 
 def speed(nbytes: float, bytes_per_second: float, compute_seconds: float) -> float:
-    """Tokens per second, if each reads so many bytes: reading is hidden behind computing in part.
+    """Return tokens per second for bytes read per token, partly hidden by computing.
 
-    The parts are those of docs/results: time.md, and real-sizes.md for larger models, from which a test takes that they tell what was measured there.
+    The constants are from docs/results (time.md, real-sizes.md), which a test compares.
     """
     if not nbytes:
         return 1 / compute_seconds
     reading = nbytes / bytes_per_second
-    return 1 / (_BESIDE * compute_seconds + reading - min(_HIDDEN * reading, _HIDES * compute_seconds))
+    hidden = min(_HIDDEN * reading, _HIDES * compute_seconds)
+    return 1 / (_OVERHEAD * compute_seconds + reading - hidden)
 
 
 def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) -> tuple[MemoryPlan, Callable[[int, bool], float]]:
-    """Plan a model with its smallest micro-batch, unless another one was chosen, and tell how many of its experts are in memory while tokens are decoded.
+    """Plan a model with its chosen or smallest micro-batch, and its experts in memory.
 
-    `moeoff run` chooses its micro-batch, and lends experts what batches of one token leave untouched of the
-    buffers, and a short conversation of the KV cache.
-
-    Args:
-        n_ctx: Tokens of the context.
-        keywords: Arguments of llama_cpp.Llama with which the model would be opened.
+    `moeoff run` chooses its micro-batch, and lends experts the buffers that single
+    tokens leave unused and the KV cache that a short conversation leaves unused.
 
     Returns:
-        The plan; and a function of a budget, and of whether the context is full, so that nothing of it is
-        lent, that returns the share of the experts.
+        The plan, and a function (budget, whether the context is full) -> share of
+        experts in memory while decoding.
     """
     extras = answer_bytes(model_index, 1)
     is_chosen, usual = bool(keywords.get("n_batch") or keywords.get("n_ubatch")), min(USUAL, n_ctx)
@@ -137,13 +138,16 @@ def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) 
     def planned(n_tokens: int) -> MemoryPlan:
         if n_tokens == SIZES[0] and not is_chosen:
             return smallest
-        return replace(planned_at(n_ctx, n_batch=n_tokens, n_ubatch=n_tokens), process=smallest.process)  # planning takes memory itself
+        plan = planned_at(n_ctx, n_batch=n_tokens, n_ubatch=n_tokens)
+        return replace(plan, process=smallest.process)  # planning itself increases the process
 
-    smallest = planned_at(n_ctx, **({} if is_chosen else SMALLEST))
+    batches = {} if is_chosen else SMALLEST
+    smallest = planned_at(n_ctx, **batches)
     unused, half = n_ctx - _FILLED - CELLS, n_ctx // 2
-    state = 0  # of the KV cache behind the first tokens: what grows with the context, for the rest of it
+    state = 0  # bytes of the unused part of the KV cache
     if unused > 0:
-        state = max(smallest.state - planned_at(half, **({} if is_chosen else SMALLEST)).state, 0) * unused // (n_ctx - half)
+        growth = max(smallest.state - planned_at(half, **batches).state, 0)
+        state = growth * unused // (n_ctx - half)
 
     def share(budget: int, is_full: bool) -> float:
         if budget < smallest.floor:
@@ -153,9 +157,9 @@ def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) 
             n_tokens = usual if planned(usual).floor <= budget else min(SIZES[0], usual)
             plan = planned(choose_within(planned, model_index, n_tokens, budget, keywords, None, measures=False).n_tokens)
         room = budget - plan.fixed + _UNMAPPED
-        if not (keywords.get("n_gpu_layers") and devices()):  # what a device computes with is not lent
+        if not (keywords.get("n_gpu_layers") and devices()):  # devices lend nothing
             room += max(plan.compute - planned(LEAST).compute, 0) + max(plan.work - planned(LEAST).work, 0) + (0 if is_full else state)
-            room += RESERVE // 2  # what single tokens leave of it (`ArenaSizer.fit_budget`)
+            room += RESERVE // 2  # unused by single tokens, see `ArenaSizer.fit_budget`
         return min(1.0, max(room, plan.arena_floor) / plan.arena_full) if plan.arena_full else 1.0
 
     return smallest, share
@@ -170,17 +174,18 @@ def examine(
     seconds: float = PROBE_SECONDS,
     keywords: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Everything `moeoff inspect` says.
+    """Return everything `moeoff inspect` shows.
 
     Args:
-        memory: a budget in bytes to answer for.
-        probe_disk: measures the disk's rate, and that of computing.
-        seconds: of reading; those of computing are about as many.
-        keywords: of llama_cpp.Llama, with which the model would be opened; by default those of the command line.
+        ctx_size: Context length in tokens.
+        memory: Additional budget in bytes.
+        probe_disk: True to measure rates of disk and computing.
+        seconds: Time to measure the disk; computing takes about as long.
+        keywords: Arguments of llama_cpp.Llama. Default: those of the command line.
 
     Raises:
-        ModelError: the file is missing, damaged, or has no routed experts, or llama.cpp cannot load it.
-        OptionError: the context is impossible.
+        ModelError: The file is missing, damaged, without experts, or not loadable.
+        OptionError: The context length is out of range.
     """
     keywords = {"flash_attn": True} if keywords is None else keywords
     model_index = ModelIndex.read(model)
@@ -204,7 +209,7 @@ def examine(
     for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):
         share, full, fits = resident_share(bound, False), resident_share(bound, True), bound >= plan.floor
         if rows and rows[-1].full_resident_share == 1 and bound != memory:
-            continue  # more gives no more
+            continue  # already all in memory
         short_tps = tps(share, compute) if fits else None
         full_tps = tps(full, compute + attention) if fits and compute and attention else None
         rows.append(MemoryOption(bound, round(share, 4), short_tps, round(full, 4), full_tps, fits, bound == memory))
@@ -216,7 +221,7 @@ def examine(
         n_moe_layer=len({parse_tensor_name(name).layer for name in model_index.experts}),
         n_expert=model_index.n_expert,
         n_expert_used=model_index.n_expert_used,
-        # some architectures have one shared expert, and no number for it
+        # some architectures have one shared expert and no key for it
         n_expert_shared=shared if type(shared) is int else int(any("_shexp" in name for name in model_index.dense)),
         n_ctx_train=model_index.n_ctx_train,
         dense_bytes=model_index.dense_bytes,

@@ -1,7 +1,8 @@
-"""The quality contract: how much a model may lose, and which precision was measured on this very model to lose no more.
+"""The loss contract: precisions measured on this model to keep a bound of loss.
 
-A section of the profile holds everything that was tried, with the bound of its loss; opening a model with a bound takes, within it, what is
-expected to read the fewest bytes in the memory there is. Measured by `moeoff.measure.precision_search`.
+A section of the profile holds all measured candidates. Of those within the bound, a
+model is opened with the one that reads the fewest bytes in the available memory.
+`moeoff.measure.precision_search` measures them.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from ..system.arrays import Layout, WrongArrays, require_arrays
 from .plan import expected_bytes
 
 SECTION = "precision"
-USUAL_SHARE = 0.5  # of the experts, that a run takes for resident which must be the same in any memory
-VERSION = 3  # of the section; until 2 it held thresholds on sums of weights
-_NEGLIGIBLE_READS = 0.01  # of a token's experts: who reads less is as good as resident, and the least lossy of those is taken
+USUAL_SHARE = 0.5  # of experts taken as resident if a run must not depend on memory
+VERSION = 3  # of the section; up to 2 with thresholds on sums of weights
+_NEGLIGIBLE_READS = 0.01  # share of a token's experts; below it the least lossy is best
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One precision and what it was measured to cost: a τ behind a simulated cache, or a tier in the place of all experts, or both.
+    """A measured precision: τ with a simulated cache, a tier for all experts, or both.
 
     Attributes:
-        tier: of the sidecar, that all experts are in; ORIGINAL: in the model's own.
-        tau: `Precision.tau`; 0: nothing is left out.
-        resident: share of the experts that the simulated cache held; 0: no matter how many.
-        loss: relative increase of perplexity over the lossless model, as measured; upper_loss: that is not exceeded, with 95 % confidence in the whole search.
-        kl: mean KL(lossless || this) in nats.
-        cost: bytes to be read, 1 for lossless with as many resident.
-        skipped: share of what the gates chose that was left out.
-        size: bytes of all experts, 1 in the model's own precision.
+        tier: Tier of all experts; ORIGINAL: the model's precision.
+        tau: `Precision.tau`, 0 to skip none.
+        resident: Share of experts in the simulated cache, 0 if irrelevant.
+        loss: Measured relative increase of perplexity.
+        upper_loss: Upper bound of `loss` at 95 % confidence in the whole search.
+        kl: Mean KL(lossless || this) in nats.
+        cost: Bytes read, relative to lossless with the same resident share.
+        skipped: Share of routed experts that was skipped.
+        size: Bytes of all experts relative to the model's own.
     """
 
     tier: str
@@ -52,20 +54,21 @@ class Candidate:
 
     @property
     def precision(self) -> Precision:
-        """The precision to open the model with, in addition to the tier that all experts are in."""
+        """The precision in addition to the tier."""
         return Precision(tau=self.tau, resident=self.resident) if self.tau else Precision()
 
     def expected_bytes(self, resident: float) -> float:
-        """Bytes that a token reads, 1 for all its experts, if memory held this share of them in their own precision; more fit in the tier."""
+        """Return a token's bytes, relative to all its experts.
+
+        Args:
+            resident: Share of experts that memory would hold in the model's precision.
+        """
         return expected_bytes(self.cost, min(resident / self.size, 1.0))
 
 
 @dataclass(frozen=True)
 class SelectedPrecision:
-    """A bound that was asked for, what keeps it, and what that was measured to lose.
-
-    tier: every expert is in this tier of the sidecar; ORIGINAL: in the model's own.
-    """
+    """A precision and a tier of all experts, selected for a bound of loss."""
 
     max_loss: float
     precision: Precision
@@ -75,13 +78,13 @@ class SelectedPrecision:
 
 @dataclass(frozen=True)
 class LossContract:
-    """Everything that was measured of one model with one sidecar.
+    """All measurements of a model with one sidecar.
 
     Attributes:
-        sidecar: its identity; 0: there was none.
-        text: hash of the windows' tokens.
-        n_windows, n_tokens, ctx: of the text; tokens are those that were scored.
-        candidates: all that were measured.
+        sidecar: Identity of the sidecar, 0 without one.
+        text: Hash of the windows' tokens.
+        n_tokens: Number of scored tokens.
+        ctx: Context length in tokens.
     """
 
     sidecar: int
@@ -92,65 +95,69 @@ class LossContract:
     candidates: tuple[Candidate, ...]
 
     def choose(self, max_loss: float, resident: float = 0.0, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """The candidate that reads the fewest bytes within the bound; None: lossless. What was measured with fewer experts resident loses less with more.
+        """Return the candidate within the bound with the fewest reads; None: lossless.
+
+        Candidates measured with fewer resident experts lose less with more.
 
         Args:
-            resident: share of the experts that memory holds in their own precision.
-            among: which candidates may be taken; None: all.
+            resident: Share of experts that memory holds in the model's precision.
+            among: Predicate of allowed candidates.
         """
 
         def order(c: Candidate | None) -> tuple[float, float]:
-            if c is None:
-                return max(expected_bytes(1.0, resident), _NEGLIGIBLE_READS), 0.0
-            return max(c.expected_bytes(resident), _NEGLIGIBLE_READS), c.kl
+            nbytes = c.expected_bytes(resident) if c else expected_bytes(1.0, resident)
+            return max(nbytes, _NEGLIGIBLE_READS), c.kl if c else 0.0
 
         usable = [c for c in self.candidates if c.upper_loss <= max_loss and c.resident <= resident / c.size and (among is None or among(c))]
-        boldest = {c.tier: c for c in sorted(usable, key=lambda c: c.tau)}  # costs of different shares cannot be compared
+        boldest = {c.tier: c for c in sorted(usable, key=lambda c: c.tau)}  # costs are per share
         return min([None, *boldest.values(), *(c for c in usable if not c.tau)], key=order)
 
     def select(self, max_loss: float, resident: float = 0.0, among: Callable[[Candidate], bool] | None = None) -> SelectedPrecision:
-        """`choose`, as a model is opened with it."""
+        """Return the choice of `choose` to open a model with."""
         chosen = self.choose(max_loss, resident, among)
         if chosen is None:
             return SelectedPrecision(max_loss, Precision(), ORIGINAL, 0.0)
         return SelectedPrecision(max_loss, chosen.precision, chosen.tier, max(chosen.loss, 0.0))
 
     def to_section(self) -> dict[str, np.ndarray]:
-        """Arrays for `Profile.write`."""
+        """Return arrays for `Profile.write`."""
         rows = {name: np.array([getattr(c, name) for c in self.candidates]) for name in _FIELDS}
         hashes = {name: np.uint64(getattr(self, name)) for name in ("sidecar", "text")}
         return rows | {name: np.array(getattr(self, name)) for name in _FACTS} | hashes | {"version": np.array(VERSION)}
 
     @classmethod
     def from_section(cls, s: dict[str, np.ndarray]) -> LossContract:
-        """Raises `LookupError` for a section of an earlier moeoff, `WrongArrays` for one that is damaged."""
+        """Parse arrays. Raises LookupError for old versions, WrongArrays if damaged."""
         if "version" not in s or s["version"].shape or s["version"].dtype.kind not in "iu" or int(s["version"]) != VERSION:
             raise LookupError("version")
         require_arrays(s, _LAYOUT)
         if s.get("tier", s["tau"]).dtype.kind != "U" or s["tier"].shape != s["tau"].shape or np.isnan(s["upper_loss"].astype(float)).any():
-            raise WrongArrays("'tier' or 'upper_loss' is no list of names, or of bounds")
+            raise WrongArrays("expected names in 'tier' and numbers in 'upper_loss'")
         rows = [{name: s[name][i].item() for name in _FIELDS} for i in range(len(s["tau"]))]
         return cls(candidates=tuple(Candidate(**row) for row in rows), **{name: int(s[name]) for name in _FACTS})
 
     @classmethod
     def find(cls, model_index: ModelIndex, profile: Profile | None, source: ExpertSource, max_loss: float) -> LossContract:
-        """A model's, of its profile.
+        """Return the contract in a profile.
 
         Raises:
-            OptionError: there is no profile, or it has no contract, or one with another sidecar.
+            OptionError: There is no contract, or one for another sidecar.
         """
         again = f"moeoff calibrate -m {model_index.files[0]} --max-loss {100 * max_loss:g}%"
         section = profile.section(SECTION) if profile else None
         if profile is None or section is None:
-            raise OptionError(f"a bound of loss needs a measurement of this very model, and there is none: {again}")
+            raise OptionError(f"`max_loss` needs a measurement of this very model: {again}")
         try:
             contract = cls.from_section(section)
         except LookupError:
             raise OptionError(f"{profile.path}: was measured by an earlier moeoff: {again}") from None
         except WrongArrays as error:
-            raise OptionError(f"{profile.path}: what was measured is damaged ({error}): {again}") from None
+            why = f"the measurement is damaged ({error})"
+            raise OptionError(f"{profile.path}: {why}: {again}") from None
         if contract.sidecar and (source.sidecar is None or source.sidecar.identity != contract.sidecar):
-            difference = f"with another sidecar than {source.sidecar.path}" if source.sidecar else f"with a sidecar, and {model_index.files[0]} has none now"
+            difference = f"with a sidecar, and {model_index.files[0]} has none now"
+            if source.sidecar:
+                difference = f"with another sidecar than {source.sidecar.path}"
             raise OptionError(f"{profile.path}: was measured {difference}: {again}")
         return contract
 

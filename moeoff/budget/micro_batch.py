@@ -1,8 +1,8 @@
-"""The micro-batch: how many tokens of a prompt are computed at once, chosen by what prompts of the model take on this machine.
+"""The micro-batch: number of a prompt's tokens to compute at once.
 
-Each micro-batch reads every expert that it needs once: larger ones read less, but their compute buffers take memory from the experts.
-Chosen once, when a model is opened, because results depend on it in their last bits. The rates it is chosen by are measured while prompts
-run, and remembered in the user's cache folder.
+Each micro-batch reads all its experts once: large ones read less, but their buffers
+take memory from experts. The size is chosen when a model is opened, as results depend
+on it in their last bits, by rates that earlier prompts measured.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from ..experts.sidecar import ORIGINAL
 from ..gguf.model_index import ModelIndex
 from ..system.disk import probe
 from ..system.machine import machine_name, n_cores
-from ..system.memory import format_size, slot_bytes
+from ..system.memory import format_size
 from ..system.user_cache import CacheEntry
 from .compute_probe import token_seconds
 from .plan import MemoryPlan
 
-USUAL = 512  # llama.cpp's default, and what is taken where nothing has been measured
-LEAST = 8  # tokens: the smallest batches whose buffers are told apart
+USUAL = 512  # llama.cpp's default
+LEAST = 8  # tokens; smaller batches have the same buffers
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-SMALLEST = {"n_batch": SIZES[0], "n_ubatch": SIZES[0]}  # of llama_cpp.Llama: a model's smallest budget is what these leave its experts their floor of
-PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
-_LARGEST_SHARE = 0.125  # of what weights and state leave, that compute buffers may take
-_LARGEST_LENT = 1 / 3  # the same where they are the experts' between prompts
-_WORTH = 0.97  # a larger piece is taken if it reads at most so much of the bytes
-_MARGIN = 1.5  # times the reckoned reading is to be hidden behind computing: both rates vary
-_MUCH = 4 << 30  # bytes of a prompt, from which on rates are measured before the first one
+SMALLEST = {"n_batch": SIZES[0], "n_ubatch": SIZES[0]}  # arguments for a minimum budget
+PROMPT = 4096  # maximum tokens of the prompt to choose for
+_LARGEST_SHARE = 0.125  # of memory without weights and state, for compute buffers
+_LARGEST_LENT = 1 / 3  # the same if experts borrow the buffers between prompts
+_WORTH = 0.97  # maximum share of bytes a larger micro-batch may read
+_MARGIN = 1.5  # computing must exceed reading by this factor, as both rates vary
+_MUCH = 4 << 30  # bytes of a prompt's reads from which rates are measured first
 _PROBE_SECONDS = 0.25
-_PROBE_TOKENS = 32  # of an expert, as of a prompt's pieces some have
+_PROBE_TOKENS = 32  # of an expert, as in a micro-batch
+_CHANGED = 1.5  # smaller changes of a rate are ignored, to keep the choice
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class PromptRates:
     """Rates of prompts on this machine.
 
     Attributes:
-        token_seconds: of computing one token of the first `PROMPT` of a context, without waiting for experts.
-        bytes_per_second: of the I/O threads' reads.
+        token_seconds: Computing time of a token of the first `PROMPT`, without stalls.
     """
 
     token_seconds: float
@@ -49,12 +49,12 @@ class PromptRates:
 
     def __post_init__(self) -> None:
         if not all(0 < rate < math.inf for rate in astuple(self)):
-            raise ValueError(f"rates of {astuple(self)}")
+            raise ValueError(f"expected positive rates, got {astuple(self)}")
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A number of tokens, and why it was chosen."""
+    """A number of tokens and the reason of its choice."""
 
     n_tokens: int
     reason: str
@@ -73,15 +73,12 @@ def choose(
     """Choose the micro-batch that a memory budget allows and that takes the least time.
 
     Args:
-        n_ctx: tokens of the context.
-        room: bytes of the budget that weights and state leave for experts and compute buffers.
-        expert_bytes: of all experts.
-        compute_bytes: of the buffers for so many tokens.
-        rates: of an earlier prompt; None: nothing has been measured.
-        expert_floor: bytes of the room that experts have at least.
-        layer_bytes: of the experts of the largest layer. More than `USUAL` tokens are computed in
-            parts, each of which uses most of a layer: it stays in memory.
-        largest_share: of the room, that the buffers of more than `USUAL` tokens may take.
+        room: Bytes of the budget for experts and compute buffers.
+        compute_bytes: Bytes of the buffers by number of tokens.
+        rates: Rates of an earlier prompt, None if not measured.
+        layer_bytes: Bytes of the largest layer's experts, which must fit for more than
+            `USUAL` tokens: these are computed in parts that use most of a layer.
+        largest_share: Maximum share of `room` for buffers of more than `USUAL` tokens.
     """
 
     def leaves_room(n: int) -> bool:
@@ -89,12 +86,14 @@ def choose(
             return compute_bytes(n) <= min(_LARGEST_SHARE * room, room - expert_floor)
         return compute_bytes(n) <= min(largest_share * room, room - max(expert_floor, layer_bytes))
 
-    sizes = [n for n in SIZES if n < n_ctx] + [n_ctx] if n_ctx < SIZES[-1] else list(SIZES)
+    sizes = sorted({min(n, n_ctx) for n in SIZES})
     usual = max((n for n in sizes if n <= USUAL and leaves_room(n)), default=sizes[0])
     if rates is None:
         if usual < min(USUAL, n_ctx):
-            return MicroBatch(usual, f"the largest whose buffers ({format_size(compute_bytes(usual))}) leave the experts most of the memory")
-        return MicroBatch(usual, "the usual one; nothing has been measured yet")
+            buffers = format_size(compute_bytes(usual))
+            why = f"the largest whose buffers ({buffers}) leave experts most of the memory"
+            return MicroBatch(usual, why)
+        return MicroBatch(usual, "the default, as nothing has been measured yet")
     n_prompt = min(PROMPT, n_ctx)
 
     computing = n_prompt * rates.token_seconds
@@ -125,14 +124,13 @@ def choose_within(
     *,
     measures: bool = True,
 ) -> MicroBatch:
-    """`choose`, by a plan for a micro-batch of n_tokens, which a budget of the process has room for.
+    """Choose by a plan for n_tokens, which fits into the budget of the process.
 
     Args:
-        planned_at: the plan for a micro-batch; asked for `n_tokens`, the usual ones or else the
-            smallest, and for a larger one where that may be chosen.
-        keywords: of llama_cpp.Llama, with which the model is opened.
-        tier: of its experts; None: the model's own precision.
-        measures: rates that no prompt has told yet, where a prompt would read much.
+        planned_at: Plan by micro-batch, called for n_tokens (`USUAL` or the smallest)
+            and for larger candidates.
+        tier: Tier of the experts, None for the model's precision.
+        measures: True to measure missing rates if prompts read much.
     """
     planned = planned_at(n_tokens)
     room = budget - (planned.fixed - planned.computing)
@@ -154,7 +152,7 @@ def choose_within(
         compute_bytes,
         rates,
         planned.arena_floor,
-        max(slot_bytes(*(span.slice_bytes for span in spans)) * spans[0].shape[2] for spans in model_index.gates),
+        max(nbytes * n for nbytes, n in model_index.gate_slots),
         _LARGEST_SHARE if keywords.get("n_gpu_layers") else _LARGEST_LENT,
     )
 
@@ -166,21 +164,17 @@ def _measured_rates(model_index: ModelIndex, n_threads: int) -> PromptRates:
     return PromptRates(seconds, disk.bytes_per_second)
 
 
-_CHANGED = 1.5  # times what was measured before; nearer to it the old one stays, so that the choice does too
-
-
 def recall_rates(model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None) -> PromptRates | None:
-    """The rates of this model's earlier prompts.
+    """Return the rates of this model's earlier prompts.
 
     Args:
-        keywords: of llama_cpp.Llama, with which it is opened.
-        tier: of its experts; None: the model's own precision.
+        tier: Tier of the experts, None for the model's precision.
     """
     return _entry(model_index, keywords, tier).load(PromptRates)
 
 
 def remember_rates(model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None, rates: PromptRates) -> None:
-    """For `recall_rates`, unless they are much as before."""
+    """Store rates for `recall_rates` unless they are similar to the stored ones."""
     entry = _entry(model_index, keywords, tier)
     before = entry.load(PromptRates)
     if before is None or not all(1 / _CHANGED < new / old < _CHANGED for new, old in zip(astuple(rates), astuple(before), strict=True)):

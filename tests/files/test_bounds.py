@@ -31,7 +31,7 @@ from moeoff.errors import ModelError, MoeoffError, OptionError
 from moeoff.experts.convert import convert
 from moeoff.experts.profile import Profile
 from moeoff.experts.sidecar import Sidecar
-from moeoff.gguf.file import FileState, ModelFile
+from moeoff.gguf.file import FileState, ModelFile, unpack
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.model_index import ModelIndex, loaded_whole
 from moeoff.measure.perplexity import read_windows
@@ -156,7 +156,7 @@ def huge() -> bytes:
     (member(np.zeros(2, [("a", "f4")])), "expected numbers"),
     (huge(), "has 8 bytes, expected 1073741824"),
     (member(np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }\n"), "has 8 bytes"),
-    (member(np.zeros(1), b"(" * 9000), "does not say what it holds"),
+    (member(np.zeros(1), b"(" * 9000), "has a damaged header"),
     (member(np.zeros(4))[:-8], "has 24 bytes, expected 32"),
     (b"no array", "magic"),
     (b"", "magic|EOF|expected"),
@@ -251,7 +251,7 @@ def test_contracts_with_wrong_arrays(demo, tmp_path, name, wrong):
     assert LossContract.from_section(good).candidates == (candidate,)
     index, path = ModelIndex.read(demo), tmp_path / "p.npz"
     Profile.write(path, index, {"precision": {key: array for key, array in (good | {name: wrong}).items() if array is not None}})
-    with pytest.raises(OptionError, match="what was measured is damaged"):
+    with pytest.raises(OptionError, match="the measurement is damaged"):
         moeoff.Llama(demo, profile=str(path), max_loss="1%")
 
 
@@ -300,7 +300,7 @@ def test_long_values_are_not_kept(tmp_path):
     with ModelFile(path) as whole, ModelFile(path, longest=1000) as short, ModelFile(DEMO) as demo:
         assert whole.tensors == short.tensors == demo.tensors and short.n_strings == whole.n_strings == demo.n_strings + 400_000
         assert short.metadata == {key: raw for key, raw in whole.metadata.items() if len(raw) <= 1000}
-        assert short.value("general.last") == 7 and short.data("output_norm.weight").tobytes() == demo.data("output_norm.weight").tobytes()
+        assert unpack(short.metadata["general.last"]) == 7 and short.data("output_norm.weight").tobytes() == demo.data("output_norm.weight").tobytes()
         assert len(whole.metadata["general.description"]) == (20 << 20) + 12
 
 
@@ -363,7 +363,7 @@ def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
     assert data[at : at + 4] == struct.pack("<I", GGMLQuantizationType.F32)
     data[at : at + 4] = struct.pack("<I", GGMLQuantizationType.I32)
     path.write_bytes(data)
-    with pytest.raises(ModelError, match="lora_b' is stored as I32, with which llama.cpp cannot compute it"):
+    with pytest.raises(ModelError, match="cannot compute: .*lora_b' is stored as I32"):
         moeoff.Llama(demo, n_ctx=128, lora_path=str(path))
 
 
@@ -461,7 +461,7 @@ def test_damaged_traces(tmp_path):
 
 def test_a_trace_larger_than_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("moeoff.routing.trace.available", lambda: 10_000)
-    with pytest.raises(OptionError, match=r"of trace need about .*, 0.01 MiB are free"):
+    with pytest.raises(OptionError, match=r"needs about .* of memory, 0.01 MiB are free"):
         Trace.read(SMALL_TRACE)
 
 
@@ -513,7 +513,7 @@ def test_no_command_replaces_the_model(demo, tmp_path, args):
 def test_a_sidecar_replaces_nothing_but_files(demo, tmp_path):
     """A device would be gone for the whole machine."""
     os.mkfifo(path := tmp_path / "pipe")
-    with pytest.raises(OptionError, match="is no file, which a sidecar has to be"):
+    with pytest.raises(OptionError, match="is no regular file"):
         convert(demo, output=path, tiers="original", force=True)
     assert stat.S_ISFIFO(path.stat().st_mode) and list(tmp_path.iterdir()) == [path]
 
