@@ -1,7 +1,7 @@
-"""`ServerProcess`: a `Server` in a process of its own, reached through a Unix socket.
+"""`ServerProcess`: a `Server` in a process of its own, on a Unix socket.
 
-For a program that has memory of its own, which the model's budget must not pay for, and that wants to outlive the engine. The process ends when
-its standard input does, and so with whoever started it, however that ended.
+The parent's memory does not count against the model's budget, and a crash of the engine
+does not reach the parent. The process ends with its standard input, or parent.
 """
 
 from __future__ import annotations
@@ -9,47 +9,49 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from typing import Any
 
 from ..errors import MoeoffError
 from ..system.console import note
 
-_READY = "ready"
-_STOPPING = 20.0  # seconds that answers, and what is remembered for a warm start, have to end in
+_STOPPING = 20  # seconds for answers and the warm-start file
+_POLL = 0.2  # seconds
 
 
 class ServerProcess:
-    """Starts the process and returns when the first request can be answered.
+    """A running server. The constructor returns once requests can be answered.
 
     Args:
-        model, **options: of `Server`, without host and port.
+        **options: Options of `Server` except host and port.
+
+    Attributes:
+        socket: Path of the Unix socket.
 
     Raises:
-        MoeoffError: what `Server` raised there, or that the process has ended.
+        MoeoffError: `Server` raised an error, or the process has ended.
     """
 
     def __init__(self, model: str, **options: Any):
-        self._folder = tempfile.mkdtemp(prefix="moeoff-")
-        self.socket = os.path.join(self._folder, "http.sock")
         command = [sys.executable, "-m", "moeoff.server.process"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None  # pipes
-        self._stdin = stdin
-        with stdout:
-            with contextlib.suppress(BrokenPipeError):
-                pickle.dump((model, self.socket, options), stdin)
-                stdin.flush()
-            answer = stdout.readline().decode("utf-8", "replace").strip()
-        if answer != _READY:
+        assert self._process.stdin is not None and self._process.stdout is not None  # pipes
+        self._stdin, self.socket = self._process.stdin, ""
+        with self._process.stdout as stdout:
+            try:
+                pickle.dump((model, options), self._stdin)
+                self._stdin.flush()
+                self.socket, error = pickle.load(stdout)
+            except (BrokenPipeError, EOFError):
+                error = f"{model}: its server process has {self.ending()}"
+        if error:
             self.stop()
-            raise MoeoffError(answer or f"{model}: the process that was to serve it has {self.ending()}")
+            raise MoeoffError(error)
 
     @property
     def pid(self) -> int:
@@ -60,20 +62,19 @@ class ServerProcess:
         return self._process.poll() is None
 
     def wait(self) -> None:
-        """Waits until the process has ended."""
         self._process.wait()
 
     def ending(self) -> str:
-        """How it has ended, for a sentence."""
+        """Return how the process ended, as the end of a sentence."""
         code = self._process.wait()
         return f"ended with code {code}" if code >= 0 else f"been ended by {signal.Signals(-code).name}"
 
     def kill(self) -> None:
-        """Ends the process at once, also one that no longer does anything."""
+        """Kill the process, even if it hangs."""
         self._process.kill()
 
     def stop(self) -> None:
-        """Ends every answer, then the process. May be called twice."""
+        """End all answers, then the process. May be called twice."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:
@@ -81,38 +82,30 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self.socket:  # a killed process leaves its folder
+            shutil.rmtree(os.path.dirname(self.socket), ignore_errors=True)
 
 
 def _main() -> None:
-    stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
-    os.dup2(2, 1)  # what llama.cpp prints is not an answer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the one that reads it
-    model, socket, options = pickle.load(stdin)
-    with stdout:
+    stdout = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # llama.cpp prints on standard output
+    model, options = pickle.load(sys.stdin.buffer)
+    with tempfile.TemporaryDirectory(prefix="moeoff-") as folder:
+        socket, error = os.path.join(folder, "http.sock"), ""
         try:
             from .server import Server
 
             server = Server(model, host=socket, on_remark=note, **options).start()
-            print(_READY, file=stdout)
-        except Exception as error:
-            print(error if isinstance(error, MoeoffError) else f"{model}: {type(error).__name__}: {error}", file=stdout)
+        except Exception as failure:
+            error = str(failure) if isinstance(failure, MoeoffError) else f"{model}: {failure!r}"
+        with stdout:
+            pickle.dump((socket, error), stdout)
+        if error:
             sys.exit(1)
-    ends = threading.Event()
-    end = threading.Thread(target=_stop_at_the_end, args=(server, stdin, os.path.dirname(socket), ends), daemon=True)
-    end.start()
-    server.wait()
-    if ends.is_set():
-        end.join()  # it ends the process, when the folder is gone
-
-
-def _stop_at_the_end(server: Any, stdin: Any, folder: str, ends: threading.Event) -> None:
-    stdin.read()
-    ends.set()
-    threading.Timer(_STOPPING, os._exit, (1,)).start()
-    server.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
+        while not select.select([sys.stdin], [], [], _POLL)[0]:
+            server.wait(0)  # raises if the server has ended by itself
+        signal.alarm(_STOPPING)  # kills the process
+        server.stop()
 
 
 if __name__ == "__main__":
