@@ -1,4 +1,4 @@
-"""moeoff: Mixture-of-Experts models (GGUF) in less memory than they need."""
+"""moeoff runs Mixture-of-Experts models (GGUF) in less memory than they need."""
 
 import os as _os
 import sys as _sys
@@ -30,15 +30,15 @@ __version__ = "0.1.0"
 
 
 def _require_fork() -> None:
-    """Raises `ForkError` unless the installed llama-cpp-python is moeoff's build; the ABI is compared when it is loaded."""
+    """Raise ForkError unless the installed llama-cpp-python is moeoff's build."""
     try:
         version = _metadata.version("llama-cpp-python")
     except _metadata.PackageNotFoundError:
         version = "absent"
     if "+moeoff." not in version:
         raise ForkError(
-            f"moeoff needs its own build of llama-cpp-python, but the installed one is {version}: "
-            "run `make env` in the moeoff repository, or install the wheel that `scripts/build/fork.py build` makes"
+            f"expected moeoff's build of llama-cpp-python, got {version}: run `make env` in "
+            "the moeoff repository, or install the wheel of `scripts/build/fork.py build`"
         )
 
 
@@ -47,7 +47,7 @@ try:
 except ForkError as _error:
     if _os.path.basename(_sys.argv[0]) != "moeoff":
         raise
-    _sys.exit(f"Error: {_error}")  # the command says it in one sentence
+    _sys.exit(f"Error: {_error}")
 
 if _typing.TYPE_CHECKING:
     from . import experts as experts
@@ -61,7 +61,7 @@ if _typing.TYPE_CHECKING:
     from .server.server import Server as Server
     from .system.files import demo_model as demo_model
 
-# Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
+# Imported on access: loading llama.cpp would slow down `moeoff --help`.
 _NAMES = {
     "Llama": "engine.llama",
     "Stats": "engine.stats",
@@ -74,7 +74,7 @@ _MODULES = ("experts", "measure", "policies", "routing")
 
 
 def _offer_modules(package: dict[str, _typing.Any]) -> None:
-    """Import the modules of a package when they are first asked for; `package` is its namespace."""
+    """Import a package's modules on access; `package` is its namespace."""
 
     def module(name: str) -> object:
         path = f"{package['__name__']}.{name}"

@@ -1,7 +1,8 @@
-"""What can go wrong, each with one sentence that names the file, the expectation and the finding, and with the way out.
+"""Errors of one sentence: the thing, what was expected and found, and what to do.
 
-An option is named in backticks, by its name in Python; the way out is a hint: options and values that would do. `str(error)` says both in Python's
-terms, and the command line in its own (cli/options.py).
+Messages name options in backticks by their names in Python, and hints have options and
+values that help. `str(error)` shows both as Python, the command line in its own terms
+(cli/options.py).
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ _LONGEST = 2000  # characters of a message
 
 
 def one_line(text: str) -> str:
-    """A text for people, printable and bounded: what comes from a file must not look like a line of ours, move the cursor, or fill the screen."""
+    """Make a text printable on one line of bounded length: parts come from files."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode() for c in text)
+    if text.isprintable():
+        return text
+    escaped = (" " if c.isspace() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else other for c, other in zip(text, escaped))
 
 
 class MoeoffError(Exception):
-    """Base of every error that moeoff raises on purpose.
+    """Base class of moeoff's errors.
 
     Attributes:
-        message: the sentence without the way out, on one line.
-        hint: options by name, each with a value that would do; `...` stands for one that the user has to choose.
+        message: Sentence on one line, without the hint.
+        hint: Helpful options with their values; `...` is the user's choice.
     """
 
     def __init__(self, message: str = "", *, hint: Mapping[str, object] | None = None):
@@ -34,48 +38,50 @@ class MoeoffError(Exception):
 
     def __str__(self) -> str:
         message = _OPTION.sub(r"\1", self.message)
-        return message + (
-            ": give " + ", or ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in self.hint.items()) if self.hint else ""
-        )
+        values = {name: "..." if value is ... else repr(value) for name, value in self.hint.items()}
+        options = ", or ".join(f"{name}={value}" for name, value in values.items())
+        return f"{message}: give {options}" if options else message
 
 
 class ForkError(MoeoffError, ImportError):
-    """The installed llama-cpp-python is not moeoff's build, or another version of it."""
+    """The installed llama-cpp-python is not moeoff's build or has another version."""
 
 
 class ModelError(MoeoffError):
-    """A model file is missing, damaged, of the wrong kind, or does not fit what is asked of it."""
+    """A model file is missing, damaged, of the wrong kind, or unfit for an option."""
 
 
 class BudgetError(MoeoffError):
-    """The memory budget is below what the model needs to run at all."""
+    """The memory budget is below what the model needs to run."""
 
 
 class ReadError(MoeoffError):
-    """Experts could not be read while the model was computing. The model stays usable."""
+    """Experts could not be read during a computation. The model stays usable."""
 
 
 class ComputeError(MoeoffError, RuntimeError):
-    """llama.cpp could not compute a batch: no memory for it, no room in the context. The model stays usable."""
+    """llama.cpp could not compute a batch for lack of memory or context length.
+
+    The model stays usable.
+    """
 
 
 class WriteError(MoeoffError, OSError):
-    """A file could not be written: no room, no rights, a broken disk."""
+    """A file could not be written."""
 
 
 class Cancelled(MoeoffError):
-    """`Llama.cancel()` ended what was being computed. The model stays usable."""
+    """`Llama.cancel()` ended the computation. The model stays usable."""
 
 
 class OptionError(MoeoffError, ValueError):
-    """An option is unknown or its value makes no sense."""
+    """An option is unknown or its value is invalid."""
 
 
 class ContextError(MoeoffError):
-    """A prompt, with the conversation before it, is longer than the context."""
+    """A prompt with its conversation is longer than the context."""
 
     def __init__(self, n_tokens: int, n_ctx: int):
         self.n_tokens, self.n_ctx = n_tokens, n_ctx
-        super().__init__(
-            f"the prompt has {n_tokens} tokens and must be shorter than the context, which has {n_ctx}: shorten it, or make that larger", hint={"n_ctx": ...}
-        )
+        message = f"the prompt has {n_tokens} tokens, expected fewer than the context's {n_ctx}"
+        super().__init__(f"{message}: shorten it, or increase the context", hint={"n_ctx": ...})

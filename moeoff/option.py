@@ -1,6 +1,7 @@
-"""How an option is declared, as a field of a dataclass, and how what people write is read and spelled. `moeoff.options` has the table.
+"""Declaration of options as dataclass fields, and parsing and spelling of their values.
 
-Light on purpose: `moeoff --help` imports this, and neither numpy nor llama.cpp.
+`moeoff --help` imports this module, which imports neither numpy nor llama.cpp. The
+table of options is in `moeoff.options`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 MOST = 2**31 - 1
 
 
-# --- reading what people write; each raises ValueError or OptionError, without the option's name ---
+# --- parsers; their errors, ValueError or OptionError, do not name the option ---
 
 
 def parse_switch(value: str | bool | int) -> bool:
-    """True of on, 1 and True; False of off, 0 and False."""
+    """Parse on, 1 or True, and off, 0 or False."""
     known = {"on": True, "1": True, "true": True, "off": False, "0": False, "false": False}
     if (switch := known.get(str(value).strip().lower())) is None:
-        raise OptionError(f"on or off, not {value!r}")
+        raise OptionError(f"expected on or off, got {value!r}")
     return switch
 
 
@@ -36,9 +37,11 @@ def integer(least: int, most: int = MOST) -> Callable[[Any], int]:
         try:
             parsed = int(value)
         except (ValueError, OverflowError):
-            raise OptionError(f"a whole number, not {value!r}") from None
+            raise OptionError(f"expected a whole number, got {value!r}") from None
         if not least <= parsed <= most:
-            raise OptionError(f"at least {least}, not {parsed}" if most == MOST and parsed < least else f"{least} to {most}, not {parsed}")
+            has_most = most != MOST or parsed > most
+            expected = f"{least} to {most}" if has_most else f"at least {least}"
+            raise OptionError(f"expected {expected}, got {parsed}")
         return parsed
 
     return parse
@@ -51,18 +54,19 @@ def number(least: float | None = None, most: float | None = None, above: float |
         except (ValueError, OverflowError):
             parsed = math.nan
         if not math.isfinite(parsed):
-            raise OptionError(f"a number, not {value!r}")
+            raise OptionError(f"expected a number, got {value!r}")
         if above is not None and parsed <= above:
-            raise OptionError(f"more than {above:g}, not {value}")
+            raise OptionError(f"must be greater than {above:g}, got {value}")
         if (least is not None and parsed < least) or (most is not None and parsed > most):
-            raise OptionError(f"at least {least:g}, not {value}" if most is None else f"{least:g} to {most:g}, not {value}")
+            expected = f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
+            raise OptionError(f"expected {expected}, got {value}")
         return parsed
 
     return parse
 
 
 def one_of(names: tuple[str, ...], numbers: Mapping[str, int] | None = None) -> Callable[[Any], str | None]:
-    """A name; llama.cpp's number of one, and None or False for none, are taken, too."""
+    """Return a parser of names, llama.cpp's numbers for them, and False for none."""
 
     def parse(value: Any) -> str | None:
         if value is False:
@@ -70,7 +74,7 @@ def one_of(names: tuple[str, ...], numbers: Mapping[str, int] | None = None) -> 
         if isinstance(value, int) and numbers:
             value = next((name for name, number in numbers.items() if number == value), value)
         if str(value).lower() not in names:
-            raise OptionError(f"one of {', '.join(names)}, not {value!r}")
+            raise OptionError(f"expected one of {', '.join(names)}, got {value!r}")
         return str(value).lower()
 
     return parse
@@ -78,26 +82,19 @@ def one_of(names: tuple[str, ...], numbers: Mapping[str, int] | None = None) -> 
 
 @dataclass(frozen=True)
 class Option:
-    """One line of the table.
+    """An option of the table.
 
     Attributes:
-        name: in Python.
-        flags: on the command line: llama.cpp's, where it has the option. None: Python's alone.
-        help: one sentence; the default is said here where it is no plain value.
-        metavar: of the value in `--help`; "" for a flag, which takes none.
-        parse: of what was given, a string or already a value.
-        commands: that take it.
-        group: heading in `--help`; "" is for what people use first.
-        default: in Python.
-        usual: in the commands, where it is another one.
-        choices: for help and completion.
-        multiple: may be given several times.
-        server: llama-server's name of it.
-        llama: an argument of llama_cpp.Llama; `number` makes its value of ours.
-        unset: llama_cpp.Llama's number for a value that was not given, which programs may pass.
-        envvar: that gives it, too.
-        is_file: for completion.
-        hidden: left out of help.
+        flags: Flags on the command line, empty for options of Python alone.
+        help: One sentence, with the default if that is no plain value.
+        metavar: Name of the value in `--help`, empty for flags without one.
+        group: Heading in `--help`, empty for the most important options.
+        usual: Default of the commands if it is another one.
+        choices: Values for help and completion.
+        server: llama-server's flag.
+        llama: True for an argument of llama_cpp.Llama; `number` converts to its value.
+        unset: llama_cpp.Llama's number for an unset value.
+        is_file: True to complete file names.
     """
 
     flags: tuple[str, ...]
@@ -121,15 +118,11 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The longest, for sentences."""
+        """The longest flag, for messages."""
         return max(self.flags, key=len, default=self.name)
 
     def read(self, value: Any) -> Any:
-        """The value of what was given.
-
-        Raises:
-            OptionError: it makes no sense; the message names the option.
-        """
+        """Parse a value. Raises OptionError, which names the option."""
         if self.unset is not None and value == self.unset and not isinstance(value, (str, bool)):
             return None
         try:
@@ -142,7 +135,7 @@ class Option:
             raise OptionError(f"`{self.name}`: {error}") from None
 
     def spell(self, value: Any) -> str:
-        """A value as people write it."""
+        """Return a value as users write it."""
         if self.metavar == "SIZE" and isinstance(value, int):
             return f"{-(-value // MIB)}M"
         if self.metavar == "PERCENT" and isinstance(value, float):
@@ -152,28 +145,33 @@ class Option:
         return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else str(value)
 
     def server_arguments(self, value: Any) -> list[str]:
-        """llama-server's, of a value that is not the default."""
+        """Return llama-server's arguments for a value other than the default."""
         if not self.server or value is None or value == "" or (value is False and not self.metavar):
             return []
         return [self.server] if not self.metavar else [self.server, self.spell(value)]
 
 
 def option(*flags: str, commands: str = "", default: Any = None, server: str | bool = "", **line: Any) -> Any:
-    """A field that is an option; `Option` says what the arguments are. Without a metavar it is a flag: given or not. server=True: by the first flag's name."""
+    """Return a dataclass field with an `Option` of these attributes.
+
+    Args:
+        server: llama-server's flag, True for the first of `flags`.
+    """
     if not line.get("metavar"):
         line["parse"] = parse_switch
     line["server"] = flags[0] if server is True else server
-    return field(default=default, metadata={"option": Option(flags=flags, commands=tuple(commands.split()), default=default, **line)})
+    line |= {"flags": flags, "commands": tuple(commands.split()), "default": default}
+    return field(default=default, metadata={"option": Option(**line)})
 
 
 @functools.cache
 def table_of(kind: type) -> dict[str, Option]:
-    """The options that are declared in a class, by name in Python."""
+    """Return a class's options by name in Python."""
     return {f.name: replace(f.metadata["option"], name=f.name) for f in fields(kind) if "option" in f.metadata}
 
 
 def read(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that a class has a field for, read; what is None was not given."""
+    """Parse the values of a class's fields; None stands for absent ones."""
     table = table_of(kind)
     names = {f.name for f in fields(kind)}
     return {name: table[name].read(value) if name in table else value for name, value in values.items() if name in names and value is not None}
@@ -184,5 +182,5 @@ class Options:
 
     @classmethod
     def make(cls, **options: Any) -> Self:
-        """Reads values as people write them. Raises OptionError for one that makes no sense."""
+        """Create an object of values that users write. Raises OptionError."""
         return cls(**read(cls, options))

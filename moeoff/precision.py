@@ -1,6 +1,6 @@
-"""`Precision`: how much of it may be given up, and where: the numbers behind the expert buffer's rules, and the options that give them one by one.
+"""`Precision`: rules for lower precision, and the lossy options that set each of them.
 
-Knows nothing of what they cost in quality: that is measured for each model, and is the caller's decision.
+Their loss depends on the model and is measured elsewhere (`moeoff.measure`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from .errors import OptionError
 from .option import number, option, read, table_of
 
-LOWEST, INT4 = "lowest", "int4"  # asked for in the place of a tier's name: that of the fewest bits, and one of about four
-LOW_SHARE = 0.05  # of the experts' memory, for low versions: measured by the research scripts
+LOWEST, INT4 = "lowest", "int4"  # names for the tier of fewest bits and that of about four
+LOW_SHARE = 0.05  # of the experts' memory; measured by scripts/research
 _OPENS = "run serve eval"
 _GROUP = "Lossy rules without a bound"
 _THRESHOLD: dict[str, Any] = {"parse": number(), "group": _GROUP, "commands": f"{_OPENS} simulate"}
@@ -22,28 +22,31 @@ _RULE: dict[str, Any] = {"group": _GROUP, "commands": _OPENS}
 
 @dataclass(frozen=True)
 class Precision:
-    """Which experts may be served in low precision, or not at all. The default is lossless.
+    """Which experts may be served in low precision or skipped. The default is lossless.
 
-    A resident expert is always served in its own precision. What else happens to one that is chosen and not resident:
+    Resident experts are always served in the model's precision. Rules for others:
 
     Attributes:
-        t1, t2: for tokens that are decoded, each by itself (HOBBIT §3.2). An expert's unimportance s is the sum of the larger gate weights of the same
-            token, all scaled to 1 (equation 2): s <= t1 is read in high precision, t1 < s <= t2 in low, s > t2 is skipped. The
-            first expert is always read in high precision.
-        weigh_prompts: t1 and t2 hold for a prompt's tokens, too: an expert is read as the token wants it to which it matters most.
-        tau: for tokens that are decoded, in the place of t1 and t2: an expert whose weight, the factor of its output, lies below it and that is not
-            on its way either is left out; the other weights stay as they are. docs/guides/precision.md has the rule. 0: none is left out.
-        prefill_low_fraction: for a prompt's batch (Fate §4.5). Of the experts chosen, this share is read in low precision: those
-            that the fewest tokens chose, rounded down. Nothing is skipped.
-        mispredicted_low: for tokens that are decoded, instead of t1 and t2: an expert that is neither resident nor asked for by a prefetch is
-            served low, whatever its weight; what was predicted is read as it is (Fate §5.3).
-        resident: of a deterministic run, the share of each layer's experts that its decisions take for resident: those that a
-            simulated cache would hold, whatever is in memory. 0: none.
-        low_tier: of the sidecar, the low precision; needed if anything is read in it.
-        low_share: of the experts' memory, kept for low versions.
+        t1: Threshold for low precision in decoding (HOBBIT §3.2). Unimportance s is the
+            sum of the token's larger gate weights, scaled to 1 (equation 2): high
+            precision if s <= t1, low if t1 < s <= t2, skipped if s > t2. The first
+            expert is high.
+        t2: Threshold for skipping.
+        weigh_prompts: True to apply t1 and t2 to prompts, by each expert's main token.
+        tau: Minimum gate weight in decoding, instead of t1 and t2: lighter experts that
+            are not being read are skipped without rescaling the other weights
+            (docs/guides/precision.md). 0: none.
+        prefill_low_fraction: Share of a prompt batch's experts, those of the fewest
+            tokens, rounded down, to read in low precision (Fate §4.5).
+        mispredicted_low: True to serve experts that no prefetch requested low in
+            decoding, instead of t1 and t2 (Fate §5.3).
+        resident: Share of each layer's experts that a deterministic run takes as
+            resident, by a simulated cache; 0: none.
+        low_tier: Tier of the sidecar for low precision, required if anything is low.
+        low_share: Share of the experts' memory for low versions.
 
     Raises:
-        OptionError: out of range, or low precision without a tier.
+        OptionError: A value is out of range, or low precision has no tier.
     """
 
     t1: float = option("--t1", metavar="S", default=1.0, help="Read uncached experts whose unimportance is above S in low precision (HOBBIT's T1).",
@@ -63,42 +66,47 @@ class Precision:
 
     @classmethod
     def pop(cls, options: dict[str, Any]) -> Precision | None:
-        """Takes the options of this class out of others; None: none was given. No bound is promised, and `max_loss` takes none of them.
+        """Remove this class's options from others; None if none was given.
 
         Raises:
-            OptionError: out of range, a threshold that reads low versions without a tier, or a tier that none reads.
+            OptionError: A value is out of range, or the tier is missing or unused.
         """
         thresholds = read(cls, {name: options.pop(name) for name in table_of(Precision) if name in options})
         if not any(value is not False for value in thresholds.values()):
             return None
         precision = cls(**{"t1": min(thresholds.get("t2", 1.0), 1.0)} | thresholds)
         if precision.low_tier and not precision.uses_low:
-            raise OptionError("`low_tier` is read by `t1`, `t2`, `prefill_low_fraction` or `mispredicted_low`, and none of them is given")
+            rules = "`t1`, `t2`, `prefill_low_fraction` or `mispredicted_low`"
+            raise OptionError(f"`low_tier` needs {rules}, and none of them is given")
         return precision
 
     def __post_init__(self) -> None:
         for name in ("prefill_low_fraction", "low_share", "resident"):
             if not 0 <= (share := getattr(self, name)) <= 1:
-                raise OptionError(f"`{name}`: lies between 0 and 1, not {share}")
+                raise OptionError(f"`{name}`: expected 0 to 1, got {share}")
         if not 0 <= self.t1 <= self.t2 <= 1:
-            raise OptionError(f"0 <= `t1` <= `t2` <= 1 must hold, not `t1` {self.t1} and `t2` {self.t2}")
+            got = f"got `t1` {self.t1} and `t2` {self.t2}"
+            raise OptionError(f"expected 0 <= `t1` <= `t2` <= 1, {got}")
         if self.mispredicted_low and self.t1 < 1:
-            raise OptionError("`mispredicted_low` has no use for `t1` and `t2`: give one or the other")
+            raise OptionError("`mispredicted_low` excludes `t1` and `t2`")
         if self.weigh_prompts and (self.t1 >= 1 or self.prefill_low_fraction > 0):
-            raise OptionError("`weigh_prompts` weighs by `t1` and `t2`, in the place of `prefill_low_fraction`", hint={"t1": ...})
+            why = "`weigh_prompts` needs `t1` or `t2`, and excludes `prefill_low_fraction`"
+            raise OptionError(why, hint={"t1": ...})
         if not 0 <= self.tau < math.inf or (self.tau and (self.t1 < 1 or self.mispredicted_low)):
-            raise OptionError("`tau` is a weight of at least 0, and excludes `t1`, `t2` and `mispredicted_low`")
+            why = "`tau` is a weight of at least 0, and excludes `t1`, `t2` and `mispredicted_low`"
+            raise OptionError(why)
         if self.uses_low and not self.low_tier:
-            raise OptionError("low precision needs a tier of the sidecar that is read, as Q2_K", hint={"low_tier": ...})
+            why = "low precision needs a tier of the sidecar such as Q2_K"
+            raise OptionError(why, hint={"low_tier": ...})
 
     @property
     def uses_low(self) -> bool:
-        """Something may be served by low versions."""
+        """True if anything may be served in low precision."""
         return self.t1 < self.t2 or self.prefill_low_fraction > 0 or self.mispredicted_low
 
     @property
     def lossless(self) -> bool:
-        """Every token gets the experts of its router, in their own precision."""
+        """True if every token gets its router's experts in the model's precision."""
         return self.t1 >= 1 and not (self.tau or self.prefill_low_fraction or self.mispredicted_low)
 
 

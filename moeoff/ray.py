@@ -1,11 +1,12 @@
-"""More than one machine: the server as a Ray Serve application, with a replica on each machine (`pip install 'moeoff[ray]'`).
+"""A Ray Serve application with a replica on each machine (`pip install 'moeoff[ray]'`).
 
-A replica runs a `moeoff.Server` in a process of its own, which ends with it. An ingress in front of the replicas tells conversations apart and asks again
-where a replica has died; all else is Ray's: `ConsistentHashRouter` keeps a conversation on the replica that has its context and its experts in memory, and
-where a replica comes or goes only its own conversations move. Placement, scaling, restarts, queues, and metrics are Ray Serve's too.
+A replica runs a `moeoff.Server` in a process of its own. Ray's `ConsistentHashRouter`
+keeps a conversation, which the ingress identifies, on the replica that has its context
+and experts in memory. Placement, scaling, restarts, queues and metrics are Ray Serve's.
 
-As long as nothing has been sent to the client, a request whose replica dies is asked again of another. An answer that is not streamed is sent when it is
-whole; a stream goes out event by event, and one that breaks ends with an event that says so, in the form of its API.
+The ingress retries requests whose replica dies before anything was sent to the client.
+Whole answers are sent at once, streams event by event; a stream that breaks ends with
+an error event in the form of its API.
 """
 
 from __future__ import annotations
@@ -40,38 +41,45 @@ try:
 except ImportError:
     raise OptionError("moeoff.ray needs Ray Serve: pip install 'moeoff[ray]'") from None
 
-_SILENT = 2  # health checks without an answer, after which a server is ended: Ray ends an actor after three, and the server would be left
-_ANSWERS = 10.0  # seconds for one
-_ACTOR = 256 * MIB  # what a replica's actor takes besides the server's own process
+# unanswered health checks until the server is killed; Ray kills the actor alone after
+# three
+_SILENT = 2
+_ANSWERS = 10.0  # seconds for a health check
+_ACTOR = 256 * MIB  # memory of a replica's actor without the server
 _TRIES = 3
-_BEGINNING = 256  # characters of a bare prompt; what is longer grows from turn to turn
+_BEGINNING = 256  # characters of a prompt that identify its conversation
 _HOP_BY_HOP = set("connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host content-length "
                   "content-encoding accept-encoding server date".split())  # fmt: skip
-_SAMPLE = re.compile(r"^([\w:]+) (\S+)$", re.MULTILINE)  # of /metrics, those without labels
-_LOST = (RayError, RayServeException, MoeoffError)  # a replica, its server, or its machine
+_SAMPLE = re.compile(r"^([\w:]+) (\S+)$", re.MULTILINE)  # of /metrics, without labels
+_LOST = (RayError, RayServeException, MoeoffError)  # the replica, its server or machine is gone
 
 
 def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas: int | None = None, labels: Mapping[str, str] | None = None,
                parallel: int = 4, ray_options: Mapping[str, Any] | None = None, name: str = "moeoff", **options: Any) -> serve.Application:  # fmt: skip
-    """A model behind HTTP on several machines; for `ray.serve.run`.
+    """Return an application for `ray.serve.run`: a model served by several machines.
 
-    Each replica asks Ray for its budget as `memory`, so that it is placed where that much is free.
+    Each replica requests its budget as `memory` from Ray, which places it accordingly.
 
     Args:
-        model: path of the GGUF, the same on every machine that has it.
-        memory: budget of one replica's server, as "6G". Its actor asks for 256 MiB more.
-        num_replicas: how many; default 1.
-        labels: of the machines that have the file (`ray start --labels KEY=VALUE`); without them any machine is tried.
-        parallel: answers at a time of one replica; as many again wait there.
-        ray_options: of `ray.serve.deployment`, for the replicas: autoscaling_config instead of num_replicas, max_queued_requests, ray_actor_options,
-            ...; max_replicas_per_node is 1, since two would share the disk that they wait for.
-        name: of the deployment of replicas. The one in front of them is called NAME-ingress.
-        **options: of `moeoff.Server`.
+        model: Path of the GGUF, the same on every machine.
+        memory: Budget of each server ("6G"). Its actor requests 256 MiB more.
+        num_replicas: Number of replicas. Default: 1.
+        labels: Labels of the machines with the file (`ray start --labels KEY=VALUE`).
+        parallel: Answers at a time of a replica, which queues as many again.
+        ray_options: Options of `ray.serve.deployment` for replicas: autoscaling_config,
+            max_queued_requests, ray_actor_options and others. max_replicas_per_node is
+            1 by default, as replicas would share a disk.
+        name: Name of the replicas' deployment. The ingress is NAME-ingress.
+        **options: Options of `moeoff.Server`.
 
     Raises:
-        OptionError: a share of memory, host or port; or, with Ray started, more replicas than its machines can hold. Where it is started later, as by
-            `serve run`, the application does not start for that reason.
+        OptionError: memory is a share, host or port is given, or a running Ray has too
+            few machines. If Ray starts later, the application fails to start instead.
     """
+    if isinstance(memory, str) and memory.strip().endswith("%"):
+        raise OptionError("`memory`: expected a size such as 6G, got a share of an unknown machine")
+    if reserved := {"host", "port"} & options.keys():
+        raise OptionError(f"{min(reserved)}: Ray Serve listens for the replicas: use its options")
     if isinstance(memory, str) and memory.strip().endswith("%"):
         raise OptionError("`memory`: a size as 6G, not a share: replicas are placed by it before it is known where")
     if reserved := {"host", "port"} & options.keys():
@@ -84,7 +92,7 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
         chosen["autoscaling_config"] = {"target_ongoing_requests": parallel} | chosen["autoscaling_config"]
     ours: dict[str, Any] = {
         "max_replicas_per_node": 1,
-        "max_ongoing_requests": 2 * parallel,  # it has the next one at hand, and what is more goes to another replica
+        "max_ongoing_requests": 2 * parallel,  # the next ones are at hand, more go elsewhere
         "health_check_period_s": 5,
         "health_check_timeout_s": 20,
         "graceful_shutdown_timeout_s": 120,
@@ -101,34 +109,36 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
 
 
 def _require_machines(n_replicas: Any, per_machine: int, actor: Mapping[str, Any]) -> None:
-    """Checks that Ray's machines, of which none has died, can hold so many replicas; before Ray is started there are none to ask. Ray would wait for
-    machines without an end, and say so in its own log alone. Raises OptionError.
+    """Check that Ray's machines can hold the replicas. Raises OptionError.
+
+    Ray itself would wait for machines forever and only log that.
 
     Args:
-        actor: what each replica asks of its machine.
+        actor: Resources of each replica.
     """
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    if not isinstance(n_replicas, int) or not all(node["Alive"] for node in nodes):  # one may come for one that has gone
+    if not isinstance(n_replicas, int) or not all(node["Alive"] for node in nodes):  # may return
         return
-    labels = {key: value for key, value in (actor.get("label_selector") or {}).items() if not re.match(r"!|in\(", value)}  # Ray's own operators
+    selector = actor.get("label_selector") or {}
+    # values that begin with ! or in( are Ray's operators
+    labels = {key: value for key, value in selector.items() if not re.match(r"!|in\(", value)}
     needs = {name: n for name, n in {"memory": actor.get("memory"), "CPU": actor.get("num_cpus")}.items() if n}
     labelled = [node for node in nodes if all(node.get("Labels", {}).get(key) == value for key, value in labels.items())]
     hold = [min([per_machine, *(int(node["Resources"].get(name, 0) // n) for name, n in needs.items())]) for node in labelled]
     if sum(hold) < n_replicas:
         has = f"{len(nodes)} machines, {len(labelled)} with its labels, on which {sum(hold)} have room"
         each = f"{format_size(int(needs.get('memory', 0)))} of memory and {needs.get('CPU', 0):g} cores"
-        raise OptionError(
-            f"`num_replicas`: {n_replicas} replicas of {each}, at most {per_machine} on a machine, and Ray has {has}: start Ray on more, give "
-            "fewer, or max_replicas_per_node in ray_options; with autoscaling_config they may come later"
-        )
+        wanted = f"{n_replicas} replicas of {each}, at most {per_machine} on a machine"
+        way_out = "start Ray on more, reduce it, or set max_replicas_per_node or autoscaling_config"
+        raise OptionError(f"`num_replicas`: {wanted}, and Ray has {has}: {way_out}")
 
 
 class _Replica:
-    """Passes requests on to a server, which a process of its own runs."""
+    """An actor that forwards requests to its server process."""
 
     def __init__(self, model: str, options: dict[str, Any]):
         if not os.path.isfile(model):
-            way_out = "copy it there, or start Ray with --labels on the machines that have it and name that label in deployment(labels=...)"
+            way_out = "copy it there, or name machines that have it in deployment(labels=...)"
             raise ModelError(f"{model} is not on {socket.gethostname()}: {way_out}")
         self._name = serve.get_replica_context().replica_id.unique_id
         self._key = {"Authorization": f"Bearer {options['api_key']}"} if options.get("api_key") else {}
@@ -139,7 +149,7 @@ class _Replica:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        """Ends the actor with its server: Ray sees that at once, and starts another."""
+        """End the actor with its server, so that Ray starts another one at once."""
         self._server.wait()
         if not self._ending:
             note(f"the server of replica {self._name} has {self._server.ending()}")
@@ -151,14 +161,14 @@ class _Replica:
             self._server.stop()
 
     def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:  # of the loop that runs
+        if self._session is None:  # must be created in the running loop
             connector = aiohttp.UnixConnector(self._server.socket, limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
             self._session = aiohttp.ClientSession("http://server", connector=connector, timeout=timeout, auto_decompress=False)
         return self._session
 
     async def answer(self, method: str, path: str, headers: tuple[tuple[str, str], ...], body: bytes) -> AsyncIterator[Any]:
-        """(replica, status, headers, streamed or not), and the body as it comes, in pieces."""
+        """Yield (replica, status, headers, is stream), then pieces of the body."""
         try:
             async with self._client().request(method, path, headers=headers, data=body or None) as response:
                 yield self._name, response.status, _passed_on(response.headers.items()), response.content_type in ("text/event-stream", "application/x-ndjson")
@@ -168,14 +178,14 @@ class _Replica:
             raise MoeoffError(f"the server of replica {self._name} has gone ({type(error).__name__})") from None
 
     async def check_health(self) -> None:
-        """Ray's. Hands the server's metrics on to Ray's, unless they wait for a batch that takes long."""
+        """Check the server for Ray. Pass on its metrics unless a batch delays them."""
         try:
             async with self._client().get("/health", timeout=aiohttp.ClientTimeout(total=_ANSWERS)) as response:
                 response.raise_for_status()
         except asyncio.TimeoutError:
             self._silent += 1
             if self._silent >= _SILENT:
-                self._server.kill()  # the actor ends with it
+                self._server.kill()  # `_watch` ends the actor
             raise
         self._silent = 0
         with contextlib.suppress(asyncio.TimeoutError):
@@ -188,9 +198,9 @@ class _Replica:
 
 
 class _Ingress:
-    """Finds each request the replica of its conversation, and sees to it that it gets an answer or an error.
+    """The application's entry, which answers every request, if only with an error.
 
-    It is the first to know the machines where Ray is started after the application was made.
+    If Ray starts after the application was built, this actor checks its machines.
     """
 
     def __init__(self, replicas: DeploymentHandle[Any], check: Callable[[], None] | None = None):
@@ -200,11 +210,12 @@ class _Ingress:
 
     async def __call__(self, request: Request) -> Response:
         body, path = await request.body(), request.url.path
-        replicas = self._replicas.options(session_id=request.headers.get("x-session-id") or _session(body))  # Ray's header
+        session = request.headers.get("x-session-id") or _session(body)  # Ray's header
+        replicas = self._replicas.options(session_id=session)
         what = request.method, path + (f"?{request.url.query}" if request.url.query else ""), _passed_on(request.headers.items()), body
         reason = ""
         for attempt in range(_TRIES):
-            await asyncio.sleep(attempt)  # so that it is known who has died
+            await asyncio.sleep(attempt)  # until Ray has noticed the death
             answer: Any = replicas.remote(*what)
             response = None
             try:
@@ -215,23 +226,23 @@ class _Ingress:
                 reason = str(error).strip().splitlines()[-1]
             finally:
                 if not isinstance(response, StreamingResponse):
-                    answer.cancel()  # where it has ended nothing happens
-        return JSONResponse(_error(502, f"the request has been given to {_TRIES} replicas, and each of them died ({reason})"), 502)
+                    answer.cancel()  # no effect on a finished one
+        return JSONResponse(_error(502, f"{_TRIES} replicas died of the request ({reason})"), 502)
 
 
 async def _begin(answer: Any, path: str) -> Response:
-    """A whole answer, or a stream whose first event has come."""
+    """Return a whole answer, or a stream after its first event."""
     replica, status, passed_on, streamed = await anext(answer)
     headers = dict(passed_on) | {"x-moeoff-replica": replica}
     if not streamed:
         return Response(b"".join([piece async for piece in answer]), status, headers)
     events = _events(answer, b"\n" if path.startswith("/api/") else b"\n\n")
     first = await anext(events, b"")
-    return StreamingResponse(_until_it_breaks(first, events, answer, path), status, headers)
+    return StreamingResponse(_stream(first, events, answer, path), status, headers)
 
 
 async def _events(answer: AsyncIterator[bytes], end: bytes) -> AsyncIterator[bytes]:
-    """Whole events: half of one could not be followed by an error."""
+    """Yield whole events, as an error cannot follow half an event."""
     rest = b""
     async for piece in answer:
         whole, last_end, half = (rest + piece).rpartition(end)
@@ -242,21 +253,28 @@ async def _events(answer: AsyncIterator[bytes], end: bytes) -> AsyncIterator[byt
         yield rest
 
 
-async def _until_it_breaks(first: bytes, events: AsyncIterator[bytes], answer: Any, path: str) -> AsyncIterator[bytes]:
+async def _stream(
+    first: bytes,
+    events: AsyncIterator[bytes],
+    answer: Any,
+    path: str,
+) -> AsyncIterator[bytes]:
+    """Yield events, and an error event if the replica dies."""
     try:
         yield first
         async for event in events:
             yield event
     except _LOST:
         message = "the replica that was answering has died: ask again"
-        if path.startswith("/api/"):  # Ollama's
+        if path.startswith("/api/"):  # Ollama
             yield json.dumps({"error": message}).encode() + b"\n"
-        elif path.startswith("/v1/messages"):  # Anthropic's
-            yield b"event: error\ndata: " + json.dumps({"type": "error", "error": {"type": "api_error", "message": message}}).encode() + b"\n\n"
+        elif path.startswith("/v1/messages"):  # Anthropic
+            error = {"type": "error", "error": {"type": "api_error", "message": message}}
+            yield b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n"
         else:
             yield b"data: " + json.dumps(_error(502, message)).encode() + b"\n\n"
     finally:
-        answer.cancel()  # the client may have gone
+        answer.cancel()  # the client may have disconnected
 
 
 def _error(status: int, message: str) -> dict[str, Any]:
@@ -264,19 +282,20 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 
 def _passed_on(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Without those that belong to one connection."""
+    """Remove the headers of a single connection."""
     return tuple((name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP)
 
 
 def _session(body: bytes) -> str:
-    """The same for all turns of a conversation, from what they have in common: the messages up to the first of the user, or how a bare prompt begins.
+    """Return a key of the conversation, from the messages up to the first of the user.
 
-    A client that knows better says it, in OpenAI's `prompt_cache_key`. Empty: any replica will do.
+    A bare prompt is identified by its beginning, and OpenAI's `prompt_cache_key`
+    overrides both. The key is empty if any replica will do.
     """
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
-        return ""  # the replica will say what is wrong with it
+        return ""  # the replica reports the error
     if not isinstance(asked, dict):
         return ""
     common: Any = asked.get("prompt_cache_key")

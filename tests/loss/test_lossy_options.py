@@ -44,9 +44,9 @@ def test_what_they_make():
         ({"t1": 0.9, "t2": 0.6, "low_tier": "Q2_0"}, "0 <= t1 <= t2"),
         ({"low_tier": "Q2_0"}, "none of them is given"),
         ({"mispredicted_low": True}, "needs a tier of the sidecar"),
-        ({"mispredicted_low": True, "t1": 0.5, "low_tier": "Q2_0"}, "no use for t1 and t2"),
+        ({"mispredicted_low": True, "t1": 0.5, "low_tier": "Q2_0"}, "excludes t1 and t2"),
         ({"weigh_prompts": True}, "weighs by t1 and t2"),
-        ({"weigh_prompts": True, "t1": 0.5, "prefill_low_fraction": 0.5, "low_tier": "Q2_0"}, "in the place of prefill_low_fraction"),
+        ({"weigh_prompts": True, "t1": 0.5, "prefill_low_fraction": 0.5, "low_tier": "Q2_0"}, "excludes prefill_low_fraction"),
     ):
         with pytest.raises(OptionError, match=why):
             Precision.pop(wrong)

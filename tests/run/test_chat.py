@@ -308,7 +308,7 @@ def test_how_answers_are_drawn_can_be_changed(demo, capfd):
         assert client.settings == {"n_predict": 3, "ignore_eos": True}
     text = capfd.readouterr().err
     assert "| generated 3, " in text and "n_predict -1, temp 0.5, top_k 40" in text and "n_predict 3, temp 0.5" in text
-    assert "/set top_p: 0 to 1, not 7" in text and "expected a NAME of n_predict, temp, top_k" in text
+    assert "/set top_p: expected 0 to 1, got 7" in text and "expected a NAME of n_predict, temp, top_k" in text
 
 
 def _leave() -> str:

@@ -334,7 +334,7 @@ def test_stock_binding_is_named(tmp_path):
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", "import moeoff"], env=env, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "moeoff needs its own build of llama-cpp-python, but the installed one is 0.3.36: run `make env`" in done.stderr
+    assert "expected moeoff's build of llama-cpp-python, got 0.3.36: run `make env`" in done.stderr
     done = subprocess.run([COMMAND, "--help"], env=env, capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1 and "make env" in done.stderr
 

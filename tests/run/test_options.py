@@ -31,8 +31,8 @@ from moeoff.server.sizes import PromptMemory
 SMALL = {"expert_memory": "1G", "profile": False, "n_ctx": 256}
 
 REFUSED = [
-    ({"type_k": "q3_k"}, "type_k: one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, not 'q3_k'"),
-    ({"type_k": 12}, "type_k: one of .*, not 12"),
+    ({"type_k": "q3_k"}, "type_k: expected one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, got 'q3_k'"),
+    ({"type_k": 12}, "type_k: expected one of .*, got 12"),
     ({"type_v": "q8_0", "flash_attn": False}, "type_v q8_0: needs flash attention"),
     ({"attention": "f32", "flash_attn": False}, "attention f32: needs flash attention"),
     ({"n_batch": 0}, "n_batch: .*at least 1, "),
@@ -42,14 +42,14 @@ REFUSED = [
     ({"main_gpu": 1}, "main_gpu: this build .*(has no GPU backend|no driver offers a device)"),
     ({"vram": "1G"}, "vram has no effect while no layer goes to the GPU"),
     ({"vram": "0%"}, "a share of the device's memory lies between 0% and 100%"),
-    ({"vram_mode": "fast"}, "vram_mode: one of cooperative, centric, reordered, waves, cpu, auto, not 'fast'"),
+    ({"vram_mode": "fast"}, "vram_mode: expected one of cooperative, centric, reordered, waves, cpu, auto, got 'fast'"),
     ({"split_mode": "row"}, "split_mode: expected layer or none, got row"),
-    ({"split_mode": "odd"}, "split_mode: one of none, layer, not 'odd'"),
-    ({"rope_scaling_type": "odd"}, "rope_scaling_type: one of none, linear, yarn, not 'odd'"),
+    ({"split_mode": "odd"}, "split_mode: expected one of none, layer, got 'odd'"),
+    ({"rope_scaling_type": "odd"}, "rope_scaling_type: expected one of none, linear, yarn, got 'odd'"),
     ({"yarn_beta_fast": 16.0}, "yarn_beta_fast has no effect: rope scaling is not YaRN"),
     ({"yarn_orig_ctx": 64, "rope_scaling_type": "linear"}, "yarn_orig_ctx has no effect"),
     ({"rpc_servers": "host:1"}, "needs whole tensors on the other machine"),
-    ({"numa": "odd"}, "numa: one of distribute, isolate, numactl, not 'odd'"),
+    ({"numa": "odd"}, "numa: expected one of distribute, isolate, numactl, got 'odd'"),
     ({"context_shift": True, "n_keep": 3}, "context_shift: moeoff.Llama has neither .*; use moeoff.Server"),
     ({"spec_type": "ngram-simple"}, "spec_type: moeoff.Llama has neither"),
     ({"draft": "absent.gguf"}, "draft: moeoff.Llama has neither"),
@@ -59,11 +59,11 @@ REFUSED = [
     ({"use_mmap": True}, "use_mmap"),
     ({"n_keep": 4}, "n_keep has no effect without context_shift"),
     ({"n_keep": -2, "context_shift": True}, "n_keep: .*at least -1"),
-    ({"override_tensor": "attn_q"}, "override_tensor: PATTERN=BUFFER with a buffer out of CPU, not 'attn_q'"),
-    ({"override_tensor": "attn_q=GPU9"}, "a buffer out of CPU, not 'attn_q=GPU9'"),
+    ({"override_tensor": "attn_q"}, "override_tensor: expected PATTERN=BUFFER with a buffer of CPU, got 'attn_q'"),
+    ({"override_tensor": "attn_q=GPU9"}, "a buffer of CPU, got 'attn_q=GPU9'"),
     ({"override_tensor": "(=CPU"}, "is no regular expression"),
-    ({"override_tensor": "attn_odd=CPU"}, "is found in the name of no tensor outside the experts"),
-    ({"override_tensor": "exps=CPU"}, "'exps' is found in 'blk.0.ffn_.*_exps.weight': routed experts lie in moeoff's expert buffer"),
+    ({"override_tensor": "attn_odd=CPU"}, "matches no tensor outside the experts"),
+    ({"override_tensor": "exps=CPU"}, "'exps' matches 'blk.0.ffn_.*_exps.weight', but routed experts stay in the expert buffer"),
 ]
 
 

@@ -16,7 +16,7 @@ def test_both_sides_name_options_and_what_would_do():
     assert str(error) == "expert_memory is too little: give memory=314572801, or n_ctx=512, or force=True, or output=..."
     assert sentence(error) == "--expert-memory is too little: give --memory 301M, or --ctx-size 512, or --force, or --output OUTPUT"
     assert str(MoeoffError("no way out")) == sentence(MoeoffError("no way out")) == "no way out"
-    assert sentence(ContextError(10, 8)).endswith("shorten it, or make that larger: give --ctx-size N")
+    assert sentence(ContextError(10, 8)).endswith("shorten it, or increase the context: give --ctx-size N")
 
 
 def test_a_way_out_is_one_that_the_command_has():

@@ -261,7 +261,7 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
 @pytest.mark.parametrize("options, text", [({"args": ["--sleep-idle-seconds", "3"]}, "unloading an idle model"),
                                            ({"spec_type": "nonsense"}, "unknown speculative type"),
                                            ({"args": ["--top_k", "many"]}, "--top-k many: llama-server does not take this"),
-                                           ({"args": ["-ot", "exps=CPU"]}, "routed experts lie in"), ({"args": ["--sleep-idle-seconds=3"]}, "unloading an idle model"),
+                                           ({"args": ["-ot", "exps=CPU"]}, "routed experts stay in"), ({"args": ["--sleep-idle-seconds=3"]}, "unloading an idle model"),
                                            ({"tier": "Q4_0", "experts": False}, "needs a sidecar"), ({"api_key": ""}, "expected a key"),
                                            ({"api_key": " ,"}, "expected a key"), ({"api_key_file": "/dev/null"}, "/dev/null"), ({"api_key_file": "/nowhere"}, "/nowhere"),
                                            ({"precision": Precision(tau=0.1, resident=0.5), "deterministic": True}, "deterministic")])  # fmt: skip
