@@ -481,10 +481,7 @@ class Config:
         if self.vram is None:
             return
         if self.vram_mode not in _ALL_UPLOADED and (self.deterministic or self.replay is not None):
-            raise OptionError(
-                "`vram` depends on timing: a repeatable run needs `vram_mode` centric, reordered "
-                "or waves"
-            )
+            raise OptionError("`vram` depends on timing: a repeatable run needs `vram_mode` centric, reordered or waves")
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
 
     def check_adapters(self, adapters: bool) -> None:

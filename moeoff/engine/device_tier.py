@@ -115,7 +115,7 @@ class DeviceTier:
     @property
     def _wave(self) -> int:
         """Slots of a layer with which any batch is computed in as many waves as there may be."""
-        return -(-self._n_experts // native.MAX_WAVES)
+        return -(-int(self._n_experts) // native.MAX_WAVES)
 
     def _slots_in(self, room: DeviceRoom, handle: int) -> list[int]:
         """Return the slots of each gate of a device, as the policy divides them.

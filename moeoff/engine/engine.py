@@ -183,7 +183,8 @@ class Engine:
             reads_in_waves = not config.repeatable and not adapters
             n_used, low_share = max(self.model_index.n_expert_used, 1), self.quality.precision.low_share
             staged = config.vram_mode in (AUTO, WAVES) or (config.vram_mode in _ONE_BY_ONE and reads_in_waves)
-            shape = CacheShape(*buffer.priorities.shape, n_used, 0)
+            n_gates, n_experts = buffer.priorities.shape
+            shape = CacheShape(n_gates, n_experts, n_used, 0)
             self.device_tier = DeviceTier(
                 buffer,
                 ctx,

@@ -146,7 +146,8 @@ def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence
         name = type_name(type)
         raise ModelError(f"expected {expected} bytes of {name} for {shape}, got {source.nbytes}")
     if type == F32:  # ggml has no function for this one
-        return source.reshape(-1).view(np.float32).reshape(shape).copy()
+        values: np.ndarray = source.reshape(-1).view(np.float32).reshape(shape).copy()
+        return values
     out = np.empty(shape, dtype=np.float32)
     from ..llamacpp import native
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from .. import __version__
 from ..gguf.model_index import ModelIndex
 from ..system.arrays import ArchiveError, read_npz
-from ..system.files import atomic_file, cache_folder
+from ..system.files import atomic_file, cache_folder, remove_folder
 from ..system.memory import available
 from ..system.user_cache import digest
 
@@ -45,7 +44,7 @@ class Checkpoint:
             folder = root / f"{name}-{self.key}"
             for other in root.glob(f"{name}-*"):
                 if other != folder:
-                    shutil.rmtree(other, ignore_errors=True)
+                    remove_folder(other)
             folder.mkdir(parents=True, exist_ok=True)
             self._folder = folder
 
@@ -70,4 +69,4 @@ class Checkpoint:
     def remove(self) -> None:
         """Delete all parts."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder)

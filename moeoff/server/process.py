@@ -10,7 +10,6 @@ import contextlib
 import os
 import pickle
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from ..errors import MoeoffError
 from ..system.console import note
+from ..system.files import remove_folder
 
 _STOPPING = 20  # seconds for answers and the warm-start file
 _POLL = 0.2  # seconds
@@ -83,7 +83,7 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
         if self.socket:  # a killed process leaves its folder
-            shutil.rmtree(os.path.dirname(self.socket), ignore_errors=True)
+            remove_folder(os.path.dirname(self.socket))
 
 
 def _main() -> None:

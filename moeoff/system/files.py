@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -60,9 +61,18 @@ def open_file(path: StrPath) -> BinaryIO:
     try:
         _require_regular(path, os.fstat(fd).st_mode)
         return open(fd, "rb", buffering=0)
-    except BaseException:
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError) and not isinstance(error.filename, str):
+            error.filename = os.fspath(path)  # an error of fstat has none, or the descriptor
         raise
+
+
+def remove_folder(path: StrPath) -> None:
+    """Delete a folder as far as possible."""
+    # rmtree raises errors of fstat even if it is to ignore errors
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _require_regular(path: StrPath, mode: int) -> None:

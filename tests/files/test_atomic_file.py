@@ -1,5 +1,6 @@
 """A file is there whole or not at all; whatever goes wrong, what was there before stays and nothing is left beside it."""
 
+import errno
 import os
 import stat
 import threading
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moeoff.errors import ModelError, WriteError
-from moeoff.system.files import atomic_file
+from moeoff.system.files import atomic_file, open_file, remove_folder
 
 
 @pytest.fixture
@@ -142,3 +143,16 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
         file.write(b"new")
     reader.join()
     assert read == [b"new"] and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_an_error_of_fstat_names_the_file_and_removes_no_folder_halfway(path, monkeypatch):
+    def fails(_fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError) as raised:
+        patch.setattr(os, "fstat", fails)
+        open_file(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fails)
+        remove_folder(path.parent)  # raises nothing
+    assert raised.value.filename == str(path)
