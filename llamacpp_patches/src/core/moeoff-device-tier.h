@@ -122,7 +122,7 @@ class upload_pace {
 
   private:
     static constexpr double  rate        = 0.2; // of a new measurement in the running means
-    static constexpr int32_t most_events = 1024; // after which a rate is too old to forbid uploads
+    static constexpr int32_t most_events = 256; // after which a rate is too old to forbid uploads
 
     double  ns_of(uint64_t nbytes) const { return ns_per_byte * (double) nbytes; }
 
@@ -181,7 +181,7 @@ class device_tier {
     // the next one of another gate its device may still read the slots: then there are none
     void prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read, expert_table & table,
                   int64_t now, int32_t n_pending, std::vector<upload> & uploads) REQUIRES(store_mutex);
-    // experts of so many bytes were uploaded in ns, behind what was computed
+    // experts of so many bytes were uploaded in ns
     void uploaded(uint64_t nbytes, uint64_t ns) REQUIRES(store_mutex) { pace.uploaded(nbytes, ns); }
 
     static constexpr int32_t most_pending = 8; // uploads: each keeps an expert in host memory until it has ended

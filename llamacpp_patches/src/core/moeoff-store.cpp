@@ -338,9 +338,7 @@ void store::end_uploads(const gate & g, const upload * all, size_t n, uint64_t n
         stats.device_uploads++;
         stats.device_bytes += table.expert_bytes(g, u->expert, u->precision);
     }
-    if (!is_awaited) {
-        device.uploaded(stats.device_bytes - before, ns);
-    }
+    device.uploaded(stats.device_bytes - before, ns);
     stats.device_upload_ns += ns;
     stats.device_wait_ns   += is_awaited ? ns : 0;
 }
