@@ -255,9 +255,9 @@ def test_two_devices(demo, tmp_path):
     assert_bit_equal(logits["none"], logits["CPU"])
     for name in ("cooperative", "waves", "centric", "reordered"):
         assert len(stats[name]["device_memory"]) == 2 and stats[name]["device_hits"] > 0
-    fewest = [use["n_slots"] for use in stats["waves"]["device_memory"].values()]
-    most = [use["most_slots"] for use in stats["waves"]["device_memory"].values()]
-    assert most[0] == 32 > most[1] and min(fewest) == 7
+    first, second = stats["waves"]["device_memory"].values()  # the first has the shallow layers
+    assert first["most_slots"] == 32 > second["most_slots"]
+    assert first["n_slots"] < 32 and second["n_slots"] >= second["most_slots"] - 1
 
 
 def test_adapters_of_experts(demo, tmp_path):
