@@ -319,12 +319,15 @@ class Machine:
 
 
 class Pipeline:
-    """A token's way through the layers beside a disk that reads one slice at a time, what routers selected before what was predicted.
+    """A token's way through the layers, beside a disk that reads one slice at a time: first what routers selected, then what was predicted.
 
     Args:
-        recording: of the tokens.
-        priorities: the policy's table, updated by `update`.
-        capacity: Number of experts in memory.
+        policy: Its priorities decide about evictions; the caller updates it.
+        capacity: Number of experts that fit in memory.
+
+    Attributes:
+        now: Time in ms.
+        n_read: Number of slices read.
     """
 
     def __init__(self, recording: Recording, machine: Machine, policy: Any, capacity: int):
@@ -335,7 +338,6 @@ class Pipeline:
         self._demand, self._ahead = deque[tuple[int, int]](), deque[tuple[int, int]]()
         self._reading: tuple[int, int] | None = None
         self._free_at = self.now = 0.0
-        self._arrivals: dict[tuple[int, int], list[float]] = {}
         self.n_read = 0
 
     def _next(self) -> bool:
@@ -353,7 +355,7 @@ class Pipeline:
         return False
 
     def _run(self, until: float) -> None:
-        """The disk reads until this time."""
+        """Let the disk read until this time."""
         while True:
             if self._reading is None:
                 if self._free_at > until or not self._next():
@@ -366,9 +368,9 @@ class Pipeline:
             self.n_read += 1
             if self._has_slot[at] and self._held[at] < N_MATRICES:
                 self._held[at] += 1
-                self._arrivals.setdefault(at, []).append(self._free_at)
 
     def advance(self, ms: float) -> None:
+        """Let so much time pass."""
         self._run(self.now + ms)
         self.now += ms
         self._free_at = max(self._free_at, self.now) if self._reading is None else self._free_at
@@ -416,7 +418,7 @@ class Pipeline:
         self._predicted[gate, gone] = False
 
     def select(self, gate: int, ids: np.ndarray) -> None:
-        """The router has selected: compute its experts as their slices come."""
+        """Queue what the router selected and memory lacks, and give up the rest of what was predicted."""
         self._drop(gate, ids)
         self._wanted[gate, ids] = True
         for e in ids.tolist():
@@ -425,6 +427,7 @@ class Pipeline:
                 self._demand.append((gate, e))
 
     def compute(self, gate: int, ids: np.ndarray) -> None:
+        """Compute each product as the slices come, resident experts first."""
         each = self._machine.experts / (N_MATRICES * len(ids))
         for m in range(N_MATRICES):
             left = ids.tolist()
@@ -434,13 +437,9 @@ class Pipeline:
                     left.remove(ready[0])
                     self.advance(each)
                 else:
-                    assert self._reading or self._next_starts()
+                    self._run(self.now)  # begins a read
                     self.advance(max(self._free_at - self.now, 0.0) + 1e-9)
         self._wanted[gate, ids] = self._predicted[gate, ids] = False
-
-    def _next_starts(self) -> bool:
-        self._run(self.now)
-        return self._reading is not None
 
 
 def useful_places(scores: np.ndarray, used: np.ndarray, lacks: np.ndarray, k: int, pays: float) -> int:
