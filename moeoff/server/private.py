@@ -39,14 +39,14 @@ class PrivateServer(Server):
         else:
             self._folder = tempfile.TemporaryDirectory()
             self._address = host = os.path.join(self._folder.name, name)
-        self._remarks: list[str] = []
+        self._budget_remarks: list[str] = []
         defaults = {"cache_ram": 0, "kv_disk": 0}
         fixed = {"host": host, "parallel": 1, "api_key": self.key}
-        super().__init__(model, on_remark=self._remarks.append, **defaults | options | fixed)
+        super().__init__(model, on_remark=self._budget_remarks.append, **defaults | options | fixed)
 
     def take_remarks(self) -> list[str]:
         """Return the remarks on the budget since the last call."""
-        remarks, self._remarks[:] = list(self._remarks), []
+        remarks, self._budget_remarks[:] = list(self._budget_remarks), []
         return remarks
 
     def connect(self) -> socket.socket:
