@@ -565,9 +565,9 @@ def test_register_refuses(name):
 
 
 def test_unknown_names():
-    with pytest.raises(OptionError, match="unknown policy 'fifo'; there are: lru, lfu, decay, .*, lru-layer, score"):
+    with pytest.raises(OptionError, match="unknown policy 'fifo', expected one of lru, lfu, decay, .*, lru-layer, score"):
         get_policy("fifo")
-    with pytest.raises(OptionError, match="unknown predictor 'magic'; there are: activation-path, gate, stacked, "):
+    with pytest.raises(OptionError, match="unknown predictor 'magic', expected one of activation-path, gate, stacked, "):
         get_predictor("magic")
 
 

@@ -105,7 +105,7 @@ def test_what_has_no_effect_is_said(invoke):
 @pytest.mark.parametrize("args, words", [
     (["-e"], "-e: prompts are not escaped"), (["--port", "1"], "--port: moeoff serve takes it"), (["--path", "x"], "--path: moeoff serve takes it"),
     (["--list-devices"], "moeoff doctor"), (["--mirostat"], "--mirostat needs a value"), (["--grammar", "((("], "failed to parse grammar"),
-    (["--image", "x.png"], "--image x.png: cannot be read: No such file"), (["--raw", "--system", "x"], "--system: with --raw"),
+    (["--image", "x.png"], "--image x.png: cannot be read: No such file"), (["--raw", "--system", "x"], "--system: has no effect with --raw"),
 ])  # fmt: skip
 def test_what_is_refused(invoke, args, words):
     done = invoke("run", "-p", "x", "-n", "2", *args)

@@ -47,7 +47,7 @@ MISTAKES = [
     (f"bench {M} -p 512 -c 64", 1, "too small for a test of 512"),
     # options
     ("run -p x --magic", 1, "--magic: neither moeoff run nor llama-cli has such an option"),
-    ("run -p x --strategy magic", 1, "unknown strategy 'magic'; there are: auto"),
+    ("run -p x --strategy magic", 1, "unknown strategy 'magic', expected one of auto"),
     ("run -p x -t 0", 1, "-t: expected at least 1, got 0"),
     ("run -p x -fa maybe", 1, "-fa: expected on or off, got 'maybe'"),
     ("run -p x -ctk q9", 1, "-ctk: expected one of f32"),
