@@ -183,7 +183,7 @@ def test_commands(chat, tmp_path):
 
     path = tmp_path / "chat"
     assert "2 messages" in terminal.ask(f"/save {path}")
-    assert "exists already" in terminal.ask(f"/save {path}") and "2 messages" in terminal.ask(f"/save {path}")
+    assert "exists: repeat the command" in terminal.ask(f"/save {path}") and "2 messages" in terminal.ask(f"/save {path}")
     assert "expected FILE" in terminal.ask("/save") and "expected FILE" in terminal.ask("/load")
     assert "cannot be written" in terminal.ask("/save /nowhere/at/all")
     path.write_text("system: Be kind.")
