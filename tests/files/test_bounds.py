@@ -108,7 +108,7 @@ def test_a_text_may_come_from_a_pipe_that_is_open(tmp_path):
         read_text(text, 99)
     read, write = os.pipe()
     os.write(write, b"x" * 101)
-    with pytest.raises(OptionError, match="standard input: expected at most"):
+    with pytest.raises(OptionError, match="expected at most"):
         read_text(f"/dev/fd/{read}", 100)
     for fd in (read, write):
         os.close(fd)

@@ -152,7 +152,7 @@ class TestFitsOfUsers:
     @pytest.mark.parametrize("section", ["path", "score", "popularity"])
     def test_needs_a_section_of_its_own(self, section, demo):
         moeoff.register(type("Other", (self.MyPredictor,), {"sections": (replace(self.MyPredictor.sections[0], name=section),)}))
-        with pytest.raises(OptionError, match=f"^mine .*'{section}'"):
+        with pytest.raises(OptionError, match=f"^mine: .*'{section}'"):
             calibrate(demo, text=CALIBRATION_TEXTS, progress=lambda *_: pytest.fail("the work has begun"))
 
     def test_may_share_the_fit_of_its_base(self):
