@@ -284,13 +284,13 @@ def test_adapters_of_experts(demo, tmp_path):
 def test_a_device_that_gives_less_than_it_said(demo, tmp_path):
     """One sentence with the numbers, and a smaller bound that then fits."""
     batches = {"batches": [1] * 6}
-    _, refused = device_runs(demo, tmp_path, {"run": batches | {"vram": "1G", "room": 10}})
+    _, refused = device_runs(demo, tmp_path, {"run": batches | {"vram": "1G", "room": 12}})
     error, needed = refused["run"]["error"], refused["run"]["needed"]
     assert re.search(r"^1\.00 GiB on \w+: \w+ has no room for 123456 bytes of experts of layer 3; [\d.]+ MiB are llama.cpp's there: give vram=\d+$", error)
     assert 0 < needed < 1 << 30
-    logits, stats = device_runs(demo, tmp_path, {"stock": batches | {"stock": "CPU"}, "ours": batches | {"vram": needed, "room": 10, "uploads": 0}})
+    logits, stats = device_runs(demo, tmp_path, {"stock": batches | {"stock": "CPU"}, "ours": batches | {"vram": needed, "room": 12, "uploads": 0}})
     assert_bit_equal(logits["ours"], logits["stock"])
-    assert 4 <= n_slots(stats["ours"]) <= 10
+    assert 4 <= n_slots(stats["ours"]) <= 12
 
 
 def test_auto_tries_all_ways(demo, tmp_path):
