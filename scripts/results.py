@@ -53,6 +53,8 @@ PATHS: dict[str, tuple[str, ...]] = {
         "moeoff/measure/perplexity.py",
         "moeoff/measure/precision_search.py",
     ),
+    "late_experts.py": ("moeoff/measure/perplexity.py",),
+    "second_look.py": ("moeoff/policies/fate.py", "moeoff/policies/score.py"),
     "bench_server.py": SERVER,
     "gpu_trial.py": (
         "moeoff/engine/device_tier.py",
