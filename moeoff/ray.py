@@ -43,15 +43,15 @@ except ImportError:
 
 # unanswered health checks until the server is killed; Ray kills the actor alone after
 # three
-_SILENT = 2
-_ANSWERS = 10.0  # seconds for a health check
+_MAX_MISSED = 2
+_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=10)  # seconds
 _ACTOR = 256 * MIB  # memory of a replica's actor without the server
 _TRIES = 3
 _BEGINNING = 256  # characters of a prompt that identify its conversation
 _HOP_BY_HOP = set("connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host content-length "
                   "content-encoding accept-encoding server date".split())  # fmt: skip
 _SAMPLE = re.compile(r"^([\w:]+) (\S+)$", re.MULTILINE)  # of /metrics, without labels
-_LOST = (RayError, RayServeException, MoeoffError)  # the replica, its server or machine is gone
+_FAILURES = (RayError, RayServeException, MoeoffError)  # the replica, its server or machine is gone
 
 
 def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas: int | None = None, labels: Mapping[str, str] | None = None,
@@ -144,7 +144,7 @@ class _Replica:
         self._key = {"Authorization": f"Bearer {options['api_key']}"} if options.get("api_key") else {}
         self._session: aiohttp.ClientSession | None = None
         self._gauges: dict[str, Gauge] = {}
-        self._ending, self._silent = False, 0
+        self._ending, self._n_missed = False, 0
         self._server = ServerProcess(model, **options)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -171,7 +171,8 @@ class _Replica:
         """Yield (replica, status, headers, is stream), then pieces of the body."""
         try:
             async with self._client().request(method, path, headers=headers, data=body or None) as response:
-                yield self._name, response.status, _passed_on(response.headers.items()), response.content_type in ("text/event-stream", "application/x-ndjson")
+                streams = response.content_type in ("text/event-stream", "application/x-ndjson")
+                yield self._name, response.status, _forwarded(response.headers.items()), streams
                 async for piece in response.content.iter_any():
                     yield piece
         except (aiohttp.ClientError, OSError) as error:
@@ -180,14 +181,14 @@ class _Replica:
     async def check_health(self) -> None:
         """Check the server for Ray. Pass on its metrics unless a batch delays them."""
         try:
-            async with self._client().get("/health", timeout=aiohttp.ClientTimeout(total=_ANSWERS)) as response:
+            async with self._client().get("/health", timeout=_HEALTH_TIMEOUT) as response:
                 response.raise_for_status()
         except asyncio.TimeoutError:
-            self._silent += 1
-            if self._silent >= _SILENT:
+            self._n_missed += 1
+            if self._n_missed >= _MAX_MISSED:
                 self._server.kill()  # `_watch` ends the actor
             raise
-        self._silent = 0
+        self._n_missed = 0
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._client().get("/metrics", headers=self._key, timeout=aiohttp.ClientTimeout(total=5)) as response:
                 for name, value in _SAMPLE.findall(await response.text()):
@@ -212,7 +213,8 @@ class _Ingress:
         body, path = await request.body(), request.url.path
         session = request.headers.get("x-session-id") or _session(body)  # Ray's header
         replicas = self._replicas.options(session_id=session)
-        what = request.method, path + (f"?{request.url.query}" if request.url.query else ""), _passed_on(request.headers.items()), body
+        url = f"{path}?{request.url.query}" if request.url.query else path
+        what = request.method, url, _forwarded(request.headers.items()), body
         reason = ""
         for attempt in range(_TRIES):
             await asyncio.sleep(attempt)  # until Ray has noticed the death
@@ -222,7 +224,7 @@ class _Ingress:
                 return (response := await _begin(answer, path))
             except BackPressureError:
                 return JSONResponse(_error(503, "too many requests are waiting: ask again later"), 503)
-            except _LOST as error:
+            except _FAILURES as error:
                 reason = str(error).strip().splitlines()[-1]
             finally:
                 if not isinstance(response, StreamingResponse):
@@ -232,8 +234,8 @@ class _Ingress:
 
 async def _begin(answer: Any, path: str) -> Response:
     """Return a whole answer, or a stream after its first event."""
-    replica, status, passed_on, streamed = await anext(answer)
-    headers = dict(passed_on) | {"x-moeoff-replica": replica}
+    replica, status, forwarded, streamed = await anext(answer)
+    headers = dict(forwarded) | {"x-moeoff-replica": replica}
     if not streamed:
         return Response(b"".join([piece async for piece in answer]), status, headers)
     events = _events(answer, b"\n" if path.startswith("/api/") else b"\n\n")
@@ -264,7 +266,7 @@ async def _stream(
         yield first
         async for event in events:
             yield event
-    except _LOST:
+    except _FAILURES:
         message = "the replica that was answering has died: ask again"
         if path.startswith("/api/"):  # Ollama
             yield json.dumps({"error": message}).encode() + b"\n"
@@ -281,7 +283,7 @@ def _error(status: int, message: str) -> dict[str, Any]:
     return {"error": {"code": status, "message": message, "type": "server_error"}}
 
 
-def _passed_on(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def _forwarded(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Remove the headers of a single connection."""
     return tuple((name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP)
 

@@ -14,8 +14,8 @@ from .plan import MemoryPlan, require_header_room
 
 # llama-server's names
 MODEL_DRAFTS, OWN_LAYERS = "draft-simple", "draft-mtp"
-_DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures of draft models
-_TOLD_BY_FILE = ("dflash",)  # llama.cpp finds out itself
+_METHODS = {"eagle3": "draft-eagle3"}  # architectures of draft models
+_DETECTED = ("dflash",)  # llama.cpp finds out itself
 # their images have positions in three dimensions if the file has this key
 WANT_SECTIONS, SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"
 _SHARED = ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn")
@@ -55,8 +55,9 @@ def plan_draft(path: str, spec_type: str | None, budget: int, n_ctx: int, keywor
     model_index = ModelIndex.read(path)
     require_header_room(path, model_index.header_memory, budget)
     preflight(model_index)
-    if spec_type is None and model_index.architecture not in _TOLD_BY_FILE:
-        spec_type = OWN_LAYERS if model_index.n_nextn else _DRAFTS_OF.get(model_index.architecture, MODEL_DRAFTS)
+    if spec_type is None and model_index.architecture not in _DETECTED:
+        method = _METHODS.get(model_index.architecture, MODEL_DRAFTS)
+        spec_type = OWN_LAYERS if model_index.n_nextn else method
     keywords = {name: keywords[name] for name in _SHARED if name in keywords} | {"op_offload": False}
     planned = dry_load_whole(model_index, n_ctx, keywords, (), n_sequences, uses_nextn(spec_type))
     return spec_type, replace(planned, n_ctx=n_ctx, extras=model_index.header_memory)

@@ -36,7 +36,6 @@ class MemoryOption:
         tps: Tokens per second (see `speed`), None if not measured or over budget.
         full_resident_share: `resident_share` at the end of a full context.
         full_tps: `tps` at the end of a full context.
-        asked: True for the budget of the user.
     """
 
     memory_bytes: int

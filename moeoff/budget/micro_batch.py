@@ -28,9 +28,9 @@ SMALLEST = {"n_batch": SIZES[0], "n_ubatch": SIZES[0]}  # arguments for a minimu
 PROMPT = 4096  # maximum tokens of the prompt to choose for
 _LARGEST_SHARE = 0.125  # of memory without weights and state, for compute buffers
 _LARGEST_LENT = 1 / 3  # the same if experts borrow the buffers between prompts
-_WORTH = 0.97  # maximum share of bytes a larger micro-batch may read
+_MAX_READS = 0.97  # maximum share of bytes a larger micro-batch may read
 _MARGIN = 1.5  # computing must exceed reading by this factor, as both rates vary
-_MUCH = 4 << 30  # bytes of a prompt's reads from which rates are measured first
+_PROBE_BYTES = 4 << 30  # bytes of a prompt's reads from which rates are measured first
 _PROBE_SECONDS = 0.25
 _PROBE_TOKENS = 32  # of an expert, as in a micro-batch
 _CHANGED = 1.5  # smaller changes of a rate are ignored, to keep the choice
@@ -105,7 +105,7 @@ def choose(
     best = usual
     for n in sizes:
         hidden = computing >= _MARGIN * reading(best)
-        if n > best and not hidden and leaves_room(n) and reading(n) < _WORTH * reading(best):
+        if n > best and not hidden and leaves_room(n) and reading(n) < _MAX_READS * reading(best):
             best = n
     text, before = (f"{max(computing, reading(n)):.1f} s" for n in (best, usual))
     text = f"{n_prompt} tokens take {text}"
@@ -136,7 +136,7 @@ def choose_within(
     room = budget - (planned.fixed - planned.computing)
     rates = recall_rates(model_index, keywords, tier)
     missed = planned.arena_full - max(room - planned.computing, 0)
-    if rates is None and measures and missed * min(PROMPT, planned.n_ctx) // USUAL > _MUCH:
+    if rates is None and measures and missed * min(PROMPT, planned.n_ctx) // USUAL > _PROBE_BYTES:
         rates = _measured_rates(model_index, keywords.get("n_threads") or n_cores())
         remember_rates(model_index, keywords, tier, rates)
 

@@ -262,11 +262,14 @@ class ExpertSource:
             why = "has experts of about four bits already: no lower precision of four bits"
             raise OptionError(f"{model_index.files[0]}: {why}")
         if self.sidecar is None:
-            raise OptionError(f"low precision ({tier}) needs a sidecar{_made_by(model_index, None, tier)}")
+            advice = _advice(model_index, None, tier)
+            raise OptionError(f"low precision ({tier}) needs a sidecar{advice}")
         name = self.sidecar.tier(tier)
         if name is None or name in (self.tier, ORIGINAL):
             others = ", ".join(t for t in self.sidecar.tiers if t not in (self.tier, ORIGINAL)) or "none"
-            raise OptionError(f"{self.sidecar.path}: no tier {tier} below {self.tier}; there are: {others}{_made_by(model_index, self.sidecar, tier)}")
+            why = f"no tier {tier} below {self.tier}; there are: {others}"
+            advice = _advice(model_index, self.sidecar, tier)
+            raise OptionError(f"{self.sidecar.path}: {why}{advice}")
         return ExpertSource(self.sidecar, name, self.verify)
 
     @classmethod
@@ -293,7 +296,8 @@ class ExpertSource:
         if isinstance(chosen, bool) or not chosen:
             if tier not in (None, ORIGINAL) or verify:
                 what, tier = ("`verify_reads`", ORIGINAL) if tier in (None, ORIGINAL) else (f"tier {tier}", tier)
-                raise OptionError(f"{what} needs a sidecar{_made_by(model_index, None, tier, low_tier)}")
+                advice = _advice(model_index, None, tier, low_tier)
+                raise OptionError(f"{what} needs a sidecar{advice}")
             return cls()
         sidecar = chosen if isinstance(chosen, Sidecar) else Sidecar(chosen, MOST_TIERS * sum(span.shape[2] for span in model_index.experts.values()))
         sidecar.check_belongs(model_index)
@@ -302,7 +306,8 @@ class ExpertSource:
         name = ORIGINAL if tier is None or tier.lower() == ORIGINAL else sidecar.tier(tier)
         if name is None:
             names = ", ".join(dict.fromkeys([*sidecar.tiers, ORIGINAL]))
-            raise OptionError(f"{sidecar.path}: no tier {tier}; there are {names}{_made_by(model_index, sidecar, tier, low_tier)}")
+            advice = _advice(model_index, sidecar, tier, low_tier)
+            raise OptionError(f"{sidecar.path}: no tier {tier}; there are {names}{advice}")
         return cls(sidecar, name, verify)
 
 
@@ -311,12 +316,12 @@ def _has_int4(model_index: ModelIndex) -> bool:
     return 8 * model_index.expert_bytes <= 5 * sum(math.prod(span.shape) for span in model_index.experts.values())
 
 
-def _made_by(model_index: ModelIndex, sidecar: Sidecar | None, *asked: str | None) -> str:
+def _advice(model_index: ModelIndex, sidecar: Sidecar | None, *asked: str | None) -> str:
     """Return advice on commands that add the tiers, empty if no command can."""
     model, before = model_index.files[0], [] if sidecar is None else sidecar.tiers
     named = [_TYPES.get(tier, tier) for tier in (*before, *asked) if tier is not None]
     tiers = list(dict.fromkeys(named))
-    if set(tiers) <= set(before) or not all(map(_can_be_made, tiers)):
+    if set(tiers) <= set(before) or not all(map(_is_convertible, tiers)):
         return ""
     convert, others = ["moeoff", "convert", model], ["--force"] if sidecar is not None else []
     if types := [tier for tier in tiers if tier != BITS]:
@@ -327,7 +332,7 @@ def _made_by(model_index: ModelIndex, sidecar: Sidecar | None, *asked: str | Non
     return f"; {shlex.join(['moeoff', 'calibrate', '-m', model, '--bits-plan'])}, and then {shlex.join([*convert, '--bits', plan, *others])} make one"
 
 
-def _can_be_made(tier: str) -> bool:
+def _is_convertible(tier: str) -> bool:
     with contextlib.suppress(ModelError):
         return tier in (ORIGINAL, AUTO, BITS) or type_from_name(tier) >= 0
     return False

@@ -117,7 +117,6 @@ class TensorSpan:
 
     Attributes:
         file: Index into `ModelIndex.files`.
-        offset: Offset in the file in bytes.
         type: ggml type number.
         shape: Sizes, row length first.
     """

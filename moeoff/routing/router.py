@@ -268,9 +268,6 @@ class Rows:
 
     Args:
         weight: [m, d] float.
-
-    Attributes:
-        type: ggml type number.
     """
 
     def __init__(self, weight: np.ndarray):

@@ -226,7 +226,6 @@ class Trace:
     Attributes:
         events: Gate events with float32 weights and probs, without gate inputs.
         starts: [n_events] bool, True for the first event of a text or run.
-        notes: JSON objects of the sessions.
         reads: [n_reads] of `READ`, all finished reads; empty for slices of a trace.
         reads_lost: Number of reads that did not fit into the log.
     """

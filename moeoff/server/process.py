@@ -30,9 +30,6 @@ class ServerProcess:
     Args:
         **options: Options of `Server` except host and port.
 
-    Attributes:
-        socket: Path of the Unix socket.
-
     Raises:
         MoeoffError: `Server` raised an error, or the process has ended.
     """

@@ -234,7 +234,7 @@ def cache_folder() -> Path:
 
 def demo_model() -> str:
     """Return the path of the model in the package."""
-    return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", DEMO_MODEL)
+    return str(Path(__file__).absolute().parents[1] / "data" / DEMO_MODEL)
 
 
 def machine_wide_file(name: str) -> str | None:
