@@ -30,16 +30,20 @@ class ServerProcess:
     Args:
         **options: Options of `Server` except host and port.
 
+    Attributes:
+        process: Child process, to wait for or to kill.
+        socket: Path of its Unix socket.
+
     Raises:
         MoeoffError: `Server` raised an error, or the process has ended.
     """
 
     def __init__(self, model: str, **options: Any):
         command = [sys.executable, "-m", "moeoff.server.process"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        assert self._process.stdin is not None and self._process.stdout is not None  # pipes
-        self._stdin, self.socket = self._process.stdin, ""
-        with self._process.stdout as stdout:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self.process.stdin is not None and self.process.stdout is not None  # pipes
+        self._stdin, self.socket = self.process.stdin, ""
+        with self.process.stdout as stdout:
             try:
                 pickle.dump((model, options), self._stdin)
                 self._stdin.flush()
@@ -50,35 +54,20 @@ class ServerProcess:
             self.stop()
             raise MoeoffError(error)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    def wait(self) -> None:
-        self._process.wait()
-
     def ending(self) -> str:
         """Return how the process ended, as the end of a sentence."""
-        code = self._process.wait()
+        code = self.process.wait()
         return f"ended with code {code}" if code >= 0 else f"been ended by {signal.Signals(-code).name}"
-
-    def kill(self) -> None:
-        """Kill the process, even if it hangs."""
-        self._process.kill()
 
     def stop(self) -> None:
         """End all answers, then the process. May be called twice."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:
-            self._process.wait(_STOPPING + 1)
+            self.process.wait(_STOPPING + 1)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         if self.socket:  # a killed process leaves its folder
             remove_folder(os.path.dirname(self.socket))
 

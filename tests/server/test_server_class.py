@@ -442,7 +442,7 @@ import sys, time
 from moeoff.server.process import ServerProcess
 
 server = ServerProcess(sys.argv[1], memory="200M", n_threads=1)
-print(server.pid, server.socket, flush=True)
+print(server.process.pid, server.socket, flush=True)
 time.sleep(600)
 """
 
@@ -451,10 +451,10 @@ def test_answers_and_stops(demo):
     server = ServerProcess(demo, memory="200M", n_threads=1)
     with httpx.Client(transport=httpx.HTTPTransport(uds=server.socket), base_url="http://server", timeout=300) as client:
         reply = client.post("/v1/completions", json={"prompt": "One, two", "max_tokens": 4})
-    assert reply.json()["usage"]["completion_tokens"] == 4 and server.running
+    assert reply.json()["usage"]["completion_tokens"] == 4 and server.process.poll() is None
     server.stop()
     server.stop()
-    assert not server.running and not os.path.exists(os.path.dirname(server.socket)) and server.ending() == "ended with code 0"
+    assert not os.path.exists(os.path.dirname(server.socket)) and server.ending() == "ended with code 0"
 
 
 def test_what_is_wrong_is_said_here(demo):
@@ -475,7 +475,6 @@ def test_ends_with_a_parent_that_is_killed(demo):
 
 def test_a_server_that_is_killed_is_noticed(demo):
     server = ServerProcess(demo, memory="200M", n_threads=1)
-    os.kill(server.pid, signal.SIGKILL)
-    server.wait()
-    assert not server.running and server.ending() == "been ended by SIGKILL"
+    server.process.kill()
+    assert server.ending() == "been ended by SIGKILL"
     server.stop()
