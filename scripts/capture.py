@@ -1,10 +1,11 @@
-"""docs/img/server.png: llama-server's web page with an answer in it. Needs a headless Chromium, and a build with the page.
+"""docs/img/server.png and live.png: the server's chat with an answer in it, and `/moeoff`. Needs a headless Chromium, and a build with the page.
 
 usage: capture.py MODEL [--memory SIZE]
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from helpers.browser import Browser, Chat, find_browser
 
-PICTURE = ROOT / "docs" / "img" / "server.png"
+IMAGES = ROOT / "docs" / "img"
 QUESTION = "Tom has 10 bags of 5 oranges. How many oranges does Tom have in total?"  # the demo model gets it right
 
 
@@ -23,16 +24,20 @@ QUESTION = "Tom has 10 bags of 5 oranges. How many oranges does Tom have in tota
 @click.argument("model")
 @click.option("--memory")
 def main(model: str, memory: str | None) -> None:
-    """Draws the picture anew."""
+    """Draw the pictures anew."""
     from moeoff import Server
 
-    options = {"port": 0, "n_ctx": 4096, "memory": memory, "args": ("-n", "256", "--temp", "0")}
+    os.chdir(Path(model).absolute().parent)  # the page shows the model's path
+    model = Path(model).name
+    options = {"port": 0, "n_ctx": 1024, "memory": memory, "args": ("-n", "256", "--temp", "0")}
     with tempfile.TemporaryDirectory() as folder, Server(model, **options) as served, Browser(find_browser() or "chromium", Path(folder)) as window:
-        page = Chat(window, served.url)
-        page.ask(QUESTION)
-        page.read(timeout=600)
-        page.page.screenshot(PICTURE)
-    print(PICTURE)
+        live = window.open(f"{served.url.removesuffix('/v1')}/moeoff", 1280, 750)
+        chat = Chat(window, served.url)
+        chat.ask(QUESTION)
+        chat.read(timeout=600)
+        for page, name in ((chat.page, "server"), (live, "live")):
+            page.screenshot(IMAGES / f"{name}.png")
+            print(IMAGES / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -211,7 +211,8 @@ def kind(demo, request, tmp_path_factory):
     shape = {"recurrent": "qwen3.6-35b-a3b", "window": "gpt-oss-20b"}[request.param]
     path = tmp_path_factory.mktemp(request.param) / "model.gguf"
     shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), path)
-    return Kind(str(path), 400, {"swa_full": False} if request.param == "window" else {})
+    # flash attention adds up a window's cells in the order in which they lie in the cache
+    return Kind(str(path), 400, {"swa_full": False, "flash_attn": False} if request.param == "window" else {})
 
 
 @pytest.fixture(scope="module")
