@@ -150,7 +150,7 @@ class _Replica:
 
     def _watch(self) -> None:
         """End the actor with its server, so that Ray starts another one at once."""
-        self._server.process.wait()
+        self._server.popen.wait()
         if not self._ending:
             note(f"the server of replica {self._name} has {self._server.ending()}")
             os._exit(1)
@@ -186,7 +186,7 @@ class _Replica:
         except asyncio.TimeoutError:
             self._n_missed += 1
             if self._n_missed >= _MAX_MISSED:
-                self._server.process.kill()  # `_watch` ends the actor
+                self._server.popen.kill()  # `_watch` ends the actor
             raise
         self._n_missed = 0
         with contextlib.suppress(asyncio.TimeoutError):

@@ -31,7 +31,7 @@ class ServerProcess:
         **options: Options of `Server` except host and port.
 
     Attributes:
-        process: Child process, to wait for or to kill.
+        popen: Child process, to wait for or to kill.
         socket: Path of its Unix socket.
 
     Raises:
@@ -40,10 +40,10 @@ class ServerProcess:
 
     def __init__(self, model: str, **options: Any):
         command = [sys.executable, "-m", "moeoff.server.process"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        assert self.process.stdin is not None and self.process.stdout is not None  # pipes
-        self._stdin, self.socket = self.process.stdin, ""
-        with self.process.stdout as stdout:
+        self.popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self.popen.stdin is not None and self.popen.stdout is not None  # pipes
+        self._stdin, self.socket = self.popen.stdin, ""
+        with self.popen.stdout as stdout:
             try:
                 pickle.dump((model, options), self._stdin)
                 self._stdin.flush()
@@ -56,7 +56,7 @@ class ServerProcess:
 
     def ending(self) -> str:
         """Return how the process ended, as the end of a sentence."""
-        code = self.process.wait()
+        code = self.popen.wait()
         return f"ended with code {code}" if code >= 0 else f"been ended by {signal.Signals(-code).name}"
 
     def stop(self) -> None:
@@ -64,10 +64,10 @@ class ServerProcess:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:
-            self.process.wait(_STOPPING + 1)
+            self.popen.wait(_STOPPING + 1)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.popen.kill()
+            self.popen.wait()
         if self.socket:  # a killed process leaves its folder
             remove_folder(os.path.dirname(self.socket))
 

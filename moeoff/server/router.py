@@ -234,7 +234,7 @@ class Router:
         """Yield the open server, of this model if one is given, and count an answer of it."""
         async with self._turn:
             server = self._open
-            if server is not None and not server.process.running:
+            if server is not None and server.process.popen.poll() is not None:
                 await self.stop()
             before = server.model if server is not None else next(iter(self._models.values()))
             model = model or before
