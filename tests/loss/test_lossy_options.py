@@ -45,7 +45,7 @@ def test_what_they_make():
         ({"low_tier": "Q2_0"}, "none of them is given"),
         ({"mispredicted_low": True}, "needs a tier of the sidecar"),
         ({"mispredicted_low": True, "t1": 0.5, "low_tier": "Q2_0"}, "excludes t1 and t2"),
-        ({"weigh_prompts": True}, "weighs by t1 and t2"),
+        ({"weigh_prompts": True}, "needs t1 or t2"),
         ({"weigh_prompts": True, "t1": 0.5, "prefill_low_fraction": 0.5, "low_tier": "Q2_0"}, "excludes prefill_low_fraction"),
     ):
         with pytest.raises(OptionError, match=why):

@@ -42,7 +42,7 @@ def test_choice_without_the_default_quant():
     "files, quant, words",
     [
         (["README.md", "mmproj-F16.gguf"], None, "no GGUF file"),
-        (FILES, "Q4_K", "there are: BF16, IQ4_XS, Q4_K_M, Q4_K_S, Q8_0, UD-Q4_K_XL"),
+        (FILES, "Q4_K", "it has BF16, IQ4_XS, Q4_K_M, Q4_K_S, Q8_0, UD-Q4_K_XL"),
         (["a-Q4_K_M-00001-of-00003.gguf", "a-Q4_K_M-00003-of-00003.gguf"], None, "2 of the 3 parts"),
     ],
 )
