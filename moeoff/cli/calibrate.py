@@ -91,13 +91,17 @@ def _fit(model: str, **options: Any) -> None:
     """Fit the profile and print what it holds."""
     from ..measure.profile_fit import calibrate as library
 
+    warnings: list[str] = []  # a line would begin where the bar is
     try:
         with progress_bar() as progress:
             progress("opening the model", 0, 0)
-            result = library(model=model, **options, progress=progress, warn=note)
+            result = library(model=model, **options, progress=progress, warn=warnings.append)
     except KeyboardInterrupt:
         note("interrupted: the same command goes on from here")
         raise
+    finally:
+        for sentence in warnings:
+            note(sentence)
     if not result.sections:
         note(f"{result.path}: fitted with the same options before")
         return
