@@ -339,8 +339,11 @@ def test_a_part_on_the_device(demo, tmp_path, slots):
     assert usual > 0
     for name in ("ours", "centric", "scarce"):
         assert len(logits[name]) == 64
-        np.testing.assert_array_equal(logits[name].argmax(1), logits["CPU"].argmax(1))
         assert np.abs(logits[name] - logits["CPU"]).max() <= 3 * usual
+        second, first = np.sort(logits["CPU"], axis=1)[:, -2:].T
+        is_clear = first - second > 6 * usual  # else rounding decides
+        assert is_clear.sum() > 50
+        np.testing.assert_array_equal(logits[name].argmax(1)[is_clear], logits["CPU"].argmax(1)[is_clear])
         s = stats[name]
         assert 0 < s["device_hits"] < s["demand_hits"] + s["demand_misses"] and s["device_experts"] <= 12 * slots
         assert s["device_bytes"] > 0 and n_slots(s) == slots
@@ -389,7 +392,7 @@ REFUSED = [
     (["--vram", "1M"], r"1\.00 MiB on \w+ is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M"),
     (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
-    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, reordered, waves, cpu, auto, not 'fast'"),
+    (["--vram", "1G", "--vram-mode", "fast"], "expected one of cooperative, centric, reordered, waves, cpu, auto, got 'fast'"),
     (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a repeatable run needs --vram-mode centric, reordered or waves"),
     (["--vram", "1G", "-ngl", "0"], "--vram has no effect while no layer goes to the GPU"),
     (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),

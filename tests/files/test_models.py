@@ -47,7 +47,7 @@ class Routes(WithCallback, Stock):
 
     def __init__(self, path: Path):
         self.chosen: list[np.ndarray] = []
-        super().__init__(str(path), n_ctx=256, n_batch=256, n_ubatch=256, type_k=int(T.F32), type_v=int(T.F32), logits_all=True)
+        super().__init__(str(path), n_ctx=256, n_batch=256, n_ubatch=256, type_k=int(T.F32), type_v=int(T.F32), logits_all=True, flash_attn=False)
         self.chosen.clear()
 
     def _watch(self, node: int, ask: bool, _user: object) -> bool:

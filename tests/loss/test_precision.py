@@ -239,7 +239,7 @@ def test_options_that_make_no_sense(model, demo):
         moeoff.Llama(model, precision=LOSSY, experts=False)
     with pytest.raises(OptionError, match="no tier Q2_K below original; there are: Q4_0"):
         moeoff.Llama(model, precision=Precision(0, 1, low_tier="Q2_K"))
-    with pytest.raises(OptionError, match="on-demand.* own precision"):
+    with pytest.raises(OptionError, match="on-demand.* supports neither lower precision"):
         moeoff.Llama(model, precision=LOSSY, strategy=Strategy("on-demand", "keeps nothing", keep=False, eager=False))
 
 

@@ -20,7 +20,7 @@ from moeoff.system.memory import MIB, rss
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
-OPTIONS = {"n_ctx": 1024, "n_threads": 2, "n_batch": 512, "n_ubatch": 512}
+OPTIONS = {"n_ctx": 1024, "n_threads": 2, "n_batch": 512, "n_ubatch": 512, "flash_attn": False}
 ROOM = 16 * MIB  # for experts, of 88
 
 

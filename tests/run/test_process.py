@@ -137,7 +137,7 @@ def answer():
     try:
         llm("The heron", max_tokens=8)
     except moeoff.MoeoffError as error:
-        assert "opened in another process" in str(error)
+        assert "the model was opened in process" in str(error)
     else:
         sys.exit(2)
 

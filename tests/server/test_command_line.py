@@ -48,7 +48,7 @@ def test_what_has_no_effect_is_said_once_and_what_is_so_anyway_is_not():
 
 
 @pytest.mark.parametrize("args, text", [("--memroy 3", "is it --memory?"), ("--port", "--port needs a value"), ("--top-k", "--top-k needs a value"),
-                                         ("--rpc x", "slice by slice"), ("--models-dir=/x", "no router"), ("--port x", "a whole number"),
+                                         ("--rpc x", "slice by slice"), ("--models-dir=/x", "--models serves the models"), ("--port x", "a whole number"),
                                          ("--ssl-cert-file c", "no TLS: use a proxy"), ("--ssl-key-file=k", "no TLS: use a proxy"),
                                          ("--version", "end the server's process"), ("--pooling middle", "one of none, mean"), ("--jinja=1 --top-k 3", "--jinja takes no value")])  # fmt: skip
 def test_what_cannot_be_is_refused(args, text):
@@ -93,7 +93,9 @@ def test_a_command_line_is_the_model_the_commands_own_options_and_others(line, a
     assert (read.alone, read.own, read.passed_on) == (alone.split(), own.split(), passed_on.split())
 
 
-@pytest.mark.parametrize("line, message", [("--models-dir x m -m n", "there is no router"), ("--memroy 3 m", "is it --memory"), ("m -- n", "n: neither")])
+@pytest.mark.parametrize(
+    "line, message", [("--models-dir x m -m n", "--models serves the models"), ("--memroy 3 m", "is it --memory"), ("m -- n", "n: neither")]
+)
 def test_what_is_refused_is_taken_for_nothing_else(line, message):
     with pytest.raises(OptionError, match=message):
         CommandLine.read(line.split(), own=OWN)
