@@ -258,7 +258,7 @@ with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_t
         llm.set_memory(llm.engine.plan.fixed + (12 << 20))
         llm.eval([10, 300, 500, 700])
     needs = llm.engine.plan.fixed
-    for kib in (1 << 10, 14 << 10, 14 << 10):
+    for kib in (1536, 14 << 10, 14 << 10):
         llm.set_memory(needs + (kib << 10))
         before = None
         while before != (before := buffer.stats().cache_bytes):  # what is lent changes behind a batch, and is told with the next

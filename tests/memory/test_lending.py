@@ -308,8 +308,12 @@ def test_a_server_that_moves_what_is_cached_gets_all_of_it_back_first(grown):
         assert conversations.lent[0][0] > 0 and 0 in [lent for lent, _ in conversations.lent]
 
 
-def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
+def test_slots_that_nothing_was_read_into_are_no_room(grown):
     """As of a warm start that a prompt has ended: what they do not hold is not what the process does not need."""
+    in_process_of_its_own(leave_slots_unread, grown)
+
+
+def leave_slots_unread(grown):
     options = OPTIONS | {"n_batch": 64, "n_ubatch": 64, "n_ctx": 256}  # little to lend: the arena stays far below what could fill
     with moeoff.Llama(grown, memory="4G", **options) as llm:
         fixed = llm.engine.plan.fixed
@@ -319,10 +323,9 @@ def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
         buffer = llm.engine.buffer
         buffer.clear()
         before = buffer.stats()
-        # a process of the tests is larger than others, and so may be what it has for experts
         unread = min(before.arena_committed, (llm.engine.plan.arena_full - before.cache_bytes) // 2)
         assert unread > 4 * MIB
-        monkeypatch.setattr(arena_sizer, "rss", lambda: rss() - unread)
+        arena_sizer.rss = lambda: rss() - unread
         llm.engine.sizer.fit_budget()
         assert buffer.stats().cache_bytes == before.cache_bytes
 

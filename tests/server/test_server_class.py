@@ -69,7 +69,7 @@ def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
 
     def bound() -> list[int]:
         numbers = []
-        for task in os.listdir(f"/proc/{server.popen.pid}/task"):
+        for task in os.listdir(f"/proc/{server.process.pid}/task"):
             with contextlib.suppress(OSError):
                 allowed = os.sched_getaffinity(int(task))
                 numbers += allowed if len(allowed) == 1 else []
@@ -100,8 +100,8 @@ def test_a_trace_tells_where_a_conversation_begins_alone(demo, tmp_path):
         server.complete(["The heron stood", "Count to a hundred, slowly:"], 96)  # of one request: both begin before either has ended
         for text in ("The heron stood in the water", "The heron stood on one leg"):
             server.complete(text, 4)
-        server.popen.send_signal(signal.SIGTERM)
-        assert server.popen.wait(300) == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(300) == 0
     trace = Trace.read(tmp_path / "t")
     together = [n for n, e in enumerate(trace.events) if e.decode and len(e.ids) == 2]
     assert len(together) > trace.model.n_gates * 24
@@ -323,9 +323,9 @@ def test_progress_within_a_batch(demo):
                     processed.append(progress["processed"])
                     if len(processed) < 8:
                         threading.Event().wait(0.05)
-                        server.popen.send_signal(signal.SIGSTOP)
+                        server.process.send_signal(signal.SIGSTOP)
                         threading.Event().wait(0.3)
-                        server.popen.send_signal(signal.SIGCONT)
+                        server.process.send_signal(signal.SIGCONT)
         assert processed == sorted(processed) and processed[0] == 0 and processed[-1] == 1900 and any(0 < n < 1900 for n in processed), processed
 
 
