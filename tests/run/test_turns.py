@@ -517,7 +517,7 @@ def test_nothing_is_left_to_the_cycle_collector(demo, tmp_path):
     """`del` without close: neither threads nor memory wait for a collection."""
     path = write_expert_adapter(demo, tmp_path / "adapter.gguf")
     code = f"""
-import gc, os, moeoff
+import gc, os, time, moeoff
 gc.disable()
 def state():
     with open("/proc/self/statm") as file:
@@ -531,6 +531,9 @@ use(); use()
 before = state()
 for _ in range(11):
     use()
+deadline = time.monotonic() + 60  # a thread that was told to end has to be scheduled once more
+while state()[0] > before[0] + 1 and time.monotonic() < deadline:
+    os.sched_yield()
 print(*before, *state())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
