@@ -111,7 +111,7 @@ def test_fresh_gate_control_of_every_architecture(architecture, writer, folder):
     """ids are the model's, and probabilities of the chosen in the proportions of the model's weights."""
     path = write_model(writer, folder, architecture, "F32")
     events, text = [], tokens(24)
-    with open_moeoff(path, gate_input=True) as model:
+    with open_moeoff(path, gate_input=True, flash_attn=False) as model:
         router = Router.read(ModelIndex.read(path), layers_of(model), model.engine.buffer.gating)
         model.set_gate_callback(events.append)
         decode(model, text, 0)
@@ -136,7 +136,7 @@ def test_logits_of_events(architecture, writer, folder, tmp_path):
     """The gate chooses by them, whether or not the block has computed them itself."""
     path = write_model(writer, folder, architecture, "F32")
     events = []
-    with open_moeoff(path, trace=str(tmp_path / "run.trace")) as model:
+    with open_moeoff(path, trace=str(tmp_path / "run.trace"), flash_attn=False) as model:
         router = Router.read(ModelIndex.read(path), layers_of(model), model.engine.buffer.gating)
         n_experts = {t.gate: t.ne[2] for t in model.engine.buffer.tensors}
         model.set_gate_callback(events.append)
