@@ -25,6 +25,7 @@ from typing import Any
 
 from .errors import ModelError, MoeoffError, OptionError
 from .server.process import ServerProcess
+from .server.proxy import forwarded, open_session
 from .system.console import note
 from .system.memory import MIB, format_size, parse_size
 
@@ -48,8 +49,8 @@ _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=10)  # seconds
 _ACTOR = 256 * MIB  # memory of a replica's actor without the server
 _TRIES = 3
 _BEGINNING = 256  # characters of a prompt that identify its conversation
-_HOP_BY_HOP = set("connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host content-length "
-                  "content-encoding accept-encoding server date".split())  # fmt: skip
+# headers that Ray and the replica's client write themselves
+_REWRITTEN = {"host", "content-encoding", "accept-encoding", "server", "date"}
 _SAMPLE = re.compile(r"^([\w:]+) (\S+)$", re.MULTILINE)  # of /metrics, without labels
 _FAILURES = (RayError, RayServeException, MoeoffError)  # the replica, its server or machine is gone
 
@@ -162,9 +163,7 @@ class _Replica:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:  # must be created in the running loop
-            connector = aiohttp.UnixConnector(self._server.socket, limit=0, force_close=True)
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-            self._session = aiohttp.ClientSession("http://server", connector=connector, timeout=timeout, auto_decompress=False)
+            self._session = open_session(self._server.socket)
         return self._session
 
     async def answer(self, method: str, path: str, headers: tuple[tuple[str, str], ...], body: bytes) -> AsyncIterator[Any]:
@@ -284,8 +283,8 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 
 def _forwarded(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Remove the headers of a single connection."""
-    return tuple((name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP)
+    """Remove the headers of a single connection, and those that are written anew."""
+    return tuple((name, value) for name, value in forwarded(headers) if name.lower() not in _REWRITTEN)
 
 
 def _session(body: bytes) -> str:

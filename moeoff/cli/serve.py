@@ -180,18 +180,18 @@ def _serve_models(
         models = [named[0], *(model for model in models if model not in same)]
     if not models:
         raise MoeoffError("no Mixture-of-Experts model is found: give one with -m or -hf")
-    asked = ("host", "port", "api_key", "api_key_file", "cors", "allowed_hosts")
-    given = {name: options[name] for name in asked if name in options}
-    server_options = ServerOptions.make(**given)
+    asked = ("host", "port", "api_key", "api_key_file", "allowed_hosts")
+    server_options = ServerOptions.make(**{name: options[name] for name in asked if name in options})
     host, port = options.pop("host", server_options.host), options.pop("port", server_options.port)
     if (address := server_options.open_to) is not None:
         note(open_warning(address))
+    if server_options.sites is None:
+        options["allowed_hosts"] = ("*",)
     for text in line.left_out:
         note(text)
 
     async def main() -> None:
-        sites, origins = server_options.sites, server_options.cors
-        router = Router(models, {"args": line, **options}, sites, origins, note, on_request)
+        router = Router(models, {"args": line, **options}, note, on_request)
         try:
             urls = await router.listen(host, port)
             unmap_files()  # what reading the options has brought

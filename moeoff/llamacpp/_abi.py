@@ -43,7 +43,7 @@ def each(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-ABI_VERSION = 28
+ABI_VERSION = 29
 ROW_CACHE_BYTES = 2097152
 ROW_READ_BYTES = 524288
 MAX_WAVES = 8
@@ -261,6 +261,7 @@ class ServerHooks(Structure):
         ("read_prompt", CFUNCTYPE(c_int, POINTER(Prompt))),
         ("fill_cells", CFUNCTYPE(None, c_int32)),
         ("allowed_hosts", c_char_p),
+        ("checks_sockets", c_int32),
         ("page", c_char_p),
     ]
 

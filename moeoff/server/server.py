@@ -71,6 +71,7 @@ class Server:
             took.
         on_remark: Called with a sentence when the default budget moves with what other programs need,
             on a thread that does nothing else.
+        proxied: True to check Host and Origin on Unix sockets, too, as requests come from a proxy.
         **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`. In `args` llama-server's own, as words or as a
             `CommandLine`: those that moeoff has become its options.
 
@@ -87,9 +88,10 @@ class Server:
         *,
         on_request: Callable[[str], None] | None = None,
         on_remark: Callable[[str], None] | None = None,
+        proxied: bool = False,
         **options: Any,
     ):
-        self._on_request, self._on_remark = on_request, on_remark
+        self._on_request, self._on_remark, self._proxied = on_request, on_remark, proxied
         ours = {f.name for f in fields(ServerOptions)}
         line = args if isinstance(args := options.get("args", ()), CommandLine) else CommandLine.read(args)
         options |= line.options | {"args": tuple(line.passed_on)}
@@ -333,6 +335,7 @@ class Server:
                 expert_uses=engine.experts_per_token,
                 page=_PAGE.read_bytes(),
                 allowed_hosts=None if sites is None else ",".join(sites).encode(),
+                checks_sockets=self._proxied,
                 **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._tells},
             )
             self._lib.moeoff_serve(len(argv), c_arguments(argv), ctypes.byref(calls))

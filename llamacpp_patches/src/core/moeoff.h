@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 28
+#define MOEOFF_ABI_VERSION 29
 #define MOEOFF_ROW_CACHE_BYTES 2097152 // of rows of a table on disk that stay in memory, at most
 #define MOEOFF_ROW_READ_BYTES 524288 // of reads of rows that an op has under way; one for each thread are more where rows are that long
 #define MOEOFF_MAX_WAVES 8 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size

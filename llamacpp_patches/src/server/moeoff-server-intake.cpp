@@ -51,8 +51,8 @@ static bool is_allowed(const std::string & site) {
 
 // A web page can point a name of its own at 127.0.0.1. The browser then takes this server for a part of that site, but
 // still sends the site's name as Host, and as Origin with every request that a page makes of another site.
-bool server_refuses_site(const httplib::Request & req, httplib::Response & res, const std::string & cors_origins) {
-    if (!server_has_host() || server_host()->allowed_hosts == nullptr) {
+bool server_refuses_site(const httplib::Request & req, httplib::Response & res, const std::string & cors_origins, bool is_socket) {
+    if (!server_has_host() || server_host()->allowed_hosts == nullptr || (is_socket && server_host()->checks_sockets == 0)) {
         return false;
     }
     static const char * const WHY = " is refused: without an API key this server answers local sites only; "

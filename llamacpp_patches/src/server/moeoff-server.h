@@ -96,6 +96,7 @@ struct moeoff_server_hooks {
     // Names, separated by commas, that requests may give as Host or Origin beside those of the loopback interface.
     // Null: any name.
     const char * allowed_hosts;
+    int32_t      checks_sockets; // also of requests on Unix sockets: a proxy passes those of others on
 
     const char * page; // what GET /moeoff answers, without a key: HTML that holds nothing of anybody's
 };
