@@ -200,7 +200,7 @@ def test_a_model_that_is_on_no_machine(served):
 
 @pytest.mark.parametrize(
     "options, text",
-    [({"memory": "80%"}, "not a share"), ({"port": 8000}, "Ray Serve")],
+    [({"memory": "80%"}, "got a share of an unknown machine"), ({"port": 8000}, "Ray Serve")],
 )
 def test_options_that_make_no_sense(demo, options, text):
     import moeoff.ray
