@@ -94,8 +94,7 @@ OLDER = {
     "The code changed since; needs a GPU.": "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers",
     "Replays and losses that take hours; the code changed since.": (
         "answer-gemma-4-26b-a4b answer-gpt-oss-120b answer-policies answer-qwen3-30b-a3b "
-        "answer-qwen36-35b-a3b answer-qwen38-flash-next late-experts loss-contract papers "
-        "published-traces second-look"
+        "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract papers published-traces"
     ),
     "The code changed since; make faults takes hours.": ("advisories disk hostile-http nth-fault scale-events soak soak-interrupted"),
 }
