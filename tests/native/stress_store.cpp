@@ -270,9 +270,23 @@ struct predictions {
     std::array<moeoff_routers_ahead, n_layers>  routers     = {};
     std::array<int32_t, n_layers>               n_paying    = {}, n_predicted = {};
     std::array<int32_t, n_layers * n_expert>    experts     = {}, places = {};
-    moeoff_prefetching                          shared      = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), nullptr, 0, 2, 9, 1, 3, 4, 3 };
+    std::array<uint8_t, n_layers * n_expert>    selected    = {};
+    moeoff_prefetching                          shared      = {};
 
-    predictions() {
+    explicit predictions(int32_t n_quiet) {
+        shared.routers      = routers.data();
+        shared.n_paying     = n_paying.data();
+        shared.experts      = experts.data();
+        shared.places       = places.data();
+        shared.n_predicted  = n_predicted.data();
+        shared.selected     = selected.data();
+        shared.earned       = 2;
+        shared.most         = 9;
+        shared.is_on        = 1;
+        shared.n_candidates = 3;
+        shared.max_rows     = 4;
+        shared.n_together   = 3;
+        shared.n_quiet      = n_quiet;
         n_paying.fill(2);
         for (int32_t gate = 0; gate + 1 < n_layers; gate++) {
             routers[(size_t) gate] = { this, nullptr, nullptr, 2, 0, 16, n_expert, gate + 2 < n_layers ? 2 : 1 };
@@ -303,7 +317,7 @@ static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned s
 
 static void round_of(const std::string & path, double seconds, unsigned seed, moeoff_device_mode mode) {
     std::mt19937 rng(seed);
-    predictions  ahead;
+    predictions  ahead(rng() % 2 ? 16 : 0);
     moeoff_params params = {};
     params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
     params.n_io_threads     = 1 + (int32_t) (rng() % 4);
