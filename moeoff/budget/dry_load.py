@@ -208,7 +208,7 @@ class SliceKind:
     count: int
 
 
-def usual_ctx(model_index: ModelIndex, n_ctx: int | None = None) -> int:
+def default_ctx(model_index: ModelIndex, n_ctx: int | None = None) -> int:
     """Return the context length in tokens for a requested one; 0 is the model's.
 
     Default: the model's, at most `DEFAULT_CTX`.
@@ -219,7 +219,7 @@ def usual_ctx(model_index: ModelIndex, n_ctx: int | None = None) -> int:
 
 def context_for(model_index: ModelIndex, n_tokens: int) -> int:
     """Return a context length for measurements of n_tokens tokens."""
-    return max(usual_ctx(model_index), as_rounded(n_tokens))
+    return max(default_ctx(model_index), as_rounded(n_tokens))
 
 
 def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:

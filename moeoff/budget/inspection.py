@@ -14,8 +14,8 @@ from ..system.disk import DiskRate, probe
 from ..system.machine import n_cores
 from ..system.memory import MIB, available
 from .compute_probe import attention_seconds, token_seconds
-from .dry_load import SliceKind, answer_bytes, dry_load, slice_kinds, token_bytes, usual_ctx
-from .micro_batch import LEAST, SIZES, SMALLEST, USUAL, choose_within
+from .dry_load import SliceKind, answer_bytes, default_ctx, dry_load, slice_kinds, token_bytes
+from .micro_batch import DEFAULT_UBATCH, LEAST, SIZES, SMALLEST, choose_within
 from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes
 
 _UNMAPPED = 14 * MIB  # unmapped libraries of a run, which plans include
@@ -128,7 +128,7 @@ def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) 
         experts in memory while decoding.
     """
     extras = answer_bytes(model_index, 1)
-    is_chosen, usual = bool(keywords.get("n_batch") or keywords.get("n_ubatch")), min(USUAL, n_ctx)
+    is_chosen, usual = bool(keywords.get("n_batch") or keywords.get("n_ubatch")), min(DEFAULT_UBATCH, n_ctx)
 
     def planned_at(n_ctx: int, **batches: int) -> MemoryPlan:
         return dry_load(model_index, n_ctx, {**keywords, **batches}, extras=extras)
@@ -190,7 +190,7 @@ def examine(
     model_index = ModelIndex.read(model)
     model_index.require_text()
     kinds = slice_kinds(model_index)
-    plan, resident_share = residence(model_index, usual_ctx(model_index, ctx_size), keywords)
+    plan, resident_share = residence(model_index, default_ctx(model_index, ctx_size), keywords)
     per_token, disk, compute, attention = token_bytes(model_index), None, None, None
     if probe_disk:
         file = next(iter(model_index.experts.values())).file

@@ -21,7 +21,7 @@ from ..system.arrays import Layout, WrongArrays, require_arrays
 from .plan import expected_bytes
 
 SECTION = "precision"
-USUAL_SHARE = 0.5  # of experts taken as resident if a run must not depend on memory
+DEFAULT_SHARE = 0.5  # of experts taken as resident if a run must not depend on memory
 VERSION = 3  # of the section; up to 2 with thresholds on sums of weights
 _NEGLIGIBLE_READS = 0.01  # share of a token's experts; below it the least lossy is best
 

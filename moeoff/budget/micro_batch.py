@@ -21,7 +21,7 @@ from ..system.user_cache import CacheEntry
 from .compute_probe import token_seconds
 from .plan import MemoryPlan
 
-USUAL = 512  # llama.cpp's default
+DEFAULT_UBATCH = 512  # llama.cpp's default
 LEAST = 8  # tokens; smaller batches have the same buffers
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 SMALLEST = {"n_batch": SIZES[0], "n_ubatch": SIZES[0]}  # arguments for a minimum budget
@@ -77,19 +77,19 @@ def choose(
         compute_bytes: Bytes of the buffers by number of tokens.
         rates: Rates of an earlier prompt, None if not measured.
         layer_bytes: Bytes of the largest layer's experts, which must fit for more than
-            `USUAL` tokens: these are computed in parts that use most of a layer.
-        largest_share: Maximum share of `room` for buffers of more than `USUAL` tokens.
+            `DEFAULT_UBATCH` tokens: these are computed in parts that use most of a layer.
+        largest_share: Maximum share of `room` for buffers of more than `DEFAULT_UBATCH` tokens.
     """
 
     def leaves_room(n: int) -> bool:
-        if n <= USUAL:
+        if n <= DEFAULT_UBATCH:
             return compute_bytes(n) <= min(_LARGEST_SHARE * room, room - expert_floor)
         return compute_bytes(n) <= min(largest_share * room, room - max(expert_floor, layer_bytes))
 
     sizes = sorted({min(n, n_ctx) for n in SIZES})
-    usual = max((n for n in sizes if n <= USUAL and leaves_room(n)), default=sizes[0])
+    usual = max((n for n in sizes if n <= DEFAULT_UBATCH and leaves_room(n)), default=sizes[0])
     if rates is None:
-        if usual < min(USUAL, n_ctx):
+        if usual < min(DEFAULT_UBATCH, n_ctx):
             buffers = format_size(compute_bytes(usual))
             why = f"the largest whose buffers ({buffers}) leave experts most of the memory"
             return MicroBatch(usual, why)
@@ -127,7 +127,7 @@ def choose_within(
     """Choose by a plan for n_tokens, which fits into the budget of the process.
 
     Args:
-        planned_at: Plan by micro-batch, called for n_tokens (`USUAL` or the smallest)
+        planned_at: Plan by micro-batch, called for n_tokens (`DEFAULT_UBATCH` or the smallest)
             and for larger candidates.
         tier: Tier of the experts, None for the model's precision.
         measures: True to measure missing rates if prompts read much.
@@ -136,7 +136,7 @@ def choose_within(
     room = budget - (planned.fixed - planned.computing)
     rates = recall_rates(model_index, keywords, tier)
     missed = planned.arena_full - max(room - planned.computing, 0)
-    if rates is None and measures and missed * min(PROMPT, planned.n_ctx) // USUAL > _PROBE_BYTES:
+    if rates is None and measures and missed * min(PROMPT, planned.n_ctx) // DEFAULT_UBATCH > _PROBE_BYTES:
         rates = _measured_rates(model_index, keywords.get("n_threads") or n_cores())
         remember_rates(model_index, keywords, tier, rates)
 

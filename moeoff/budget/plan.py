@@ -74,7 +74,7 @@ class MemoryPlan:
         """What the model needs at this context, as every command names it: the smallest budget that is not refused, in whole MiB."""
         return -(-(self.fixed + self.arena_floor) // MIB) * MIB
 
-    def usual_share(self, budget: Budget) -> float:
+    def default_share(self, budget: Budget) -> float:
         """Share of the experts that stay in memory within a budget, in a process of the usual size: the same for the same bound, so that what is decided by
         it can be repeated."""
         usual = replace(self, process=_PROCESS)
@@ -160,10 +160,10 @@ def planned_process(nbytes: int) -> int:
     return max(_PROCESS, nbytes + _LIBRARIES)
 
 
-_USUAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral's and gpt-oss-20b's routers have at most
+_TYPICAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral's and gpt-oss-20b's routers have at most
 
 
-def expected_bytes(nbytes: float, resident: float, choice: float = _USUAL_CHOICE) -> float:
+def expected_bytes(nbytes: float, resident: float, choice: float = _TYPICAL_CHOICE) -> float:
     """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident. Tokens come back to their experts, the more often the
     fewer of a layer they use: of what a share of the experts would miss by chance they miss one part in 1 + returns * resident. The returns are fitted to
     docs/results: cache-policies.md, real-sizes.md, from which a test takes that they tell what was missed there.

@@ -207,7 +207,7 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
 
 def check_model(path: str) -> Iterator[Finding]:
     """Check a model's headers, memory floor, and disk at its slice size."""
-    from ..budget.dry_load import answer_bytes, dry_load, slice_kinds, usual_ctx
+    from ..budget.dry_load import answer_bytes, default_ctx, dry_load, slice_kinds
     from ..budget.micro_batch import SMALLEST
     from ..gguf.model_index import ModelIndex
     from ..server.private import PrivateServer
@@ -218,7 +218,7 @@ def check_model(path: str) -> Iterator[Finding]:
     except MoeoffError as error:
         yield Finding("model", PROBLEM, in_flags(error), "moeoff runs GGUF files with routed experts")
         return
-    size = dry_load(model_index, usual_ctx(model_index), {"flash_attn": True} | SMALLEST, extras=answer_bytes(model_index, 1))
+    size = dry_load(model_index, default_ctx(model_index), {"flash_attn": True} | SMALLEST, extras=answer_bytes(model_index, 1))
     text = (
         f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, "
         f"{format_size(size.fixed + size.arena_full)} with all experts in memory"

@@ -24,7 +24,7 @@ _WORTH = 4 * MIB  # less is not worth new plans and evictions
 
 class BorrowedBuffers:
     """What experts have of the compute buffer and the work area, which are as large as the largest batch needs. Its state is `bound`: a larger batch
-    raises it (`widen`), small ones in a row lower it (`narrow`).
+    raises it (`grow_bound`), small ones in a row lower it (`shrink_bound`).
 
     Args:
         sizes: bytes of compute buffer and work area for batches of at most n tokens, and if asked, the compute buffer's other bytes given
@@ -33,7 +33,7 @@ class BorrowedBuffers:
 
     Attributes:
         largest: as given.
-        bound: tokens of the batches that may come without a call of `widen`.
+        bound: tokens of the batches that may come without a call of `grow_bound`.
     """
 
     def __init__(self, sizes: Callable[[int, bool], tuple[int, int] | None], largest: int):
@@ -60,7 +60,7 @@ class BorrowedBuffers:
         """Bytes that are not borrowed, and that no batch may have touched yet."""
         return sum(self._needs(self.bound))
 
-    def widen(self, n_tokens: int) -> bool:
+    def grow_bound(self, n_tokens: int) -> bool:
         """Before a batch: raises the bound, to a power of two, if this one is larger; whether it did."""
         bound = min(max(LEAST, 1 << (n_tokens - 1).bit_length()), self.largest)
         if bound not in self._known:
@@ -72,7 +72,7 @@ class BorrowedBuffers:
         self.bound = bound
         return True
 
-    def narrow(self, idle: bool = False) -> bool:
+    def shrink_bound(self, idle: bool = False) -> bool:
         """After a batch: lowers the bound to what the last ones needed, if that is worth it; whether it did.
 
         Args:
@@ -92,7 +92,7 @@ class BorrowedBuffers:
 
 class BorrowedCache:
     """What experts have of the KV cache: the cells that no conversation has come to. Its state is `borrowed`: a conversation that grows takes some of it
-    back (`advance`), one that has become shorter leaves more, and what may write anywhere takes all (`return_all`).
+    back (`reclaim`), one that has become shorter leaves more, and what may write anywhere takes all (`return_all`).
 
     Args:
         unused: bytes of the KV cache that stay untouched if the next batch has n tokens, and if asked, given back to the system.
@@ -109,7 +109,7 @@ class BorrowedCache:
         self._left = 0  # tokens that may come before the cache is looked at again
         self._moving = False  # the next batch may touch all of it
 
-    def advance(self, n_tokens: int) -> bool:
+    def reclaim(self, n_tokens: int) -> bool:
         """Before a batch; whether anything has changed."""
         self._left -= n_tokens
         if self._moving or self._left >= 0:
@@ -282,8 +282,8 @@ class ArenaSizer:
         if not self._borrowed:
             return
         buffers, cache = self._borrowed
-        changes = cache.return_all() if moves_state else cache.advance(n_tokens)
-        if buffers.widen(buffers.largest if moves_state else n_tokens) or moves_state:
+        changes = cache.return_all() if moves_state else cache.reclaim(n_tokens)
+        if buffers.grow_bound(buffers.largest if moves_state else n_tokens) or moves_state:
             self._grown, changes = max(self._grown, 0), True
         if changes:
             self.resize()
@@ -291,7 +291,7 @@ class ArenaSizer:
     @_exclusive
     def fill(self, n_tokens: int) -> None:
         """Before states of so many tokens come into the KV cache, not by a batch: experts give back the cells that they take."""
-        if self._borrowed and self._borrowed[1].advance(n_tokens):
+        if self._borrowed and self._borrowed[1].reclaim(n_tokens):
             self.resize()
 
     @_exclusive
@@ -308,7 +308,7 @@ class ArenaSizer:
         self.fit_budget()
 
     def _narrow(self, idle: bool) -> None:
-        if self._borrowed and self.plan.arena < self.plan.arena_full and self._borrowed[0].narrow(idle):
+        if self._borrowed and self.plan.arena < self.plan.arena_full and self._borrowed[0].shrink_bound(idle):
             self.resize()
 
     @_exclusive

@@ -1,6 +1,6 @@
 """Online comparisons: ways of computing the same are tried in turn while tokens are computed, and the fastest stays.
 
-`ABTest` compares prefetching with going without it, `DeviceJudge` devices with the CPU alone.
+`ABTest` compares prefetching with going without it, `ModeTuner` devices with the CPU alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 BLOCK = 4  # tokens
 ORDER = (False, True, True, False) * 4
 ROUND = 4  # blocks after which the times so far may decide, both ways in each
-PLAIN = 3.0  # standard errors of a difference that ends the comparison early
+EARLY_STOP_SIGMA = 3.0  # standard errors of a difference that ends the comparison early
 HOLD, LONGEST_HOLD = 256, 4096  # tokens between two comparisons
 SKIP = 1  # first tokens of a block: they still feel the one before
 
@@ -71,7 +71,7 @@ class ABTest:
         self._round.clear()
         (with_, error_with), (without, error_without) = (_trimmed(self._times[way]) for way in (True, False))
         gain, noise = without / with_ - 1, math.hypot(error_with, error_without)
-        if not last_round and abs(gain) <= PLAIN * noise:
+        if not last_round and abs(gain) <= EARLY_STOP_SIGMA * noise:
             return False
         self.gain, self.on = gain, gain > noise
         if without >= self._hopeless * with_:
@@ -98,7 +98,7 @@ _HOPELESS = 2.0  # times the best: once is enough
 _AGAIN, _HOPELESS_AGAIN = 16, 256  # batches after which another way is measured again, and one that was hopeless
 
 
-class DeviceJudge:
+class ModeTuner:
     """Compares ways to use a device with each other and with the CPU alone.
 
     Args:

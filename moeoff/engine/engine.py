@@ -40,7 +40,7 @@ from ..system.pressure import Pressure
 from .arena_sizer import ArenaSizer, BorrowedBuffers, BorrowedCache
 from .budget_follower import BudgetFollower
 from .buffer import ExpertBuffer
-from .comparison import WITHOUT, DeviceJudge
+from .comparison import WITHOUT, ModeTuner
 from .device_tier import AUTO, WAVES, DeviceTier
 from .drafts import DraftLength
 from .driver import Callback, Driver, divide, require_calibration, wants_gate_logits
@@ -50,7 +50,7 @@ from .prompt_meter import PromptMeter
 from .quality import Quality
 from .stats import Metric, Stats, Timing
 from .token_experts import TokenExperts
-from .warm_start import PromptUses, exchange, fill, read_ahead, recall, remember
+from .warm_start import PromptUses, fill_free, preload_popular, restore, save, swap_in
 
 # modes in which a device computes tokens alone, and batches whose experts fit into its slots
 _ONE_BY_ONE = ("centric", "reordered")
@@ -99,7 +99,7 @@ class Engine:
         self.budget, self.planned, self.keywords = opening.budget, opening.memory, opening.keywords
         self.micro_batch, self.profile = opening.micro_batch, opening.profile
         self.experts_per_token = (model_index if opening.nextn else model_index.without_nextn()).experts_per_token
-        self.quality = Quality(config, model_index, self.profile, self.planned.usual_share, self.budget)
+        self.quality = Quality(config, model_index, self.profile, self.planned.default_share, self.budget)
         if not self.quality.precision.tau and not opening.may_hold_everything:
             require_calibration(config.strategy, self.profile, model_index)
         strategy = config.strategy
@@ -124,7 +124,7 @@ class Engine:
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
         self.device_tier: DeviceTier | None = None
         self.device_remark = ""
-        self._device_judge: DeviceJudge | None = None
+        self._mode_tuner: ModeTuner | None = None
         self._timing, self._cpu_start = Timing(), time.process_time()
 
     # --- around the load ---
@@ -203,9 +203,9 @@ class Engine:
             return
         if config.vram_mode == AUTO:
             ways = self.device_tier.ways
-            self._device_judge = DeviceJudge(ways, (WAVES, ways[0], WITHOUT))
+            self._mode_tuner = ModeTuner(ways, (WAVES, ways[0], WITHOUT))
         elif config.vram_mode in _ONE_BY_ONE and reads_in_waves:
-            self._device_judge = DeviceJudge((config.vram_mode,), (WAVES, config.vram_mode), compares=False)
+            self._mode_tuner = ModeTuner((config.vram_mode,), (WAVES, config.vram_mode), compares=False)
 
     def _start(self, allocated: MemoryPlan, ctx: int) -> None:
         precision = self.quality.precision
@@ -259,13 +259,13 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Loads in the background what was resident when the model was last closed, if that was asked for; else what the strategy begins with."""
-        if self.config.warm and self.config.strategy.keep and recall(self.buffer, self.model_index, self.sizer.arenas):
+        if self.config.warm and self.config.strategy.keep and restore(self.buffer, self.model_index, self.sizer.arenas):
             return
         popular = None if self.profile is None or not self.config.strategy.fill else self.profile.section("popularity")
         if self.profile is not None and popular is not None:
             with self.profile.taking("popularity"):
                 require_arrays(popular, {"counts": ("i", self.buffer.priorities.shape)})
-            fill(self.buffer, popular["counts"], self.sizer.arenas[0])
+            preload_popular(self.buffer, popular["counts"], self.sizer.arenas[0])
 
     def watch_prompts(self) -> None:
         """From here on `idle` reads ahead for the next prompt, if the strategy keeps experts, and nobody wants runs that repeat. What prompts need is noted where
@@ -284,9 +284,9 @@ class Engine:
         """
         self.sizer.idle()
         if self._watches:
-            read_ahead(self.buffer, ended)
+            fill_free(self.buffer, ended)
             if self._prompt_uses is not None:
-                exchange(self.buffer, self._prompt_uses.weights, ended)
+                swap_in(self.buffer, self._prompt_uses.weights, ended)
 
     # --- around every decode ---
 
@@ -304,8 +304,8 @@ class Engine:
             with contextlib.suppress(BudgetError, OptionError):  # then the buffer's own order serves
                 self._attach_missing()
         self.sizer.before(len(tokens), self._moves_state(spans))
-        if self._device_judge is not None and self.device_tier is not None:
-            self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
+        if self._mode_tuner is not None and self.device_tier is not None:
+            self.device_tier.use(self._mode_tuner.begin(len(tokens), decodes))
         self.buffer.set_batch_kind(decodes)
         if self.drafts is not None:
             self._timing.drafts_rejected += self.drafts.begin(spans, time.perf_counter())
@@ -331,8 +331,8 @@ class Engine:
         self._uses_before = None
         self.buffer.check()
         self._timing.add(n_tokens, seconds, decodes)
-        if self._device_judge is not None:
-            self._device_judge.end(n_tokens, seconds, decodes)
+        if self._mode_tuner is not None:
+            self._mode_tuner.end(n_tokens, seconds, decodes)
         if not decodes:
             self.prompt_meter.end(n_tokens, seconds)
         self.sizer.after()
@@ -419,8 +419,8 @@ class Engine:
         facts: dict[str, Any] = {}
         if self.device_tier is not None:
             facts["device_memory"] = self.device_tier.uses
-        if self._device_judge is not None:
-            facts |= {"device_mode": self._device_judge.decode_mode, "device_gain": self._device_judge.gain}
+        if self._mode_tuner is not None:
+            facts |= {"device_mode": self._mode_tuner.decode_mode, "device_gain": self._mode_tuner.gain}
         if (prefetcher := self.driver.prefetcher) is not None:
             facts |= {"prefetch_on": prefetcher.on, "prefetch_gain": prefetcher.gain}
             if (meter := prefetcher.meter) is not None:
@@ -472,7 +472,7 @@ class Engine:
         stats = asdict(self.stats())
         self.driver.close({name: stats[name] for name in _COUNTERS})
         if self.config.warm:
-            remember(self.buffer, self.model_index)
+            save(self.buffer, self.model_index)
         if rates := self.prompt_meter.rates:
             remember_rates(self.model_index, self.keywords, self.config.tier, rates)
 

@@ -31,7 +31,7 @@ class GatePredictor:
 
     Attributes:
         settings: struct moeoff_prefetching.
-        n_paying: [n_gates] int32, up to which place what is absent is read.
+        max_rank: [n_gates] int32, up to which place what is absent is read.
         selected: [n_gates, n_experts] bool, what each gate's last event of decoded tokens selected.
     """
 
@@ -46,10 +46,10 @@ class GatePredictor:
                 self._routers[gate] = native.RoutersAhead(
                     rows.address, _address(bias), _address(selection), rows.nbytes, rows.type, rows.n_cols, rows.n_rows // n, n
                 )
-        self.n_paying = np.full(n_gates, n_candidates, np.int32)
+        self.max_rank = np.full(n_gates, n_candidates, np.int32)
         self._n_predicted, self.selected = np.zeros(n_gates, np.int32), np.zeros((n_gates, n_experts), bool)
         self._experts, self._places = (np.zeros((n_gates, n_experts), np.int32) for _ in range(2))
-        arrays = (array.ctypes.data_as(POINTER(c_int32)) for array in (self.n_paying, self._experts, self._places, self._n_predicted))
+        arrays = (array.ctypes.data_as(POINTER(c_int32)) for array in (self.max_rank, self._experts, self._places, self._n_predicted))
         self.settings = native.Prefetching(self._routers, *arrays, n_candidates=n_candidates, max_rows=max_rows, n_together=1,
                                            selected=self.selected.ctypes.data_as(POINTER(c_uint8)))  # fmt: skip
 

@@ -16,8 +16,8 @@ from ..budget.dry_load import memory_sizes
 from ..errors import BudgetError, Cancelled, ComputeError, ModelError, MoeoffError, OptionError
 from ..llamacpp.compute_thread import ComputeThread
 from ..llamacpp.llama import LoadError, PatchedLlama, errors_unless, set_log
+from ..llamacpp.model_lock import ModelLock
 from ..llamacpp.threads import CoreBinding
-from ..llamacpp.turns import Turns
 from ..options import Config
 from ..routing.batch import batch_spans, is_decode
 from ..routing.event import GateEvent
@@ -54,7 +54,7 @@ def _in_turn(name: str, *, changes: bool = True) -> Any:
 
     @functools.wraps(method)
     def call(self: Llama, *args: Any, **kwargs: Any) -> Any:
-        return self.turns.take(functools.partial(method, self, *args, **kwargs), changes=changes)
+        return self.lock.take(functools.partial(method, self, *args, **kwargs), changes=changes)
 
     return call
 
@@ -95,9 +95,9 @@ class Llama(PatchedLlama):
         **options: Any,
     ):
         self._progress, self._on_stats = progress, on_stats
-        self._turns = Turns(ComputeThread())
+        self._lock = ModelLock(ComputeThread())
         try:
-            self._turns.thread.call(functools.partial(self._open, model_path, options))
+            self._lock.thread.call(functools.partial(self._open, model_path, options))
         except BaseException:
             self.close()
             raise
@@ -108,7 +108,7 @@ class Llama(PatchedLlama):
         engine = self._engine = Engine(plan(config))
         self._one_output = not engine.config.gate_input
         set_log(engine.keywords["verbose"])
-        self.turns.thread.set_stop = engine.buffer.set_cancelled
+        self.lock.thread.set_stop = engine.buffer.set_cancelled
         with engine.loading() as self._overrides:
             try:
                 self.load(engine.config.model_path, **engine.keywords)
@@ -136,11 +136,11 @@ class Llama(PatchedLlama):
             raise MoeoffError("the model is closed")
         return self._engine
 
-    # --- turns ---
+    # --- lock ---
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function on the model's thread, as one turn: what it computes, Ctrl-C or `cancel()` ends as a whole."""
-        return self.turns.take(functools.partial(function, *args, **kwargs))
+        return self.lock.take(functools.partial(function, *args, **kwargs))
 
     def _forget_incomplete(self) -> None:
         super()._forget_incomplete()
@@ -157,12 +157,12 @@ class Llama(PatchedLlama):
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As llama_cpp's."""
-        self.turns.take(functools.partial(self._eval, tokens))
+        self.lock.take(functools.partial(self._eval, tokens))
 
     def _eval(self, tokens: Sequence[int]) -> None:
         # recurrent layers cannot go back behind a token of which a part is computed
         completes = self._has_state and len(tokens) <= 1
-        with self.turns.thread.completing() if completes else contextlib.nullcontext():
+        with self.lock.thread.completing() if completes else contextlib.nullcontext():
             super().eval(tokens)
 
     def _reserve(self, nbytes: int) -> bool:
@@ -181,9 +181,9 @@ class Llama(PatchedLlama):
 
     def sample(self, *args: Any, **options: Any) -> int:
         """As llama_cpp's, but not with the settings of the answer before."""
-        if self.turns.thread.is_current:
+        if self.lock.thread.is_current:
             return super().sample(*args, **options)
-        return self.turns.take(functools.partial(self._sample, *args, **options), changes=False)
+        return self.lock.take(functools.partial(self._sample, *args, **options), changes=False)
 
     def _sample(self, *args: Any, **options: Any) -> int:
         sampler, self._sampler = self._sampler, None
@@ -194,13 +194,13 @@ class Llama(PatchedLlama):
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
         answer: Generator[Any, None, None] = super()._create_completion(*args, **kwargs)  # type: ignore[assignment]
-        return self.turns.steps(answer) if kwargs.get("stream") else iter([self.call(_only, answer)])
+        return self.lock.steps(answer) if kwargs.get("stream") else iter([self.call(_only, answer)])
 
     # --- computing ---
 
     def _decode(self, decode: Callable[[], None], batch: Any) -> None:
         """Around every decode: what went wrong in a callback or an I/O thread comes before what llama.cpp says of it."""
-        engine, thread = self.engine, self.turns.thread
+        engine, thread = self.engine, self.lock.thread
         thread.require_uncancelled()
         spans = batch_spans(batch)
         if self._decodes is not None:
@@ -238,11 +238,11 @@ class Llama(PatchedLlama):
         can reuse its state. A second call ends that, too, and the context goes back to the last
         micro-batch of the prompt.
         """
-        self.turns.cancel()
+        self.lock.cancel()
 
     def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As llama_cpp's; `on_stats` is told when it ends."""
-        return self.turns.steps(self._generate(*args, **kwargs))
+        return self.lock.steps(self._generate(*args, **kwargs))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         before = self.stats()
@@ -254,12 +254,12 @@ class Llama(PatchedLlama):
         try:
             yield from super().generate(*args, **kwargs)
         finally:
-            if self.turns.is_open:
+            if self.lock.is_open:
                 if self._on_stats:
                     try:
                         self._on_stats(self.stats().since(before))
                     except BaseException as error:
-                        self.turns.defer(error)
+                        self.lock.defer(error)
 
     def _forget_what_was_not_followed(self, tokens: Sequence[int]) -> None:
         """The text must not depend on what was asked before: unless a prompt goes on behind all of it, it is computed from its start."""
@@ -276,18 +276,18 @@ class Llama(PatchedLlama):
             BudgetError: below what the model needs; the old budget stays.
             OptionError: not a size.
         """
-        self.turns.take(functools.partial(self.engine.set_memory, memory), changes=False)
+        self.lock.take(functools.partial(self.engine.set_memory, memory), changes=False)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""
-        self.turns.take(functools.partial(self.engine.set_gate_callback, callback), changes=False)
+        self.lock.take(functools.partial(self.engine.set_gate_callback, callback), changes=False)
 
     def stats(self) -> Stats:
         """Statistics since the model was opened, or since `reset_stats()`."""
-        return self.turns.read(self.engine.stats)
+        return self.lock.read(self.engine.stats)
 
     def reset_stats(self) -> None:
-        self.turns.read(self.engine.reset_stats)
+        self.lock.read(self.engine.reset_stats)
 
     # --- closing ---
 
@@ -302,8 +302,8 @@ class Llama(PatchedLlama):
 
         What another thread computes ends first, with an exception there. From inside a call, as in a callback, the model is freed when that returns.
         """
-        if self._turns is not None:
-            self._turns.close(self._free)
+        if self._lock is not None:
+            self._lock.close(self._free)
 
     def _free(self) -> None:
         with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first

@@ -11,7 +11,7 @@ from typing import Any
 from ..budget.draft_model import uses_nextn
 from ..budget.dry_load import answer_bytes, dry_load, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.micro_batch import SMALLEST, USUAL, MicroBatch, choose_within
+from ..budget.micro_batch import DEFAULT_UBATCH, SMALLEST, MicroBatch, choose_within
 from ..budget.plan import RESERVE, MemoryPlan, require_header_room
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..experts.profile import Profile
@@ -134,7 +134,7 @@ def plan(
                 error.hint["flash_attn"] = True
         raise
 
-    n_planned = min(keywords.get("n_ubatch", USUAL), USUAL, memory.n_ctx)
+    n_planned = min(keywords.get("n_ubatch", DEFAULT_UBATCH), DEFAULT_UBATCH, memory.n_ctx)
 
     @functools.cache
     def planned_for(n_tokens: int) -> MemoryPlan:
@@ -160,14 +160,14 @@ def _micro_batch(
     """Return what the user said, else what memory allows and takes the least time."""
     n_ctx = planned_for(n_planned).n_ctx
     if config.n_batch or config.n_ubatch:
-        given = min(keywords.get("n_ubatch", USUAL), keywords.get("n_batch", USUAL), n_ctx)
+        given = min(keywords.get("n_ubatch", DEFAULT_UBATCH), keywords.get("n_batch", DEFAULT_UBATCH), n_ctx)
         return MicroBatch(given, "as given")
     if budget.process is None:
         return MicroBatch(n_planned, "the usual one: only the experts' memory is bounded")
     if config.repeatable:
         same = "the usual one: the run must be the same at every budget and on every machine"
         small = "the smallest one: there is no room for the buffers of the usual one"
-        return MicroBatch(n_planned, same if n_planned == min(USUAL, n_ctx) else small)
+        return MicroBatch(n_planned, same if n_planned == min(DEFAULT_UBATCH, n_ctx) else small)
     return choose_within(planned_for, model_index, n_planned, budget.process, keywords, config.tier)
 
 

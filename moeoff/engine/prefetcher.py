@@ -26,7 +26,7 @@ _MOST_EXPERTS_SHARE = 0.75  # share of a gate's experts; a batch that selects fe
 _KEEP = 0.5  # what a count keeps from batch to batch
 
 
-class ReadAhead:
+class PromptPrefetcher:
     """Queues the next gate's experts in a prompt, while this one's are computed.
 
     Of hundreds of tokens some select nearly every expert of a gate: all are queued, those that the most tokens selected before first. The gate
@@ -166,7 +166,7 @@ _PRIOR = 4.0  # observations that the assumption "half is useful", and for a gat
 _NO_EXPERTS = np.zeros(0, np.int32)
 
 
-class Usefulness:
+class PrefetchPrecision:
     """How often an expert that was predicted, and absent, is then selected, by its place in the prediction.
 
     The experts that a good cache lacks are hard to foresee: of all predictions most are right, of those about absent experts fewer.
@@ -176,7 +176,7 @@ class Usefulness:
         n_places: candidates of a prediction.
 
     Attributes:
-        n_paying: [n_gates] up to which place the likeliest candidates of a gate are read if they are absent.
+        max_rank: [n_gates] up to which place the likeliest candidates of a gate are read if they are absent.
     """
 
     def __init__(self, n_gates: int, n_experts: int, n_places: int):
@@ -188,7 +188,7 @@ class Usefulness:
         self._gates = np.arange(n_gates)
         self._absent, self._useful = np.zeros(n_places), np.zeros(n_places)
         self._expected_of, self._useful_of = np.zeros(n_gates), np.zeros(n_gates)
-        self.n_paying = [n_places] * n_gates
+        self.max_rank = [n_places] * n_gates
 
     def predicted(self, gate: int, best: np.ndarray, places: np.ndarray | None = None) -> None:
         """The candidates [n] of a gate for its next token, each once, and the place of each; None: the likeliest first."""
@@ -226,7 +226,7 @@ class Usefulness:
         self._expected_of += np.bincount(gates, share[places], n_gates)
         in_gate = (self._useful_of + _PRIOR) / (self._expected_of + _PRIOR)
         pays = in_gate[:, None] * share >= MIN_USEFUL_SHARE
-        self.n_paying = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
+        self.max_rank = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
         self._ids, self._best, self._places = ([_NO_EXPERTS] * n_gates for _ in range(3))
         self._resident[:] = resident
 
@@ -288,7 +288,7 @@ class Prefetcher(Observer):
         share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
         bounded: in decode, as of `Strategy`.
         ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of tokens at once), and
-            what is seldom useful is not read (`Usefulness`).
+            what is seldom useful is not read (`PrefetchPrecision`).
         precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all. `use` changes it.
         fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
     """
@@ -309,10 +309,10 @@ class Prefetcher(Observer):
         self._most = float(n_used * self._n_matrices)  # slices that one gate can select
         self.ab_test = ABTest() if ab_tested else None
         self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}  # by tokens that are decoded at once: their times cannot be compared
-        self._usefulness = Usefulness(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
+        self._prefetch_precision = PrefetchPrecision(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
         # the papers' own presets are measured as their papers do; what is A/B-tested has its gain
         self.meter = None if ab_tested else PredictionMeter(buffer.tensors, self._n_gates)
-        self._read_ahead = ReadAhead(buffer, precision)
+        self._prompt_prefetcher = PromptPrefetcher(buffer, precision)
         self._weights = WeightEstimate(self._n_gates, min(n_used, self._n_candidates))
         self._set_precision(precision)
         self._popular: dict[int, tuple[list[int], np.ndarray | None]] = {}  # of a prompt's batch, by gate: the experts that are foreseen, and in which versions
@@ -339,7 +339,7 @@ class Prefetcher(Observer):
         self._tell_native()
 
     def _set_precision(self, precision: Precision) -> None:
-        self.precision = self._read_ahead.precision = precision
+        self.precision = self._prompt_prefetcher.precision = precision
         self._as_weighed = not precision.lossless and not precision.mispredicted_low  # else what is predicted is read in high precision
 
     def go_native(self, n_together: int) -> GatePredictor | None:
@@ -348,7 +348,7 @@ class Prefetcher(Observer):
         Args:
             n_together: events of a token that other observers may see together, behind the last of them.
         """
-        if self._usefulness is not None and self._bounded and (routers := self.predictor.native()) is not None:
+        if self._prefetch_precision is not None and self._bounded and (routers := self.predictor.native()) is not None:
             self._native = GatePredictor(routers, self._n_experts, self._n_candidates, SAMPLE)
             self._n_together = n_together
             self._tell_native()
@@ -414,12 +414,12 @@ class Prefetcher(Observer):
             predictions = self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
             for p in predictions or []:
                 self._popular[p.gate] = _by_popularity(p.scores, self._n_used), self._of_prompt(p)
-            if not self._read_ahead.observe(event, *self._popular.pop(event.gate + 1, ([], None))):
+            if not self._prompt_prefetcher.observe(event, *self._popular.pop(event.gate + 1, ([], None))):
                 self._act(self.predictor.observe(event.sample(SAMPLE)) if predictions is None else predictions, False)
             return
-        usefulness = self._usefulness if self._predicts else None
-        if usefulness is not None and not self._is_quiet:
-            usefulness.selected(event.gate, event.ids[event.weights >= tau] if tau else event.ids.ravel())  # what is read for nobody is of no use
+        prefetch_precision = self._prefetch_precision if self._predicts else None
+        if prefetch_precision is not None and not self._is_quiet:
+            prefetch_precision.selected(event.gate, event.ids[event.weights >= tau] if tau else event.ids.ravel())  # what is read for nobody is of no use
         if self.meter is not None:
             self.meter.selected(event)
         if event.gate == 0:
@@ -435,7 +435,7 @@ class Prefetcher(Observer):
         if decode and not self.predictor.wants_tokens:
             return
         self._buffer.drain()
-        if not decode and self._read_ahead.begin(len(tokens), self._n_used):
+        if not decode and self._prompt_prefetcher.begin(len(tokens), self._n_used):
             return
         if self._predicts or not decode:
             self._act(self.predictor.begin(tokens), decode, stops=decode)
@@ -449,13 +449,13 @@ class Prefetcher(Observer):
         stats = self._buffer.stats()
         busy, reads = stats.disk_busy_ns - self._seen[0], stats.reads - self._seen[1]
         self._seen = (stats.disk_busy_ns, stats.reads)
-        if self._usefulness is not None and self._predicts:
+        if self._prefetch_precision is not None and self._predicts:
             for prediction in () if self._native is None else self._native.predictions():
-                self._usefulness.predicted(*prediction)
+                self._prefetch_precision.predicted(*prediction)
             selected = self._native.selected if self._native is not None and self._is_quiet else None
-            self._usefulness.next_token(self._buffer.residency() == self._whole, selected)
+            self._prefetch_precision.next_token(self._buffer.residency() == self._whole, selected)
             if self._native is not None:
-                self._native.n_paying[:] = self._usefulness.n_paying
+                self._native.max_rank[:] = self._prefetch_precision.max_rank
         if self._token_t and n_rows == self._n_rows:
             ns, rate = (now - self._token_t) // n_tokens, 1 - (1 - _RATE) ** n_tokens
             if self.ab_test is not None:
@@ -482,28 +482,28 @@ class Prefetcher(Observer):
         for n, p in enumerate(predictions, 1):
             if not decode:
                 # all experts that some token is likely to select, those of the most tokens first (Fate §4.3)
-                if self._read_ahead.read(p.gate, _by_popularity(p.scores, self._n_used), versions=self._of_prompt(p)) and stops:
+                if self._prompt_prefetcher.read(p.gate, _by_popularity(p.scores, self._n_used), versions=self._of_prompt(p)) and stops:
                     return
                 continue
             top = p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1]
             best, places = _merged(top)
             if self.meter is not None:
                 self.meter.predicted(p.gate, _merged(top[:, : self._n_used])[0])
-            n_paying = len(best)
+            max_rank = len(best)
             versions = self._would_serve(p, top) if self._as_weighed else None
-            if self._usefulness is not None:
-                n_paying = self._usefulness.n_paying[p.gate]
+            if self._prefetch_precision is not None:
+                max_rank = self._prefetch_precision.max_rank[p.gate]
                 if places is not None:
-                    n_paying = int(np.searchsorted(places, n_paying))
+                    max_rank = int(np.searchsorted(places, max_rank))
                 if versions is None or not self.precision.tau:
-                    self._usefulness.predicted(p.gate, best, places)
+                    self._prefetch_precision.predicted(p.gate, best, places)
                 else:
                     high = versions[best] == native.HIGH
-                    self._usefulness.predicted(p.gate, best[high], (np.arange(len(best)) if places is None else places)[high])
+                    self._prefetch_precision.predicted(p.gate, best[high], (np.arange(len(best)) if places is None else places)[high])
             # without a bound until the router has selected (EdgeMoE §3.3.2): what is not read by then
             # would have taken others' memory for nothing
             limit = self._credit if self._bounded else max(np.ceil(self._gap_slices), self._most)
-            queued = self._read(p.gate, versions, best, n_paying, int(limit))
+            queued = self._read(p.gate, versions, best, max_rank, int(limit))
             self._credit -= queued
             if queued or (n < len(predictions) and self._lacks(p.gate, versions, best)):
                 return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
@@ -527,8 +527,8 @@ class Prefetcher(Observer):
         out[top[served]] = native.HIGH
         return out
 
-    def _read(self, gate: int, versions: np.ndarray | None, best: np.ndarray, n_paying: int, limit: int) -> int:
-        """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many.
+    def _read(self, gate: int, versions: np.ndarray | None, best: np.ndarray, max_rank: int, limit: int) -> int:
+        """Protects the candidates that are resident, and queues up to `limit` slices of the first `max_rank`; returns how many.
 
         Args:
             versions: [n_experts], that would serve; None: all high.
@@ -538,16 +538,16 @@ class Prefetcher(Observer):
         if versions is None:
             order = best.tolist()
             # a matrix of each is read before their second ones: of as many as a token needs
-            each = n_paying if self._bounded else min(self._n_used, n_paying)
+            each = max_rank if self._bounded else min(self._n_used, max_rank)
             queued = prefetch(gate, order, each, limit=limit)
-            while (n_paying := n_paying - each) > 0 and (queued < limit or self._fills_devices):
+            while (max_rank := max_rank - each) > 0 and (queued < limit or self._fills_devices):
                 order = [*order[each:], *order[:each]]
                 # what is not read any more may be uploaded
-                each = min(each, n_paying) if queued < limit else n_paying
+                each = min(each, max_rank) if queued < limit else max_rank
                 queued += prefetch(gate, order, each, limit=limit - queued)
             return queued
         versions = versions[best]
-        pays = np.arange(len(best)) < n_paying
+        pays = np.arange(len(best)) < max_rank
         high = (versions == native.HIGH) & pays
         queued = prefetch(gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit)  # others that are resident will serve
         if low := best[(versions == native.LOW) & pays].tolist():

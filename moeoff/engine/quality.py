@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..budget.loss_contract import USUAL_SHARE, LossContract, SelectedPrecision
+from ..budget.loss_contract import DEFAULT_SHARE, LossContract, SelectedPrecision
 from ..experts.profile import Profile
 from ..experts.sidecar import ORIGINAL, ExpertSource
 from ..gguf.model_index import ModelIndex
@@ -52,7 +52,7 @@ class Quality:
         if config.max_loss:
             self._contract = LossContract.find(model_index, profile, self.source, config.max_loss)
             # what must repeat in any memory cannot be chosen by it
-            self.selected = self._contract.select(config.max_loss, USUAL_SHARE if config.deterministic else resident_share(budget))
+            self.selected = self._contract.select(config.max_loss, DEFAULT_SHARE if config.deterministic else resident_share(budget))
             self.precision, self.source = self.selected.precision, replace(self.source, tier=self.selected.tier)
             config.check_precision(self.precision)
         if low_tier:

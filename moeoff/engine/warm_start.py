@@ -31,14 +31,14 @@ def _entry(model_index: ModelIndex) -> CacheEntry:
     return CacheEntry("warm.npz", version=VERSION, model=model_index.identity)
 
 
-def remember(buffer: ExpertBuffer, model_index: ModelIndex) -> None:
+def save(buffer: ExpertBuffer, model_index: ModelIndex) -> None:
     """Writes down what is resident."""
     high, low = buffer.residency(), buffer.residency(low=True)
     if high.any() or low.any():
         _entry(model_index).save_arrays(high=high, low=low)
 
 
-def recall(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, int]) -> int:
+def restore(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, int]) -> int:
     """Queues what was resident, as far as the arenas go; returns how many slices. Demand always comes first.
 
     Args:
@@ -55,7 +55,7 @@ def recall(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, int
     return _preload(buffer, saved["low"], arenas[1], True) + _preload(buffer, saved["high"], arenas[0], False)
 
 
-def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
+def preload_popular(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
     """Reads the experts that were used most in other text, as many as the arena holds, and returns when they are there: how an expert buffer is
     initialized (EdgeMoE §3.3.3).
 
@@ -107,13 +107,13 @@ class PromptUses(Observer):
         row[np.unique(event.ids[row[event.ids] < 1])] += 1
 
 
-def exchange(buffer: ExpertBuffer, weights: np.ndarray, ended: Callable[[], bool] = lambda: False) -> None:
+def swap_in(buffer: ExpertBuffer, weights: np.ndarray, ended: Callable[[], bool] = lambda: False) -> None:
     """While nothing computes: queues experts that the last prompts needed and that are absent, in the place of those that they needed less. The arena may be
     full. What has not come when its gate selects, and is not chosen, is dropped.
 
     Args:
         weights: [n_gates, n_experts], as `PromptUses` has them.
-        ended: as `read_ahead` takes it.
+        ended: as `fill_free` takes it.
     """
     stats = buffer.stats()
     room = stats.cache_bytes - stats.low_cache_bytes
@@ -134,7 +134,7 @@ def exchange(buffer: ExpertBuffer, weights: np.ndarray, ended: Callable[[], bool
         buffer.prefetch(gate, experts[np.argsort(-weights[gate, experts], kind="stable")].tolist())
 
 
-def read_ahead(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) -> None:
+def fill_free(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) -> None:
     """While nothing computes: queues absent experts for the room that is left. Nothing is evicted for them, and what has not begun when the next gate
     selects is dropped.
 

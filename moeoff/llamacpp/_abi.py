@@ -169,7 +169,7 @@ class Prefetching(Structure):
 
     _fields_ = [
         ("routers", POINTER(RoutersAhead)),
-        *each(POINTER(c_int32), "n_paying experts places n_predicted"),
+        *each(POINTER(c_int32), "max_rank experts places n_predicted"),
         ("score", POINTER(Score)),
         *each(c_double, "credit earned most"),
         *each(c_int32, "is_on n_candidates max_rows n_together n_quiet n_tokens n_missed"),

@@ -26,7 +26,7 @@ from ..errors import MoeoffError, OptionError, one_line
 from ..system import machine
 from . import templates
 from .compute_thread import computes_here, is_cancelled
-from .turns import Turns
+from .model_lock import ModelLock
 
 # OpenMP's barriers spin for milliseconds by default, and wait for preempted cores: 3.5
 # tok/s instead of 10.4 beside two busy processes on 2 cores, no difference on an idle
@@ -157,7 +157,7 @@ class _Handle:
     def __get__(self, owner: Any, _type: type | None = None) -> Any:
         if owner is None:
             return self
-        owner.turns.require_open()
+        owner.lock.require_open()
         return owner.__dict__[self._name]
 
     def __set__(self, owner: Any, value: Any) -> None:
@@ -167,12 +167,12 @@ class _Handle:
 class _Model(_internals.LlamaModel):
     model, vocab = _Handle(), _Handle()
 
-    def __init__(self, turns: Turns, **options: Any):
-        self.turns = turns
+    def __init__(self, lock: ModelLock, **options: Any):
+        self.lock = lock
         super().__init__(**options)
 
     def close(self) -> None:
-        if self.turns.here:  # not in a fork
+        if self.lock.here:  # not in a fork
             super().close()  # type: ignore[no-untyped-call]
 
 
@@ -180,8 +180,8 @@ class _Context(_internals.LlamaContext):
     ctx, memory = _Handle(), _Handle()
     is_broken = False  # True after an incomplete batch: recurrent states may be half updated
 
-    def __init__(self, turns: Turns, llama: weakref.ref[PatchedLlama], **options: Any):
-        self.turns, self._llama = turns, llama
+    def __init__(self, lock: ModelLock, llama: weakref.ref[PatchedLlama], **options: Any):
+        self.lock, self._llama = lock, llama
         super().__init__(**options)
 
     def decode(self, batch: Any) -> None:
@@ -200,7 +200,7 @@ class _Context(_internals.LlamaContext):
         self.is_broken = False
 
     def close(self) -> None:
-        if self.turns.here:
+        if self.lock.here:
             super().close()  # type: ignore[no-untyped-call]
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
@@ -223,7 +223,7 @@ def _reads(kind: type, name: str) -> Any:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.turns.read(method, self, *args, **kwargs)
+            return self.lock.read(method, self, *args, **kwargs)
         except ValueError as error:  # token out of range
             raise OptionError(str(error)) from None
         except RuntimeError as error:  # no vocabulary
@@ -339,13 +339,13 @@ class PatchedLlama(_AnyLlama):
     _n_begun = 0  # tokens in the context and in the running batch
     _state = np.empty(0, np.uint8)  # copy of the recurrent state
     _is_refused = False  # True if there was no memory for the copy
-    _turns: Turns | None = None  # llama_cpp also closes objects that were never opened
+    _lock: ModelLock | None = None  # llama_cpp also closes objects that were never opened
 
     @property
-    def turns(self) -> Turns:
-        if self._turns is None:
-            self._turns = Turns()
-        return self._turns
+    def lock(self) -> ModelLock:
+        if self._lock is None:
+            self._lock = ModelLock()
+        return self._lock
 
     def load(self, model_path: str, **options: Any) -> None:
         """Call llama_cpp.Llama's constructor.
@@ -355,8 +355,8 @@ class PatchedLlama(_AnyLlama):
             BaseException: The exception of `_progress`.
         """
         weak = weakref.ref(self)  # avoids a cycle, which would outlive the last user
-        self._model_class = functools.partial(_Model, self.turns)
-        self._context_class = functools.partial(_Context, self.turns, weak)
+        self._model_class = functools.partial(_Model, self.lock)
+        self._context_class = functools.partial(_Context, self.lock, weak)
         raised: list[BaseException] = []
         progress = self._progress
 

@@ -54,7 +54,7 @@ class Job:
         tests: run one after the other; what one leaves in memory is there for the next.
         repetitions: of each test, each on another piece of the text.
         warm_up: one more before them, that is not counted.
-        text: file whose tokens are fed; None: `usual_text`.
+        text: file whose tokens are fed; None: `default_text`.
         answer: tokens that are decoded one by one in the place of the text's, and behind them the model's own, always the likeliest. So the empty one is the
             model's greedy answer, which the measurement's `closed["answer"]` has, for others to decode the same. None: the text's.
         seconds: after so many a test ends with the tokens that it has, and is not repeated; None: never.
@@ -170,7 +170,7 @@ class Measurement:
 _CHUNK = 1 << 16  # characters that are tokenized at once
 
 
-def usual_text() -> str:
+def default_text() -> str:
     """Half a million characters of English prose about Python, with code in it, which every Python brings along: the help of its `help()`.
 
     Raises:
@@ -197,7 +197,7 @@ def default_texts(text: Sequence[str | os.PathLike[str]]) -> Iterator[list[str]]
     with tempfile.TemporaryDirectory(prefix="moeoff-text-") as folder:
         path = os.path.join(folder, "python-help.txt")
         with open(path, "w", encoding="utf-8") as file:
-            file.write(usual_text())
+            file.write(default_text())
         data = importlib.resources.files(__package__.split(".")[0]) / "data" / "calibration.txt"
         yield [str(data), path]
 
@@ -209,7 +209,7 @@ def read_text(path: str | os.PathLike[str] | None) -> str:
         OptionError: it cannot be read, or is empty.
     """
     if path is None:
-        return usual_text()
+        return default_text()
     text = files.read_text(path, errors="replace", newlines=True)
     if not text.strip():
         raise OptionError(f"{os.fspath(path)}: holds no text")

@@ -4,7 +4,7 @@ One number is searched: τ, the weight below which an expert that is not in memo
 (`Precision.resident`) that holds a share of each layer's experts: each token is decided as if it were decoded alone behind the ones before it, as an
 answer is computed, but batches compute many of them at once.
 
-With nothing resident, a few τ show how the divergence grows (`Growth`). So for each share the search begins at a τ whose loss should be well within the bound,
+With nothing resident, a few τ show how the divergence grows (`DivergenceModel`). So for each share the search begins at a τ whose loss should be well within the bound,
 raises it as long as the upper bound of the loss keeps the limit, and ends at the first that does not. Such a sequence needs no correction for its length, only
 for the number of sequences (`upper_loss`). How far it goes at a time depends on the divergence, whose error is small, and not on the loss, which alone decides
 where it ends.
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from ..budget.loss_contract import SECTION, USUAL_SHARE, Candidate, LossContract
+from ..budget.loss_contract import DEFAULT_SHARE, SECTION, Candidate, LossContract
 from ..engine.llama import Llama
 from ..errors import OptionError
 from ..experts.profile import Profile, profile_output
@@ -40,9 +40,9 @@ from ..gguf.model_index import ModelIndex
 from ..precision import Precision
 from ..system.files import require_new
 from ..system.memory import Budget, rss
-from .choices import Choices
 from .job import default_texts
 from .perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
+from .recorded_routing import RecordedRouting
 from .statistics import Distance, Estimate, Scores, log_probs, one_sided, spread, upper_loss
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
@@ -140,11 +140,11 @@ class RuleEvaluator:
     scores: Scores
 
     def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1,
-                 progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None,
+                 progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: RecordedRouting | None = None,
                  deadline: float = math.inf):  # fmt: skip
         self._llm, self.windows, self._tier, self._size, self.at_once = llm, windows, tier, size, at_once
         self._tell = progress or (lambda what, n, total: None)
-        self.n_prompt, self.choices, self.seconds = n_prompt, choices or Choices([]), 0.0
+        self.n_prompt, self.choices, self.seconds = n_prompt, choices or RecordedRouting([]), 0.0
         self._deadline = deadline
         self._lossless_misses: dict[float, int] = {}  # by what is resident
 
@@ -166,7 +166,7 @@ class RuleEvaluator:
         n_experts: dict[int, int] = {}
         for tensor in self._llm.engine.buffer.tensors:
             n_experts[tensor.gate] = max(n_experts.get(tensor.gate, 0), tensor.ne[2])
-        self.choices, self._lossless_misses = Choices([n_experts[gate] for gate in sorted(n_experts)]), {}
+        self.choices, self._lossless_misses = RecordedRouting([n_experts[gate] for gate in sorted(n_experts)]), {}
         self._llm.set_gate_callback(self.choices.observe)
         try:
             progress = self._stage("lossless", len(self.windows))
@@ -242,7 +242,7 @@ class RuleEvaluator:
         return loss if len(lost) >= least else replace(loss, low=loss.value)
 
 
-class Growth:
+class DivergenceModel:
     """How the divergence grows with τ behind a share s of the experts, KL = scale τ^power (1 - s)^2, and with it the upper bound of the loss, KL + b sqrt(KL):
     the error of a mean of n tokens' losses is at least sqrt(2 KL / n).
 
@@ -292,7 +292,7 @@ def _search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float,
     taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0}) if len(weights) else []
     points = [(tau, evaluator.divergence(reference, tau)) for tau in taus]
     scored = n_scored(len(evaluator.windows[0].tokens), evaluator.n_prompt)
-    growth = Growth(points, math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once)
+    growth = DivergenceModel(points, math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once)
     unfinished = list(SHARES)
     while unfinished:
         bold_enough = 0.0  # what held with fewer resident holds
@@ -330,7 +330,7 @@ def keep_on_own_text(
     n_each = len(evaluator.windows[0].tokens) - OPENING
     least, most = (max(-(-n // n_each), 2) for n in (OWN_TOKENS, MOST_OWN_TOKENS))
     while boldest := [held[-1] for candidates in remaining if (held := [c for c in candidates if c.upper_loss <= max_loss])]:
-        c = next((c for c in boldest if c.resident == USUAL_SHARE), boldest[-1])
+        c = next((c for c in boldest if c.resident == DEFAULT_SHARE), boldest[-1])
         own = evaluator.own_text_loss(c, least, most, until)
         if own is None:
             return list(itertools.chain(*remaining)) if is_validated else []
@@ -411,7 +411,7 @@ def search_precision(
         return now + share * max(started + 60 * minutes - now, 0.0)
 
     @contextlib.contextmanager
-    def opened(name: str, files: Sequence[str], choices: Choices | None) -> Iterator[RuleEvaluator]:
+    def opened(name: str, files: Sequence[str], choices: RecordedRouting | None) -> Iterator[RuleEvaluator]:
         with open_model(model, ctx, tier=name, **how) as llm:
             few = windows or spread(read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1)))
             if len(few) < MIN_WINDOWS:

@@ -19,7 +19,7 @@ from ..errors import OptionError
 from ..experts.profile import profile_path
 from ..experts.sidecar import Sidecar, sidecar_path
 from ..gguf.model_index import loaded_whole
-from ..llamacpp.habits import IDLE, REFUSED, Habit, habits_of
+from ..llamacpp.llama_cpp_options import IDLE, REFUSED, LlamaOption, options_of
 from ..option import Option, table_of
 from ..options import TABLE, Config, Sampling, ServerOptions, without_gpu
 from ..system.files import TEXT, open_file, require_new
@@ -115,13 +115,13 @@ class CommandLine:
             if (known := names.get(name)) is None:
                 near = difflib.get_close_matches(name, [name for name, known in names.items() if known.line], 1)
                 raise OptionError(f"{name}: neither moeoff {program} nor {_THEIRS[program]} has such an option" + (f"; is it {near[0]}?" if near else ""))
-            habit, line = known.habit, known.line
-            if habit is not None and habit.verdict == REFUSED:
-                raise OptionError(f"{name}: {habit.why}")
+            llama_option, line = known.llama_option, known.line
+            if llama_option is not None and llama_option.verdict == REFUSED:
+                raise OptionError(f"{name}: {llama_option.why}")
             if len(values) < known.n_values:
                 raise OptionError(f"{name} needs a value")
-            if habit is not None:
-                out.left_out.extend([f"{name} has no effect: {habit.why}"] if habit.verdict == IDLE else [])
+            if llama_option is not None:
+                out.left_out.extend([f"{name} has no effect: {llama_option.why}"] if llama_option.verdict == IDLE else [])
             elif line is None:
                 out.passed_on.extend([name, *values])
                 out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in file_kinds() else ()))
@@ -139,7 +139,7 @@ class CommandLine:
 
 
 class _Name(NamedTuple):
-    """Meaning of an option's name: how many words behind it are its values, and the habit or the line of the table that it stands for.
+    """Meaning of an option's name: how many words behind it are its values, and the llama.cpp option or the line of the table that it stands for.
 
     Attributes:
         value: of the line, that the name alone gives.
@@ -147,7 +147,7 @@ class _Name(NamedTuple):
     """
 
     n_values: int
-    habit: Habit | None = None
+    llama_option: LlamaOption | None = None
     line: Option | None = None
     value: bool = True
     switch: bool = False
@@ -157,12 +157,12 @@ class _Name(NamedTuple):
 def _names(program: str) -> dict[str, _Name]:
     """Return every name that an option has here or in llama-server.
 
-    A habit goes before a line of the table, and that before llama-server's own. In `run` those of
+    An option of llama.cpp goes before a line of the table, and that before llama-server's own. In `run` those of
     a server alone are refused.
     """
     theirs = server_options()
     out = {
-        name: _Name(option.n_values, None if option.chats or program == "serve" else Habit(REFUSED, "moeoff serve takes it: it is of servers"))
+        name: _Name(option.n_values, None if option.chats or program == "serve" else LlamaOption(REFUSED, "moeoff serve takes it: it is of servers"))
         for name, option in theirs.items()
     }
     for line in (line for line in TABLE.values() if program in line.commands):
@@ -170,7 +170,7 @@ def _names(program: str) -> dict[str, _Name]:
         for option in (theirs[name] for name in (*line.flags, line.server) if name in theirs):
             out |= dict.fromkeys(option.names, _Name(int(bool(option.n_values)), line=line, switch=bool(line.metavar) and not option.n_values))
             out |= dict.fromkeys(option.opposite, _Name(0, line=line, value=False))
-    return out | {alias: _Name(int(habit.takes_value), habit) for name, habit in habits_of(program).items() for alias in aliases(name)}
+    return out | {alias: _Name(int(llama_option.takes_value), llama_option) for name, llama_option in options_of(program).items() for alias in aliases(name)}
 
 
 def _spelled(word: str) -> str:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from typing import Any
 
-from ..budget.dry_load import usual_ctx
+from ..budget.dry_load import default_ctx
 from ..gguf.model_index import ModelIndex
 from ..options import Config
 from ..system.memory import Budget
@@ -56,4 +56,4 @@ class PrivateServer(Server):
         return connection
 
     def _choose_context(self, config: Config, model_index: ModelIndex, budget: Budget) -> ContextSize:
-        return ContextSize(usual_ctx(model_index, config.n_ctx), 1)
+        return ContextSize(default_ctx(model_index, config.n_ctx), 1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..budget.draft_model import uses_nextn
-from ..budget.dry_load import answer_bytes, context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx, with_drafts
+from ..budget.dry_load import answer_bytes, context_sizes, default_ctx, dry_load, sequence_state, tensor_buffers, with_drafts
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
 from ..engine.explanation import explain
@@ -48,7 +48,7 @@ _IDLE = 0.25  # seconds without a batch, after which none is taken to be on its 
 _STEP = 1 << 20  # bytes, in which the prompt cache takes memory from the experts
 _KV_DISK = 4 << 30  # bytes, unless said
 _MEASURED = 256  # tokens of prompts, before whose speed is known
-_LOOKS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")  # which programs and pages ask for again and again
+POLLED_PATHS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")  # which programs and pages ask for again and again
 _AT_THE_END = 5.0  # seconds that prompts are written for after a stop
 _LONGEST_PATH = 200  # characters
 _PAGE = Path(__file__).with_name("page.html")
@@ -187,7 +187,7 @@ class Server:
 
     def _choose_context(self, config: Config, model_index: ModelIndex, budget: Budget) -> ContextSize:
         """For all conversations together: as the user says, else what the budget allows."""
-        usual, fixed, options = usual_ctx(model_index, config.n_ctx), config.n_ctx is not None, self._options
+        usual, fixed, options = default_ctx(model_index, config.n_ctx), config.n_ctx is not None, self._options
         if fixed or budget.process is None:
             n = options.parallel or PARALLEL
             return ContextSize(usual if fixed else usual * n, n)
@@ -583,7 +583,7 @@ def _check_address(hosts: str, port: int) -> None:
 
 def request_line(method: str, path: str, status: int, took: str) -> str:
     """What is said of a request that has been answered; empty: nothing, of a health check, a look at the figures, or a file of a page."""
-    if status < 400 and (path in _LOOKS or (method == "GET" and re.search(r"\.\w+$", path))):
+    if status < 400 and (path in POLLED_PATHS or (method == "GET" and re.search(r"\.\w+$", path))):
         return ""
     path = "".join(c if c.isprintable() else "?" for c in path[:_LONGEST_PATH])
     return f"{method} {path} {status}" + (f": {took}" if took else "")

@@ -26,7 +26,7 @@ from moeoff.cli.options import command, input_files, model_argument, option, tab
 from moeoff.engine.llama import Llama
 from moeoff.engine.stats import Stats
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.measure.job import Sample, TokenStream, read_text, usual_text
+from moeoff.measure.job import Sample, TokenStream, default_text, read_text
 from moeoff.measure.rows import ceiling_share, model_facts
 from moeoff.measure.worker import disk_rate
 from moeoff.policies.replay import simulate
@@ -96,7 +96,7 @@ def record(
         path = os.path.join(folder, "session.trace")
         with Llama(model, memory=memory, trace=path, **options) as llm:
             # the usual text takes memory to be read, and is nobody's mistake: what the model needs is planned without it
-            stream = TokenStream(llm, words or usual_text(), llm.adds_bos())
+            stream = TokenStream(llm, words or default_text(), llm.adds_bos())
             tokens = stream.take(n_prompt + n_decode, first=True)
             llm.eval(tokens[:n_prompt])
             llm.engine.buffer.drain()

@@ -27,7 +27,7 @@ LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)#\s]+)(?P<anchor>#[^)\
 CLI = ROOT / "docs" / "reference" / "cli.md"
 OPTIONS = ROOT / "docs" / "reference" / "options.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
-HABITS = re.compile(r"(?<=<!-- habits -->\n).*(?=<!-- habits end -->)", re.DOTALL)
+LLAMA_CPP_OPTIONS = re.compile(r"(?<=<!-- llama.cpp options -->\n).*(?=<!-- llama.cpp options end -->)", re.DOTALL)
 TABLE = re.compile(r"(?<=<!-- options -->\n).*(?=<!-- end options -->)", re.DOTALL)
 SERVING = ROOT / "docs" / "guides" / "serving.md"
 EXCEPTIONS = re.compile(r"(?<=<!-- exceptions -->\n).*(?=<!-- exceptions end -->)", re.DOTALL)
@@ -74,7 +74,7 @@ def without_shown(text: str, shown: set[str]) -> tuple[str, list[str]]:
 
 def options_page() -> str:
     """docs/reference/options.md as it has to be: its text with the table of options as it is."""
-    from moeoff.llamacpp import habits
+    from moeoff.llamacpp import llama_cpp_options
     from moeoff.option import table_of
     from moeoff.options import Config, Sampling, ServerOptions
     from moeoff.precision import Precision
@@ -88,15 +88,15 @@ def options_page() -> str:
                 server = f"`{line.server}`" if line.server else ""
                 groups.setdefault(line.group or "First", []).append(f"| {flags} | {python} | {server} |")
     parts = [f"\n## {group}\n\n| option | in Python | llama-server's |\n|---|---|---|\n" + "\n".join(rows) + "\n" for group, rows in groups.items()]
-    what = {habits.ANYWAY: "so it is anyway", habits.IDLE: "no effect", habits.REFUSED: "refused"}
+    what = {llama_cpp_options.ANYWAY: "so it is anyway", llama_cpp_options.IDLE: "no effect", llama_cpp_options.REFUSED: "refused"}
     rows: dict[tuple[str, ...], list[str]] = {}
-    known = {program: habits.habits_of(program) for program in ("run", "serve")}
+    known = {program: llama_cpp_options.options_of(program) for program in ("run", "serve")}
     for name in dict.fromkeys(itertools.chain(*known.values())):
-        for habit in dict.fromkeys(of[name] for of in known.values() if name in of):
-            programs = ", ".join(program for program, of in known.items() if of.get(name) == habit)
-            rows.setdefault((programs, what[habit.verdict], habit.why), []).append(f"`{name}`")
+        for llama_option in dict.fromkeys(of[name] for of in known.values() if name in of):
+            programs = ", ".join(program for program, of in known.items() if of.get(name) == llama_option)
+            rows.setdefault((programs, what[llama_option.verdict], llama_option.why), []).append(f"`{name}`")
     lines = [f"| {programs} | {', '.join(names)} | {verdict} | {why} |".replace("|off", "\\|off") for (programs, verdict, why), names in rows.items()]
-    page = HABITS.sub(lambda _: "\n| command | option | | because |\n|---|---|---|---|\n" + "\n".join(lines) + "\n\n", OPTIONS.read_text())
+    page = LLAMA_CPP_OPTIONS.sub(lambda _: "\n| command | option | | because |\n|---|---|---|---|\n" + "\n".join(lines) + "\n\n", OPTIONS.read_text())
     return TABLE.sub(lambda _: "".join(parts) + "\n", page)
 
 

@@ -47,10 +47,12 @@ def why(entry: dict, texts: dict[str, str]) -> tuple[str, bool]:
         built = list((Path(llama_cpp.__file__).parent / "lib").glob(f"*{entry['absent']}*"))
         return ("the part is not built" if not built else f"built: {built[0].name}"), not built
     if kind == "refused":
-        from moeoff.llamacpp.habits import REFUSED, habits_of
+        from moeoff.llamacpp.llama_cpp_options import REFUSED, options_of
 
-        habit = habits_of("serve").get(entry["refused"])
-        return ("the option is refused", True) if habit is not None and habit.verdict == REFUSED else (f"{entry['refused']} is not refused", False)
+        llama_option = options_of("serve").get(entry["refused"])
+        return (
+            ("the option is refused", True) if llama_option is not None and llama_option.verdict == REFUSED else (f"{entry['refused']} is not refused", False)
+        )
     return f"open: {entry['open']}", True
 
 

@@ -3,7 +3,7 @@
 interrupt: an exception at any function call or return of Python's, or by a signal at any time, while a model answers, is opened, moves its budget, ...
 abandon: an answer is left in its middle, or cancelled from another thread.
 threads: several work with one object, and one of them may close it. (Callbacks that raise, forks, calls after
-close() and objects without it: tests/run/test_turns.py.)
+close() and objects without it: tests/run/test_model_lock.py.)
 
 Each case is chance of its own, made of the seed and its number: `--first N --count 1` does it again. Cases follow each other in one process, on one model
 object, as long as neither ends. A signal, a hang, another exception than the one that was thrown or the library's own, a wrong next answer, descriptors or

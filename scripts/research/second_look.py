@@ -390,7 +390,7 @@ class Pipeline:
         self._has_slot[at] = True
         return True
 
-    def predict(self, gate: int, experts: np.ndarray, n_paying: int, limit: float, replaces: bool) -> int:
+    def predict(self, gate: int, experts: np.ndarray, max_rank: int, limit: float, replaces: bool) -> int:
         """Protect and queue what a look names; returns the slices queued.
 
         Args:
@@ -401,7 +401,7 @@ class Pipeline:
             self._drop(gate, experts)
         self._predicted[gate, experts[self._has_slot[gate, experts]]] = True
         queued = 0
-        for e in experts[:n_paying].tolist():
+        for e in experts[:max_rank].tolist():
             missing = N_MATRICES - int(self._held[gate, e])
             if missing and queued < limit and (gate, e) not in self._ahead and self._take_slot((gate, e), False):
                 self._predicted[gate, e] = True

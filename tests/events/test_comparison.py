@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from moeoff.engine.comparison import BLOCK, HOLD, LONGEST_HOLD, ORDER, ROUND, ABTest, DeviceJudge, _Prompts
+from moeoff.engine.comparison import BLOCK, HOLD, LONGEST_HOLD, ORDER, ROUND, ABTest, ModeTuner, _Prompts
 
 TRIAL = BLOCK * len(ORDER)
 FIRST = BLOCK * ROUND
@@ -77,13 +77,13 @@ def test_an_answer_that_is_found_again_holds_longer():
     assert run(ab_test, 2 * LONGEST_HOLD, 30e6, 20e6, rng) > 0  # but not for ever
 
 
-def decode(judge, seconds, tokens, seed=0, n_tokens=1):
+def decode(tuner, seconds, tokens, seed=0, n_tokens=1):
     """The modes that were used, with times that vary by 2 %."""
     rng = random.Random(seed)
     modes = []
     for _ in range(tokens):
-        modes.append(judge.begin(n_tokens, True))
-        judge.end(n_tokens, seconds[modes[-1]] * rng.uniform(0.98, 1.02), True)
+        modes.append(tuner.begin(n_tokens, True))
+        tuner.end(n_tokens, seconds[modes[-1]] * rng.uniform(0.98, 1.02), True)
     return modes
 
 
@@ -97,48 +97,48 @@ def decode(judge, seconds, tokens, seed=0, n_tokens=1):
     ],
 )
 def test_the_fastest_is_kept(seconds, fastest):
-    judge = DeviceJudge(("cooperative", "centric"))
-    assert judge.begin(1, True) == "cooperative" and judge.gain is None
-    modes = decode(judge, seconds, 1200)
-    assert set(modes) == {"cooperative", "centric", "cpu"} and judge.decode_mode == fastest
+    tuner = ModeTuner(("cooperative", "centric"))
+    assert tuner.begin(1, True) == "cooperative" and tuner.gain is None
+    modes = decode(tuner, seconds, 1200)
+    assert set(modes) == {"cooperative", "centric", "cpu"} and tuner.decode_mode == fastest
     assert modes[-500:].count(fastest) >= 250
     best = min(v for k, v in seconds.items() if k != "cpu")
-    assert judge.gain == pytest.approx(seconds["cpu"] / best - 1, abs=0.03)
+    assert tuner.gain == pytest.approx(seconds["cpu"] / best - 1, abs=0.03)
 
 
 def test_it_is_compared_again():
     """What was slower while other work went on gets another chance."""
-    judge = DeviceJudge(("cooperative",))
-    decode(judge, {"cooperative": 0.2, "cpu": 0.1}, 200)
-    assert judge.decode_mode == "cpu" and judge.gain < -0.4
-    decode(judge, {"cooperative": 0.05, "cpu": 0.1}, 400)
-    assert judge.decode_mode == "cooperative" and judge.gain > 0.8
+    tuner = ModeTuner(("cooperative",))
+    decode(tuner, {"cooperative": 0.2, "cpu": 0.1}, 200)
+    assert tuner.decode_mode == "cpu" and tuner.gain < -0.4
+    decode(tuner, {"cooperative": 0.05, "cpu": 0.1}, 400)
+    assert tuner.decode_mode == "cooperative" and tuner.gain > 0.8
 
 
 def test_a_cpu_that_takes_twice_as_long_is_not_tried_again_soon():
-    modes = decode(DeviceJudge(("cooperative", "centric")), {"cooperative": 0.012, "centric": 0.008, "cpu": 0.025}, 3000)
+    modes = decode(ModeTuner(("cooperative", "centric")), {"cooperative": 0.012, "centric": 0.008, "cpu": 0.025}, 3000)
     assert modes[:200].count("cpu") == 32 and set(modes[200:]) == {"centric"}
 
 
 def test_batches_of_other_sizes_are_compared_apart():
-    judge = DeviceJudge(("cooperative",))
-    decode(judge, {"cooperative": 0.05, "cpu": 0.1}, 150)
-    decode(judge, {"cooperative": 0.4, "cpu": 0.2}, 150, n_tokens=4)
-    assert judge.begin(4, True) == "cpu" and judge.begin(1, True) == "cooperative" == judge.decode_mode
+    tuner = ModeTuner(("cooperative",))
+    decode(tuner, {"cooperative": 0.05, "cpu": 0.1}, 150)
+    decode(tuner, {"cooperative": 0.4, "cpu": 0.2}, 150, n_tokens=4)
+    assert tuner.begin(4, True) == "cpu" and tuner.begin(1, True) == "cooperative" == tuner.decode_mode
 
 
 def test_prompts_by_three_ways():
     """The fastest is kept; tokens are decoded by the first way where that is not to be compared."""
-    judge = DeviceJudge(("centric",), ("centric", "waves", "cpu"), compares=False)
+    tuner = ModeTuner(("centric",), ("centric", "waves", "cpu"), compares=False)
 
     def read(seconds):
-        mode = judge.begin(100, False)
-        judge.end(100, 100 * seconds[mode], False)
+        mode = tuner.begin(100, False)
+        tuner.end(100, 100 * seconds[mode], False)
         return mode
 
     modes = [read({"centric": 0.019, "waves": 0.01, "cpu": 0.015}) for _ in range(60)]
     assert set(modes[:6]) == {"centric", "waves", "cpu"} and modes[6:].count("waves") >= 50 and {"centric", "cpu"} <= set(modes[6:])
-    assert set(decode(judge, {"centric": 1.0, "cpu": 0.1}, 200)) == {"centric"} and judge.gain is None
+    assert set(decode(tuner, {"centric": 1.0, "cpu": 0.1}, 200)) == {"centric"} and tuner.gain is None
 
 
 def test_a_way_that_is_much_slower_is_tried_once():
@@ -152,11 +152,11 @@ def test_a_way_that_is_much_slower_is_tried_once():
 
 @pytest.mark.parametrize("cpu, n_cpu", [(0.004, 0), (0.0008, 30)], ids=["hopeless", "the best"])
 def test_what_a_short_prompt_showed_spares_long_ones_the_trial(cpu, n_cpu):
-    judge = DeviceJudge(("cooperative",), ("waves", "cpu"))
+    tuner = ModeTuner(("cooperative",), ("waves", "cpu"))
 
     def read(n):
-        mode = judge.begin(n, False)
-        judge.end(n, n * {"waves": 0.001, "cpu": cpu}[mode], False)
+        mode = tuner.begin(n, False)
+        tuner.end(n, n * {"waves": 0.001, "cpu": cpu}[mode], False)
         return mode
 
     assert [read(512) for _ in range(10)] == ["waves"] * 10
@@ -167,11 +167,11 @@ def test_what_a_short_prompt_showed_spares_long_ones_the_trial(cpu, n_cpu):
 
 def test_prompts():
     """Each way twice, then the faster one, and the other again now and then; short ones are not compared."""
-    judge = DeviceJudge(("cooperative", "centric"))
+    tuner = ModeTuner(("cooperative", "centric"))
 
     def read(n, seconds):
-        mode = judge.begin(n, False)
-        judge.end(n, n * seconds[mode], False)
+        mode = tuner.begin(n, False)
+        tuner.end(n, n * seconds[mode], False)
         return mode
 
     assert [read(8, {"cooperative": 9}) for _ in range(3)] == ["cooperative"] * 3

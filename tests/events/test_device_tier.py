@@ -350,9 +350,9 @@ def test_a_part_on_the_device(demo, tmp_path, slots):
 
 
 # biases, a fused matrix, weights before the experts, two blocks in a layer, selection by groups, shared experts
-USUAL = ("qwen3moe", "gpt-oss", "llama4", "grovemoe", "deepseek2", "qwen2moe", "mistral4")
+QUICK = ("qwen3moe", "gpt-oss", "llama4", "grovemoe", "deepseek2", "qwen2moe", "mistral4")
 ARCHITECTURES_ON_DEVICES = [
-    pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in ARCHITECTURES if name not in WITHOUT_BLOCK | WITHOUT_MEMORY
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES if name not in WITHOUT_BLOCK | WITHOUT_MEMORY
 ]
 
 

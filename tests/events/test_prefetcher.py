@@ -16,7 +16,7 @@ from moeoff import OptionError
 from moeoff.engine.buffer import READ_DTYPE
 from moeoff.engine.comparison import BLOCK, ORDER, ABTest
 from moeoff.engine.driver import Driver, PolicyUpdates
-from moeoff.engine.prefetcher import PredictionMeter, Prefetcher, Usefulness, WeightEstimate
+from moeoff.engine.prefetcher import PredictionMeter, Prefetcher, PrefetchPrecision, WeightEstimate
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import native
@@ -490,7 +490,7 @@ def test_of_what_is_left_out_below_a_weight_only_what_is_predicted_above_it_is_r
     buffer.prefetched.clear()
     prefetcher._act([Prediction(1, scores)], decode=True)
     assert buffer.prefetched == [(1, [1, 3, 4, 2], False, 2)]  # 1.0 and 0.75; the others are protected where they are resident
-    assert prefetcher._usefulness._best[1].tolist() == [1, 3]  # and only they can be of use
+    assert prefetcher._prefetch_precision._best[1].tolist() == [1, 3]  # and only they can be of use
 
 
 def test_weights_are_estimated_as_the_gate_makes_them():
@@ -515,7 +515,7 @@ def test_another_precision_is_compared_anew():
     prefetcher.use(Precision())
     assert prefetcher.ab_test is judged
     prefetcher.use(Precision(tau=0.5))
-    assert prefetcher.ab_test is not judged and prefetcher.gain is None and prefetcher._read_ahead.precision.tau == 0.5
+    assert prefetcher.ab_test is not judged and prefetcher.gain is None and prefetcher._prompt_prefetcher.precision.tau == 0.5
 
 
 @pytest.mark.parametrize("strategy", ["auto", "lru+activation-path"])
@@ -652,21 +652,21 @@ def test_each_token_wants_a_version_of_its_own():
 
 def run(share_of_place, n_tokens=200, n_gates=6, n_experts=16, resident=0.5, bad_gate=None, seed=0):
     """Predictions right with these shares, the candidates absent or not by chance. Returns how many places pay for each gate."""
-    rng, usefulness = np.random.default_rng(seed), Usefulness(n_gates, n_experts, len(share_of_place))
+    rng, prefetch_precision = np.random.default_rng(seed), PrefetchPrecision(n_gates, n_experts, len(share_of_place))
     for _ in range(n_tokens):
         table = rng.random((n_gates, n_experts)) < resident
         waiting = {}
         for gate in range(n_gates):
-            usefulness.selected(gate, waiting.get(gate, np.array([0])))
+            prefetch_precision.selected(gate, waiting.get(gate, np.array([0])))
             if gate == 0:
-                usefulness.next_token(table)
+                prefetch_precision.next_token(table)
             target = (gate + 1) % n_gates
             best = rng.permutation(n_experts)[: len(share_of_place)]
-            usefulness.predicted(target, best)
+            prefetch_precision.predicted(target, best)
             right = rng.random(len(best)) < (0.1 if target == bad_gate else np.array(share_of_place))
             if target:
                 waiting[target] = best[right]
-    return usefulness.n_paying[1:]
+    return prefetch_precision.max_rank[1:]
 
 
 @pytest.mark.parametrize("shares, n", [((0.9, 0.8, 0.7, 0.6), 4), ((0.9, 0.8, 0.3, 0.2), 2), ((0.2, 0.2, 0.1, 0.1), 0)])
@@ -675,7 +675,7 @@ def test_reads_the_places_that_are_more_useful_than_not(shares, n):
 
 
 def test_begins_with_all_places():
-    assert Usefulness(3, 8, 4).n_paying[2] == 4
+    assert PrefetchPrecision(3, 8, 4).max_rank[2] == 4
 
 
 def test_a_gate_that_is_hard_to_foresee_reads_less():
@@ -685,22 +685,22 @@ def test_a_gate_that_is_hard_to_foresee_reads_less():
 
 def test_what_is_resident_says_nothing():
     """Of a good cache the residents are predicted well. Only what would have been read counts."""
-    usefulness, resident = Usefulness(2, 8, 2), np.ones((2, 8), bool)
+    prefetch_precision, resident = PrefetchPrecision(2, 8, 2), np.ones((2, 8), bool)
     resident[1, 4:] = False
     for _ in range(50):
-        usefulness.selected(0, np.array([0]))
-        usefulness.next_token(resident)
-        usefulness.predicted(1, np.array([0, 5]))
-        usefulness.selected(1, np.array([0]))  # the resident one is right, the absent one never
-    assert usefulness.n_paying[1] < 2
+        prefetch_precision.selected(0, np.array([0]))
+        prefetch_precision.next_token(resident)
+        prefetch_precision.predicted(1, np.array([0, 5]))
+        prefetch_precision.selected(1, np.array([0]))  # the resident one is right, the absent one never
+    assert prefetch_precision.max_rank[1] < 2
 
 
 def test_several_sequences_have_one_place_for_each_expert():
     """Experts that several want count once; a place is as good as what any of the sequences selects of it."""
-    usefulness, resident = Usefulness(2, 8, 2), np.zeros((2, 8), bool)
+    prefetch_precision, resident = PrefetchPrecision(2, 8, 2), np.zeros((2, 8), bool)
     for _ in range(50):
-        usefulness.selected(0, np.array([0]))
-        usefulness.next_token(resident)
-        usefulness.predicted(1, np.array([0, 1, 2, 5, 6]), np.array([0, 0, 0, 1, 1]))  # of three sequences
-        usefulness.selected(1, np.array([[0, 3], [1, 3], [2, 4]]).ravel())
-    assert usefulness.n_paying[1] == 1
+        prefetch_precision.selected(0, np.array([0]))
+        prefetch_precision.next_token(resident)
+        prefetch_precision.predicted(1, np.array([0, 1, 2, 5, 6]), np.array([0, 0, 0, 1, 1]))  # of three sequences
+        prefetch_precision.selected(1, np.array([[0, 3], [1, 3], [2, 4]]).ravel())
+    assert prefetch_precision.max_rank[1] == 1

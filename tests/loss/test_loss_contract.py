@@ -25,9 +25,9 @@ from moeoff.experts.profile import Profile, profile_path
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
 from moeoff.measure import precision_search
-from moeoff.measure.choices import Choices
 from moeoff.measure.perplexity import Reference, Window, evaluate, open_model, read_windows
-from moeoff.measure.precision_search import OPENING, Growth, RuleEvaluator, SearchResult, keep_on_own_text, score, search_precision, write_freely
+from moeoff.measure.precision_search import OPENING, DivergenceModel, RuleEvaluator, SearchResult, keep_on_own_text, score, search_precision, write_freely
+from moeoff.measure.recorded_routing import RecordedRouting
 from moeoff.measure.statistics import Estimate, one_sided, upper_loss
 from moeoff.options import parse_loss
 from moeoff.precision import Precision
@@ -145,19 +145,19 @@ def test_how_far_a_search_goes_depends_on_the_divergence_alone():
         kl = factor * 2 * tau**3 * (1 - share) ** 2
         return replace(of_tau(tau, share, math.expm1(math.log1p(loss) + 0.06 * kl**0.5), 0.5), loss=loss, kl=kl)
 
-    growth = Growth(measured, limit, 10, 500, 4)
+    growth = DivergenceModel(measured, limit, 10, 500, 4)
     first = growth.tau(0.5)
     bound = 2 * first**3 * 0.25 / precision_search.START
     assert bound + precision_search._SPREAD * one_sided(10, 4) * math.sqrt(2 * bound / 5000) == pytest.approx(limit)
-    others = [Growth(measured, limit, 10, 500, 4) for _ in range(2)]
+    others = [DivergenceModel(measured, limit, 10, 500, 4) for _ in range(2)]
     for other, loss in zip(others, (0.0, 0.009)):
         other.learn(candidate(first, 0.5, 1 / 8, loss))
     assert others[0].tau(0.75) == pytest.approx(others[1].tau(0.75))
     growth.learn(candidate(first, 0.5, 1.0))
     assert others[0].tau(0.5) == pytest.approx(2 * growth.tau(0.5)) and others[0].tau(0.5) > 1.8 * first  # an eighth of the divergence: twice the τ
     for unknown in ([], [(0.02, 0.0), (0.05, 1e-3)], [(0.02, 1e-3), (0.05, 9e-4)]):
-        assert math.isnan(Growth(unknown, limit, 10, 500, 4).tau(0.5))
-    assert Growth([(0.02, 1e-3), (0.05, 9e-4), (0.1, 8e-3)], limit, 10, 500, 4).tau(0.5) > 0  # noise at the low end
+        assert math.isnan(DivergenceModel(unknown, limit, 10, 500, 4).tau(0.5))
+    assert DivergenceModel([(0.02, 1e-3), (0.05, 9e-4), (0.1, 8e-3)], limit, 10, 500, 4).tau(0.5) > 0  # noise at the low end
 
 
 def test_searched_tau(measured, text):
@@ -202,7 +202,7 @@ def test_bytes_are_compared_on_the_same_tokens(demo, text):
             assert evaluator.measure(reference, Precision(tau=1e-9, resident=0.25)).cost == 1.0
             some = evaluator.measure(reference, Precision(tau=0.1, resident=0.25))
             assert some.cost == llm.stats().simulated_misses / evaluator.choices.misses(0.25) < 0.9
-    assert isinstance(evaluator.choices, Choices) and len(evaluator.choices.weights) > 1000
+    assert isinstance(evaluator.choices, RecordedRouting) and len(evaluator.choices.weights) > 1000
 
 
 def test_all_experts_in_a_tier(measured, text):
@@ -384,11 +384,11 @@ def test_the_same_budget_makes_the_same_choice(measured):
     model_index = ModelIndex.read(measured[0])
     plan = dry_load(model_index, 64)
     budget = replace(plan, process=memory_plan._PROCESS).fixed + plan.arena_full // 2
-    share = plan.usual_share(Budget(budget))
+    share = plan.default_share(Budget(budget))
     ballast = np.ones(16 << 20, np.uint8)
-    assert ballast.all() and dry_load(model_index, 64).usual_share(Budget(budget)) == share
-    assert 0 < plan.usual_share(Budget(budget - (2 << 20))) < share < 1
-    assert plan.usual_share(Budget(experts=5 << 20)) == pytest.approx((5 << 20) / plan.arena_full)
+    assert ballast.all() and dry_load(model_index, 64).default_share(Budget(budget)) == share
+    assert 0 < plan.default_share(Budget(budget - (2 << 20))) < share < 1
+    assert plan.default_share(Budget(experts=5 << 20)) == pytest.approx((5 << 20) / plan.arena_full)
 
 
 MOVED = """

@@ -45,8 +45,8 @@ def test_borrowed_buffers():
 
     def batches(*tokens: int) -> None:
         for n in tokens:
-            buffers.widen(n)
-            buffers.narrow()
+            buffers.grow_bound(n)
+            buffers.shrink_bound()
 
     assert buffers.borrowed == 0
     batches(512, 300, 1, 1, 1)
@@ -57,15 +57,15 @@ def test_borrowed_buffers():
     batches(20, 1, 1, 1, 1, 1)
     assert buffers.bound == 32 and sizes.given_back == [LEAST]  # three MiB are not worth new plans
     assert buffers.borrowed == (64 - 4) * MIB
-    assert buffers.widen(1000) and buffers.bound == 512 and buffers.borrowed == 0
+    assert buffers.grow_bound(1000) and buffers.bound == 512 and buffers.borrowed == 0
     assert len(sizes.asked) == 4  # of each bound once
 
 
 def test_a_work_area_that_was_never_used_is_borrowed():
     buffers = BorrowedBuffers(Sizes(), 512)
     for _ in range(4):
-        buffers.widen(30)
-        buffers.narrow()
+        buffers.grow_bound(30)
+        buffers.shrink_bound()
     assert buffers.bound == 32 and buffers.borrowed == (64 - 4 + 32 - 2) * MIB and buffers.untouched == 6 * MIB
 
 
@@ -74,7 +74,7 @@ def test_a_batch_is_planned_before_it_is_computed():
     sizes = Sizes()
     buffers = BorrowedBuffers(sizes, 512)
     for n in (1, 30, 500):
-        buffers.widen(n)
+        buffers.grow_bound(n)
         asked = len(sizes.asked)
         assert buffers.borrowed >= 0 < buffers.untouched and len(sizes.asked) == asked
 
@@ -83,8 +83,8 @@ def test_what_the_system_does_not_take_back_is_not_borrowed():
     sizes = Sizes()
     sizes.refuses, buffers = True, BorrowedBuffers(sizes, 512)
     for _ in range(8):
-        buffers.widen(1)
-        assert not buffers.narrow()
+        buffers.grow_bound(1)
+        assert not buffers.shrink_bound()
     assert buffers.borrowed == 0
 
 
@@ -107,7 +107,7 @@ def test_a_borrowed_cache():
     assert borrowing.borrowed == cache.cells * cache.cell and cache.given_back == 1
     untouched = cache.cells
     for n in (300, *[1] * 200, 40, 64, 1, 65, 100):
-        changed, before = borrowing.advance(n), borrowing.borrowed
+        changed, before = borrowing.reclaim(n), borrowing.borrowed
         cache.used += n
         untouched = min(untouched, cache.cells - cache.used)
         assert borrowing.borrowed <= untouched * cache.cell, "before it is touched"
@@ -117,14 +117,14 @@ def test_a_borrowed_cache():
     size = borrowing.borrowed
     cache.used -= 300  # another answer to the same question
     for _ in range(2 * CELLS):
-        borrowing.advance(1)
+        borrowing.reclaim(1)
         cache.used += 1
     assert borrowing.borrowed > size and cache.given_back == 2
     assert borrowing.return_all() and borrowing.borrowed == 0 and not borrowing.return_all()
-    assert not borrowing.advance(500) and borrowing.borrowed == 0  # llama.cpp moves what is cached when the next batch comes
-    borrowing.advance(1)
+    assert not borrowing.reclaim(500) and borrowing.borrowed == 0  # llama.cpp moves what is cached when the next batch comes
+    borrowing.reclaim(1)
     assert borrowing.borrowed == cache(1 + CELLS, False) and cache.given_back == 3
-    borrowing.advance(2000)
+    borrowing.reclaim(2000)
     assert borrowing.borrowed == 0
 
 

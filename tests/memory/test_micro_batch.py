@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import moeoff
 from moeoff import BudgetError
-from moeoff.budget.micro_batch import SIZES, USUAL, PromptRates, choose, recall_rates, remember_rates
+from moeoff.budget.micro_batch import DEFAULT_UBATCH, SIZES, PromptRates, choose, recall_rates, remember_rates
 from moeoff.engine.prompt_meter import PromptMeter
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp.llama import api
@@ -27,7 +27,7 @@ def buffers(n: int) -> int:
 
 
 def test_usual_until_something_is_measured():
-    assert choose(4096, 6 * GIB, 16 * GIB, buffers, None).n_tokens == USUAL
+    assert choose(4096, 6 * GIB, 16 * GIB, buffers, None).n_tokens == DEFAULT_UBATCH
     assert choose(300, 6 * GIB, 16 * GIB, buffers, None).n_tokens == 300
 
 
@@ -39,7 +39,7 @@ def test_larger_where_the_disk_is_the_limit():
 
 @pytest.mark.parametrize("room, rates", [(6 * GIB, SLOW), (20 * GIB, FAST)], ids=["computing is the limit", "all experts stay"])
 def test_usual_where_the_disk_is_not_the_limit(room, rates):
-    assert choose(8192, room, 16 * GIB, buffers, rates).n_tokens == USUAL
+    assert choose(8192, room, 16 * GIB, buffers, rates).n_tokens == DEFAULT_UBATCH
 
 
 def test_buffers_leave_the_experts_most_of_the_memory():
@@ -52,7 +52,7 @@ def test_buffers_leave_the_experts_most_of_the_memory():
 def test_a_larger_one_needs_room_for_a_layer():
     """Its parts use the experts of a layer one after the other."""
     rooms = {n: choose(8192, 6 * GIB, 16 * GIB, buffers, FAST, layer_bytes=n * GIB).n_tokens for n in (5, 6)}
-    assert rooms == {5: 4096, 6: USUAL}
+    assert rooms == {5: 4096, 6: DEFAULT_UBATCH}
 
 
 def test_a_larger_one_may_take_more_where_its_buffers_are_lent():

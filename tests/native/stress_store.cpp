@@ -268,14 +268,14 @@ static void on_gate(const moeoff_gate_event * e, void *) {
 // what a driver's thread predicts from: up to two gates ahead, anything
 struct predictions {
     std::array<moeoff_routers_ahead, n_layers>  routers     = {};
-    std::array<int32_t, n_layers>               n_paying    = {}, n_predicted = {};
+    std::array<int32_t, n_layers>               max_rank    = {}, n_predicted = {};
     std::array<int32_t, n_layers * n_expert>    experts     = {}, places = {};
     std::array<uint8_t, n_layers * n_expert>    selected    = {};
     moeoff_prefetching                          shared      = {};
 
     explicit predictions(int32_t n_quiet) {
         shared.routers      = routers.data();
-        shared.n_paying     = n_paying.data();
+        shared.max_rank     = max_rank.data();
         shared.experts      = experts.data();
         shared.places       = places.data();
         shared.n_predicted  = n_predicted.data();
@@ -287,7 +287,7 @@ struct predictions {
         shared.max_rows     = 4;
         shared.n_together   = 3;
         shared.n_quiet      = n_quiet;
-        n_paying.fill(2);
+        max_rank.fill(2);
         for (int32_t gate = 0; gate + 1 < n_layers; gate++) {
             routers[(size_t) gate] = { this, nullptr, nullptr, 2, 0, 16, n_expert, gate + 2 < n_layers ? 2 : 1 };
         }

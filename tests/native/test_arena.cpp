@@ -273,7 +273,7 @@ TEST(where_the_systems_pages_are_larger_a_slot_takes_whole_ones_and_gives_all_of
 TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) {
     std::map<uint8_t *, size_t> pinned;
     bool can_pin = true;
-    const uint64_t usual_page = arena::huge_page, usual_chunk = arena::pin_bytes;
+    const uint64_t default_page = arena::huge_page, default_chunk = arena::pin_bytes;
     arena::huge_page = 4 * page_size;
     arena::pin_bytes = 16 * page_size;
     {
@@ -345,8 +345,8 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
         a.end_read(cls, slots[0]);
         REQUIRE(!unpin(false) && unpin(true) && pinned.empty() && !a.is_pinned());
     }
-    arena::huge_page = usual_page;
-    arena::pin_bytes = usual_chunk;
+    arena::huge_page = default_page;
+    arena::pin_bytes = default_chunk;
 }
 
 TEST(a_large_arena_has_huge_pages_and_counts_them_whole) {

@@ -765,7 +765,7 @@ TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
 
 TEST(memory_is_pinned_and_unpinned_while_others_have_the_mutex) {
     constexpr int n = 64;
-    const uint64_t usual_page = arena::huge_page, usual_chunk = arena::pin_bytes;
+    const uint64_t default_page = arena::huge_page, default_chunk = arena::pin_bytes;
     arena::huge_page = 3 * page_size;
     arena::pin_bytes = 8 * page_size;
     {
@@ -803,8 +803,8 @@ TEST(memory_is_pinned_and_unpinned_while_others_have_the_mutex) {
         REQUIRE(device.n_pinned == 2 && host[0] == -1 && device.read(0, HIGH_SLOTS, MOEOFF_MATRIX_UP, slots[0])[7] == byte_at(5 * 20000 + 7));
         REQUIRE(s.set_limits(s.experts().arena_floor(HIGH), 0, error) && device.n_unpinned > 0);
     }
-    arena::huge_page = usual_page;
-    arena::pin_bytes = usual_chunk;
+    arena::huge_page = default_page;
+    arena::pin_bytes = default_chunk;
 }
 
 TEST(who_waits_for_uploads_wakes_when_one_ends_after_the_stop) {

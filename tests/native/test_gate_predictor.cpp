@@ -43,7 +43,7 @@ struct fixture {
     std::vector<float>   rows = { 5, 0, 4, 0, 3, 0, 2, 0, 1, 9,  1, 0, 2, 0, 3, 0, 4, 0, 5, 9 };
     std::vector<float>   bias = std::vector<float>(2 * n_experts, 0.0f);
     std::array<moeoff_routers_ahead, n_gates> routers = {};
-    std::vector<int32_t> n_paying = std::vector<int32_t>(n_gates, 2), n_predicted = std::vector<int32_t>(n_gates, 0);
+    std::vector<int32_t> max_rank = std::vector<int32_t>(n_gates, 2), n_predicted = std::vector<int32_t>(n_gates, 0);
     std::vector<int32_t> experts = std::vector<int32_t>(n_gates * n_experts, -1), places = experts;
     std::vector<uint8_t> selected;
     moeoff_prefetching   shared  = {};
@@ -55,7 +55,7 @@ struct fixture {
         routers[0] = { rows.data(), bias.data(), nullptr, rows.size() * sizeof(float), 0, n_embd, n_experts, 2 };
         routers[1] = { rows.data(), nullptr, nullptr, rows.size() * sizeof(float) / 2, 0, n_embd, n_experts, 1 };
         selected.resize((n_gates + 1) * n_experts);
-        shared     = { routers.data(), n_paying.data(), experts.data(), places.data(), n_predicted.data(), nullptr, 0, 3, 7, 1, 2, 3, 1, 0, 0, 0, selected.data() };
+        shared     = { routers.data(), max_rank.data(), experts.data(), places.data(), n_predicted.data(), nullptr, 0, 3, 7, 1, 2, 3, 1, 0, 0, 0, selected.data() };
     }
     std::unique_ptr<gate_predictor> predictor() {
         const auto prefetch = [this](int32_t gate, const int32_t * e, int32_t n, int32_t n_read, int32_t limit) {
@@ -95,10 +95,10 @@ TEST(predicts_the_highest_products_and_spends_what_the_disk_can_read) {
     predictor->predict(event_of(1, both)); // those that a token wants most before those that one wants second
     REQUIRE(x.calls.back() == (call { 2, { 0, 4, 1 }, 3, 7 }));
     REQUIRE(x.n_predicted[2] == 3 && x.experts[2 * n_experts + 1] == 4 && x.places[2 * n_experts + 1] == 0 && x.places[2 * n_experts + 2] == 1);
-    x.n_paying[2] = 1;
+    x.max_rank[2] = 1;
     predictor->predict(event_of(1, both));
     REQUIRE(x.calls.back().n_read == 2);
-    x.n_paying[2] = 0;
+    x.max_rank[2] = 0;
     predictor->predict(event_of(1, both));
     REQUIRE(x.calls.back().n_read == 0 && x.calls.back().experts.size() == 3); // protected where they are there
 }
@@ -188,11 +188,11 @@ static std::vector<int32_t> order_of(const std::vector<int32_t> & gates, int32_t
     auto predictor = std::make_unique<gate_predictor>(x.shared, n_gates + 1, n_experts, multiply, prefetch, [](int32_t, const int32_t *, int32_t) { return true; }, [] {});
     x.experts.resize((n_gates + 1) * n_experts);
     x.places.resize((n_gates + 1) * n_experts);
-    x.n_paying.resize(n_gates + 1);
+    x.max_rank.resize(n_gates + 1);
     x.n_predicted.resize(n_gates + 1);
     x.shared.experts     = x.experts.data();
     x.shared.places      = x.places.data();
-    x.shared.n_paying    = x.n_paying.data();
+    x.shared.max_rank    = x.max_rank.data();
     x.shared.n_predicted = x.n_predicted.data();
     std::pair<std::vector<int32_t> *, moeoff_prefetching *> user { &order, &x.shared };
     driver.start([](const moeoff_gate_event * e, void * user) {

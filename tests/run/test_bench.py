@@ -24,7 +24,7 @@ from moeoff.errors import OptionError
 from moeoff.llamacpp import native
 from moeoff.measure import run as module
 from moeoff.measure import worker
-from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
+from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, default_text, read_text
 from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.options import TABLE
@@ -121,7 +121,7 @@ def test_a_text_is_fed_on_and_begins_again():
 
     stream = TokenStream(Letters(), "abcde", adds_bos=True)
     assert stream.take(3, first=True) == [0, *b"bc"] and stream.take(4) == [*b"deab"]
-    assert len(usual_text()) > 100_000
+    assert len(default_text()) > 100_000
 
 
 def test_a_process_that_fails_says_why(demo):

@@ -12,7 +12,7 @@ import moeoff
 from helpers.arch_models import write_model
 from helpers.attention import DEMO_IN_F32, kernels
 from helpers.files import ROOT
-from moeoff.budget.dry_load import usual_ctx
+from moeoff.budget.dry_load import default_ctx
 from moeoff.budget.plan import DeviceBound
 from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
@@ -154,8 +154,8 @@ def test_flash_attention_is_on_unless_turned_off(demo, given, is_on):
 
 def test_the_context_is_what_the_model_was_trained_with():
     index = SimpleNamespace(n_ctx_train=8192)
-    assert [usual_ctx(index, n) for n in (None, 0, 300)] == [4096, 8192, 300]
-    assert usual_ctx(SimpleNamespace(n_ctx_train=0), 0) == 4096
+    assert [default_ctx(index, n) for n in (None, 0, 300)] == [4096, 8192, 300]
+    assert default_ctx(SimpleNamespace(n_ctx_train=0), 0) == 4096
 
 
 def logits(demo, **options) -> np.ndarray:

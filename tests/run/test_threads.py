@@ -33,7 +33,7 @@ def cores():
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/status") as file:  # it may end meanwhile
             cores_of[int(task)] = next(line.split()[1] for line in file if line.startswith("Cpus_allowed_list"))
     main = cores_of[os.getpid()]
-    return cores_of.pop(llm.turns.thread.native_id, main), sorted(cores_of.values())
+    return cores_of.pop(llm.lock.thread.native_id, main), sorted(cores_of.values())
 
 def say(what):
     print(json.dumps(what), flush=True)

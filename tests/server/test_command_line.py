@@ -19,8 +19,8 @@ from companions import write_control_vector, write_expert_adapter
 from helpers.servers import said_of_each
 from moeoff import OptionError
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.llamacpp.habits import habits_of
 from moeoff.llamacpp.llama import supports_gpu
+from moeoff.llamacpp.llama_cpp_options import options_of
 from moeoff.option import table_of
 from moeoff.options import Config, ServerOptions
 from moeoff.server.arguments import _FOLDER, _WRITTEN, CommandLine, check_files, file_kinds, of_environment
@@ -117,10 +117,10 @@ def test_the_model_is_found_wherever_it_stands_and_before_a_variables(demo, invo
     assert done.returncode == 1 and text.replace("DEMO", "expert") in line and "not both" not in line, done.stderr
 
 
-def test_no_habit_hides_an_option():
+def test_no_llama_cpp_option_hides_one_of_ours():
     lines = [line for kind in (Config, ServerOptions) for line in table_of(kind).values() if "serve" in line.commands]
     ours = {alias for line in lines for name in (*line.flags, line.server) for alias in aliases(name)}
-    assert {alias for name in habits_of("serve") for alias in aliases(name)} & ours == set()
+    assert {alias for name in options_of("serve") for alias in aliases(name)} & ours == set()
 
 
 def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):

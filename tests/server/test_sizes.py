@@ -84,7 +84,7 @@ def test_states_to_go_back_to_come_first():
 def test_a_server_starts_with_less_context_in_the_place_of_a_refusal(grown):
     more = ["--override-kv", "qwen2moe.context_length=int:4096"]
     memory = needed(grown, n_ctx=1024, args=more)
-    code = "from moeoff.server import server\nserver.usual_ctx = lambda *_: 4096\n"
+    code = "from moeoff.server import server\nserver.default_ctx = lambda *_: 4096\n"
     with Service(grown, code, memory=f"{memory}M", args=more) as server:
         assert server.ask("How many?", max_tokens=4).usage.completion_tokens
         slots = httpx.get(f"{server.url}/props", timeout=300).json()

@@ -19,7 +19,7 @@
 //
 // Knows neither files nor threads. After start() nothing allocates, so that no request can fail.
 
-#include "moeoff-room.h"
+#include "moeoff-residency.h"
 
 #include <string>
 #include <string_view>

@@ -86,7 +86,7 @@ void gate_predictor::look_ahead(const moeoff_gate_event & event, const moeoff_ro
         const int32_t         n       = choose(target, n_rows, r.n_expert);
         const int32_t * const experts = shared.experts + (size_t) target * n_experts;
         const int32_t * const places  = shared.places + (size_t) target * n_experts;
-        const int32_t n_read   = (int32_t) (std::lower_bound(places, places + n, shared.n_paying[target]) - places);
+        const int32_t n_read   = (int32_t) (std::lower_bound(places, places + n, shared.max_rank[target]) - places);
         const int32_t n_queued = prefetch(target, experts, n, n_read, (int32_t) shared.credit);
         shared.credit -= std::max(n_queued, 0);
         if (n_queued != 0 || (ahead + 1 < r.n_ahead && lacks(target, experts, n))) {

@@ -214,7 +214,7 @@ struct moeoff_score {
 // have been told
 struct moeoff_prefetching {
     const struct moeoff_routers_ahead * routers; // [n_gates]
-    const int32_t * n_paying;    // [n_gates] how many places of a prediction are read if they are absent; the others are protected if they are there
+    const int32_t * max_rank;    // [n_gates] how many places of a prediction are read if they are absent; the others are protected if they are there
     int32_t       * experts;     // [n_gates, n_experts] the last prediction for each gate: of several tokens those in the first places first, each expert once
     int32_t       * places;      // [n_gates, n_experts] of these, from 0
     int32_t       * n_predicted; // [n_gates] of these

@@ -9,7 +9,7 @@ from typing import NamedTuple
 ANYWAY, IDLE, REFUSED = range(3)
 
 
-class Habit(NamedTuple):
+class LlamaOption(NamedTuple):
     """How moeoff treats an option of llama.cpp's, and the reason."""
 
     verdict: int
@@ -94,10 +94,10 @@ _TABLE: dict[tuple[str, int], dict[str, str]] = {
 
 
 @functools.cache
-def habits_of(program: str) -> dict[str, Habit]:
-    """Return the habits of `run` or `serve` by option name."""
+def options_of(program: str) -> dict[str, LlamaOption]:
+    """Return the llama.cpp options of `run` or `serve` by option name."""
     return {
-        name.rstrip("="): Habit(verdict, why, name.endswith("="))
+        name.rstrip("="): LlamaOption(verdict, why, name.endswith("="))
         for (programs, verdict), options in _TABLE.items()
         for names, why in options.items()
         for name in names.split()

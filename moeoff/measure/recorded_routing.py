@@ -16,7 +16,7 @@ from ..routing.event import GateEvent
 _WEIGHTS = 1 << 20  # weights kept at most
 
 
-class Choices:
+class RecordedRouting:
     """Recorded gate events. A window begins where a prompt follows decoded tokens.
 
     Args:

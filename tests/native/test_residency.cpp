@@ -2,7 +2,7 @@
 
 #include "check.h"
 
-#include "moeoff-room.h"
+#include "moeoff-residency.h"
 
 #include <algorithm>
 #include <cmath>

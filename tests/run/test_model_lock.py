@@ -22,7 +22,7 @@ from helpers.waiting import wait_until
 from moeoff import BudgetError, Cancelled, MoeoffError
 from moeoff.llamacpp.compute_thread import ComputeThread
 from moeoff.llamacpp.llama import api
-from moeoff.llamacpp.turns import Turns
+from moeoff.llamacpp.model_lock import ModelLock
 from moeoff.system.memory import rss
 from shape_model import SHAPES, shape_model
 
@@ -239,8 +239,8 @@ def turn(llm, prompt, n=4):
     return drawn, llm.batch_logits(1)[0].copy(), llm.stats().prompt_tokens - before
 
 
-def assert_same(turns):
-    (drawn, logits, _), (others, other, _) = turns
+def assert_same(two):
+    (drawn, logits, _), (others, other, _) = two
     assert drawn == others and (logits == other).all()
 
 
@@ -619,19 +619,19 @@ def test_a_budget_without_room_for_the_driver_is_refused(demo, monkeypatch):
 
 def test_an_interrupted_wait_leaves_the_thread_free():
     """Whatever place of `take` is interrupted, the next call runs, once."""
-    turns, nth = Turns(ComputeThread()), 0
+    lock, nth = ModelLock(ComputeThread()), 0
     while True:
         nth += 1
         ran = []
         with contextlib.suppress(Interrupt), at_event(nth) as counted:
-            turns.take(lambda: ran.append(nth))  # noqa: B023  it runs in this turn or never
-        with thread(turns.take, lambda: None) as (_, raised):
+            lock.take(lambda: ran.append(nth))  # noqa: B023  it runs in this turn or never
+        with thread(lock.take, lambda: None) as (_, raised):
             pass
         assert not raised and len(ran) < 2
         if counted.where is None:
             break
     assert nth > 10 and ran
-    turns.thread.end()
+    lock.thread.end()
 
 
 def test_an_interrupt_ends_its_own_call_alone(llm, expected):

@@ -1,4 +1,4 @@
-#include "moeoff-room.h"
+#include "moeoff-residency.h"
 
 #include <algorithm>
 #include <cassert>

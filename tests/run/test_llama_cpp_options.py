@@ -16,7 +16,7 @@ from moeoff import OptionError
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.llamacpp.habits import ANYWAY, habits_of
+from moeoff.llamacpp.llama_cpp_options import ANYWAY, options_of
 from moeoff.options import TABLE
 from moeoff.server.arguments import CommandLine
 from moeoff.server.library import server_options
@@ -42,7 +42,7 @@ def test_every_option_of_llama_cli_works_or_says_why():
     """By the table of the pinned llama-server, which has all of llama-cli's but its own few."""
     own = {opt for param in main.commands["run"].params if param.name not in TABLE for opt in param.opts}
     theirs = {name for name, option in server_options().items() if option.chats}
-    assert len(theirs) > 200 and not own & set(habits_of("run"))
+    assert len(theirs) > 200 and not own & set(options_of("run"))
     for name in theirs - own:
         option = server_options()[name]
         try:
@@ -79,20 +79,20 @@ def test_options_of_llama_cli(invoke, files, words):
     assert done.returncode == 0 and "no effect" not in done.stderr and done.stdout.strip(), done.stderr
 
 
-def test_every_habit_takes_as_many_values_as_in_llama_cpp():
+def test_every_option_takes_as_many_values_as_in_llama_cpp():
     """By the table of the pinned llama-server, which has most of llama-cli's; and what of a server's is refused or left out is there to be."""
     for program in ("run", "serve"):
-        theirs = {name: habit for name, habit in habits_of(program).items() if name in server_options()}
-        assert {name for name, habit in theirs.items() if habit.takes_value != bool(server_options()[name].n_values)} == set()
+        theirs = {name: option for name, option in options_of(program).items() if name in server_options()}
+        assert {name for name, option in theirs.items() if option.takes_value != bool(server_options()[name].n_values)} == set()
     flags = {"--mmap", "--no-mmap", "--mlock", "-dio", "--direct-io", "-ndio", "--no-direct-io"}  # which people still type
-    assert set(habits_of("serve")) - set(server_options()) <= flags
+    assert set(options_of("serve")) - set(server_options()) <= flags
     ours = {opt: not param.is_flag for param in main.commands["run"].params for opt in param.opts if hasattr(param, "is_flag")}
     optional = {"--swa-full", "--kv-unified"}  # on or off may follow
     assert {name for name in ours.keys() & server_options().keys() - optional if ours[name] != bool(server_options()[name].n_values)} == set()
 
 
 def test_what_is_so_anyway(invoke):
-    anyway = [word for name, habit in habits_of("run").items() if habit.verdict == ANYWAY for word in (name, *["on"] * habit.takes_value)]
+    anyway = [word for name, option in options_of("run").items() if option.verdict == ANYWAY for word in (name, *["on"] * option.takes_value)]
     done = invoke("run", "-p", "x", "-n", "2", *anyway, "-fa", "auto", "-st", "-tb", "1", "-s", "1", "-r", "never")
     assert done.returncode == 0 and "no effect" not in done.stderr, done.stderr
 

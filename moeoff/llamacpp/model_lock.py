@@ -48,7 +48,7 @@ class Stream:
         return not self._has_ended and self.reader is not reader and self.reader.is_alive()
 
 
-class Turns:
+class ModelLock:
     """A model's lock: one answer at a time, and nothing once it is closed.
 
     Args:
