@@ -6,7 +6,16 @@ import typing as _typing
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
-from .errors import BudgetError, Cancelled, ComputeError, ForkError, ModelError, MoeoffError, OptionError, ReadError
+from .errors import (
+    BudgetError,
+    Cancelled,
+    ComputeError,
+    ForkError,
+    ModelError,
+    MoeoffError,
+    OptionError,
+    ReadError,
+)
 
 __all__ = [
     "BudgetError",
@@ -83,7 +92,9 @@ def _offer_modules(package: dict[str, _typing.Any]) -> None:
         except ModuleNotFoundError as error:
             if error.name != path:
                 raise
-            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}") from None
+            raise AttributeError(
+                f"module {package['__name__']!r} has no attribute {name!r}"
+            ) from None
 
     package["__getattr__"] = module
 

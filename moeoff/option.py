@@ -47,7 +47,9 @@ def integer(least: int, most: int = MOST) -> Callable[[Any], int]:
     return parse
 
 
-def number(least: float | None = None, most: float | None = None, above: float | None = None) -> Callable[[Any], float]:
+def number(
+    least: float | None = None, most: float | None = None, above: float | None = None
+) -> Callable[[Any], float]:
     def parse(value: str | float) -> float:
         try:
             parsed = float(value)
@@ -65,7 +67,9 @@ def number(least: float | None = None, most: float | None = None, above: float |
     return parse
 
 
-def one_of(names: tuple[str, ...], numbers: Mapping[str, int] | None = None) -> Callable[[Any], str | None]:
+def one_of(
+    names: tuple[str, ...], numbers: Mapping[str, int] | None = None
+) -> Callable[[Any], str | None]:
     """Return a parser of names, llama.cpp's numbers for them, and False for none."""
 
     def parse(value: Any) -> str | None:
@@ -142,7 +146,11 @@ class Option:
             return f"{100 * value:g}%"
         if isinstance(value, bool):
             return "on" if value else "off"
-        return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else str(value)
+        return (
+            ",".join(str(item) for item in value)
+            if isinstance(value, (list, tuple))
+            else str(value)
+        )
 
     def server_arguments(self, value: Any) -> list[str]:
         """Return llama-server's arguments for a value other than the default."""
@@ -151,7 +159,9 @@ class Option:
         return [self.server] if not self.metavar else [self.server, self.spell(value)]
 
 
-def option(*flags: str, commands: str = "", default: Any = None, server: str | bool = "", **line: Any) -> Any:
+def option(
+    *flags: str, commands: str = "", default: Any = None, server: str | bool = "", **line: Any
+) -> Any:
     """Return a dataclass field with an `Option` of these attributes.
 
     Args:
@@ -167,14 +177,22 @@ def option(*flags: str, commands: str = "", default: Any = None, server: str | b
 @functools.cache
 def table_of(kind: type) -> dict[str, Option]:
     """Return a class's options by name in Python."""
-    return {f.name: replace(f.metadata["option"], name=f.name) for f in fields(kind) if "option" in f.metadata}
+    return {
+        f.name: replace(f.metadata["option"], name=f.name)
+        for f in fields(kind)
+        if "option" in f.metadata
+    }
 
 
 def read(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the values of a class's fields; None stands for absent ones."""
     table = table_of(kind)
     names = {f.name for f in fields(kind)}
-    return {name: table[name].read(value) if name in table else value for name, value in values.items() if name in names and value is not None}
+    return {
+        name: table[name].read(value) if name in table else value
+        for name, value in values.items()
+        if name in names and value is not None
+    }
 
 
 class Options:

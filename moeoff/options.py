@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .budget.plan import DeviceBound
 from .errors import MoeoffError, OptionError
-from .option import MOST, Option, Options, integer, number, one_of, option, parse_switch, read, table_of
+from .option import (
+    MOST,
+    Option,
+    Options,
+    integer,
+    number,
+    one_of,
+    option,
+    parse_switch,
+    read,
+    table_of,
+)
 from .precision import LOSSLESS, Precision
 from .system.files import read_text
 from .system.machine import n_cores
@@ -33,12 +44,23 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 # ggml's numbers of the KV cache types that llama.cpp's programs accept
-_CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7}
+_CACHE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q4_0": 2,
+    "q4_1": 3,
+    "iq4_nl": 20,
+    "q5_0": 6,
+    "q5_1": 7,
+}
 _UNQUANTIZED = ("f32", "f16", "bf16")
 _SUMS = ("f16", "f32")
 LONGEST_DRAFT = 16  # tokens
 VRAM_MODES = ("cooperative", "centric", "reordered", "waves", "cpu", "auto")
-_ALL_UPLOADED = ("centric", "reordered", "waves")  # the device computes with all experts, or with none
+# the device computes with all experts, or with none
+_ALL_UPLOADED = ("centric", "reordered", "waves")
 # llama_cpp.Llama's numbers of these names
 _POOLINGS = ("none", "mean", "cls", "last", "rank")
 _SPLIT_MODES = {"none": 0, "layer": 1}
@@ -60,7 +82,11 @@ def parse_loss(text: str | float) -> float:
         OptionError: The value is not between 0 and 1.
     """
     with contextlib.suppress(ValueError, OverflowError):
-        loss = parse_percent(text) if isinstance(text, str) and text.strip().endswith("%") else float(text)
+        loss = (
+            parse_percent(text)
+            if isinstance(text, str) and text.strip().endswith("%")
+            else float(text)
+        )
         if 0 < loss < 1:
             return loss
     raise OptionError(f"expected an increase of perplexity, e.g. 1%, got {text!r}")
@@ -77,7 +103,11 @@ def _auto_file_none(value: Any) -> Any:
 
 def _numbered(numbers: dict[str, int]) -> dict[str, Any]:
     """Return the declaration of an option whose names have numbers in llama_cpp."""
-    return {"parse": one_of(tuple(numbers), numbers), "number": numbers.get, "choices": tuple(numbers)}
+    return {
+        "parse": one_of(tuple(numbers), numbers),
+        "number": numbers.get,
+        "choices": tuple(numbers),
+    }
 
 
 def _n_predict(value: str | int) -> int:
@@ -109,19 +139,25 @@ def _parallel(value: str | int) -> int | None:
 def _n_ctx(value: str | int) -> int:
     number = integer(0)(value)
     if 0 < number < 8:
-        raise OptionError(f"expected at least 8 tokens, or 0 for the model's trained length, got {number}")
+        raise OptionError(
+            f"expected at least 8 tokens, or 0 for the model's trained length, got {number}"
+        )
     return number
 
 
 def _split_mode(value: str | int) -> str | None:
     if value in ("row", "tensor"):
-        raise OptionError(f"expected layer or none, got {value}: the expert buffer holds whole rows")
+        raise OptionError(
+            f"expected layer or none, got {value}: the expert buffer holds whole rows"
+        )
     return one_of(tuple(_SPLIT_MODES), _SPLIT_MODES)(value)
 
 
 def _shares(value: str | list[float]) -> list[float]:
     try:
-        return [number(0)(share) for share in (value.split(",") if isinstance(value, str) else value)]
+        return [
+            number(0)(share) for share in (value.split(",") if isinstance(value, str) else value)
+        ]
     except OptionError:
         raise OptionError(f"expected shares of the GPUs, e.g. 3,1, got {value!r}") from None
 
@@ -143,7 +179,9 @@ def _refuse_rpc(value: Any) -> None:
 
 def _key(value: str) -> str:
     if not any(part.strip(' "') for part in value.split(",")):
-        raise OptionError("expected a key, got an empty one: leave the option out to serve without a key")
+        raise OptionError(
+            "expected a key, got an empty one: leave the option out to serve without a key"
+        )
     return value
 
 
@@ -176,9 +214,17 @@ _TYPES = "f16, bf16, f32, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"
 _SWITCH: dict[str, Any] = {"metavar": "on|off", "parse": parse_switch, "choices": ("on", "off")}
 # One function for each heading
 _expert = functools.partial(option, group="Experts", commands=_RUN_EVAL)
-_context = functools.partial(option, group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", llama=True, server=True)
+_context = functools.partial(
+    option,
+    group="Context and batches",
+    commands=f"{_RUN_EVAL} inspect bench",
+    llama=True,
+    server=True,
+)
 _gpu = functools.partial(option, group="GPU", commands=_MEASURE)
-_positions = functools.partial(option, group="Positions", commands=_MEASURE, llama=True, server=True)
+_positions = functools.partial(
+    option, group="Positions", commands=_MEASURE, llama=True, server=True
+)
 _sampling = functools.partial(option, group="Sampling", commands="run", server=True)
 _server = functools.partial(option, group="Server", commands="serve", server=True)
 
@@ -454,16 +500,22 @@ class Config:
 
         unknown = sorted(set(self.llama_cpp) - set(KEYWORDS))
         if unknown:
-            raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
+            raise OptionError(
+                f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it"
+            )
         if self.llama_cpp.get("use_mmap") or self.llama_cpp.get("use_mlock"):
-            raise OptionError("`use_mmap` and `use_mlock` are not supported: experts are not mapped")
+            raise OptionError(
+                "`use_mmap` and `use_mlock` are not supported: experts are not mapped"
+            )
         if self.n_keep and not self.context_shift:
             raise OptionError("`n_keep` has no effect without `context_shift`")
         if self.draft_max is not None and not (self.spec_type or self.draft):
             raise OptionError("`draft_max` has no effect without `spec_type` or `draft`")
         if self.memory is not None and self.expert_memory is not None:
             raise OptionError("give `memory` or `expert_memory`, not both")
-        if self.max_loss is not None and (not self.precision.lossless or self.tier not in (None, "original")):
+        if self.max_loss is not None and (
+            not self.precision.lossless or self.tier not in (None, "original")
+        ):
             raise OptionError("`max_loss` chooses the precision: give no other")
         if self.type_v not in (None, *_UNQUANTIZED) and not self.flash_attn:
             raise OptionError(f"`type_v` {self.type_v}: needs flash attention, which is off")
@@ -477,11 +529,17 @@ class Config:
         if gpu and gpu[0] != "vram" and (why := _no_gpu()):
             raise OptionError(f"`{gpu[0]}`: {why}")
         if gpu and not self.n_gpu_layers:
-            raise OptionError(f"`{gpu[0]}` has no effect while no layer goes to the GPU", hint={"n_gpu_layers": ...})
+            raise OptionError(
+                f"`{gpu[0]}` has no effect while no layer goes to the GPU",
+                hint={"n_gpu_layers": ...},
+            )
         if self.vram is None:
             return
         if self.vram_mode not in _ALL_UPLOADED and (self.deterministic or self.replay is not None):
-            raise OptionError("`vram` depends on timing: a repeatable run needs `vram_mode` centric, reordered or waves")
+            raise OptionError(
+                "`vram` depends on timing: a repeatable run needs `vram_mode` centric, reordered or"
+                " waves"
+            )
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
 
     def check_adapters(self, adapters: bool) -> None:
@@ -489,7 +547,9 @@ class Config:
         modes = ("cpu",) if self.precision.uses_low else ("centric", "cpu")
         if adapters and self.vram is not None and self.vram_mode not in modes:
             low = " with experts in low precision" if self.vram_mode == "centric" else ""
-            raise OptionError(f"`vram_mode` {self.vram_mode}: no adapters (LoRA){low}; give {' or '.join(modes)}")
+            raise OptionError(
+                f"`vram_mode` {self.vram_mode}: no adapters (LoRA){low}; give {' or '.join(modes)}"
+            )
 
     def check_precision(self, precision: Precision) -> None:
         """Raise `OptionError` if the strategy does not support a precision."""
@@ -499,19 +559,32 @@ class Config:
         if not precision.mispredicted_low:
             return
         if self.strategy.predictor is None or self.strategy.ab_tested:
-            raise OptionError(f"`mispredicted_low` needs a strategy that always prefetches, as fate, not {name!r}")
+            raise OptionError(
+                f"`mispredicted_low` needs a strategy that always prefetches, as fate, not {name!r}"
+            )
         if self.deterministic:
-            raise OptionError("`mispredicted_low` depends on timing: give it or `deterministic`, not both")
+            raise OptionError(
+                "`mispredicted_low` depends on timing: give it or `deterministic`, not both"
+            )
 
     def check_model(self, model_index: ModelIndex) -> None:
         """Raise `OptionError` for options without effect or that crash."""
         from .llamacpp.llama import KEYWORDS
 
         others = ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx")
-        yarn_options = [name for name in others if getattr(self, name) not in (None, KEYWORDS[name])]
+        yarn_options = [
+            name for name in others if getattr(self, name) not in (None, KEYWORDS[name])
+        ]
         yarn = (self.rope_scaling_type or model_index.hparams.get("rope.scaling.type")) == "yarn"
-        if yarn_options and not yarn and (self.yarn_ext_factor is None or self.yarn_ext_factor <= 0):
-            raise OptionError(f"`{yarn_options[0]}` has no effect: rope scaling is not YaRN; set `rope_scaling_type`")
+        if (
+            yarn_options
+            and not yarn
+            and (self.yarn_ext_factor is None or self.yarn_ext_factor <= 0)
+        ):
+            raise OptionError(
+                f"`{yarn_options[0]}` has no effect: rope scaling is not YaRN; set"
+                " `rope_scaling_type`"
+            )
         if self.context_shift and self.type_k not in (None, *_UNQUANTIZED):
             widths = model_index.key_widths
             if len(widths) > 1 or any(width % _HADAMARD for width in widths):
@@ -529,9 +602,18 @@ class Config:
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of llama_cpp.Llama."""
         n_threads = self.n_threads or n_cores()
-        values = {name: getattr(self, name) for name, line in table_of(Config).items() if line.llama}
-        options = {**_MODELS_OWN, **self.llama_cpp, **llama_keywords(values), "use_mmap": False, "n_threads": n_threads}
-        if "n_batch" not in options and options.get("n_ubatch"):  # llama_cpp's 512 would cap n_ubatch
+        values = {
+            name: getattr(self, name) for name, line in table_of(Config).items() if line.llama
+        }
+        options = {
+            **_MODELS_OWN,
+            **self.llama_cpp,
+            **llama_keywords(values),
+            "use_mmap": False,
+            "n_threads": n_threads,
+        }
+        # llama_cpp's 512 would cap n_ubatch
+        if "n_batch" not in options and options.get("n_ubatch"):
             options["n_batch"] = options["n_ubatch"]
         return options | {"n_threads_batch": self.n_threads_batch or n_threads}
 
@@ -548,7 +630,9 @@ def _no_gpu() -> str:
         return ""
     if backends():
         return why_none()
-    return "this build has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)"
+    return (
+        "this build has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)"
+    )
 
 
 def without_gpu(values: dict[str, Any]) -> list[str]:
@@ -557,11 +641,19 @@ def without_gpu(values: dict[str, Any]) -> list[str]:
     Nothing is removed where `vram` gives a size, which `Config` refuses.
     """
     names = [name for name in (*_OF_GPUS, "vram") if values.get(name)]
-    if not names or "vram" in names and not _device_bound(values["vram"]).auto or not (why := _no_gpu()):
+    if (
+        not names
+        or "vram" in names
+        and not _device_bound(values["vram"]).auto
+        or not (why := _no_gpu())
+    ):
         return []
     for name in names:
         del values[name]
-    return [f"{' and '.join(TABLE[name].flag for name in names)} {'has' if len(names) == 1 else 'have'} no effect: {why}"]
+    return [
+        f"{' and '.join(TABLE[name].flag for name in names)} {'has' if len(names) == 1 else 'have'}"
+        f" no effect: {why}"
+    ]
 
 
 def with_gpu(values: dict[str, Any], adapters: bool = False) -> None:
@@ -569,7 +661,11 @@ def with_gpu(values: dict[str, Any], adapters: bool = False) -> None:
 
     A repeatable run stays on the CPU, as do experts with adapters or `vram_mode` cpu.
     """
-    if values.get("n_gpu_layers") == 0 or any(values.get(name) for name in ("deterministic", "trace", "replay")) or _no_gpu():
+    if (
+        values.get("n_gpu_layers") == 0
+        or any(values.get(name) for name in ("deterministic", "trace", "replay"))
+        or _no_gpu()
+    ):
         return
     values.setdefault("n_gpu_layers", -1)
     if not adapters and values.get("vram_mode") != "cpu":
@@ -582,11 +678,16 @@ _HADAMARD = 64  # elements of a head that llama.cpp rotates together before quan
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the strategy's own precision, tier and `vram_mode` where the values have none."""
+    """Add the strategy's own precision, tier and `vram_mode` where the values have
+    none.
+    """
     strategy = values.get("strategy") or _strategy("auto")
     if values.get("stride") is not None:
         strategy = strategy.with_stride(values["stride"])
-    own = {name: values.get(name) or getattr(strategy, name) for name in ("precision", "vram_mode", "tier")}
+    own = {
+        name: values.get(name) or getattr(strategy, name)
+        for name in ("precision", "vram_mode", "tier")
+    }
     if values.get("rope_scale") is not None:
         if values.get("rope_freq_scale") is not None:
             raise OptionError("give `rope_scale` or its inverse `rope_freq_scale`, not both")
@@ -750,11 +851,23 @@ class ServerOptions(Options):
     def open_to(self) -> str | None:
         """First address that accepts requests of other machines without a key, or None."""
         hosts = () if self.has_key else (host.strip() for host in self.host.split(","))
-        return next((host for host in hosts if not (host.endswith(".sock") or host in ("localhost", "::1", "") or host.startswith("127."))), None)
+        return next(
+            (
+                host
+                for host in hosts
+                if not (
+                    host.endswith(".sock")
+                    or host in ("localhost", "::1", "")
+                    or host.startswith("127.")
+                )
+            ),
+            None,
+        )
 
     @property
     def sites(self) -> tuple[str, ...] | None:
-        """Names allowed as Host or Origin besides the loopback names. None allows any name.
+        """Names allowed as Host or Origin besides the loopback names. None allows any
+        name.
 
         This stops web pages whose name resolves to 127.0.0.1 (DNS rebinding), as a key
         does. A server open to other machines does not know its own names.
@@ -763,10 +876,18 @@ class ServerOptions(Options):
         return None if is_open else self.allowed_hosts
 
 
-TABLE: dict[str, Option] = {name: line for kind in (Config, Precision, Sampling, ServerOptions) for name, line in table_of(kind).items()}
+TABLE: dict[str, Option] = {
+    name: line
+    for kind in (Config, Precision, Sampling, ServerOptions)
+    for name, line in table_of(kind).items()
+}
 
 
-def spelled(name: str, value: object, flags: Mapping[str, tuple[str, str]] = {}) -> str:  # noqa: B006  # is only read
+def spelled(
+    name: str,
+    value: object,
+    flags: Mapping[str, tuple[str, str]] = {},  # noqa: B006
+) -> str:
     """Spell an option and its value for the command line.
 
     Args:
@@ -774,11 +895,14 @@ def spelled(name: str, value: object, flags: Mapping[str, tuple[str, str]] = {})
         flags: Flag and metavar of the running command's options, by name.
     """
     line = TABLE.get(name)
-    flag, form = flags.get(name) or ((line.flag, line.metavar) if line else ("--" + name.replace("_", "-"), name.upper()))
+    flag, form = flags.get(name) or (
+        (line.flag, line.metavar) if line else ("--" + name.replace("_", "-"), name.upper())
+    )
     if value is True:
         return flag
     if value is ...:
-        value = next((part for part in form.split("|") if part.isupper()), form)  # auto|FILE|none: FILE
+        # auto|FILE|none: FILE
+        value = next((part for part in form.split("|") if part.isupper()), form)
     return f"{flag} {line.spell(value) if line else value}"
 
 
@@ -790,5 +914,9 @@ def in_flags(error: MoeoffError, flags: Mapping[str, tuple[str, str]] | None = N
             all.
     """
     message = re.sub(r"`(\w+)`", lambda match: spelled(match[1], True, flags or {}), error.message)
-    ways_out = [spelled(name, value, flags or {}) for name, value in error.hint.items() if flags is None or name in flags]
+    ways_out = [
+        spelled(name, value, flags or {})
+        for name, value in error.hint.items()
+        if flags is None or name in flags
+    ]
     return message + (": give " + ", or ".join(ways_out) if ways_out else "")

@@ -49,20 +49,60 @@ class Precision:
         OptionError: A value is out of range, or low precision has no tier.
     """
 
-    t1: float = option("--t1", metavar="S", default=1.0, help="Read uncached experts whose unimportance is above S in low precision (HOBBIT's T1).",
-                       **_THRESHOLD)  # fmt: skip
-    t2: float = option("--t2", metavar="S", default=1.0, help="Skip uncached experts whose unimportance is above S (HOBBIT's T2).", **_THRESHOLD)
-    prefill_low_fraction: float = option("--prefill-low-fraction", metavar="P", default=0.0, **_THRESHOLD,
-                                         help="Read this share of a prompt's experts, the least used, in low precision (Fate's p).")  # fmt: skip
-    low_tier: str | None = option("--low-tier", metavar="NAME", help="The low precision: a tier of the sidecar, e.g. Q2_K, or int4 or lowest.", **_RULE)
+    t1: float = option(
+        "--t1",
+        metavar="S",
+        default=1.0,
+        help="Read uncached experts whose unimportance is above S in low precision (HOBBIT's T1).",
+        **_THRESHOLD,
+    )
+    t2: float = option(
+        "--t2",
+        metavar="S",
+        default=1.0,
+        help="Skip uncached experts whose unimportance is above S (HOBBIT's T2).",
+        **_THRESHOLD,
+    )
+    prefill_low_fraction: float = option(
+        "--prefill-low-fraction",
+        metavar="P",
+        default=0.0,
+        **_THRESHOLD,
+        help="Read this share of a prompt's experts, the least used, in low precision (Fate's p).",
+    )
+    low_tier: str | None = option(
+        "--low-tier",
+        metavar="NAME",
+        help="The low precision: a tier of the sidecar, e.g. Q2_K, or int4 or lowest.",
+        **_RULE,
+    )
     low_share: float = LOW_SHARE
     resident: float = 0.0
-    mispredicted_low: bool = option("--mispredicted-low", default=False, **_RULE,
-                                    help="Read only mispredicted experts in low precision (Fate §5.3).")  # fmt: skip
-    tau: float = option("--tau", metavar="W", default=0.0, help="Skip uncached experts whose gate weight is below W (--max-loss sets it by measurement).",
-                        **_THRESHOLD)  # fmt: skip
-    weigh_prompts: bool = option("--weigh-prompts", default=False, **_RULE,
-                                 help="Apply --t1 and --t2 to prompts, too: each expert by the token that needs it most (HOBBIT §3.2).")  # fmt: skip
+    mispredicted_low: bool = option(
+        "--mispredicted-low",
+        default=False,
+        **_RULE,
+        help="Read only mispredicted experts in low precision (Fate §5.3).",
+    )
+    tau: float = option(
+        "--tau",
+        metavar="W",
+        default=0.0,
+        help=(
+            "Skip uncached experts whose gate weight is below W (--max-loss sets it by"
+            " measurement)."
+        ),
+        **_THRESHOLD,
+    )
+    weigh_prompts: bool = option(
+        "--weigh-prompts",
+        default=False,
+        **_RULE,
+        help=(
+            "Apply --t1 and --t2 to prompts, too: each expert by the token that needs it most"
+            " (HOBBIT §3.2)."
+        ),
+    )
 
     @classmethod
     def pop(cls, options: dict[str, Any]) -> Precision | None:
@@ -71,7 +111,9 @@ class Precision:
         Raises:
             OptionError: A value is out of range, or the tier is missing or unused.
         """
-        thresholds = read(cls, {name: options.pop(name) for name in table_of(Precision) if name in options})
+        thresholds = read(
+            cls, {name: options.pop(name) for name in table_of(Precision) if name in options}
+        )
         if not any(value is not False for value in thresholds.values()):
             return None
         precision = cls(**{"t1": min(thresholds.get("t2", 1.0), 1.0)} | thresholds)

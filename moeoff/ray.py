@@ -55,8 +55,17 @@ _SAMPLE = re.compile(r"^([\w:]+) (\S+)$", re.MULTILINE)  # of /metrics, without 
 _FAILURES = (RayError, RayServeException, MoeoffError)  # the replica, its server or machine is gone
 
 
-def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas: int | None = None, labels: Mapping[str, str] | None = None,
-               parallel: int = 4, ray_options: Mapping[str, Any] | None = None, name: str = "moeoff", **options: Any) -> serve.Application:  # fmt: skip
+def deployment(
+    model: str | os.PathLike[str],
+    *,
+    memory: str | int,
+    num_replicas: int | None = None,
+    labels: Mapping[str, str] | None = None,
+    parallel: int = 4,
+    ray_options: Mapping[str, Any] | None = None,
+    name: str = "moeoff",
+    **options: Any,
+) -> serve.Application:
     """Return an application for `ray.serve.run`: a model served by several machines.
 
     Each replica requests its budget as `memory` from Ray, which places it accordingly.
@@ -82,30 +91,57 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
     if reserved := {"host", "port"} & options.keys():
         raise OptionError(f"{min(reserved)}: Ray Serve listens for the replicas: use its options")
     if isinstance(memory, str) and memory.strip().endswith("%"):
-        raise OptionError("`memory`: a size as 6G, not a share: replicas are placed by it before it is known where")
+        raise OptionError(
+            "`memory`: a size as 6G, not a share: replicas are placed by it before it is known"
+            " where"
+        )
     if reserved := {"host", "port"} & options.keys():
-        raise OptionError(f"{min(reserved)}: replicas are reached through Ray Serve, whose own options say where it listens")
+        raise OptionError(
+            f"{min(reserved)}: replicas are reached through Ray Serve, whose own options say where"
+            " it listens"
+        )
     budget, chosen = parse_size(memory), dict(ray_options or {})
-    actor = {"num_cpus": 1, "memory": budget + _ACTOR} | ({"label_selector": dict(labels)} if labels else {}) | chosen.pop("ray_actor_options", {})
+    actor = (
+        {"num_cpus": 1, "memory": budget + _ACTOR}
+        | ({"label_selector": dict(labels)} if labels else {})
+        | chosen.pop("ray_actor_options", {})
+    )
     if num_replicas is not None:
         chosen["num_replicas"] = num_replicas
     if "autoscaling_config" in chosen:
-        chosen["autoscaling_config"] = {"target_ongoing_requests": parallel} | chosen["autoscaling_config"]
+        chosen["autoscaling_config"] = {"target_ongoing_requests": parallel} | chosen[
+            "autoscaling_config"
+        ]
     ours: dict[str, Any] = {
         "max_replicas_per_node": 1,
         "max_ongoing_requests": 2 * parallel,  # the next ones are at hand, more go elsewhere
         "health_check_period_s": 5,
         "health_check_timeout_s": 20,
         "graceful_shutdown_timeout_s": 120,
-        "request_router_config": {"request_router_class": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"},
+        "request_router_config": {
+            "request_router_class": (
+                "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+            )
+        },
     }
-    require = functools.partial(_require_machines, chosen.get("num_replicas", 1), (ours | chosen)["max_replicas_per_node"], actor)
+    require = functools.partial(
+        _require_machines,
+        chosen.get("num_replicas", 1),
+        (ours | chosen)["max_replicas_per_node"],
+        actor,
+    )
     check = require if "autoscaling_config" not in chosen else None
     if check is not None and ray.is_initialized():
         check()
     replicas = serve.deployment(name=name, ray_actor_options=actor, **(ours | chosen))(_Replica)
-    ingress = serve.deployment(name=f"{name}-ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(_Ingress)
-    server = {"memory": budget, "parallel": parallel, "alias": os.path.basename(model).removesuffix(".gguf")} | options
+    ingress = serve.deployment(
+        name=f"{name}-ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+    )(_Ingress)
+    server = {
+        "memory": budget,
+        "parallel": parallel,
+        "alias": os.path.basename(model).removesuffix(".gguf"),
+    } | options
     return ingress.bind(replicas.bind(os.fspath(model), server), check)
 
 
@@ -123,12 +159,29 @@ def _require_machines(n_replicas: Any, per_machine: int, actor: Mapping[str, Any
     selector = actor.get("label_selector") or {}
     # values that begin with ! or in( are Ray's operators
     labels = {key: value for key, value in selector.items() if not re.match(r"!|in\(", value)}
-    needs = {name: n for name, n in {"memory": actor.get("memory"), "CPU": actor.get("num_cpus")}.items() if n}
-    labelled = [node for node in nodes if all(node.get("Labels", {}).get(key) == value for key, value in labels.items())]
-    hold = [min([per_machine, *(int(node["Resources"].get(name, 0) // n) for name, n in needs.items())]) for node in labelled]
+    needs = {
+        name: n
+        for name, n in {"memory": actor.get("memory"), "CPU": actor.get("num_cpus")}.items()
+        if n
+    }
+    labelled = [
+        node
+        for node in nodes
+        if all(node.get("Labels", {}).get(key) == value for key, value in labels.items())
+    ]
+    hold = [
+        min([per_machine, *(int(node["Resources"].get(name, 0) // n) for name, n in needs.items())])
+        for node in labelled
+    ]
     if sum(hold) < n_replicas:
-        has = f"{len(nodes)} machines, {len(labelled)} with its labels, on which {sum(hold)} have room"
-        each = f"{format_size(int(needs.get('memory', 0)))} of memory and {needs.get('CPU', 0):g} cores"
+        has = (
+            f"{len(nodes)} machines, {len(labelled)} with its labels, on which {sum(hold)} have"
+            " room"
+        )
+        each = (
+            f"{format_size(int(needs.get('memory', 0)))} of memory and {needs.get('CPU', 0):g}"
+            " cores"
+        )
         wanted = f"{n_replicas} replicas of {each}, at most {per_machine} on a machine"
         way_out = "start Ray on more, reduce it, or set max_replicas_per_node or autoscaling_config"
         raise OptionError(f"`num_replicas`: {wanted}, and Ray has {has}: {way_out}")
@@ -142,7 +195,9 @@ class _Replica:
             way_out = "copy it there, or name machines that have it in deployment(labels=...)"
             raise ModelError(f"{model} is not on {socket.gethostname()}: {way_out}")
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._key = {"Authorization": f"Bearer {options['api_key']}"} if options.get("api_key") else {}
+        self._key = (
+            {"Authorization": f"Bearer {options['api_key']}"} if options.get("api_key") else {}
+        )
         self._session: aiohttp.ClientSession | None = None
         self._gauges: dict[str, Gauge] = {}
         self._ending, self._n_missed = False, 0
@@ -166,16 +221,22 @@ class _Replica:
             self._session = open_session(self._server.socket)
         return self._session
 
-    async def answer(self, method: str, path: str, headers: tuple[tuple[str, str], ...], body: bytes) -> AsyncIterator[Any]:
+    async def answer(
+        self, method: str, path: str, headers: tuple[tuple[str, str], ...], body: bytes
+    ) -> AsyncIterator[Any]:
         """Yield (replica, status, headers, is stream), then pieces of the body."""
         try:
-            async with self._client().request(method, path, headers=headers, data=body or None) as response:
+            async with self._client().request(
+                method, path, headers=headers, data=body or None
+            ) as response:
                 streams = response.content_type in ("text/event-stream", "application/x-ndjson")
                 yield self._name, response.status, _forwarded(response.headers.items()), streams
                 async for piece in response.content.iter_any():
                     yield piece
         except (aiohttp.ClientError, OSError) as error:
-            raise MoeoffError(f"the server of replica {self._name} has gone ({type(error).__name__})") from None
+            raise MoeoffError(
+                f"the server of replica {self._name} has gone ({type(error).__name__})"
+            ) from None
 
     async def check_health(self) -> None:
         """Check the server for Ray. Pass on its metrics unless a batch delays them."""
@@ -189,7 +250,9 @@ class _Replica:
             raise
         self._n_missed = 0
         with contextlib.suppress(asyncio.TimeoutError):
-            async with self._client().get("/metrics", headers=self._key, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            async with self._client().get(
+                "/metrics", headers=self._key, timeout=aiohttp.ClientTimeout(total=5)
+            ) as response:
                 for name, value in _SAMPLE.findall(await response.text()):
                     name = name.replace(":", "_")
                     if name not in self._gauges:
@@ -222,7 +285,9 @@ class _Ingress:
             try:
                 return (response := await _begin(answer, path))
             except BackPressureError:
-                return JSONResponse(_error(503, "too many requests are waiting: ask again later"), 503)
+                return JSONResponse(
+                    _error(503, "too many requests are waiting: ask again later"), 503
+                )
             except _FAILURES as error:
                 reason = str(error).strip().splitlines()[-1]
             finally:
@@ -284,7 +349,9 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 def _forwarded(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Remove the headers of a single connection, and those that are written anew."""
-    return tuple((name, value) for name, value in forwarded(headers) if name.lower() not in _REWRITTEN)
+    return tuple(
+        (name, value) for name, value in forwarded(headers) if name.lower() not in _REWRITTEN
+    )
 
 
 def _session(body: bytes) -> str:
@@ -301,11 +368,24 @@ def _session(body: bytes) -> str:
         return ""
     common: Any = asked.get("prompt_cache_key")
     if not isinstance(common, str):
-        prompt = next((value for name in ("messages", "input", "prompt", "input_prefix") if (value := asked.get(name))), None)
+        prompt = next(
+            (
+                value
+                for name in ("messages", "input", "prompt", "input_prefix")
+                if (value := asked.get(name))
+            ),
+            None,
+        )
         if prompt is None:
             return ""
         if isinstance(prompt, list):
-            roles = [message.get("role") if isinstance(message, dict) else None for message in prompt]
+            roles = [
+                message.get("role") if isinstance(message, dict) else None for message in prompt
+            ]
             prompt = prompt[: roles.index("user") + 1 if "user" in roles else _BEGINNING]
-        common = [asked.get("system"), asked.get("instructions"), prompt[:_BEGINNING] if isinstance(prompt, str) else prompt]
+        common = [
+            asked.get("system"),
+            asked.get("instructions"),
+            prompt[:_BEGINNING] if isinstance(prompt, str) else prompt,
+        ]
     return hashlib.blake2b(json.dumps(common, sort_keys=True).encode(), digest_size=16).hexdigest()

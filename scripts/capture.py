@@ -1,4 +1,5 @@
-"""docs/img/server.png and live.png: the server's chat with an answer in it, and `/moeoff`. Needs a headless Chromium, and a build with the page.
+"""docs/img/server.png and live.png: the server's chat with an answer in it, and
+`/moeoff`. Needs a headless Chromium, and a build with the page.
 
 usage: capture.py MODEL [--memory SIZE]
 """
@@ -17,7 +18,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from helpers.browser import Browser, Chat, find_browser
 
 IMAGES = ROOT / "docs" / "img"
-QUESTION = "Tom has 10 bags of 5 oranges. How many oranges does Tom have in total?"  # the demo model gets it right
+# the demo model gets it right
+QUESTION = "Tom has 10 bags of 5 oranges. How many oranges does Tom have in total?"
 
 
 @click.command()
@@ -30,7 +32,11 @@ def main(model: str, memory: str | None) -> None:
     os.chdir(Path(model).absolute().parent)  # the page shows the model's path
     model = Path(model).name
     options = {"port": 0, "n_ctx": 1024, "memory": memory, "args": ("-n", "256", "--temp", "0")}
-    with tempfile.TemporaryDirectory() as folder, Server(model, **options) as served, Browser(find_browser() or "chromium", Path(folder)) as window:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Server(model, **options) as served,
+        Browser(find_browser() or "chromium", Path(folder)) as window,
+    ):
         live = window.open(f"{served.url.removesuffix('/v1')}/moeoff", 1280, 750)
         chat = Chat(window, served.url)
         chat.ask(QUESTION)

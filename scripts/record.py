@@ -1,4 +1,5 @@
-"""docs/img/run.svg and inspect.svg: a conversation, and what inspect says, recorded in a real terminal.
+"""docs/img/run.svg and inspect.svg: a conversation, and what inspect says, recorded in
+a real terminal.
 
 usage: record.py run MODEL [--memory SIZE]        an animation that keeps the session's times
        record.py inspect MODEL [--memory SIZE]    the last screen
@@ -23,12 +24,20 @@ sys.path.insert(0, str(ROOT / "tests"))
 from helpers.terminal import READING
 
 COLUMNS, ROWS = 80, 60
-QUESTION = "Tom has 10 bags of 5 oranges. How many oranges does Tom have in total?"  # the demo model gets it right
+# the demo model gets it right
+QUESTION = "Tom has 10 bags of 5 oranges. How many oranges does Tom have in total?"
 TYPING = 0.04  # seconds for a character
 END = 4.0  # seconds that the last screen stays
 STEP = 0.05  # seconds; what changes within them is one change
 CELL, LINE, TOP = 8.4, 18, 22  # pixels of a character, a line, and above the first one
-COLOURS = {"default": "#e6edf3", "brightblack": "#8b949e", "green": "#3fb950", "cyan": "#56d4dd", "blue": "#58a6ff", "red": "#ff7b72"}
+COLOURS = {
+    "default": "#e6edf3",
+    "brightblack": "#8b949e",
+    "green": "#3fb950",
+    "cyan": "#56d4dd",
+    "blue": "#58a6ff",
+    "red": "#ff7b72",
+}
 DIM = re.compile(r"\x1b\[2m")  # pyte has no dim text
 
 Row = tuple[tuple[str, str, bool], ...]  # of each character: itself, its colour, whether it is bold
@@ -75,10 +84,20 @@ class Recorder:
         self.show("\r\n")
 
     def run(self, argv: list[str], folder: Path, keys: str = "") -> None:
-        """Run a program in a pseudo terminal and, once it reads, type keys into it, then Ctrl-D."""
-        # a pseudo terminal does not answer prompt_toolkit's question where the cursor is
+        """Run a program in a pseudo terminal and, once it reads, type keys into it,
+        then Ctrl-D.
+        """
+        # a pseudo terminal does not answer prompt_toolkit's question where the cursor
+        # is
         env = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        child = pexpect.spawn(argv[0], argv[1:], cwd=str(folder), env=env, encoding="utf-8", dimensions=(ROWS, COLUMNS))
+        child = pexpect.spawn(
+            argv[0],
+            argv[1:],
+            cwd=str(folder),
+            env=env,
+            encoding="utf-8",
+            dimensions=(ROWS, COLUMNS),
+        )
         seen, lines = "", [keys + "\r", "\x04"] if keys else []
         while True:
             try:
@@ -139,24 +158,46 @@ def draw(frames: list[tuple[float, list[Row]]], title: str) -> str:
     parts = pieces(frames)
     height = max(piece.row for piece in parts if piece.end is None or piece.end > frames[0][0]) + 1
     width, length = round(COLUMNS * CELL) + 24, frames[-1][0] + END
-    size = f'width="{width}" height="{TOP + height * LINE}" viewBox="0 0 {width} {TOP + height * LINE}"'
-    font = 'font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="14"'
+    size = (
+        f'width="{width}" height="{TOP + height * LINE}" viewBox="0 0 {width}'
+        f' {TOP + height * LINE}"'
+    )
+    font = (
+        'font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,monospace"'
+        ' font-size="14"'
+    )
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font} fill="{COLOURS["default"]}" xml:space="preserve">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font}'
+            f' fill="{COLOURS["default"]}" xml:space="preserve">'
+        ),
         f'<title>{escape(title)}</title><rect width="100%" height="100%" rx="8" fill="#0d1117"/>',
     ]
     if len(frames) > 1:  # what all times are relative to, again and again
-        out.append(f'<rect width="0" height="0"><animate id="a" attributeName="x" dur="{length:.2f}s" begin="0s;a.end" to="0"/></rect>')
+        out.append(
+            f'<rect width="0" height="0"><animate id="a" attributeName="x" dur="{length:.2f}s"'
+            ' begin="0s;a.end" to="0"/></rect>'
+        )
     for piece in parts:
-        style = f' fill="{COLOURS.get(piece.colour, COLOURS["default"])}"' if piece.colour != "default" else ""
+        style = (
+            f' fill="{COLOURS.get(piece.colour, COLOURS["default"])}"'
+            if piece.colour != "default"
+            else ""
+        )
         style += ' font-weight="bold"' if piece.bold else ""
         style += f' textLength="{len(piece.text) * CELL:.0f}"' if len(piece.text) > 1 else ""
         moves = ""
         if piece.end is not None:
             style += ' visibility="hidden"'
-            moves = f'<set attributeName="visibility" to="visible" begin="a.begin+{piece.begin:.2f}s" dur="{piece.end - piece.begin:.2f}s"/>'
+            moves = (
+                f'<set attributeName="visibility" to="visible" begin="a.begin+{piece.begin:.2f}s"'
+                f' dur="{piece.end - piece.begin:.2f}s"/>'
+            )
         elif piece.begin > frames[0][0] and len(frames) > 1:
-            moves = f'<set attributeName="visibility" to="hidden" begin="a.begin" dur="{piece.begin:.2f}s"/>'
+            moves = (
+                '<set attributeName="visibility" to="hidden" begin="a.begin"'
+                f' dur="{piece.begin:.2f}s"/>'
+            )
         x, y = 12 + piece.column * CELL, TOP + piece.row * LINE
         out.append(f'<text x="{x:.0f}" y="{y}"{style}>{escape(piece.text)}{moves}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
@@ -172,7 +213,9 @@ def main(what: str, model: Path, memory: str) -> None:
     typed, keys = ([*words, "--temp", "0"], QUESTION) if what == "run" else (words, "")
     recorder = Recorder()
     recorder.type_command(typed)
-    recorder.run([str(Path(sys.executable).with_name("moeoff")), *typed[1:]], model.absolute().parent, keys)
+    recorder.run(
+        [str(Path(sys.executable).with_name("moeoff")), *typed[1:]], model.absolute().parent, keys
+    )
     frames = recorder.frames if what == "run" else recorder.frames[-1:]
     path = ROOT / "docs" / "img" / f"{what}.svg"
     path.write_text(draw(frames, f"A terminal: {' '.join(words)}"), encoding="utf-8")

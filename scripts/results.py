@@ -1,13 +1,16 @@
-"""Measured tables: scripts write them as data with --json FILE, `make results` puts them on the pages. tests/build/test_docs.py checks that the pages are up to date.
+"""Measured tables: scripts write them as data with --json FILE, `make results` puts
+them on the pages. tests/build/test_docs.py checks that the pages are up to date.
 
-A data file says what was run, where, when and at which commit, and holds the tables as they were printed:
+A data file says what was run, where, when and at which commit, and holds the tables as
+they were printed:
 
     {"command": ..., "machine": ..., "date": ..., "commit": ..., "paths": [...],
-     "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
+     "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]},
+     ...]}
 
-"paths" are the parts of the repository that the figures depend on. A file whose paths changed
-after its commit, or whose command no longer parses, is listed in `OLDER`; tests/build/test_data.py
-checks that.
+"paths" are the parts of the repository that the figures depend on. A file whose paths
+changed after its commit, or whose command no longer parses, is listed in `OLDER`;
+tests/build/test_data.py checks that.
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME:TABLE -->` and end with `<!-- end of results -->`. What stands between is
 that table of docs/results/data/NAME.json: the others are data. `{COLUMN | ...}` after that leaves out all other columns but the first. `models` and
@@ -31,7 +34,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 IMAGES = ROOT / "docs" / "img"
-BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?::(?P<table>[\w-]+))?(?: {(?P<columns>[^}]+)})? -->\n).*?(?P<end><!-- end of results -->\n)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- results (?P<name>[\w-]+)(?::(?P<table>[\w-]+))?(?: {(?P<columns>[^}]+)})?"
+    r" -->\n).*?(?P<end><!-- end of results -->\n)",
+    re.DOTALL,
+)
 HEAD = ("command", "machine", "date", "commit", "paths")
 STREAMING = ("moeoff/engine", "moeoff/policies", "llamacpp_patches/src/core")
 KERNELS_OF = ("llamacpp_patches/src/ggml-cpu",)
@@ -71,8 +78,8 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 HELP = "Keep the tables as a data file for docs/results."
 
-# Data files older than the code that they measure, by reason. An entry goes when its file is
-# measured again; tests/build/test_data.py refuses new ones.
+# Data files older than the code that they measure, by reason. An entry goes when its
+# file is measured again; tests/build/test_data.py refuses new ones.
 OLDER = {
     "The command's script or options were replaced; a new run takes the new ones.": (
         "beside cache-policies damaged drafts drafts-ahead drafts-memory drafts-qwen3 headers "
@@ -91,12 +98,16 @@ OLDER = {
         "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-4096 real-qwen3-budgets "
         "real-qwen36 rows server-1045 server-small server-turns time time-qwen3"
     ),
-    "The code changed since; needs a GPU.": "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers",
+    "The code changed since; needs a GPU.": (
+        "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers"
+    ),
     "Replays and losses that take hours; the code changed since.": (
         "answer-gemma-4-26b-a4b answer-gpt-oss-120b answer-policies answer-qwen3-30b-a3b "
         "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract papers published-traces"
     ),
-    "The code changed since; make faults takes hours.": ("advisories disk hostile-http nth-fault scale-events soak soak-interrupted"),
+    "The code changed since; make faults takes hours.": (
+        "advisories disk hostile-http nth-fault scale-events soak soak-interrupted"
+    ),
 }
 
 
@@ -108,12 +119,16 @@ def machine() -> str:
 
 def commit() -> str:
     """The commit that is run; "-dirty" if something of it was changed."""
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return described.stdout.strip() or "unknown"
 
 
 def command_line() -> str:
-    """The command as it was typed, but for --json; of files only the names, since folders differ from machine to machine."""
+    """The command as it was typed, but for --json; of files only the names, since
+    folders differ from machine to machine.
+    """
 
     def short(argument: str) -> str:
         name, equals, value = argument.rpartition("=")
@@ -124,7 +139,9 @@ def command_line() -> str:
         at = typed.index("--json")
         del typed[at : at + 2]
     program = Path(sys.argv[0]).resolve()
-    return shlex.join(["python", f"scripts/{program.parent.name}/{program.name}", *map(short, typed)])
+    return shlex.join(
+        ["python", f"scripts/{program.parent.name}/{program.name}", *map(short, typed)]
+    )
 
 
 def paths(command: str) -> list[str]:
@@ -168,7 +185,8 @@ class Table:
 
 
 class ResultsFile:
-    """The tables of one run of a script; a context manager that writes them if nothing was raised.
+    """The tables of one run of a script; a context manager that writes them if nothing
+    was raised.
 
     Args:
         path: the data file, or None if nothing is to be kept.
@@ -188,11 +206,16 @@ class ResultsFile:
         if kind is None and self.path:
             command = command_line()
             head = (command, machine(), datetime.date.today().isoformat(), commit(), paths(command))
-            write(self.path, dict(zip(HEAD, head)) | {"tables": [vars(table) for table in self.tables]})
+            write(
+                self.path,
+                dict(zip(HEAD, head)) | {"tables": [vars(table) for table in self.tables]},
+            )
 
 
 def write(path: str | Path, data: dict) -> None:
-    """Writes a data file with each row on a line of its own: a new measurement then reads well as a diff."""
+    """Writes a data file with each row on a line of its own: a new measurement then
+    reads well as a diff.
+    """
 
     def say(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
@@ -202,7 +225,12 @@ def write(path: str | Path, data: dict) -> None:
         rows = ",\n".join(f"    {say(row)}" for row in table["rows"])
         fields = [f"{say(key)}: {say(table[key])}" for key in ("name", "title", "columns")]
         tables.append("  {" + ",\n   ".join([*fields, f'"rows": [\n{rows}\n   ]']) + "}")
-    body = ",\n ".join([*(f"{say(key)}: {say(data[key])}" for key in HEAD), '"tables": [\n' + ",\n".join(tables) + "\n ]"])
+    body = ",\n ".join(
+        [
+            *(f"{say(key)}: {say(data[key])}" for key in HEAD),
+            '"tables": [\n' + ",\n".join(tables) + "\n ]",
+        ]
+    )
     Path(path).write_text(f"{{\n {body}\n}}\n", encoding="utf-8")
 
 
@@ -216,11 +244,22 @@ def _line(cells: Sequence[str]) -> str:
 
 def _rule(columns: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> str:
     """Columns of numbers are set flush right."""
-    return "|---|" + "".join("---:|" if all(re.match(r"[-+]?\d|$", row[i]) for row in rows) else "---|" for i in range(1, len(columns))) + "\n"
+    return (
+        "|---|"
+        + "".join(
+            "---:|" if all(re.match(r"[-+]?\d|$", row[i]) for row in rows) else "---|"
+            for i in range(1, len(columns))
+        )
+        + "\n"
+    )
 
 
 def markdown(table: dict) -> str:
-    return _line(table["columns"]) + _rule(table["columns"], table["rows"]) + "".join(map(_line, table["rows"]))
+    return (
+        _line(table["columns"])
+        + _rule(table["columns"], table["rows"])
+        + "".join(map(_line, table["rows"]))
+    )
 
 
 def table_of(name: str, table: str) -> dict:
@@ -232,7 +271,10 @@ def cells_by_column(name: str, table: str) -> dict[str, dict[str, str]]:
     """Return a table's cells by column and row."""
     shown = table_of(name, table)
     columns = zip(*(row[1:] for row in shown["rows"]))
-    return {column: dict(zip((row[0] for row in shown["rows"]), cells)) for column, cells in zip(shown["columns"][1:], columns)}
+    return {
+        column: dict(zip((row[0] for row in shown["rows"]), cells))
+        for column, cells in zip(shown["columns"][1:], columns)
+    }
 
 
 def with_columns(table: dict, columns: str | None) -> dict:
@@ -241,7 +283,10 @@ def with_columns(table: dict, columns: str | None) -> dict:
         return table
     names = [name.strip() for name in columns.split("|")]
     places = [0, *(table["columns"].index(name) for name in names)]
-    return table | {"columns": [table["columns"][i] for i in places], "rows": [[row[i] for i in places] for row in table["rows"]]}
+    return table | {
+        "columns": [table["columns"][i] for i in places],
+        "rows": [[row[i] for i in places] for row in table["rows"]],
+    }
 
 
 def block(name: str, table: str | None, columns: str | None = None) -> str:
@@ -249,11 +294,15 @@ def block(name: str, table: str | None, columns: str | None = None) -> str:
     if name in GATHERED:
         return markdown(with_columns(GATHERED[name](), columns))
     data = read(name)
-    return f"{markdown(with_columns(table_of(name, table), columns))}\n`{data['command']}` at {data['commit']}\n"
+    return (
+        f"{markdown(with_columns(table_of(name, table), columns))}\n`{data['command']}` at"
+        f" {data['commit']}\n"
+    )
 
 
 TRACES, FIGURES, ASSUMED = "published traces", "two published figures", "not measured"
-# of docs/results/real-sizes.md: model, 10^9 bytes of its file, and what its routing follows
+# of docs/results/real-sizes.md: model, 10^9 bytes of its file, and what its routing
+# follows
 SHAPES = {
     "real-qwen3": ("Qwen3-30B-A3B", 18.55, TRACES),
     "real-qwen36": ("Qwen3.6-35B-A3B", 21.16, FIGURES),
@@ -271,7 +320,8 @@ DAYS = {  # of Qwen3-30B-A3B's shape in 6.5 GiB: each data file, and moeoff's ro
 }
 ENOUGH = 5  # rounds; a cell with fewer says so
 _PROMPT = 64  # tokens, of their runs
-STOCK_IN_A_LIMIT = ("stock, memory map", "stock, memory map, plain kernels")  # for its repacked kernels the kernel may kill it
+# for its repacked kernels the kernel may kill it
+STOCK_IN_A_LIMIT = ("stock, memory map", "stock, memory map, plain kernels")
 
 
 def _gib(limit: str) -> str:
@@ -291,7 +341,9 @@ def _said(data: dict, option: str) -> str:
 
 
 def by_contender(name: str, column: str = "tok/s") -> dict[str, dict[str, str]]:
-    """A column of what `speed.py` has measured: the cell of each contender, for each limit or depth; where the table has neither, for the data file."""
+    """A column of what `speed.py` has measured: the cell of each contender, for each
+    limit or depth; where the table has neither, for the data file.
+    """
     table = read(name)["tables"][0]
     at, contender = (table["columns"].index(column) for column in (column, "contender"))
     cells: dict[str, dict[str, str]] = {}
@@ -306,7 +358,10 @@ def models_table() -> dict:
     for name, (model, size, routing) in SHAPES.items():
         limit, speeds = next(iter(by_contender(name).items()))
         stock = next(speeds[contender] for contender in STOCK_IN_A_LIMIT if speeds.get(contender))
-        prompt, *ours = (by_contender(name, column)[limit]["auto"] for column in ("prompt tok/s", "tok/s", "MB/token"))
+        prompt, *ours = (
+            by_contender(name, column)[limit]["auto"]
+            for column in ("prompt tok/s", "tok/s", "MB/token")
+        )
         first, *range_ = (f"{_PROMPT / rate:.2f}" for rate in _numbers(prompt))
         ours.append(first + (f" ({range_[1]} to {range_[0]})" if range_ else ""))
         times = f"{_numbers(ours[0])[0] / _numbers(stock)[0]:.0f}"
@@ -324,7 +379,9 @@ def rounds(n: int) -> str:
 
 
 def days_table() -> dict:
-    """Return one shape's speed in one memory limit by day, and its share of the speed in memory."""
+    """Return one shape's speed in one memory limit by day, and its share of the speed
+    in memory.
+    """
     rows = []
     for name, row in DAYS.items():
         data, (group, contender) = read(name), row.split(" | ")
@@ -352,7 +409,8 @@ SCENARIOS = {  # of docs/results/reliability.md: what is done
     "soak": "two hours under load while the budget moves",
     "soak-interrupted": "the same, and half of the moves are interrupted",
 }
-CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT", "had ended")  # columns that count them
+# columns that count them
+CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT", "had ended")
 
 
 def reliability_table() -> dict:
@@ -360,10 +418,26 @@ def reliability_table() -> dict:
     rows = []
     for name, what in SCENARIOS.items():
         data = read(name)
-        lines = [dict(zip(t["columns"], row)) for t in data["tables"] if not t["name"].endswith("-kinds") for row in t["rows"]]
+        lines = [
+            dict(zip(t["columns"], row))
+            for t in data["tables"]
+            if not t["name"].endswith("-kinds")
+            for row in t["rows"]
+        ]
         n = sum(int(line[column]) for line in lines for column in CASES if column in line)
-        wrong = sum(int(line.get("problems", line.get("wrong", 0))) + (line.get("held", "yes") != "yes") for line in lines)
-        rows.append([what, f"{n or len(lines):,}", str(wrong), f"{data['date']}, {data['commit']}", f"[data](data/{name}.json)"])
+        wrong = sum(
+            int(line.get("problems", line.get("wrong", 0))) + (line.get("held", "yes") != "yes")
+            for line in lines
+        )
+        rows.append(
+            [
+                what,
+                f"{n or len(lines):,}",
+                str(wrong),
+                f"{data['date']}, {data['commit']}",
+                f"[data](data/{name}.json)",
+            ]
+        )
     return {"columns": ["scenario", "cases", "not as it must be", "measured", ""], "rows": rows}
 
 
@@ -374,7 +448,11 @@ def known_table() -> dict:
     for name, file, *sizes in table_of("needs", "needs")["rows"]:
         least, _, half, _ = (f"{int(size) / 1024:.1f} GiB" for size in sizes)
         row = measured.get(name)
-        speed = [f"{row[4].split()[0].rstrip(',')} in {row[3]}", row[-2].split(",")[0]] if row else ["", ""]
+        speed = (
+            [f"{row[4].split()[0].rstrip(',')} in {row[3]}", row[-2].split(",")[0]]
+            if row
+            else ["", ""]
+        )
         rows.append([name, f"{file} GiB", least, half, *speed])
     columns = ["model", "file", "least memory", "with half of the experts"]
     return {"columns": [*columns, "moeoff, tok/s", "llama.cpp there, tok/s"], "rows": rows}
@@ -382,18 +460,41 @@ def known_table() -> dict:
 
 def kernels_table() -> dict:
     """Return the speed with everything in memory, by model."""
-    contenders = {"llama.cpp": "stock, repacked kernels", "--no-repack": "stock, plain kernels", "moeoff": "moeoff"}
+    contenders = {
+        "llama.cpp": "stock, repacked kernels",
+        "--no-repack": "stock, plain kernels",
+        "moeoff": "moeoff",
+    }
     rows = []
     for name, model in KERNELS.items():
         cells = [by_contender(name, column)[name] for column in ("tok/s", "prompt tok/s")]
-        rows.append([model, *(group[contender].split()[0] for group in cells for contender in contenders.values())])
-    return {"columns": ["model", *contenders, *(f"prompt, {name}" for name in contenders)], "rows": rows}
+        rows.append(
+            [
+                model,
+                *(
+                    group[contender].split()[0]
+                    for group in cells
+                    for contender in contenders.values()
+                ),
+            ]
+        )
+    return {
+        "columns": ["model", *contenders, *(f"prompt, {name}" for name in contenders)],
+        "rows": rows,
+    }
 
 
-GATHERED = {"models": models_table, "known": known_table, "kernels": kernels_table, "days": days_table, "reliability": reliability_table}
+GATHERED = {
+    "models": models_table,
+    "known": known_table,
+    "kernels": kernels_table,
+    "days": days_table,
+    "reliability": reliability_table,
+}
 
 
-GREY, BLUE, GOLD, MAUVE = "#6e7781", "#2f81f7", "#bf8700", "#8250df"  # that read on white and on black
+# that read on white and on black
+GREY, BLUE, GOLD, MAUVE = "#6e7781", "#2f81f7", "#bf8700", "#8250df"
 FONT = f'font-family="sans-serif" font-size="14" fill="{GREY}"'
 # what the names of the data files of long contexts end with, by depth
 DEPTHS = ("-0", "", "-8k", "-16k", "-32k")
@@ -423,46 +524,76 @@ def key(named: Named, x: int = 10) -> list[str]:
     """Return the key of a chart, at its top."""
     out = []
     for name, (colour, _) in named.items():
-        out.append(f'<rect x="{x}" y="8" width="14" height="14" fill="{colour}"/><text x="{x + 20}" y="20">{name}</text>')
+        out.append(
+            f'<rect x="{x}" y="8" width="14" height="14" fill="{colour}"/><text x="{x + 20}"'
+            f' y="20">{name}</text>'
+        )
         x += 44 + 7 * len(name)
     return out
 
 
 def head(width: int, height: int, title: str) -> list[str]:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>', f"<title>{title}</title>"]
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>',
+        f"<title>{title}</title>",
+    ]
 
 
 def bars(title: str, side: str, named: Named, panels: Panels, note: str) -> str:
     """Medians as bars, and the range of the rounds as a line.
 
     Args:
-        named: of each bar its colour and the contenders that it stands for, of which the first that was measured is drawn.
+        named: of each bar its colour and the contenders that it stands for, of which
+            the first that was measured is drawn.
         panels: by unit, the groups of bars; of each the contenders' cells.
     """
     groups, step, room = list(next(iter(panels.values()))), 19 * len(named) + 12, 450 // len(panels)
     height = 86 + step * len(groups)
     out = [*head(600, height, title), *key(named)]
-    for y, text in [(48, side), *((59 + step * (i + 0.5), group) for i, group in enumerate(groups))]:
+    for y, text in [
+        (48, side),
+        *((59 + step * (i + 0.5), group) for i, group in enumerate(groups)),
+    ]:
         out.append(f'<text x="140" y="{y:g}" text-anchor="end">{text}</text>')
     for left, (unit, cells) in zip(range(150, 600, room), panels.items()):
         out.append(f'<text x="{left}" y="48">{unit}</text>')
-        drawn = [[(colour, next(filter(None, map(cells[group].get, of)), "")) for colour, of in named.values()] for group in groups]
-        scale = (room - 60) / max(number for group in drawn for _, cell in group for number in _numbers(cell))
+        drawn = [
+            [
+                (colour, next(filter(None, map(cells[group].get, of)), ""))
+                for colour, of in named.values()
+            ]
+            for group in groups
+        ]
+        scale = (room - 60) / max(
+            number for group in drawn for _, cell in group for number in _numbers(cell)
+        )
         for i, group in enumerate(drawn):
             measured = [(colour, cell) for colour, cell in group if cell]
             for j, (colour, cell) in enumerate(measured):
                 y = 58 + step * i + 19 * (j + (len(group) - len(measured)) / 2)
-                at, low, high = (left + scale * end(_numbers(cell)) for end in (statistics.median, min, max))
-                out.append(f'<rect x="{left}" y="{y:g}" width="{at - left:.1f}" height="16" fill="{colour}"/>')
+                at, low, high = (
+                    left + scale * end(_numbers(cell)) for end in (statistics.median, min, max)
+                )
+                out.append(
+                    f'<rect x="{left}" y="{y:g}" width="{at - left:.1f}" height="16"'
+                    f' fill="{colour}"/>'
+                )
                 if low < high:
-                    out.append(f'<path d="M{low:.1f} {y + 8:g}H{at:.1f}" stroke="#fff"/><path d="M{at:.1f} {y + 8:g}H{high:.1f}" stroke="{GREY}"/>')
+                    out.append(
+                        f'<path d="M{low:.1f} {y + 8:g}H{at:.1f}" stroke="#fff"/><path d="M{at:.1f}'
+                        f' {y + 8:g}H{high:.1f}" stroke="{GREY}"/>'
+                    )
                 out.append(f'<text x="{high + 6:.1f}" y="{y + 13:g}">{cell.split()[0]}</text>')
-    return "\n".join([*out, f'<text x="10" y="{height - 10}" font-size="12">{note}</text>', "</svg>"]) + "\n"
+    return (
+        "\n".join([*out, f'<text x="10" y="{height - 10}" font-size="12">{note}</text>', "</svg>"])
+        + "\n"
+    )
 
 
 def curves(title: str, side: str, named: Named, panels: Panels, note: str) -> str:
-    """Medians as lines over the number in each group's name, and the range of the rounds.
+    """Medians as lines over the number in each group's name, and the range of the
+    rounds.
 
     Args:
         side: Unit of those numbers.
@@ -474,7 +605,13 @@ def curves(title: str, side: str, named: Named, panels: Panels, note: str) -> st
     for i, (unit, cells) in enumerate(panels.items()):
         x0, x1 = i * room + left, (i + 1) * room - 24
         places = [_numbers(group.replace(",", ""))[0] for group in cells]
-        most = max(number for group in cells.values() for of in named.values() for name in of[1] for number in _numbers(group.get(name, "")))
+        most = max(
+            number
+            for group in cells.values()
+            for of in named.values()
+            for name in of[1]
+            for number in _numbers(group.get(name, ""))
+        )
         step = next(step for step in (1, 2, 5, 10, 20, 50, 100) if most / step <= 6)
 
         def at(place: float, ends: tuple[int, int] = (x0, x1), most: float = places[-1]) -> float:
@@ -486,16 +623,35 @@ def curves(title: str, side: str, named: Named, panels: Panels, note: str) -> st
         out.append(f'<text x="{x0}" y="54">{unit}</text>')
         for value in range(0, int(step * -(-most // step)) + 1, step):
             line = f'<path d="M{x0} {up(value):g}H{x1}" stroke="{GREY}" stroke-opacity="0.3"/>'
-            out.append(f'{line}<text x="{x0 - 5}" y="{up(value) + 5:g}" text-anchor="end" font-size="12">{value}</text>')
+            out.append(
+                f'{line}<text x="{x0 - 5}" y="{up(value) + 5:g}" text-anchor="end"'
+                f' font-size="12">{value}</text>'
+            )
         for place in places:
             if place in places[:1] or place > places[-1] / 8:
-                out.append(f'<text x="{at(place):.0f}" y="288" text-anchor="middle" font-size="12">{place:,.0f}</text>')
+                out.append(
+                    f'<text x="{at(place):.0f}" y="288" text-anchor="middle"'
+                    f' font-size="12">{place:,.0f}</text>'
+                )
         for colour, of in named.values():
-            drawn = [(at(place), _numbers(cell)) for place, group in zip(places, cells.values()) if (cell := next(filter(None, map(group.get, of)), ""))]
+            drawn = [
+                (at(place), _numbers(cell))
+                for place, group in zip(places, cells.values())
+                if (cell := next(filter(None, map(group.get, of)), ""))
+            ]
             points = " ".join(f"{x:.1f},{up(numbers[0]):.1f}" for x, numbers in drawn)
-            out.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-            out += [f'<path d="M{x:.1f} {up(min(n)):.1f}V{up(max(n)):.1f}" stroke="{colour}"/>' for x, n in drawn if len(n) > 1]
-        out.append(f'<text x="{(x0 + x1) / 2:.0f}" y="306" text-anchor="middle" font-size="12">{side}</text>')
+            out.append(
+                f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
+            )
+            out += [
+                f'<path d="M{x:.1f} {up(min(n)):.1f}V{up(max(n)):.1f}" stroke="{colour}"/>'
+                for x, n in drawn
+                if len(n) > 1
+            ]
+        out.append(
+            f'<text x="{(x0 + x1) / 2:.0f}" y="306" text-anchor="middle"'
+            f' font-size="12">{side}</text>'
+        )
     return "\n".join([*out, f'<text x="10" y="324" font-size="12">{note}</text>', "</svg>"]) + "\n"
 
 
@@ -503,11 +659,19 @@ def parts_chart(title: str, parts: dict[str, float]) -> str:
     """Return one bar that is divided into named parts, in MiB, with a key below."""
     width, total, x = 660, sum(parts.values()), 10.0
     out = [*head(680, 60 + 22 * -(-len(parts) // 2), title), f'<text x="10" y="18">{title}</text>']
-    for i, (colour, (part, size)) in enumerate(zip((GREY, MAUVE, GOLD, RED, GREEN, BLUE), parts.items())):
-        out.append(f'<rect x="{x:.1f}" y="28" width="{max(width * size / total, 1.5):.1f}" height="26" fill="{colour}"/>')
+    for i, (colour, (part, size)) in enumerate(
+        zip((GREY, MAUVE, GOLD, RED, GREEN, BLUE), parts.items())
+    ):
+        out.append(
+            f'<rect x="{x:.1f}" y="28" width="{max(width * size / total, 1.5):.1f}" height="26"'
+            f' fill="{colour}"/>'
+        )
         x += width * size / total
         left, y = 10 + 330 * (i % 2), 66 + 22 * (i // 2)
-        out.append(f'<rect x="{left}" y="{y}" width="14" height="14" fill="{colour}"/><text x="{left + 20}" y="{y + 12}">{part}, {size:,.0f} MiB</text>')
+        out.append(
+            f'<rect x="{left}" y="{y}" width="14" height="14" fill="{colour}"/><text'
+            f' x="{left + 20}" y="{y + 12}">{part}, {size:,.0f} MiB</text>'
+        )
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
@@ -516,14 +680,21 @@ def charts() -> dict[str, str]:
     units = {"decode, tokens/s": "tok/s", "prompt, tokens/s": "prompt tok/s"}
     ours, stock = (BLUE, ("moeoff", "auto", "lru")), ("stock", "stock, repacked kernels")
     speeds = by_contender("real-qwen3-budgets") | by_contender("real-qwen3")
-    limits = sorted(speeds, key=lambda limit: int(limit.split()[0]) if limit.endswith("MiB") else 1 << 30)
+    limits = sorted(
+        speeds, key=lambda limit: int(limit.split()[0]) if limit.endswith("MiB") else 1 << 30
+    )
     disks = {"400 MB/s": "loss-live-400", "1.7 GB/s": "loss-live-1700"}
-    left, lent = by_contender("long-contexts-lending-6", "experts in memory"), by_contender("long-contexts-lending-6")
+    left, lent = (
+        by_contender("long-contexts-lending-6", "experts in memory"),
+        by_contender("long-contexts-lending-6"),
+    )
     day = read("real-qwen3")
     host = day["machine"].split(",")[0]
     rounds_said = f"medians and ranges of {n_rounds(day)} rounds"
     needed = table_of("needs", "parts")
-    limited = next(name for cells in lent.values() for name in cells if name.startswith("moeoff in "))
+    limited = next(
+        name for cells in lent.values() for name in cells if name.startswith("moeoff in ")
+    )
     return {
         "speed": bars(
             "Decode speed by memory limit",
@@ -535,8 +706,20 @@ def charts() -> dict[str, str]:
         "long-contexts": curves(
             "Speed by context depth",
             "tokens in the context",
-            {"llama.cpp": (GOLD, stock), "llama.cpp -fa off": (GREY, ("stock, -fa off",)), "moeoff": ours, "moeoff --attention f32": (MAUVE, ("moeoff, f32",))},
-            {unit: {k: row for depth in DEPTHS for k, row in by_contender(f"long-contexts-xeon{depth}", column).items()} for unit, column in units.items()},
+            {
+                "llama.cpp": (GOLD, stock),
+                "llama.cpp -fa off": (GREY, ("stock, -fa off",)),
+                "moeoff": ours,
+                "moeoff --attention f32": (MAUVE, ("moeoff, f32",)),
+            },
+            {
+                unit: {
+                    k: row
+                    for depth in DEPTHS
+                    for k, row in by_contender(f"long-contexts-xeon{depth}", column).items()
+                }
+                for unit, column in units.items()
+            },
             "medians and ranges of 3 rounds, up to 4,096 of 5",
         ),
         "long-contexts-lending": bars(
@@ -550,17 +733,28 @@ def charts() -> dict[str, str]:
             "Decode speed with a loss budget, and lossless",
             "disk, memory",
             {"lossless": ours, "--max-loss 1%": (MAUVE, ("auto, --max-loss 1%",))},
-            {"decode, tokens/s": {f"{disk}, {limit}": cells for disk, name in disks.items() for limit, cells in by_contender(name).items()}},
+            {
+                "decode, tokens/s": {
+                    f"{disk}, {limit}": cells
+                    for disk, name in disks.items()
+                    for limit, cells in by_contender(name).items()
+                }
+            },
             f"medians and ranges of {least_rounds(disks.values())} rounds",
         ),
         "policies": curves(
             "Hit rate of cache policies in published answers",
             "% of the experts in memory",
             POLICIES,
-            {f"hits in %, {table}": cells_by_column("published-traces", table) for table in PUBLISHED},
+            {
+                f"hits in %, {table}": cells_by_column("published-traces", table)
+                for table in PUBLISHED
+            },
             "one prompt and answer each, replayed from an empty cache",
         ),
-        "memory": parts_chart(needed["title"], {part: float(size) for part, size in needed["rows"]}),
+        "memory": parts_chart(
+            needed["title"], {part: float(size) for part, size in needed["rows"]}
+        ),
     }
 
 
@@ -570,7 +764,12 @@ def pages() -> dict[Path, str]:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):
-            made[page] = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"], m["columns"]) + "\n" + m["end"], text)
+            made[page] = BLOCK.sub(
+                lambda m: (
+                    m[1] + "\n" + block(m["name"], m["table"], m["columns"]) + "\n" + m["end"]
+                ),
+                text,
+            )
     return made
 
 

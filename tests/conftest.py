@@ -15,16 +15,24 @@ pytest.register_assert_rewrite("helpers")
 
 from helpers.files import CALIBRATION_TEXTS, CODE, COMMAND, DEMO, MORE_PROSE, PROSE
 
-# a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
+# a shell that runs the tests in the background ignores Ctrl-C for them, and the
+# programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# pytest imports readline, which tells all processes from here on how wide a terminal is that is none of theirs, behind Python's back
+# pytest imports readline, which tells all processes from here on how wide a terminal is
+# that is none of theirs, behind Python's back
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
     os.unsetenv(name)
 
-# hypothesis gives an example 200 ms, which others on the machine may take from it; and what fails must fail again
-hypothesis.settings.register_profile("moeoff", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# hypothesis gives an example 200 ms, which others on the machine may take from it; and
+# what fails must fail again
+hypothesis.settings.register_profile(
+    "moeoff",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("moeoff")
 
 
@@ -34,8 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.archs)
 
 
-# Of the processes that run tests side by side each has a core, and so a model one thread: threads that share a core with other models' wait for each other.
-WORKER, CORES = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+# Of the processes that run tests side by side each has a core, and so a model one
+# thread: threads that share a core with other models' wait for each other.
+WORKER, CORES = (
+    os.environ.get("PYTEST_XDIST_WORKER"),
+    sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+)
 if WORKER and CORES:
     OWN = {CORES[int(WORKER.removeprefix("gw")) % len(CORES)]}
     os.sched_setaffinity(0, OWN)
@@ -52,14 +64,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
-    """Of what a failed test has printed the end: a verbose model's thousands of lines hide every other failure."""
+    """Of what a failed test has printed the end: a verbose model's thousands of lines
+    hide every other failure.
+    """
     report = yield
-    report.sections = [(title, "\n".join(text.splitlines()[-40:])) for title, text in report.sections]
+    report.sections = [
+        (title, "\n".join(text.splitlines()[-40:])) for title, text in report.sections
+    ]
     return report
 
 
 def made_once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that one of the processes which run tests side by side fills for all of them, who must not change it."""
+    """A folder that one of the processes which run tests side by side fills for all of
+    them, who must not change it.
+    """
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     folder = root / name
@@ -75,13 +93,17 @@ def made_once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory) -> str:
-    """A copy of the demo model: what a test leaves beside a model does not get into the package."""
+    """A copy of the demo model: what a test leaves beside a model does not get into the
+    package.
+    """
     return str(shutil.copy(DEMO, tmp_path_factory.mktemp("demo")))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """What models leave in the cache folder, as rates and prompts, is no other worker's, nor the user's. Builds stay where they are."""
+    """What models leave in the cache folder, as rates and prompts, is no other
+    worker's, nor the user's. Builds stay where they are.
+    """
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("MOEOFF_CACHE", str(usual / "moeoff"))
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
@@ -100,14 +122,23 @@ def moeoff_command():
     """Runs the installed command; returns the finished process with text output."""
 
     def run(*args: str, timeout: float = 600, **kwargs) -> subprocess.CompletedProcess:
-        return subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **kwargs)
+        return subprocess.run(
+            [COMMAND, *args],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            **kwargs,
+        )
 
     return run
 
 
 @pytest.fixture(scope="session")
 def invoke():
-    """Runs the command in this process, in a fraction of the time that one of its own takes; returns what `moeoff_command` does."""
+    """Runs the command in this process, in a fraction of the time that one of its own
+    takes; returns what `moeoff_command` does.
+    """
     from click.testing import CliRunner
 
     from moeoff.cli.main import main
@@ -123,13 +154,22 @@ def invoke():
 
 @pytest.fixture(scope="session")
 def grown(tmp_path_factory) -> str:
-    """The demo model grown to about 100 MB with Q4_K experts: slices of many pages, rows that K-quants can hold."""
+    """The demo model grown to about 100 MB with Q4_K experts: slices of many pages,
+    rows that K-quants can hold.
+    """
     from gguf import GGMLQuantizationType
 
     from grow_model import Growth, grow_model
 
     growth = Growth(4, 4, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q8_0)
-    return str(made_once(tmp_path_factory, "grown", lambda folder: grow_model(DEMO, folder / "grown.gguf", growth)) / "grown.gguf")
+    return str(
+        made_once(
+            tmp_path_factory,
+            "grown",
+            lambda folder: grow_model(DEMO, folder / "grown.gguf", growth),
+        )
+        / "grown.gguf"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -162,14 +202,18 @@ def writer() -> Path:
 
 @pytest.fixture
 def folder(tmp_path):
-    """For models of every architecture, 5 to 60 MB each: they go as soon as their test ends."""
+    """For models of every architecture, 5 to 60 MB each: they go as soon as their test
+    ends.
+    """
     yield tmp_path
     shutil.rmtree(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def calibrated(demo, tmp_path_factory):
-    """A copy of the demo model with a profile beside it; what calibrate() returned, and all calls of its progress."""
+    """A copy of the demo model with a profile beside it; what calibrate() returned, and
+    all calls of its progress.
+    """
     import numpy as np
 
     from moeoff.experts.profile import Profile, profile_path
@@ -179,10 +223,19 @@ def calibrated(demo, tmp_path_factory):
 
     def make(folder: Path) -> None:
         model = shutil.copy(demo, folder / "model.gguf")
-        Profile.write(profile_path(model), ModelIndex.read(model), {"precision": {"bits": np.arange(3)}})
+        Profile.write(
+            profile_path(model), ModelIndex.read(model), {"precision": {"bits": np.arange(3)}}
+        )
         steps: list[tuple[str, int, int]] = []
-        with mock.patch.object(hobbit, "MAX_EVENTS", 240):  # of the trace that its weights are fitted on, 96 times or more
-            result = calibrate(model, text=CALIBRATION_TEXTS, tokens=1024, hidden=16, progress=lambda *args: steps.append(args))
+        # of the trace that its weights are fitted on, 96 times or more
+        with mock.patch.object(hobbit, "MAX_EVENTS", 240):
+            result = calibrate(
+                model,
+                text=CALIBRATION_TEXTS,
+                tokens=1024,
+                hidden=16,
+                progress=lambda *args: steps.append(args),
+            )
         (folder / "result").write_bytes(pickle.dumps((str(model), result, steps)))
 
     return pickle.loads((made_once(tmp_path_factory, "calibrated", make) / "result").read_bytes())

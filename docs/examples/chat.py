@@ -1,4 +1,6 @@
-"""A chat in twenty lines: history, streaming, Ctrl-C ends the answer. usage: chat.py [MODEL.gguf]"""
+"""A chat in twenty lines: history, streaming, Ctrl-C ends the answer. usage: chat.py
+[MODEL.gguf]
+"""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Stream text from a web app. run: uvicorn fastapi_stream:app   ask: curl -N 'localhost:8000/say?prompt=Hello'
 
-One model computes one answer at a time, so requests take turns. A client that leaves ends its answer: the generator is
-closed between two tokens.
+One model computes one answer at a time, so requests take turns. A client that leaves
+ends its answer: the generator is closed between two tokens.
 """
 
 import os

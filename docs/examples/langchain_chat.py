@@ -1,4 +1,6 @@
-"""A chain of LangChain on a running server. needs: pip install langchain-openai. usage: langchain_chat.py [URL]"""
+"""A chain of LangChain on a running server. needs: pip install langchain-openai. usage:
+langchain_chat.py [URL]
+"""
 
 import sys
 

@@ -38,7 +38,9 @@ def _uncached_bytes() -> int:
     return min(max(_BYTES, largest), _MOST_BYTES, max(_BYTES, available() // 8))
 
 
-def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0, n_tokens: int = 1) -> float:
+def token_seconds(
+    model_index: ModelIndex, n_threads: int, seconds: float = 1.0, n_tokens: int = 1
+) -> float:
     """Return a token's computing time in seconds, with all weights in memory.
 
     For each type the shortest time measured in `seconds` is scaled by its bytes.
@@ -62,25 +64,45 @@ def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0,
 
 
 @uninterrupted
-def attention_seconds(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], n_threads: int, seconds: float = 0.5) -> float | None:
+def attention_seconds(
+    model_index: ModelIndex,
+    n_ctx: int,
+    keywords: Mapping[str, Any],
+    n_threads: int,
+    seconds: float = 0.5,
+) -> float | None:
     """Return a token's attention time in seconds at a context of n_ctx tokens.
 
     None for models without flash attention, as other kernels are not timed.
     """
-    with planned_model(model_index.without_nextn(), min(n_ctx, LONGEST), keywords) as llm, bound_pool(n_threads) as pool:
-        best: float = native.time_attention(llm.context_handle, n_threads, pool, _uncached_bytes(), seconds)
+    with (
+        planned_model(model_index.without_nextn(), min(n_ctx, LONGEST), keywords) as llm,
+        bound_pool(n_threads) as pool,
+    ):
+        best: float = native.time_attention(
+            llm.context_handle, n_threads, pool, _uncached_bytes(), seconds
+        )
     if best < 0:
         raise MoeoffError("no memory to time a token's attention")
     return best * max(n_ctx / LONGEST, 1.0) or None
 
 
-def _times(groups: Sequence[Sequence[_Product]], n_tokens: int, n_threads: int, seconds: float) -> list[float]:
-    listed = [(group, *product[:3]) for group, products in enumerate(groups) for product in products]
+def _times(
+    groups: Sequence[Sequence[_Product]], n_tokens: int, n_threads: int, seconds: float
+) -> list[float]:
+    listed = [
+        (group, *product[:3]) for group, products in enumerate(groups) for product in products
+    ]
     types = (ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
     columns = [(kind * len(listed))(*column) for kind, column in zip(types, zip(*listed))]
     best = (ctypes.c_double * len(groups))()
     with bound_pool(n_threads) as pool:  # pinned as in a run
-        if native.time_products(*columns, len(listed), len(groups), n_tokens, n_threads, pool, seconds, best) != 0:
+        if (
+            native.time_products(
+                *columns, len(listed), len(groups), n_tokens, n_threads, pool, seconds, best
+            )
+            != 0
+        ):
             raise MoeoffError("no memory to time a token's products")
     return list(best)
 
@@ -92,7 +114,11 @@ def _products(model_index: ModelIndex) -> list[_Product]:
     """
 
     def matrices(span: TensorSpan) -> list[_Product]:
-        used = min(model_index.n_expert_used, span.shape[2]) if span.name in model_index.experts else span.shape[2]
+        used = (
+            min(model_index.n_expert_used, span.shape[2])
+            if span.name in model_index.experts
+            else span.shape[2]
+        )
         return [(span.type, span.shape[0], span.shape[1], span.slice_bytes)] * used
 
     row_tables = model_index.row_tables

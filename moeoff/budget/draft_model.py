@@ -29,14 +29,23 @@ def uses_nextn(spec_type: str | None) -> bool:
 def require_nextn(model_index: ModelIndex) -> None:
     """Check that next-token layers can make drafts. Raises OptionError."""
     if not model_index.n_nextn:
-        raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
+        raise OptionError(
+            f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with"
+        )
     # llama.cpp would abort at the first token
     if model_index.architecture in WANT_SECTIONS and SECTIONS in model_index.hparams:
         what = f"next-token layers of a {model_index.architecture} model for images"
         raise OptionError(f"`spec_type`: llama.cpp cannot make drafts with the {what}")
 
 
-def plan_draft(path: str, spec_type: str | None, budget: int, n_ctx: int, keywords: Mapping[str, Any], n_sequences: int) -> tuple[str | None, MemoryPlan]:
+def plan_draft(
+    path: str,
+    spec_type: str | None,
+    budget: int,
+    n_ctx: int,
+    keywords: Mapping[str, Any],
+    n_sequences: int,
+) -> tuple[str | None, MemoryPlan]:
     """Read a draft model's headers and plan its memory; the CPU computes it.
 
     Args:
@@ -58,6 +67,8 @@ def plan_draft(path: str, spec_type: str | None, budget: int, n_ctx: int, keywor
     if spec_type is None and model_index.architecture not in _DETECTED:
         method = _METHODS.get(model_index.architecture, MODEL_DRAFTS)
         spec_type = OWN_LAYERS if model_index.n_nextn else method
-    keywords = {name: keywords[name] for name in _SHARED if name in keywords} | {"op_offload": False}
+    keywords = {name: keywords[name] for name in _SHARED if name in keywords} | {
+        "op_offload": False
+    }
     planned = dry_load_whole(model_index, n_ctx, keywords, (), n_sequences, uses_nextn(spec_type))
     return spec_type, replace(planned, n_ctx=n_ctx, extras=model_index.header_memory)

@@ -21,7 +21,13 @@ from ..llamacpp import native
 from ..llamacpp.compute_thread import uninterrupted
 from ..llamacpp.devices import buffer_types
 from ..llamacpp.llama import LoadError, PatchedLlama, api, nextn_params, set_log
-from ..llamacpp.native import ROW_CACHE_BYTES, ROW_READ_BYTES, TensorOverrides, cpu_buffer_type, memory_of_context
+from ..llamacpp.native import (
+    ROW_CACHE_BYTES,
+    ROW_READ_BYTES,
+    TensorOverrides,
+    cpu_buffer_type,
+    memory_of_context,
+)
 from ..system.memory import rss, trim
 from .plan import ALLOCATED, MemoryPlan, as_rounded, planned_process
 
@@ -45,7 +51,14 @@ class _PlannedLlama(PatchedLlama):
     _no_alloc = True
     _one_output = True
 
-    def __init__(self, overrides: Overrides = (), n_sequences: int = 1, nextn: bool = False, unified: bool = True, offloads: bool = False):
+    def __init__(
+        self,
+        overrides: Overrides = (),
+        n_sequences: int = 1,
+        nextn: bool = False,
+        unified: bool = True,
+        offloads: bool = False,
+    ):
         self.offloads = offloads
         self._n_sequences, self._loads_nextn, self._unified = n_sequences, nextn, unified
         self._overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
@@ -65,7 +78,9 @@ class _PlannedLlama(PatchedLlama):
 
     def nextn_sizes(self) -> MemoryPlan:
         """Return the sizes of the context for drafts with next-token layers."""
-        return replace(self.sizes_with(**nextn_params(self.context_handle, self._n_sequences)), weights=0)
+        return replace(
+            self.sizes_with(**nextn_params(self.context_handle, self._n_sequences)), weights=0
+        )
 
 
 def memory_sizes(llm: PatchedLlama) -> MemoryPlan:
@@ -93,8 +108,17 @@ def _sum(plan: MemoryPlan, other: MemoryPlan) -> MemoryPlan:
     return replace(plan, **{name: getattr(plan, name) + getattr(other, name) for name in ALLOCATED})
 
 
-def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: Overrides = (), *,
-             n_sequences: int = 1, extras: int = 0, nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
+def dry_load(
+    model_index: ModelIndex,
+    n_ctx: int,
+    keywords: Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
+    *,
+    n_sequences: int = 1,
+    extras: int = 0,
+    nextn: bool = False,
+    unified: bool = True,
+) -> MemoryPlan:
     """Plan a model's memory at a context of n_ctx tokens, in this process.
 
     Args:
@@ -113,10 +137,16 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     model_index = model_index if nextn else model_index.without_nextn()
     preflight(model_index)
     keywords = {"flash_attn": True} if keywords is None else keywords
-    planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified, offloads=True)
+    planned = dry_load_whole(
+        model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified, offloads=True
+    )
     slots = model_index.gate_slots
     embedding = model_index.dense.get(EMBEDDING)
-    on_disk = {name: span.nbytes for name, span in model_index.row_tables.items() if not any(re.search(pattern, name) for pattern, _ in overrides)}
+    on_disk = {
+        name: span.nbytes
+        for name, span in model_index.row_tables.items()
+        if not any(re.search(pattern, name) for pattern, _ in overrides)
+    }
     return replace(
         planned,
         n_ctx=as_rounded(n_ctx),
@@ -141,8 +171,17 @@ def answer_bytes(model_index: ModelIndex, n: int) -> int:
 
 
 @uninterrupted
-def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: Overrides = (), n_sequences: int = 1,
-                   nextn: bool = False, unified: bool = True, *, offloads: bool = False) -> MemoryPlan:  # fmt: skip
+def dry_load_whole(
+    model_index: ModelIndex,
+    n_ctx: int,
+    keywords: Mapping[str, Any],
+    overrides: Overrides = (),
+    n_sequences: int = 1,
+    nextn: bool = False,
+    unified: bool = True,
+    *,
+    offloads: bool = False,
+) -> MemoryPlan:
     """Return the bytes llama.cpp would allocate for a model entirely in memory.
 
     Args:
@@ -150,7 +189,12 @@ def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
     """
 
     def sizes_at(n: int) -> MemoryPlan:
-        with planned_model(model_index, n, keywords, _PlannedLlama(overrides, n_sequences, nextn, unified, offloads)) as llm:
+        with planned_model(
+            model_index,
+            n,
+            keywords,
+            _PlannedLlama(overrides, n_sequences, nextn, unified, offloads),
+        ) as llm:
             sizes = memory_sizes(llm)
             return _sum(sizes, llm.nextn_sizes()) if nextn and model_index.n_nextn else sizes
 
@@ -158,7 +202,12 @@ def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
         return sizes_at(n_ctx)
     half, whole = sizes_at(LONGEST // 2), sizes_at(LONGEST)
     times = (n_ctx - LONGEST) / (LONGEST // 2)
-    return MemoryPlan(**{name: int(getattr(whole, name) + times * (getattr(whole, name) - getattr(half, name))) for name in ALLOCATED})
+    return MemoryPlan(
+        **{
+            name: int(getattr(whole, name) + times * (getattr(whole, name) - getattr(half, name)))
+            for name in ALLOCATED
+        }
+    )
 
 
 @uninterrupted
@@ -177,7 +226,12 @@ def embedding_width(model_index: ModelIndex) -> int:
 
 
 @contextlib.contextmanager
-def planned_model(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], llm: _PlannedLlama | None = None) -> Iterator[_PlannedLlama]:
+def planned_model(
+    model_index: ModelIndex,
+    n_ctx: int,
+    keywords: Mapping[str, Any],
+    llm: _PlannedLlama | None = None,
+) -> Iterator[_PlannedLlama]:
     """Open a model and context without allocating memory, to plan graphs."""
     llm = llm or _PlannedLlama()
     set_log(False)
@@ -227,13 +281,21 @@ def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:
     counts: Counter[tuple[str, int, int]] = Counter()
     for span in model_index.experts.values():
         role = parse_tensor_name(span.name)
-        counts[role.matrix_name + (" (chexps)" if role.chunk else ""), span.type, span.slice_bytes] += max(span.shape[2], 1)
-    return [SliceKind(matrix, type_name(kind), nbytes, n) for (matrix, kind, nbytes), n in counts.most_common()]
+        counts[
+            role.matrix_name + (" (chexps)" if role.chunk else ""), span.type, span.slice_bytes
+        ] += max(span.shape[2], 1)
+    return [
+        SliceKind(matrix, type_name(kind), nbytes, n)
+        for (matrix, kind, nbytes), n in counts.most_common()
+    ]
 
 
 def token_bytes(model_index: ModelIndex) -> int:
     """Return the bytes of slices a token uses."""
-    return sum(span.slice_bytes * min(model_index.n_expert_used, span.shape[2]) for span in model_index.experts.values())
+    return sum(
+        span.slice_bytes * min(model_index.n_expert_used, span.shape[2])
+        for span in model_index.experts.values()
+    )
 
 
 def tensor_buffers(text: str | None, model_index: ModelIndex) -> list[tuple[str, int]]:

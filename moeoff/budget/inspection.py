@@ -117,7 +117,9 @@ def speed(nbytes: float, bytes_per_second: float, compute_seconds: float) -> flo
     return 1 / (_OVERHEAD * compute_seconds + reading - hidden)
 
 
-def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) -> tuple[MemoryPlan, Callable[[int, bool], float]]:
+def residence(
+    model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]
+) -> tuple[MemoryPlan, Callable[[int, bool], float]]:
     """Plan a model with its chosen or smallest micro-batch, and its experts in memory.
 
     `moeoff run` chooses its micro-batch, and lends experts the buffers that single
@@ -128,7 +130,10 @@ def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) 
         experts in memory while decoding.
     """
     extras = answer_bytes(model_index, 1)
-    is_chosen, usual = bool(keywords.get("n_batch") or keywords.get("n_ubatch")), min(DEFAULT_UBATCH, n_ctx)
+    is_chosen, usual = (
+        bool(keywords.get("n_batch") or keywords.get("n_ubatch")),
+        min(DEFAULT_UBATCH, n_ctx),
+    )
 
     def planned_at(n_ctx: int, **batches: int) -> MemoryPlan:
         return dry_load(model_index, n_ctx, {**keywords, **batches}, extras=extras)
@@ -154,10 +159,18 @@ def residence(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) 
         plan = smallest
         if not is_chosen:
             n_tokens = usual if planned(usual).floor <= budget else min(SIZES[0], usual)
-            plan = planned(choose_within(planned, model_index, n_tokens, budget, keywords, None, measures=False).n_tokens)
+            plan = planned(
+                choose_within(
+                    planned, model_index, n_tokens, budget, keywords, None, measures=False
+                ).n_tokens
+            )
         room = budget - plan.fixed + _UNMAPPED
         if not (keywords.get("n_gpu_layers") and devices()):  # devices lend nothing
-            room += max(plan.compute - planned(LEAST).compute, 0) + max(plan.work - planned(LEAST).work, 0) + (0 if is_full else state)
+            room += (
+                max(plan.compute - planned(LEAST).compute, 0)
+                + max(plan.work - planned(LEAST).work, 0)
+                + (0 if is_full else state)
+            )
             room += RESERVE // 2  # unused by single tokens, see `ArenaSizer.fit_budget`
         return min(1.0, max(room, plan.arena_floor) / plan.arena_full) if plan.arena_full else 1.0
 
@@ -200,18 +213,31 @@ def examine(
         attention = attention_seconds(model_index, plan.n_ctx, keywords, n_threads, seconds / 4)
 
     def tps(share: float, computing: float | None) -> float | None:
-        read = expected_bytes(per_token, share, model_index.n_expert / max(model_index.n_expert_used, 1))
+        read = expected_bytes(
+            per_token, share, model_index.n_expert / max(model_index.n_expert_used, 1)
+        )
         return speed(read, disk.bytes_per_second, computing) if disk and computing else None
 
     budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
     rows: list[MemoryOption] = []
-    for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):
-        share, full, fits = resident_share(bound, False), resident_share(bound, True), bound >= plan.floor
+    for bound in sorted(
+        {-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor}
+        | ({memory} if memory else set())
+    ):
+        share, full, fits = (
+            resident_share(bound, False),
+            resident_share(bound, True),
+            bound >= plan.floor,
+        )
         if rows and rows[-1].full_resident_share == 1 and bound != memory:
             continue  # already all in memory
         short_tps = tps(share, compute) if fits else None
         full_tps = tps(full, compute + attention) if fits and compute and attention else None
-        rows.append(MemoryOption(bound, round(share, 4), short_tps, round(full, 4), full_tps, fits, bound == memory))
+        rows.append(
+            MemoryOption(
+                bound, round(share, 4), short_tps, round(full, 4), full_tps, fits, bound == memory
+            )
+        )
     shared = model_index.hparams.get("expert_shared_count")
     return Report(
         files=model_index.files,
@@ -221,7 +247,9 @@ def examine(
         n_expert=model_index.n_expert,
         n_expert_used=model_index.n_expert_used,
         # some architectures have one shared expert and no key for it
-        n_expert_shared=shared if type(shared) is int else int(any("_shexp" in name for name in model_index.dense)),
+        n_expert_shared=shared
+        if type(shared) is int
+        else int(any("_shexp" in name for name in model_index.dense)),
         n_ctx_train=model_index.n_ctx_train,
         dense_bytes=model_index.dense_bytes,
         row_table_bytes=plan.on_disk,
@@ -247,5 +275,7 @@ def examine(
         compute_seconds=compute,
         attention_seconds=attention,
         budgets=tuple(rows),
-        devices=tuple(DeviceMemory(device.name, device.description, *device.memory) for device in devices()),
+        devices=tuple(
+            DeviceMemory(device.name, device.description, *device.memory) for device in devices()
+        ),
     )

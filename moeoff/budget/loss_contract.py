@@ -94,7 +94,12 @@ class LossContract:
     ctx: int
     candidates: tuple[Candidate, ...]
 
-    def choose(self, max_loss: float, resident: float = 0.0, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
+    def choose(
+        self,
+        max_loss: float,
+        resident: float = 0.0,
+        among: Callable[[Candidate], bool] | None = None,
+    ) -> Candidate | None:
         """Return the candidate within the bound with the fewest reads; None: lossless.
 
         Candidates measured with fewer resident experts lose less with more.
@@ -108,11 +113,22 @@ class LossContract:
             nbytes = c.expected_bytes(resident) if c else expected_bytes(1.0, resident)
             return max(nbytes, _NEGLIGIBLE_READS), c.kl if c else 0.0
 
-        usable = [c for c in self.candidates if c.upper_loss <= max_loss and c.resident <= resident / c.size and (among is None or among(c))]
+        usable = [
+            c
+            for c in self.candidates
+            if c.upper_loss <= max_loss
+            and c.resident <= resident / c.size
+            and (among is None or among(c))
+        ]
         boldest = {c.tier: c for c in sorted(usable, key=lambda c: c.tau)}  # costs are per share
         return min([None, *boldest.values(), *(c for c in usable if not c.tau)], key=order)
 
-    def select(self, max_loss: float, resident: float = 0.0, among: Callable[[Candidate], bool] | None = None) -> SelectedPrecision:
+    def select(
+        self,
+        max_loss: float,
+        resident: float = 0.0,
+        among: Callable[[Candidate], bool] | None = None,
+    ) -> SelectedPrecision:
         """Return the choice of `choose` to open a model with."""
         chosen = self.choose(max_loss, resident, among)
         if chosen is None:
@@ -123,21 +139,40 @@ class LossContract:
         """Return arrays for `Profile.write`."""
         rows = {name: np.array([getattr(c, name) for c in self.candidates]) for name in _FIELDS}
         hashes = {name: np.uint64(getattr(self, name)) for name in ("sidecar", "text")}
-        return rows | {name: np.array(getattr(self, name)) for name in _FACTS} | hashes | {"version": np.array(VERSION)}
+        return (
+            rows
+            | {name: np.array(getattr(self, name)) for name in _FACTS}
+            | hashes
+            | {"version": np.array(VERSION)}
+        )
 
     @classmethod
     def from_section(cls, s: dict[str, np.ndarray]) -> LossContract:
         """Parse arrays. Raises LookupError for old versions, WrongArrays if damaged."""
-        if "version" not in s or s["version"].shape or s["version"].dtype.kind not in "iu" or int(s["version"]) != VERSION:
+        if (
+            "version" not in s
+            or s["version"].shape
+            or s["version"].dtype.kind not in "iu"
+            or int(s["version"]) != VERSION
+        ):
             raise LookupError("version")
         require_arrays(s, _LAYOUT)
-        if s.get("tier", s["tau"]).dtype.kind != "U" or s["tier"].shape != s["tau"].shape or np.isnan(s["upper_loss"].astype(float)).any():
+        if (
+            s.get("tier", s["tau"]).dtype.kind != "U"
+            or s["tier"].shape != s["tau"].shape
+            or np.isnan(s["upper_loss"].astype(float)).any()
+        ):
             raise WrongArrays("expected names in 'tier' and numbers in 'upper_loss'")
         rows = [{name: s[name][i].item() for name in _FIELDS} for i in range(len(s["tau"]))]
-        return cls(candidates=tuple(Candidate(**row) for row in rows), **{name: int(s[name]) for name in _FACTS})
+        return cls(
+            candidates=tuple(Candidate(**row) for row in rows),
+            **{name: int(s[name]) for name in _FACTS},
+        )
 
     @classmethod
-    def find(cls, model_index: ModelIndex, profile: Profile | None, source: ExpertSource, max_loss: float) -> LossContract:
+    def find(
+        cls, model_index: ModelIndex, profile: Profile | None, source: ExpertSource, max_loss: float
+    ) -> LossContract:
         """Return the contract in a profile.
 
         Raises:
@@ -150,11 +185,15 @@ class LossContract:
         try:
             contract = cls.from_section(section)
         except LookupError:
-            raise OptionError(f"{profile.path}: was measured by an earlier moeoff: {again}") from None
+            raise OptionError(
+                f"{profile.path}: was measured by an earlier moeoff: {again}"
+            ) from None
         except WrongArrays as error:
             why = f"the measurement is damaged ({error})"
             raise OptionError(f"{profile.path}: {why}: {again}") from None
-        if contract.sidecar and (source.sidecar is None or source.sidecar.identity != contract.sidecar):
+        if contract.sidecar and (
+            source.sidecar is None or source.sidecar.identity != contract.sidecar
+        ):
             difference = f"with a sidecar, and {model_index.files[0]} has none now"
             if source.sidecar:
                 difference = f"with another sidecar than {source.sidecar.path}"

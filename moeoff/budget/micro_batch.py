@@ -77,8 +77,10 @@ def choose(
         compute_bytes: Bytes of the buffers by number of tokens.
         rates: Rates of an earlier prompt, None if not measured.
         layer_bytes: Bytes of the largest layer's experts, which must fit for more than
-            `DEFAULT_UBATCH` tokens: these are computed in parts that use most of a layer.
-        largest_share: Maximum share of `room` for buffers of more than `DEFAULT_UBATCH` tokens.
+            `DEFAULT_UBATCH` tokens: these are computed in parts that use most of a
+            layer.
+        largest_share: Maximum share of `room` for buffers of more than `DEFAULT_UBATCH`
+            tokens.
     """
 
     def leaves_room(n: int) -> bool:
@@ -127,8 +129,8 @@ def choose_within(
     """Choose by a plan for n_tokens, which fits into the budget of the process.
 
     Args:
-        planned_at: Plan by micro-batch, called for n_tokens (`DEFAULT_UBATCH` or the smallest)
-            and for larger candidates.
+        planned_at: Plan by micro-batch, called for n_tokens (`DEFAULT_UBATCH` or the
+            smallest) and for larger candidates.
         tier: Tier of the experts, None for the model's precision.
         measures: True to measure missing rates if prompts read much.
     """
@@ -136,7 +138,11 @@ def choose_within(
     room = budget - (planned.fixed - planned.computing)
     rates = recall_rates(model_index, keywords, tier)
     missed = planned.arena_full - max(room - planned.computing, 0)
-    if rates is None and measures and missed * min(PROMPT, planned.n_ctx) // DEFAULT_UBATCH > _PROBE_BYTES:
+    if (
+        rates is None
+        and measures
+        and missed * min(PROMPT, planned.n_ctx) // DEFAULT_UBATCH > _PROBE_BYTES
+    ):
         rates = _measured_rates(model_index, keywords.get("n_threads") or n_cores())
         remember_rates(model_index, keywords, tier, rates)
 
@@ -164,7 +170,9 @@ def _measured_rates(model_index: ModelIndex, n_threads: int) -> PromptRates:
     return PromptRates(seconds, disk.bytes_per_second)
 
 
-def recall_rates(model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None) -> PromptRates | None:
+def recall_rates(
+    model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None
+) -> PromptRates | None:
     """Return the rates of this model's earlier prompts.
 
     Args:
@@ -173,11 +181,16 @@ def recall_rates(model_index: ModelIndex, keywords: Mapping[str, Any], tier: str
     return _entry(model_index, keywords, tier).load(PromptRates)
 
 
-def remember_rates(model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None, rates: PromptRates) -> None:
+def remember_rates(
+    model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None, rates: PromptRates
+) -> None:
     """Store rates for `recall_rates` unless they are similar to the stored ones."""
     entry = _entry(model_index, keywords, tier)
     before = entry.load(PromptRates)
-    if before is None or not all(1 / _CHANGED < new / old < _CHANGED for new, old in zip(astuple(rates), astuple(before), strict=True)):
+    if before is None or not all(
+        1 / _CHANGED < new / old < _CHANGED
+        for new, old in zip(astuple(rates), astuple(before), strict=True)
+    ):
         entry.save(rates)
 
 

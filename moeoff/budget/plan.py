@@ -1,4 +1,6 @@
-"""How memory is divided: the budget of the process, and the bound of a device; and what to say when it cannot be."""
+"""How memory is divided: the budget of the process, and the bound of a device; and what
+to say when it cannot be.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,12 @@ from dataclasses import dataclass, replace
 from ..errors import BudgetError, OptionError
 from ..system.memory import MIB, Budget, format_size, parse_percent, parse_size, rss
 
-RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
-_PROCESS = 76 << 20  # without the model: planned for every process that is not larger, so that every command names the same needs
+# for what cannot be measured before the first token: events and rows that wait, Python
+# objects, sampler
+RESERVE = 16 * MIB
+# without the model: planned for every process that is not larger, so that every command
+# names the same needs
+_PROCESS = 76 << 20
 _LIBRARIES = 8 << 20  # llama.cpp and numpy take this much more once a model is loaded
 CELLS = 64  # tokens: so much of the KV cache is taken back at a time
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this
@@ -19,22 +25,27 @@ ALLOCATED = ("weights", "state", "compute", "work", "outputs")  # of a MemoryPla
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of host memory at a context of `n_ctx` tokens, what a model takes and what that leaves for its experts: as llama.cpp plans it before
-    it is loaded, as it is once it is loaded, and within a budget. What lies on a GPU does not count.
+    """Bytes of host memory at a context of `n_ctx` tokens, what a model takes and what
+    that leaves for its experts: as llama.cpp plans it before it is loaded, as it is
+    once it is loaded, and within a budget. What lies on a GPU does not count.
 
     Attributes:
         weights: outside the routed experts, without tables that stay on disk.
         embedding: of the weights, the token embedding.
-        on_disk: of tables whose rows are read as they are used, as the token embedding. Not in memory, and in no total.
+        on_disk: of tables whose rows are read as they are used, as the token embedding.
+            Not in memory, and in no total.
         row_cache: for rows of these tables that were used last.
         state: KV cache and recurrent state.
-        compute: graph buffers for the largest batch; they, `work` and `outputs` are resident only once such a batch has come.
-        work: the CPU backend's work area for it; of a planned model as ordinary experts would need it, a little more than those in
-            an expert buffer.
+        compute: graph buffers for the largest batch; they, `work` and `outputs` are
+            resident only once such a batch has come.
+        work: the CPU backend's work area for it; of a planned model as ordinary experts
+            would need it, a little more than those in an expert buffer.
         outputs: logits that llama.cpp and llama_cpp keep.
         process: without the rest: interpreter, libraries, the app.
-        extras: other files that are loaded, as a draft model; of a server also prompts outside the context, and samplers.
-        arena_floor, arena_full: the smallest arena for experts, and the one that holds all of them.
+        extras: other files that are loaded, as a draft model; of a server also prompts
+            outside the context, and samplers.
+        arena_floor, arena_full: the smallest arena for experts, and the one that holds
+            all of them.
         budget: of the process; 0: only the arena is bounded.
         arena: for experts, high and low versions together.
     """
@@ -71,33 +82,46 @@ class MemoryPlan:
 
     @property
     def floor(self) -> int:
-        """What the model needs at this context, as every command names it: the smallest budget that is not refused, in whole MiB."""
+        """What the model needs at this context, as every command names it: the smallest
+        budget that is not refused, in whole MiB.
+        """
         return -(-(self.fixed + self.arena_floor) // MIB) * MIB
 
     def default_share(self, budget: Budget) -> float:
-        """Share of the experts that stay in memory within a budget, in a process of the usual size: the same for the same bound, so that what is decided by
-        it can be repeated."""
+        """Share of the experts that stay in memory within a budget, in a process of the
+        usual size: the same for the same bound, so that what is decided by it can be
+        repeated.
+        """
         usual = replace(self, process=_PROCESS)
         if budget.process is not None and budget.process < usual.floor:
             return 0.0
         return min(1.0, budget.left(usual.fixed) / self.arena_full) if self.arena_full else 1.0
 
-    def within(self, budget: int, planned_at: Callable[[int], MemoryPlan] | None = None) -> MemoryPlan:
-        """Gives the experts what the rest leaves of a budget, at most what holds all of them. Of a planned model asked before anything is loaded:
+    def within(
+        self, budget: int, planned_at: Callable[[int], MemoryPlan] | None = None
+    ) -> MemoryPlan:
+        """Gives the experts what the rest leaves of a budget, at most what holds all of
+        them. Of a planned model asked before anything is loaded:
         llama.cpp would first clear the whole KV cache, and be killed for it.
 
         Args:
-            planned_at: plans the same model at another context; None: its context stays as it is.
+            planned_at: plans the same model at another context; None: its context stays
+                as it is.
 
         Raises:
-            BudgetError: less than their floor is left; its hint is what the model needs, and what would fit.
+            BudgetError: less than their floor is left; its hint is what the model
+                needs, and what would fit.
         """
         if budget < self.floor:
-            raise self._refusal(budget, 0 if planned_at is None else self._context_within(budget, planned_at))
+            raise self._refusal(
+                budget, 0 if planned_at is None else self._context_within(budget, planned_at)
+            )
         return replace(self, budget=budget, arena=min(budget - self.fixed, self.arena_full))
 
     def _context_within(self, budget: int, planned_at: Callable[[int], MemoryPlan]) -> int:
-        """Find the longest shorter context that fits into a budget, in tokens; 0 if there is none."""
+        """Find the longest shorter context that fits into a budget, in tokens; 0 if
+        there is none.
+        """
         lengths = range(_CTX_STEP, self.n_ctx, _CTX_STEP)
         n = bisect.bisect_right(lengths, budget, key=lambda n_ctx: planned_at(n_ctx).floor)
         return lengths[n - 1] if n else 0
@@ -121,13 +145,22 @@ class MemoryPlan:
 
     def _refusal(self, budget: int, n_ctx: int) -> BudgetError:
         needed = self.floor
-        rows = f"{format_size(self.row_cache)} for rows of tables on disk, " if self.row_cache else ""
-        extras = f"{format_size(self.extras)} for prompts outside the context, samplers and other files, " if self.extras else ""
+        rows = (
+            f"{format_size(self.row_cache)} for rows of tables on disk, " if self.row_cache else ""
+        )
+        extras = (
+            f"{format_size(self.extras)} for prompts outside the context, samplers and other"
+            " files, "
+            if self.extras
+            else ""
+        )
         return BudgetError(
-            f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
-            f"{format_size(self.weights)} for weights outside the experts, {rows}{format_size(self.state)} for the KV cache at {self.n_ctx} tokens, "
-            f"{format_size(self.computing)} for computing, {extras}{format_size(self.process + RESERVE)} for Python and a reserve, "
-            f"and at least {format_size(self.arena_floor)} for experts",
+            f"a budget of {format_size(budget)} is too small: this model needs"
+            f" {format_size(needed)}: {format_size(self.weights)} for weights outside the experts,"
+            f" {rows}{format_size(self.state)} for the KV cache at {self.n_ctx} tokens,"
+            f" {format_size(self.computing)} for computing,"
+            f" {extras}{format_size(self.process + RESERVE)} for Python and a reserve, and at least"
+            f" {format_size(self.arena_floor)} for experts",
             hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx else {}),
         )
 
@@ -145,7 +178,8 @@ def require_header_room(path: str, header_memory: int, budget: int) -> None:
     room = budget - rss()
     if header_memory > max(room, RESERVE):
         raise BudgetError(
-            f"{path}: what its header says takes about {format_size(header_memory)} to read, and there is room for {format_size(max(room, 0))}",
+            f"{path}: what its header says takes about {format_size(header_memory)} to read, and"
+            f" there is room for {format_size(max(room, 0))}",
             hint={"memory": rss() + header_memory},
         )
 
@@ -156,17 +190,23 @@ def as_rounded(n_ctx: int) -> int:
 
 
 def planned_process(nbytes: int) -> int:
-    """Bytes that a process is planned to take without the model once it is loaded, of those that it takes now."""
+    """Bytes that a process is planned to take without the model once it is loaded, of
+    those that it takes now.
+    """
     return max(_PROCESS, nbytes + _LIBRARIES)
 
 
-_TYPICAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral's and gpt-oss-20b's routers have at most
+# experts of a layer for each that a token uses, as Mixtral's and gpt-oss-20b's routers
+# have at most
+_TYPICAL_CHOICE = 8.0
 
 
 def expected_bytes(nbytes: float, resident: float, choice: float = _TYPICAL_CHOICE) -> float:
-    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident. Tokens come back to their experts, the more often the
-    fewer of a layer they use: of what a share of the experts would miss by chance they miss one part in 1 + returns * resident. The returns are fitted to
-    docs/results: cache-policies.md, real-sizes.md, from which a test takes that they tell what was missed there.
+    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts
+    is resident. Tokens come back to their experts, the more often the fewer of a layer
+    they use: of what a share of the experts would miss by chance they miss one part in
+    1 + returns * resident. The returns are fitted to docs/results: cache-policies.md,
+    real-sizes.md, from which a test takes that they tell what was missed there.
 
     Args:
         choice: experts of a layer for each that a token uses.
@@ -177,7 +217,8 @@ def expected_bytes(nbytes: float, resident: float, choice: float = _TYPICAL_CHOI
 
 @dataclass(frozen=True)
 class Pools:
-    """Limits of the arenas for high and low versions, in bytes. Without low versions the low side is 0.
+    """Limits of the arenas for high and low versions, in bytes. Without low versions
+    the low side is 0.
 
     Attributes:
         floor, full: smallest arena for high versions, and the one that holds all.
@@ -192,7 +233,9 @@ class Pools:
     low_share: float = 0.0
 
     def split(self, arena: int) -> tuple[int, int]:
-        """Arenas for high and low versions, together at most `arena`, which is at least both floors."""
+        """Arenas for high and low versions, together at most `arena`, which is at least
+        both floors.
+        """
         low = max(min(int(arena * self.low_share), self.low_full), self.low_floor)
         high = max(min(arena - low, self.full), self.floor)
         return high, min(arena - high, self.low_full)
@@ -203,8 +246,10 @@ _DEVICE_RESERVE = 512 * MIB
 
 @dataclass(frozen=True)
 class DeviceBound:
-    """Bound of the memory on each device, experts and llama.cpp's own together: bytes, a share of what is free before a model is loaded, or `auto`: all of
-    that but `device_reserve`, and no experts on devices where it is too little for them."""
+    """Bound of the memory on each device, experts and llama.cpp's own together: bytes,
+    a share of what is free before a model is loaded, or `auto`: all of that but
+    `device_reserve`, and no experts on devices where it is too little for them.
+    """
 
     nbytes: int = 0
     share: float = 0.0
@@ -225,7 +270,9 @@ class DeviceBound:
             except ValueError:
                 share = 0.0
             if not 0 < share <= 1:
-                raise OptionError(f"a share of the device's memory lies between 0% and 100%, not {text!r}")
+                raise OptionError(
+                    f"a share of the device's memory lies between 0% and 100%, not {text!r}"
+                )
             return cls(share=share)
         return cls(nbytes=parse_size(text))
 
@@ -242,7 +289,9 @@ class DeviceBound:
 
 
 def device_reserve(free: int) -> int:
-    """Of so many free bytes on a device, those that `auto` leaves alone: a backend's own work memory, which llama.cpp does not count, and other programs'."""
+    """Of so many free bytes on a device, those that `auto` leaves alone: a backend's
+    own work memory, which llama.cpp does not count, and other programs'.
+    """
     return max(_DEVICE_RESERVE, free // 32)
 
 
@@ -296,15 +345,17 @@ def slots_that_fit(
     if room.bound > room.llama_cpp + room.free:
         most = (room.llama_cpp + room.free) // MIB * MIB
         raise BudgetError(
-            f"{format_size(room.bound)} is more than {room.name} has: {format_size(room.llama_cpp)} taken by llama.cpp and {format_size(room.free)} free",
+            f"{format_size(room.bound)} is more than {room.name} has: {format_size(room.llama_cpp)}"
+            f" taken by llama.cpp and {format_size(room.free)} free",
             hint={"vram": most},
         )
     one = total(equal(1))
     if one > room.for_experts:
         needed = -(-(room.llama_cpp + one) // MIB) * MIB
         raise BudgetError(
-            f"{format_size(max(room.bound, 0))} on {room.name} is too small: llama.cpp takes {format_size(room.llama_cpp)} there, and one expert of each layer "
-            f"{format_size(one)}",
+            f"{format_size(max(room.bound, 0))} on {room.name} is too small: llama.cpp takes"
+            f" {format_size(room.llama_cpp)} there, and one expert of each layer"
+            f" {format_size(one)}",
             hint={"vram": needed},
         )
 
@@ -319,18 +370,26 @@ def slots_that_fit(
     return divided(largest(divided, n_experts * len(bytes_of)))
 
 
-_STAGE_SHARE = 0.25  # of a device's room for experts: what prompts gain by a stage, tokens lose by fewer slots
+# of a device's room for experts: what prompts gain by a stage, tokens lose by fewer
+# slots
+_STAGE_SHARE = 0.25
 
 
-def stage_that_fits(devices: Sequence[tuple[DeviceRoom, Callable[[int], int], int]], n_experts: int, least: int) -> tuple[int, int]:
-    """(slots of a stage, stages): two with all experts of a layer, else one, else one with as many as fit, at least so many, else none (0, 0).
+def stage_that_fits(
+    devices: Sequence[tuple[DeviceRoom, Callable[[int], int], int]], n_experts: int, least: int
+) -> tuple[int, int]:
+    """(slots of a stage, stages): two with all experts of a layer, else one, else one
+    with as many as fit, at least so many, else none (0, 0).
 
     Args:
-        devices: of each, its room, what a stage of n slots takes there (0: it cannot have one), and what one slot of each layer takes.
+        devices: of each, its room, what a stage of n slots takes there (0: it cannot
+            have one), and what one slot of each layer takes.
     """
 
     def fits(n: int, n_stages: int = 1) -> bool:
-        return all(0 < n_stages * stage(n) <= _STAGE_SHARE * room.for_experts for room, stage, _ in devices)
+        return all(
+            0 < n_stages * stage(n) <= _STAGE_SHARE * room.for_experts for room, stage, _ in devices
+        )
 
     if any(slots > (1 - _STAGE_SHARE) * room.for_experts for room, _, slots in devices):
         return 0, 0

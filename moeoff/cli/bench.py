@@ -17,7 +17,17 @@ from ..options import TABLE, in_flags, without_gpu
 from ..system.console import ProgressLine, note
 from ..system.files import demo_model
 from ..system.memory import format_size, parse_size
-from .options import ValueList, command, file_option, flags_as_typed, help_of, option, remark_on_context, remark_on_memory, table_options
+from .options import (
+    ValueList,
+    command,
+    file_option,
+    flags_as_typed,
+    help_of,
+    option,
+    remark_on_context,
+    remark_on_memory,
+    table_options,
+)
 
 if TYPE_CHECKING:
     from ..measure.job import BenchTest, Job
@@ -66,10 +76,14 @@ def words(text: str) -> list[str]:
     return out
 
 
-def _list_option(*names: str, read: Callable[[str], list[Any]] = numbers, metavar: str = "N,...", **settings: Any) -> Callable[[Any], Any]:
+def _list_option(
+    *names: str, read: Callable[[str], list[Any]] = numbers, metavar: str = "N,...", **settings: Any
+) -> Callable[[Any], Any]:
     """Declare an option that may be repeated, each time with several values."""
 
-    def callback(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Any]:
+    def callback(
+        context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+    ) -> list[Any]:
         out: list[Any] = []
         for value in values:
             try:
@@ -85,7 +99,20 @@ def _list_option(*names: str, read: Callable[[str], list[Any]] = numbers, metava
 
 
 # Table options that take several values here: one configuration for each combination.
-AXES = ("memory", "strategy", "n_threads", "io_threads", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_gpu_layers", "vram", "vram_mode")
+AXES = (
+    "memory",
+    "strategy",
+    "n_threads",
+    "io_threads",
+    "n_batch",
+    "n_ubatch",
+    "type_k",
+    "type_v",
+    "flash_attn",
+    "n_gpu_layers",
+    "vram",
+    "vram_mode",
+)
 _COLUMNS = AXES[2:]  # shown in the results only where given
 
 
@@ -120,11 +147,22 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     multiple=True,
     help="GGUF with routed experts, as MODEL; may be repeated. Default: the demo model.",
 )
-@_list_option("-p", "--n-prompt", help="Prompt tokens to process; 0 for no such test. Default: 512.")
-@_list_option("-n", "--n-gen", help="Tokens to decode one by one; 0 for no such test. Default: 128.")
+@_list_option(
+    "-p", "--n-prompt", help="Prompt tokens to process; 0 for no such test. Default: 512."
+)
+@_list_option(
+    "-n", "--n-gen", help="Tokens to decode one by one; 0 for no such test. Default: 128."
+)
 @_list_option("-d", "--n-depth", help="Context depth of each test in tokens. Default: 0.")
-@option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
-     help="Repetitions of each test, each on another piece of text.")  # fmt: skip
+@option(
+    "-r",
+    "--repetitions",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Repetitions of each test, each on another piece of text.",
+)
 @_axis_options
 @option(
     "-c",
@@ -142,8 +180,23 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     help="Also measure stock llama.cpp, and with --no-repack; all in memory cgroups if possible.",
 )
 @option("--no-warmup", is_flag=True, help="Run no warm-up before each test.")
-@option("-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Output format.")
-def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_gen: list[int], n_depth: list[int], output: str, **options: Any) -> None:
+@option(
+    "-o",
+    "--output",
+    type=click.Choice(["md", "csv", "json"]),
+    default="md",
+    show_default=True,
+    help="Output format.",
+)
+def bench(
+    path: tuple[str, ...],
+    model: tuple[str, ...],
+    n_prompt: list[int],
+    n_gen: list[int],
+    n_depth: list[int],
+    output: str,
+    **options: Any,
+) -> None:
     """Measure the speed of prompts (pp) and of decoding (tg), as llama-bench does.
 
     Options with several values take 128,256 or 128-1024*2, and may be repeated. Each
@@ -157,7 +210,9 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
     shapes = [(n, 0) for n in n_prompt or [512] if n] + [(0, n) for n in n_gen or [128] if n]
     if not shapes:
         raise OptionError("nothing to measure: give -p or -n")
-    tests = tuple(BenchTest(prompt, single, depth) for depth in n_depth or [0] for prompt, single in shapes)
+    tests = tuple(
+        BenchTest(prompt, single, depth) for depth in n_depth or [0] for prompt, single in shapes
+    )
     _drop_gpu_axes(options)
     varied = {name for name in _COLUMNS if options[name]}
     grids = _grids(path + model or (demo_model(),), tests, **options)
@@ -178,14 +233,26 @@ def bench(path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_
 def _drop_gpu_axes(options: dict[str, list[Any]]) -> None:
     """Drop GPU options, with a note, on a machine without a GPU."""
     bounded = (size for size in options["vram"] if size != "auto")
-    asked = {"n_gpu_layers": any(options["n_gpu_layers"]), "vram": next(bounded, "auto" if options["vram"] else None)}
+    asked = {
+        "n_gpu_layers": any(options["n_gpu_layers"]),
+        "vram": next(bounded, "auto" if options["vram"] else None),
+    }
     for remark in without_gpu(asked):
         note(remark)
     options |= {name: [] for name in ("n_gpu_layers", "vram") if name not in asked}
 
 
-def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int | None, repetitions: int, text: str | None, compare_stock: bool,
-           no_warmup: bool, **options: Any) -> list[Grid]:  # fmt: skip
+def _grids(
+    models: tuple[str, ...],
+    tests: tuple[BenchTest, ...],
+    *,
+    n_ctx: int | None,
+    repetitions: int,
+    text: str | None,
+    compare_stock: bool,
+    no_warmup: bool,
+    **options: Any,
+) -> list[Grid]:
     from ..gguf.model_index import ModelIndex
     from ..measure.job import Job, read_text
     from ..measure.run import Grid
@@ -193,14 +260,24 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int 
     read_text(text)  # an unreadable file fails before any run
     largest = max(test.depth + test.n_tokens for test in tests)
     if n_ctx is not None and n_ctx < largest:
-        raise OptionError(f"-c {n_ctx}: too small for a test of {largest} tokens: give a larger -c, or none")
+        raise OptionError(
+            f"-c {n_ctx}: too small for a test of {largest} tokens: give a larger -c, or none"
+        )
     for path in models:
         model_index = ModelIndex.read(path)
         model_index.require_text()
         remark_on_context(n_ctx or 0, model_index.n_ctx_train, options)
     flags = flags_as_typed(click.get_current_context())
     axes = {name: options.pop(name) or [None] for name in AXES}
-    job = Job("", options=options | {"n_ctx": n_ctx}, tests=tests, repetitions=repetitions, warm_up=not no_warmup, text=text, flags=flags)
+    job = Job(
+        "",
+        options=options | {"n_ctx": n_ctx},
+        tests=tests,
+        repetitions=repetitions,
+        warm_up=not no_warmup,
+        text=text,
+        flags=flags,
+    )
     return [Grid(replace(job, model=path), axes, compare_stock) for path in models]
 
 
@@ -208,7 +285,11 @@ def _listener(job: Job) -> Listener:
     """Make a listener that shows the progress of the running test."""
     line = ProgressLine()
     memory = job.options.get("memory")
-    name = " ".join(word for word in (job.engine, job.options.get("strategy"), format_size(memory) if memory else "") if word)
+    name = " ".join(
+        word
+        for word in (job.engine, job.options.get("strategy"), format_size(memory) if memory else "")
+        if word
+    )
 
     def listen(event: dict[str, Any]) -> None:
         if event["kind"] in ("closed", "error"):

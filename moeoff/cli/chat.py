@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 QUOTES = '"""'
 # seed and stop cannot be changed during a chat
-_SETTINGS = {name: line for name, line in table_of(Sampling).items() if name not in ("seed", "stop")}
+_SETTINGS = {
+    name: line for name, line in table_of(Sampling).items() if name not in ("seed", "stop")
+}
 _FIELDS = {"temp": "temperature"}  # request fields whose names differ from the option's
 
 HELP = f"""\
@@ -140,7 +142,9 @@ class Chat:
             note(str(error))
 
     def _prompt(self) -> list[dict[str, Any]]:
-        return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
+        return (
+            [{"role": "system", "content": self._system}] if self._system else []
+        ) + self._messages
 
     def _ask(self, question: str) -> None:
         if not question:
@@ -164,7 +168,11 @@ class Chat:
             self._messages.pop()  # stopped before the first word
         self._client.say_remarks()
         note(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
-        if answer.finish_reason == "length" and self._client.n_tokens >= answer.n_ctx and not self._server.engine.config.context_shift:
+        if (
+            answer.finish_reason == "length"
+            and self._client.n_tokens >= answer.n_ctx
+            and not self._server.engine.config.context_shift
+        ):
             way_out = "/clear the conversation, or restart with a larger -c or --context-shift"
             note(f"the context of {answer.n_ctx} tokens is full: {way_out}")
 
@@ -187,12 +195,19 @@ class Chat:
     def _set_sampling(self, argument: str) -> None:
         name, _, value = argument.partition(" ")
         if name and (name not in _SETTINGS or not value):
-            raise OptionError(f"/set NAME VALUE: expected a NAME of {', '.join(_SETTINGS)}, got {argument!r}")
+            raise OptionError(
+                f"/set NAME VALUE: expected a NAME of {', '.join(_SETTINGS)}, got {argument!r}"
+            )
         settings = self._client.settings
         if name:
             settings[_FIELDS.get(name, name)] = _SETTINGS[name].read(value)
         used = self._client.defaults() | settings
-        note(", ".join(f"{name} {line.spell(_rounded(used[_FIELDS.get(name, name)]))}" for name, line in _SETTINGS.items()))
+        note(
+            ", ".join(
+                f"{name} {line.spell(_rounded(used[_FIELDS.get(name, name)]))}"
+                for name, line in _SETTINGS.items()
+            )
+        )
 
     def _think(self, argument: str) -> None:
         if argument not in ("on", "off"):
@@ -202,7 +217,9 @@ class Chat:
 
     def _set_system(self, text: str) -> None:
         if not text:
-            return note(f"system prompt: {self._system}" if self._system else "there is no system prompt")
+            return note(
+                f"system prompt: {self._system}" if self._system else "there is no system prompt"
+            )
         old, self._system = self._system, None if text == "-" else unquote(text)
         try:
             self._client.check([*self._prompt(), {"role": "user", "content": "?"}])
@@ -233,9 +250,14 @@ class Chat:
         except (ValueError, TypeError, KeyError, RecursionError):
             texts = []
         system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
-        if [role for role, _ in texts] != ["user", "assistant"] * (len(texts) // 2) or not (texts or system):
+        if [role for role, _ in texts] != ["user", "assistant"] * (len(texts) // 2) or not (
+            texts or system
+        ):
             raise OptionError(f"{file}: expected a conversation written by /save")
-        self._system, self._messages = system, [{"role": role, "content": text} for role, text in texts]
+        self._system, self._messages = (
+            system,
+            [{"role": role, "content": text} for role, text in texts],
+        )
         note(f"{len(texts)} messages read from {file}")
 
     def _memory(self, size: str) -> None:
@@ -245,7 +267,10 @@ class Chat:
         s = self._server.stats()
         budget = f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""
         context = f"context {self._client.n_tokens} of {self._server.n_ctx_each} tokens"
-        note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.cache_bytes)}, {context}")
+        note(
+            f"memory {format_size(rss())}{budget}, experts at most {format_size(s.cache_bytes)},"
+            f" {context}"
+        )
 
 
 def _rounded(value: Any) -> Any:
@@ -297,7 +322,9 @@ def _terminal_reader(keeps_history: bool) -> Callable[[], str]:
         else:
             buffer.validate_and_handle()
 
-    names = WordCompleter([line.split()[0] for line in HELP.splitlines() if line.startswith("/")], sentence=True)
+    names = WordCompleter(
+        [line.split()[0] for line in HELP.splitlines() if line.startswith("/")], sentence=True
+    )
     session: PromptSession[str] = PromptSession(
         ">>> ",
         multiline=True,
@@ -319,7 +346,8 @@ def _history(keeps: bool) -> History:
         return InMemoryHistory()
     try:
         path = cache_folder() / "chat_history"
-        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))  # private to the user
+        # private to the user
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
     except OSError:
         return InMemoryHistory()
     return FileHistory(str(path))

@@ -1,4 +1,5 @@
-"""The client of a `PrivateServer`: sends a request over its socket and streams the answer.
+"""The client of a `PrivateServer`: sends a request over its socket and streams the
+answer.
 
 A thread reads the socket: Python handles Ctrl-C only in the main thread, and not while
 that thread waits for bytes.
@@ -85,7 +86,10 @@ class Completion:
         parts = [
             f"prompt {s.prompt_tokens} tokens{reused}, {s.prompt_tps:.1f} tok/s",
             f"generated {self.completion_tokens}, {s.gen_tps:.1f} tok/s",
-            f"{s.hit_summary}, {mb:.2f} MB/token read{'' if s.direct_io else ' (through the page cache)'}, stalled {stalled:.0%}",
+            (
+                f"{s.hit_summary}, {mb:.2f} MB/token"
+                f" read{'' if s.direct_io else ' (through the page cache)'}, stalled {stalled:.0%}"
+            ),
             precision,
             f"context {self.n_ctx}",
             f"memory {format_size(s.peak_rss_bytes)}{budget}",
@@ -102,7 +106,10 @@ class _Connection(HTTPConnection):
     def ask(self, route: str, request: dict[str, Any] | None = None) -> HTTPResponse:
         """Return the response to a GET, or to a POST of `request`."""
         body = None if request is None else json.dumps(request)
-        headers = {"Authorization": f"Bearer {self._server.key}", "Content-Type": "application/json"}
+        headers = {
+            "Authorization": f"Bearer {self._server.key}",
+            "Content-Type": "application/json",
+        }
         self.request("GET" if body is None else "POST", route, body, headers)
         response = self.getresponse()
         if response.status != 200:
@@ -121,9 +128,15 @@ class _Progress:
         if progress := event.get("prompt_progress"):
             self.prompt_tokens, self.reused_tokens = progress["total"], progress["cache"]
         if timings := event.get("timings"):
-            self.prompt_tokens, self.reused_tokens = timings["cache_n"] + timings["prompt_n"], timings["cache_n"]
+            self.prompt_tokens, self.reused_tokens = (
+                timings["cache_n"] + timings["prompt_n"],
+                timings["cache_n"],
+            )
             self.completion_tokens = timings["predicted_n"]
-        reasons = [_REASONS.get(event.get("stop_type", "")), *(choice["finish_reason"] for choice in event.get("choices", ()))]
+        reasons = [
+            _REASONS.get(event.get("stop_type", "")),
+            *(choice["finish_reason"] for choice in event.get("choices", ())),
+        ]
         self.finish_reason = next(filter(None, reasons), self.finish_reason)
 
 
@@ -143,12 +156,16 @@ class Client:
         self._socket: socket.socket | None = None
 
     def check(self, messages: list[dict[str, Any]]) -> None:
-        """Render a conversation. Raise `MoeoffError` if the model's template refuses it."""
+        """Render a conversation. Raise `MoeoffError` if the model's template refuses
+        it.
+        """
         self._fetch("/apply-template", {"messages": messages})
 
     def defaults(self) -> dict[str, Any]:
         """Return the server's default sampling parameters by name."""
-        params: dict[str, Any] = json.loads(self._fetch("/props"))["default_generation_settings"]["params"]
+        params: dict[str, Any] = json.loads(self._fetch("/props"))["default_generation_settings"][
+            "params"
+        ]
         return params
 
     def say_remarks(self) -> None:
@@ -163,7 +180,9 @@ class Client:
             with contextlib.suppress(OSError):  # already closed
                 self._socket.shutdown(socket.SHUT_RDWR)
 
-    def ask(self, prompt: str | list[dict[str, Any]], write: Callable[[str, bool], None]) -> Completion:
+    def ask(
+        self, prompt: str | list[dict[str, Any]], write: Callable[[str, bool], None]
+    ) -> Completion:
         """Answer a prompt. Ctrl-C cancels the answer.
 
         Args:
@@ -193,7 +212,11 @@ class Client:
                         timeout = None if seen.completion_tokens else _PROGRESS_INTERVAL
                         event = events.get(timeout=timeout)
                     except queue.Empty:
-                        line.update("prompt", server.engine.prompt_tokens - computed, seen.prompt_tokens - seen.reused_tokens)
+                        line.update(
+                            "prompt",
+                            server.engine.prompt_tokens - computed,
+                            seen.prompt_tokens - seen.reused_tokens,
+                        )
                         continue
                     if event is None or isinstance(event, BaseException):
                         break
@@ -256,7 +279,9 @@ class Client:
 
     def _wait_until_idle(self) -> None:
         """Wait until a cancelled answer has ended, and its statistics are complete."""
-        while re.search(r"^llamacpp:requests_processing [1-9]", self._fetch("/metrics"), re.MULTILINE):
+        while re.search(
+            r"^llamacpp:requests_processing [1-9]", self._fetch("/metrics"), re.MULTILINE
+        ):
             time.sleep(_POLL)
 
 
@@ -270,5 +295,8 @@ def _pieces(event: Mapping[str, Any]) -> list[tuple[bool, str]]:
     """Return (is_thought, text) of each text in an event."""
     parts = [(False, event.get("content"))]
     for choice in event.get("choices", ()):
-        parts += [(True, choice["delta"].get("reasoning_content")), (False, choice["delta"].get("content"))]
+        parts += [
+            (True, choice["delta"].get("reasoning_content")),
+            (False, choice["delta"].get("content")),
+        ]
     return [(is_thought, text) for is_thought, text in parts if text]

@@ -35,7 +35,18 @@ BLOCK_BYTES = 1 << 20  # read size of the disk probe without a model
 SLOW_DISK = 300e6  # bytes per second: below, only a nearly complete cache helps
 FEW_FILES = 256
 LITTLE_MEMORY = 512 << 20
-REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs", "fuse.gcsfuse", "ceph", "lustre")
+REMOTE = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "9p",
+    "virtiofs",
+    "fuse.sshfs",
+    "fuse.gcsfuse",
+    "ceph",
+    "lustre",
+)
 TYPE_NUMBERS = 64  # more than ggml has types
 # CPU features that matter for speed: names in /proc/cpuinfo and in llama.cpp
 SIMD = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
@@ -73,7 +84,9 @@ def check_cpu() -> Iterator[Finding]:
     built = set(re.findall(r"(\w+) = 1\b", api.llama_print_system_info().decode()))
     flags = machine.cpu_info("flags").split()
     unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
-    lacking = [theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built]
+    lacking = [
+        theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built
+    ]
     features = ", ".join(sorted(built)) or "none"
     rebuild = "rebuild the fork here: make env"
     if lacking:
@@ -89,13 +102,17 @@ def check_cpu() -> Iterator[Finding]:
     yield from _row_kernels()
     quota, cores = _cpu_quota(), n_cores()
     way_out = f"give -t {max(1, int(min(quota, cores)))}"
-    yield _ok_or_warning("cores", quota >= cores, str(cores), way_out, f"{cores}, but a quota of {quota:.1f}")
+    yield _ok_or_warning(
+        "cores", quota >= cores, str(cores), way_out, f"{cores}, but a quota of {quota:.1f}"
+    )
     from ..llamacpp.devices import backends, devices, why_none
 
     gpus = devices()
     if not gpus:
         warning = f"{why_none()}: the CPU computes everything"
-        yield _ok_or_warning("gpu", not backends(), "none in this build", "install a driver, or a newer one", warning)
+        yield _ok_or_warning(
+            "gpu", not backends(), "none in this build", "install a driver, or a newer one", warning
+        )
     for device in gpus:
         free, total = device.memory
         used = format_size(DeviceBound(auto=True).of(free))
@@ -108,16 +125,34 @@ def _row_kernels() -> Iterator[Finding]:
     from ..llamacpp.native import attention_kernels, row_kernel
 
     state = {number: row_kernel(number) for number in range(TYPE_NUMBERS)}
-    used, refused = ([type_name(number) for number, answer in state.items() if answer == use] for use in (1, -1))
+    used, refused = (
+        [type_name(number) for number, answer in state.items() if answer == use] for use in (1, -1)
+    )
     refused += ["attention"] * (attention_kernels() < 0)
     if not machine.wants_row_kernels():
         text = f"off ({machine.ROW_KERNELS} is set): slower, the results are the same"
         yield Finding("row kernels", WARNING, text, f"unset {machine.ROW_KERNELS}")
     elif refused:
-        text = f"{', '.join(refused)}: not bit-identical here, llama.cpp's are used: slower, the results are the same"
-        yield Finding("row kernels", WARNING, text, "rebuild the fork with another compiler: CC=... CXX=... make env")
+        text = (
+            f"{', '.join(refused)}: not bit-identical here, llama.cpp's are used: slower, the"
+            " results are the same"
+        )
+        yield Finding(
+            "row kernels",
+            WARNING,
+            text,
+            "rebuild the fork with another compiler: CC=... CXX=... make env",
+        )
     else:
-        yield Finding("row kernels", OK, f"{', '.join(used)}: four rows at a time" if used else "llama.cpp's: this build has no others")
+        yield Finding(
+            "row kernels",
+            OK,
+            (
+                f"{', '.join(used)}: four rows at a time"
+                if used
+                else "llama.cpp's: this build has no others"
+            ),
+        )
 
 
 def _cpu_quota() -> float:
@@ -134,23 +169,34 @@ def check_openmp() -> Iterator[Finding]:
     from ..llamacpp.threads import why_not
 
     spin, reason = os.environ.get("GOMP_SPINCOUNT"), why_not()  # the import has set a default
-    spins = os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in ("infinite", "infinity")
+    spins = os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in (
+        "infinite",
+        "infinity",
+    )
     bound = "bound to cores while they compute" if reason is None else f"not bound: {reason}"
     warning = "waiting threads spin, and take the cores from the I/O threads"
     text = f"GOMP_SPINCOUNT={spin}, threads {bound}"
-    yield _ok_or_warning("openmp", not spins, text, "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT", warning)
+    yield _ok_or_warning(
+        "openmp", not spins, text, "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT", warning
+    )
 
 
 def check_memory() -> Iterator[Finding]:
     limit, free = cgroup_limit(), available()
-    yield Finding("cgroup", OK, "no memory limit" if limit is None else f"memory limited to {format_size(limit)}")
+    yield Finding(
+        "cgroup",
+        OK,
+        "no memory limit" if limit is None else f"memory limited to {format_size(limit)}",
+    )
     way_out = "small models only: close other programs, or raise the limit"
     yield _ok_or_warning("memory", free >= LITTLE_MEMORY, f"{format_size(free)} available", way_out)
 
 
 def check_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    way_out = f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: split models and servers need more"
+    way_out = (
+        f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: split models and servers need more"
+    )
     is_ok = soft == resource.RLIM_INFINITY or soft >= FEW_FILES
     yield _ok_or_warning("open files", is_ok, f"at most {soft}", way_out)
 
@@ -161,7 +207,9 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
     In a folder without models a temporary file is written.
     """
     if not os.path.exists(path):
-        yield Finding("file system", PROBLEM, f"{path} does not exist", "give an existing model or folder")
+        yield Finding(
+            "file system", PROBLEM, f"{path} does not exist", "give an existing model or folder"
+        )
         return
     kind = file_system(path)
     where = f"{kind} at {path}"
@@ -170,7 +218,9 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
         yield Finding("file system", WARNING, text, "put the model on a disk")
     else:
         warning = f"{where} is on a network or a host: reads have a high latency"
-        yield _ok_or_warning("file system", kind not in REMOTE, where, "put the model on a local disk", warning)
+        yield _ok_or_warning(
+            "file system", kind not in REMOTE, where, "put the model on a local disk", warning
+        )
     if os.path.isfile(path):
         yield from _disk_of(path, block_bytes)
         return
@@ -187,13 +237,22 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
             os.fsync(file.fileno())
             yield from _disk_of(file.name, block_bytes)
     except OSError as error:
-        yield Finding("disk", WARNING, f"not measured: {path} cannot be written ({error.strerror})", "give a model with -m")
+        yield Finding(
+            "disk",
+            WARNING,
+            f"not measured: {path} cannot be written ({error.strerror})",
+            "give a model with -m",
+        )
 
 
 def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
     warning = "not possible: reads use the page cache, which counts in a container's limit"
-    yield _ok_or_warning("direct reads", direct_io(path), "work here", "put the model on a local disk", warning)
-    rate, with_more = (probe(path, block_bytes, PROBE_SECONDS, n) for n in (IO_THREADS, MOST_IO_THREADS))
+    yield _ok_or_warning(
+        "direct reads", direct_io(path), "work here", "put the model on a local disk", warning
+    )
+    rate, with_more = (
+        probe(path, block_bytes, PROBE_SECONDS, n) for n in (IO_THREADS, MOST_IO_THREADS)
+    )
     cached = "" if rate.direct_io else ", perhaps from the page cache"
     size = format_size(rate.block_bytes)
     text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {size}{cached}"
@@ -216,12 +275,19 @@ def check_model(path: str) -> Iterator[Finding]:
         model_index = ModelIndex.read(path)
         model_index.require_experts()
     except MoeoffError as error:
-        yield Finding("model", PROBLEM, in_flags(error), "moeoff runs GGUF files with routed experts")
+        yield Finding(
+            "model", PROBLEM, in_flags(error), "moeoff runs GGUF files with routed experts"
+        )
         return
-    size = dry_load(model_index, default_ctx(model_index), {"flash_attn": True} | SMALLEST, extras=answer_bytes(model_index, 1))
+    size = dry_load(
+        model_index,
+        default_ctx(model_index),
+        {"flash_attn": True} | SMALLEST,
+        extras=answer_bytes(model_index, 1),
+    )
     text = (
-        f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, "
-        f"{format_size(size.fixed + size.arena_full)} with all experts in memory"
+        f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx},"
+        f" {format_size(size.fixed + size.arena_full)} with all experts in memory"
     )
     if size.floor > available():
         way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
@@ -248,7 +314,11 @@ def _print(findings: list[Finding]) -> None:
     console, grid = table_console(), Table.grid("", "", "", padding=(0, 1))
     colours = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
     for finding in findings:
-        state, name, text = Text(f"{finding.state:<8}", colours[finding.state]), f"{finding.name:<13}", Text(finding.text, overflow="fold")
+        state, name, text = (
+            Text(f"{finding.state:<8}", colours[finding.state]),
+            f"{finding.name:<13}",
+            Text(finding.text, overflow="fold"),
+        )
         if finding.way_out:
             text.append(f" -> {finding.way_out}", "bold")
         if console.is_terminal:
@@ -265,7 +335,13 @@ def _print(findings: list[Finding]) -> None:
 def doctor(model: str | None, as_json: bool) -> None:
     """Check this machine and installation. The exit code is 1 if there is a problem."""
     path = model or os.getcwd()
-    checks = {"fork": check_fork(), "cpu": check_cpu(), "openmp": check_openmp(), "memory": check_memory(), "files": check_files()}
+    checks = {
+        "fork": check_fork(),
+        "cpu": check_cpu(),
+        "openmp": check_openmp(),
+        "memory": check_memory(),
+        "files": check_files(),
+    }
     checks |= {"model": check_model(path)} if os.path.isfile(path) else {"disk": check_disk(path)}
     findings: list[Finding] = []
     for name, check in checks.items():

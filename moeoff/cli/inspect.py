@@ -14,7 +14,15 @@ from ..errors import MoeoffError
 from ..options import Config, llama_keywords, with_gpu
 from ..system.console import progress_bar, table, table_console, wrapped
 from ..system.memory import MIB, format_size
-from .options import JSON_OPTION, command, model_argument, option, remark_on_context, sentence, table_options
+from .options import (
+    JSON_OPTION,
+    command,
+    model_argument,
+    option,
+    remark_on_context,
+    sentence,
+    table_options,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,10 +36,22 @@ _SMALL = 2e-4
 
 
 @command()
-@model_argument("GGUF with routed experts, instead of MODEL; the first part of a split one.", needed=True)
+@model_argument(
+    "GGUF with routed experts, instead of MODEL; the first part of a split one.", needed=True
+)
 @table_options("inspect")
-@option("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Measure the disk for 2 seconds.")
-@option("--explain", is_flag=True, help="Show what run and serve would choose with these options, and why.")
+@option(
+    "--probe",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    show_default=True,
+    help="Measure the disk for 2 seconds.",
+)
+@option(
+    "--explain",
+    is_flag=True,
+    help="Show what run and serve would choose with these options, and why.",
+)
 @JSON_OPTION
 def inspect(model: str, probe: str, explain: bool, as_json: bool, **options: Any) -> None:
     """Show a GGUF's content, memory needs and expected speed, from its headers."""
@@ -69,7 +89,9 @@ def _explain(model: str, as_json: bool, options: dict[str, Any]) -> None:
     try:
         server = Server(model, **options)
         with contextlib.closing(server.engine):
-            served = {name: text for name, text in server.explain().items() if text != reasons.get(name)}
+            served = {
+                name: text for name, text in server.explain().items() if text != reasons.get(name)
+            }
     except MoeoffError as error:  # e.g. several slots need more memory
         served = {"": sentence(error)}
     if as_json:
@@ -103,7 +125,9 @@ def _print(r: Report) -> None:
     shared = f", {r.n_expert_shared} shared" if r.n_expert_shared else ""
     token = f"a token uses {format_size(r.token_bytes)} of slices"
     line("experts", f"{r.n_expert} a layer, top-{r.n_expert_used}{shared}; {token}")
-    line("weights", f"{format_size(r.expert_bytes)} in experts, {format_size(r.dense_bytes)} outside")
+    line(
+        "weights", f"{format_size(r.expert_bytes)} in experts, {format_size(r.dense_bytes)} outside"
+    )
     console.print()
     slices = table("slices", "type", "size", "number")
     for kind in r.slices:
@@ -130,7 +154,9 @@ def _print(r: Report) -> None:
         "available here": r.available_bytes,
     }
     for name, nbytes in rows.items():
-        needed.add_row(name, format_size(nbytes), style="bold" if name == "smallest --memory" else "")
+        needed.add_row(
+            name, format_size(nbytes), style="bold" if name == "smallest --memory" else ""
+        )
     console.print(needed)
     console.print()
 
@@ -139,9 +165,17 @@ def _print(r: Report) -> None:
     depth = f"at a depth of {r.ctx_size:,} tokens"
     budgets = table("--memory", "experts in memory", *speeds, depth, *full_speeds)
     for row in r.budgets:
-        cells = [f"{row.resident_share:.0%}" if row.fits else "does not fit", *([_rate(row.tps)] if speeds else [])]
-        cells += [f"{row.full_resident_share:.0%}" if row.fits else "", *([_rate(row.full_tps)] if full_speeds else [])]
-        budgets.add_row(f"{-(-row.memory_bytes // MIB)}M", *cells, style="bold" if row.asked else "")
+        cells = [
+            f"{row.resident_share:.0%}" if row.fits else "does not fit",
+            *([_rate(row.tps)] if speeds else []),
+        ]
+        cells += [
+            f"{row.full_resident_share:.0%}" if row.fits else "",
+            *([_rate(row.full_tps)] if full_speeds else []),
+        ]
+        budgets.add_row(
+            f"{-(-row.memory_bytes // MIB)}M", *cells, style="bold" if row.asked else ""
+        )
     console.print(budgets)
     if (asked := next((row for row in r.budgets if row.asked), None)) is not None:
         console.print()
@@ -151,30 +185,47 @@ def _print(r: Report) -> None:
         for device in r.devices:
             share = min(device.free / r.expert_bytes, 1.0) if r.expert_bytes else 1.0
             free = f"{format_size(device.free)} free of {format_size(device.total)}"
-            line(device.name, f"{device.description}: {free}, fits at most {share:.0%} of the experts (--vram)")
+            line(
+                device.name,
+                f"{device.description}: {free}, fits at most {share:.0%} of the experts (--vram)",
+            )
     if r.disk:
-        how = "" if r.disk.direct_io else " through the page cache, which may be faster than the disk"
-        computing = f"computing a token takes {1e3 * r.compute_seconds:.1f} ms on this CPU, " if r.compute_seconds else ""
+        how = (
+            "" if r.disk.direct_io else " through the page cache, which may be faster than the disk"
+        )
+        computing = (
+            f"computing a token takes {1e3 * r.compute_seconds:.1f} ms on this CPU, "
+            if r.compute_seconds
+            else ""
+        )
         if r.attention_seconds:
-            computing += f"attention to {r.ctx_size:,} tokens {1e3 * r.attention_seconds:.1f} ms more, "
+            computing += (
+                f"attention to {r.ctx_size:,} tokens {1e3 * r.attention_seconds:.1f} ms more, "
+            )
         size = format_size(r.disk.block_bytes)
         text = (
-            f"Measured now: {computing}the disk gives {r.disk.bytes_per_second / 1e6:.0f} MB/s in "
-            f"reads of {size}{how}. The estimate assumes that half of the reads overlap with computing."
+            f"Measured now: {computing}the disk gives {r.disk.bytes_per_second / 1e6:.0f} MB/s in"
+            f" reads of {size}{how}. The estimate assumes that half of the reads overlap with"
+            " computing."
         )
         console.print()
         console.print(text, style="dim", markup=False)
 
 
 def speed_of(r: Report, row: MemoryOption) -> str:
-    """Return the expected tokens per second with "about" or "at most", empty if unknown."""
+    """Return the expected tokens per second with "about" or "at most", empty if
+    unknown.
+    """
     return "" if row.tps is None else f"{_qualifier(r)} {_rate(row.tps)}"
 
 
 def _answer(r: Report, row: MemoryOption) -> str:
     budget = format_size(row.memory_bytes)
     if not row.fits:
-        return f"{budget} is too small at a context of {r.ctx_size}: needs {format_size(r.floor_bytes)}"
+        return (
+            f"{budget} is too small at a context of {r.ctx_size}: needs"
+            f" {format_size(r.floor_bytes)}"
+        )
     speed = f", {rate} tokens/s" if (rate := speed_of(r, row)) else ""
     full_speed = f", {_rate(row.full_tps)} tokens/s" if row.full_tps else ""
     full = f"; at a depth of {r.ctx_size:,} tokens {row.full_resident_share:.0%}{full_speed}"

@@ -49,22 +49,35 @@ class Program(click.Group):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if any(error.option_name in param.opts for command in self.commands.values() for param in command.params):
+            if any(
+                error.option_name in param.opts
+                for command in self.commands.values()
+                for param in command.params
+            ):
                 raise _no_command(ctx, error.option_name, f"{error.option_name} ...") from None
             raise
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         name, lower = args[0], args[0].lower()
         if not ctx.resilient_parsing and self.get_command(ctx, name) is None:
             if name.endswith(".gguf") or os.path.exists(name):
                 raise _no_command(ctx, name, shlex.quote(name))
             if meant := _SYNONYMS.get(lower, lower if lower in self.commands else None):
-                raise click.UsageError(f"No such command {name!r}. Did you mean moeoff {meant}?", ctx)
+                raise click.UsageError(
+                    f"No such command {name!r}. Did you mean moeoff {meant}?", ctx
+                )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):  # click would cut their sentences
-            formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in sorted(self.commands.items())])
+            formatter.write_dl(
+                [
+                    (name, command.get_short_help_str(limit=1000))
+                    for name, command in sorted(self.commands.items())
+                ]
+            )
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         open_standard_streams()
@@ -106,5 +119,18 @@ def shell_completion(shell: str) -> None:
     click.echo(kind(context.command, {}, "moeoff", _VARIABLE).source())
 
 
-for _command in (run, serve, bench, inspect, models, doctor, convert, verify, eval_, calibrate, simulate, shell_completion):
+for _command in (
+    run,
+    serve,
+    bench,
+    inspect,
+    models,
+    doctor,
+    convert,
+    verify,
+    eval_,
+    calibrate,
+    simulate,
+    shell_completion,
+):
     main.add_command(_command)

@@ -39,11 +39,28 @@ class Command(click.Command):
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.allow_extra_args = True  # `refuse_more` has a better message than click
-        groups = list(dict.fromkeys(group for param in self.params if (group := getattr(param, "group", ""))))
-        self.params.append(GroupedOption(["--debug"], group="Machine" if groups else "", is_flag=True, help="Show the traceback of an error."))
+        groups = list(
+            dict.fromkeys(group for param in self.params if (group := getattr(param, "group", "")))
+        )
+        self.params.append(
+            GroupedOption(
+                ["--debug"],
+                group="Machine" if groups else "",
+                is_flag=True,
+                help="Show the traceback of an error.",
+            )
+        )
         if groups:
-            self.params.append(click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
-                                            help=f"Show more options: {', '.join(groups)}."))  # fmt: skip
+            self.params.append(
+                click.Option(
+                    ["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_show_all,
+                    help=f"Show more options: {', '.join(groups)}.",
+                )
+            )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta.setdefault(TYPED, list(args))
@@ -65,7 +82,9 @@ class Command(click.Command):
     def refuse_more(self, ctx: click.Context, words: Sequence[str]) -> None:
         """Raise `UsageError` if there are surplus arguments."""
         if words:
-            prompt = ", give a prompt with -p" if any(p.name == "prompt" for p in self.params) else ""
+            prompt = (
+                ", give a prompt with -p" if any(p.name == "prompt" for p in self.params) else ""
+            )
             message = f"unexpected argument: quote a path with spaces{prompt}"
             raise click.UsageError(f"{shlex.join(words)}: {message}", ctx)
 
@@ -86,7 +105,9 @@ class Command(click.Command):
 
     def takes_value(self, ctx: click.Context, without: Collection[str] = ()) -> dict[str, bool]:
         """Return each flag, and True if it takes a value."""
-        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option) and p.name not in without]
+        options = [
+            p for p in self.get_params(ctx) if isinstance(p, click.Option) and p.name not in without
+        ]
         return {flag: not option.is_flag for option in options for flag in option.opts}
 
     def _refuse_one_dash(self, ctx: click.Context, args: Sequence[str]) -> None:
@@ -96,7 +117,12 @@ class Command(click.Command):
             flag = word.partition("=")[0]
             if word == "--":
                 return
-            if re.fullmatch(r"-[a-zA-Z][\w-]+", flag) and flag not in takes_value and f"-{flag}" in takes_value and not takes_value.get(before):
+            if (
+                re.fullmatch(r"-[a-zA-Z][\w-]+", flag)
+                and flag not in takes_value
+                and f"-{flag}" in takes_value
+                and not takes_value.get(before)
+            ):
                 raise click.UsageError(f"{flag}: did you mean -{flag}?", ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -132,7 +158,9 @@ class _TableValue(click.ParamType):  # type: ignore[type-arg]  # generic since c
     def __init__(self, line: Option):
         self._line = line
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         if self._line.is_file:
             return [CompletionItem(incomplete, type="file")]
         choices: Sequence[str] = self._line.choices
@@ -146,12 +174,19 @@ class _TableValue(click.ParamType):  # type: ignore[type-arg]  # generic since c
 class ValueList(_TableValue):
     """Several such values, separated by commas."""
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
-        return [CompletionItem(before + comma + item.value, type=item.type) for item in super().shell_complete(ctx, param, last)]
+        return [
+            CompletionItem(before + comma + item.value, type=item.type)
+            for item in super().shell_complete(ctx, param, last)
+        ]
 
 
-def command(name: str | None = None, cls: type[Command] = Command) -> Callable[[Callable[..., None]], click.Command]:
+def command(
+    name: str | None = None, cls: type[Command] = Command
+) -> Callable[[Callable[..., None]], click.Command]:
     return click.command(name=name, cls=cls, context_settings=CONTEXT)
 
 
@@ -170,7 +205,8 @@ _MODEL_HELP = "GGUF with routed experts; the first part of a split one. Default:
 
 
 def model_argument(help: str = _MODEL_HELP, *, needed: bool = False) -> Decorator:
-    """Declare MODEL and -m, passed to the command as `model`: a path, or None if not given.
+    """Declare MODEL and -m, passed to the command as `model`: a path, or None if not
+    given.
 
     Args:
         needed: True if there is no default.
@@ -185,7 +221,9 @@ def model_argument(help: str = _MODEL_HELP, *, needed: bool = False) -> Decorato
                 raise click.UsageError("Missing MODEL: the GGUF, as MODEL or -m MODEL.")
             function(*args, model=_find_model(path or model), **values)
 
-        out: Callable[..., None] = option("-m", "--model", type=click.Path(), metavar="FILE", help=help)(with_model)
+        out: Callable[..., None] = option(
+            "-m", "--model", type=click.Path(), metavar="FILE", help=help
+        )(with_model)
         return click.argument("path", type=click.Path(), required=False, metavar="[MODEL]")(out)
 
     return decorate
@@ -208,20 +246,31 @@ def help_of(line: Option, default: Any) -> str:
 
 
 def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decorator:
-    """Declare a command's table options, passed to it parsed if given or with a default.
+    """Declare a command's table options, passed to it parsed if given or with a
+    default.
 
     Args:
         without: Options that the command declares itself.
         defaults: Defaults other than the table's.
     """
-    lines = {line.name: line for line in TABLE.values() if name in line.commands and line.name not in without}
-    defaults = {line.name: line.usual for line in lines.values() if line.usual is not None} | defaults
+    lines = {
+        line.name: line
+        for line in TABLE.values()
+        if name in line.commands and line.name not in without
+    }
+    defaults = {
+        line.name: line.usual for line in lines.values() if line.usual is not None
+    } | defaults
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def with_values(*args: Any, **values: Any) -> None:
             typed = {key: values.pop(key) for key in lines}
-            read = {key: lines[key].read(value) for key, value in typed.items() if value not in (None, ())}
+            read = {
+                key: lines[key].read(value)
+                for key, value in typed.items()
+                if value not in (None, ())
+            }
             for remark in without_gpu(read):
                 note(remark)
             if "memory" in read:
@@ -230,7 +279,11 @@ def table_options(name: str, *, without: Collection[str] = (), **defaults: Any) 
 
         out: Callable[..., None] = with_values
         for line in reversed(lines.values()):
-            settings: dict[str, Any] = {"is_flag": True} if not line.metavar else {"type": _TableValue(line), "metavar": line.metavar}
+            settings: dict[str, Any] = (
+                {"is_flag": True}
+                if not line.metavar
+                else {"type": _TableValue(line), "metavar": line.metavar}
+            )
             out = option(
                 *line.flags,
                 line.name,
@@ -263,7 +316,8 @@ def written_whole() -> Iterator[None]:
         _discard_output()
         sys.exit(0)
     except OSError as error:
-        if error.filename is not None or type(error) not in (OSError, BlockingIOError):  # not a stream's
+        # not a stream's
+        if error.filename is not None or type(error) not in (OSError, BlockingIOError):
             raise
         _discard_output()
         raise WriteError(f"standard output cannot be written: {error.strerror}") from None
@@ -295,19 +349,27 @@ def remark_on_memory(size: int) -> None:
     """Print a note if a budget exceeds available memory."""
     if size > available():
         flag = TABLE["memory"].flag
-        note(f"{flag} {format_size(size)} is more than the {format_size(available())} available here")
+        note(
+            f"{flag} {format_size(size)} is more than the {format_size(available())} available here"
+        )
 
 
 _SCALED = {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base", "yarn_orig_ctx"}
 
 
 def remark_on_context(n_ctx: int, trained: int, options: Mapping[str, Any]) -> None:
-    """Print a note if a context exceeds the trained length and positions are not scaled."""
+    """Print a note if a context exceeds the trained length and positions are not
+    scaled.
+    """
     if 0 < trained < n_ctx and not options.keys() & _SCALED:
         note(f"context of {n_ctx} tokens: the model was trained for {trained}, and may fail beyond")
 
 
-def input_files(model: str | None, options: Mapping[str, Any] = {}, *without: str) -> list[str]:  # noqa: B006  # is only read
+def input_files(
+    model: str | None,
+    options: Mapping[str, Any] = {},  # noqa: B006
+    *without: str,
+) -> list[str]:
     """Return a command's input files: the model's parts and companions, options'."""
     from ..experts.profile import profile_path
     from ..experts.sidecar import sidecar_path
@@ -316,15 +378,29 @@ def input_files(model: str | None, options: Mapping[str, Any] = {}, *without: st
     path = model or demo_model()
     split = SplitName.parse(path)
     named = [
-        value for name, value in options.items() if name not in without and name in TABLE and TABLE[name].is_file and isinstance(value, (str, os.PathLike))
+        value
+        for name, value in options.items()
+        if name not in without
+        and name in TABLE
+        and TABLE[name].is_file
+        and isinstance(value, (str, os.PathLike))
     ]
-    return [*(split.parts if split else [path]), sidecar_path(path), profile_path(path), *(os.fspath(value) for value in named)]
+    return [
+        *(split.parts if split else [path]),
+        sidecar_path(path),
+        profile_path(path),
+        *(os.fspath(value) for value in named),
+    ]
 
 
 def sentence(error: BaseException) -> str:
     """Return an error as one line, with the running command's flags as typed."""
     if not isinstance(error, MoeoffError):
-        known = isinstance(error, OSError) and error.strerror and (f"{error.filename}: " if error.filename else "") + error.strerror
+        known = (
+            isinstance(error, OSError)
+            and error.strerror
+            and (f"{error.filename}: " if error.filename else "") + error.strerror
+        )
         return one_line(known or str(error)) or type(error).__name__
     context = click.get_current_context(silent=True)
     text = in_flags(error, None if context is None else flags_as_typed(context))
@@ -336,4 +412,10 @@ def flags_as_typed(context: click.Context) -> dict[str, tuple[str, str]]:
     """Return (flag as typed or longest flag, metavar) of the command's options."""
     typed = {word.partition("=")[0] for word in context.meta.get(TYPED, [])}
     options = {p.name: p for p in context.command.params if isinstance(p, click.Option) and p.name}
-    return {name: (next((opt for opt in p.opts if opt in typed), max(p.opts, key=len)), p.metavar or name.upper()) for name, p in options.items()}
+    return {
+        name: (
+            next((opt for opt in p.opts if opt in typed), max(p.opts, key=len)),
+            p.metavar or name.upper(),
+        )
+        for name, p in options.items()
+    }

@@ -22,7 +22,16 @@ from ..options import with_gpu
 from ..system.console import note, progress_bar
 from ..system.files import TEXT, atomic_file, read_file, read_text, require_new
 from ..system.memory import DEFAULT_SHARE, format_size
-from .options import command, file_option, input_files, model_argument, option, remark_on_context, remark_on_memory, table_options
+from .options import (
+    command,
+    file_option,
+    input_files,
+    model_argument,
+    option,
+    remark_on_context,
+    remark_on_memory,
+    table_options,
+)
 from .serve import HF_REPO, ServedCommand, chosen_model, say_choices
 
 if TYPE_CHECKING:
@@ -30,11 +39,15 @@ if TYPE_CHECKING:
     from ..server.private import PrivateServer
     from .client import Client, Completion
 
-DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
+DEMO_PROMPT = (
+    "Natalia sold 48 clips in April and half as many in May. How many clips did she sell"
+    " altogether?"
+)
 _MEDIA = 64 << 20  # largest image or sound in bytes
 # for models without a chat template
 _TRANSCRIPT = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}:{{ '' if m.content[:1] == ' ' else ' ' }}{{ m.content }}\n\n{% endfor %}Assistant:"
+    "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}:{{ '' if m.content[:1] == ' '"
+    " else ' ' }}{{ m.content }}\n\n{% endfor %}Assistant:"
 )
 _TRANSCRIPT_ENDS = "\n\nUser:"
 _TEMPLATES = ("--chat-template", "--chat-template-file")
@@ -48,22 +61,72 @@ _answer_option = functools.partial(option, group=_GROUP)
 @option("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
 @file_option("-f", "--file", help="Prompt file. Standard input follows -p or -f.")
 @table_options("run")
-@_answer_option("-sys", "--system-prompt", "--system", "system", metavar="TEXT", help="System prompt.")
-@file_option("-sysf", "--system-prompt-file", "system_file", group=_GROUP,
-     help="File with the system prompt.")  # fmt: skip
-@_answer_option("--image", "--audio", "media", metavar="FILE,...", multiple=True,
-     help="Images or sounds for the prompt, with --mmproj; may be repeated.")  # fmt: skip
-@_answer_option("--no-history", is_flag=True, help="Do not write chat input to ~/.cache/moeoff/chat_history.")
-@_answer_option("-no-cnv", "--no-conversation", "--raw", "raw", is_flag=True,
-     help="Continue the prompt as it is, without the model's chat template.")  # fmt: skip
-@option("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="End after one answer, as -p does anyway.")
-@_answer_option("--json", "as_json", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
-@_answer_option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
+@_answer_option(
+    "-sys", "--system-prompt", "--system", "system", metavar="TEXT", help="System prompt."
+)
+@file_option(
+    "-sysf",
+    "--system-prompt-file",
+    "system_file",
+    group=_GROUP,
+    help="File with the system prompt.",
+)
+@_answer_option(
+    "--image",
+    "--audio",
+    "media",
+    metavar="FILE,...",
+    multiple=True,
+    help="Images or sounds for the prompt, with --mmproj; may be repeated.",
+)
+@_answer_option(
+    "--no-history", is_flag=True, help="Do not write chat input to ~/.cache/moeoff/chat_history."
+)
+@_answer_option(
+    "-no-cnv",
+    "--no-conversation",
+    "--raw",
+    "raw",
+    is_flag=True,
+    help="Continue the prompt as it is, without the model's chat template.",
+)
+@option(
+    "-st",
+    "--single-turn",
+    "single_turn",
+    hidden=True,
+    is_flag=True,
+    help="End after one answer, as -p does anyway.",
+)
+@_answer_option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object: text, finish_reason, usage, stats.",
+)
+@_answer_option(
+    "--stats-json",
+    type=click.Path(dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Write statistics to FILE.",
+)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
-    model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, system_file: str | None, media: Sequence[str],
-    no_history: bool, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None, args: CommandLine, **options: Any,
-) -> None:  # fmt: skip
+    model: str | None,
+    hf_repo: str | None,
+    prompt: str | None,
+    file: str | None,
+    system: str | None,
+    system_file: str | None,
+    media: Sequence[str],
+    no_history: bool,
+    raw: bool,
+    single_turn: bool,
+    as_json: bool,
+    stats_json: str | None,
+    args: CommandLine,
+    **options: Any,
+) -> None:
     """Answer a prompt, or chat. The answer goes to stdout, statistics to stderr.
 
     ARGS are llama-cli's own options, such as --grammar, --json-schema, --lora and
@@ -84,7 +147,13 @@ def run(
     for flag, path in outputs.items():
         others = [other for name, other in outputs.items() if name != flag]
         require_new(path, [*input_files(model, options, "trace"), file, *others], flag)
-    chat = prompt is None and not raw and not as_json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    chat = (
+        prompt is None
+        and not raw
+        and not as_json
+        and _is_terminal(sys.stdin)
+        and _is_terminal(sys.stdout)
+    )
     if single_turn and chat:
         raise OptionError("-st: give the question with -p")
     if prompt is None and not chat:
@@ -114,7 +183,11 @@ def run(
             stack.enter_context(typed_ahead())  # also during loading
         server = stack.enter_context(_start_server(path, args, options))
         _print_remarks(server, options)
-        share = f" ({DEFAULT_SHARE:.0%} of what is available)" if server.engine.budget.is_default else ""
+        share = (
+            f" ({DEFAULT_SHARE:.0%} of what is available)"
+            if server.engine.budget.is_default
+            else ""
+        )
         client = Client(server)
         if transcript and not raw:
             client.settings["stop"] = [_TRANSCRIPT_ENDS]
@@ -123,7 +196,9 @@ def run(
             stats, cancelled = server.stats(), False
         else:
             content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
-            messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+            messages: list[dict[str, Any]] = (
+                [{"role": "system", "content": system}] if system else []
+            )
             messages.append({"role": "user", "content": content})
             answer = _answer(client, prompt if raw else messages, not raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
@@ -161,7 +236,11 @@ def _print_remarks(server: PrivateServer, options: dict[str, Any]) -> None:
 
 
 def _refuse_without_template(system: str | None, media: Sequence[str], line: CommandLine) -> None:
-    given = {"--system": system, "--image": media, **{name: True for name in line.passed_on if name in (*_TEMPLATES, "--reasoning")}}
+    given = {
+        "--system": system,
+        "--image": media,
+        **{name: True for name in line.passed_on if name in (*_TEMPLATES, "--reasoning")},
+    }
     for name, value in given.items():
         if value:
             raise OptionError(f"{name}: has no effect with --raw, which uses no chat template")
@@ -185,7 +264,10 @@ def _media_part(path: str) -> dict[str, Any]:
     if kind.startswith("image/"):
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
     if kind in ("audio/wav", "audio/x-wav", "audio/mpeg"):
-        return {"type": "input_audio", "input_audio": {"data": data, "format": "mp3" if kind == "audio/mpeg" else "wav"}}
+        return {
+            "type": "input_audio",
+            "input_audio": {"data": data, "format": "mp3" if kind == "audio/mpeg" else "wav"},
+        }
     raise OptionError(f"--image {path}: expected the name of an image, .wav or .mp3")
 
 
@@ -215,7 +297,9 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     return prompt
 
 
-def _answer(client: Client, prompt: str | list[dict[str, Any]], strips: bool, as_json: bool, share: str) -> Completion:
+def _answer(
+    client: Client, prompt: str | list[dict[str, Any]], strips: bool, as_json: bool, share: str
+) -> Completion:
     from .writer import Writer
 
     if as_json:

@@ -17,7 +17,16 @@ from ..options import TABLE, ServerOptions, with_gpu
 from ..system.console import note, progress_bar
 from ..system.files import demo_model
 from ..system.memory import format_size, unmap_files
-from .options import TYPED, Command, command, model_argument, option, remark_on_context, sentence, table_options
+from .options import (
+    TYPED,
+    Command,
+    command,
+    model_argument,
+    option,
+    remark_on_context,
+    sentence,
+    table_options,
+)
 
 if TYPE_CHECKING:
     from ..server.arguments import CommandLine
@@ -25,7 +34,11 @@ if TYPE_CHECKING:
 # Seconds within which signals count as one: a terminal and a parent may both send it.
 _SAME_SIGNAL = 1.0
 HF_REPO_FLAGS = ("-hf", "--hf-repo")
-HF_REPO = option(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, else the first GGUF.")
+HF_REPO = option(
+    *HF_REPO_FLAGS,
+    metavar="ORG/REPO[:QUANT]",
+    help="Model from Hugging Face. Default quant: Q4_K_M, else the first GGUF.",
+)
 
 
 def chosen_model(model: str | None, hf_repo: str | None) -> str:
@@ -64,7 +77,11 @@ class ServedCommand(Command):
         own = self.takes_value(ctx, without=TABLE)
         try:
             variables = list(of_environment(os.environ, program))
-            line = CommandLine.read([*(word for words in variables if words[0] not in own for word in words), *args], program, own)
+            line = CommandLine.read(
+                [*(word for words in variables if words[0] not in own for word in words), *args],
+                program,
+                own,
+            )
         except MoeoffError as error:
             raise click.ClickException(sentence(error)) from None
         self.refuse_dashes(ctx, *line.alone)
@@ -85,8 +102,10 @@ class ServedCommand(Command):
     "--models",
     group="Server",
     is_flag=True,
-    help="Serve the models that `moeoff models` lists by their names, one at a time: a request for "
-    "another one opens it. MODEL, or else the first, is open at the start.",
+    help=(
+        "Serve the models that `moeoff models` lists by their names, one at a time: a request for "
+        "another one opens it. MODEL, or else the first, is open at the start."
+    ),
 )
 @option("-q", "--quiet", group="Server", is_flag=True, help="Do not log requests.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -130,13 +149,19 @@ def serve(
         if server.n_parallel == 1 or any(longer in word for word in args.passed_on):
             remark_on_context(each, trained, options)
         elif 0 < trained < each:
-            note(f"a conversation ends at the trained {trained} tokens, or --override-kv {longer}{each}")
+            note(
+                f"a conversation ends at the trained {trained} tokens, or --override-kv"
+                f" {longer}{each}"
+            )
         page = f"web page on {server.url}" if server.has_page else "no web page (build without npm)"
         slots = f"{server.n_parallel} slot{'s' * (server.n_parallel > 1)}"
         context = f"context of {server.engine.planned.n_ctx} tokens for {slots}"
         experts = f"experts in {format_size(server.stats().cache_bytes)}"
         statistics = f"statistics on {server.url}/moeoff"
-        note(f"serving {path} on {server.url}/v1, {page}, {statistics}, {context}, {experts}; Ctrl-C ends")
+        note(
+            f"serving {path} on {server.url}/v1, {page}, {statistics}, {context}, {experts}; Ctrl-C"
+            " ends"
+        )
         server.wait()
 
 
@@ -161,7 +186,8 @@ def _serve_models(
     """Serve the models of this machine, one at a time.
 
     Args:
-        first: Path of the model that is open at the start; None: the first of the list that can be.
+        first: Path of the model that is open at the start; None: the first of the list
+            that can be.
     """
     import asyncio
 
@@ -181,7 +207,9 @@ def _serve_models(
     if not models:
         raise MoeoffError("no Mixture-of-Experts model is found: give one with -m or -hf")
     asked = ("host", "port", "api_key", "api_key_file", "allowed_hosts")
-    server_options = ServerOptions.make(**{name: options[name] for name in asked if name in options})
+    server_options = ServerOptions.make(
+        **{name: options[name] for name in asked if name in options}
+    )
     host, port = options.pop("host", server_options.host), options.pop("port", server_options.port)
     if (address := server_options.open_to) is not None:
         note(open_warning(address))

@@ -16,7 +16,13 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 
 @command()
-@click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
+@click.argument(
+    "traces",
+    type=click.Path(exists=True, dir_okay=False),
+    nargs=-1,
+    required=True,
+    metavar="TRACE...",
+)
 @click.option(
     "--strategy",
     multiple=True,
@@ -24,8 +30,14 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
     type=ValueList(TABLE["strategy"]),
     help="Strategies to compare with lru and belady; may be repeated. Default: auto.",
 )
-@click.option("--memory", multiple=True, metavar="SIZE",
-     help="Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")  # fmt: skip
+@click.option(
+    "--memory",
+    multiple=True,
+    metavar="SIZE",
+    help=(
+        "Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%."
+    ),
+)
 @table_options("simulate", t1=0.6, t2=0.9)
 @click.option(
     "--low-cost",
@@ -35,10 +47,17 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 )
 @JSON_OPTION
 def simulate(
-    traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, as_json: bool,
-    tau: float = 0.0, **penalty: Any,
-) -> None:  # fmt: skip
-    """Replay traces of `run --trace` through strategies: their hit rates and bytes read."""
+    traces: tuple[str, ...],
+    strategy: tuple[str, ...],
+    memory: tuple[str, ...],
+    low_cost: float | None,
+    as_json: bool,
+    tau: float = 0.0,
+    **penalty: Any,
+) -> None:
+    """Replay traces of `run --trace` through strategies: their hit rates and bytes
+    read.
+    """
     from ..policies.hobbit import MissCost
     from ..policies.replay import compare, gap_recovered, left_out
     from ..routing.trace import Trace
@@ -53,7 +72,12 @@ def simulate(
         results = compare(trace, names, arenas, tau=tau, cost=cost, progress=progress)
     rows = [r.to_dict() | {"gap_recovered": gap_recovered(r, results)} for r in results]
     if as_json:
-        head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "left_out": without}
+        head = {
+            "model": trace.model.name,
+            "full_bytes": trace.model.full_bytes,
+            "events": len(trace.events),
+            "left_out": without,
+        }
         click.echo(json.dumps(head | {"results": rows}, indent=2))
         return
     click.echo(_table(rows, trace.model.full_bytes, tau > 0))
@@ -62,16 +86,28 @@ def simulate(
 
 
 def _table(rows: list[dict[str, Any]], full: int, skips: bool) -> str:
-    lines = [f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8} {'of the gap':>10}{'   skipped' if skips else ''}"]
+    lines = [
+        f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8}"
+        f" {'of the gap':>10}{'   skipped' if skips else ''}"
+    ]
     for row in rows:
-        skipped = "" if not skips else f"{row['skipped_share']:>10.1%}" if row["strategy"] != "belady" else f"{'':>10}"
+        skipped = (
+            ""
+            if not skips
+            else f"{row['skipped_share']:>10.1%}"
+            if row["strategy"] != "belady"
+            else f"{'':>10}"
+        )
         gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"
         lines.append(
-            f"{format_size(row['cache_bytes']):>10} {100 * row['cache_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
-            f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}{skipped}"
+            f"{format_size(row['cache_bytes']):>10} {100 * row['cache_bytes'] / full:4.0f}%"
+            f" {row['strategy']:<16} {100 * row['hit_rate']:7.2f}%"
+            f" {format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f}"
+            f" {gap:>10}{skipped}"
         )
-    lines.append("\nhit rate: share of slices found in memory; penalty: cost of the misses, 1 for a\n"
-                 "slice in full precision; of the gap: share of the gap from LRU to the optimum\n"
-                 "(belady) that is closed"
-                 + ("; skipped: share of decoded tokens' experts" if skips else ""))  # fmt: skip
+    lines.append(
+        "\nhit rate: share of slices found in memory; penalty: cost of the misses, 1 for a\n"
+        "slice in full precision; of the gap: share of the gap from LRU to the optimum\n"
+        "(belady) that is closed" + ("; skipped: share of decoded tokens' experts" if skips else "")
+    )
     return "\n".join(lines)

@@ -1,1 +1,3 @@
-"""The running model: llama.cpp with an expert buffer, what drives it, and its statistics."""
+"""The running model: llama.cpp with an expert buffer, what drives it, and its
+statistics.
+"""

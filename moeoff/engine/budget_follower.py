@@ -1,7 +1,9 @@
-"""`BudgetFollower`: a budget that nobody stated gives memory back while other programs need it.
+"""`BudgetFollower`: a budget that nobody stated gives memory back while other programs
+need it.
 
-The rule of the start holds all the time: the process takes at most 80 % of what it could have, so a
-fifth of that stays free, and the cache's own growth cannot bring about what it would then yield to.
+The rule of the start holds all the time: the process takes at most 80 % of what it
+could have, so a fifth of that stays free, and the cache's own growth cannot bring about
+what it would then yield to.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .arena_sizer import ArenaSizer
 
 _TICKS = 0.1, 0.5  # seconds between looks, at least and at most
 _FASTEST = 4e9  # bytes a second that other programs take, by which the next look is chosen
-# share of what the process could have, above which a budget is lowered: half of the fifth is gone
+# share of what the process could have, above which a budget is lowered: half of the
+# fifth is gone
 _CROWDED = 0.9
 # share of the time in which programs wait for memory, above which a budget is lowered
 _STALLED = 0.1
@@ -35,12 +38,13 @@ class BudgetFollower:
     Args:
         sizer: Of the model's arenas. It may be dropped before `close()`.
         pressure: None: reads go through the page cache, and would cause it themselves.
-        on_remark: Called on the thread with a sentence for people, once when memory is given back
-            and once when the budget is what it was.
+        on_remark: Called on the thread with a sentence for people, once when memory is
+            given back and once when the budget is what it was.
 
     Attributes:
         most: Budget at the start, in bytes.
-        n_cuts: How often it had to be lowered; what follows before it is whole again counts once.
+        n_cuts: How often it had to be lowered; what follows before it is whole again
+            counts once.
     """
 
     def __init__(

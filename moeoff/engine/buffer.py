@@ -1,7 +1,9 @@
-"""The expert buffer of one model: reserves the experts while llama.cpp loads, then serves them from disk.
+"""The expert buffer of one model: reserves the experts while llama.cpp loads, then
+serves them from disk.
 
-Owns the native object and every ctypes callback it may call. Knows nothing of policies or of text.
-Order of life: construct, load a model inside `loading()`, `attach()` the model_index, `start()`, decode, `close()`.
+Owns the native object and every ctypes callback it may call. Knows nothing of policies
+or of text. Order of life: construct, load a model inside `loading()`, `attach()` the
+model_index, `start()`, decode, `close()`.
 """
 
 from __future__ import annotations
@@ -32,17 +34,37 @@ from .gate_predictor import GatePredictor
 
 READ_CHUNK = 1 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
-_CODES: dict[Any, str] = {ctypes.c_int32: "i", ctypes.c_int64: "q"}  # anything else is a number without a sign, or an address
-_EVENT = struct.Struct("=" + "".join(_CODES.get(kind, "Q") for _, kind, *_ in native.GateEvent._fields_))
+# anything else is a number without a sign, or an address
+_CODES: dict[Any, str] = {ctypes.c_int32: "i", ctypes.c_int64: "q"}
+_EVENT = struct.Struct(
+    "=" + "".join(_CODES.get(kind, "Q") for _, kind, *_ in native.GateEvent._fields_)
+)
 QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
 _UPLOADED = 2  # of moeoff_gate_event.on_device
 READ_DTYPE = np.dtype(native.Read)
 
 
 def _copy_event(address: int) -> GateEvent:
-    """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
+    """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the
+    hot path: few calls, one copy.
+    """
     fields = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
-    seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_expert, n_rows, row_step, n_hit, n_miss, decode, _ = fields[:14]
+    (
+        seq,
+        t_ns,
+        gate,
+        layer,
+        n_tokens,
+        n_used,
+        n_embd,
+        n_expert,
+        n_rows,
+        row_step,
+        n_hit,
+        n_miss,
+        decode,
+        _,
+    ) = fields[:14]
     ids, _, gate_input, logits, versions, on_device = fields[14:]
     n, shape = n_tokens * n_used, (n_tokens, n_used)
     n_input, n_logits = n_rows * n_embd if gate_input else 0, n_rows * n_expert if logits else 0
@@ -55,14 +77,22 @@ def _copy_event(address: int) -> GateEvent:
         np.frombuffer(data, np.int32, n).reshape(shape),
         np.frombuffer(data, np.float32, n, 4 * n).reshape(shape),
         None,
-        np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_rows, n_embd) if n_input else None,
+        (
+            np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_rows, n_embd)
+            if n_input
+            else None
+        ),
         np.frombuffer(data, np.uint8, n, version_offset).reshape(shape) if versions else None,
         layer,
         n_hit,
         n_miss,
         seq,
         t_ns,
-        np.frombuffer(data, np.float32, n_logits, 8 * n + 4 * n_input).reshape(n_rows, n_expert) if n_logits else None,
+        (
+            np.frombuffer(data, np.float32, n_logits, 8 * n + 4 * n_input).reshape(n_rows, n_expert)
+            if n_logits
+            else None
+        ),
         row_step,
         bool(decode),
         places > 0 if places is not None else None,
@@ -71,18 +101,24 @@ def _copy_event(address: int) -> GateEvent:
 
 
 def _replaced(model_index: ModelIndex, name: str) -> ModelError:
-    return ModelError(f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+    return ModelError(
+        f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file"
+        " replaced meanwhile?"
+    )
 
 
 class ExpertBuffer:
-    """Slices of routed experts in an arena of at most `cache_bytes`, read by I/O threads.
+    """Slices of routed experts in an arena of at most `cache_bytes`, read by I/O
+    threads.
 
-    A slice may have a low version in addition to the high one, with an arena of its own; `set_precision` says when it is used.
+    A slice may have a low version in addition to the high one, with an arena of its
+    own; `set_precision` says when it is used.
 
     Args:
         io_threads: at most 64; 0: as many as the disk is seen to gain from.
         keep: False drops every expert after its use.
-        eager: False lets each matrix op ask for its own slices instead of the gate for all of them.
+        eager: False lets each matrix op ask for its own slices instead of the gate for
+            all of them.
         direct_io: reads around the page cache where the file system can.
         gate_input: gate events carry the router's input.
         gate_logits: gate events carry the router's logits.
@@ -91,18 +127,30 @@ class ExpertBuffer:
         OptionError: an argument out of range.
     """
 
-    def __init__(self, *, io_threads: int = 0, keep: bool = True, eager: bool = True, direct_io: bool = True,
-                 gate_input: bool = False, gate_logits: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        *,
+        io_threads: int = 0,
+        keep: bool = True,
+        eager: bool = True,
+        direct_io: bool = True,
+        gate_input: bool = False,
+        gate_logits: bool = False,
+    ):
         flags = {native.FLAG_KEEP: keep, native.FLAG_EAGER: eager, native.FLAG_DIRECT_IO: direct_io}
         flags |= {native.FLAG_GATE_INPUT: gate_input, native.FLAG_GATE_LOGITS: gate_logits}
         self._flags = sum(flag for flag, on in flags.items() if on)
-        params = native.Params(flags=self._flags, n_io_threads=io_threads, cache_bytes=0, read_chunk=READ_CHUNK)
+        params = native.Params(
+            flags=self._flags, n_io_threads=io_threads, cache_bytes=0, read_chunk=READ_CHUNK
+        )
         self._handle: int = native.expert_buffer_init(params)
         if not self._handle:
             raise OptionError(native.last_error().decode())
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)  # in a forked process it does nothing
-        self._closing = threading.RLock()  # a signal handler may cancel what its own thread computes
+        # in a forked process it does nothing
+        self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)
+        # a signal handler may cancel what its own thread computes
+        self._closing = threading.RLock()
         self._closed = False
         self._callback = native.GateCallback()  # kept for as long as native may call it
         self._predictor: GatePredictor | None = None  # the same
@@ -112,14 +160,16 @@ class ExpertBuffer:
         self.buffered = False
         self.row_table_bytes = 0  # of tables that stay on disk
         self._started = False
-        self._files: dict[str, FileState] = {}  # that experts are read from, when their headers were read
+        # that experts are read from, when their headers were read
+        self._files: dict[str, FileState] = {}
 
     @property
     def handle(self) -> int:
         """The native object.
 
         Raises:
-            MoeoffError: it is closed, or this is a fork of the process that opened it, which has neither its threads nor its memory.
+            MoeoffError: it is closed, or this is a fork of the process that opened it,
+                which has neither its threads nor its memory.
         """
         require_process(self._pid)
         if self._closed:
@@ -132,7 +182,9 @@ class ExpertBuffer:
         return self._started and not self._closed and self._pid == os.getpid()
 
     def close(self) -> None:
-        """Stops the I/O threads and the driver; what still decodes fails. The model must not be used afterwards."""
+        """Stops the I/O threads and the driver; what still decodes fails. The model
+        must not be used afterwards.
+        """
         if self._pid != os.getpid():
             return
         with self._closing:  # and not while the driver ends, whose callback may ask for statistics
@@ -140,7 +192,9 @@ class ExpertBuffer:
         self._finalizer()
 
     def set_cancelled(self, cancelled: bool) -> None:
-        """Ends what is being computed, and what comes, until it is taken back. From any thread, also while another one closes the buffer."""
+        """Ends what is being computed, and what comes, until it is taken back. From any
+        thread, also while another one closes the buffer.
+        """
         with self._closing:
             if not self._closed and self._finalizer.alive:
                 native.set_cancelled(self.handle, cancelled)
@@ -148,40 +202,63 @@ class ExpertBuffer:
     # --- set-up ---
 
     @contextlib.contextmanager
-    def loading(self, others: Sequence[tuple[str, int]] = (), row_tables: Iterable[str] = ()) -> Iterator[native.TensorOverrides]:
-        """While open, models loaded by this thread with the yielded overrides reserve their experts here.
+    def loading(
+        self, others: Sequence[tuple[str, int]] = (), row_tables: Iterable[str] = ()
+    ) -> Iterator[native.TensorOverrides]:
+        """While open, models loaded by this thread with the yielded overrides reserve
+        their experts here.
 
         Args:
             others: overrides for other tensors, as of `native.TensorOverrides`.
-            row_tables: names of tensors that stay on disk, too, unless they are among the others (`ModelIndex.row_tables`).
+            row_tables: names of tensors that stay on disk, too, unless they are among
+                the others (`ModelIndex.row_tables`).
         """
         self._check(native.load_begin(self.handle))
-        pairs = [(EXPERT_PATTERN, native.buffer_type()), *others, *((f"^{re.escape(name)}$", native.buffer_type()) for name in row_tables)]
+        pairs = [
+            (EXPERT_PATTERN, native.buffer_type()),
+            *others,
+            *((f"^{re.escape(name)}$", native.buffer_type()) for name in row_tables),
+        ]
         try:
             yield native.TensorOverrides(pairs)
         finally:
             native.load_end(self.handle)
 
-    def attach(self, model_index: ModelIndex, source: ExpertSource = ExpertSource(), low: ExpertSource | None = None) -> None:
-        """Tells where the slices of the tensors that the model reserved are: in the model, or in a tier of its sidecar.
+    def attach(
+        self,
+        model_index: ModelIndex,
+        source: ExpertSource = ExpertSource(),
+        low: ExpertSource | None = None,
+    ) -> None:
+        """Tells where the slices of the tensors that the model reserved are: in the
+        model, or in a tier of its sidecar.
 
         Args:
             low: where their low versions are.
 
         Raises:
-            ModelError: the file's tensors are not those that llama.cpp loaded, or the sidecar lacks one; or one of the two is no longer the
-                file whose header was read.
+            ModelError: the file's tensors are not those that llama.cpp loaded, or the
+                sidecar lacks one; or one of the two is no longer the file whose header
+                was read.
         """
         states = dict(zip(model_index.files, model_index.states, strict=True))
-        sidecars = [(c.repacked, c.verify) for c in (source, low) if c is not None and c.repacked is not None]
+        sidecars = [
+            (c.repacked, c.verify)
+            for c in (source, low)
+            if c is not None and c.repacked is not None
+        ]
         states |= {sidecar.path: sidecar.state for sidecar, _ in sidecars}
-        hashed = {sidecar.path for sidecar, verified in sidecars if verified}  # each read tells of a change there
+        # each read tells of a change there
+        hashed = {sidecar.path for sidecar, verified in sidecars if verified}
         self._files = {path: state for path, state in states.items() if path not in hashed}
         for path, state in states.items():
             self._check(native.add_file(self.handle, os.fsencode(path)), ModelError)
-            # opened three times by now: for its header, for the dense weights, for the experts
+            # opened three times by now: for its header, for the dense weights, for the
+            # experts
             if not state.is_same(FileState.read(path)):
-                raise ModelError(f"{path}: the file was changed or replaced while it was loaded: load it again")
+                raise ModelError(
+                    f"{path}: the file was changed or replaced while it was loaded: load it again"
+                )
         for index in range(native.n_tensors(self.handle)):
             info = native.TensorInfo()
             self._check(native.tensor(self.handle, index, info))
@@ -203,7 +280,13 @@ class ExpertBuffer:
             span = model_index.dense.get(info.name.decode())
             if span is None or span.nbytes != info.ne[1] * info.nbytes:
                 raise _replaced(model_index, info.name.decode())
-            self._check(native.set_row_table_source(self.handle, index, native.Source(span.file, span.type, span.offset, span.nbytes, 0)))
+            self._check(
+                native.set_row_table_source(
+                    self.handle,
+                    index,
+                    native.Source(span.file, span.type, span.offset, span.nbytes, 0),
+                )
+            )
             self.row_table_bytes += span.nbytes
 
     @staticmethod
@@ -212,18 +295,39 @@ class ExpertBuffer:
         if (sidecar := source.repacked) is not None:
             file = files.index(sidecar.path)
             slices = sidecar.sources(span, source.tier)
-            return [native.Source(file, s.type, s.offset, s.nbytes, s.hash if source.verify else 0) for s in slices]
-        known, nbytes = source.sidecar.source_hashes if source.sidecar is not None and source.verify else {}, span.slice_bytes
-        return [native.Source(span.file, span.type, span.offset + e * nbytes, nbytes, known.get((span.name, e), 0)) for e in range(span.shape[2])]
+            return [
+                native.Source(file, s.type, s.offset, s.nbytes, s.hash if source.verify else 0)
+                for s in slices
+            ]
+        known, nbytes = (
+            source.sidecar.source_hashes if source.sidecar is not None and source.verify else {},
+            span.slice_bytes,
+        )
+        return [
+            native.Source(
+                span.file, span.type, span.offset + e * nbytes, nbytes, known.get((span.name, e), 0)
+            )
+            for e in range(span.shape[2])
+        ]
 
-    def set_sources(self, tensor: int, sources: Sequence[native.Source], *, low: bool = False) -> None:
-        """Where each expert of a tensor is, or its low version; their types may differ. Before `start()`. All tensors have low versions, or none."""
+    def set_sources(
+        self, tensor: int, sources: Sequence[native.Source], *, low: bool = False
+    ) -> None:
+        """Where each expert of a tensor is, or its low version; their types may differ.
+        Before `start()`. All tensors have low versions, or none.
+        """
         function = native.set_low_sources if low else native.set_sources
-        self._check(function(self.handle, tensor, (native.Source * len(sources))(*sources), len(sources)))
-        self._slots[native.LOW if low else native.HIGH][tensor] = np.array([slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64)
+        self._check(
+            function(self.handle, tensor, (native.Source * len(sources))(*sources), len(sources))
+        )
+        self._slots[native.LOW if low else native.HIGH][tensor] = np.array(
+            [slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64
+        )
 
     def slots(self, *, low: bool = False) -> list[np.ndarray]:
-        """[n_experts] int64 for each tensor: bytes that each expert's slice takes of its slot in the arena. Empty if there are no such versions."""
+        """[n_experts] int64 for each tensor: bytes that each expert's slice takes of
+        its slot in the arena. Empty if there are no such versions.
+        """
         slots = self._slots[native.LOW if low else native.HIGH]
         return [slots[tensor] for tensor in sorted(slots)]
 
@@ -249,7 +353,9 @@ class ExpertBuffer:
 
     def pools(self, low_share: float) -> Pools:
         """Return the limits of both arenas."""
-        return Pools(self.arena_floor, self.arena_full, self.low_arena_floor, self.low_arena_full, low_share)
+        return Pools(
+            self.arena_floor, self.arena_full, self.low_arena_floor, self.low_arena_full, low_share
+        )
 
     def start(self, cache_bytes: int, low_cache_bytes: int = 0) -> None:
         self.set_cache_bytes(cache_bytes, low_cache_bytes)
@@ -257,21 +363,31 @@ class ExpertBuffer:
         self._started = True
 
     def set_cache_bytes(self, cache_bytes: int, low_cache_bytes: int = 0) -> None:
-        """Between decodes; a smaller arena evicts at once. High and low versions have an arena each, and take nothing from the other."""
+        """Between decodes; a smaller arena evicts at once. High and low versions have
+        an arena each, and take nothing from the other.
+        """
         self._check(native.set_cache_bytes(self.handle, cache_bytes, low_cache_bytes))
 
     # --- devices ---
 
     def set_device_slots(
-        self, slots: Sequence[tuple[int, int, int]], mode: int = native.DEVICE_OFF, n_used: int = 1, n_uploads: int = 0, stage: tuple[int, int] = (0, 0)
+        self,
+        slots: Sequence[tuple[int, int, int]],
+        mode: int = native.DEVICE_OFF,
+        n_used: int = 1,
+        n_uploads: int = 0,
+        stage: tuple[int, int] = (0, 0),
     ) -> None:
-        """Between decodes: slots for experts in devices' memory; those that were there are given back first. `native.replan` must follow.
+        """Between decodes: slots for experts in devices' memory; those that were there
+        are given back first. `native.replan` must follow.
 
         Args:
-            slots: of each gate, (ggml_backend_dev_t or 0, number, number of low versions). Empty: none.
+            slots: of each gate, (ggml_backend_dev_t or 0, number, number of low
+                versions). Empty: none.
             mode: native.DEVICE_...
             n_used: experts that serve a token.
-            n_uploads: experts that a gate may get at each of its events; -1: as many as end in time.
+            n_uploads: experts that a gate may get at each of its events; -1: as many as
+                end in time.
             stage: slots of each stage, and how many stages each device has: 0, 1 or 2.
 
         Raises:
@@ -280,23 +396,55 @@ class ExpertBuffer:
         n = self.priorities.shape[0]
         handles, high, low = zip(*(list(slots) or [(0, 0, 0)] * n), strict=True)
         numbers = ctypes.c_int32 * n
-        self._check(native.set_device_slots(self.handle, mode, (ctypes.c_uint64 * n)(*handles), numbers(*high), numbers(*low), n, n_used, n_uploads, *stage))
+        self._check(
+            native.set_device_slots(
+                self.handle,
+                mode,
+                (ctypes.c_uint64 * n)(*handles),
+                numbers(*high),
+                numbers(*low),
+                n,
+                n_used,
+                n_uploads,
+                *stage,
+            )
+        )
 
     def set_device_mode(self, mode: int) -> None:
-        """Between decodes: how devices compute with the slots that are there (`native.DEVICE_OFF`: not at all). What they hold stays.
+        """Between decodes: how devices compute with the slots that are there
+        (`native.DEVICE_OFF`: not at all). What they hold stays.
 
         Raises:
             MoeoffError: there are no slots.
         """
         self._check(native.set_device_mode(self.handle, mode))
 
-    def device_slot_bytes(self, device: int, gate: int, n_slots: int, n_used: int, *, low: bool = False) -> int:
-        """Bytes that a gate's slots take on a device (ggml_backend_dev_t); 0: it cannot compute with these experts."""
-        return int(native.device_slot_bytes(self.handle, device, gate, native.LOW if low else native.HIGH, n_slots, n_used))
+    def device_slot_bytes(
+        self, device: int, gate: int, n_slots: int, n_used: int, *, low: bool = False
+    ) -> int:
+        """Bytes that a gate's slots take on a device (ggml_backend_dev_t); 0: it cannot
+        compute with these experts.
+        """
+        return int(
+            native.device_slot_bytes(
+                self.handle, device, gate, native.LOW if low else native.HIGH, n_slots, n_used
+            )
+        )
 
-    def device_stage_bytes(self, device: int, gates: Sequence[int], n_slots: int, n_used: int) -> int:
+    def device_stage_bytes(
+        self, device: int, gates: Sequence[int], n_slots: int, n_used: int
+    ) -> int:
         """Bytes that one stage of these gates takes on a device (ggml_backend_dev_t)."""
-        return int(native.device_stage_bytes(self.handle, device, (ctypes.c_int32 * len(gates))(*gates), len(gates), n_slots, n_used))
+        return int(
+            native.device_stage_bytes(
+                self.handle,
+                device,
+                (ctypes.c_int32 * len(gates))(*gates),
+                len(gates),
+                n_slots,
+                n_used,
+            )
+        )
 
     def clear(self) -> None:
         """Drops every resident expert."""
@@ -306,12 +454,15 @@ class ExpertBuffer:
 
     @property
     def gating(self) -> int:
-        """The gating function of the model's routers, a llama_expert_gating_func_type; 0 before a context is made."""
+        """The gating function of the model's routers, a llama_expert_gating_func_type;
+        0 before a context is made.
+        """
         return int(native.gating(self.handle))
 
     @property
     def priorities(self) -> np.ndarray:
-        """[n_gates, n_experts] float32, the native table itself: the lowest is evicted first. Call `publish()` after writing.
+        """[n_gates, n_experts] float32, the native table itself: the lowest is evicted
+        first. Call `publish()` after writing.
 
         The array is a view of native memory: do not use it after `close()`.
         """
@@ -335,10 +486,20 @@ class ExpertBuffer:
     def publish(self) -> None:
         native.publish(self.handle)
 
-    def prefetch(self, gate: int, experts: Sequence[int], n_read: int | None = None, *, low: bool = False, limit: int = -1) -> int:
-        """These experts are expected: what is resident of them stays, what is absent of the first `n_read` is queued behind all demand.
+    def prefetch(
+        self,
+        gate: int,
+        experts: Sequence[int],
+        n_read: int | None = None,
+        *,
+        low: bool = False,
+        limit: int = -1,
+    ) -> int:
+        """These experts are expected: what is resident of them stays, what is absent of
+        the first `n_read` is queued behind all demand.
 
-        The gate gives up what it does not choose, or chooses in the other version. Returns the number of slices queued.
+        The gate gives up what it does not choose, or chooses in the other version.
+        Returns the number of slices queued.
 
         Args:
             low: the low versions.
@@ -348,17 +509,34 @@ class ExpertBuffer:
         n = len(experts)
         array = (ctypes.c_int32 * n)(*experts)
         version = native.LOW if low else native.HIGH
-        return self._check(native.prefetch(self.handle, gate, array, n, n if n_read is None else n_read, native.ALL_MATRICES, version, limit), OptionError)
+        return self._check(
+            native.prefetch(
+                self.handle,
+                gate,
+                array,
+                n,
+                n if n_read is None else n_read,
+                native.ALL_MATRICES,
+                version,
+                limit,
+            ),
+            OptionError,
+        )
 
     def preload(self, gate: int, experts: Sequence[int], *, low: bool = False) -> int:
-        """Like `prefetch`, but whatever the gates choose, until the next gate event: a warm start, in the time in which nothing computes. Not counted as prefetched."""
+        """Like `prefetch`, but whatever the gates choose, until the next gate event: a
+        warm start, in the time in which nothing computes. Not counted as prefetched.
+        """
         array = (ctypes.c_int32 * len(experts))(*experts)
         version = native.LOW if low else native.HIGH
-        return self._check(native.preload(self.handle, gate, array, len(experts), native.ALL_MATRICES, version), OptionError)
+        return self._check(
+            native.preload(self.handle, gate, array, len(experts), native.ALL_MATRICES, version),
+            OptionError,
+        )
 
     def lacks(self, gate: int, experts: np.ndarray, *, low: bool = False) -> bool:
-        """Return whether one of these experts [n] is not where it would be computed: in memory, or in
-        a device's slot if the layer has some.
+        """Return whether one of these experts [n] is not where it would be computed: in
+        memory, or in a device's slot if the layer has some.
 
         Args:
             low: In low precision, or in a better one.
@@ -368,17 +546,34 @@ class ExpertBuffer:
         return bool(native.lacks(self.handle, gate, pointer, len(array), version))
 
     def residency(self, *, low: bool = False) -> np.ndarray:
-        """[n_gates, n_experts] uint8; bit i is set where the slice of `moeoff.gguf.model_index.MATRICES[i]` is resident, in its low version if so asked."""
+        """[n_gates, n_experts] uint8; bit i is set where the slice of
+        `moeoff.gguf.model_index.MATRICES[i]` is resident, in its low version if so
+        asked.
+        """
         out = np.zeros(self.priorities.shape, np.uint8)
-        self._check(native.residency(self.handle, native.LOW if low else native.HIGH, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
+        self._check(
+            native.residency(
+                self.handle,
+                native.LOW if low else native.HIGH,
+                out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)),
+            )
+        )
         return out
 
     def expert_bytes(self, *, low: bool = False, resident: bool = False) -> np.ndarray:
-        """[n_gates, n_experts] int64: bytes that each expert takes in the arena, with all its slices or with those that are resident; 0: no such versions."""
-        matrices = self.residency(low=low) if resident else np.full(self.priorities.shape, native.ALL_MATRICES, np.uint8)
+        """[n_gates, n_experts] int64: bytes that each expert takes in the arena, with
+        all its slices or with those that are resident; 0: no such versions.
+        """
+        matrices = (
+            self.residency(low=low)
+            if resident
+            else np.full(self.priorities.shape, native.ALL_MATRICES, np.uint8)
+        )
         out = np.zeros(matrices.shape, np.int64)
         for info, nbytes in zip(self.tensors, self.slots(low=low)):
-            out[info.gate, : len(nbytes)] += nbytes * (matrices[info.gate, : len(nbytes)] >> info.matrix & 1)
+            out[info.gate, : len(nbytes)] += nbytes * (
+                matrices[info.gate, : len(nbytes)] >> info.matrix & 1
+            )
         return out
 
     # --- precision ---
@@ -392,25 +587,37 @@ class ExpertBuffer:
         Raises:
             OptionError: it needs low versions and there is no arena for them.
         """
-        flags = (native.THRESHOLDS_BLIND if blind else 0) | (native.THRESHOLDS_MISPREDICTED if p.mispredicted_low else 0)
+        flags = (native.THRESHOLDS_BLIND if blind else 0) | (
+            native.THRESHOLDS_MISPREDICTED if p.mispredicted_low else 0
+        )
         flags |= native.THRESHOLDS_PROMPTS if p.weigh_prompts else 0
-        self._set_options(thresholds=native.Thresholds(p.t1, p.t2, p.prefill_low_fraction, flags, p.tau))
+        self._set_options(
+            thresholds=native.Thresholds(p.t1, p.t2, p.prefill_low_fraction, flags, p.tau)
+        )
 
     def force(self, versions: np.ndarray | bytes = b"") -> int:
-        """Appends decisions that the next gate events take instead of the thresholds'; returns how many are left.
+        """Appends decisions that the next gate events take instead of the thresholds';
+        returns how many are left.
 
         Args:
-            versions: uint8, the `GateEvent.versions` of those events one after the other.
+            versions: uint8, the `GateEvent.versions` of those events one after the
+                other.
 
         Raises:
             OptionError: not decisions, or low ones without an arena for low versions.
         """
         array = np.ascontiguousarray(np.frombuffer(versions, np.uint8))
-        return self._check(native.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array)), OptionError)
+        return self._check(
+            native.force_versions(
+                self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array)
+            ),
+            OptionError,
+        )
 
     def simulate_cache(self, share: float | None) -> None:
-        """Where tokens are decoded, thresholds take for resident what a simulated cache with this share of each gate's experts
-        would hold, empty at first. None: what is resident in truth.
+        """Where tokens are decoded, thresholds take for resident what a simulated cache
+        with this share of each gate's experts would hold, empty at first. None: what is
+        resident in truth.
 
         Raises:
             OptionError: out of range.
@@ -421,12 +628,20 @@ class ExpertBuffer:
 
     # --- events ---
 
-    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, queue_bytes: int = QUEUE_BYTES, predictor: GatePredictor | None = None) -> None:
-        """Calls back for every gate event on the native driver thread; compute waits for it in `drain` alone.
+    def set_gate_callback(
+        self,
+        callback: Callable[[GateEvent], None] | None,
+        queue_bytes: int = QUEUE_BYTES,
+        predictor: GatePredictor | None = None,
+    ) -> None:
+        """Calls back for every gate event on the native driver thread; compute waits
+        for it in `drain` alone.
 
-        Of the events that have to wait, `queue_bytes` are kept, or a few if they are larger; `stats().events_dropped` counts the others.
+        Of the events that have to wait, `queue_bytes` are kept, or a few if they are
+        larger; `stats().events_dropped` counts the others.
 
-        What the callback raises is kept, ends the callbacks, and is raised by `check()`.
+        What the callback raises is kept, ends the callbacks, and is raised by
+        `check()`.
 
         Args:
             predictor: predicts on that thread before the callback.
@@ -434,7 +649,9 @@ class ExpertBuffer:
         if callback is None:
             delivery = native.GateCallback()
         else:
-            states: list[int] = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
+            # this thread's state of the interpreter, which would otherwise be made anew
+            # for every event
+            states: list[int] = []
 
             def deliver(event: int | None, _user: int | None) -> None:
                 if not event:
@@ -451,25 +668,41 @@ class ExpertBuffer:
 
             delivery = native.GateCallback(deliver)
         settings = None if predictor is None else predictor.settings
-        self._check(native.set_gate_callback(self.handle, delivery, None, queue_bytes, settings))  # the old one is no longer called
+        # the old one is no longer called
+        self._check(native.set_gate_callback(self.handle, delivery, None, queue_bytes, settings))
         self._callback, self._predictor = delivery, predictor
 
     def set_gate_rows(self, max_rows: int = 0) -> None:
-        """For larger batches, events carry gate input and logits of at most `max_rows` tokens, evenly spread; 0: of all, as at first."""
+        """For larger batches, events carry gate input and logits of at most `max_rows`
+        tokens, evenly spread; 0: of all, as at first.
+        """
         self._set_options(max_gate_rows=max_rows)
 
     def set_batch_kind(self, decode: bool | None = None) -> None:
-        """Tells if the tokens of the batches to come are decoded, or a prompt's; None: a single one is decoded, several are a prompt."""
-        self._set_options(batch_kind=native.BATCH_BY_SIZE if decode is None else native.BATCH_DECODE if decode else native.BATCH_PROMPT)
+        """Tells if the tokens of the batches to come are decoded, or a prompt's; None:
+        a single one is decoded, several are a prompt.
+        """
+        self._set_options(
+            batch_kind=(
+                native.BATCH_BY_SIZE
+                if decode is None
+                else native.BATCH_DECODE
+                if decode
+                else native.BATCH_PROMPT
+            )
+        )
 
     def drain(self) -> None:
         """Returns when every event posted so far has been delivered."""
         native.drain(self.handle)
 
     def check(self) -> None:
-        """Raises what a gate callback raised since the last call, or `ReadError` for a failed read that this thread's last graph needed."""
+        """Raises what a gate callback raised since the last call, or `ReadError` for a
+        failed read that this thread's last graph needed.
+        """
         message = ctypes.create_string_buffer(1024)
-        failed = native.take_error(self.handle, message, len(message))  # taken in any case, or it would end the next graph
+        # taken in any case, or it would end the next graph
+        failed = native.take_error(self.handle, message, len(message))
         if self._exception is not None:
             error, self._exception = self._exception, None
             raise error
@@ -483,7 +716,8 @@ class ExpertBuffer:
         self._set_options(flags=self._flags | (native.FLAG_LOG_READS if on else 0))
 
     def take_reads(self) -> np.ndarray:
-        """The reads that ended since the last call, the oldest first: fields of `native.Read` (C struct `moeoff_read`).
+        """The reads that ended since the last call, the oldest first: fields of
+        `native.Read` (C struct `moeoff_read`).
 
         Of many the last 65,536 are there; `seq` has a gap where the log had no room.
         """
@@ -496,7 +730,9 @@ class ExpertBuffer:
                 return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def check_unchanged(self) -> None:
-        """Check that no file of experts was written to since its header was read. Raises as `require_unchanged`."""
+        """Check that no file of experts was written to since its header was read.
+        Raises as `require_unchanged`.
+        """
         require_unchanged(self._files)
 
     def stats(self) -> native.Stats:

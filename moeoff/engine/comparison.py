@@ -1,6 +1,8 @@
-"""Online comparisons: ways of computing the same are tried in turn while tokens are computed, and the fastest stays.
+"""Online comparisons: ways of computing the same are tried in turn while tokens are
+computed, and the fastest stays.
 
-`ABTest` compares prefetching with going without it, `ModeTuner` devices with the CPU alone.
+`ABTest` compares prefetching with going without it, `ModeTuner` devices with the CPU
+alone.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ class ABTest:
 
     Args:
         block, skip: times in a block, and how many of its first are left out.
-        hopeless: where going without takes so many times as long, it is not tried again before the longest hold has passed.
+        hopeless: where going without takes so many times as long, it is not tried again
+            before the longest hold has passed.
 
     Attributes:
         on: what to do for the token that begins now.
-        gain: speed with, relative to without, minus 1, as last measured; None before the first comparison has ended.
+        gain: speed with, relative to without, minus 1, as last measured; None before
+            the first comparison has ended.
         left: Number of tokens before the next comparison; 0 while one runs.
     """
 
@@ -64,12 +68,15 @@ class ABTest:
 
     def _decide(self, last_round: bool) -> bool:
         """True if the comparison has ended."""
-        # as shares of the round's median: a buffer that fills, or text that turns, makes rounds differ by more than the two ways do
+        # as shares of the round's median: a buffer that fills, or text that turns,
+        # makes rounds differ by more than the two ways do
         median = statistics.median(ns for _, ns in self._round) or 1
         for on, ns in self._round:
             self._times[on].append(ns / median)
         self._round.clear()
-        (with_, error_with), (without, error_without) = (_trimmed(self._times[way]) for way in (True, False))
+        (with_, error_with), (without, error_without) = (
+            _trimmed(self._times[way]) for way in (True, False)
+        )
         gain, noise = without / with_ - 1, math.hypot(error_with, error_without)
         if not last_round and abs(gain) <= EARLY_STOP_SIGMA * noise:
             return False
@@ -83,7 +90,9 @@ class ABTest:
 
 
 def _trimmed(times: list[float]) -> tuple[float, float]:
-    """Mean and its relative standard error, without the highest and lowest tenth: a burst of other work on the machine must not decide."""
+    """Mean and its relative standard error, without the highest and lowest tenth: a
+    burst of other work on the machine must not decide.
+    """
     cut = len(times) // 10
     middle = sorted(times)[cut : len(times) - cut]
     mean = statistics.fmean(middle)
@@ -91,11 +100,16 @@ def _trimmed(times: list[float]) -> tuple[float, float]:
 
 
 WITHOUT = "cpu"
-_BLOCK, _SKIP = 16, 8  # tokens: an expert that was on the device alone has to be read again when the CPU needs it
-_PROMPT, _LONG = 32, 128  # tokens of a batch that is compared as a prompt, and of the longest in which anything is tried for a first time
+# tokens: an expert that was on the device alone has to be read again when the CPU needs
+# it
+_BLOCK, _SKIP = 16, 8
+# tokens of a batch that is compared as a prompt, and of the longest in which anything
+# is tried for a first time
+_PROMPT, _LONG = 32, 128
 _EACH = 2  # batches that each way is measured by, before one is chosen
 _HOPELESS = 2.0  # times the best: once is enough
-_AGAIN, _HOPELESS_AGAIN = 16, 256  # batches after which another way is measured again, and one that was hopeless
+# batches after which another way is measured again, and one that was hopeless
+_AGAIN, _HOPELESS_AGAIN = 16, 256
 
 
 class ModeTuner:
@@ -109,7 +123,8 @@ class ModeTuner:
 
     def __init__(self, ways: Sequence[str], prompts: Sequence[str] = (), *, compares: bool = True):
         self._ways, self._compares = tuple(ways), compares
-        self._contests: dict[int, _Contest] = {}  # by tokens of a batch: their times cannot be compared
+        # by tokens of a batch: their times cannot be compared
+        self._contests: dict[int, _Contest] = {}
         self._short = _Prompts(tuple(prompts) or (self._ways[0], WITHOUT))
         self._long = _Prompts(self._short.ways, self._short)
         self._has_read = False
@@ -117,7 +132,9 @@ class ModeTuner:
 
     @property
     def gain(self) -> float | None:
-        """Speed of single tokens with the device relative to without, minus 1; None before it was compared."""
+        """Speed of single tokens with the device relative to without, minus 1; None
+        before it was compared.
+        """
         return self._contests[1].gain if 1 in self._contests else None
 
     @property
@@ -128,7 +145,11 @@ class ModeTuner:
     def begin(self, n_tokens: int, decodes: bool) -> str:
         """How to compute the next batch."""
         if decodes:
-            self.mode = self._contests.setdefault(n_tokens, _Contest(self._ways)).mode if self._compares else self._ways[0]
+            self.mode = (
+                self._contests.setdefault(n_tokens, _Contest(self._ways)).mode
+                if self._compares
+                else self._ways[0]
+            )
         elif n_tokens >= _PROMPT:
             self.mode = self._prompts(n_tokens).next()
         return self.mode
@@ -170,14 +191,18 @@ class _Contest:
 
     def _next(self) -> None:
         self._test = ABTest(_BLOCK, _SKIP, _HOPELESS)
-        self._pair = (self._left[0], self._left[1]) if len(self._left) > 1 else (WITHOUT, self._left[0])  # off, on
+        # off, on
+        self._pair = (
+            (self._left[0], self._left[1]) if len(self._left) > 1 else (WITHOUT, self._left[0])
+        )
 
 
 class _Prompts:
     """Ways to read text, by the best time for a token that each has had lately.
 
     Args:
-        shorter: of shorter batches. A way is first tried with those, where it costs less; what is hopeless there, or was not tried there, is tried late here.
+        shorter: of shorter batches. A way is first tried with those, where it costs
+            less; what is hopeless there, or was not tried there, is tried late here.
     """
 
     def __init__(self, ways: tuple[str, ...], shorter: _Prompts | None = None):
@@ -193,9 +218,18 @@ class _Prompts:
 
     def next(self) -> str:
         best, n = self._best, self._n
-        if undecided := [way for way in self.ways if n[way] < _EACH and (way == best or self._promises(way, best))]:
+        if undecided := [
+            way
+            for way in self.ways
+            if n[way] < _EACH and (way == best or self._promises(way, best))
+        ]:
             return min(undecided, key=lambda way: n[way])
-        due = [way for way in self.ways if way != best and self._since >= (_HOPELESS_AGAIN if self._is_hopeless(way, best) else _AGAIN)]
+        due = [
+            way
+            for way in self.ways
+            if way != best
+            and self._since >= (_HOPELESS_AGAIN if self._is_hopeless(way, best) else _AGAIN)
+        ]
         return min(due, key=lambda way: n[way], default=best)
 
     def _is_hopeless(self, way: str, best: str) -> bool:

@@ -1,4 +1,6 @@
-"""Experts in devices' memory: how many slots each layer gets, on the device that computes it."""
+"""Experts in devices' memory: how many slots each layer gets, on the device that
+computes it.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,37 @@ class DeviceTier:
         mode: of `MODES`, or `AUTO`: begins cooperative, and `use` says how it goes on.
         n_used: experts that serve a token.
         free: by device, bytes that were free before the model was loaded.
-        low_share: of the slots' memory, for low versions, if there are any and the mode uploads them.
-        staged: large batches may be computed in `WAVES`: there is a stage for them, if it takes no more than a quarter of the room.
-        divide: Experts that each gate keeps if all of them together keep so many (Fate §4.4).
+        low_share: of the slots' memory, for low versions, if there are any and the mode
+            uploads them.
+        staged: large batches may be computed in `WAVES`: there is a stage for them, if
+            it takes no more than a quarter of the room.
+        divide: Experts that each gate keeps if all of them together keep so many (Fate
+            §4.4).
 
     Attributes:
         slots: Slots of each gate; 0: the CPU computes its experts.
-        uses: by the name of each device with slots: the fewest and the most that one of its layers
-            has, and bytes of `experts` (with the stage) and `llama_cpp`.
+        uses: by the name of each device with slots: the fewest and the most that one of
+            its layers has, and bytes of `experts` (with the stage) and `llama_cpp`.
 
     Raises:
-        OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
+        OptionError: no layer with experts is computed on a device, or a device cannot
+            compute with them.
         BudgetError: not one slot fits, or the bound is more than a device has.
     """
 
-    def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int], low_share: float, *, staged: bool,
-                 divide: Callable[[int], Sequence[int]]):  # fmt: skip
+    def __init__(
+        self,
+        buffer: ExpertBuffer,
+        ctx: int,
+        bound: DeviceBound,
+        mode: str,
+        n_used: int,
+        free: dict[int, int],
+        low_share: float,
+        *,
+        staged: bool,
+        divide: Callable[[int], Sequence[int]],
+    ):
         self._buffer, self._ctx, self._n_used, self._free = buffer, ctx, n_used, free
         self._staged, self._divide = staged, divide
         self._needs_slots = staged or mode != "cooperative"
@@ -58,14 +75,24 @@ class DeviceTier:
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
         if not any(self._devices):
-            raise OptionError("`vram`: no layer with experts is computed on a device", hint={"n_gpu_layers": ...})
+            raise OptionError(
+                "`vram`: no layer with experts is computed on a device", hint={"n_gpu_layers": ...}
+            )
         self._has_low = buffer.low_arena_full > 0 and mode != "cooperative"
-        # a block whose experts are of several types, or of one that its device cannot compute with, has no slots
-        self._devices = [handle if handle and self._can_compute(handle, gate) else 0 for gate, handle in enumerate(self._devices)]
+        # a block whose experts are of several types, or of one that its device cannot
+        # compute with, has no slots
+        self._devices = [
+            handle if handle and self._can_compute(handle, gate) else 0
+            for gate, handle in enumerate(self._devices)
+        ]
         if not any(self._devices):
-            raise OptionError("`vram`: the experts of no layer are of one type that its device can compute with")
+            raise OptionError(
+                "`vram`: the experts of no layer are of one type that its device can compute with"
+            )
         self._n_experts = buffer.priorities.shape[1]
-        self._low_for_high = low_share / max(1 - low_share, 0.01) * buffer.arena_full / max(buffer.low_arena_full, 1)
+        self._low_for_high = (
+            low_share / max(1 - low_share, 0.01) * buffer.arena_full / max(buffer.low_arena_full, 1)
+        )
         self._stage = (0, 0)
         self.slots: list[int] = []
         self.uses: dict[str, dict[str, int]] = {}
@@ -75,11 +102,19 @@ class DeviceTier:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The `MODES` that these slots allow; the first is the one that `AUTO` begins with."""
-        return ("cooperative", "centric") if min(use["n_slots"] for use in self.uses.values()) >= self._n_used else ("cooperative",)
+        """The `MODES` that these slots allow; the first is the one that `AUTO` begins
+        with.
+        """
+        return (
+            ("cooperative", "centric")
+            if min(use["n_slots"] for use in self.uses.values()) >= self._n_used
+            else ("cooperative",)
+        )
 
     def use(self, mode: str) -> None:
-        """Between batches: one of `MODES`, or "cpu", without the slots; what they hold stays."""
+        """Between batches: one of `MODES`, or "cpu", without the slots; what they hold
+        stays.
+        """
         if mode == self._mode:
             return
         api.llama_synchronize(self._ctx)
@@ -90,10 +125,14 @@ class DeviceTier:
     def _place(self, bound: DeviceBound) -> None:
         self._free_slots()
         less: dict[int, int] = {}
-        for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
+        # llama.cpp's buffers grow a little once its graphs have a device's part
+        for is_last in (False, True):
             rooms = self._rooms(bound, less)
             if self._staged:
-                needs = [(room, partial(self._stage_bytes, h), self._bytes_of_one(h, 0)) for h, room in rooms.items()]
+                needs = [
+                    (room, partial(self._stage_bytes, h), self._bytes_of_one(h, 0))
+                    for h, room in rooms.items()
+                ]
                 self._stage = stage_that_fits(needs, self._n_experts, self._wave)
             slots = {handle: self._slots_in(room, handle) for handle, room in rooms.items()}
             if reason := self._allocate(slots):
@@ -107,21 +146,28 @@ class DeviceTier:
                 }
                 for handle, room in rooms.items()
             }
-            less = {handle: self.uses[room.name]["experts"] + self.uses[room.name]["llama_cpp"] - room.bound for handle, room in rooms.items()}
+            less = {
+                handle: (
+                    self.uses[room.name]["experts"] + self.uses[room.name]["llama_cpp"] - room.bound
+                )
+                for handle, room in rooms.items()
+            }
             if is_last or max(less.values()) <= 0:
                 return
             self._free_slots()
 
     @property
     def _wave(self) -> int:
-        """Slots of a layer with which any batch is computed in as many waves as there may be."""
+        """Slots of a layer with which any batch is computed in as many waves as there
+        may be.
+        """
         return -(-int(self._n_experts) // native.MAX_WAVES)
 
     def _slots_in(self, room: DeviceRoom, handle: int) -> list[int]:
         """Return the slots of each gate of a device, as the policy divides them.
 
-        What a token selects has to fit where all of it is uploaded, and a wave where large batches
-        are computed without all of a layer on a stage.
+        What a token selects has to fit where all of it is uploaded, and a wave where
+        large batches are computed without all of a layer on a stage.
         """
         gates, (n_staged, n_stages) = self._gates(handle), self._stage
         in_waves = self._staged and n_staged < self._n_experts
@@ -137,12 +183,16 @@ class DeviceTier:
         return slots_that_fit(room, bytes_of, self._n_experts, divide, least=least, fixed=fixed)
 
     def _allocate(self, slots: dict[int, list[int]]) -> str:
-        """Slots for each layer by its device, and llama.cpp's buffers for them. Empty, or why there is no room; then there are none."""
+        """Slots for each layer by its device, and llama.cpp's buffers for them. Empty,
+        or why there is no room; then there are none.
+        """
         left = {handle: iter(numbers) for handle, numbers in slots.items()}
         self.slots = [next(left[handle]) if handle else 0 for handle in self._devices]
         try:
             rows = [(handle, n, self._n_low(n)) for handle, n in zip(self._devices, self.slots)]
-            self._buffer.set_device_slots(rows, MODES[self._mode], self._n_used, _UPLOADS, self._stage)
+            self._buffer.set_device_slots(
+                rows, MODES[self._mode], self._n_used, _UPLOADS, self._stage
+            )
             self._replan()
         except MoeoffError as error:
             self._free_slots()
@@ -158,36 +208,58 @@ class DeviceTier:
         for device in devices():
             if device.handle in self._devices:
                 free = device.memory[0]
-                limit, llama_cpp = bound.of(self._free.get(device.handle, free)), self._llama_cpp(device.handle)
+                limit, llama_cpp = (
+                    bound.of(self._free.get(device.handle, free)),
+                    self._llama_cpp(device.handle),
+                )
                 if bound.auto:  # others may have taken memory since, and a backend does for itself
                     limit = min(limit, llama_cpp + bound.of(free))
-                rooms[device.handle] = DeviceRoom(device.name, limit, llama_cpp + max(less.get(device.handle, 0), 0), free)
+                rooms[device.handle] = DeviceRoom(
+                    device.name, limit, llama_cpp + max(less.get(device.handle, 0), 0), free
+                )
         return rooms
 
     def _can_compute(self, handle: int, gate: int) -> bool:
-        return all(self._buffer.device_slot_bytes(handle, gate, 1, self._n_used, low=low) for low in (False, True)[: 1 + self._has_low])
+        return all(
+            self._buffer.device_slot_bytes(handle, gate, 1, self._n_used, low=low)
+            for low in (False, True)[: 1 + self._has_low]
+        )
 
     def _n_low(self, n: int) -> int:
-        """Slots for low versions beside so many: their share of the memory, but as many as a token takes, and the waves of any batch."""
+        """Slots for low versions beside so many: their share of the memory, but as many
+        as a token takes, and the waves of any batch.
+        """
         least = max(self._n_used, -(-self._n_experts // native.MAX_WAVES))
-        return min(max(math.ceil(n * self._low_for_high), least), self._n_experts) if n and self._has_low else 0
+        return (
+            min(max(math.ceil(n * self._low_for_high), least), self._n_experts)
+            if n and self._has_low
+            else 0
+        )
 
     def _gates(self, handle: int) -> list[int]:
         return [gate for gate, device in enumerate(self._devices) if device == handle]
 
     def _stage_bytes(self, handle: int, n: int) -> int:
-        return self._buffer.device_stage_bytes(handle, self._gates(handle), n, self._n_used) if n else 0
+        return (
+            self._buffer.device_stage_bytes(handle, self._gates(handle), n, self._n_used)
+            if n
+            else 0
+        )
 
     def _layer_bytes(self, handle: int, gate: int, n: int) -> int:
         if not n:
             return 0
         low = self._n_low(n)
-        low_bytes = self._buffer.device_slot_bytes(handle, gate, low, self._n_used, low=True) if low else 0
+        low_bytes = (
+            self._buffer.device_slot_bytes(handle, gate, low, self._n_used, low=True) if low else 0
+        )
         return self._buffer.device_slot_bytes(handle, gate, n, self._n_used) + low_bytes
 
     def _bytes(self, handle: int, slots: Sequence[int], n_stages: int) -> int:
         """Return what so many slots of each gate and so many stages take."""
-        of_slots = sum(self._layer_bytes(handle, gate, n) for gate, n in zip(self._gates(handle), slots))
+        of_slots = sum(
+            self._layer_bytes(handle, gate, n) for gate, n in zip(self._gates(handle), slots)
+        )
         return of_slots + n_stages * self._stage_bytes(handle, self._stage[0])
 
     def _bytes_of_one(self, handle: int, n_stages: int) -> int:
@@ -198,22 +270,40 @@ class DeviceTier:
         return native.device_memory_of(self._ctx, handle)
 
     def _replan(self) -> None:
-        """Buffers are planned anew only before anything is computed: afterwards graphs alone are, and llama.cpp's scheduler sees to their
-        buffers. A scheduler that is replaced after it has computed was seen to corrupt the heap on Mesa 22.3.6, also without slots."""
-        planned = native.memory_of_context(self._ctx) is not None if self._is_placed else native.replan(self._ctx) == 0
+        """Buffers are planned anew only before anything is computed: afterwards graphs
+        alone are, and llama.cpp's scheduler sees to their buffers. A scheduler that is
+        replaced after it has computed was seen to corrupt the heap on Mesa 22.3.6, also
+        without slots.
+        """
+        planned = (
+            native.memory_of_context(self._ctx) is not None
+            if self._is_placed
+            else native.replan(self._ctx) == 0
+        )
         if not planned:
             raise MoeoffError("llama.cpp has no memory for its buffers as well")
 
-    def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, list[int]], reason: str) -> BudgetError:
+    def _no_room(
+        self, rooms: dict[int, DeviceRoom], slots: dict[int, list[int]], reason: str
+    ) -> BudgetError:
         """A driver gave less than it had said. What would fit is found by trying."""
         handle = max(rooms, key=lambda h: self._bytes(h, slots[h], self._stage[1]))
         room, fewer, n_stages = rooms[handle], slots, self._stage[1]
-        sentence = f"{format_size(room.bound)} on {room.name}: {reason}; {format_size(room.llama_cpp)} are llama.cpp's there"
+        sentence = (
+            f"{format_size(room.bound)} on {room.name}: {reason}; {format_size(room.llama_cpp)} are"
+            " llama.cpp's there"
+        )
         while any(n > 1 for numbers in fewer.values() for n in numbers):
             fewer = {h: [(n + 1) // 2 for n in numbers] for h, numbers in fewer.items()}
             if not self._allocate(fewer):
                 self._free_slots()
-                least = {h: max(self._bytes(h, fewer[h], n_stages), self._bytes_of_one(h, n_stages)) for h in rooms}
+                least = {
+                    h: max(self._bytes(h, fewer[h], n_stages), self._bytes_of_one(h, n_stages))
+                    for h in rooms
+                }
                 needed = max(least[h] + rooms[h].llama_cpp for h in rooms)
                 return BudgetError(sentence, hint={"vram": -(-needed // MIB) * MIB})
-        return BudgetError(f"{sentence}, and not one expert of each layer has room besides; open the model without `vram`")
+        return BudgetError(
+            f"{sentence}, and not one expert of each layer has room besides; open the model without"
+            " `vram`"
+        )

@@ -12,19 +12,26 @@ from ..routing.batch import Span
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # that a token is accepted, and how many tries that counts as
 _FORGET = 0.94  # what a try counts after the next one: acceptance changes with the text
 _SMOOTH = 0.25  # weight of a batch's time
-_SLOPE = 0.25  # of a token more in a batch, before one was timed: less than it will be, so that it is tried
+# of a token more in a batch, before one was timed: less than it will be, so that it is
+# tried
+_SLOPE = 0.25
 _MARGIN = 1.02  # a draft is worth no less
 _WAIT, _LONGEST_WAIT = 8, 256  # batches between two tries of another length
 
 
 class DraftLength:
-    """Chooses, batch by batch, how many tokens to draft: as many as give the most tokens per second.
+    """Chooses, batch by batch, how many tokens to draft: as many as give the most
+    tokens per second.
 
-    A batch of n tokens reads the union of their experts, so what a draft costs depends on model, cache and disk, and what it gains on the text. Both are
-    measured: the share in which a draft's first, second, ... token is accepted where those before it were, and the seconds of a batch of n tokens.
-    Lengths that were not timed yet are taken for cheap, and now and then another one is tried; the longer drafts do not pay, the more seldom.
+    A batch of n tokens reads the union of their experts, so what a draft costs depends
+    on model, cache and disk, and what it gains on the text. Both are measured: the
+    share in which a draft's first, second, ... token is accepted where those before it
+    were, and the seconds of a batch of n tokens. Lengths that were not timed yet are
+    taken for cheap, and now and then another one is tried; the longer drafts do not
+    pay, the more seldom.
 
-    Told of every batch before it is computed. The drafts of a batch may be made already when it begins: `best` counts for the next.
+    Told of every batch before it is computed. The drafts of a batch may be made already
+    when it begins: `best` counts for the next.
 
     Args:
         most: tokens that a draft may have; an attribute, too.
@@ -47,12 +54,15 @@ class DraftLength:
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second with drafts of this length, relative to none, minus 1; None before both were timed."""
+        """Tokens per second with drafts of this length, relative to none, minus 1; None
+        before both were timed.
+        """
         rates = self._rates() if len(self._seconds) > 1 else None
         return None if rates is None else float(rates[self._best] / rates[0] - 1)
 
     def begin(self, spans: Mapping[int, Span], now: float) -> int:
-        """Learns from the batch before: a sequence has gained what its first position has moved by, one token and what was accepted of its draft.
+        """Learns from the batch before: a sequence has gained what its first position
+        has moved by, one token and what was accepted of its draft.
 
         Args:
             now: in seconds.
@@ -63,12 +73,16 @@ class DraftLength:
         seconds, self._last = now - self._last, now
         before, self._spans = self._spans, dict(spans)
         drafts = [  # tokens of each, and how many of them were accepted
-            (span.n_tokens - 1, min(max(spans[sequence].first - span.first - 1, 0), span.n_tokens - 1))
+            (
+                span.n_tokens - 1,
+                min(max(spans[sequence].first - span.first - 1, 0), span.n_tokens - 1),
+            )
             for sequence, span in before.items()
             if span.decode and sequence in spans and spans[sequence].decode
         ]
         n_rejected = sum(drafted - accepted for drafted, accepted in drafts)
-        if not drafts or not len(drafts) == len(before) == len(spans):  # a prompt came between, or others decode now
+        # a prompt came between, or others decode now
+        if not drafts or not len(drafts) == len(before) == len(spans):
             self._since = self._wait  # another text
             return n_rejected
         if len(drafts) != self._n_sequences:  # whose times cannot be compared
@@ -79,12 +93,15 @@ class DraftLength:
         n = 1 + round(sum(drafted for drafted, _ in drafts) / len(drafts))
         if n <= LONGEST_DRAFT + 1:
             usual = self._seconds.get(n)
-            self._seconds[n] = seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
+            self._seconds[n] = (
+                seconds if usual is None else usual + _SMOOTH * (min(seconds, 3 * usual) - usual)
+            )
         self._choose(max(drafted for drafted, _ in drafts), n_rejected == 0)
         return n_rejected
 
     def _count(self, n_drafted: int, n_accepted: int) -> None:
-        n = min(n_drafted, n_accepted + 1, LONGEST_DRAFT)  # what comes behind a rejected token was not tried
+        # what comes behind a rejected token was not tried
+        n = min(n_drafted, n_accepted + 1, LONGEST_DRAFT)
         self._tried[:n] = 1 + _FORGET * self._tried[:n]
         self._accepted[:n] *= _FORGET
         self._accepted[: min(n_accepted, n)] += 1
@@ -102,7 +119,11 @@ class DraftLength:
         one = self._seconds.get(1) or times[0] / (1 + _SLOPE * (timed[0] - 1))
         slope = (times[-1] - one) / (timed[-1] - 1) if timed[-1] > 1 else _SLOPE * one
         lengths = np.arange(1, LONGEST_DRAFT + 2)
-        seconds = np.where(lengths > timed[-1], times[-1] + max(slope, 0) * (lengths - timed[-1]), np.interp(lengths, [1, *timed], [one, *times]))
+        seconds = np.where(
+            lengths > timed[-1],
+            times[-1] + max(slope, 0) * (lengths - timed[-1]),
+            np.interp(lengths, [1, *timed], [one, *times]),
+        )
         rates: np.ndarray = gained / seconds
         return rates
 
@@ -113,17 +134,24 @@ class DraftLength:
             return
         longest = int(np.argmax(rates[: self.most + 1]))
         self._best = longest if rates[longest] > _MARGIN * rates[0] else 0
-        if self._trial is not None and (n_drafted > 0) == (self._trial > 0):  # it was tried; a text without a draft cannot try one
+        # it was tried; a text without a draft cannot try one
+        if self._trial is not None and (n_drafted > 0) == (self._trial > 0):
             self._trial = None
             pays_if_accepted = 1 + n_drafted > rates[0] * self._seconds.get(1 + n_drafted, 0.0)
-            if n_drafted > 0 and self._best == 0 and were_accepted and pays_if_accepted:  # perhaps the text repeats itself from here on
+            # perhaps the text repeats itself from here on
+            if n_drafted > 0 and self._best == 0 and were_accepted and pays_if_accepted:
                 self._since = self._wait
         self._since += 1
         if self._since < self._wait:
             return
         pays = self._best > 0
-        self._wait = _WAIT if pays != self._paid else min((2 if pays else 4) * self._wait, _LONGEST_WAIT)
+        self._wait = (
+            _WAIT if pays != self._paid else min((2 if pays else 4) * self._wait, _LONGEST_WAIT)
+        )
         self._paid, self._since, self._n_trials = pays, 0, self._n_trials + 1
-        # drafts that are there from the first token on would else never be compared with none
-        others = (0, min(2 * self._best, self.most), self._best // 2) if 1 in self._seconds else (0,)
+        # drafts that are there from the first token on would else never be compared
+        # with none
+        others = (
+            (0, min(2 * self._best, self.most), self._best // 2) if 1 in self._seconds else (0,)
+        )
         self._trial = others[self._n_trials % len(others)] if pays else 1

@@ -1,10 +1,11 @@
-"""`Engine`: builds and owns the runtime state of one model, in steps around llama.cpp's load: the same for `Llama` and `Server`.
+"""`Engine`: builds and owns the runtime state of one model, in steps around llama.cpp's
+load: the same for `Llama` and `Server`.
 
-plan(config)                reads the model's header, and chooses memory, micro-batch and profile (opening.py)
+plan(config)                reads the header, chooses memory, micro-batch, profile (opening.py)
 Engine(opening)             precision, the expert buffer and its driver; nothing is loaded
 with loading() as overrides: llama.cpp loads with them
 attach(ctx)                 where experts are read from
-loaded(ctx, sizes)          devices' slots, the arenas get what is left of the budget, the strategy's policy and predictor
+loaded(ctx, sizes)          devices' slots; arenas get the rest of the budget; policy, predictor
 begin(...), end(...)        around every decode
 close_driver(), close()     before and after the model is freed
 """
@@ -52,18 +53,29 @@ from .stats import Metric, Stats, Timing
 from .token_experts import TokenExperts
 from .warm_start import PromptUses, fill_free, preload_popular, restore, save, swap_in
 
-# modes in which a device computes tokens alone, and batches whose experts fit into its slots
+# modes in which a device computes tokens alone, and batches whose experts fit into its
+# slots
 _ONE_BY_ONE = ("centric", "reordered")
-_COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "cache_bytes")  # that end a trace
+# that end a trace
+_COUNTERS = (
+    "demand_hits",
+    "demand_misses",
+    "evictions",
+    "bytes_read",
+    "low_bytes_read",
+    "cache_bytes",
+)
 
 
 class Engine:
-    """The runtime state of one model: what it was opened with, its memory, its expert buffer, and what drives that.
+    """The runtime state of one model: what it was opened with, its memory, its expert
+    buffer, and what drives that.
 
     Args:
         opening: what was chosen for it.
         moves: cached tokens may be moved within the context, as by a context shift.
-        on_remark: Called on another thread with a sentence for people when the default budget moves.
+        on_remark: Called on another thread with a sentence for people when the default
+            budget moves.
 
     Attributes:
         planned: memory as llama.cpp plans it before the model is loaded.
@@ -71,7 +83,8 @@ class Engine:
         budget: as it was when the model was opened.
         driver: delivers gate events, to a strategy's policy and predictor among others.
         sizer: after `loaded`.
-        follower: Moves the default budget with what other programs need; None: it stays.
+        follower: Moves the default budget with what other programs need; None: it
+            stays.
         drafts: how long drafts are, if any are made.
         experts_per_token: that it uses, in all layers together.
 
@@ -85,7 +98,8 @@ class Engine:
     _ends: dict[int, int]  # of each sequence, the position behind its last token
     _n_cuts = 0  # of the follower, for which the strategy was looked at
     _ran = False  # arenas have their sizes: it may compute
-    _uses_before: int | None = None  # what routers had selected before the prompt's batch that is in progress
+    # what routers had selected before the prompt's batch that is in progress
+    _uses_before: int | None = None
 
     def __init__(
         self,
@@ -98,8 +112,12 @@ class Engine:
         self.opening, self.config, self.model_index = opening, config, model_index
         self.budget, self.planned, self.keywords = opening.budget, opening.memory, opening.keywords
         self.micro_batch, self.profile = opening.micro_batch, opening.profile
-        self.experts_per_token = (model_index if opening.nextn else model_index.without_nextn()).experts_per_token
-        self.quality = Quality(config, model_index, self.profile, self.planned.default_share, self.budget)
+        self.experts_per_token = (
+            model_index if opening.nextn else model_index.without_nextn()
+        ).experts_per_token
+        self.quality = Quality(
+            config, model_index, self.profile, self.planned.default_share, self.budget
+        )
         if not self.quality.precision.tau and not opening.may_hold_everything:
             require_calibration(config.strategy, self.profile, model_index)
         strategy = config.strategy
@@ -108,12 +126,17 @@ class Engine:
             keep=strategy.keep,
             eager=strategy.eager,
             direct_io=config.direct_io,
-            gate_input=config.gate_input or (strategy.predictor is not None and strategy.predictor.wants_gate_input),
+            gate_input=config.gate_input
+            or (strategy.predictor is not None and strategy.predictor.wants_gate_input),
             gate_logits=wants_gate_logits(strategy, config.trace),
         )
         self.quality.buffer = self.buffer
         self.driver = Driver(self.buffer)
-        self.drafts = DraftLength(config.draft_max or LONGEST_DRAFT) if config.spec_type or config.draft else None
+        self.drafts = (
+            DraftLength(config.draft_max or LONGEST_DRAFT)
+            if config.spec_type or config.draft
+            else None
+        )
         self._token_experts: TokenExperts | None = None
         self._callback: Callback | None = None
         self._moves = moves or config.context_shift
@@ -121,7 +144,11 @@ class Engine:
         self._on_remark = on_remark
         self.follower: BudgetFollower | None = None
         self._prompt_uses: PromptUses | None = None
-        self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
+        self._free_on_devices = (
+            {device.handle: device.memory[0] for device in devices()}
+            if config.vram is not None
+            else {}
+        )
         self.device_tier: DeviceTier | None = None
         self.device_remark = ""
         self._mode_tuner: ModeTuner | None = None
@@ -130,34 +157,46 @@ class Engine:
     # --- around the load ---
 
     def loading(self) -> AbstractContextManager[Any]:
-        """While open, this thread loads the model with the yielded overrides: llama.cpp reads everything but what stays on disk, for which it
-        reserves address space in the buffer."""
+        """While open, this thread loads the model with the yielded overrides: llama.cpp
+        reads everything but what stays on disk, for which it reserves address space in
+        the buffer.
+        """
         return self.buffer.loading(self.opening.tensor_buffers, self.model_index.row_tables)
 
     def attach(self, ctx: int) -> None:
-        """The model is loaded, in a llama_context: its experts' slices have their places in files, and what it computes can be cancelled.
+        """The model is loaded, in a llama_context: its experts' slices have their
+        places in files, and what it computes can be cancelled.
 
         Raises:
-            OptionError: attention is to be added up in f32, and there is no kernel for that.
+            OptionError: attention is to be added up in f32, and there is no kernel for
+                that.
         """
         if self.config.attention == "f32" and not native.attend_context_in_f32(ctx):
-            raise OptionError("`attention` f32: there is no such kernel for this model's heads and KV cache")
+            raise OptionError(
+                "`attention` f32: there is no such kernel for this model's heads and KV cache"
+            )
         self.buffer.attach(self.model_index, self.quality.source, self.quality.low_source)
         api.llama_set_abort_callback(ctx, native.should_abort, self.buffer.handle)
 
-    def loaded(self, ctx: int, sizes: Callable[[], MemoryPlan], *, adapters: bool, watches: bool = False) -> None:
-        """Everything that llama.cpp allocates is allocated: slots on devices if they were asked for, arenas of what is left of the budget, the strategy,
-        and what a warm start reads.
+    def loaded(
+        self, ctx: int, sizes: Callable[[], MemoryPlan], *, adapters: bool, watches: bool = False
+    ) -> None:
+        """Everything that llama.cpp allocates is allocated: slots on devices if they
+        were asked for, arenas of what is left of the budget, the strategy, and what a
+        warm start reads.
 
         Args:
-            sizes: what llama.cpp has allocated (`context_sizes`) and may not be resident; asked once devices have their slots.
+            sizes: what llama.cpp has allocated (`context_sizes`) and may not be
+                resident; asked once devices have their slots.
             adapters: there are some, whose products are not computed in waves.
             watches: as `watch_prompts`.
 
         Raises:
-            BudgetError: too little is left for experts; or on a device, for one slot of each layer.
-            OptionError: no layer with experts is computed on a device, or a device cannot compute with them. Of `vram` auto neither: `device_remark`
-                says so, and the CPU computes with the experts.
+            BudgetError: too little is left for experts; or on a device, for one slot of
+                each layer.
+            OptionError: no layer with experts is computed on a device, or a device
+                cannot compute with them. Of `vram` auto neither: `device_remark` says
+                so, and the CPU computes with the experts.
         """
         self._start_devices(ctx, adapters)
         self._start(sizes(), ctx)
@@ -166,7 +205,8 @@ class Engine:
             self.watch_prompts()
         self._warm_up()
         if self.budget.is_default and not self.config.repeatable:
-            # reads through the page cache have it reclaimed, and would be taken for pressure
+            # reads through the page cache have it reclaimed, and would be taken for
+            # pressure
             pressure = None if self.buffer.buffered else Pressure()
             self.follower = BudgetFollower(self.sizer, pressure, self._on_remark)
             self.follower.start()
@@ -177,12 +217,20 @@ class Engine:
         if config.vram is None or config.vram_mode == "cpu":
             return
         if not buffer.running:
-            room = self.budget.left(self.planned.fixed)  # about what the arena will have, by which its pages are laid out
-            buffer.start(min(max(room, buffer.arena_floor), buffer.arena_full), buffer.low_arena_floor)
+            # about what the arena will have, by which its pages are laid out
+            room = self.budget.left(self.planned.fixed)
+            buffer.start(
+                min(max(room, buffer.arena_floor), buffer.arena_full), buffer.low_arena_floor
+            )
         try:
             reads_in_waves = not config.repeatable and not adapters
-            n_used, low_share = max(self.model_index.n_expert_used, 1), self.quality.precision.low_share
-            staged = config.vram_mode in (AUTO, WAVES) or (config.vram_mode in _ONE_BY_ONE and reads_in_waves)
+            n_used, low_share = (
+                max(self.model_index.n_expert_used, 1),
+                self.quality.precision.low_share,
+            )
+            staged = config.vram_mode in (AUTO, WAVES) or (
+                config.vram_mode in _ONE_BY_ONE and reads_in_waves
+            )
             n_gates, n_experts = buffer.priorities.shape
             shape = CacheShape(n_gates, n_experts, n_used, 0)
             self.device_tier = DeviceTier(
@@ -205,7 +253,9 @@ class Engine:
             ways = self.device_tier.ways
             self._mode_tuner = ModeTuner(ways, (WAVES, ways[0], WITHOUT))
         elif config.vram_mode in _ONE_BY_ONE and reads_in_waves:
-            self._mode_tuner = ModeTuner((config.vram_mode,), (WAVES, config.vram_mode), compares=False)
+            self._mode_tuner = ModeTuner(
+                (config.vram_mode,), (WAVES, config.vram_mode), compares=False
+            )
 
     def _start(self, allocated: MemoryPlan, ctx: int) -> None:
         precision = self.quality.precision
@@ -215,7 +265,14 @@ class Engine:
             **{name: getattr(allocated, name) for name in ALLOCATED},
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.row_table_bytes,
-            process=max(rss() - allocated.weights - allocated.state + (borrowed[1].borrowed if borrowed else 0), 0),  # the rest is resident
+            # the rest is resident
+            process=max(
+                rss()
+                - allocated.weights
+                - allocated.state
+                + (borrowed[1].borrowed if borrowed else 0),
+                0,
+            ),
             extras=self.opening.extras,
         )
         self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
@@ -229,15 +286,23 @@ class Engine:
             self.quality.use(precision)
 
     def _borrowed(self, ctx: int) -> tuple[()] | tuple[BorrowedBuffers, BorrowedCache]:
-        """What experts may have of llama.cpp's memory: nothing if a device computes, too, or what is resident must repeat."""
+        """What experts may have of llama.cpp's memory: nothing if a device computes,
+        too, or what is resident must repeat.
+        """
         largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
-        if self.config.repeatable or self.device_tier is not None or native.memory_of_batches(ctx, largest, False) is None:
+        if (
+            self.config.repeatable
+            or self.device_tier is not None
+            or native.memory_of_batches(ctx, largest, False) is None
+        ):
             return ()
         buffers = BorrowedBuffers(functools.partial(native.memory_of_batches, ctx), largest)
         return buffers, BorrowedCache(functools.partial(native.unused_state, ctx))
 
     def attach_strategy(self) -> None:
-        """Its policy and predictor, unless all experts fit; what their tables take, the experts lose."""
+        """Its policy and predictor, unless all experts fit; what their tables take, the
+        experts lose.
+        """
         config, before = self.config, rss()
         if config.trace is None and not config.gate_input:
             self.buffer.set_gate_rows(SAMPLE)
@@ -251,33 +316,54 @@ class Engine:
             device_slots=() if self.device_tier is None else self.device_tier.slots,
         )
         self.quality.prefetcher = self.driver.prefetcher
-        if (config.draft is not None or self.opening.nextn) and self.driver.prefetcher is not None and self.device_tier is None:
+        if (
+            (config.draft is not None or self.opening.nextn)
+            and self.driver.prefetcher is not None
+            and self.device_tier is None
+        ):
             n_gates = len(self.model_index.without_nextn().gates)
-            self._token_experts = TokenExperts(self.buffer, n_gates, max(self.model_index.n_expert_used, 1))
+            self._token_experts = TokenExperts(
+                self.buffer, n_gates, max(self.model_index.n_expert_used, 1)
+            )
             self.driver.add(self._token_experts)
         self.sizer.make_room(rss() - before)
 
     def _warm_up(self) -> None:
-        """Loads in the background what was resident when the model was last closed, if that was asked for; else what the strategy begins with."""
-        if self.config.warm and self.config.strategy.keep and restore(self.buffer, self.model_index, self.sizer.arenas):
+        """Loads in the background what was resident when the model was last closed, if
+        that was asked for; else what the strategy begins with.
+        """
+        if (
+            self.config.warm
+            and self.config.strategy.keep
+            and restore(self.buffer, self.model_index, self.sizer.arenas)
+        ):
             return
-        popular = None if self.profile is None or not self.config.strategy.fill else self.profile.section("popularity")
+        popular = (
+            None
+            if self.profile is None or not self.config.strategy.fill
+            else self.profile.section("popularity")
+        )
         if self.profile is not None and popular is not None:
             with self.profile.taking("popularity"):
                 require_arrays(popular, {"counts": ("i", self.buffer.priorities.shape)})
             preload_popular(self.buffer, popular["counts"], self.sizer.arenas[0])
 
     def watch_prompts(self) -> None:
-        """From here on `idle` reads ahead for the next prompt, if the strategy keeps experts, and nobody wants runs that repeat. What prompts need is noted where
-        the strategy listens to gates; without that all experts are there, or it shall be told of no events."""
+        """From here on `idle` reads ahead for the next prompt, if the strategy keeps
+        experts, and nobody wants runs that repeat. What prompts need is noted where the
+        strategy listens to gates; without that all experts are there, or it shall be
+        told of no events.
+        """
         self._watches = self.config.strategy.keep and not self.config.repeatable
         if self._watches and self._prompt_uses is None and self.driver.attached:
             self._prompt_uses = PromptUses(self.buffer.priorities.shape)
             self.driver.add(self._prompt_uses)
 
     def idle(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """While nothing computes and a prompt is waited for: gives experts what batches have left of their memory and, if prompts are watched, reads what
-        the next one is likely to need, into room that none has taken yet or in the place of what the last ones did not need. The next batch ends it.
+        """While nothing computes and a prompt is waited for: gives experts what batches
+        have left of their memory and, if prompts are watched, reads what the next one
+        is likely to need, into room that none has taken yet or in the place of what the
+        last ones did not need. The next batch ends it.
 
         Args:
             ended: True once there is one that waits for this call.
@@ -301,7 +387,8 @@ class Engine:
         self.buffer.check_unchanged()
         if self.follower is not None and self.follower.n_cuts != self._n_cuts:
             self._n_cuts = self.follower.n_cuts
-            with contextlib.suppress(BudgetError, OptionError):  # then the buffer's own order serves
+            # then the buffer's own order serves
+            with contextlib.suppress(BudgetError, OptionError):
                 self._attach_missing()
         self.sizer.before(len(tokens), self._moves_state(spans))
         if self._mode_tuner is not None and self.device_tier is not None:
@@ -316,13 +403,17 @@ class Engine:
             self._uses_before = self.buffer.stats().expert_uses
 
     def expect(self, token: int) -> None:
-        """The next batch will have this token, and a model guesses on behind it: meanwhile its experts are prefetched."""
+        """The next batch will have this token, and a model guesses on behind it:
+        meanwhile its experts are prefetched.
+        """
         if self._token_experts is not None and self.quality.precision.lossless:
             self._token_experts.expect(token)
 
     def _moves_state(self, spans: Mapping[int, Span]) -> bool:
         """Whether llama.cpp first moves what is cached behind a gap in a sequence."""
-        moved = self._moves and any(span.first != self._ends.get(sequence, 0) for sequence, span in spans.items())
+        moved = self._moves and any(
+            span.first != self._ends.get(sequence, 0) for sequence, span in spans.items()
+        )
         self._ends |= {sequence: span.end for sequence, span in spans.items()}
         return moved
 
@@ -338,7 +429,9 @@ class Engine:
         self.sizer.after()
 
     def interrupted(self, seconds: float) -> None:
-        """After a batch that did not come to its end: of a prompt's tokens as many count as were computed. Raises as `end` does."""
+        """After a batch that did not come to its end: of a prompt's tokens as many
+        count as were computed. Raises as `end` does.
+        """
         if self._uses_before is not None:
             n_tokens = self.prompt_tokens - self._timing.prompt_tokens
             self._uses_before = None
@@ -349,7 +442,12 @@ class Engine:
     def expected_arenas(self) -> tuple[int, int]:
         """Bytes for high and for low versions of experts, by the plan."""
         pools = self.buffer.pools(self.quality.precision.low_share)
-        return pools.split(min(max(self.budget.left(self.planned.fixed), pools.floor + pools.low_floor), pools.full + pools.low_full))
+        return pools.split(
+            min(
+                max(self.budget.left(self.planned.fixed), pools.floor + pools.low_floor),
+                pools.full + pools.low_full,
+            )
+        )
 
     # --- watching, moving, closing ---
 
@@ -360,7 +458,8 @@ class Engine:
 
     @uninterrupted
     def set_memory(self, memory: str | int) -> None:
-        """Moves the budget between answers. It stays from then on, whatever other programs need.
+        """Moves the budget between answers. It stays from then on, whatever other
+        programs need.
 
         Raises:
             OptionError: not a size.
@@ -406,8 +505,14 @@ class Engine:
 
     def layer_metrics(self) -> Iterator[Metric]:
         """Yield the hits and misses of each layer, which the buffer counts by gate."""
-        layer_of, counters = {t.gate: t.layer for t in self.buffer.tensors}, self.buffer.gate_stats()
-        for name, text in (("hits", "resident when they were asked for"), ("misses", "that had to be read")):
+        layer_of, counters = (
+            {t.gate: t.layer for t in self.buffer.tensors},
+            self.buffer.gate_stats(),
+        )
+        for name, text in (
+            ("hits", "resident when they were asked for"),
+            ("misses", "that had to be read"),
+        ):
             by_layer: dict[str, float] = defaultdict(int)
             for gate, count in enumerate(counters[f"demand_{name}"].tolist()):
                 by_layer[f'{{layer="{layer_of[gate]}"}}'] += count
@@ -420,11 +525,18 @@ class Engine:
         if self.device_tier is not None:
             facts["device_memory"] = self.device_tier.uses
         if self._mode_tuner is not None:
-            facts |= {"device_mode": self._mode_tuner.decode_mode, "device_gain": self._mode_tuner.gain}
+            facts |= {
+                "device_mode": self._mode_tuner.decode_mode,
+                "device_gain": self._mode_tuner.gain,
+            }
         if (prefetcher := self.driver.prefetcher) is not None:
             facts |= {"prefetch_on": prefetcher.on, "prefetch_gain": prefetcher.gain}
             if (meter := prefetcher.meter) is not None:
-                facts |= {"prediction_accuracy": meter.accuracy, "fetch_rate": meter.fetch_rate, "good_pred": meter.good_pred}
+                facts |= {
+                    "prediction_accuracy": meter.accuracy,
+                    "fetch_rate": meter.fetch_rate,
+                    "good_pred": meter.good_pred,
+                }
         if self.drafts is not None:
             facts |= {"draft_length": self.drafts.best, "drafts_gain": self.drafts.gain}
         if (promised := self.quality.selected) is not None:
@@ -452,10 +564,16 @@ class Engine:
 
     @property
     def prompt_tokens(self) -> int:
-        """That have been computed since statistics began; of a batch in progress as many as its routers' selections so far amount to. From any thread."""
+        """That have been computed since statistics began; of a batch in progress as
+        many as its routers' selections so far amount to. From any thread.
+        """
         total = self._timing.prompt_tokens  # first: a batch that ends meanwhile would count twice
         before = self._uses_before
-        return total + (0 if before is None else max(self.buffer.stats().expert_uses - before, 0) // self.experts_per_token)
+        return total + (
+            0
+            if before is None
+            else max(self.buffer.stats().expert_uses - before, 0) // self.experts_per_token
+        )
 
     def reset_stats(self) -> None:
         self.buffer.reset_stats()
@@ -464,7 +582,9 @@ class Engine:
             self.driver.prefetcher.meter.reset()
 
     def close_driver(self) -> None:
-        """Before the model is freed: closes trace and driver, and remembers what a later start can use. Nothing, if it never ran."""
+        """Before the model is freed: closes trace and driver, and remembers what a
+        later start can use. Nothing, if it never ran.
+        """
         if self.follower is not None:
             self.follower.close()
         if not self._ran or not self.buffer.running or sys.is_finalizing():

@@ -1,4 +1,6 @@
-"""`Llama`: llama_cpp's class whose routed experts stay on disk and share a bounded arena in memory."""
+"""`Llama`: llama_cpp's class whose routed experts stay on disk and share a bounded
+arena in memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def _require_plain_decoding(config: Config) -> None:
     given = [name for name in _SERVERS if getattr(config, name)]
     given += ["draft_model"] if config.llama_cpp.get("draft_model") is not None else []
     if given:
-        raise OptionError(f"`{given[0]}`: moeoff.Llama has neither speculative decoding nor context shift; use moeoff.Server")
+        raise OptionError(
+            f"`{given[0]}`: moeoff.Llama has neither speculative decoding nor context shift; use"
+            " moeoff.Server"
+        )
 
 
 def _only(answer: Generator[T, None, None]) -> T:
@@ -45,7 +50,8 @@ def _only(answer: Generator[T, None, None]) -> T:
 
 
 def _in_turn(name: str, *, changes: bool = True) -> Any:
-    """A method of llama_cpp's or of `PatchedLlama`, called when no other thread computes with the model.
+    """A method of llama_cpp's or of `PatchedLlama`, called when no other thread
+    computes with the model.
 
     Args:
         changes: the context, so that it does not come between two tokens of an answer.
@@ -62,22 +68,26 @@ def _in_turn(name: str, *, changes: bool = True) -> Any:
 class Llama(PatchedLlama):
     """A Mixture-of-Experts model that needs less memory than its file.
 
-    Several threads may use one object: they take turns, answer by answer. A stream has its turn from its first token until it is read to its end,
-    closed or dropped, and other threads wait for that; a thread that asks for something else before has given its stream up, which then raises
-    `MoeoffError`. An exception, Ctrl-C among them, ends an answer. The context keeps what was
-    computed, up to the last complete micro-batch, and the next prompt that begins with it reuses it.
-    `close()` ends what runs; after it, and in a fork of the process, every call raises `MoeoffError`.
+    Several threads may use one object: they take turns, answer by answer. A stream has
+    its turn from its first token until it is read to its end, closed or dropped, and
+    other threads wait for that; a thread that asks for something else before has given
+    its stream up, which then raises `MoeoffError`. An exception, Ctrl-C among them,
+    ends an answer. The context keeps what was computed, up to the last complete
+    micro-batch, and the next prompt that begins with it reuses it. `close()` ends what
+    runs; after it, and in a fork of the process, every call raises `MoeoffError`.
 
     Args:
         model_path: of the GGUF and `options`, or instead of both a `Config`.
-        progress: called with the loaded fraction, 0 to 1, while the weights outside the experts are read.
+        progress: called with the loaded fraction, 0 to 1, while the weights outside the
+            experts are read.
         on_stats: called with the `Stats` of each answer when it ends.
-        **options: those of `moeoff.options.Config`: memory, expert_memory, strategy, experts, tier, max_loss, ...; and of
-            `llama_cpp.Llama`: n_ctx, n_threads, ...
+        **options: those of `moeoff.options.Config`: memory, expert_memory, strategy,
+        experts, tier, max_loss, ...; and of `llama_cpp.Llama`: n_ctx, n_threads, ...
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
-        BudgetError: the budget is below what the model needs; its hint says what would do.
+        BudgetError: the budget is below what the model needs; its hint says what would
+            do.
         OptionError: an unknown keyword or strategy, or a value that makes no sense.
     """
 
@@ -102,7 +112,9 @@ class Llama(PatchedLlama):
             self.close()
             raise
 
-    def _open(self, model_path: str | os.PathLike[str] | Config, options: Mapping[str, Any]) -> None:
+    def _open(
+        self, model_path: str | os.PathLike[str] | Config, options: Mapping[str, Any]
+    ) -> None:
         config = Config.make(model_path, **options)
         _require_plain_decoding(config)
         engine = self._engine = Engine(plan(config))
@@ -113,17 +125,25 @@ class Llama(PatchedLlama):
             try:
                 self.load(engine.config.model_path, **engine.keywords)
             except LoadError as error:
-                raise ModelError(f"{engine.config.model_path}: llama.cpp cannot load it: {error} (`verbose` says more)") from error
+                raise ModelError(
+                    f"{engine.config.model_path}: llama.cpp cannot load it: {error} (`verbose` says"
+                    " more)"
+                ) from error
             except (TypeError, OverflowError, ctypes.ArgumentError) as error:
-                raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
+                raise OptionError(
+                    f"llama_cpp does not take a value that it was given: {error}"
+                ) from error
         self.on_close(engine.close)
         engine.attach(self.context_handle)
         adapters = bool(engine.config.llama_cpp.get("lora_path"))
         engine.loaded(self.context_handle, lambda: memory_sizes(self), adapters=adapters)
-        self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
+        # llama.cpp's strategies for NUMA place threads themselves
+        self._core_binding = None if self.numa else CoreBinding(self.context_handle)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy, here or in another process, is opened with: the same options, and a text of its own."""
+        """What a copy, here or in another process, is opened with: the same options,
+        and a text of its own.
+        """
         return {"model_path": self.engine.config, "on_stats": self._on_stats}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,7 +151,9 @@ class Llama(PatchedLlama):
 
     @property
     def engine(self) -> Engine:
-        """The model's runtime state: `engine.buffer`, `engine.plan`, `engine.quality`, ..."""
+        """The model's runtime state: `engine.buffer`, `engine.plan`, `engine.quality`,
+        ...
+        """
         if self._engine is None:
             raise MoeoffError("the model is closed")
         return self._engine
@@ -139,7 +161,9 @@ class Llama(PatchedLlama):
     # --- lock ---
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function on the model's thread, as one turn: what it computes, Ctrl-C or `cancel()` ends as a whole."""
+        """Call a function on the model's thread, as one turn: what it computes, Ctrl-C
+        or `cancel()` ends as a whole.
+        """
         return self.lock.take(functools.partial(function, *args, **kwargs))
 
     def _forget_incomplete(self) -> None:
@@ -152,7 +176,8 @@ class Llama(PatchedLlama):
         self.call(self._load_state, state)
 
     def _load_state(self, state: Any) -> None:
-        self.engine.sizer.before(1, moves_state=True)  # it fills the KV cache: experts give back what they have of that
+        # it fills the KV cache: experts give back what they have of that
+        self.engine.sizer.before(1, moves_state=True)
         super().load_state(state)
 
     def eval(self, tokens: Sequence[int]) -> None:
@@ -193,37 +218,48 @@ class Llama(PatchedLlama):
             self._sampler = sampler  # of an answer that may be read on
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
-        answer: Generator[Any, None, None] = super()._create_completion(*args, **kwargs)  # type: ignore[assignment]
+        answer: Generator[Any, None, None]
+        answer = super()._create_completion(*args, **kwargs)  # type: ignore[assignment]
         return self.lock.steps(answer) if kwargs.get("stream") else iter([self.call(_only, answer)])
 
     # --- computing ---
 
     def _decode(self, decode: Callable[[], None], batch: Any) -> None:
-        """Around every decode: what went wrong in a callback or an I/O thread comes before what llama.cpp says of it."""
+        """Around every decode: what went wrong in a callback or an I/O thread comes
+        before what llama.cpp says of it.
+        """
         engine, thread = self.engine, self.lock.thread
         thread.require_uncancelled()
         spans = batch_spans(batch)
         if self._decodes is not None:
-            spans = {sequence: span._replace(decode=self._decodes) for sequence, span in spans.items()}
+            spans = {
+                sequence: span._replace(decode=self._decodes) for sequence, span in spans.items()
+            }
         decodes = is_decode(spans)
         engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes)
         started = time.perf_counter()
         try:
-            with errors_unless(lambda: thread.cancelled), self._core_binding or contextlib.nullcontext():
+            with (
+                errors_unless(lambda: thread.cancelled),
+                self._core_binding or contextlib.nullcontext(),
+            ):
                 decode()
         except RuntimeError as error:
             engine.interrupted(time.perf_counter() - started)
             if thread.cancelled:
                 raise Cancelled("the answer was cancelled") from None
-            raise ComputeError(f"llama.cpp could not compute {batch.n_tokens} tokens: {error}") from error
+            raise ComputeError(
+                f"llama.cpp could not compute {batch.n_tokens} tokens: {error}"
+            ) from error
         engine.end(batch.n_tokens, time.perf_counter() - started, decodes)
 
     @contextlib.contextmanager
     def batches_as(self, *, decode: bool) -> Iterator[None]:
         """While open, batches are taken for what the caller says they are.
 
-        By itself a batch that has one token of each of its sequences is taken for decoding, and any other for a prompt: say
-        decode=True where several tokens of a sequence are a draft that is verified.
+        By itself a batch that has one token of each of its sequences is taken for
+        decoding, and any other for a prompt: say decode=True where several tokens of a
+        sequence are a draft that is verified.
         """
         before, self._decodes = self._decodes, decode
         try:
@@ -232,11 +268,12 @@ class Llama(PatchedLlama):
             self._decodes = before
 
     def cancel(self) -> None:
-        """End what is being computed, from any thread: the call raises `Cancelled` within a layer.
+        """End what is being computed, from any thread: the call raises `Cancelled`
+        within a layer.
 
-        A model with recurrent layers first completes the token of an answer, so that the next turn
-        can reuse its state. A second call ends that, too, and the context goes back to the last
-        micro-batch of the prompt.
+        A model with recurrent layers first completes the token of an answer, so that
+        the next turn can reuse its state. A second call ends that, too, and the context
+        goes back to the last micro-batch of the prompt.
         """
         self.lock.cancel()
 
@@ -262,15 +299,22 @@ class Llama(PatchedLlama):
                         self.lock.defer(error)
 
     def _forget_what_was_not_followed(self, tokens: Sequence[int]) -> None:
-        """The text must not depend on what was asked before: unless a prompt goes on behind all of it, it is computed from its start."""
+        """The text must not depend on what was asked before: unless a prompt goes on
+        behind all of it, it is computed from its start.
+        """
         n = self.n_tokens
-        if n != self.engine.quality.followed or len(tokens) <= n or self.input_ids[:n].tolist() != list(tokens[:n]):
+        if (
+            n != self.engine.quality.followed
+            or len(tokens) <= n
+            or self.input_ids[:n].tolist() != list(tokens[:n])
+        ):
             self.clear_context()
 
     # --- memory and statistics ---
 
     def set_memory(self, memory: str | int) -> None:
-        """Moves the budget of a running model, between answers: the arena is resized at once.
+        """Moves the budget of a running model, between answers: the arena is resized at
+        once.
 
         Raises:
             BudgetError: below what the model needs; the old budget stays.
@@ -279,7 +323,9 @@ class Llama(PatchedLlama):
         self.lock.take(functools.partial(self.engine.set_memory, memory), changes=False)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
-        """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""
+        """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep
+        theirs.
+        """
         self.lock.take(functools.partial(self.engine.set_gate_callback, callback), changes=False)
 
     def stats(self) -> Stats:
@@ -298,16 +344,20 @@ class Llama(PatchedLlama):
         self.close()
 
     def close(self) -> None:
-        """Closes trace and driver, remembers what is resident for a warm start, and frees the model. May be called twice.
+        """Closes trace and driver, remembers what is resident for a warm start, and
+        frees the model. May be called twice.
 
-        What another thread computes ends first, with an exception there. From inside a call, as in a callback, the model is freed when that returns.
+        What another thread computes ends first, with an exception there. From inside a
+        call, as in a callback, the model is freed when that returns.
         """
         if self._lock is not None:
             self._lock.close(self._free)
 
     def _free(self) -> None:
-        with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
-            stack.callback(trim)  # another thread's malloc arena would not use what is free in this thread's
+        # each of them whatever becomes of the ones before it, the last first
+        with contextlib.ExitStack() as stack:
+            # another thread's malloc arena would not use what is free in this thread's
+            stack.callback(trim)
             if self._engine is not None:
                 stack.callback(self._engine.close)
             if self._core_binding is not None:

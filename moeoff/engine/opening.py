@@ -1,4 +1,6 @@
-"""`plan`: what a model is opened with: its memory, micro-batch and profile. Nothing is loaded, and nothing of it changes afterwards."""
+"""`plan`: what a model is opened with: its memory, micro-batch and profile. Nothing is
+loaded, and nothing of it changes afterwards.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Opening:
 
     @property
     def may_hold_everything(self) -> bool:
-        """True if all experts may fit, if nothing else touches what is planned for it: then no strategy has anything to do."""
+        """True if all experts may fit, if nothing else touches what is planned for it:
+        then no strategy has anything to do.
+        """
         memory = self.memory
         return self.budget.left(memory.fixed - memory.computing - memory.state) >= memory.arena_full
 
@@ -86,7 +90,8 @@ def plan(
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
-        BudgetError: the budget is below what the model needs; its hint says what would do.
+        BudgetError: the budget is below what the model needs; its hint says what would
+            do.
         OptionError: a value that makes no sense for this model.
     """
     require_computable()
@@ -116,7 +121,9 @@ def plan(
 
     n_ctx = (512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512
     memory = planned(n_ctx, keywords)
-    is_fixed = config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
+    is_fixed = (
+        config.n_batch or config.n_ubatch or config.deterministic or config.replay is not None
+    )
     if budget.process is not None and not is_fixed and memory.floor > budget.most:
         keywords |= SMALLEST
         memory = planned(n_ctx, keywords)
@@ -146,7 +153,17 @@ def plan(
     if not (config.n_batch or config.n_ubatch) and micro_batch.n_tokens != n_planned:
         memory = planned_for(micro_batch.n_tokens)
         keywords |= {"n_batch": micro_batch.n_tokens, "n_ubatch": micro_batch.n_tokens}
-    return Opening(config, model_index, budget, memory, keywords, buffers, extras, micro_batch, _profile(config, model_index, budget, memory))
+    return Opening(
+        config,
+        model_index,
+        budget,
+        memory,
+        keywords,
+        buffers,
+        extras,
+        micro_batch,
+        _profile(config, model_index, budget, memory),
+    )
 
 
 def _micro_batch(
@@ -160,7 +177,9 @@ def _micro_batch(
     """Return what the user said, else what memory allows and takes the least time."""
     n_ctx = planned_for(n_planned).n_ctx
     if config.n_batch or config.n_ubatch:
-        given = min(keywords.get("n_ubatch", DEFAULT_UBATCH), keywords.get("n_batch", DEFAULT_UBATCH), n_ctx)
+        given = min(
+            keywords.get("n_ubatch", DEFAULT_UBATCH), keywords.get("n_batch", DEFAULT_UBATCH), n_ctx
+        )
         return MicroBatch(given, "as given")
     if budget.process is None:
         return MicroBatch(n_planned, "the usual one: only the experts' memory is bounded")
@@ -171,10 +190,16 @@ def _micro_batch(
     return choose_within(planned_for, model_index, n_planned, budget.process, keywords, config.tier)
 
 
-def _profile(config: Config, model_index: ModelIndex, budget: Budget, memory: MemoryPlan) -> Profile | None:
-    # what calibration measures of gates has none for next-token layers, which only drafts with them load
-    names = {CONTRACT_SECTION} | (set() if uses_nextn(config.spec_type) else sections(config.strategy))
-    # twice: what is made of the arrays is as large, while they are there; at the floor a part of the reserve
+def _profile(
+    config: Config, model_index: ModelIndex, budget: Budget, memory: MemoryPlan
+) -> Profile | None:
+    # what calibration measures of gates has none for next-token layers, which only
+    # drafts with them load
+    names = {CONTRACT_SECTION} | (
+        set() if uses_nextn(config.spec_type) else sections(config.strategy)
+    )
+    # twice: what is made of the arrays is as large, while they are there; at the floor
+    # a part of the reserve
     room = max(budget.most - memory.floor, RESERVE // 8) // 2
     if config.profile == "auto":
         return Profile.find(model_index, names, room)

@@ -1,8 +1,11 @@
-"""Prefetching: predicted experts are protected from eviction, and read as far as the time between two gates allows.
+"""Prefetching: predicted experts are protected from eviction, and read as far as the
+time between two gates allows.
 
-Runs on the driver thread; owns no memory and no policy. A prefetch queues behind all demand. Where the router does not select
-its expert, the native buffer cancels it, before or between its chunks (ProMoE §5, early preemption). Where tokens are decoded, routers of the next gates
-predict natively (`GatePredictor`): what they may read is decided here, once a token.
+Runs on the driver thread; owns no memory and no policy. A prefetch queues behind all
+demand. Where the router does not select its expert, the native buffer cancels it,
+before or between its chunks (ProMoE §5, early preemption). Where tokens are decoded,
+routers of the next gates predict natively (`GatePredictor`): what they may read is
+decided here, once a token.
 """
 
 from __future__ import annotations
@@ -22,19 +25,23 @@ from .buffer import ExpertBuffer
 from .comparison import ABTest
 from .gate_predictor import GatePredictor
 
-_MOST_EXPERTS_SHARE = 0.75  # share of a gate's experts; a batch that selects fewer leaves the next gate to the predictor
+# share of a gate's experts; a batch that selects fewer leaves the next gate to the
+# predictor
+_MOST_EXPERTS_SHARE = 0.75
 _KEEP = 0.5  # what a count keeps from batch to batch
 
 
 class PromptPrefetcher:
     """Queues the next gate's experts in a prompt, while this one's are computed.
 
-    Of hundreds of tokens some select nearly every expert of a gate: all are queued, those that the most tokens selected before first. The gate
-    gives up what it does not select.
+    Of hundreds of tokens some select nearly every expert of a gate: all are queued,
+    those that the most tokens selected before first. The gate gives up what it does not
+    select.
 
     Args:
         buffer: started.
-        precision: its share of the least popular experts is read in low precision, as the gate will decide (Fate §4.5).
+        precision: its share of the least popular experts is read in low precision, as
+            the gate will decide (Fate §4.5).
     """
 
     def __init__(self, buffer: ExpertBuffer, precision: Precision):
@@ -47,11 +54,15 @@ class PromptPrefetcher:
         self._uses = [np.zeros(n, np.float32) for n in self._n_experts]
         self._slices_per_byte = sum(self._n_slices) / buffer.arena_full
 
-    def observe(self, event: GateEvent, first: Sequence[int] = (), versions: np.ndarray | None = None) -> bool:
-        """After a batch's router has selected; False if it selected too few experts to tell what the next gate needs.
+    def observe(
+        self, event: GateEvent, first: Sequence[int] = (), versions: np.ndarray | None = None
+    ) -> bool:
+        """After a batch's router has selected; False if it selected too few experts to
+        tell what the next gate needs.
 
         Args:
-            first: of the next gate, what a predictor expects, the most popular first (Fate §4.3); the others follow.
+            first: of the next gate, what a predictor expects, the most popular first
+                (Fate §4.3); the others follow.
             versions: as for `read`.
         """
         uses, n = self._uses[event.gate], self._n_experts[event.gate]
@@ -65,39 +76,65 @@ class PromptPrefetcher:
         return True
 
     def begin(self, n_tokens: int, n_used: int) -> bool:
-        """Before a batch, while nothing computes; False if it is too small to tell what the first gate needs."""
+        """Before a batch, while nothing computes; False if it is too small to tell what
+        the first gate needs.
+        """
         if 1 - (1 - n_used / self._n_experts[0]) ** n_tokens < _MOST_EXPERTS_SHARE:
             return False
         self._read(0, 0)
         return True
 
-    def _read(self, gate: int, n_computing: int, first: Sequence[int] = (), versions: np.ndarray | None = None) -> None:
-        """Queues as many as fit next to the slices of the gate that is computed: more would be evicted again before their turn."""
+    def _read(
+        self,
+        gate: int,
+        n_computing: int,
+        first: Sequence[int] = (),
+        versions: np.ndarray | None = None,
+    ) -> None:
+        """Queues as many as fit next to the slices of the gate that is computed: more
+        would be evicted again before their turn.
+        """
         room = int(self._buffer.stats().cache_bytes * self._slices_per_byte) - n_computing
-        self.read(gate, list(dict.fromkeys([*first, *np.argsort(-self._uses[gate], kind="stable").tolist()])), max(room, 0), versions)
+        self.read(
+            gate,
+            list(dict.fromkeys([*first, *np.argsort(-self._uses[gate], kind="stable").tolist()])),
+            max(room, 0),
+            versions,
+        )
 
-    def read(self, gate: int, order: list[int], limit: int = -1, versions: np.ndarray | None = None) -> int:
-        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all. Returns how many it has queued.
+    def read(
+        self, gate: int, order: list[int], limit: int = -1, versions: np.ndarray | None = None
+    ) -> int:
+        """Queues these experts, those that the most tokens select first, but at most
+        `limit` slices; -1: all. Returns how many it has queued.
 
         Args:
-            versions: [n_experts], that a prediction says will serve them (HOBBIT §3.3); None: high ones, and of the last experts low ones.
+            versions: [n_experts], that a prediction says will serve them (HOBBIT §3.3);
+                None: high ones, and of the last experts low ones.
         """
         if versions is None:
             n_high = len(order) - n_low(len(order), self.precision.prefill_low_fraction)
             high, low = order[:n_high], order[n_high:]
         else:
-            high, low = ([e for e in order if versions[e] == version] for version in (native.HIGH, native.LOW))
+            high, low = (
+                [e for e in order if versions[e] == version]
+                for version in (native.HIGH, native.LOW)
+            )
         queued = self._buffer.prefetch(gate, high, limit=limit)
         if low:
-            queued += self._buffer.prefetch(gate, low, low=True, limit=limit if limit < 0 else limit - queued)
+            queued += self._buffer.prefetch(
+                gate, low, low=True, limit=limit if limit < 0 else limit - queued
+            )
         return queued
 
 
 class PredictionMeter:
-    """GoodPred = accuracy x fetch rate (ProMoE §4.1) of tokens that are decoded, both counted and none assumed.
+    """GoodPred = accuracy x fetch rate (ProMoE §4.1) of tokens that are decoded, both
+    counted and none assumed.
 
-    A read of a selected expert that ended after its router had selected, as the I/O threads' log
-    tells, was late, and so was what a device computes with and had in no slot.
+    A read of a selected expert that ended after its router had selected, as the I/O
+    threads' log tells, was late, and so was what a device computes with and had in no
+    slot.
 
     Args:
         tensors: of the buffer.
@@ -108,7 +145,8 @@ class PredictionMeter:
         self._gate_of = [int(t.gate) for t in tensors]
         self._n_matrices = np.bincount(self._gate_of, minlength=n_gates).tolist()
         self._predicted: list[frozenset[int] | None] = [None] * n_gates
-        # when, and which that had been predicted, of the last two tokens, the newest first
+        # when, and which that had been predicted, of the last two tokens, the newest
+        # first
         self._selected: list[list[tuple[int, frozenset[int]]]] = [[] for _ in range(n_gates)]
         self.reset()
 
@@ -125,7 +163,9 @@ class PredictionMeter:
         """A router has selected."""
         gate, ids = event.gate, frozenset(event.ids.ravel().tolist())
         right = ids & (self._predicted[gate] or frozenset())
-        uploaded = frozenset(() if event.uploaded is None else event.ids[event.uploaded].tolist()) & right
+        uploaded = (
+            frozenset(() if event.uploaded is None else event.ids[event.uploaded].tolist()) & right
+        )
         self._predicted[gate] = None
         # an upload waits for its expert's reads: they count once
         self._selected[gate] = [(event.t_ns, right - uploaded), *self._selected[gate][:1]]
@@ -138,45 +178,64 @@ class PredictionMeter:
         """Finished reads, of `READ_DTYPE`, at the latest a token after they ended."""
         if not len(reads):
             return
-        for tensor, expert, t_done, result in zip(*(reads[name].tolist() for name in ("tensor", "expert", "t_done", "result"))):
-            right = next((right for t_ns, right in self._selected[self._gate_of[tensor]] if t_ns < t_done), ())
+        for tensor, expert, t_done, result in zip(
+            *(reads[name].tolist() for name in ("tensor", "expert", "t_done", "result"))
+        ):
+            right = next(
+                (right for t_ns, right in self._selected[self._gate_of[tensor]] if t_ns < t_done),
+                (),
+            )
             if result == 0 and expert in right:
                 self._late_slices += 1
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the selected experts that had been predicted; a layer without a prediction counts 0."""
+        """Share of the selected experts that had been predicted; a layer without a
+        prediction counts 0.
+        """
         return self._n_right / self._n_selected if self._n_selected else None
 
     @property
     def fetch_rate(self) -> float | None:
-        """Share of the slices of experts predicted and selected that was where it is computed when
-        their router selected."""
+        """Share of the slices of experts predicted and selected that was where it is
+        computed when their router selected.
+        """
         return max(1 - self._late_slices / self._right_slices, 0.0) if self._right_slices else None
 
     @property
     def good_pred(self) -> float | None:
         """Share of the selected experts that had been predicted and was there in time."""
-        return self.accuracy * self.fetch_rate if self.accuracy is not None and self.fetch_rate is not None else None
+        return (
+            self.accuracy * self.fetch_rate
+            if self.accuracy is not None and self.fetch_rate is not None
+            else None
+        )
 
 
-MIN_USEFUL_SHARE = 0.5  # least share that must be useful: no more is read for nothing than for use, even at the last place that is read
+# least share that must be useful: no more is read for nothing than for use, even at the
+# last place that is read
+MIN_USEFUL_SHARE = 0.5
 _USEFULNESS_RATE = 0.03  # of a token, in the running sums
-_PRIOR = 4.0  # observations that the assumption "half is useful", and for a gate "as in all gates", weigh as much as
+# observations that the assumption "half is useful", and for a gate "as in all gates",
+# weigh as much as
+_PRIOR = 4.0
 _NO_EXPERTS = np.zeros(0, np.int32)
 
 
 class PrefetchPrecision:
-    """How often an expert that was predicted, and absent, is then selected, by its place in the prediction.
+    """How often an expert that was predicted, and absent, is then selected, by its
+    place in the prediction.
 
-    The experts that a good cache lacks are hard to foresee: of all predictions most are right, of those about absent experts fewer.
+    The experts that a good cache lacks are hard to foresee: of all predictions most are
+    right, of those about absent experts fewer.
 
     Args:
         n_gates, n_experts: of the priority table.
         n_places: candidates of a prediction.
 
     Attributes:
-        max_rank: [n_gates] up to which place the likeliest candidates of a gate are read if they are absent.
+        max_rank: [n_gates] up to which place the likeliest candidates of a gate are
+            read if they are absent.
     """
 
     def __init__(self, n_gates: int, n_experts: int, n_places: int):
@@ -191,26 +250,37 @@ class PrefetchPrecision:
         self.max_rank = [n_places] * n_gates
 
     def predicted(self, gate: int, best: np.ndarray, places: np.ndarray | None = None) -> None:
-        """The candidates [n] of a gate for its next token, each once, and the place of each; None: the likeliest first."""
+        """The candidates [n] of a gate for its next token, each once, and the place of
+        each; None: the likeliest first.
+        """
         self._best[gate] = best
         self._places[gate] = self._all_places if places is None else places
 
     def selected(self, gate: int, ids: np.ndarray) -> None:
-        """A gate has selected these for a token [n], or for one each of several sequences: of use is what any of them selects."""
+        """A gate has selected these for a token [n], or for one each of several
+        sequences: of use is what any of them selects.
+        """
         self._ids[gate] = ids  # that is all: this runs for each gate
 
     def next_token(self, resident: np.ndarray, selected: np.ndarray | None = None) -> None:
-        """The first gate has selected: counts what was predicted for it and, in the token before, for the others.
+        """The first gate has selected: counts what was predicted for it and, in the
+        token before, for the others.
 
         Args:
-            resident: [n_gates, n_experts] bool, what is in memory now; the next predictions are judged by it.
-            selected: [n_gates, n_experts] bool, what the gates have selected; None: as `selected` was told.
+            resident: [n_gates, n_experts] bool, what is in memory now; the next
+                predictions are judged by it.
+            selected: [n_gates, n_experts] bool, what the gates have selected; None: as
+                `selected` was told.
         """
         n_places, n_gates = len(self._absent), len(self._gates)
         if selected is None:
             selected = np.zeros_like(self._resident)
             selected[self._gate_of(self._ids), np.concatenate(self._ids)] = True
-        gates, best, places = self._gate_of(self._best), np.concatenate(self._best), np.concatenate(self._places)
+        gates, best, places = (
+            self._gate_of(self._best),
+            np.concatenate(self._best),
+            np.concatenate(self._places),
+        )
         absent = ~self._resident[gates, best]
         gates, best, places = gates[absent], best[absent], places[absent]
         useful = selected[gates, best]
@@ -239,10 +309,13 @@ _SUM_RATE = 0.1  # of an event, in the running means of sums
 
 
 class WeightEstimate:
-    """Weights that gates will give to predicted experts, learnt from those that they gave to selected ones.
+    """Weights that gates will give to predicted experts, learnt from those that they
+    gave to selected ones.
 
-    Scores become weights by a factor. Where a gate's weights add up to the same for every token, they are normalized over the selected, and a token's
-    scores, too; elsewhere the factor is the same for all tokens, and makes the sums right on the average.
+    Scores become weights by a factor. Where a gate's weights add up to the same for
+    every token, they are normalized over the selected, and a token's scores, too;
+    elsewhere the factor is the same for all tokens, and makes the sums right on the
+    average.
 
     Args:
         n_gates: of the priority table.
@@ -251,7 +324,8 @@ class WeightEstimate:
 
     def __init__(self, n_gates: int, n_used: int):
         self._n_used = n_used
-        self._sums, self._predicted = np.zeros(n_gates), np.zeros(n_gates)  # running means for a token; 0: nothing seen
+        # running means for a token; 0: nothing seen
+        self._sums, self._predicted = np.zeros(n_gates), np.zeros(n_gates)
         self._varies = [False] * n_gates
 
     def selected(self, gate: int, weights: np.ndarray) -> None:
@@ -267,35 +341,59 @@ class WeightEstimate:
         sums: np.ndarray = scores[:, : self._n_used].sum(axis=1, keepdims=True)
         mean, before = float(sums.mean()), self._predicted[gate]
         self._predicted[gate] = before + _SUM_RATE * (mean - before) if before else mean
-        weights: np.ndarray = scores * (self._sums[gate] / np.maximum(self._predicted[gate] if self._varies[gate] else sums, 1e-30))
+        weights: np.ndarray = scores * (
+            self._sums[gate]
+            / np.maximum(self._predicted[gate] if self._varies[gate] else sums, 1e-30)
+        )
         return weights
 
 
 _RATE = 0.4  # of a token, in the running means
-SAMPLE = 64  # tokens of a batch that are predicted for: experts that fewer than one in so many selects are left to demand
-_LEAST_BUSY = 0.01  # of the time, in which the disk reads: below it prediction has no measurable effect
-_MOST_QUIET = 16  # tokens for which nothing is predicted and Python is not called: more would notice late that it pays again
+# tokens of a batch that are predicted for: experts that fewer than one in so many
+# selects are left to demand
+SAMPLE = 64
+# of the time, in which the disk reads: below it prediction has no measurable effect
+_LEAST_BUSY = 0.01
+# tokens for which nothing is predicted and Python is not called: more would notice late
+# that it pays again
+_MOST_QUIET = 16
 
 
 class Prefetcher(Observer):
-    """Reads what a predictor expects, as far as demand leaves the disk time for it, and keeps what is resident of it.
+    """Reads what a predictor expects, as far as demand leaves the disk time for it, and
+    keeps what is resident of it.
 
     Args:
         buffer: started.
         predictor: its `observe` is called for the events that are predicted from.
         n_used: experts for each token.
-        fallback: takes the predictor's place if it reads gate inputs and events have none.
-        share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
+        fallback: takes the predictor's place if it reads gate inputs and events have
+            none.
+        share: of all experts, how many candidates a gate has at least (Fate §4.2:
+            0.25); at least n_used.
         bounded: in decode, as of `Strategy`.
-        ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of tokens at once), and
-            what is seldom useful is not read (`PrefetchPrecision`).
-        precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all. `use` changes it.
-        fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
+        ab_tested: in decode, prefetching that does not shorten tokens is switched off
+            (`ABTest`, one for each number of tokens at once), and what is seldom useful
+            is not read (`PrefetchPrecision`).
+        precision: if the router selected as predicted: experts that would be served in
+            low precision are read in it, skipped ones not at all. `use` changes it.
+        fills_devices: a prefetch also writes what host memory has into slots of a
+            device, so that it pays without reads, too.
     """
 
-    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int,
-                 fallback: Predictor | None = None, *, share: float = 0.0, bounded: bool = True, ab_tested: bool = True,
-                 precision: Precision = LOSSLESS, fills_devices: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        buffer: ExpertBuffer,
+        predictor: Predictor,
+        n_used: int,
+        fallback: Predictor | None = None,
+        *,
+        share: float = 0.0,
+        bounded: bool = True,
+        ab_tested: bool = True,
+        precision: Precision = LOSSLESS,
+        fills_devices: bool = False,
+    ):
         self._buffer, self.predictor, self._fallback = buffer, predictor, fallback
         self._fills_devices, self._bounded = fills_devices, bounded
         self._n_gates, n_experts = buffer.priorities.shape
@@ -308,14 +406,20 @@ class Prefetcher(Observer):
         self._n_matrices = int(max(np.bincount([t.gate for t in buffer.tensors])))
         self._most = float(n_used * self._n_matrices)  # slices that one gate can select
         self.ab_test = ABTest() if ab_tested else None
-        self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}  # by tokens that are decoded at once: their times cannot be compared
-        self._prefetch_precision = PrefetchPrecision(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
-        # the papers' own presets are measured as their papers do; what is A/B-tested has its gain
+        # by tokens that are decoded at once: their times cannot be compared
+        self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}
+        self._prefetch_precision = (
+            PrefetchPrecision(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
+        )
+        # the papers' own presets are measured as their papers do; what is A/B-tested
+        # has its gain
         self.meter = None if ab_tested else PredictionMeter(buffer.tensors, self._n_gates)
         self._prompt_prefetcher = PromptPrefetcher(buffer, precision)
         self._weights = WeightEstimate(self._n_gates, min(n_used, self._n_candidates))
         self._set_precision(precision)
-        self._popular: dict[int, tuple[list[int], np.ndarray | None]] = {}  # of a prompt's batch, by gate: the experts that are foreseen, and in which versions
+        # of a prompt's batch, by gate: the experts that are foreseen, and in which
+        # versions
+        self._popular: dict[int, tuple[list[int], np.ndarray | None]] = {}
         self._whole = whole_experts(buffer)
         self._token_t, self._n_rows = 0, 1
         self._token_ns = 0.0
@@ -327,7 +431,9 @@ class Prefetcher(Observer):
         self._seen = (0, 0)  # disk_busy_ns, reads
 
     def use(self, precision: Precision) -> None:
-        """Between batches: what is predicted is read as this will serve it, and compared anew with reading nothing."""
+        """Between batches: what is predicted is read as this will serve it, and
+        compared anew with reading nothing.
+        """
         if precision == self.precision:
             return
         self._buffer.drain()  # events of the batches before
@@ -340,15 +446,22 @@ class Prefetcher(Observer):
 
     def _set_precision(self, precision: Precision) -> None:
         self.precision = self._prompt_prefetcher.precision = precision
-        self._as_weighed = not precision.lossless and not precision.mispredicted_low  # else what is predicted is read in high precision
+        # else what is predicted is read in high precision
+        self._as_weighed = not precision.lossless and not precision.mispredicted_low
 
     def go_native(self, n_together: int) -> GatePredictor | None:
-        """Before the first event: predictions and prefetches that the buffer's driver thread shall make from now on; None: it cannot.
+        """Before the first event: predictions and prefetches that the buffer's driver
+        thread shall make from now on; None: it cannot.
 
         Args:
-            n_together: events of a token that other observers may see together, behind the last of them.
+            n_together: events of a token that other observers may see together, behind
+                the last of them.
         """
-        if self._prefetch_precision is not None and self._bounded and (routers := self.predictor.native()) is not None:
+        if (
+            self._prefetch_precision is not None
+            and self._bounded
+            and (routers := self.predictor.native()) is not None
+        ):
             self._native = GatePredictor(routers, self._n_experts, self._n_candidates, SAMPLE)
             self._n_together = n_together
             self._tell_native()
@@ -357,15 +470,21 @@ class Prefetcher(Observer):
     def _tell_native(self) -> None:
         if self._native is None:
             return
-        settings, weighed = self._native.settings, self._as_weighed  # what is weighed needs the scores: it is predicted here
-        settings.is_on, settings.n_together = self._predicts and not weighed, 1 if weighed else self._n_together
+        # what is weighed needs the scores: it is predicted here
+        settings, weighed = self._native.settings, self._as_weighed
+        settings.is_on, settings.n_together = (
+            self._predicts and not weighed,
+            1 if weighed else self._n_together,
+        )
         settings.earned, settings.most = self._earned, self._most
         self._is_quiet = self._is_alone and self._fallback is None and not weighed
         settings.n_quiet = self._n_quiet if self._is_quiet else 0
 
     @property
     def is_alone(self) -> bool:
-        """True if no other observer wants every event of decoded tokens. Set between events."""
+        """True if no other observer wants every event of decoded tokens. Set between
+        events.
+        """
         return self._is_alone
 
     @is_alone.setter
@@ -388,13 +507,20 @@ class Prefetcher(Observer):
 
     @property
     def gain(self) -> float | None:
-        """Speed with prefetching relative to without, minus 1, when it was last compared."""
+        """Speed with prefetching relative to without, minus 1, when it was last
+        compared.
+        """
         return self.ab_test.gain if self.ab_test is not None else None
 
     @property
     def _predicts(self) -> bool:
         """True while this token's gates are predicted."""
-        return self.on and (self.precision.mispredicted_low or self._fills_devices or self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
+        return self.on and (
+            self.precision.mispredicted_low
+            or self._fills_devices
+            or self._busy is None
+            or self._busy >= _LEAST_BUSY * self._token_ns
+        )
 
     def observe(self, event: GateEvent) -> None:
         """After a router has selected."""
@@ -410,16 +536,29 @@ class Prefetcher(Observer):
             self._weights.selected(event.gate, event.weights[:SAMPLE])
         if not event.decode:
             self._token_t = 0
-            # the papers' presets foresee the batch's own popularity; without a prediction that of earlier ones has to do
-            predictions = self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
+            # the papers' presets foresee the batch's own popularity; without a
+            # prediction that of earlier ones has to do
+            predictions = (
+                self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
+            )
             for p in predictions or []:
                 self._popular[p.gate] = _by_popularity(p.scores, self._n_used), self._of_prompt(p)
-            if not self._prompt_prefetcher.observe(event, *self._popular.pop(event.gate + 1, ([], None))):
-                self._act(self.predictor.observe(event.sample(SAMPLE)) if predictions is None else predictions, False)
+            if not self._prompt_prefetcher.observe(
+                event, *self._popular.pop(event.gate + 1, ([], None))
+            ):
+                self._act(
+                    self.predictor.observe(event.sample(SAMPLE))
+                    if predictions is None
+                    else predictions,
+                    False,
+                )
             return
         prefetch_precision = self._prefetch_precision if self._predicts else None
         if prefetch_precision is not None and not self._is_quiet:
-            prefetch_precision.selected(event.gate, event.ids[event.weights >= tau] if tau else event.ids.ravel())  # what is read for nobody is of no use
+            # what is read for nobody is of no use
+            prefetch_precision.selected(
+                event.gate, event.ids[event.weights >= tau] if tau else event.ids.ravel()
+            )
         if self.meter is not None:
             self.meter.selected(event)
         if event.gate == 0:
@@ -441,7 +580,9 @@ class Prefetcher(Observer):
             self._act(self.predictor.begin(tokens), decode, stops=decode)
 
     def _next_token(self, event: GateEvent) -> None:
-        """At the first gate of a token: measures the token before, and what the disk can read besides demand."""
+        """At the first gate of a token: measures the token before, and what the disk
+        can read besides demand.
+        """
         now, n_rows, n_tokens = event.t_ns, len(event.ids), 1
         if self._native is not None:
             n_tokens, missed = self._native.take_counts()
@@ -452,7 +593,9 @@ class Prefetcher(Observer):
         if self._prefetch_precision is not None and self._predicts:
             for prediction in () if self._native is None else self._native.predictions():
                 self._prefetch_precision.predicted(*prediction)
-            selected = self._native.selected if self._native is not None and self._is_quiet else None
+            selected = (
+                self._native.selected if self._native is not None and self._is_quiet else None
+            )
             self._prefetch_precision.next_token(self._buffer.residency() == self._whole, selected)
             if self._native is not None:
                 self._native.max_rank[:] = self._prefetch_precision.max_rank
@@ -464,8 +607,11 @@ class Prefetcher(Observer):
             self._token_ns += rate * (ns - self._token_ns) if self._token_ns else ns
             self._misses += rate * (self._missed / n_tokens / self._n_gates - self._misses)
             busy_ns = busy / n_tokens
-            self._busy = busy_ns if self._busy is None else self._busy + rate * (busy_ns - self._busy)
-            # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the disk idle, and adds up
+            self._busy = (
+                busy_ns if self._busy is None else self._busy + rate * (busy_ns - self._busy)
+            )
+            # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which
+            # demand leaves the disk idle, and adds up
             if reads > 0:
                 t_slice = busy / reads
                 self._gap_slices = self._token_ns / self._n_gates / t_slice if t_slice else 0.0
@@ -478,11 +624,19 @@ class Prefetcher(Observer):
         self._tell_native()
 
     def _act(self, predictions: list[Prediction], decode: bool, stops: bool = True) -> None:
-        """stops: where something of a gate is absent, later ones are left alone (HOBBIT §3.3); not before a prompt, whose layers all have to be read."""
+        """stops: where something of a gate is absent, later ones are left alone (HOBBIT
+        §3.3); not before a prompt, whose layers all have to be read.
+        """
         for n, p in enumerate(predictions, 1):
             if not decode:
-                # all experts that some token is likely to select, those of the most tokens first (Fate §4.3)
-                if self._prompt_prefetcher.read(p.gate, _by_popularity(p.scores, self._n_used), versions=self._of_prompt(p)) and stops:
+                # all experts that some token is likely to select, those of the most
+                # tokens first (Fate §4.3)
+                if (
+                    self._prompt_prefetcher.read(
+                        p.gate, _by_popularity(p.scores, self._n_used), versions=self._of_prompt(p)
+                    )
+                    and stops
+                ):
                     return
                 continue
             top = p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1]
@@ -499,9 +653,13 @@ class Prefetcher(Observer):
                     self._prefetch_precision.predicted(p.gate, best, places)
                 else:
                     high = versions[best] == native.HIGH
-                    self._prefetch_precision.predicted(p.gate, best[high], (np.arange(len(best)) if places is None else places)[high])
-            # without a bound until the router has selected (EdgeMoE §3.3.2): what is not read by then
-            # would have taken others' memory for nothing
+                    self._prefetch_precision.predicted(
+                        p.gate,
+                        best[high],
+                        (np.arange(len(best)) if places is None else places)[high],
+                    )
+            # without a bound until the router has selected (EdgeMoE §3.3.2): what is
+            # not read by then would have taken others' memory for nothing
             limit = self._credit if self._bounded else max(np.ceil(self._gap_slices), self._most)
             queued = self._read(p.gate, versions, best, max_rank, int(limit))
             self._credit -= queued
@@ -509,26 +667,37 @@ class Prefetcher(Observer):
                 return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
 
     def _lacks(self, gate: int, versions: np.ndarray | None, best: np.ndarray) -> bool:
-        """True if a candidate is not where it would be computed, in the version that would serve it or
-        a better one."""
+        """True if a candidate is not where it would be computed, in the version that
+        would serve it or a better one.
+        """
         if versions is None:
             return self._buffer.lacks(gate, best)
         high, low = (best[versions[best] == version] for version in (native.HIGH, native.LOW))
-        return self._buffer.lacks(gate, high) or (len(low) > 0 and self._buffer.lacks(gate, low, low=True))
+        return self._buffer.lacks(gate, high) or (
+            len(low) > 0 and self._buffer.lacks(gate, low, low=True)
+        )
 
     def _would_serve(self, p: Prediction, top: np.ndarray) -> np.ndarray:
-        """[n_experts] versions of the candidates [n_tokens, n], best first, if their scores were gate weights."""
+        """[n_experts] versions of the candidates [n_tokens, n], best first, if their
+        scores were gate weights.
+        """
         scores = self.predictor.router.gated(p.scores) if p.logits else p.scores
         if not self.precision.tau:
-            return predicted_versions(scores, top, min(self._n_used, self._n_candidates), self.precision)
+            return predicted_versions(
+                scores, top, min(self._n_used, self._n_candidates), self.precision
+            )
         weights = np.take_along_axis(scores, top, axis=1)
-        served = (self._weights.of(p.gate, weights) >= self.precision.tau) | (weights[:, -1:] < 0)  # no weights
+        # no weights
+        served = (self._weights.of(p.gate, weights) >= self.precision.tau) | (weights[:, -1:] < 0)
         out = np.full(scores.shape[1], native.SKIP)
         out[top[served]] = native.HIGH
         return out
 
-    def _read(self, gate: int, versions: np.ndarray | None, best: np.ndarray, max_rank: int, limit: int) -> int:
-        """Protects the candidates that are resident, and queues up to `limit` slices of the first `max_rank`; returns how many.
+    def _read(
+        self, gate: int, versions: np.ndarray | None, best: np.ndarray, max_rank: int, limit: int
+    ) -> int:
+        """Protects the candidates that are resident, and queues up to `limit` slices of
+        the first `max_rank`; returns how many.
 
         Args:
             versions: [n_experts], that would serve; None: all high.
@@ -537,7 +706,8 @@ class Prefetcher(Observer):
         prefetch = self._buffer.prefetch
         if versions is None:
             order = best.tolist()
-            # a matrix of each is read before their second ones: of as many as a token needs
+            # a matrix of each is read before their second ones: of as many as a token
+            # needs
             each = max_rank if self._bounded else min(self._n_used, max_rank)
             queued = prefetch(gate, order, each, limit=limit)
             while (max_rank := max_rank - each) > 0 and (queued < limit or self._fills_devices):
@@ -549,13 +719,18 @@ class Prefetcher(Observer):
         versions = versions[best]
         pays = np.arange(len(best)) < max_rank
         high = (versions == native.HIGH) & pays
-        queued = prefetch(gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit)  # others that are resident will serve
+        # others that are resident will serve
+        queued = prefetch(
+            gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit
+        )
         if low := best[(versions == native.LOW) & pays].tolist():
             queued += prefetch(gate, low, low=True, limit=limit - queued)
         return queued
 
     def _of_prompt(self, p: Prediction) -> np.ndarray | None:
-        """Versions that would serve the experts of a prompt's batch; None: it is not weighed."""
+        """Versions that would serve the experts of a prompt's batch; None: it is not
+        weighed.
+        """
         if not self.precision.weigh_prompts:
             return None
         return self._would_serve(p, p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1])
@@ -566,7 +741,9 @@ class Prefetcher(Observer):
 
 
 def whole_experts(buffer: ExpertBuffer) -> np.ndarray:
-    """[n_gates, 1] uint8: the bits that `ExpertBuffer.residency` has for an expert of a gate of which all is resident."""
+    """[n_gates, 1] uint8: the bits that `ExpertBuffer.residency` has for an expert of a
+    gate of which all is resident.
+    """
     out = np.zeros((buffer.priorities.shape[0], 1), np.uint8)
     for t in buffer.tensors:
         out[t.gate] |= 1 << t.matrix
@@ -574,9 +751,15 @@ def whole_experts(buffer: ExpertBuffer) -> np.ndarray:
 
 
 def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:
-    """The experts that, by scores [n_tokens, n_experts], some token is likely to select, those of the most tokens first."""
+    """The experts that, by scores [n_tokens, n_experts], some token is likely to
+    select, those of the most tokens first.
+    """
     n_experts = scores.shape[1]
-    chosen = np.argpartition(scores, -n_used, axis=1)[:, -n_used:] if n_used < n_experts else np.arange(n_experts)
+    chosen = (
+        np.argpartition(scores, -n_used, axis=1)[:, -n_used:]
+        if n_used < n_experts
+        else np.arange(n_experts)
+    )
     count = np.bincount(chosen.ravel(), minlength=n_experts)
     order = np.argsort(-count, kind="stable")
     out: list[int] = order[count[order] > 0].tolist()
@@ -584,8 +767,9 @@ def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:
 
 
 def _merged(top: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Candidates [n_tokens, n], best first, as each expert once, those in the first places before those in the second; and their places.
-    None: one token's, in order."""
+    """Candidates [n_tokens, n], best first, as each expert once, those in the first
+    places before those in the second; and their places. None: one token's, in order.
+    """
     if len(top) == 1:
         return top[0], None
     best = top.T.ravel()

@@ -1,4 +1,6 @@
-"""The identity of a computed prompt: what tells whether its state means the same to another engine."""
+"""The identity of a computed prompt: what tells whether its state means the same to
+another engine.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,34 @@ from ..llamacpp.llama import build_identity
 if TYPE_CHECKING:
     from .engine import Engine
 
-# options of `Config` and of llama_cpp that leave the bits of a state as they are, or whose effect `state_identity` takes from elsewhere
-_NO_EFFECT = frozenset("model_path memory max_loss n_ctx n_threads n_threads_batch expert_memory strategy stride profile experts tier verify_reads warm io_threads "
-                       "trace context_shift n_keep numa verbose direct_io gate_input replay precision llama_cpp seed chat_format".split())  # fmt: skip
+# options of `Config` and of llama_cpp that leave the bits of a state as they are, or
+# whose effect `state_identity` takes from elsewhere
+_NO_EFFECT = frozenset(
+    "model_path memory max_loss n_ctx n_threads n_threads_batch expert_memory strategy stride"
+    " profile experts tier verify_reads warm io_threads trace context_shift n_keep numa verbose"
+    " direct_io gate_input replay precision llama_cpp seed chat_format".split()
+)
 
 
 _HALVES = (None, "f16")  # types of the KV cache
 
 
 def state_identity(engine: Engine, *facts: object) -> bytes:
-    """Return 16 bytes that are equal where a computed prompt means the same: a digest of the build and its CPU level, the model, the precision in use, and
-    every option that changes a state.
+    """Return 16 bytes that are equal where a computed prompt means the same: a digest
+    of the build and its CPU level, the model, the precision in use, and every option
+    that changes a state.
 
-    What is left open is what no option says: the micro-batch where it is chosen by memory and disk, and who shared a batch.
+    What is left open is what no option says: the micro-batch where it is chosen by
+    memory and disk, and who shared a batch.
 
     Args:
         facts: others that change a state, as JSON.
     """
     config, quality, options = engine.config, engine.quality, {}
-    for name, value in (*((f.name, getattr(config, f.name)) for f in fields(config)), *config.llama_cpp.items()):
+    for name, value in (
+        *((f.name, getattr(config, f.name)) for f in fields(config)),
+        *config.llama_cpp.items(),
+    ):
         if name not in _NO_EFFECT:
             options[name] = repr(value)
     sidecar = quality.source.sidecar if quality.source.repacked or quality.low_source else None
@@ -41,13 +52,27 @@ def state_identity(engine: Engine, *facts: object) -> bytes:
     # with ctime: a file may be overwritten and get its old mtime
     model = [engine.model_index.identity, *(state.ctime_ns for state in engine.model_index.states)]
     precision = [quality.source.tier, repr(quality.precision), sidecar.identity if sidecar else 0]
-    # ggml's threads share the positions that a token attends to, if keys and values are halves, and add up in that order
+    # ggml's threads share the positions that a token attends to, if keys and values are
+    # halves, and add up in that order
     splits = config.flash_attn and config.type_k in _HALVES and config.type_v in _HALVES
-    parts = [__version__, *build_identity(), splits and config.keywords["n_threads"], model, precision, options, adapter, *facts]
+    parts = [
+        __version__,
+        *build_identity(),
+        splits and config.keywords["n_threads"],
+        model,
+        precision,
+        options,
+        adapter,
+        *facts,
+    ]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
 
 
 def file_state(path: str | os.PathLike[str]) -> list[object]:
     """Return a file's path, size, mtime and ctime; the path alone if it is not there."""
     state = FileState.read(path)
-    return [os.fspath(path)] if state is None else [os.path.realpath(path), state.size, state.mtime_ns, state.ctime_ns]
+    return (
+        [os.fspath(path)]
+        if state is None
+        else [os.path.realpath(path), state.size, state.mtime_ns, state.ctime_ns]
+    )

@@ -1,4 +1,6 @@
-"""Rates of prompts, as they run: what a later start chooses its micro-batch by (`moeoff/budget/micro_batch.py`)."""
+"""Rates of prompts, as they run: what a later start chooses its micro-batch by
+(`moeoff/budget/micro_batch.py`).
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ class PromptMeter:
         """After it."""
         if self._seen is None:
             return
-        stall, nbytes, busy = (now - before for now, before in zip(self._counters(), self._seen, strict=True))
+        stall, nbytes, busy = (
+            now - before for now, before in zip(self._counters(), self._seen, strict=True)
+        )
         computing = max(int(seconds * 1e9) - stall, 1)
         if n_tokens >= LEAST:
             self._n_beside = max(int(n_tokens * max(_PAUSE * 1e9, busy) / computing), SIZES[0])
-        if self._depth >= PROMPT:  # attention takes longer than in the prompt that a choice is made for
+        # attention takes longer than in the prompt that a choice is made for
+        if self._depth >= PROMPT:
             return
         self._tokens += n_tokens
         self._ns += computing
@@ -43,7 +48,8 @@ class PromptMeter:
     def n_beside(self) -> int:
         """Return how many tokens of a prompt are computed while an answer may wait.
 
-        Where the disk needs longer for a layer's experts, as many as are computed meanwhile: fewer would not take less time.
+        Where the disk needs longer for a layer's experts, as many as are computed
+        meanwhile: fewer would not take less time.
         """
         return self._n_beside or SIZES[-1]
 
@@ -54,6 +60,11 @@ class PromptMeter:
     @property
     def rates(self) -> PromptRates | None:
         """None: too little was computed or read."""
-        if self._tokens < _LEAST_TOKENS or self._bytes < _LEAST_BYTES or not self._busy_ns or self._ns <= 0:
+        if (
+            self._tokens < _LEAST_TOKENS
+            or self._bytes < _LEAST_BYTES
+            or not self._busy_ns
+            or self._ns <= 0
+        ):
             return None
         return PromptRates(self._ns / 1e9 / self._tokens, self._bytes / self._busy_ns * 1e9)

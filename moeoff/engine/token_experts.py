@@ -1,7 +1,9 @@
-"""What a token chose when it was computed before: where a model makes drafts, the next batch's tokens are known while the disk has nothing to read.
+"""What a token chose when it was computed before: where a model makes drafts, the next
+batch's tokens are known while the disk has nothing to read.
 
-Routers choose by the token more than by what stands before it, in the first layers nearly by it alone (OpenMoE, context-independent
-specialization): there the same token chooses nearly the same experts again.
+Routers choose by the token more than by what stands before it, in the first layers
+nearly by it alone (OpenMoE, context-independent specialization): there the same token
+chooses nearly the same experts again.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ _PRIOR = 8.0  # experts that the assumption "half is useful" weighs as much as
 class TokenExperts(Observer):
     """Remembers what tokens choose, and prefetches it where they are expected.
 
-    For each token as much is read as the disk can while the one behind it is guessed. Gates where less than half of what was expected, and absent, is then selected
-    are left out.
+    For each token as much is read as the disk can while the one behind it is guessed.
+    Gates where less than half of what was expected, and absent, is then selected are
+    left out.
 
     Args:
         buffer: started.
-        n_gates: that a token passes, from the first; what comes behind them belongs to next-token layers.
+        n_gates: that a token passes, from the first; what comes behind them belongs to
+            next-token layers.
         n_used: experts for each token.
     """
 
@@ -40,11 +44,13 @@ class TokenExperts(Observer):
         self._rows: dict[int, int] = {}  # of each token
         self._tokens = [-1] * MOST_TOKENS  # of each row
         self._next = 0  # row
-        self._batches: deque[tuple[int, np.ndarray]] = deque()  # when each began, and its tokens' rows
+        # when each began, and its tokens' rows
+        self._batches: deque[tuple[int, np.ndarray]] = deque()
         self._first = self._n = 0  # of its tokens, those of the events that come
         self._expected = np.zeros((n_gates, n_experts), bool)  # absent when they were expected
         self._n_expected, self._n_useful = np.zeros(n_gates), np.zeros(n_gates)
-        self._drafted, self._n_drafted = 0, 0  # when a draft began, and how many tokens it has so far
+        # when a draft began, and how many tokens it has so far
+        self._drafted, self._n_drafted = 0, 0
         self._draft_ns = self._slice_ns = 0.0  # of a token and a slice, in the mean
         self._seen = (0, 0)  # disk_busy_ns, reads
 
@@ -79,12 +85,16 @@ class TokenExperts(Observer):
         expected = self._expected[gate]
         if event.decode and expected.any():
             self._n_expected[gate] = _FORGET * self._n_expected[gate] + expected.sum()
-            self._n_useful[gate] = _FORGET * self._n_useful[gate] + expected[np.unique(event.ids)].sum()
+            self._n_useful[gate] = (
+                _FORGET * self._n_useful[gate] + expected[np.unique(event.ids)].sum()
+            )
         expected[:] = False
         self._experts[rows, gate, : event.ids.shape[1]] = event.ids[:, : self._n_used]
 
     def expect(self, token: int) -> None:
-        """The next batch will have it, if only as a draft. From the thread that computes, before the token behind it is guessed."""
+        """The next batch will have it, if only as a draft. From the thread that
+        computes, before the token behind it is guessed.
+        """
         now = time.monotonic_ns()
         if not self._n_drafted:
             self._drafted = now
@@ -105,7 +115,9 @@ class TokenExperts(Observer):
         pays = self._n_useful + _PRIOR / 2 >= MIN_USEFUL_SHARE * (self._n_expected + _PRIOR)
         for gate in np.unique(gates[pays[gates]]).tolist():
             if left > 0:
-                left -= self._buffer.prefetch(gate, np.flatnonzero(chosen[gate]).tolist(), limit=left)
+                left -= self._buffer.prefetch(
+                    gate, np.flatnonzero(chosen[gate]).tolist(), limit=left
+                )
 
 
 def _mean(mean: float, new: float) -> float:

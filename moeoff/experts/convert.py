@@ -35,7 +35,18 @@ from ..system.files import StrPath, publish, read_file, require_new
 from ..system.machine import n_cores
 from ..system.memory import available, format_size
 from ..system.signals import handling
-from .sidecar import ALIGNMENT, AUTO, FORMAT_VERSION, Hasher, hash64, hash_range, seal, sidecar_path, slice_name, source_sample
+from .sidecar import (
+    ALIGNMENT,
+    AUTO,
+    FORMAT_VERSION,
+    Hasher,
+    hash64,
+    hash_range,
+    seal,
+    sidecar_path,
+    slice_name,
+    source_sample,
+)
 from .tiers import Tier, read_plan
 
 _PIECE_VALUES = 1 << 20  # values converted at once by a thread, 4 MiB as floats
@@ -113,10 +124,18 @@ def convert(
     if not dry_run:
         with handling(signal.SIGTERM, signal.default_int_handler):  # clean up as for Ctrl-C
             builder.write(out, threads, force, resume, progress)
-    tier_bytes = {tier.name: sum(builder.tensors[job.targets[i]].n_bytes for job in builder.jobs) for i, tier in enumerate(made)}
+    tier_bytes = {
+        tier.name: sum(builder.tensors[job.targets[i]].n_bytes for job in builder.jobs)
+        for i, tier in enumerate(made)
+    }
     n_experts = sum(max(span.shape[2] for span in spans) for spans in model_index.gates)
-    lines = [f"{type} cannot hold rows of {n_cols}: {other} instead, in {count} slices" for (type, other, n_cols), count in builder.fallbacks.items()]
-    return Conversion(out, tier_bytes, builder.n_bytes, n_experts, time.monotonic() - started, tuple(lines))
+    lines = [
+        f"{type} cannot hold rows of {n_cols}: {other} instead, in {count} slices"
+        for (type, other, n_cols), count in builder.fallbacks.items()
+    ]
+    return Conversion(
+        out, tier_bytes, builder.n_bytes, n_experts, time.monotonic() - started, tuple(lines)
+    )
 
 
 @dataclass(frozen=True)
@@ -136,13 +155,23 @@ class _Builder:
     """
 
     def __init__(self, model_index: ModelIndex, tiers: list[Tier], imatrix: Imatrix | None):
-        self.model_index, self._tiers, self._imatrix, self._sample = model_index, tiers, imatrix, source_sample(model_index)
+        self.model_index, self._tiers, self._imatrix, self._sample = (
+            model_index,
+            tiers,
+            imatrix,
+            source_sample(model_index),
+        )
         self.tensors: list[Tensor] = []
         self.jobs: list[_Job] = []
         # slices by (requested type, type, row length)
         self.fallbacks = Counter[tuple[str, str, int]]()
         for spans in model_index.gates:  # all of a tier, then by expert: matrices are adjacent
-            slices = [(span, expert) for expert in range(max(span.shape[2] for span in spans)) for span in spans if expert < span.shape[2]]
+            slices = [
+                (span, expert)
+                for expert in range(max(span.shape[2] for span in spans))
+                for span in spans
+                if expert < span.shape[2]
+            ]
             targets = [[self._add(tier, span, expert) for span, expert in slices] for tier in tiers]
             for (span, expert), *of_tiers in zip(slices, *targets):
                 self.jobs.append(_Job(span, expert, tuple(of_tiers)))
@@ -156,12 +185,22 @@ class _Builder:
         requested, type = tier.requested(span, expert), tier.type(span, expert)
         if type != span.type:
             if not is_written(type):
-                raise OptionError(f"experts cannot be stored as {type_name(type)}: ggml does not quantize to it")
-            if needs_imatrix(type) and (self._imatrix is None or span.name not in self._imatrix.values):
-                raise OptionError(f"{type_name(type)} needs an importance matrix with {span.name}, or another type", hint={"imatrix": ...})
+                raise OptionError(
+                    f"experts cannot be stored as {type_name(type)}: ggml does not quantize to it"
+                )
+            if needs_imatrix(type) and (
+                self._imatrix is None or span.name not in self._imatrix.values
+            ):
+                raise OptionError(
+                    f"{type_name(type)} needs an importance matrix with {span.name}, or another"
+                    " type",
+                    hint={"imatrix": ...},
+                )
         if type != requested:
             self.fallbacks[type_name(requested), type_name(type), span.shape[0]] += 1
-        self.tensors.append(Tensor(slice_name(span.name, expert, tier.name), (span.shape[1], span.shape[0]), type))
+        self.tensors.append(
+            Tensor(slice_name(span.name, expert, tier.name), (span.shape[1], span.shape[0]), type)
+        )
         return len(self.tensors) - 1
 
     def _header(self, hashes: list[int], source_hashes: list[int]) -> bytes:
@@ -191,8 +230,15 @@ class _Builder:
         folder, name = os.path.split(os.path.abspath(out))
         try:
             with _PartialFile(os.path.join(folder, f".{name}.part"), resume) as file:
-                entries = file.resume(self._fingerprint, len(self._tiers), self._ranges, threads) if resume else {}
-                missing, free = self.n_bytes - os.fstat(file.fd).st_blocks * 512, shutil.disk_usage(folder).free
+                entries = (
+                    file.resume(self._fingerprint, len(self._tiers), self._ranges, threads)
+                    if resume
+                    else {}
+                )
+                missing, free = (
+                    self.n_bytes - os.fstat(file.fd).st_blocks * 512,
+                    shutil.disk_usage(folder).free,
+                )
                 if missing > free:
                     needs = f"needs {format_size(missing)}, but {format_size(free)} are free"
                     raise OptionError(f"{out}: {needs}: make room", hint={"output": ...})
@@ -201,8 +247,15 @@ class _Builder:
                     file.begin_journal(self._fingerprint, entries)
                 self._run(file, entries, threads, progress)
                 self.model_index.check_unchanged()
-                hashes = {target: value for index, (_, *values) in entries.items() for target, value in zip(self.jobs[index].targets, values)}
-                header = self._header([hashes[i] for i in range(len(self.tensors))], [entries[i][0] for i in range(len(self.jobs))])
+                hashes = {
+                    target: value
+                    for index, (_, *values) in entries.items()
+                    for target, value in zip(self.jobs[index].targets, values)
+                }
+                header = self._header(
+                    [hashes[i] for i in range(len(self.tensors))],
+                    [entries[i][0] for i in range(len(self.jobs))],
+                )
                 _write(file.fd, header, 0)
                 file.publish(out)
         except OSError as error:
@@ -221,7 +274,10 @@ class _Builder:
     ) -> None:
         """Run the jobs missing in `entries`; add hashes of their source and targets."""
         stop = threading.Event()
-        n_bytes, total = sum(self.jobs[index].span.slice_bytes for index in entries), sum(job.span.slice_bytes for job in self.jobs)
+        n_bytes, total = (
+            sum(self.jobs[index].span.slice_bytes for index in entries),
+            sum(job.span.slice_bytes for job in self.jobs),
+        )
         if progress:
             progress(n_bytes, total)
         with ModelBytes(self.model_index.files) as sources, ThreadPoolExecutor(threads) as pool:
@@ -246,7 +302,11 @@ class _Builder:
         n_rows, n_cols = span.shape[1], span.shape[0]
         source_row = row_bytes(span.type, n_cols)
         tensors = [self.tensors[i] for i in job.targets]
-        weights = self._imatrix.columns(span.name, job.expert, span.shape[2], n_cols) if self._imatrix else None
+        weights = (
+            self._imatrix.columns(span.name, job.expert, span.shape[2], n_cols)
+            if self._imatrix
+            else None
+        )
         copies = all(tensor.type == span.type for tensor in tensors)
         step = max(1, _PIECE_BYTES // source_row if copies else _PIECE_VALUES // n_cols)
         source = Hasher()
@@ -255,7 +315,10 @@ class _Builder:
             if stop.is_set():
                 raise Cancelled("the conversion was stopped")
             rows = min(step, n_rows - row)
-            data = np.frombuffer(sources.read(span.file, begin + row * source_row, rows * source_row, span.name), np.uint8)
+            data = np.frombuffer(
+                sources.read(span.file, begin + row * source_row, rows * source_row, span.name),
+                np.uint8,
+            )
             source.update(data)
             values = None
             for tensor, target, hasher in zip(tensors, job.targets, hashers):
@@ -266,10 +329,17 @@ class _Builder:
                     try:
                         # An expert that was never routed has no weights; some types
                         # need any.
-                        columns = np.ones(n_cols, np.float32) if weights is None and needs_imatrix(tensor.type) else weights
+                        columns = (
+                            np.ones(n_cols, np.float32)
+                            if weights is None and needs_imatrix(tensor.type)
+                            else weights
+                        )
                         piece = quantize(values, tensor.type, columns)
                     except ModelError as error:
-                        raise ModelError(f"{self.model_index.files[span.file]}: expert {job.expert} of {span.name}: {error}") from None
+                        raise ModelError(
+                            f"{self.model_index.files[span.file]}: expert {job.expert} of"
+                            f" {span.name}: {error}"
+                        ) from None
                     hasher.update(piece)
                 _write(out, piece, self._offsets[target] + row * row_bytes(tensor.type, n_cols))
         return tuple(hasher.value() for hasher in [source, *hashers])
@@ -370,9 +440,16 @@ class _PartialFile:
         def holds(item: tuple[int, _Hashes]) -> bool:
             index, (_, *values) = item
             try:
-                return all(hash_range(files, 0, *place, self.path) == value for place, value in zip(ranges(index), values))
+                return all(
+                    hash_range(files, 0, *place, self.path) == value
+                    for place, value in zip(ranges(index), values)
+                )
             except (IndexError, ModelError):  # unknown job, or beyond the file's end
                 return False
 
         with ModelBytes((self.path,)) as files, ThreadPoolExecutor(threads) as pool:
-            return {index: values for (index, values), good in zip(claimed.items(), pool.map(holds, claimed.items())) if good}
+            return {
+                index: values
+                for (index, values), good in zip(claimed.items(), pool.map(holds, claimed.items()))
+                if good
+            }

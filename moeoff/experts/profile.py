@@ -92,7 +92,9 @@ class Profile:
         return self._sections.get(name)
 
     @classmethod
-    def find(cls, model_index: ModelIndex, only: Collection[str] | None = None, room: int | None = None) -> Profile | None:
+    def find(
+        cls, model_index: ModelIndex, only: Collection[str] | None = None, room: int | None = None
+    ) -> Profile | None:
         """Call `read` on the default path or else the one in the cache, if any."""
         path = profile_path(model_index.files[0])
         if not os.path.exists(path):
@@ -166,11 +168,20 @@ class Profile:
         """
         path = os.fspath(path)
         old = cls.read(path, model_index) if os.path.exists(path) else cls(path, {}, {})
-        arrays = {f"{section}/{name}": np.asarray(array) for section, named in (old._sections | dict(sections)).items() for name, array in named.items()}
+        arrays = {
+            f"{section}/{name}": np.asarray(array)
+            for section, named in (old._sections | dict(sections)).items()
+            for name, array in named.items()
+        }
         if any(array.dtype.kind not in "biufU" for array in arrays.values()):
             raise TypeError("expected arrays of numbers")
         info = old.info | (info or {})
-        header = {"version": VERSION, "source": source_sample(model_index), "model": os.path.basename(model_index.files[0]), "info": info}
+        header = {
+            "version": VERSION,
+            "source": source_sample(model_index),
+            "model": os.path.basename(model_index.files[0]),
+            "info": info,
+        }
         raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
         with atomic_file(path) as file:
             np.savez_compressed(file, **{_HEADER: raw, **arrays})  # type: ignore[arg-type]

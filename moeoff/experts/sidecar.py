@@ -105,7 +105,14 @@ def source_sample(model_index: ModelIndex) -> int:
         for i, span in enumerate(sorted(model_index.experts.values(), key=lambda span: span.name)):
             parts.append(f"{span.name} {span.type} {span.shape};".encode())
             for expert in (i % span.shape[2], (7 * i + 3) % span.shape[2]):
-                parts.append(files.read(span.file, span.offset + expert * span.slice_bytes, min(_SAMPLE, span.slice_bytes), span.name))
+                parts.append(
+                    files.read(
+                        span.file,
+                        span.offset + expert * span.slice_bytes,
+                        min(_SAMPLE, span.slice_bytes),
+                        span.name,
+                    )
+                )
     return hash64(b"".join(parts))
 
 
@@ -169,8 +176,12 @@ class Sidecar:
                 key = parse_slice_name(name)
                 if key is None or key[2] not in self.tiers or len(tensor.shape) != 2:
                     raise self._invalid(f"{name} is no slice of an expert")
-                self.slices[key] = Slice(file.offset(name), tensor.n_bytes, tensor.type, tensor.shape, value)
-            self.source_hashes = dict(zip(dict.fromkeys(key[:2] for key in self.slices), source_hashes))
+                self.slices[key] = Slice(
+                    file.offset(name), tensor.n_bytes, tensor.type, tensor.shape, value
+                )
+            self.source_hashes = dict(
+                zip(dict.fromkeys(key[:2] for key in self.slices), source_hashes)
+            )
 
     def _invalid(self, what: str) -> ModelError:
         return ModelError(f"{self.path}: {what}: convert the model again")
@@ -208,7 +219,11 @@ class Sidecar:
         """Yield a tensor's slices in a tier. Raises ModelError if one does not fit."""
         for expert in range(span.shape[2]):
             s = self.slices.get((span.name, expert, tier))
-            if s is None or s.shape != (span.shape[1], span.shape[0]) or s.nbytes != span.shape[1] * row_bytes(s.type, span.shape[0]):
+            if (
+                s is None
+                or s.shape != (span.shape[1], span.shape[0])
+                or s.nbytes != span.shape[1] * row_bytes(s.type, span.shape[0])
+            ):
                 raise self._invalid(f"no expert {expert} of {span.name} in tier {tier}")
             yield s
 
@@ -228,7 +243,10 @@ class CompositeSidecar(Sidecar):
 
     def sources(self, span: TensorSpan, tier: str) -> Iterator[Slice]:
         where = parse_tensor_name(span.name)
-        chosen = [self._default if where.chunk else self._others.get((where.layer, e), self._default) for e in range(span.shape[2])]
+        chosen = [
+            self._default if where.chunk else self._others.get((where.layer, e), self._default)
+            for e in range(span.shape[2])
+        ]
         by_tier = {name: list(self._sidecar.sources(span, name)) for name in set(chosen)}
         return (by_tier[name][expert] for expert, name in enumerate(chosen))
 
@@ -250,7 +268,9 @@ class ExpertSource:
     @property
     def repacked(self) -> Sidecar | None:
         """The sidecar, if experts are read from it."""
-        return self.sidecar if self.sidecar is not None and self.tier in self.sidecar.tiers else None
+        return (
+            self.sidecar if self.sidecar is not None and self.tier in self.sidecar.tiers else None
+        )
 
     def low(self, tier: str, model_index: ModelIndex) -> ExpertSource:
         """Return the source of low versions; this is the source of high ones.
@@ -266,7 +286,9 @@ class ExpertSource:
             raise OptionError(f"low precision ({tier}) needs a sidecar{advice}")
         name = self.sidecar.tier(tier)
         if name is None or name in (self.tier, ORIGINAL):
-            others = ", ".join(t for t in self.sidecar.tiers if t not in (self.tier, ORIGINAL)) or "none"
+            others = (
+                ", ".join(t for t in self.sidecar.tiers if t not in (self.tier, ORIGINAL)) or "none"
+            )
             why = f"no tier {tier} below {self.tier}; there are: {others}"
             advice = _advice(model_index, self.sidecar, tier)
             raise OptionError(f"{self.sidecar.path}: {why}{advice}")
@@ -274,9 +296,13 @@ class ExpertSource:
 
     @classmethod
     def make(
-        cls, model_index: ModelIndex, experts: Sidecar | str | os.PathLike[str] | bool = "auto", tier: str | None = None, verify: bool = False,
+        cls,
+        model_index: ModelIndex,
+        experts: Sidecar | str | os.PathLike[str] | bool = "auto",
+        tier: str | None = None,
+        verify: bool = False,
         low_tier: str | None = None,
-    ) -> ExpertSource:  # fmt: skip
+    ) -> ExpertSource:
         """Find the sidecar and check that it belongs to the model.
 
         Args:
@@ -295,14 +321,26 @@ class ExpertSource:
         chosen = experts if not automatic else default if os.path.exists(default) else None
         if isinstance(chosen, bool) or not chosen:
             if tier not in (None, ORIGINAL) or verify:
-                what, tier = ("`verify_reads`", ORIGINAL) if tier in (None, ORIGINAL) else (f"tier {tier}", tier)
+                what, tier = (
+                    ("`verify_reads`", ORIGINAL)
+                    if tier in (None, ORIGINAL)
+                    else (f"tier {tier}", tier)
+                )
                 advice = _advice(model_index, None, tier, low_tier)
                 raise OptionError(f"{what} needs a sidecar{advice}")
             return cls()
-        sidecar = chosen if isinstance(chosen, Sidecar) else Sidecar(chosen, MOST_TIERS * sum(span.shape[2] for span in model_index.experts.values()))
+        sidecar = (
+            chosen
+            if isinstance(chosen, Sidecar)
+            else Sidecar(
+                chosen, MOST_TIERS * sum(span.shape[2] for span in model_index.experts.values())
+            )
+        )
         sidecar.check_belongs(model_index)
         if tier is None and not automatic and ORIGINAL not in sidecar.tiers:
-            raise OptionError(f"{sidecar.path}: holds lower precision only", hint={"tier": sidecar.tiers[0]})
+            raise OptionError(
+                f"{sidecar.path}: holds lower precision only", hint={"tier": sidecar.tiers[0]}
+            )
         name = ORIGINAL if tier is None or tier.lower() == ORIGINAL else sidecar.tier(tier)
         if name is None:
             names = ", ".join(dict.fromkeys([*sidecar.tiers, ORIGINAL]))
@@ -313,7 +351,9 @@ class ExpertSource:
 
 def _has_int4(model_index: ModelIndex) -> bool:
     """Return True if the model's experts have at most five bits per weight."""
-    return 8 * model_index.expert_bytes <= 5 * sum(math.prod(span.shape) for span in model_index.experts.values())
+    return 8 * model_index.expert_bytes <= 5 * sum(
+        math.prod(span.shape) for span in model_index.experts.values()
+    )
 
 
 def _advice(model_index: ModelIndex, sidecar: Sidecar | None, *asked: str | None) -> str:
@@ -329,7 +369,10 @@ def _advice(model_index: ModelIndex, sidecar: Sidecar | None, *asked: str | None
     if BITS not in tiers:
         return f"; {shlex.join([*convert, *others])} makes one"
     plan = model.removesuffix(".gguf") + ".bits.json"
-    return f"; {shlex.join(['moeoff', 'calibrate', '-m', model, '--bits-plan'])}, and then {shlex.join([*convert, '--bits', plan, *others])} make one"
+    return (
+        f"; {shlex.join(['moeoff', 'calibrate', '-m', model, '--bits-plan'])}, and then"
+        f" {shlex.join([*convert, '--bits', plan, *others])} make one"
+    )
 
 
 def _is_convertible(tier: str) -> bool:
@@ -341,7 +384,10 @@ def _is_convertible(tier: str) -> bool:
 def relative_bytes(model_index: ModelIndex, sidecar: Sidecar, tier: str) -> float:
     """Return the experts' bytes in a tier relative to their bytes in the model."""
     name = sidecar.tier(tier) or tier
-    return sum(s.nbytes for span in model_index.experts.values() for s in sidecar.sources(span, name)) / model_index.expert_bytes
+    return (
+        sum(s.nbytes for span in model_index.experts.values() for s in sidecar.sources(span, name))
+        / model_index.expert_bytes
+    )
 
 
 def low_cost(model_index: ModelIndex) -> float | None:

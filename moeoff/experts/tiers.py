@@ -69,7 +69,9 @@ class Tier:
                 try:
                     name = type_name(type_from_name(name))
                 except ModelError as error:
-                    raise OptionError(f"no tier {name!r}: give original, auto, or a ggml type ({error})") from None
+                    raise OptionError(
+                        f"no tier {name!r}: give original, auto, or a ggml type ({error})"
+                    ) from None
             tiers.append(cls(name))
         if len({tier.name for tier in tiers}) != len(tiers):
             raise OptionError(f"a tier is given twice: {','.join(tier.name for tier in tiers)}")
@@ -84,7 +86,11 @@ class Tier:
         if self.name != BITS:
             return type_from_name(self.name)
         where = parse_tensor_name(span.name)
-        keys = [(where.layer, None), (None, None)] if where.chunk else [(where.layer, expert), (where.layer, None), (None, None)]
+        keys = (
+            [(where.layer, None), (None, None)]
+            if where.chunk
+            else [(where.layer, expert), (where.layer, None), (None, None)]
+        )
         type = next((self.plan[key] for key in keys if key in self.plan), None)
         return span.type if type is None else type
 
@@ -92,7 +98,11 @@ class Tier:
         """Return an expert's type; experts of the source's type are copied."""
         type = nearest(self.requested(span, expert), span.shape[0])
         # "auto" only makes experts smaller
-        return span.type if self.name == AUTO and bits_per_weight(type) >= bits_per_weight(span.type) else type
+        return (
+            span.type
+            if self.name == AUTO and bits_per_weight(type) >= bits_per_weight(span.type)
+            else type
+        )
 
 
 def read_plan(path: str | os.PathLike[str], experts: dict[str, TensorSpan]) -> Tier:
@@ -127,9 +137,17 @@ def read_plan(path: str | os.PathLike[str], experts: dict[str, TensorSpan]) -> T
         fail(f"cannot be read: {error.strerror}")
     except (ValueError, RecursionError) as error:
         fail(f"not JSON: {error}")
-    if not isinstance(data, dict) or not isinstance(data.get("layers", {}), dict) or set(data) - {"default", "layers"}:
+    if (
+        not isinstance(data, dict)
+        or not isinstance(data.get("layers", {}), dict)
+        or set(data) - {"default", "layers"}
+    ):
         fail('expected {"default": TYPE, "layers": {LAYER: TYPE or {EXPERT: TYPE}}}')
-    counts = {str(role.layer): span.shape[2] for span in experts.values() if not (role := parse_tensor_name(span.name)).chunk}
+    counts = {
+        str(role.layer): span.shape[2]
+        for span in experts.values()
+        if not (role := parse_tensor_name(span.name)).chunk
+    }
     plan: dict[tuple[int | None, int | None], int | None] = {}
     if "default" in data:
         plan[None, None] = type_of(data["default"], "default")

@@ -31,7 +31,12 @@ class Verification:
     model: str | None
 
 
-def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, progress: Callable[[int, int], None] | None = None) -> Verification:
+def verify(
+    file: str | os.PathLike[str],
+    *,
+    model: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verification:
     """Read a sidecar and the experts of its model and compare their hashes.
 
     Args:
@@ -45,7 +50,9 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
     if model is None:
         source = os.path.join(os.path.dirname(sidecar.path), sidecar.source_name)
         model = source if os.path.exists(source) else None
-    ranges = {slice_name(*key): (0, s.offset, s.nbytes, s.hash) for key, s in sidecar.slices.items()}
+    ranges = {
+        slice_name(*key): (0, s.offset, s.nbytes, s.hash) for key, s in sidecar.slices.items()
+    }
     paths = [sidecar.path]
     if model is not None:
         model_index = ModelIndex.read(model)
@@ -55,8 +62,16 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
             for expert in range(span.shape[2]):
                 value = sidecar.source_hashes.get((span.name, expert))
                 if value is None:
-                    raise ModelError(f"{sidecar.path}: has no expert {expert} of {span.name}: convert the model again")
-                ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * span.slice_bytes, span.slice_bytes, value)
+                    raise ModelError(
+                        f"{sidecar.path}: has no expert {expert} of {span.name}: convert the model"
+                        " again"
+                    )
+                ranges[f"{span.name}, expert {expert}"] = (
+                    1 + span.file,
+                    span.offset + expert * span.slice_bytes,
+                    span.slice_bytes,
+                    value,
+                )
     damaged: list[tuple[str, int]] = []  # slices and files
     n, total = 0, sum(nbytes for _, _, nbytes, _ in ranges.values())
     with ModelBytes(paths) as files, ThreadPoolExecutor(n_cores()) as pool:
@@ -80,4 +95,10 @@ def verify(file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None
             why = f"{model}: not the model that {sidecar.path} was made of: {names} changed since"
         raise ModelError(f"{why}; convert the model again")
     n_bytes = sum(s.nbytes for s in sidecar.slices.values())
-    return Verification(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, None if model is None else os.fspath(model))
+    return Verification(
+        sidecar.path,
+        tuple(sidecar.tiers),
+        len(sidecar.slices),
+        n_bytes,
+        None if model is None else os.fspath(model),
+    )

@@ -31,7 +31,19 @@ from .quantize import dequantize, row_bytes, type_name
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # of identical layout; version 1 has 32-bit counts and is obsolete
 UINT32, STRING, ARRAY = 4, 8, 9  # gguf.GGUFValueType
-FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+FORMATS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 # maximum length of std::to_string for each type, plus ", "
 _TEXT_LENGTHS = {0: 5, 1: 6, 2: 7, 3: 8, 4: 12, 5: 13, 6: 49, 7: 7, 10: 22, 11: 22, 12: 319}
 DEFAULT_ALIGNMENT = 32
@@ -132,7 +144,14 @@ class FileState:
     @classmethod
     def of(cls, status: os.stat_result) -> FileState:
         attributes = (status.st_mode, status.st_uid, status.st_gid, status.st_nlink)
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, attributes)
+        return cls(
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            attributes,
+        )
 
     def is_same(self, now: FileState | None) -> bool:
         """Return True if `now` describes the same content, and adopt its attributes.
@@ -163,8 +182,14 @@ def require_unchanged(states: Mapping[str, FileState]) -> None:
     """
     for path, state in states.items():
         now = FileState.read(path)
-        if now is not None and (now.device, now.inode) == (state.device, state.inode) and not state.is_same(now):
-            raise ModelError(f"{path}: the file was changed while the model was in use: load it again")
+        if (
+            now is not None
+            and (now.device, now.inode) == (state.device, state.inode)
+            and not state.is_same(now)
+        ):
+            raise ModelError(
+                f"{path}: the file was changed while the model was in use: load it again"
+            )
 
 
 def read_range(fd: int, path: StrPath, offset: int, nbytes: int, what: str) -> bytearray:
@@ -244,7 +269,9 @@ class ModelFile(Closing):
             if isinstance(error, ModelError):
                 raise
             why = error if isinstance(error, _DamagedHeader) else "it is cut short"
-            raise ModelError(f"{path}: the GGUF header is damaged: {why}; download or copy it again") from None
+            raise ModelError(
+                f"{path}: the GGUF header is damaged: {why}; download or copy it again"
+            ) from None
 
     def close(self) -> None:
         """Close the file. Metadata and tensor infos stay available."""
@@ -269,7 +296,9 @@ class ModelFile(Closing):
         start, stop, _ = slice(start, stop).indices(n_rows)
         size = tensor.n_bytes // n_rows if n_rows else 0
         n_rows = max(stop - start, 0)
-        flat = read_range(self._file.fileno(), self.path, self._offsets[name] + start * size, n_rows * size, name)
+        flat = read_range(
+            self._file.fileno(), self.path, self._offsets[name] + start * size, n_rows * size, name
+        )
         return np.frombuffer(flat, np.uint8).reshape(n_rows, size)
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -283,13 +312,21 @@ class ModelFile(Closing):
         if end > self.state.size:
             raise _DamagedHeader("it is cut short")
         if end > _LONGEST_HEADER:
-            raise _DamagedHeader(f"it is longer than {format_size(_LONGEST_HEADER)}, which no vocabulary takes")
+            raise _DamagedHeader(
+                f"it is longer than {format_size(_LONGEST_HEADER)}, which no vocabulary takes"
+            )
         if end <= self._begin + len(self._head):
             return
         del self._head[: keep - self._begin]
         self._begin = keep
         start = keep + len(self._head)
-        self._head += read_range(self._file.fileno(), self.path, start, min(max(end - start, _HEADER_PIECE), self.state.size - start), "the header")
+        self._head += read_range(
+            self._file.fileno(),
+            self.path,
+            start,
+            min(max(end - start, _HEADER_PIECE), self.state.size - start),
+            "the header",
+        )
 
     def _read_header(self) -> None:
         self._offset = 0
@@ -318,7 +355,9 @@ class ModelFile(Closing):
         for _ in range(n_tensors):
             tensor, offset = self._read_tensor()
             if offset != end:
-                raise _DamagedHeader(f"tensor {tensor.name!r} begins at {offset} of the data, expected {end}")
+                raise _DamagedHeader(
+                    f"tensor {tensor.name!r} begins at {offset} of the data, expected {end}"
+                )
             self.tensors[tensor.name], self._offsets[tensor.name] = tensor, offset
             end += tensor.n_bytes + -tensor.n_bytes % self.alignment
         self.data_start = self._offset + -self._offset % self.alignment
@@ -345,10 +384,14 @@ class ModelFile(Closing):
         """Return the next tensor and its offset relative to data_start."""
         name = self._string()
         if len(name.encode("utf-8", "surrogateescape")) >= _NAME_LIMIT or name in self.tensors:
-            raise _DamagedHeader(f"the tensor name {name!r} is there twice, or longer than {_NAME_LIMIT - 1} bytes")
+            raise _DamagedHeader(
+                f"the tensor name {name!r} is there twice, or longer than {_NAME_LIMIT - 1} bytes"
+            )
         (n_dims,) = self._take("I")
         if n_dims > _MAX_DIMS:
-            raise _DamagedHeader(f"tensor {name!r} has {n_dims} dimensions, expected at most {_MAX_DIMS}")
+            raise _DamagedHeader(
+                f"tensor {name!r} has {n_dims} dimensions, expected at most {_MAX_DIMS}"
+            )
         *dims, type, offset = self._take(f"{n_dims}qiQ")
         if any(n < 0 for n in dims) or any(n > _INT64_MAX for n in accumulate(dims, operator.mul)):
             raise _DamagedHeader(f"tensor {name!r} has the shape {dims}")
@@ -387,7 +430,13 @@ class ModelFile(Closing):
             self.written = max(self.written, n * _TEXT_LENGTHS[code])
         elif code == STRING:  # inlined for vocabularies of hundreds of thousands of tokens
             self.n_strings += n
-            offset, length, data, begin, end = self._offset, struct.Struct("<Q").unpack_from, self._head, self._begin, self._begin + len(self._head)
+            offset, length, data, begin, end = (
+                self._offset,
+                struct.Struct("<Q").unpack_from,
+                self._head,
+                self._begin,
+                self._begin + len(self._head),
+            )
             for _ in range(n):
                 if offset + 8 > end:
                     self._require(offset + 8, start if offset + 8 - start <= longest else offset)

@@ -17,7 +17,9 @@ from .model_index import SplitName
 
 DEFAULT_QUANT = "Q4_K_M"
 
-_QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?=[-./]|$)", re.IGNORECASE)
+_QUANT = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?=[-./]|$)", re.IGNORECASE
+)
 
 
 def parse(spec: str) -> tuple[str, str | None]:
@@ -36,10 +38,21 @@ def quant_of(file: str) -> str | None:
 
 def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
     """Choose the files to fetch, the one to load first. Raises ModelError."""
-    models = sorted(f for f in files if f.lower().endswith(".gguf") and not re.search("mmproj|imatrix", os.path.basename(f).lower()))
+    models = sorted(
+        f
+        for f in files
+        if f.lower().endswith(".gguf")
+        and not re.search("mmproj|imatrix", os.path.basename(f).lower())
+    )
     if not models:
         raise ModelError("the repository has no GGUF file")
-    of_quant = [f for f in models if re.search(rf"(?:^|[-._/]){re.escape(quant or DEFAULT_QUANT)}(?=[-./]|$)", f, re.IGNORECASE)]
+    of_quant = [
+        f
+        for f in models
+        if re.search(
+            rf"(?:^|[-._/]){re.escape(quant or DEFAULT_QUANT)}(?=[-./]|$)", f, re.IGNORECASE
+        )
+    ]
     if not of_quant and quant:
         quants = sorted({name for f in models if (name := quant_of(f))})
         raise ModelError(f"the repository has no {quant}; it has {', '.join(quants or models)}")
@@ -49,7 +62,9 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
         return [first]
     parts = [part for part in split.parts if part in models]
     if len(parts) != split.count:
-        raise ModelError(f"the repository has {len(parts)} of the {split.count} parts of {split.stem}")
+        raise ModelError(
+            f"the repository has {len(parts)} of the {split.count} parts of {split.stem}"
+        )
     return parts
 
 
@@ -68,7 +83,10 @@ def download(spec: str) -> str:
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # logs retries
     try:
         # list_repo_files retries for half a minute without a network
-        files = [sibling.rfilename for sibling in huggingface_hub.HfApi().model_info(repo, timeout=10).siblings or ()]
+        files = [
+            sibling.rfilename
+            for sibling in huggingface_hub.HfApi().model_info(repo, timeout=10).siblings or ()
+        ]
     except Exception as error:  # its type depends on version and transport
         return _cached(huggingface_hub, repo, quant, error)
     try:

@@ -41,7 +41,9 @@ class Imatrix:
         except (struct.error, ValueError) as error:
             raise ModelError(f"{path}: not an importance matrix, or damaged: {error}") from None
         if not values or not all(np.isfinite(v).all() and (v >= 0).all() for v in values.values()):
-            raise ModelError(f"{path}: not an importance matrix, or damaged: no values, or some are not finite")
+            raise ModelError(
+                f"{path}: not an importance matrix, or damaged: no values, or some are not finite"
+            )
         return cls(path, values)
 
     def columns(self, name: str, expert: int, n_expert: int, n_cols: int) -> np.ndarray | None:
@@ -65,7 +67,12 @@ def _read_gguf(path: str) -> dict[str, np.ndarray]:
             if not name.endswith(".in_sum2"):
                 continue
             base = name.removesuffix(".in_sum2")
-            sums, counts = file.rows(name), file.rows(f"{base}.counts").reshape(-1, 1) if f"{base}.counts" in file.tensors else None
+            sums, counts = (
+                file.rows(name),
+                file.rows(f"{base}.counts").reshape(-1, 1)
+                if f"{base}.counts" in file.tensors
+                else None,
+            )
             if counts is None or len(counts) not in (1, len(sums)):
                 raise ValueError(f"no counts for {base}")
             with np.errstate(all="ignore"):  # the caller refuses values that are not finite
@@ -86,6 +93,8 @@ def _read_binary(path: str) -> dict[str, np.ndarray]:
         if n_values < 0:  # would move the offset backwards
             raise ValueError(f"{n_values} values")
         offset += 12 + size
-        out[name] = (np.frombuffer(data, "<f4", n_values, offset) / max(n_calls, 1)).astype(np.float32)[None]
+        out[name] = (np.frombuffer(data, "<f4", n_values, offset) / max(n_calls, 1)).astype(
+            np.float32
+        )[None]
         offset += 4 * n_values
     return out

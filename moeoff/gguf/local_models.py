@@ -1,6 +1,8 @@
-"""Models that are on this machine already: files that other programs have downloaded. Nothing is written.
+"""Models that are on this machine already: files that other programs have downloaded.
+Nothing is written.
 
-Hugging Face's cache, llama.cpp's, Ollama's store, LM Studio's folder, and the folders in `MOEOFF_MODELS`.
+Hugging Face's cache, llama.cpp's, Ollama's store, LM Studio's folder, and the folders
+in `MOEOFF_MODELS`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class LocalModel:
     """A GGUF file.
 
     Attributes:
-        name: as the program that downloaded it names it; unique parts of it are enough for `find`.
+        name: as the program that downloaded it names it; unique parts of it are enough
+            for `find`.
         path: of a split file the first part.
         place: whose folder it lies in.
     """
@@ -40,7 +43,9 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """Return the models that are found, each file once, sorted by name. Headers are not read."""
+    """Return the models that are found, each file once, sorted by name. Headers are not
+    read.
+    """
     home, cache = Path.home(), Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hugging_face = Path(os.environ.get("HF_HOME") or cache / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or hugging_face / "hub")
@@ -48,10 +53,18 @@ def local_models() -> list[LocalModel]:
     places: list[tuple[str, Path, Callable[[Path], Iterator[tuple[str, Path]]]]] = [
         ("Hugging Face", hub, _in_hub),
         ("llama.cpp", Path(os.environ.get("LLAMA_CACHE") or cache / "llama.cpp"), _in_folder),
-        *(("Ollama", folder, _in_ollama) for folder in ollama or [home / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]),
+        *(
+            ("Ollama", folder, _in_ollama)
+            for folder in ollama
+            or [home / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]
+        ),
         ("LM Studio", home / ".lmstudio/models", _in_folder),
         ("LM Studio", cache / "lm-studio/models", _in_folder),
-        *(("MOEOFF_MODELS", Path(folder), _in_folder) for folder in os.environ.get("MOEOFF_MODELS", "").split(os.pathsep) if folder),
+        *(
+            ("MOEOFF_MODELS", Path(folder), _in_folder)
+            for folder in os.environ.get("MOEOFF_MODELS", "").split(os.pathsep)
+            if folder
+        ),
     ]
     found: dict[str, LocalModel] = {}
     for place, folder, search in places:
@@ -61,7 +74,8 @@ def local_models() -> list[LocalModel]:
 
 
 def find(name: str) -> str:
-    """Return the path of the model with this name, or with it as a part of its name, in any case.
+    """Return the path of the model with this name, or with it as a part of its name, in
+    any case.
 
     Of several the one with routed experts is meant.
 

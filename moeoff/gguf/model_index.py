@@ -36,7 +36,9 @@ MATRICES = ("gate_up", "up", "gate", "down")  # order of the graph and of enum m
 EXPERT_PATTERN = r"^blk\.([0-9]+)\.ffn_(gate_up|up|gate|down)_(ch)?exps\.weight$"
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"  # tied if there is no output.weight
 # tables that graphs read with GET_ROWS only
-_ROW_TABLE = re.compile(r"token_embd\.weight|per_layer_token_embd\.weight|blk\.[0-9]+\.nextn\.embed_tokens\.weight")
+_ROW_TABLE = re.compile(
+    r"token_embd\.weight|per_layer_token_embd\.weight|blk\.[0-9]+\.nextn\.embed_tokens\.weight"
+)
 _EXPERTS = re.compile(EXPERT_PATTERN)
 # one tensor per expert, in files until April 2024
 SINGLE_EXPERT = re.compile(r"^(blk\.[0-9]+\.ffn_(?:gate|up|down))\.([0-9]+)\.weight$")
@@ -174,12 +176,18 @@ class ModelIndex:
     def experts_used(self, layer: int) -> int:
         """Return the number of experts per token in a layer."""
         used = self.hparams.get("expert_used_count")
-        return int(used[layer]) if isinstance(used, tuple) and layer < len(used) else self.n_expert_used
+        return (
+            int(used[layer])
+            if isinstance(used, tuple) and layer < len(used)
+            else self.n_expert_used
+        )
 
     @property
     def experts_per_token(self) -> int:
         """Number of experts a token uses, summed over all layers."""
-        return sum(self.experts_used(parse_tensor_name(spans[0].name).layer) for spans in self.gates)
+        return sum(
+            self.experts_used(parse_tensor_name(spans[0].name).layer) for spans in self.gates
+        )
 
     @property
     def dense_bytes(self) -> int:
@@ -191,7 +199,11 @@ class ModelIndex:
 
         A token embedding that is also the output matrix is not one of them.
         """
-        return {name: span for name, span in self.dense.items() if _ROW_TABLE.fullmatch(name) and (name != EMBEDDING or OUTPUT in self.dense)}
+        return {
+            name: span
+            for name, span in self.dense.items()
+            if _ROW_TABLE.fullmatch(name) and (name != EMBEDDING or OUTPUT in self.dense)
+        }
 
     @property
     def key_widths(self) -> set[int]:
@@ -253,10 +265,17 @@ class ModelIndex:
             return first
         name = SplitName.parse(path)
         if not name or name.count != n_parts:
-            raise ModelError(f"{path}: part of a model in {n_parts} files, but not named like NAME-00001-of-{n_parts:05d}.gguf")
+            raise ModelError(
+                f"{path}: part of a model in {n_parts} files, but not named like"
+                f" NAME-00001-of-{n_parts:05d}.gguf"
+            )
         if name.index != 1:
-            raise ModelError(f"{path}: part {name.index} of {n_parts}: give the first part, {name.part(1)}")
-        parts = [first] + [_read_file(part, index)[0] for index, part in enumerate(name.parts[1:], start=1)]
+            raise ModelError(
+                f"{path}: part {name.index} of {n_parts}: give the first part, {name.part(1)}"
+            )
+        parts = [first] + [
+            _read_file(part, index)[0] for index, part in enumerate(name.parts[1:], start=1)
+        ]
         return replace(
             first,
             files=tuple(name.parts),
@@ -269,7 +288,11 @@ class ModelIndex:
     @property
     def n_nextn(self) -> int:
         """Number of next-token (MTP) layers, the last layers, which can make drafts."""
-        return count(self.hparams, "nextn_predict_layers") if any(".nextn." in name for name in self.dense) else 0
+        return (
+            count(self.hparams, "nextn_predict_layers")
+            if any(".nextn." in name for name in self.dense)
+            else 0
+        )
 
     def without_nextn(self) -> ModelIndex:
         """Return the index without next-token layers, llama.cpp's default."""
@@ -278,18 +301,30 @@ class ModelIndex:
             return self
 
         def loaded(spans: dict[str, TensorSpan]) -> dict[str, TensorSpan]:
-            return {name: span for name, span in spans.items() if (block := parse_block_name(name)) is None or block[0] < first}
+            return {
+                name: span
+                for name, span in spans.items()
+                if (block := parse_block_name(name)) is None or block[0] < first
+            }
 
         return replace(self, experts=loaded(self.experts), dense=loaded(self.dense))
 
     def require_experts(self) -> None:
         """Raise ModelError if the model has no routed experts."""
         if self.architecture == "moeoff-experts":
-            raise ModelError(f"{self.files[0]}: a sidecar, not a model: give the model that it was made of")
+            raise ModelError(
+                f"{self.files[0]}: a sidecar, not a model: give the model that it was made of"
+            )
         if any(SINGLE_EXPERT.match(name) for name in self.dense):
-            raise ModelError(f"{self.files[0]}: an old file with a tensor for each expert, which llama.cpp no longer reads: get or convert it anew")
+            raise ModelError(
+                f"{self.files[0]}: an old file with a tensor for each expert, which llama.cpp no"
+                " longer reads: get or convert it anew"
+            )
         if not self.experts:
-            raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
+            raise ModelError(
+                f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts:"
+                " nothing to offload, run it with llama.cpp"
+            )
 
     def require_text(self) -> None:
         """Raise ModelError for models without routed experts and diffusion models."""
@@ -306,7 +341,14 @@ class ModelIndex:
 def count(hparams: Mapping[str, object], key: str) -> int:
     """Return an unsigned hyperparameter, the maximum over layers, 0 if absent."""
     value = hparams.get(key, 0)
-    return max((n & 0xFFFFFFFF for n in (value if isinstance(value, tuple) else (value,)) if type(n) is int), default=0)
+    return max(
+        (
+            n & 0xFFFFFFFF
+            for n in (value if isinstance(value, tuple) else (value,))
+            if type(n) is int
+        ),
+        default=0,
+    )
 
 
 def _hparams(file: ModelFile, architecture: str) -> dict[str, object]:
@@ -335,7 +377,11 @@ def _read_file(path: str, index: int) -> tuple[ModelIndex, int]:
         spans = []
         for name, tensor in file.tensors.items():
             n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
-            spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)))
+            spans.append(
+                TensorSpan(
+                    name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)
+                )
+            )
         architecture = _value(file, "general.architecture", "")
         part = ModelIndex(
             files=(path,),

@@ -42,7 +42,15 @@ def _type(type: int) -> _Type:
     from ..llamacpp import native  # loads llama.cpp
 
     number = int(type) if 0 <= type < _N_TYPES else -1
-    kind = None if number < 0 else _Type((native.type_name(number) or b"").decode().upper(), native.blck_size(number), native.type_size(number))
+    kind = (
+        None
+        if number < 0
+        else _Type(
+            (native.type_name(number) or b"").decode().upper(),
+            native.blck_size(number),
+            native.type_size(number),
+        )
+    )
     # removed types have no name or an empty block
     if kind is None or not kind.name or kind.nbytes == 0 or kind.block == 0:
         raise ModelError(f"ggml type {int(type)} is unknown to this build")
@@ -122,17 +130,29 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None) -> 
         if weights.shape != (n_cols,) or not np.isfinite(weights).all():
             raise ModelError(f"expected a finite imatrix of shape [{n_cols}], got {weights.shape}")
     elif needs_imatrix(type):
-        raise ModelError(f"{type_name(type)} needs an importance matrix; give imatrix, f32 [{n_cols}]")
+        raise ModelError(
+            f"{type_name(type)} needs an importance matrix; give imatrix, f32 [{n_cols}]"
+        )
     if type not in (F32, F16, BF16) and not np.isfinite(rows).all():
         raise ModelError(f"cannot quantize to {type_name(type)}: the values are not all finite")
     if n_rows:
         from ..llamacpp import native
 
-        native.quantize_chunk(int(type), rows.ctypes.data, out.ctypes.data, 0, n_rows, n_cols, None if weights is None else weights.ctypes.data)
+        native.quantize_chunk(
+            int(type),
+            rows.ctypes.data,
+            out.ctypes.data,
+            0,
+            n_rows,
+            n_cols,
+            None if weights is None else weights.ctypes.data,
+        )
     return out
 
 
-def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence[int]) -> np.ndarray:
+def dequantize(
+    data: bytes | memoryview | np.ndarray, type: int, shape: Sequence[int]
+) -> np.ndarray:
     """Dequantize bytes to float32 of `shape`, whose last number is the row length.
 
     Raises ModelError if the size is wrong or ggml has no conversion (Q8_1, integers).
@@ -140,7 +160,9 @@ def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence
     shape = tuple(int(n) for n in shape)
     if not shape:
         raise ModelError("expected a shape with at least the row length, got ()")
-    source = np.ascontiguousarray(np.frombuffer(data, dtype=np.uint8) if not isinstance(data, np.ndarray) else data)
+    source = np.ascontiguousarray(
+        np.frombuffer(data, dtype=np.uint8) if not isinstance(data, np.ndarray) else data
+    )
     expected = prod(shape[:-1]) * row_bytes(type, shape[-1])
     if source.nbytes != expected:
         name = type_name(type)

@@ -12,10 +12,19 @@ from gguf.gguf_writer import WriterState
 from .file import Tensor, parse
 
 Value = bytes | str | bool | int | float | np.generic | np.ndarray | Sequence[str]
-_TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+_TYPES = {
+    bool: GGUFValueType.BOOL,
+    int: GGUFValueType.UINT32,
+    float: GGUFValueType.FLOAT32,
+    str: GGUFValueType.STRING,
+}
 
 
-def header_bytes(metadata: Mapping[str, Value], tensors: Sequence[Tensor], alignment: int = GGUF_DEFAULT_ALIGNMENT) -> bytes:
+def header_bytes(
+    metadata: Mapping[str, Value],
+    tensors: Sequence[Tensor],
+    alignment: int = GGUF_DEFAULT_ALIGNMENT,
+) -> bytes:
     """Return all bytes before the first tensor, of tensors aligned one after the other.
 
     Args:
@@ -30,7 +39,13 @@ def header_bytes(metadata: Mapping[str, Value], tensors: Sequence[Tensor], align
         if kind != GGUFValueType.ARRAY or value:
             writer.add_key_value(_text(key), value, kind, of)
     for tensor in tensors:
-        writer.add_tensor_info(_text(tensor.name), tensor.shape, np.dtype(np.float32), tensor.n_bytes, raw_dtype=tensor.type)  # type: ignore[arg-type]
+        writer.add_tensor_info(
+            _text(tensor.name),
+            tensor.shape,
+            np.dtype(np.float32),
+            tensor.n_bytes,
+            raw_dtype=tensor.type,  # type: ignore[arg-type]
+        )
     header = io.BytesIO()
     writer.fout, writer.state = [header], WriterState.EMPTY  # type: ignore[list-item]
     writer.write_header_to_file()
@@ -48,7 +63,11 @@ def _typed(value: Value) -> tuple[object, GGUFValueType, GGUFValueType | None]:
     """Return a value for gguf-py, its type, and the type of an array's elements."""
     if isinstance(value, bytes):
         parsed, code, of = parse(value)
-        return (parsed.tolist() if isinstance(parsed, np.ndarray) else parsed), GGUFValueType(code), None if of is None else GGUFValueType(of)
+        return (
+            (parsed.tolist() if isinstance(parsed, np.ndarray) else parsed),
+            GGUFValueType(code),
+            None if of is None else GGUFValueType(of),
+        )
     if isinstance(value, np.ndarray):
         return value.tolist(), GGUFValueType.ARRAY, GGUFValueType[value.dtype.name.upper()]
     if isinstance(value, np.generic):

@@ -298,9 +298,9 @@ n_tensors = function("moeoff_n_tensors", c_int32, c_void_p)
 tensor = function("moeoff_tensor", c_int, c_void_p, c_int32, POINTER(TensorInfo))
 # int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path);
 add_file = function("moeoff_add_file", c_int32, c_void_p, c_char_p)
-# int moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
+# int moeoff_set_sources( moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
 set_sources = function("moeoff_set_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
-# int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
+# int moeoff_set_low_sources( moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
 set_low_sources = function("moeoff_set_low_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
 # int32_t moeoff_n_row_tables(const moeoff_expert_buffer * eb);
 n_row_tables = function("moeoff_n_row_tables", c_int32, c_void_p)
@@ -339,21 +339,21 @@ set_device_slots = function(
 )
 # int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode);
 set_device_mode = function("moeoff_set_device_mode", c_int, c_void_p, c_int32)
-# uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t version, int32_t n_slots, int32_t n_spare);
+# uint64_t moeoff_device_slot_bytes( moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t version, int32_t n_slots, int32_t n_spare);
 device_slot_bytes = function("moeoff_device_slot_bytes", c_uint64, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32)
-# uint64_t moeoff_device_stage_bytes(moeoff_expert_buffer * eb, void * device, const int32_t * gates, int32_t n_gates, int32_t n_stage, int32_t n_spare);
+# uint64_t moeoff_device_stage_bytes( moeoff_expert_buffer * eb, void * device, const int32_t * gates, int32_t n_gates, int32_t n_stage, int32_t n_spare);
 device_stage_bytes = function("moeoff_device_stage_bytes", c_uint64, c_void_p, c_void_p, POINTER(c_int32), c_int32, c_int32, c_int32)
 # float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
 priorities = function("moeoff_priorities", POINTER(c_float), c_void_p, POINTER(c_int32), POINTER(c_int32))
 # float * moeoff_device_priorities(moeoff_expert_buffer * eb);
 device_priorities = function("moeoff_device_priorities", POINTER(c_float), c_void_p)
-# int moeoff_lacks(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t version);
+# int moeoff_lacks( moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t version);
 lacks = function("moeoff_lacks", c_int, c_void_p, c_int32, POINTER(c_int32), c_int32, c_int32)
 # void moeoff_publish(moeoff_expert_buffer * eb);
 publish = function("moeoff_publish", None, c_void_p)
 # int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit);
 prefetch = function("moeoff_prefetch", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_int32, c_uint32, c_int32, c_int32)
-# int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
+# int32_t moeoff_preload( moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 preload = function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32, c_int32)
 # int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
 residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uint8))
@@ -363,9 +363,9 @@ force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_
 score_take = function("moeoff_score_take", None, POINTER(Score), c_int32, c_int32, c_bool, c_void_p, c_void_p)
 # int32_t moeoff_gating(const moeoff_expert_buffer * eb);
 gating = function("moeoff_gating", c_int32, c_void_p)
-# int64_t moeoff_simulated_misses(float share, int32_t n_experts, const int32_t * ids, const bool * decoded, int32_t n_tokens, int32_t n_used);
+# int64_t moeoff_simulated_misses( float share, int32_t n_experts, const int32_t * ids, const bool * decoded, int32_t n_tokens, int32_t n_used);
 simulated_misses = function("moeoff_simulated_misses", c_int64, c_float, c_int32, POINTER(c_int32), POINTER(c_bool), c_int32, c_int32)
-# moeoff_simulation * moeoff_simulation_init(const struct moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes);
+# moeoff_simulation * moeoff_simulation_init( const struct moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes);
 simulation_init = function("moeoff_simulation_init", c_void_p, POINTER(TensorInfo), c_int32, c_uint64)
 # void moeoff_simulation_free(moeoff_simulation * simulation);
 simulation_free = function("moeoff_simulation_free", None, c_void_p)
@@ -381,7 +381,7 @@ take_reads = function("moeoff_take_reads", c_int32, c_void_p, POINTER(Read), c_i
 get_stats = function("moeoff_get_stats", None, c_void_p, POINTER(Stats))
 # void moeoff_reset_stats(moeoff_expert_buffer * eb);
 reset_stats = function("moeoff_reset_stats", None, c_void_p)
-# int moeoff_get_gate_stats(const moeoff_expert_buffer * eb, struct moeoff_gate_stats * stats, int32_t n_gates);
+# int moeoff_get_gate_stats( const moeoff_expert_buffer * eb, struct moeoff_gate_stats * stats, int32_t n_gates);
 get_gate_stats = function("moeoff_get_gate_stats", c_int, c_void_p, POINTER(GateStats), c_int32)
 # int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
 take_error = function("moeoff_take_error", c_int, c_void_p, c_char_p, c_size_t)
@@ -393,7 +393,7 @@ set_cancelled = function("moeoff_set_cancelled", None, c_void_p, c_bool)
 is_buffered = function("moeoff_is_buffered", c_int, c_void_p)
 # int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);
 context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_uint64))
-# int moeoff_batch_memory(struct llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes);
+# int moeoff_batch_memory( struct llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes);
 batch_memory = function("moeoff_batch_memory", c_int, c_void_p, c_uint32, c_bool, POINTER(c_uint64))
 # uint64_t moeoff_unused_state(const struct llama_context * ctx, uint32_t n_tokens, bool gives_back);
 unused_state = function("moeoff_unused_state", c_uint64, c_void_p, c_uint32, c_bool)
@@ -413,7 +413,7 @@ guard = function("moeoff_guard", None, c_int32)
 overrides_new = function("moeoff_overrides_new", c_void_p, POINTER(c_char_p), POINTER(c_void_p), c_int32)
 # void moeoff_overrides_free(void * overrides);
 overrides_free = function("moeoff_overrides_free", None, c_void_p)
-# void * moeoff_threadpool_new(const int32_t * cores, int32_t n_cores, int32_t n_threads, bool one_each);
+# void * moeoff_threadpool_new( const int32_t * cores, int32_t n_cores, int32_t n_threads, bool one_each);
 threadpool_new = function("moeoff_threadpool_new", c_void_p, POINTER(c_int32), c_int32, c_int32, c_bool)
 # int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int64_t n_tokens, int32_t n_threads, void * threadpool, double seconds, double * best);
 time_products = function(
@@ -431,17 +431,17 @@ time_products = function(
     c_double,
     POINTER(c_double),
 )
-# double moeoff_time_attention(struct llama_context * ctx, int32_t n_threads, void * threadpool, uint64_t bytes, double seconds);
+# double moeoff_time_attention( struct llama_context * ctx, int32_t n_threads, void * threadpool, uint64_t bytes, double seconds);
 time_attention = function("moeoff_time_attention", c_double, c_void_p, c_int32, c_void_p, c_uint64, c_double)
 # bool moeoff_to_float(int32_t type, const void * data, float * out, int64_t n);
 to_float = function("moeoff_to_float", c_bool, c_int32, c_void_p, c_void_p, c_int64)
-# int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
+# int moeoff_row_products( int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
 row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)
 # int moeoff_row_kernel(int32_t type);
 row_kernel = function("moeoff_row_kernel", c_int, c_int32)
 # void moeoff_use_row_kernels(bool use);
 use_row_kernels = function("moeoff_use_row_kernels", None, c_bool)
-# bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns);
+# bool moeoff_row_kernel_agrees( int32_t type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns);
 row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int, c_void_p, c_void_p)
 # int moeoff_attention_kernels(void);
 attention_kernels = function("moeoff_attention_kernels", c_int)
@@ -501,7 +501,7 @@ SERVER_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, then arguments
     "moeoff_isolate_templates": (None, c_char_p),
     # bool moeoff_serve_has_page(void);
     "moeoff_serve_has_page": (c_bool,),
-    # int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
+    # int32_t moeoff_projector_memory( int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
     "moeoff_projector_memory": (c_int32, c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t),
     # void moeoff_prompt_free(struct moeoff_prompt * prompt);
     "moeoff_prompt_free": (None, POINTER(Prompt)),

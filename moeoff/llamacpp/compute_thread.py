@@ -35,8 +35,8 @@ def require_computable() -> None:
     """Raise `MoeoffError` in a fork of a process that has computed: OpenMP would hang."""
     if _computed_in not in (0, os.getpid()):
         raise MoeoffError(
-            f"this process is a fork of {_computed_in}, where llama.cpp has computed, and lacks its threads: "
-            "open models in new processes, e.g. multiprocessing's with `spawn`"
+            f"this process is a fork of {_computed_in}, where llama.cpp has computed, and lacks its"
+            " threads: open models in new processes, e.g. multiprocessing's with `spawn`"
         )
 
 

@@ -46,14 +46,20 @@ def devices() -> list[Device]:
     """Return all devices but the CPU, in llama.cpp's order."""
     find_devices()
     handles = [ggml.dev_get(i) for i in range(ggml.dev_count())]
-    return [Device(h, ggml.dev_name(h).decode(), ggml.dev_description(h).decode("utf-8", "replace")) for h in handles if ggml.dev_type(h) != _CPU]
+    return [
+        Device(h, ggml.dev_name(h).decode(), ggml.dev_description(h).decode("utf-8", "replace"))
+        for h in handles
+        if ggml.dev_type(h) != _CPU
+    ]
 
 
 def why_none() -> str:
     """Return why a build with device backends has found no device."""
     names = backends()
     reason = f" ({error})" if (error := find_devices()) else ""
-    software = "; GGML_VK_VISIBLE_DEVICES=0 enables Vulkan's software driver" if "Vulkan" in names else ""
+    software = (
+        "; GGML_VK_VISIBLE_DEVICES=0 enables Vulkan's software driver" if "Vulkan" in names else ""
+    )
     return f"this build has {' and '.join(names)}, but no driver offers a device{reason}{software}"
 
 

@@ -1,4 +1,5 @@
-"""llama_cpp, and the only module that depends on its internals (docs/internals/patches.md).
+"""llama_cpp, and the only module that depends on its internals
+(docs/internals/patches.md).
 
 Importing this module prepares the process and loads llama.cpp. Other modules import
 llama_cpp from here.
@@ -42,7 +43,9 @@ from llama_cpp import llama_cpp as api
 __all__ = ["api", "llama_cpp"]  # re-exported, besides this module's names
 
 # jinja2 would run a model file's template without limits
-llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined,assignment]
+llama_chat_format.ImmutableSandboxedEnvironment = (  # type: ignore[attr-defined]
+    templates.Environment  # type: ignore[assignment]
+)
 
 lib: ctypes.CDLL = api._lib  # llama_cpp's handle: a second load could load a second ggml
 
@@ -53,7 +56,11 @@ def build_identity() -> tuple[str, str]:
 
 
 # keyword arguments of llama_cpp.Llama, and their defaults
-KEYWORDS = {name: p.default for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+KEYWORDS = {
+    name: p.default
+    for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
+    if p.kind is inspect.Parameter.KEYWORD_ONLY
+}
 
 _LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
 
@@ -71,8 +78,8 @@ class _ErrorCollector(threading.local):
 _collected = _ErrorCollector()
 
 
-# void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);
-# It is set once and never replaced, because another thread may be logging.
+# void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void *
+# user_data); It is set once and never replaced, because another thread may be logging.
 @api.llama_log_callback  # type: ignore[untyped-decorator]
 def _log(level: int, text: bytes, user: Any) -> None:
     _collected.last = _collected.last if level == _LOG_CONTINUED else level
@@ -98,7 +105,8 @@ def _collected_errors() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def errors_unless(expected: Callable[[], bool]) -> Iterator[None]:
-    """Collect llama.cpp's errors, and show them at the end unless `expected` returns True.
+    """Collect llama.cpp's errors, and show them at the end unless `expected` returns
+    True.
 
     A graph that is cancelled logs three errors.
     """
@@ -114,13 +122,17 @@ def errors_unless(expected: Callable[[], bool]) -> Iterator[None]:
 def _reason(errors: Sequence[str]) -> str:
     """Return the first, most specific error without names of functions and folders."""
     text = " ".join(errors[0].split()) if errors else ""
-    text = re.sub(r"^\w+: (error loading model: |failed to initialize the context: )?(\w+: )?", "", text)
+    text = re.sub(
+        r"^\w+: (error loading model: |failed to initialize the context: )?(\w+: )?", "", text
+    )
     return re.sub(r"\S*/(?=[\w.-]+:\d+: )", "", text)
 
 
 @contextlib.contextmanager
 def assertions_raise() -> Iterator[None]:
-    """Make a failed ggml assertion on this thread an error of the call (moeoff-llama.h)."""
+    """Make a failed ggml assertion on this thread an error of the call
+    (moeoff-llama.h).
+    """
     lib.moeoff_guard(1)
     try:
         yield
@@ -206,7 +218,9 @@ class _Context(_internals.LlamaContext):
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
         """Remove positions, or return False if memory cannot be cut at p0."""
         if self.memory is None:
-            raise MoeoffError("the model has no KV cache (a diffusion model): it cannot continue a text")
+            raise MoeoffError(
+                "the model has no KV cache (a diffusion model): it cannot continue a text"
+            )
         if 0 < p0 <= api.llama_memory_seq_pos_max(self.memory, 0):
             window, llama = api.llama_model_n_swa(self.model.model), self._llama()
             if window and llama is not None and not llama._has_state:
@@ -274,11 +288,15 @@ class _Sampler(_internals.LlamaSampler):
             scores[:] = processor(llama._input_ids, scores)
         tokens = np.zeros(len(scores), _TOKENS)
         tokens["id"], tokens["logit"] = np.arange(len(scores)), scores
-        array = api.llama_token_data_array(tokens.ctypes.data_as(api.llama_token_data_p), len(tokens), -1, False)
+        array = api.llama_token_data_array(
+            tokens.ctypes.data_as(api.llama_token_data_p), len(tokens), -1, False
+        )
         api.llama_sampler_apply(self.sampler, ctypes.byref(array))
         drawn = array.data[array.selected] if 0 <= array.selected < array.size else None
         if drawn is None or drawn.logit == -np.inf:
-            raise MoeoffError("no token left to sample: a grammar or a logits processor excludes all")
+            raise MoeoffError(
+                "no token left to sample: a grammar or a logits processor excludes all"
+            )
         api.llama_sampler_accept(self.sampler, drawn.id)
         return int(drawn.id)
 
@@ -326,8 +344,8 @@ class PatchedLlama(_AnyLlama):
     _overrides: Any  # moeoff.llamacpp.native.TensorOverrides
     _no_alloc = False  # True to plan buffers without allocating: only `context_memory` works
     _progress: Callable[[float], None] | None = None
-    # True for the logits of one token per batch, unless an option needs all, as llama.cpp
-    # plans: 297 MiB for 512 tokens with a vocabulary of 150,000.
+    # True for the logits of one token per batch, unless an option needs all, as
+    # llama.cpp plans: 297 MiB for 512 tokens with a vocabulary of 150,000.
     _one_output = False
     _model: Any
     _model_class: Any
@@ -379,7 +397,9 @@ class PatchedLlama(_AnyLlama):
             except RuntimeError as error:
                 if not options.get("lora_path"):
                     raise
-                raise LoadError(f"its adapter {options['lora_path']}: {_reason(errors) or error}") from error
+                raise LoadError(
+                    f"its adapter {options['lora_path']}: {_reason(errors) or error}"
+                ) from error
             except ValueError as error:
                 if raised:
                     raise raised[0] from None
@@ -399,9 +419,15 @@ class PatchedLlama(_AnyLlama):
         model.tensor_buft_overrides = self._overrides.address
         model.progress_callback = self._progress_callback
         model.no_alloc = self._no_alloc
-        model.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # would map some tensors above 4 GiB, outside the plan
-        model.use_extra_bufts = False  # repacked kernels round differently from the experts' kernels
-        context.n_outputs_max, context.n_seq_max, context.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
+        # would map some tensors above 4 GiB, outside the plan
+        model.lazy_mode = api.LLAMA_LAZY_MODE_OFF
+        # repacked kernels round differently from the experts' kernels
+        model.use_extra_bufts = False
+        context.n_outputs_max, context.n_seq_max, context.kv_unified = (
+            self._n_outputs_max,
+            self._n_sequences,
+            self._unified,
+        )
         model.load_mtp = self._loads_nextn
         if self._loads_nextn:  # a batch must hold all of these states and one more token
             context.n_rs_seq = max(min(_MOST_STATES, context.n_ubatch - 2), 0)
@@ -449,7 +475,9 @@ class PatchedLlama(_AnyLlama):
         if self._n_outputs_max and batch.n_tokens > 1:
             n_outputs = batch.n_tokens - ctypes.string_at(batch.logits, batch.n_tokens).count(0)
             if n_outputs > self._n_outputs_max:
-                raise OptionError(f"logits of {n_outputs} tokens of a batch: open the model with logits_all=True")
+                raise OptionError(
+                    f"logits of {n_outputs} tokens of a batch: open the model with logits_all=True"
+                )
 
     def on_close(self, function: Callable[[], None]) -> None:
         """Register a function to call before the model is freed."""
@@ -459,7 +487,11 @@ class PatchedLlama(_AnyLlama):
     def output_bytes(self) -> int:
         """Bytes of the logits and of the hidden states for next-token layers."""
         rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
-        hidden = api.llama_model_n_embd_out(self.model_handle) * self.n_batch * _STATE_COPIES if self._loads_nextn else 0
+        hidden = (
+            api.llama_model_n_embd_out(self.model_handle) * self.n_batch * _STATE_COPIES
+            if self._loads_nextn
+            else 0
+        )
         return 4 * (self._n_vocab * rows + hidden)
 
     def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
@@ -486,7 +518,9 @@ class PatchedLlama(_AnyLlama):
         return bool(self._is_recurrent or self._is_hybrid)
 
     def _forget_incomplete(self) -> None:
-        """Cut the context to the last complete micro-batch after a failure, or clear it."""
+        """Cut the context to the last complete micro-batch after a failure, or clear
+        it.
+        """
         self._requires_eval = True
         if not (self._keep_computed() or self._restore_state()):
             self.clear_context()
@@ -554,13 +588,16 @@ class PatchedLlama(_AnyLlama):
     # --- single batches, outside `generate` ---
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Compute tokens as llama_cpp does. Complete micro-batches of a failed batch stay.
+        """Compute tokens as llama_cpp does. Complete micro-batches of a failed batch
+        stay.
 
         Raises:
             MoeoffError: Computing fails, or the context cannot be cut to `n_tokens`.
         """
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
-            raise MoeoffError(f"the context cannot be cut to {self.n_tokens} tokens: call reset(), then eval()")
+            raise MoeoffError(
+                f"the context cannot be cut to {self.n_tokens} tokens: call reset(), then eval()"
+            )
         step = min(self.n_batch, self.context_params.n_ubatch) if self._has_state else self.n_batch
         for i in range(0, len(tokens), step):
             batch, n = list(tokens[i : i + step]), self.n_tokens
@@ -624,7 +661,14 @@ class StockLlama(_AnyLlama):
         decode_seconds: Seconds in llama_decode so far, including work on devices.
     """
 
-    def __init__(self, model_path: str, *, use_extra_bufts: bool = True, overrides: Any = None, **options: Any):
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        use_extra_bufts: bool = True,
+        overrides: Any = None,
+        **options: Any,
+    ):
         self._extra, self._overrides, self.decode_seconds = use_extra_bufts, overrides, 0.0
         super().__init__(model_path, **options)
         decode = self._ctx.decode
@@ -649,4 +693,11 @@ _MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP; GGML_TYPE_F16, llama-server's KV ca
 
 def nextn_params(ctx: int, n_sequences: int = 1) -> dict[str, Any]:
     """Return llama_context_params of the context for next-token layers."""
-    return {"ctx_type": _MTP, "ctx_other": ctx, "n_outputs_max": n_sequences, "n_rs_seq": 0, "type_k": _F16, "type_v": _F16}
+    return {
+        "ctx_type": _MTP,
+        "ctx_other": ctx,
+        "n_outputs_max": n_sequences,
+        "n_rs_seq": 0,
+        "type_k": _F16,
+        "type_v": _F16,
+    }

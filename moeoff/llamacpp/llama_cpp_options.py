@@ -29,9 +29,9 @@ _TABLE: dict[tuple[str, int], dict[str, str]] = {
         "--spec-draft-cpu-moe -fit= --fit=": "",
     },
     ("run", ANYWAY): {
-        "-cnv --conversation --simple-io --no-display-prompt --show-timings "
-        "--no-show-timings --perf --no-perf --log-disable -mli --multiline-input --no-escape "
-        "-kvo --kv-offload -co= --color=": "",
+        "-cnv --conversation --simple-io --no-display-prompt --show-timings --no-show-timings "
+        "--perf --no-perf --log-disable -mli --multiline-input --no-escape -kvo --kv-offload "
+        "-co= --color=": "",
     },
     ("serve", ANYWAY): {
         "--metrics": "",
@@ -48,8 +48,9 @@ _TABLE: dict[tuple[str, int], dict[str, str]] = {
     },
     ("run", IDLE): {
         "-cram= --cache-ram= -np= --parallel=": "run has one conversation, kept in the context",
-        "--prompt-cache= --prompt-cache-all --prompt-cache-ro":
-            "--kv-disk SIZE keeps prompts between runs",
+        "--prompt-cache= --prompt-cache-all --prompt-cache-ro": (
+            "--kv-disk SIZE keeps prompts between runs"
+        ),
     },
     ("serve", IDLE): {
         "--threads-http=": "the slots determine the number of threads",
@@ -58,15 +59,15 @@ _TABLE: dict[tuple[str, int], dict[str, str]] = {
         "-dev= --device=": "moeoff places experts: choose GPUs with -ngl and -mg",
         "--list-devices": "moeoff doctor lists them",
         "-hft= --hf-token=": "log in once: hf auth login, or set HF_TOKEN",
-        "--spec-draft-override-tensor= --override-tensor-draft=":
-            "moeoff places a draft model: give --override-tensor or -ngl",
+        "--spec-draft-override-tensor= --override-tensor-draft=": (
+            "moeoff places a draft model: give --override-tensor or -ngl"
+        ),
         "--spec-default": "give --spec-type",
         "--mtmd-batch-max-tokens=": _FITTED,
         "-mu= --model-url= -hff= --hf-file= --spec-draft-hf= --mmproj-url= --docker-repo= "
-        "--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default "
-        "--fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default "
-        "--gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
-        "--vision-gemma-12b-default": _FILE,
+        "--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default "
+        "--fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default "
+        "--gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default": _FILE,
         "--help --version --cache-list --completion-bash": "it would end the server's process",
     },
     ("run", REFUSED): {
@@ -83,14 +84,16 @@ _TABLE: dict[tuple[str, int], dict[str, str]] = {
     ("serve", REFUSED): {
         "-m=": "give the model as an argument of the server",
         "-hf=": _FILE,
-        "--models-dir= --models-preset= --models-max= --models-autoload --no-models-autoload":
-            "--models serves the models that moeoff models lists, one at a time",
+        "--models-dir= --models-preset= --models-max= --models-autoload --no-models-autoload": (
+            "--models serves the models that moeoff models lists, one at a time"
+        ),
         "--sleep-idle-seconds=": "unloading an idle model is not supported",
         "--ssl-key-file= --ssl-cert-file=": "this build has no TLS: use a proxy, as Caddy or nginx",
-        "--tools= --tools-runtime= --mcp-servers-config= --mcp-servers-json= --agent":
-            "answers could start programs on this machine",
+        "--tools= --tools-runtime= --mcp-servers-config= --mcp-servers-json= --agent": (
+            "answers could start programs on this machine"
+        ),
     },
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -95,7 +95,9 @@ class ModelLock:
         if self.closed and self._closer != threading.get_ident():
             raise MoeoffError("the model is closed")
 
-    def take(self, function: Callable[[], T], *, stream: Stream | None = None, changes: bool = True) -> T:
+    def take(
+        self, function: Callable[[], T], *, stream: Stream | None = None, changes: bool = True
+    ) -> T:
         """Call a function on the model's thread, while no other thread reads an answer.
 
         The reader of an answer abandons it with any other call. Nested calls run at
@@ -120,12 +122,22 @@ class ModelLock:
                 other.wait()
                 continue
             del other
-            has_run, result = self.thread.call(partial(self._take, function, reader, stream, changes))
+            has_run, result = self.thread.call(
+                partial(self._take, function, reader, stream, changes)
+            )
             if has_run:
                 return cast(T, result)
 
-    def _take(self, function: Callable[[], T], reader: threading.Thread, stream: Stream | None, changes: bool) -> tuple[bool, T | None]:
-        """Return (True, result), or (False, None) if another thread has begun an answer."""
+    def _take(
+        self,
+        function: Callable[[], T],
+        reader: threading.Thread,
+        stream: Stream | None,
+        changes: bool,
+    ) -> tuple[bool, T | None]:
+        """Return (True, result), or (False, None) if another thread has begun an
+        answer.
+        """
         self.require_open()
         if changes:
             if stream is not None and stream.error is not None:

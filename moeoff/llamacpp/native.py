@@ -18,12 +18,22 @@ from ..errors import ForkError, OptionError
 from ..system import machine
 from . import _abi
 from ._abi import *  # noqa: F403
-from ._abi import ABI_VERSION, N_MATRIX, STRUCTS, VERSION_HIGH, VERSION_LOW, VERSION_SKIP, abi_layout, abi_version
+from ._abi import (
+    ABI_VERSION,
+    N_MATRIX,
+    STRUCTS,
+    VERSION_HIGH,
+    VERSION_LOW,
+    VERSION_SKIP,
+    abi_layout,
+    abi_version,
+)
 from .llama import api
 
 ALL_MATRICES = (1 << N_MATRIX) - 1
 
-HIGH, LOW, SKIP = VERSION_HIGH, VERSION_LOW, VERSION_SKIP  # of a slice; a skipped expert outputs zero
+# of a slice; a skipped expert outputs zero
+HIGH, LOW, SKIP = VERSION_HIGH, VERSION_LOW, VERSION_SKIP
 
 
 class TensorOverrides:
@@ -59,15 +69,24 @@ class Simulation:
     """
 
     def __init__(self, tensors: Sequence[Any], cache_bytes: int):
-        infos = [_abi.TensorInfo(gate=t.gate, matrix=t.matrix, ne=(1, 1, t.n_experts), nbytes=t.nbytes) for t in tensors]
-        self._at = _abi.simulation_init((_abi.TensorInfo * len(infos))(*infos), len(infos), cache_bytes)
+        infos = [
+            _abi.TensorInfo(gate=t.gate, matrix=t.matrix, ne=(1, 1, t.n_experts), nbytes=t.nbytes)
+            for t in tensors
+        ]
+        self._at = _abi.simulation_init(
+            (_abi.TensorInfo * len(infos))(*infos), len(infos), cache_bytes
+        )
         if not self._at:
             raise OptionError(_abi.last_error().decode())
         weakref.finalize(self, _abi.simulation_free, self._at)
-        self.residency = np.zeros((1 + max(t.gate for t in tensors), max(t.n_experts for t in tensors)), np.uint8)
+        self.residency = np.zeros(
+            (1 + max(t.gate for t in tensors), max(t.n_experts for t in tensors)), np.uint8
+        )
         self._out = self.residency.ctypes.data_as(POINTER(c_uint8))
 
-    def take(self, ids: np.ndarray, weights: np.ndarray, priorities: np.ndarray, tau: float, **event: int) -> tuple[int, int, np.ndarray | None]:
+    def take(
+        self, ids: np.ndarray, weights: np.ndarray, priorities: np.ndarray, tau: float, **event: int
+    ) -> tuple[int, int, np.ndarray | None]:
         """Load a gate's selection.
 
         Args:
@@ -80,7 +99,10 @@ class Simulation:
             Number of slices hit, number of slices evicted, and the versions served
             [n_tokens, n_used], None if all are high.
         """
-        ids, weights = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(weights, np.float32)
+        ids, weights = (
+            np.ascontiguousarray(ids, np.int32),
+            np.ascontiguousarray(weights, np.float32),
+        )
         gate_event = _abi.GateEvent(
             n_tokens=len(ids),
             n_used=ids.shape[1],
@@ -88,7 +110,9 @@ class Simulation:
             weights=weights.ctypes.data_as(POINTER(c_float)),
             **event,
         )
-        n_evicted = _abi.simulation_take(self._at, gate_event, priorities.ctypes.data, tau, self._out)
+        n_evicted = _abi.simulation_take(
+            self._at, gate_event, priorities.ctypes.data, tau, self._out
+        )
         if n_evicted < 0:
             raise MemoryError(_abi.last_error().decode())
         served = gate_event.versions
@@ -99,7 +123,8 @@ class Simulation:
 def layout(structs: Mapping[str, type[Structure]]) -> str:
     """Describe structs in the format of moeoff_abi_layout()."""
     return ";".join(
-        f"{name}:{ctypes.sizeof(struct)}" + "".join(f",{field[0]}:{getattr(struct, field[0]).offset}" for field in struct._fields_)
+        f"{name}:{ctypes.sizeof(struct)}"
+        + "".join(f",{field[0]}:{getattr(struct, field[0]).offset}" for field in struct._fields_)
         for name, struct in structs.items()
     )
 
@@ -126,7 +151,8 @@ def memory_of_context(ctx: int) -> tuple[int, ...] | None:
 
 
 def memory_of_batches(ctx: int, n_tokens: int, gives_back: bool) -> tuple[int, int] | None:
-    """Return the bytes of the compute buffer and the work area for batches of `n_tokens`.
+    """Return the bytes of the compute buffer and the work area for batches of
+    `n_tokens`.
 
     Do not call it while the context decodes.
 

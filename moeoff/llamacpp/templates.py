@@ -19,8 +19,10 @@ from typing import Any
 from ..errors import ModelError
 
 SECONDS = 10  # time limit; usual templates take milliseconds
-_MEMORY, _TIMES = 32 << 20, 64  # memory limit in bytes: fixed, and for each byte of the conversation
-_LONGEST = 1 << 17  # characters for `_CONVERSATION`; templates with tool instructions write thousands
+# memory limit in bytes: fixed, and for each byte of the conversation
+_MEMORY, _TIMES = 32 << 20, 64
+# characters for `_CONVERSATION`; templates with tool instructions write thousands
+_LONGEST = 1 << 17
 # struct template_question and struct template_answer of moeoff-template-wire.h
 _QUESTION, _ANSWER = struct.Struct("=IIQQQQ"), struct.Struct("=IIQ")
 _SUMMARIZE, _RENDER = range(2)
@@ -44,7 +46,11 @@ class TemplateBoundError(TemplateError):
 def program() -> Path:
     """Return the path of the program that runs templates."""
     package = importlib.util.find_spec("llama_cpp")
-    (folder,) = package.submodule_search_locations if package and package.submodule_search_locations else [""]
+    (folder,) = (
+        package.submodule_search_locations
+        if package and package.submodule_search_locations
+        else [""]
+    )
     return Path(folder, "lib", "moeoff-templates")
 
 
@@ -55,7 +61,9 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         TemplateError: The template cannot be parsed, or refuses the variables.
         TemplateBoundError: A limit is exceeded.
     """
-    return _request(_RENDER, source, {name: value for name, value in variables.items() if not callable(value)})
+    return _request(
+        _RENDER, source, {name: value for name, value in variables.items() if not callable(value)}
+    )
 
 
 def check(source: str) -> None:
@@ -81,14 +89,24 @@ def check_bounds(source: str) -> None:
 def _request(task: int, source: str, variables: Mapping[str, Any]) -> str:
     """Run the program for one task and return its output."""
     template, conversation = source.encode("utf-8", "replace"), json.dumps(variables).encode()
-    question = _QUESTION.pack(task, 0, _MEMORY + _TIMES * len(conversation), SECONDS + 1, len(template), len(conversation))
+    question = _QUESTION.pack(
+        task, 0, _MEMORY + _TIMES * len(conversation), SECONDS + 1, len(template), len(conversation)
+    )
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(SECONDS)
         try:
-            process = subprocess.Popen([str(program())], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                [str(program())],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         except OSError as error:
-            raise TemplateBoundError(f"{program()}: the program for chat templates does not start: {error.strerror}") from None
+            raise TemplateBoundError(
+                f"{program()}: the program for chat templates does not start: {error.strerror}"
+            ) from None
         try:
             theirs.close()
             with ours.makefile("rwb") as channel:

@@ -83,7 +83,9 @@ class CoreClaims:
         self._set(fcntl.F_UNLCK, 0, 0)  # a length of 0 means the whole file
 
     def _set(self, kind: int, start: int, length: int) -> None:
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0))
+        fcntl.fcntl(
+            self._fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0)
+        )
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -104,7 +106,8 @@ def _open_for_all(path: str) -> int:
 
 
 class CoreBinding:
-    """A context manager that binds threads to the process's cores during a llama_decode.
+    """A context manager that binds threads to the process's cores during a
+    llama_decode.
 
     Args:
         ctx: Address of the llama_context, always used on one thread. It must outlive
@@ -123,7 +126,11 @@ class CoreBinding:
     def __enter__(self) -> None:
         if self._off:
             return
-        now = (os.sched_getaffinity(os.getpid()), api.llama_n_threads(self._ctx), api.llama_n_threads_batch(self._ctx))
+        now = (
+            os.sched_getaffinity(os.getpid()),
+            api.llama_n_threads(self._ctx),
+            api.llama_n_threads_batch(self._ctx),
+        )
         if now != self._made_for:
             self._make(*now)
             self._made_for = now
@@ -159,7 +166,10 @@ class CoreBinding:
             return
         self._callers = {min(cores)}  # llama.cpp binds the calling thread first, to the first core
         self._free = [self._pool(n, self._before, False) for n in n_threads]
-        self._bound = [self._pool(n, cores, True) if bind else free for n, bind, free in zip(n_threads, binds, self._free)]
+        self._bound = [
+            self._pool(n, cores, True) if bind else free
+            for n, bind, free in zip(n_threads, binds, self._free)
+        ]
 
     def _pool(self, n_threads: int, cores: Iterable[int], one_each: bool) -> int:
         self._pools.append(_new_pool(n_threads, cores, one_each))
@@ -170,7 +180,9 @@ class CoreBinding:
             threadpool_free(self._pools.pop())
 
     def close(self) -> None:
-        """Free the pools, after the context is freed. OpenMP's threads keep their masks."""
+        """Free the pools, after the context is freed. OpenMP's threads keep their
+        masks.
+        """
         self._drop_pools()
         self._claims.close()
         self._off = True

@@ -1,4 +1,5 @@
-"""Bit allocation: the smallest type for each expert within a tolerated loss (EdgeMoE §3.2).
+"""Bit allocation: the smallest type for each expert within a tolerated loss (EdgeMoE
+§3.2).
 
 1. Evaluate each type for all experts. The smallest type within the tolerance is the
    upper type, the next smaller one the lower type.
@@ -79,7 +80,8 @@ def default_types(model_index: ModelIndex) -> list[str]:
 
 
 class Planner:
-    """A search for plans, used with `with`. Plans share windows, a sidecar and importance.
+    """A search for plans, used with `with`. Plans share windows, a sidecar and
+    importance.
 
     Args:
         model: GGUF with routed experts, the first part of a split one.
@@ -97,18 +99,31 @@ class Planner:
         ModelError: The model cannot be used.
     """
 
-    def __init__(self, model: str | os.PathLike[str], text: Sequence[str | os.PathLike[str]], *, types: Sequence[str] | None = None,
-                 measure: bool = False, ctx: int = 512, tokens: int = 16384,
-                 progress: Callable[[str, int, int], None] | None = None, **options: Any):  # fmt: skip
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        text: Sequence[str | os.PathLike[str]],
+        *,
+        types: Sequence[str] | None = None,
+        measure: bool = False,
+        ctx: int = 512,
+        tokens: int = 16384,
+        progress: Callable[[str, int, int], None] | None = None,
+        **options: Any,
+    ):
         self._model, self.model_index = os.fspath(model), ModelIndex.read(model)
         self.model_index.require_text()
         self.types = list(types) if types is not None else default_types(self.model_index)
         n_cols = min(span.shape[0] for span in self.model_index.experts.values())
         for name in self.types:
             if needs_imatrix(nearest(type_from_name(name), n_cols)):
-                raise OptionError(f"type {name} needs an importance matrix, which a plan does not have")
+                raise OptionError(
+                    f"type {name} needs an importance matrix, which a plan does not have"
+                )
         if not self.types:
-            raise OptionError(f"{model}: the experts have the fewest bits already; give types to try")
+            raise OptionError(
+                f"{model}: the experts have the fewest bits already; give types to try"
+            )
         self._measure, self._text, self._ctx, self._tokens = measure, text, ctx, tokens
         self._report = progress or (lambda stage, n, total: None)
         self._options = options
@@ -119,15 +134,36 @@ class Planner:
     def __enter__(self) -> Planner:
         try:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-"))
-            tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
-            with default_texts(self._text) as files, open_model(self._model, self._ctx, experts=False, **self._options) as llm:
-                self.windows = read_windows(llm, files, self._ctx, max(self._tokens // (self._ctx * len(files)), 1))
+            tiers, out = (
+                ",".join([ORIGINAL, *self.types]),
+                os.path.join(folder, "types.experts.gguf"),
+            )
+            with (
+                default_texts(self._text) as files,
+                open_model(self._model, self._ctx, experts=False, **self._options) as llm,
+            ):
+                self.windows = read_windows(
+                    llm, files, self._ctx, max(self._tokens // (self._ctx * len(files)), 1)
+                )
                 total = len(self.windows) * self._ctx
-                recorded = Reference.record(llm, self.windows, progress=lambda n: self._report("lossless", n, total))
+                recorded = Reference.record(
+                    llm, self.windows, progress=lambda n: self._report("lossless", n, total)
+                )
                 self.reference = self._stack.enter_context(recorded)
-            made = convert(self._model, output=out, tiers=tiers, progress=functools.partial(self._report, "converting"))
+            made = convert(
+                self._model,
+                output=out,
+                tiers=tiers,
+                progress=functools.partial(self._report, "converting"),
+            )
             self.sidecar = Sidecar(made.path)
-            self.experts = sorted({(role.layer, e) for name, e, _ in self.sidecar.slices if not (role := parse_tensor_name(name)).chunk})
+            self.experts = sorted(
+                {
+                    (role.layer, e)
+                    for name, e, _ in self.sidecar.slices
+                    if not (role := parse_tensor_name(name)).chunk
+                }
+            )
         except BaseException:
             self._stack.close()
             raise
@@ -136,15 +172,25 @@ class Planner:
     def __exit__(self, *_exc: object) -> None:
         self._stack.close()
 
-    def quality(self, default: str, others: dict[Expert, str] = {}) -> Quality:  # noqa: B006  never written
+    def quality(self, default: str, others: dict[Expert, str] = {}) -> Quality:  # noqa: B006
         """Evaluate experts in tier `default`, or in those of `others`."""
         composite = CompositeSidecar(self.sidecar, default, others)
-        with open_model(self._model, len(self.windows[0].tokens), experts=composite, tier=composite.tiers[0], **self._options) as llm:
+        with open_model(
+            self._model,
+            len(self.windows[0].tokens),
+            experts=composite,
+            tier=composite.tiers[0],
+            **self._options,
+        ) as llm:
             return evaluate(llm, self.windows, self.reference).quality()
 
     def n_bytes(self, default: str, others: dict[Expert, str] = {}) -> int:  # noqa: B006
         composite = CompositeSidecar(self.sidecar, default, others)
-        return sum(s.nbytes for span in self.model_index.experts.values() for s in composite.sources(span, composite.tiers[0]))
+        return sum(
+            s.nbytes
+            for span in self.model_index.experts.values()
+            for s in composite.sources(span, composite.tiers[0])
+        )
 
     def gained(self, upper: str, lower: str) -> dict[Expert, int]:
         """Return the bytes that each expert saves in the lower tier."""
@@ -152,12 +198,16 @@ class Planner:
         sizes = [CompositeSidecar(self.sidecar, tier, {}) for tier in (upper, lower)]
         for span in self.model_index.experts.values():
             layer = parse_tensor_name(span.name).layer
-            for expert, (high, low) in enumerate(zip(*(c.sources(span, c.tiers[0]) for c in sizes))):
+            for expert, (high, low) in enumerate(
+                zip(*(c.sources(span, c.tiers[0]) for c in sizes))
+            ):
                 out[layer, expert] += high.nbytes - low.nbytes
         return out
 
     def uniform(self) -> dict[str, tuple[int, Quality]]:
-        """Return bytes and quality with all experts in one type, by type, largest first."""
+        """Return bytes and quality with all experts in one type, by type, largest
+        first.
+        """
         if not self._uniform:
             lossless = Quality(0, 0, 0, 0, Estimate(0, 0, 0), Estimate(0, 0, 0), Estimate(1, 1, 1))
             uniform = {ORIGINAL: (self.n_bytes(ORIGINAL), lossless)}
@@ -174,7 +224,9 @@ class Planner:
                 importance = self._measured_importance(lower)
             else:
                 self._report("estimating", 0, 1)
-                importance = estimate_importance(self.model_index, self.sidecar, lower, self.windows, **self._options)
+                importance = estimate_importance(
+                    self.model_index, self.sidecar, lower, self.windows, **self._options
+                )
             self._importance[lower] = importance
         return self._importance[lower]
 
@@ -189,11 +241,16 @@ class Planner:
     def plan(self, tolerance: float) -> BitsPlan:
         """Return the smallest plan within a relative increase of perplexity, e.g. 0.05."""
         if not 0 < tolerance < 10:
-            raise OptionError(f"tolerance: expected a relative increase of perplexity, e.g. 0.05, got {tolerance}")
+            raise OptionError(
+                f"tolerance: expected a relative increase of perplexity, e.g. 0.05, got {tolerance}"
+            )
         uniform = self.uniform()
         order = list(uniform)
         # A smaller type that is within the tolerance again is chance.
-        within = next((i for i, name in enumerate(order) if uniform[name][1].distance.loss.value > tolerance), len(order))
+        within = next(
+            (i for i, name in enumerate(order) if uniform[name][1].distance.loss.value > tolerance),
+            len(order),
+        )
         upper = order[within - 1]
         if within == len(order):
             return BitsPlan(upper, upper, (), len(self.experts), *uniform[upper], uniform, {})
@@ -212,7 +269,16 @@ class Planner:
             else:
                 bad = middle
         low = tuple(ranked[:best])
-        return BitsPlan(upper, lower, low, len(self.experts), self.n_bytes(upper, dict.fromkeys(low, lower)), quality, uniform, importance)
+        return BitsPlan(
+            upper,
+            lower,
+            low,
+            len(self.experts),
+            self.n_bytes(upper, dict.fromkeys(low, lower)),
+            quality,
+            uniform,
+            importance,
+        )
 
 
 N_SAMPLES = 512  # tokens of each gate whose inputs are kept
@@ -233,14 +299,18 @@ class _Sample:
         left = N_SAMPLES - self.n
         if left > 0 and event.gate_input is not None:
             # a quarter of each batch, so that samples come from several batches
-            rows = np.linspace(0, len(event.ids) - 1, min(left, max(len(event.ids) // 4, 1))).astype(int)
+            rows = np.linspace(
+                0, len(event.ids) - 1, min(left, max(len(event.ids) // 4, 1))
+            ).astype(int)
             self.inputs.append(event.gate_input[rows].astype(np.float16))
             self.ids.append(event.ids[rows])
             self.weights.append(event.weights[rows])
             self.n += len(rows)
 
 
-def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, windows: Sequence[Window], **options: Any) -> dict[Expert, float]:
+def estimate_importance(
+    model_index: ModelIndex, sidecar: Sidecar, tier: str, windows: Sequence[Window], **options: Any
+) -> dict[Expert, float]:
     """Estimate each expert's importance from one pass.
 
     An unused expert has 0, an expert without sampled tokens its layer's mean. Experts
@@ -259,15 +329,25 @@ def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, wi
             if not where.chunk:
                 by_layer.setdefault(where.layer, {})[where.matrix_name] = span
         for layer, spans in by_layer.items():
-            for expert, value in enumerate(_layer_importance(spans, samples.get(layer), sidecar, tier, files)):
+            for expert, value in enumerate(
+                _layer_importance(spans, samples.get(layer), sidecar, tier, files)
+            ):
                 out[layer, expert] = float(value)
     return out
 
 
-def _sample_gates(model_index: ModelIndex, windows: Sequence[Window], options: dict[str, Any]) -> dict[int, _Sample]:
+def _sample_gates(
+    model_index: ModelIndex, windows: Sequence[Window], options: dict[str, Any]
+) -> dict[int, _Sample]:
     samples: dict[int, _Sample] = {}
-    with open_model(model_index.files[0], len(windows[0].tokens), experts=False, gate_input=True, **options) as llm:
-        gates = {info.gate: info for info in llm.engine.buffer.tensors if not parse_tensor_name(info.name.decode()).chunk}
+    with open_model(
+        model_index.files[0], len(windows[0].tokens), experts=False, gate_input=True, **options
+    ) as llm:
+        gates = {
+            info.gate: info
+            for info in llm.engine.buffer.tensors
+            if not parse_tensor_name(info.name.decode()).chunk
+        }
 
         def add(event: GateEvent) -> None:
             if event.gate in gates:
@@ -281,7 +361,13 @@ def _sample_gates(model_index: ModelIndex, windows: Sequence[Window], options: d
     return samples
 
 
-def _layer_importance(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sidecar, tier: str, files: ModelBytes) -> np.ndarray:
+def _layer_importance(
+    spans: dict[str, TensorSpan],
+    sample: _Sample | None,
+    sidecar: Sidecar,
+    tier: str,
+    files: ModelBytes,
+) -> np.ndarray:
     """Estimate the squared error of a layer's outputs for each expert, [n_experts]."""
     n_experts = next(iter(spans.values())).shape[2]
     values = np.zeros(n_experts)
@@ -297,17 +383,30 @@ def _layer_importance(spans: dict[str, TensorSpan], sample: _Sample | None, side
         x = inputs[token].astype(np.float32)
         high, low = {}, {}
         for m, s in spans.items():
-            piece, own = sidecar.slices[s.name, expert, tier], files.read(s.file, s.offset + expert * s.slice_bytes, s.slice_bytes, s.name)
+            piece, own = (
+                sidecar.slices[s.name, expert, tier],
+                files.read(s.file, s.offset + expert * s.slice_bytes, s.slice_bytes, s.name),
+            )
             high[m] = dequantize(own, s.type, piece.shape)
-            low[m] = dequantize(files.read(len(files) - 1, piece.offset, piece.nbytes, s.name), piece.type, piece.shape)
+            low[m] = dequantize(
+                files.read(len(files) - 1, piece.offset, piece.nbytes, s.name),
+                piece.type,
+                piece.shape,
+            )
         y = _expert(high, x) - _expert(low, x)
         g2 = weights[token, rank].astype(np.float64) ** 2
         # the samples' mean error per squared weight, times all tokens' squared weights
-        values[expert] = (g2 * (y.astype(np.float64) ** 2).sum(axis=1)).sum() / max(g2.sum(), 1e-30) * sample.used[expert]
+        values[expert] = (
+            (g2 * (y.astype(np.float64) ** 2).sum(axis=1)).sum()
+            / max(g2.sum(), 1e-30)
+            * sample.used[expert]
+        )
         sampled[expert] = True
     unsampled = ~sampled & (sample.used > 0)
     if unsampled.any() and sampled.any():
-        values[unsampled] = values[sampled].sum() / sample.used[sampled].sum() * sample.used[unsampled]
+        values[unsampled] = (
+            values[sampled].sum() / sample.used[sampled].sum() * sample.used[unsampled]
+        )
     return values
 
 

@@ -33,11 +33,21 @@ class Checkpoint:
         key: Hash of everything the parts depend on.
     """
 
-    def __init__(self, model_index: ModelIndex, options: Mapping[str, Any], warn: Callable[[str], None] | None = None, **depends: Any):
+    def __init__(
+        self,
+        model_index: ModelIndex,
+        options: Mapping[str, Any],
+        warn: Callable[[str], None] | None = None,
+        **depends: Any,
+    ):
         self._warn = warn or (lambda sentence: None)
         self._folder: Path | None = None
         name = f"profile-{model_index.identity}"
-        depends |= {"moeoff": __version__, "options": repr(sorted(options.items())), "changed": [state.ctime_ns for state in model_index.states]}
+        depends |= {
+            "moeoff": __version__,
+            "options": repr(sorted(options.items())),
+            "changed": [state.ctime_ns for state in model_index.states],
+        }
         self.key = digest(depends)
         with contextlib.suppress(OSError):
             root = cache_folder() / "calibrate"

@@ -1,4 +1,5 @@
-"""Perplexity of a model on windows of text, as in llama-perplexity, and its quality loss.
+"""Perplexity of a model on windows of text, as in llama-perplexity, and its quality
+loss.
 
 It takes about 10 MB besides the logits of one batch, which `Llama(logits_all=True)`
 plans.
@@ -40,7 +41,14 @@ def open_model(model: str, ctx: int, **options: Any) -> Llama:
     """Open a model for windows of `ctx` tokens with the logits of all tokens."""
     trim()  # memory left by a closed model would count against the budget
     n_batch = min(ctx, options.pop("n_batch", N_BATCH))
-    return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=min(n_batch, options.pop("n_ubatch", n_batch)), logits_all=True, **options)
+    return Llama(
+        model,
+        n_ctx=ctx,
+        n_batch=n_batch,
+        n_ubatch=min(n_batch, options.pop("n_ubatch", n_batch)),
+        logits_all=True,
+        **options,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,11 @@ def n_scored(n_ctx: int, n_prompt: int | None = None) -> int:
     return n_ctx - (n_ctx // 2 if n_prompt is None else n_prompt) - 1
 
 
-def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int, chunks: int | None = None) -> list[Window]:
-    """Cut files into consecutive windows without the remainder, as llama-perplexity does.
+def read_windows(
+    llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int, chunks: int | None = None
+) -> list[Window]:
+    """Cut files into consecutive windows without the remainder, as llama-perplexity
+    does.
 
     Args:
         chunks: Most windows of each file.
@@ -106,14 +117,22 @@ class Reference(Closing):
         free = shutil.disk_usage(folder).free
         if needed > free:
             message = f"{format_size(free)} free, {format_size(needed)} needed for predictions"
-            raise OptionError(f"{folder}: {message}: set TMPDIR, or evaluate fewer windows", hint={"chunks": ...})
+            raise OptionError(
+                f"{folder}: {message}: set TMPDIR, or evaluate fewer windows", hint={"chunks": ...}
+            )
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
 
     @classmethod
     def record(
-        cls, llm: Llama, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None, n_prompt: int | None = None,
-        until: float = math.inf, least: int = 1,
-    ) -> Reference:  # fmt: skip
+        cls,
+        llm: Llama,
+        windows: Sequence[Window],
+        mode: str = "prefill",
+        progress: Callable[[int], None] | None = None,
+        n_prompt: int | None = None,
+        until: float = math.inf,
+        least: int = 1,
+    ) -> Reference:
         """Record the lossless model's predictions, see `evaluate`.
 
         Args:
@@ -134,7 +153,11 @@ class Reference(Closing):
         self.nll[window, rows] = -logp[np.arange(len(targets)), targets]
         self.top[window, rows] = logits.argmax(axis=1)
         logp -= logp.max(axis=1, keepdims=True)
-        os.pwrite(self._file.fileno(), np.maximum(logp, _FLOOR).astype("<f2").tobytes(), self._offset(window, row))
+        os.pwrite(
+            self._file.fileno(),
+            np.maximum(logp, _FLOOR).astype("<f2").tobytes(),
+            self._offset(window, row),
+        )
 
     def read(self, window: int, row: int, n: int) -> np.ndarray:
         """Return log-probabilities of n scored tokens, [n, n_vocab] float32."""
@@ -189,11 +212,23 @@ def evaluate(
     before = llm.stats().bytes_read
     llm.call(_run, llm, windows, mode, progress, score, n_prompt)
     bytes_read = llm.stats().bytes_read - before
-    return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll[: len(windows)], kl, same, bytes_read)
+    return (
+        Scores(nll, bytes_read=bytes_read)
+        if reference is None
+        else Scores(nll, reference.nll[: len(windows)], kl, same, bytes_read)
+    )
 
 
-def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[int], None] | None,
-         sink: Callable[[int, int, np.ndarray, np.ndarray], None], n_prompt: int | None = None, until: float = math.inf, least: int = 1) -> int:  # fmt: skip
+def _run(
+    llm: Llama,
+    windows: Sequence[Window],
+    mode: str,
+    progress: Callable[[int], None] | None,
+    sink: Callable[[int, int, np.ndarray, np.ndarray], None],
+    n_prompt: int | None = None,
+    until: float = math.inf,
+    least: int = 1,
+) -> int:
     """Return the number of computed windows.
 
     Args:
@@ -214,16 +249,28 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
         llm.clear_context()
         tokens = np.asarray(window.tokens, np.int32)
         for start, stop in _batches(n_ctx, first, llm.n_batch, mode):
-            with llm.batches_as(decode=True) if mode == "simulated" and start >= first else contextlib.nullcontext():
+            with (
+                llm.batches_as(decode=True)
+                if mode == "simulated" and start >= first
+                else contextlib.nullcontext()
+            ):
                 llm.decode_batch(tokens[start:stop].tolist(), start, first)
             scored = (max(start, first), min(stop, last))
             if scored[0] < scored[1]:
                 logits = llm.batch_logits(scored[1] - scored[0])
                 if np.isnan(logits).any():
-                    raise ModelError(f"{llm.model_path}: computes NaN: damaged weights, or too large for their type")
+                    raise ModelError(
+                        f"{llm.model_path}: computes NaN: damaged weights, or too large for their"
+                        " type"
+                    )
                 for row in range(scored[0], scored[1], step):
                     end = min(row + step, scored[1])
-                    sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
+                    sink(
+                        index,
+                        row - first,
+                        logits[row - scored[0] : end - scored[0]],
+                        tokens[row + 1 : end + 1],
+                    )
             n += stop - start
             if progress:
                 progress(n)
@@ -236,7 +283,9 @@ def _batches(n_ctx: int, n_prompt: int, n_batch: int, mode: str) -> list[tuple[i
     batches = [(start, min(start + n_batch, whole)) for start in range(0, whole, n_batch)]
     step = n_batch if mode == "simulated" else 1
     # the last token has no successor to score
-    return batches + [(start, min(start + step, n_ctx - 1)) for start in range(whole, n_ctx - 1, step)]
+    return batches + [
+        (start, min(start + step, n_ctx - 1)) for start in range(whole, n_ctx - 1, step)
+    ]
 
 
 @dataclass(frozen=True)
@@ -259,11 +308,27 @@ class Evaluation:
 
 _CONTEXT = ("attention", "type_k", "type_v")  # f16 in a lossless model
 # options not passed to the lossless model
-_LOSSY = {"tier", "precision", "max_loss", "deterministic", "stride", *table_of(Precision), *_CONTEXT}
+_LOSSY = {
+    "tier",
+    "precision",
+    "max_loss",
+    "deterministic",
+    "stride",
+    *table_of(Precision),
+    *_CONTEXT,
+}
 
 
-def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: int | None = None, mode: str = "prefill",
-                   progress: Callable[[str, int, int], None] | None = None, **options: Any) -> Evaluation:  # fmt: skip
+def evaluate_model(
+    model: str,
+    text: Sequence[str],
+    *,
+    ctx: int = 512,
+    chunks: int | None = None,
+    mode: str = "prefill",
+    progress: Callable[[str, int, int], None] | None = None,
+    **options: Any,
+) -> Evaluation:
     """Measure perplexity, and for a lossy model its distance from the lossless one.
 
     Args:
@@ -278,23 +343,45 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
         MoeoffError: The model, a text, the budget or an option is invalid.
     """
     if mode == "simulated" and not options.get("deterministic"):
-        raise OptionError("mode simulated needs `deterministic`: other runs decide by what is in memory")
+        raise OptionError(
+            "mode simulated needs `deterministic`: other runs decide by what is in memory"
+        )
     ModelIndex.read(model).require_text()
-    lossless = {name: value for name, value in options.items() if name not in _LOSSY} | {"strategy": "lru", "experts": False, "verify_reads": False}
+    lossless = {name: value for name, value in options.items() if name not in _LOSSY} | {
+        "strategy": "lru",
+        "experts": False,
+        "verify_reads": False,
+    }
 
     def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:
-        return progress and functools.partial(lambda total, n: progress(stage, n, total), len(windows) * ctx)
+        return progress and functools.partial(
+            lambda total, n: progress(stage, n, total), len(windows) * ctx
+        )
 
-    def measured(llm: Llama, reference: Reference | None) -> tuple[list[Window], Scores, float, Stats, Precision]:
+    def measured(
+        llm: Llama, reference: Reference | None
+    ) -> tuple[list[Window], Scores, float, Stats, Precision]:
         windows = read_windows(llm, text, ctx, chunks)
         started = time.perf_counter()
-        scores = evaluate(llm, windows, reference, mode=mode, progress=tokens("evaluating", windows))
-        return windows, scores, time.perf_counter() - started, llm.stats(), llm.engine.quality.precision
+        scores = evaluate(
+            llm, windows, reference, mode=mode, progress=tokens("evaluating", windows)
+        )
+        return (
+            windows,
+            scores,
+            time.perf_counter() - started,
+            llm.stats(),
+            llm.engine.quality.precision,
+        )
 
     # Opened first: invalid options fail early, and the strategy's precision is known.
     with open_model(model, ctx, **options) as llm:
         quality, config = llm.engine.quality, llm.engine.config
-        lossy = quality.selected is not None or not quality.precision.lossless or quality.source.tier != ORIGINAL
+        lossy = (
+            quality.selected is not None
+            or not quality.precision.lossless
+            or quality.source.tier != ORIGINAL
+        )
         lossy |= any(getattr(config, name) not in (None, "f16") for name in _CONTEXT)
         result = None if lossy else measured(llm, None)
     if result is None:
@@ -306,4 +393,12 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
     windows, scores, seconds, stats, precision = result
     starts = np.searchsorted([window.text for window in windows], range(len(text) + 1)).tolist()
     by_text = [scores.quality(slice(*ends)) for ends in zip(starts, starts[1:])]
-    return Evaluation(scores.quality(), tuple(by_text), precision, stats, len(windows) * ctx, seconds, scores.bytes_read)
+    return Evaluation(
+        scores.quality(),
+        tuple(by_text),
+        precision,
+        stats,
+        len(windows) * ctx,
+        seconds,
+        scores.bytes_read,
+    )

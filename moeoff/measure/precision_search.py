@@ -1,21 +1,31 @@
-"""`moeoff calibrate --max-loss`: finds what may be left out of a model within a bound of loss, which depends on what is in memory.
+"""`moeoff calibrate --max-loss`: finds what may be left out of a model within a bound
+of loss, which depends on what is in memory.
 
-One number is searched: τ, the weight below which an expert that is not in memory is left out (`Precision.tau`). It is measured behind a simulated cache
-(`Precision.resident`) that holds a share of each layer's experts: each token is decided as if it were decoded alone behind the ones before it, as an
-answer is computed, but batches compute many of them at once.
+One number is searched: τ, the weight below which an expert that is not in memory is
+left out (`Precision.tau`). It is measured behind a simulated cache
+(`Precision.resident`) that holds a share of each layer's experts: each token is decided
+as if it were decoded alone behind the ones before it, as an answer is computed, but
+batches compute many of them at once.
 
-With nothing resident, a few τ show how the divergence grows (`DivergenceModel`). So for each share the search begins at a τ whose loss should be well within the bound,
-raises it as long as the upper bound of the loss keeps the limit, and ends at the first that does not. Such a sequence needs no correction for its length, only
-for the number of sequences (`upper_loss`). How far it goes at a time depends on the divergence, whose error is small, and not on the loss, which alone decides
-where it ends.
+With nothing resident, a few τ show how the divergence grows (`DivergenceModel`). So for
+each share the search begins at a τ whose loss should be well within the bound, raises
+it as long as the upper bound of the loss keeps the limit, and ends at the first that
+does not. Such a sequence needs no correction for its length, only for the number of
+sequences (`upper_loss`). How far it goes at a time depends on the divergence, whose
+error is small, and not on the loss, which alone decides where it ends.
 
-A rule that looks at what is resident feeds on itself, since what is chosen stays in memory, and text of others does not show that. So the boldest then write text
-freely, and the lossless model says how likely it finds it: if one certainly loses more than the bound on that, the largest τ of each share is given up.
+A rule that looks at what is resident feeds on itself, since what is chosen stays in
+memory, and text of others does not show that. So the boldest then write text freely,
+and the lossless model says how likely it finds it: if one certainly loses more than the
+bound on that, the largest τ of each share is given up.
 
-`minutes` is a deadline: the lossless model reads as many windows as a part of it has time for, no further τ is begun that would pass its part, and what was
-measured by then counts. Less own text than OWN_TOKENS must keep the bound by its mean; without two texts nothing may be skipped.
+`minutes` is a deadline: the lossless model reads as many windows as a part of it has
+time for, no further τ is begun that would pass its part, and what was measured by then
+counts. Less own text than OWN_TOKENS must keep the bound by its mean; without two texts
+nothing may be skipped.
 
-Every tier of a sidecar is measured in the place of all experts, too, and τ again in the smallest of those that keep the bound.
+Every tier of a sidecar is measured in the place of all experts, too, and τ again in the
+smallest of those that keep the bound.
 """
 
 from __future__ import annotations
@@ -47,8 +57,11 @@ from .statistics import Distance, Estimate, Scores, log_probs, one_sided, spread
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
 STEP = 1.12  # from one τ to the next, at least
-START = 0.7  # of the divergence that should take the upper bound to the limit, what is expected at the first τ of a share
-QUANTILES = (0.15, 0.4, 0.65)  # of the weights: the τ that are tried with nothing resident, on a few windows
+# of the divergence that should take the upper bound to the limit, what is expected at
+# the first τ of a share
+START = 0.7
+# of the weights: the τ that are tried with nothing resident, on a few windows
+QUANTILES = (0.15, 0.4, 0.65)
 SAMPLE = 4  # windows that are enough for what needs no interval
 OPENING = 32  # tokens of own text that are given
 OWN_TOKENS = 8192  # that what was found writes, if there is time, and at most
@@ -71,7 +84,9 @@ class MeasuredCandidate(Candidate):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """path: of the profile; max_loss: the bound that was searched for; measured: the contract's candidates with their intervals."""
+    """path: of the profile; max_loss: the bound that was searched for; measured: the
+    contract's candidates with their intervals.
+    """
 
     path: str
     contract: LossContract
@@ -83,14 +98,18 @@ class OutOfTimeError(Exception):
     """The deadline of a search passed in the middle of a measurement."""
 
 
-def write_freely(llm: Llama, window: Sequence[int], seed: int = 0, progress: Callable[[int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """A text behind the opening of a window, as long as the window, computed token by token with the model's present precision.
+def write_freely(
+    llm: Llama, window: Sequence[int], seed: int = 0, progress: Callable[[int], None] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """A text behind the opening of a window, as long as the window, computed token by
+    token with the model's present precision.
 
     Args:
         progress: Called with the number of tokens before each one.
 
     Returns:
-        its tokens [n_ctx] int32, the opening included; and [n_ctx - OPENING] float64 log-probabilities of those that were written, by their writer.
+        its tokens [n_ctx] int32, the opening included; and [n_ctx - OPENING] float64
+        log-probabilities of those that were written, by their writer.
     """
     rng = np.random.default_rng(seed)
     text = np.array(window, np.int32)
@@ -110,7 +129,9 @@ def write_freely(llm: Llama, window: Sequence[int], seed: int = 0, progress: Cal
 
 
 def score(llm: Llama, text: np.ndarray) -> np.ndarray:
-    """[n_ctx - OPENING] float64: what this model thinks of each token that was written; the whole text at once."""
+    """[n_ctx - OPENING] float64: what this model thinks of each token that was written;
+    the whole text at once.
+    """
     llm.clear_context()
     llm.decode_batch(text[:-1].tolist(), 0, OPENING - 1)
     logp = log_probs(llm.batch_logits(len(text) - OPENING)).astype(np.float64)
@@ -129,8 +150,10 @@ class RuleEvaluator:
         at_once: sequences that a search makes, see `upper_loss`.
         progress: told what is being done, how much of it is done and how much there is.
         n_prompt: tokens of each window that are its prompt, as `evaluate` has it.
-        choices: of the lossless model on the same windows; None: `reference` makes them.
-        deadline: Time of `time.monotonic` at which a measurement ends with `OutOfTimeError`.
+        choices: of the lossless model on the same windows; None: `reference` makes
+            them.
+        deadline: Time of `time.monotonic` at which a measurement ends with
+            `OutOfTimeError`.
 
     Attributes:
         seconds: that a pass over all windows took, the last one; 0: there was none.
@@ -139,10 +162,25 @@ class RuleEvaluator:
 
     scores: Scores
 
-    def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1,
-                 progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: RecordedRouting | None = None,
-                 deadline: float = math.inf):  # fmt: skip
-        self._llm, self.windows, self._tier, self._size, self.at_once = llm, windows, tier, size, at_once
+    def __init__(
+        self,
+        llm: Llama,
+        windows: Sequence[Window],
+        tier: str = ORIGINAL,
+        size: float = 1.0,
+        at_once: int = 1,
+        progress: Callable[[str, int, int], None] | None = None,
+        n_prompt: int | None = None,
+        choices: RecordedRouting | None = None,
+        deadline: float = math.inf,
+    ):
+        self._llm, self.windows, self._tier, self._size, self.at_once = (
+            llm,
+            windows,
+            tier,
+            size,
+            at_once,
+        )
         self._tell = progress or (lambda what, n, total: None)
         self.n_prompt, self.choices, self.seconds = n_prompt, choices or RecordedRouting([]), 0.0
         self._deadline = deadline
@@ -157,20 +195,27 @@ class RuleEvaluator:
         return progress
 
     def reference(self, until: float = math.inf, least: int = 1) -> Reference:
-        """The lossless model's, in the batches that rules are measured in. `windows` are then those that it read.
+        """The lossless model's, in the batches that rules are measured in. `windows`
+        are then those that it read.
 
         Args:
-            until: of `time.monotonic`, when no further window is begun, but so many are read at the least.
+            until: of `time.monotonic`, when no further window is begun, but so many are
+                read at the least.
         """
         self._llm.engine.quality.use(Precision())
         n_experts: dict[int, int] = {}
         for tensor in self._llm.engine.buffer.tensors:
             n_experts[tensor.gate] = max(n_experts.get(tensor.gate, 0), tensor.ne[2])
-        self.choices, self._lossless_misses = RecordedRouting([n_experts[gate] for gate in sorted(n_experts)]), {}
+        self.choices, self._lossless_misses = (
+            RecordedRouting([n_experts[gate] for gate in sorted(n_experts)]),
+            {},
+        )
         self._llm.set_gate_callback(self.choices.observe)
         try:
             progress = self._stage("lossless", len(self.windows))
-            reference = Reference.record(self._llm, self.windows, "simulated", progress, self.n_prompt, until, least)
+            reference = Reference.record(
+                self._llm, self.windows, "simulated", progress, self.n_prompt, until, least
+            )
             self._llm.engine.buffer.drain()
         finally:
             self._llm.set_gate_callback(None)
@@ -182,17 +227,39 @@ class RuleEvaluator:
         self._llm.engine.quality.use(Precision(tau=tau, resident=_NOTHING))
         sample = self.windows[:SAMPLE]
         progress = self._stage(f"nothing resident: τ {tau:.3g}", len(sample))
-        scores = evaluate(self._llm, sample, reference, mode="simulated", progress=progress, n_prompt=self.n_prompt)
+        scores = evaluate(
+            self._llm,
+            sample,
+            reference,
+            mode="simulated",
+            progress=progress,
+            n_prompt=self.n_prompt,
+        )
         return scores.quality().distance.kl.value
 
     def measure(self, reference: Reference, precision: Precision) -> MeasuredCandidate:
-        """One rule with its share of the experts resident; a lossless one: the tier in the place of all experts."""
+        """One rule with its share of the experts resident; a lossless one: the tier in
+        the place of all experts.
+        """
         resident = 0.0 if precision.lossless else precision.resident
         self._llm.engine.quality.use(precision)
         self._llm.reset_stats()
-        name = f"{resident:.0%} resident: τ {precision.tau:.3g}" if precision.tau else f"all in {self._tier}" if precision.lossless else str(precision)
+        name = (
+            f"{resident:.0%} resident: τ {precision.tau:.3g}"
+            if precision.tau
+            else f"all in {self._tier}"
+            if precision.lossless
+            else str(precision)
+        )
         began = time.monotonic()
-        self.scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=self._stage(name, len(self.windows)), n_prompt=self.n_prompt)
+        self.scores = evaluate(
+            self._llm,
+            self.windows,
+            reference,
+            mode="simulated",
+            progress=self._stage(name, len(self.windows)),
+            n_prompt=self.n_prompt,
+        )
         self.seconds = time.monotonic() - began
         stats = self._llm.stats()
         if resident and resident not in self._lossless_misses:
@@ -200,29 +267,46 @@ class RuleEvaluator:
         lossless = self._lossless_misses.get(resident, 0)
         distance = self.scores.quality().distance
         return MeasuredCandidate(
-            tier=self._tier, tau=precision.tau, resident=resident, loss=distance.loss.value, upper_loss=upper_loss(distance.loss, len(self.windows), self.at_once),
-            kl=distance.kl.value, cost=self._size * stats.simulated_misses / lossless if lossless else self._size, skipped=stats.skipped / max(self.choices.uses, 1), size=self._size,
+            tier=self._tier,
+            tau=precision.tau,
+            resident=resident,
+            loss=distance.loss.value,
+            upper_loss=upper_loss(distance.loss, len(self.windows), self.at_once),
+            kl=distance.kl.value,
+            cost=self._size * stats.simulated_misses / lossless if lossless else self._size,
+            skipped=stats.skipped / max(self.choices.uses, 1),
+            size=self._size,
             distance=distance,
-        )  # fmt: skip
+        )
 
-    def own_text(self, c: Candidate, opening: int, seed: int, progress: Callable[[int], None] | None = None) -> np.ndarray:
-        """[n_tokens] float64, of a text that a rule has written behind the opening of a window: by how much the log-probability of each of its tokens is
-        higher than with the same experts and nothing left out."""
+    def own_text(
+        self, c: Candidate, opening: int, seed: int, progress: Callable[[int], None] | None = None
+    ) -> np.ndarray:
+        """[n_tokens] float64, of a text that a rule has written behind the opening of a
+        window: by how much the log-probability of each of its tokens is higher than
+        with the same experts and nothing left out.
+        """
         self._llm.engine.quality.use(c.precision)
-        text, log_p = write_freely(self._llm, self.windows[opening % len(self.windows)].tokens, seed, progress)
+        text, log_p = write_freely(
+            self._llm, self.windows[opening % len(self.windows)].tokens, seed, progress
+        )
         self._llm.engine.quality.use(Precision())
         own: np.ndarray = log_p - score(self._llm, text)
         return own
 
-    def own_text_loss(self, c: Candidate, least: int, most: int, until: float = math.inf) -> Estimate | None:
-        """Return the loss of a rule on texts that it has written itself, against the same experts with nothing left out.
+    def own_text_loss(
+        self, c: Candidate, least: int, most: int, until: float = math.inf
+    ) -> Estimate | None:
+        """Return the loss of a rule on texts that it has written itself, against the
+        same experts with nothing left out.
 
-        If the deadline leaves fewer than `least` texts, the estimate's low end is its mean; with
-        fewer than two texts there is none.
+        If the deadline leaves fewer than `least` texts, the estimate's low end is its
+        mean; with fewer than two texts there is none.
 
         Args:
             least, most: Number of texts, each as long as a window.
-            until: Time of `time.monotonic` after which no further text than `least` is begun.
+            until: Time of `time.monotonic` after which no further text than `least` is
+                begun.
         """
         lost: list[np.ndarray] = []
         step, length = max(len(self.windows) // least, 1), len(self.windows[0].tokens)
@@ -231,7 +315,9 @@ class RuleEvaluator:
                 i = len(lost)
                 stage = self._stage(f"own text: τ {c.tau:.3g}", max(least, i + 1))
 
-                def progress(n: int, begin: int = i * length, stage: Callable[[int], None] = stage) -> None:
+                def progress(
+                    n: int, begin: int = i * length, stage: Callable[[int], None] = stage
+                ) -> None:
                     stage(begin + n)
 
                 lost.append(self.own_text(c, i * step, i, progress))
@@ -243,7 +329,8 @@ class RuleEvaluator:
 
 
 class DivergenceModel:
-    """How the divergence grows with τ behind a share s of the experts, KL = scale τ^power (1 - s)^2, and with it the upper bound of the loss, KL + b sqrt(KL):
+    """How the divergence grows with τ behind a share s of the experts, KL = scale
+    τ^power (1 - s)^2, and with it the upper bound of the loss, KL + b sqrt(KL):
     the error of a mean of n tokens' losses is at least sqrt(2 KL / n).
 
     Args:
@@ -253,31 +340,57 @@ class DivergenceModel:
         at_once: see `upper_loss`.
     """
 
-    def __init__(self, measured: Sequence[tuple[float, float]], limit: float, n_windows: int, n_tokens: int, at_once: int):
+    def __init__(
+        self,
+        measured: Sequence[tuple[float, float]],
+        limit: float,
+        n_windows: int,
+        n_tokens: int,
+        at_once: int,
+    ):
         points = np.log([(tau, kl) for tau, kl in measured if kl > 0]).reshape(-1, 2)
         self._power, self._log_scale = math.nan, math.nan
         if len(points) > 1:
             self._power, self._log_scale = map(float, np.polyfit(points[:, 0], points[:, 1], 1))
-        self._limit, self._b = limit, _SPREAD * one_sided(n_windows, at_once) * math.sqrt(2 / (n_windows * n_tokens))
+        self._limit, self._b = (
+            limit,
+            _SPREAD * one_sided(n_windows, at_once) * math.sqrt(2 / (n_windows * n_tokens)),
+        )
 
     def tau(self, share: float) -> float:
-        """τ behind a share whose loss is expected to be well within the bound; NaN: nobody knows."""
+        """τ behind a share whose loss is expected to be well within the bound; NaN:
+        nobody knows.
+        """
         most = ((math.sqrt(self._b**2 + 4 * self._limit) - self._b) / 2) ** 2
-        return math.exp((math.log(START * most) - 2 * math.log1p(-share) - self._log_scale) / self._power) if self._power > 0 else math.nan
+        return (
+            math.exp(
+                (math.log(START * most) - 2 * math.log1p(-share) - self._log_scale) / self._power
+            )
+            if self._power > 0
+            else math.nan
+        )
 
     def learn(self, c: Candidate) -> None:
         """Corrects scale and b by what was measured of one τ behind a share."""
         if c.kl > 0:
-            self._log_scale = math.log(c.kl) - 2 * math.log1p(-c.resident) - self._power * math.log(c.tau)
+            self._log_scale = (
+                math.log(c.kl) - 2 * math.log1p(-c.resident) - self._power * math.log(c.tau)
+            )
             if math.isfinite(c.upper_loss):
-                self._b = max((math.log1p(c.upper_loss) - math.log1p(c.loss)) / math.sqrt(c.kl), 0.0)
+                self._b = max(
+                    (math.log1p(c.upper_loss) - math.log1p(c.loss)) / math.sqrt(c.kl), 0.0
+                )
 
 
-def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float = math.inf) -> list[list[MeasuredCandidate]]:
-    """The candidates behind each share of the experts, in turn: each has its first τ before any has its second.
+def search_tau(
+    evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float = math.inf
+) -> list[list[MeasuredCandidate]]:
+    """The candidates behind each share of the experts, in turn: each has its first τ
+    before any has its second.
 
     Args:
-        until: Time of `time.monotonic` at which to end; the first τ of each share is measured all the same, up to the evaluator's deadline.
+        until: Time of `time.monotonic` at which to end; the first τ of each share is
+            measured all the same, up to the evaluator's deadline.
     """
     by_share: dict[float, list[MeasuredCandidate]] = {share: [] for share in SHARES}
     with contextlib.suppress(OutOfTimeError):
@@ -285,14 +398,26 @@ def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, 
     return list(by_share.values())
 
 
-def _search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float, by_share: dict[float, list[MeasuredCandidate]]) -> None:
+def _search_tau(
+    evaluator: RuleEvaluator,
+    reference: Reference,
+    max_loss: float,
+    until: float,
+    by_share: dict[float, list[MeasuredCandidate]],
+) -> None:
     """Append to `by_share` what is measured."""
     weights = evaluator.choices.weights
     most = float(weights.max(initial=0.0))
-    taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0}) if len(weights) else []
+    taus = (
+        sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0})
+        if len(weights)
+        else []
+    )
     points = [(tau, evaluator.divergence(reference, tau)) for tau in taus]
     scored = n_scored(len(evaluator.windows[0].tokens), evaluator.n_prompt)
-    growth = DivergenceModel(points, math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once)
+    growth = DivergenceModel(
+        points, math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once
+    )
     unfinished = list(SHARES)
     while unfinished:
         bold_enough = 0.0  # what held with fewer resident holds
@@ -300,7 +425,9 @@ def _search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float,
             if share in unfinished:
                 if candidates and time.monotonic() + evaluator.seconds > until:
                     return
-                tau = max(growth.tau(share), candidates[-1].tau * STEP if candidates else bold_enough)
+                tau = max(
+                    growth.tau(share), candidates[-1].tau * STEP if candidates else bold_enough
+                )
                 if not 0 < tau <= most * STEP:
                     unfinished.remove(share)
                     continue
@@ -309,19 +436,27 @@ def _search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float,
                 growth.learn(c)
                 if c.upper_loss > max_loss:
                     unfinished.remove(share)
-            bold_enough = max([bold_enough, *(c.tau for c in candidates if c.upper_loss <= max_loss)])
+            bold_enough = max(
+                [bold_enough, *(c.tau for c in candidates if c.upper_loss <= max_loss)]
+            )
 
 
 def keep_on_own_text(
-    evaluator: RuleEvaluator, by_share: Sequence[Sequence[MeasuredCandidate]], max_loss: float, until: float = math.inf
+    evaluator: RuleEvaluator,
+    by_share: Sequence[Sequence[MeasuredCandidate]],
+    max_loss: float,
+    until: float = math.inf,
 ) -> list[MeasuredCandidate]:
-    """Those that do not certainly lose more than the bound on text that one of them writes.
+    """Those that do not certainly lose more than the bound on text that one of them
+    writes.
 
-    If that one does, the largest τ of each share goes, and with it what would lose too much if loss on own text grew as the divergence does; the boldest
-    that is left writes again, if there is time.
+    If that one does, the largest τ of each share goes, and with it what would lose too
+    much if loss on own text grew as the divergence does; the boldest that is left
+    writes again, if there is time.
 
     Args:
-        until: Time of `time.monotonic` at which to end; the first writes OWN_TOKENS all the same, up to the evaluator's deadline.
+        until: Time of `time.monotonic` at which to end; the first writes OWN_TOKENS all
+            the same, up to the evaluator's deadline.
 
     Returns:
         Nothing if not even two texts could be written.
@@ -329,7 +464,11 @@ def keep_on_own_text(
     remaining, is_validated = [list(candidates) for candidates in by_share], False
     n_each = len(evaluator.windows[0].tokens) - OPENING
     least, most = (max(-(-n // n_each), 2) for n in (OWN_TOKENS, MOST_OWN_TOKENS))
-    while boldest := [held[-1] for candidates in remaining if (held := [c for c in candidates if c.upper_loss <= max_loss])]:
+    while boldest := [
+        held[-1]
+        for candidates in remaining
+        if (held := [c for c in candidates if c.upper_loss <= max_loss])
+    ]:
         c = next((c for c in boldest if c.resident == DEFAULT_SHARE), boldest[-1])
         own = evaluator.own_text_loss(c, least, most, until)
         if own is None:
@@ -339,14 +478,24 @@ def keep_on_own_text(
             break
         limits = {c.resident: c.tau for c in boldest}
         grown = math.log1p(own.value) / max(c.kl, 1e-12)
-        remaining = [[c for c in candidates if c.tau < limits.get(c.resident, math.inf) and c.kl * grown <= math.log1p(max_loss)] for candidates in remaining]
+        remaining = [
+            [
+                c
+                for c in candidates
+                if c.tau < limits.get(c.resident, math.inf) and c.kl * grown <= math.log1p(max_loss)
+            ]
+            for candidates in remaining
+        ]
         if time.monotonic() > until:
             break
     return list(itertools.chain(*remaining))
 
 
-def find_tiers(model_index: ModelIndex, experts: str | os.PathLike[str] | bool, tier: str | None) -> tuple[Sidecar | None, list[str]]:
-    """Return a model's sidecar and its tiers below the model's own precision, or the one named `tier`.
+def find_tiers(
+    model_index: ModelIndex, experts: str | os.PathLike[str] | bool, tier: str | None
+) -> tuple[Sidecar | None, list[str]]:
+    """Return a model's sidecar and its tiers below the model's own precision, or the
+    one named `tier`.
 
     Raises:
         OptionError: A tier is named, and there is no such tier or no sidecar.
@@ -354,7 +503,9 @@ def find_tiers(model_index: ModelIndex, experts: str | os.PathLike[str] | bool, 
     source = ExpertSource.make(model_index, experts, tier or ORIGINAL)
     if source.sidecar is None:
         return None, []
-    return source.sidecar, [name for name in ([source.tier] if tier else source.sidecar.tiers) if name != ORIGINAL]
+    return source.sidecar, [
+        name for name in ([source.tier] if tier else source.sidecar.tiers) if name != ORIGINAL
+    ]
 
 
 def search_precision(
@@ -370,15 +521,18 @@ def search_precision(
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> SearchResult:
-    """Measures what may be left out of a model, and its sidecar's tiers, and writes the profile's section "precision".
+    """Measures what may be left out of a model, and its sidecar's tiers, and writes the
+    profile's section "precision".
 
     Args:
-        text: Files, by default `default_texts`; their windows are of 512 tokens, or of the model's training context if that is shorter.
-        max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
-            what was measured.
+        text: Files, by default `default_texts`; their windows are of 512 tokens, or of
+            the model's training context if that is shorter.
+        max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can
+            be asked for later: they choose among what was measured.
         tier: the only one of the sidecar that is tried. Default: all of them.
         tokens: in all, as many from each text; each step computes all of them.
-        minutes: Deadline in minutes for all of it. Earlier parts leave time for later ones: fewer windows, fewer τ, less own text.
+        minutes: Deadline in minutes for all of it. Earlier parts leave time for later
+            ones: fewer windows, fewer τ, less own text.
         output: the profile; by default where opening the model finds it.
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
@@ -396,10 +550,15 @@ def search_precision(
     require_new(path, [*model_index.files, sidecar.path if sidecar else None, *text], "`output`")
     if os.path.exists(path):
         room = (Budget.of(options.get("memory")).most - rss()) // 2
-        Profile.read(path, model_index, room=room)  # another model's would be refused in the end: say so before the work
+        # another model's would be refused in the end: say so before the work
+        Profile.read(path, model_index, room=room)
     ctx = min(CTX, model_index.n_ctx_train or CTX)
     n_prompt = min(PROMPT, ctx // 2)
-    how = {"experts": sidecar or False, "deterministic": True, "precision": Precision(tau=_NOTHING, resident=1.0)} | options
+    how = {
+        "experts": sidecar or False,
+        "deterministic": True,
+        "precision": Precision(tau=_NOTHING, resident=1.0),
+    } | options
     n_searches = 2 if tiers else 1
     at_once = len(SHARES) * n_searches + len(tiers)
     windows: Sequence[Window] = ()
@@ -411,15 +570,35 @@ def search_precision(
         return now + share * max(started + 60 * minutes - now, 0.0)
 
     @contextlib.contextmanager
-    def opened(name: str, files: Sequence[str], choices: RecordedRouting | None) -> Iterator[RuleEvaluator]:
+    def opened(
+        name: str, files: Sequence[str], choices: RecordedRouting | None
+    ) -> Iterator[RuleEvaluator]:
         with open_model(model, ctx, tier=name, **how) as llm:
-            few = windows or spread(read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1)))
+            few = windows or spread(
+                read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1))
+            )
             if len(few) < MIN_WINDOWS:
                 short = f"the texts make {len(few)} windows of {ctx} tokens"
-                raise OptionError(f"{short}, and at least {MIN_WINDOWS} are needed for an interval: more text is needed", hint={"text": ..., "tokens": ...})
-            yield RuleEvaluator(llm, few, name, sizes.get(name, 1.0), at_once, progress, n_prompt, choices, deadline=started + 60 * minutes)
+                raise OptionError(
+                    f"{short}, and at least {MIN_WINDOWS} are needed for an interval: more text is"
+                    " needed",
+                    hint={"text": ..., "tokens": ...},
+                )
+            yield RuleEvaluator(
+                llm,
+                few,
+                name,
+                sizes.get(name, 1.0),
+                at_once,
+                progress,
+                n_prompt,
+                choices,
+                deadline=started + 60 * minutes,
+            )
 
-    def searched(evaluator: RuleEvaluator, reference: Reference, share: float) -> list[MeasuredCandidate]:
+    def searched(
+        evaluator: RuleEvaluator, reference: Reference, share: float
+    ) -> list[MeasuredCandidate]:
         """τ behind each share of the experts, in this share of the time that is left."""
         end = until(share)
         by_share = search_tau(evaluator, reference, max_loss, until(SEARCHING * share))
@@ -432,7 +611,11 @@ def search_precision(
             try:
                 reference = stack.enter_context(evaluator.reference(end, MIN_WINDOWS))
             except OutOfTimeError:
-                raise OptionError(f"{model}: no time to read {MIN_WINDOWS} windows of {ctx} tokens: give more minutes", hint={"minutes": ...}) from None
+                raise OptionError(
+                    f"{model}: no time to read {MIN_WINDOWS} windows of {ctx} tokens: give more"
+                    " minutes",
+                    hint={"minutes": ...},
+                ) from None
             windows, choices = evaluator.windows, evaluator.choices
             measured += searched(evaluator, reference, 1 / n_searches)
         best: str | None = None
@@ -446,6 +629,8 @@ def search_precision(
                     measured += searched(evaluator, reference, 1.0)
     tokens_hash = hash64(np.array([window.tokens for window in windows], np.int32))
     n_all = len(windows) * n_scored(ctx, n_prompt)
-    contract = LossContract(sidecar.identity if sidecar else 0, tokens_hash, len(windows), n_all, ctx, tuple(measured))
+    contract = LossContract(
+        sidecar.identity if sidecar else 0, tokens_hash, len(windows), n_all, ctx, tuple(measured)
+    )
     Profile.write(path, model_index, {SECTION: contract.to_section()})
     return SearchResult(path, contract, max_loss, tuple(measured))

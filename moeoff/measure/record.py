@@ -35,8 +35,11 @@ LIMIT = 1 << 30  # most bytes of gate inputs, and of probabilities
 _OUTPUT_BYTES = 64 << 20
 
 
-def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int) -> list[list[int]]:
-    """Cut about `n_tokens` in sequences of at most `LENGTH` tokens, as many from each text.
+def sequences(
+    model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int
+) -> list[list[int]]:
+    """Cut about `n_tokens` in sequences of at most `LENGTH` tokens, as many from each
+    text.
 
     Any prefix of the sequences is spread over the texts.
 
@@ -51,8 +54,14 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 for i in spread(range(per_text)):
-                    piece = os.pread(file.fileno(), min(12 * LENGTH, -(-size // per_text)), size * i // per_text)
-                    pieces.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:LENGTH])
+                    piece = os.pread(
+                        file.fileno(), min(12 * LENGTH, -(-size // per_text)), size * i // per_text
+                    )
+                    pieces.append(
+                        model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[
+                            :LENGTH
+                        ]
+                    )
         except OSError as error:
             raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
         pieces = [tokens for tokens in pieces if len(tokens) > 1]
@@ -64,7 +73,9 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
 
 def batch_size(n_vocab: int, n_embd: int) -> int:
     """Return the tokens of a batch whose logits and gate events stay small."""
-    return int(max(min(LENGTH, _OUTPUT_BYTES // (4 * n_vocab), (1 << 20) // (4 * max(n_embd, 1))), 16))
+    return int(
+        max(min(LENGTH, _OUTPUT_BYTES // (4 * n_vocab), (1 << 20) // (4 * max(n_embd, 1))), 16)
+    )
 
 
 def _evaluate(model: Llama, tokens: list[int]) -> Iterator[int]:
@@ -84,29 +95,60 @@ def recordable(model_index: ModelIndex, **options: Any) -> Iterator[tuple[Llama,
     embedding = model_index.dense.get(EMBEDDING)
     n_embd, n_vocab = embedding.shape[:2] if embedding else (4096, 1 << 17)
     batch = batch_size(n_vocab, n_embd)
-    with contextlib.closing(Llama(model_index.files[0], gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, **options)) as llm:
+    with contextlib.closing(
+        Llama(
+            model_index.files[0],
+            gate_input=True,
+            n_ctx=LENGTH,
+            n_batch=batch,
+            n_ubatch=batch,
+            **options,
+        )
+    ) as llm:
         layers, before = {t.gate: t.layer for t in llm.engine.buffer.tensors}, rss()
-        router = Router.read(model_index, [layers[g] for g in sorted(layers)], llm.engine.buffer.gating, llm.engine.buffer.priorities.shape[1])
+        router = Router.read(
+            model_index,
+            [layers[g] for g in sorted(layers)],
+            llm.engine.buffer.gating,
+            llm.engine.buffer.priorities.shape[1],
+        )
         llm.engine.sizer.make_room(rss() - before)
         yield llm, router
 
 
 def recording_limit(plan: MemoryPlan | None = None) -> int:
-    """Return `LIMIT`, or an eighth of available memory or of what a model's plan leaves."""
-    free = available() if plan is None or not plan.budget else min(plan.budget - plan.fixed - plan.arena_floor, available())
+    """Return `LIMIT`, or an eighth of available memory or of what a model's plan
+    leaves.
+    """
+    free = (
+        available()
+        if plan is None or not plan.budget
+        else min(plan.budget - plan.fixed - plan.arena_floor, available())
+    )
     return min(LIMIT, max(free, 0) // 8)
 
 
 def recording_bytes(model: Llama, router: Router, n_tokens: int, limit: int) -> int:
     """Return the most bytes that `record` keeps for `n_tokens`."""
     gates = len(model.engine.buffer.priorities)
-    return n_tokens * gates * max(router.n_used) * 8 + sum(min(2 * n_tokens * gates * width, limit) for width in (model.n_embd(), router.n_experts))
+    return n_tokens * gates * max(router.n_used) * 8 + sum(
+        min(2 * n_tokens * gates * width, limit) for width in (model.n_embd(), router.n_experts)
+    )
 
 
 def record(
-    model: Llama, texts: Sequence[list[int]], router: Router, name: str, *, limit: int | None = None, until: float = math.inf,
-    least: int = 0, deadline: float = math.inf, checkpoint: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
-) -> Recording:  # fmt: skip
+    model: Llama,
+    texts: Sequence[list[int]],
+    router: Router,
+    name: str,
+    *,
+    limit: int | None = None,
+    until: float = math.inf,
+    least: int = 0,
+    deadline: float = math.inf,
+    checkpoint: Checkpoint | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Recording:
     """Evaluate sequences and record their gate events.
 
     Args:
@@ -143,14 +185,22 @@ def record(
 
     def deliver(event: GateEvent) -> None:
         n_rows, used = event.ids.shape
-        ids[n_done : n_done + n_rows, event.gate, :used], weights[n_done : n_done + n_rows, event.gate, :used] = event.ids, event.weights
+        (
+            ids[n_done : n_done + n_rows, event.gate, :used],
+            weights[n_done : n_done + n_rows, event.gate, :used],
+        ) = event.ids, event.weights
         if event.gate_input is not None:
             place = allocate("inputs", event.gate_input.shape[1])
             make_room(n_rows)
             store(place, event.gate, -(-n_done // step), event.gate_input[-n_done % step :: step])
             if router.weights[event.gate] is not None:
                 probs = router.probs(event.gate, event.gate_input)
-                store(allocate("probs", e), event.gate, n_done, np.pad(probs, ((0, 0), (0, e - probs.shape[1]))))
+                store(
+                    allocate("probs", e),
+                    event.gate,
+                    n_done,
+                    np.pad(probs, ((0, 0), (0, e - probs.shape[1]))),
+                )
 
     def store(place: np.ndarray, gate: int, first: int, values: np.ndarray) -> None:
         rows = place[first : first + len(values), gate]
@@ -160,7 +210,9 @@ def record(
         """Return views of the rows of these tokens."""
         out = {"ids": ids[begin:end], "weights": weights[begin:end]}
         for what, place in rows.items():
-            out[what] = place[-(-begin // step) : -(-end // step)] if what == "inputs" else place[begin:end]
+            out[what] = (
+                place[-(-begin // step) : -(-end // step)] if what == "inputs" else place[begin:end]
+            )
         return out
 
     model.set_gate_callback(deliver)
@@ -197,5 +249,14 @@ def record(
     starts[np.cumsum([0, *map(len, texts[:-1])])] = True
     recorded = parts(0, n_done)
     with_inputs = np.arange(0, n_done, step)[: len(recorded.get("inputs", ()))]
-    return Recording(header, router, np.concatenate(texts)[:n_done].astype(np.int32), starts[:n_done], recorded["ids"], recorded["weights"],
-                     recorded.get("inputs"), recorded.get("probs"), with_inputs)  # fmt: skip
+    return Recording(
+        header,
+        router,
+        np.concatenate(texts)[:n_done].astype(np.int32),
+        starts[:n_done],
+        recorded["ids"],
+        recorded["weights"],
+        recorded.get("inputs"),
+        recorded.get("probs"),
+        with_inputs,
+    )

@@ -28,7 +28,8 @@ class RecordedRouting:
 
     def __init__(self, n_experts: Sequence[int]):
         self._n_experts, self._room = list(n_experts), _WEIGHTS
-        # by gate, window and batch: ids [n_tokens, n_used] int32, True for decoded tokens
+        # by gate, window and batch: ids [n_tokens, n_used] int32, True for decoded
+        # tokens
         self._windows: list[list[list[tuple[np.ndarray, bool]]]] = [[] for _ in self._n_experts]
         self._weights: list[np.ndarray] = []
         self._decoded, self.uses = True, 0
@@ -52,7 +53,8 @@ class RecordedRouting:
         return np.concatenate(self._weights) if self._weights else np.zeros(0, np.float32)
 
     def misses(self, share: float) -> int:
-        """Count the misses of decoded tokens with a cache that starts empty in each window.
+        """Count the misses of decoded tokens with a cache that starts empty in each
+        window.
 
         Args:
             share: Share of each gate's experts that the cache holds.
@@ -62,6 +64,14 @@ class RecordedRouting:
             for window in windows:
                 if window:
                     ids = np.concatenate([part for part, _ in window])
-                    decoded = np.repeat([is_decoded for _, is_decoded in window], [len(part) for part, _ in window])
-                    missed += simulated_misses(share, n_experts, ids.ctypes.data_as(POINTER(c_int32)), decoded.ctypes.data_as(POINTER(c_bool)), *ids.shape)
+                    decoded = np.repeat(
+                        [is_decoded for _, is_decoded in window], [len(part) for part, _ in window]
+                    )
+                    missed += simulated_misses(
+                        share,
+                        n_experts,
+                        ids.ctypes.data_as(POINTER(c_int32)),
+                        decoded.ctypes.data_as(POINTER(c_bool)),
+                        *ids.shape,
+                    )
         return missed

@@ -71,9 +71,20 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "flash_attn": bool(options.get("flash_attn", ours)),
         "n_gpu_layers": int(options.get("n_gpu_layers", 0)),
         "vram": str(options.get("vram") or "") if ours else "",
-        "vram_mode": str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",
+        "vram_mode": (
+            str(
+                options.get("vram_mode")
+                or get_strategy(options.get("strategy") or "auto").vram_mode
+            )
+            if ours and options.get("vram")
+            else ""
+        ),
         "memory": opened.get("budget_bytes") or memory,
-        "strategy": opened.get("strategy", str(options.get("strategy", "auto"))) if ours else _stock_name(job),
+        "strategy": (
+            opened.get("strategy", str(options.get("strategy", "auto")))
+            if ours
+            else _stock_name(job)
+        ),
         "io_threads": result.closed.get("io_threads"),
         "n_ctx": opened.get("n_ctx") or options.get("n_ctx"),
         "n_prompt": test.n_prompt,
@@ -90,7 +101,9 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "device_hit_rate": figures.get("device_hit_rate") if options.get("vram") else None,
         "stall_share": figures.get("stall_share"),
         "disk_mb_s": disk / 1e6 if disk else None,
-        "ceiling_share": ceiling_share(samples, disk) if "stall_share" in figures and disk else None,
+        "ceiling_share": (
+            ceiling_share(samples, disk) if "stall_share" in figures and disk else None
+        ),
         "cpu_ms_per_token": figures.get("cpu_ms_per_token"),
         "driver_ms_per_token": figures.get("driver_ms_per_token"),
         "arena": opened.get("cache_bytes"),
@@ -112,7 +125,10 @@ def ceiling_share(samples: list[Sample], disk: float) -> float:
     Args:
         disk: Bytes per second of the disk alone, unless a repetition had more.
     """
-    seconds, nbytes = sum(s.seconds for s in samples), sum(s.counters["bytes_read"] for s in samples)
+    seconds, nbytes = (
+        sum(s.seconds for s in samples),
+        sum(s.counters["bytes_read"] for s in samples),
+    )
     compute = seconds - sum(s.counters["stall_seconds"] for s in samples)
     rate = max([disk, *(s.counters["bytes_read"] / s.seconds for s in samples if s.seconds)])
     return max(compute, nbytes / rate) / seconds
@@ -126,23 +142,48 @@ def _deviation(values: list[float]) -> float | None:
 def _cut(samples: list[Sample], repetitions: int, n_tokens: int) -> str:
     if len(samples) == repetitions and all(s.n_tokens == n_tokens for s in samples):
         return ""
-    return f"cut off after {sum(s.n_tokens for s in samples)} tokens" if samples else "nothing was measured"
+    return (
+        f"cut off after {sum(s.n_tokens for s in samples)} tokens"
+        if samples
+        else "nothing was measured"
+    )
 
 
 def _mode(result: Measurement, note: str) -> str:
     job, closed, opened = result.job, result.closed, result.opened
     if job.engine != MOEOFF:
         loaded = "memory map" if job.options.get("use_mmap", True) else "read into memory"
-        return ", ".join(filter(None, [loaded, "repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels", note]))
+        return ", ".join(
+            filter(
+                None,
+                [
+                    loaded,
+                    "repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels",
+                    note,
+                ],
+            )
+        )
     if "direct_io" not in closed:  # the process died; `closed` may still have its cgroup's peak
         return note
-    parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {closed['io_threads']} I/O threads"]
-    parts.append(f"{closed['resident_share']:.0%} of the experts fit at a context of {opened['n_ctx']}")
+    parts = [
+        f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by"
+        f" {closed['io_threads']} I/O threads"
+    ]
+    parts.append(
+        f"{closed['resident_share']:.0%} of the experts fit at a context of {opened['n_ctx']}"
+    )
     tier = opened["tier"]
-    parts.append("own precision" if tier == "original" and not closed["precision_summary"] else closed["precision_summary"] or f"all experts in {tier}")
+    parts.append(
+        "own precision"
+        if tier == "original" and not closed["precision_summary"]
+        else closed["precision_summary"] or f"all experts in {tier}"
+    )
     if closed["prefetch_on"] is not None:
         gain = closed["prefetch_gain"]
-        parts.append(f"prefetching {'on' if closed['prefetch_on'] else 'off'}" + (f" ({gain:+.1%} when compared)" if gain is not None else ""))
+        parts.append(
+            f"prefetching {'on' if closed['prefetch_on'] else 'off'}"
+            + (f" ({gain:+.1%} when compared)" if gain is not None else "")
+        )
     parts.append(f"micro-batch {opened['micro_batch']} ({opened['micro_batch_reason']})")
     return ", ".join(filter(None, [*parts, note]))
 
@@ -155,7 +196,11 @@ def model_facts(path: str) -> dict[str, Any]:
     n_params = sum(math.prod(max(n, 1) for n in span.shape) for span in spans)
     used = f", top {model_index.n_expert_used}" if model_index.n_expert_used else ""
     kind = f"{model_index.architecture} {model_index.n_layer} x {model_index.n_expert}{used}"
-    return {"model_type": kind, "model_size": sum(span.nbytes for span in spans), "model_n_params": n_params}
+    return {
+        "model_type": kind,
+        "model_size": sum(span.nbytes for span in spans),
+        "model_n_params": n_params,
+    }
 
 
 Configurations = Iterable[Sequence[Row]]  # rows of each configuration, as they are measured
@@ -173,9 +218,15 @@ def as_json(configurations: Configurations, varied: Collection[str] = ()) -> Ite
 def as_csv(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
     """Yield a line of names, and a line for each row."""
     for i, row in enumerate(itertools.chain.from_iterable(configurations)):
-        cells = {name: "" if value is None else value for name, value in row.items() if not name.startswith("samples_")}
+        cells = {
+            name: "" if value is None else value
+            for name, value in row.items()
+            if not name.startswith("samples_")
+        }
         lines = io.StringIO()
-        csv.writer(lines, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerows([cells, cells.values()][i > 0 :])
+        csv.writer(lines, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerows(
+            [cells, cells.values()][i > 0 :]
+        )
         yield lines.getvalue()
 
 
@@ -222,18 +273,27 @@ def as_markdown(configurations: Configurations, varied: Collection[str] = ()) ->
     varied = {*varied, *(["device_hit_rate"] if "vram" in varied else [])}
     columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied), *_RESULTS]
     rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, _, width, _ in columns]
-    yield f"| {' | '.join(_cell(title, width) for _, title, width, _ in columns)} |\n|{'|'.join(rules)}|\n"
+    yield (
+        f"| {' | '.join(_cell(title, width) for _, title, width, _ in columns)}"
+        f" |\n|{'|'.join(rules)}|\n"
+    )
     notes, model = list[str](), ""
     for rows in configurations:
         out = ""
         for row in rows:
-            what = f"{row['model_type']}, {format_size(row['model_size'])}, {row['model_n_params'] / 1e9:.2f} B parameters, {row['n_threads']} threads"
+            what = (
+                f"{row['model_type']}, {format_size(row['model_size'])},"
+                f" {row['model_n_params'] / 1e9:.2f} B parameters, {row['n_threads']} threads"
+            )
             if what != model:
                 out += f"{what}:\n" if model else ""
                 model = what
                 notes.append(f"model: {what}")
-            cells = [(row if not name else row[name], width, value) for name, _, width, value in columns]
-            out += f"| {' | '.join(_cell('' if x is None else value(x), width) for x, width, value in cells)} |\n"
+            cells = [
+                (row if not name else row[name], width, value) for name, _, width, value in columns
+            ]
+            texts = (_cell("" if x is None else value(x), width) for x, width, value in cells)
+            out += f"| {' | '.join(texts)} |\n"
             if row["error"] and not any(row["error"] in note for note in notes[-len(rows) :]):
                 notes.append(f"{_title(row)}, {row['test']}: {row['error']}")
         if rows and rows[0]["mode"]:
@@ -246,7 +306,11 @@ FORMATS = {"md": as_markdown, "csv": as_csv, "json": as_json}
 
 
 def _title(row: Row) -> str:
-    return f"{row['strategy']}, {format_size(row['memory'])}" if row["memory"] else str(row["strategy"])
+    return (
+        f"{row['strategy']}, {format_size(row['memory'])}"
+        if row["memory"]
+        else str(row["strategy"])
+    )
 
 
 def _cell(text: str, width: int) -> str:

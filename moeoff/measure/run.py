@@ -30,7 +30,9 @@ KILLED_TEXT = "killed by the system: out of memory"
 Listener = Callable[[dict[str, Any]], None]
 
 
-def measure(job: Job, listener: Listener | None = None, timeout: float | None = None) -> Measurement:
+def measure(
+    job: Job, listener: Listener | None = None, timeout: float | None = None
+) -> Measurement:
     """Run a job in a process, which is killed if the caller is interrupted.
 
     Args:
@@ -44,10 +46,18 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
     out = Measurement(job)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(memory_cgroup(job.limit_bytes)) if job.limit_bytes else None
-        errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+        errors = stack.enter_context(
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        )
         command = [sys.executable, "-m", "moeoff.measure.worker"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=os.environ | job.environment,
-                                   preexec_fn=group.enter if group else None)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | job.environment,
+            preexec_fn=group.enter if group else None,
+        )
         stack.callback(process.wait)
         stack.callback(process.kill)
         started = time.monotonic()
@@ -95,11 +105,26 @@ def drop_from_page_cache(path: str) -> str:
     with open(path, "rb") as file:
         leave_page_cache(file.fileno(), sync=True)
     stayed = cached_bytes(path)
-    return f"{format_size(stayed)} of {os.path.basename(path)} were in the page cache and could not be dropped" if stayed else ""
+    return (
+        f"{format_size(stayed)} of {os.path.basename(path)} were in the page cache and could not be"
+        " dropped"
+        if stayed
+        else ""
+    )
 
 
 # options passed on to stock llama.cpp
-_SHARED = ("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_gpu_layers", "n_ctx")
+_SHARED = (
+    "n_threads",
+    "n_threads_batch",
+    "n_batch",
+    "n_ubatch",
+    "type_k",
+    "type_v",
+    "flash_attn",
+    "n_gpu_layers",
+    "n_ctx",
+)
 STOCK_SECONDS = 300.0  # time limit of a test: a token takes seconds where stock thrashes
 _STOCK_TIMEOUT = 900.0  # seconds
 _OWN_LIMIT = 1.1  # our own cgroup's limit, over the wanted one, that needs no other cgroup
@@ -123,16 +148,25 @@ class Grid:
     @property
     def n_ctx(self) -> int:
         """Default context length: that of `moeoff run`, or what a test needs."""
-        return context_for(ModelIndex.read(self.job.model), max(test.depth + test.n_tokens for test in self.job.tests))
+        return context_for(
+            ModelIndex.read(self.job.model),
+            max(test.depth + test.n_tokens for test in self.job.tests),
+        )
 
     def jobs(self) -> list[tuple[Job, int, str]]:
         """Return jobs with their memory limit (0: none) and a remark for `mode`."""
         expert_bytes, n_ctx = ModelIndex.read(self.job.model).expert_bytes, self.n_ctx
-        combinations = [dict(zip(self.axes, values)) for values in itertools.product(*self.axes.values())]
+        combinations = [
+            dict(zip(self.axes, values)) for values in itertools.product(*self.axes.values())
+        ]
         out: list[tuple[Job, int, str]] = []
         stock: dict[str, tuple[Job, int, str]] = {}
         for chosen in combinations:
-            options = {name: value for name, value in (dict(self.job.options) | chosen).items() if value is not None}
+            options = {
+                name: value
+                for name, value in (dict(self.job.options) | chosen).items()
+                if value is not None
+            }
             options.setdefault("n_ctx", n_ctx)
             memory = parse_size(options["memory"]) if "memory" in options else 0
             if memory:
@@ -143,13 +177,25 @@ class Grid:
             if self.compare_stock:
                 theirs = {"n_threads": n_cores(), "flash_attn": True}
                 theirs |= {name: options[name] for name in _SHARED if name in options}
-                theirs.setdefault("n_threads_batch", theirs["n_threads"])  # llama_cpp's default is half
+                # llama_cpp's default is half
+                theirs.setdefault("n_threads_batch", theirs["n_threads"])
                 slow = bool(memory) and memory < expert_bytes
-                for extra in (True, False):  # repacking may exceed the limit: it needs the weights twice
+                # repacking may exceed the limit: it needs the weights twice
+                for extra in (True, False):
                     options = theirs | {"use_extra_bufts": extra}
                     stock.setdefault(
                         f"{memory} {options}",
-                        (replace(job, engine=STOCK, options=options, warm_up=job.warm_up and not slow, seconds=STOCK_SECONDS), memory, note),
+                        (
+                            replace(
+                                job,
+                                engine=STOCK,
+                                options=options,
+                                warm_up=job.warm_up and not slow,
+                                seconds=STOCK_SECONDS,
+                            ),
+                            memory,
+                            note,
+                        ),
                     )
         return out + list(stock.values())
 
@@ -162,8 +208,11 @@ class Grid:
         for job, memory, note in self.jobs():
             files = ModelIndex.read(job.model).files if self.compare_stock else ()
             found = list(map(drop_from_page_cache, files))
-            notes = [note, *(found if job.engine == STOCK else ())]  # only stock reads through the page cache
-            measured = measure(job, listener and listener(job), None if job.engine == MOEOFF else _STOCK_TIMEOUT)
+            # only stock reads through the page cache
+            notes = [note, *(found if job.engine == STOCK else ())]
+            measured = measure(
+                job, listener and listener(job), None if job.engine == MOEOFF else _STOCK_TIMEOUT
+            )
             yield rows(measured, memory, ", ".join(filter(None, notes)))
 
 

@@ -21,7 +21,9 @@ T = TypeVar("T")
 def log_probs(logits: np.ndarray) -> np.ndarray:
     """Convert logits [n, n_vocab] float32 to log-probabilities, with a float64 sum."""
     shifted: np.ndarray = logits - logits.max(axis=1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(
+        np.float32
+    )
     return shifted
 
 
@@ -97,7 +99,10 @@ class Scores:
         if self.reference_nll is None or self.kl is None or self.same_top is None:
             return Quality(len(nll), nll.size, perplexity, error)
         loss = Estimate.mean(nll - self.reference_nll[windows]).map(math.expm1)
-        kl, top1 = Estimate.mean(self.kl[windows]), Estimate.mean(self.same_top[windows]).map(lambda share: min(max(share, 0.0), 1.0))
+        kl, top1 = (
+            Estimate.mean(self.kl[windows]),
+            Estimate.mean(self.same_top[windows]).map(lambda share: min(max(share, 0.0), 1.0)),
+        )
         return Quality(len(nll), nll.size, perplexity, error, loss, kl, top1)
 
 
@@ -153,4 +158,8 @@ def upper_loss(loss: Estimate, n_windows: int, at_once: int = 1) -> float:
 def interval(estimate: Estimate, form: str) -> str:
     """Format an estimate: "+0.51% (+0.32% to +0.70%)"."""
     text = form.format(estimate.value)
-    return text if estimate.low is None else f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"
+    return (
+        text
+        if estimate.low is None
+        else f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"
+    )

@@ -59,7 +59,15 @@ def main() -> None:
             importlib.import_module(os.path.splitext(os.path.basename(path))[0])
         work(job, emit)
     except (MoeoffError, OSError, MemoryError, ValueError, RuntimeError) as error:
-        emit("error", text=(in_flags(error, (job and job.flags) or None) if isinstance(error, MoeoffError) else str(error)) or type(error).__name__)
+        emit(
+            "error",
+            text=(
+                in_flags(error, (job and job.flags) or None)
+                if isinstance(error, MoeoffError)
+                else str(error)
+            )
+            or type(error).__name__,
+        )
         sys.exit(1)
 
 
@@ -75,10 +83,21 @@ def work(job: Job, emit: Emit) -> None:
         threading.Thread(target=_emit_progress, args=(engine, emit, ended), daemon=True).start()
     for index, test in enumerate(job.tests):
         if job.warm_up:
-            engine.run(index, BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)), stream, job.seconds)
+            engine.run(
+                index,
+                BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)),
+                stream,
+                job.seconds,
+            )
         for repetition in range(job.repetitions):
             engine.repetition = repetition
-            sample = engine.run(index, test, stream, job.seconds, job.meter if job.engine == MOEOFF and not test.n_prompt else "")
+            sample = engine.run(
+                index,
+                test,
+                stream,
+                job.seconds,
+                job.meter if job.engine == MOEOFF and not test.n_prompt else "",
+            )
             emit("sample", **asdict(sample))
             if sample.n_tokens < test.n_tokens:
                 break
@@ -88,7 +107,9 @@ def work(job: Job, emit: Emit) -> None:
     closed |= {} if job.answer is None else {"answer": engine.answered}
     engine.llm.close()
     if job.probe_seconds:
-        closed["disk_bytes_per_second"] = disk_rate(ModelIndex.read(job.model), closed.get("io_threads", IO_THREADS), job.probe_seconds).bytes_per_second
+        closed["disk_bytes_per_second"] = disk_rate(
+            ModelIndex.read(job.model), closed.get("io_threads", IO_THREADS), job.probe_seconds
+        ).bytes_per_second
     emit("closed", **closed)
 
 
@@ -121,9 +142,14 @@ class _Engine:
             use_attention_kernels(False)  # a setting of the process
             if n_cpu_moe := options.pop("n_cpu_moe", 0):
                 layers = "|".join(map(str, range(n_cpu_moe)))
-                options["overrides"] = TensorOverrides([(EXPERT_PATTERN.replace("[0-9]+", layers), cpu_buffer_type())])
+                options["overrides"] = TensorOverrides(
+                    [(EXPERT_PATTERN.replace("[0-9]+", layers), cpu_buffer_type())]
+                )
             self.llm = StockLlama(job.model, **llama_keywords(options))
-        if self._moeoff is not None and self._moeoff.stats().cache_bytes >= self._moeoff.engine.buffer.arena_full:
+        if (
+            self._moeoff is not None
+            and self._moeoff.stats().cache_bytes >= self._moeoff.engine.buffer.arena_full
+        ):
             load_everything(self._moeoff.engine.buffer)
 
     def facts(self) -> dict[str, Any]:
@@ -131,7 +157,10 @@ class _Engine:
         if self._moeoff is None:
             return {}
         stats, full = self._moeoff.stats(), self._moeoff.engine.buffer.arena_full
-        return asdict(stats) | {"precision_summary": stats.precision_summary, "resident_share": stats.cache_bytes / max(full, 1)}
+        return asdict(stats) | {
+            "precision_summary": stats.precision_summary,
+            "resident_share": stats.cache_bytes / max(full, 1),
+        }
 
     @property
     def n_done(self) -> int:
@@ -153,19 +182,36 @@ class _Engine:
             self.answered.append(answer[i] if i < len(answer) else int(self.llm.sample(temp=0.0)))
             yield self.answered[-1]
 
-    def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, meter_name: str = "") -> Sample:
+    def run(
+        self,
+        index: int,
+        test: BenchTest,
+        stream: TokenStream,
+        limit: float | None,
+        meter_name: str = "",
+    ) -> Sample:
         llm, model, self.test, self._single = self.llm, self._moeoff, index, 0
         if not test.continues:
             llm.reset()
             if test.depth:
                 llm.eval(stream.take(test.depth, first=True))
         prompt = stream.take(test.n_prompt, first=not test.depth)
-        single: Iterable[int] = stream.take(test.n_gen, first=not test.depth and not test.n_prompt) if self._job.answer is None else self._answers(test.n_gen)
+        single: Iterable[int] = (
+            stream.take(test.n_gen, first=not test.depth and not test.n_prompt)
+            if self._job.answer is None
+            else self._answers(test.n_gen)
+        )
         if model is not None:
             model.engine.buffer.drain()
             model.reset_stats()
         meter = pkgutil.resolve_name(meter_name)(model) if meter_name else None
-        before, cpu, faults, started, n = self._seconds(), time.process_time(), _page_faults(), time.perf_counter(), 0
+        before, cpu, faults, started, n = (
+            self._seconds(),
+            time.process_time(),
+            _page_faults(),
+            time.perf_counter(),
+            0,
+        )
         if prompt:
             llm.eval(prompt)
             n = len(prompt)
@@ -177,12 +223,24 @@ class _Engine:
             else:
                 llm.eval([token])
             n, self._single = n + 1, self._single + 1
-        seconds, cpu, faults = self._seconds() - before, time.process_time() - cpu, _page_faults() - faults
+        seconds, cpu, faults = (
+            self._seconds() - before,
+            time.process_time() - cpu,
+            _page_faults() - faults,
+        )
         parts = meter.end(seconds) if meter is not None else {}
         if model is not None:
             model.engine.buffer.drain()
         facts = self.facts()
-        return Sample(index, n, seconds, cpu, faults, {name: facts[name] for name in COUNTERS if name in facts}, parts)
+        return Sample(
+            index,
+            n,
+            seconds,
+            cpu,
+            faults,
+            {name: facts[name] for name in COUNTERS if name in facts},
+            parts,
+        )
 
 
 def _page_faults() -> int:
@@ -202,7 +260,12 @@ def load_everything(buffer: ExpertBuffer) -> None:
 def disk_rate(model_index: ModelIndex, io_threads: int, seconds: float) -> DiskRate:
     """Measure the disk with reads of a slice's size on `io_threads` threads."""
     file = next(iter(model_index.experts.values())).file
-    return probe(model_index.files[file], max(kind.nbytes for kind in slice_kinds(model_index)), seconds, io_threads)
+    return probe(
+        model_index.files[file],
+        max(kind.nbytes for kind in slice_kinds(model_index)),
+        seconds,
+        io_threads,
+    )
 
 
 if __name__ == "__main__":

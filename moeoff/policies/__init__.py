@@ -1,12 +1,27 @@
-"""Cache policies and predictors: which experts stay in memory, and which come next. One file for each paper.
+"""Cache policies and predictors: which experts stay in memory, and which come next. One
+file for each paper.
 
-Knows no file, buffer, slot or thread: gate events come in, priorities and predictions go out, the same live and simulated.
+Knows no file, buffer, slot or thread: gate events come in, priorities and predictions
+go out, the same live and simulated.
 """
 
 from .. import _offer_modules
-from . import classic, edgemoe, fate, hobbit, promoe, score  # noqa: F401  they register what they have
+
+# Importing registers the policies.
+from . import classic, edgemoe, fate, hobbit, promoe, score  # noqa: F401
 from .base import CacheShape, FitOptions, GroupedPolicy, Policy, Prediction, Predictor
-from .strategy import POLICIES, PREDICTORS, PRESETS, Strategy, get_policy, get_predictor, get_strategy, policy_names, register, strategy_names
+from .strategy import (
+    POLICIES,
+    PREDICTORS,
+    PRESETS,
+    Strategy,
+    get_policy,
+    get_predictor,
+    get_strategy,
+    policy_names,
+    register,
+    strategy_names,
+)
 
 __all__ = [
     "POLICIES",

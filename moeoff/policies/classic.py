@@ -14,14 +14,18 @@ from .strategy import register
 
 @register
 class LRU(Policy):
-    """A table of zeros: every priority ties, and of equals the least recently used is evicted. No driver is attached for it."""
+    """A table of zeros: every priority ties, and of equals the least recently used is
+    evicted. No driver is attached for it.
+    """
 
     name, summary, static = "lru", "keeps the most recently used experts", True
 
 
 @register
 class LFU(Policy):
-    """Counts uses. `sequence` forgets them where a text begins (HOBBIT §3.4: +4.5 % hits for LFU)."""
+    """Counts uses. `sequence` forgets them where a text begins (HOBBIT §3.4: +4.5 %
+    hits for LFU).
+    """
 
     name, summary = "lfu", "keeps the experts this text has used most often"
     defaults = {"sequence": True}
@@ -40,7 +44,8 @@ _LARGEST = 1e18  # of a float32 with room to add
 
 @register
 class Decay(Policy):
-    """Exponentially decayed counts, frequency and recency in one number: each use counts 1, and loses the share `rate` with each token since.
+    """Exponentially decayed counts, frequency and recency in one number: each use
+    counts 1, and loses the share `rate` with each token since.
 
     The increment grows instead of all counts shrinking.
     """
@@ -56,7 +61,8 @@ class Decay(Policy):
         experts, count = chosen(event)
         self.priorities[event.gate][experts] += count * self._step
         if event.gate == self.shape.n_gates - 1:
-            # one prompt of many tokens fades like as many tokens, but never past what a float holds
+            # one prompt of many tokens fades like as many tokens, but never past what a
+            # float holds
             self._step *= min(self._growth ** len(event.ids), 1e6)
             if self._step > _LARGEST:
                 self.priorities /= self._step
@@ -64,7 +70,8 @@ class Decay(Policy):
 
 
 class ARC:
-    """The lists of an adaptive replacement cache (Megiddo and Modha 2003, figure 4), the oldest first.
+    """The lists of an adaptive replacement cache (Megiddo and Modha 2003, figure 4),
+    the oldest first.
 
     Attributes:
         t1, t2: resident, used once and more often lately.
@@ -80,7 +87,9 @@ class ARC:
         self.target = 0.0
 
     def resize(self, size: int) -> Iterator[int]:
-        """Lists that are longer lose their oldest, those used once first; yields those that leave t1 and t2."""
+        """Lists that are longer lose their oldest, those used once first; yields those
+        that leave t1 and t2.
+        """
         t1, t2, b1, b2 = self.t1, self.t2, self.b1, self.b2
         while len(t1) + len(t2) > size:
             yield (t1 or t2).popitem(last=False)[0]
@@ -147,7 +156,8 @@ class ARC:
 
 @register
 class Belady(Policy):
-    """Belady's optimum, the bound that every report shows: evicts what is used again last. Knows the future, so it only runs on a trace.
+    """Belady's optimum, the bound that every report shows: evicts what is used again
+    last. Knows the future, so it only runs on a trace.
 
     Priority = -(index of the event that uses the expert next).
     """
@@ -155,7 +165,9 @@ class Belady(Policy):
     name, summary, offline = "belady", "the optimum, which knows the future", True
 
     def prepare(self, events: Iterable[GateEvent]) -> None:
-        self._next: list[list[deque[int]]] = [[deque() for _ in range(self.shape.n_experts)] for _ in range(self.shape.n_gates)]
+        self._next: list[list[deque[int]]] = [
+            [deque() for _ in range(self.shape.n_experts)] for _ in range(self.shape.n_gates)
+        ]
         n = 0
         for n, event in enumerate(events, 1):
             for expert in set(event.ids.ravel().tolist()):

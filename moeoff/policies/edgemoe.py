@@ -1,15 +1,19 @@
-"""EdgeMoE: experts predicted from the two layers before, evicted by frequency over distance, in as few bits each as a loss allows.
+"""EdgeMoE: experts predicted from the two layers before, evicted by frequency over
+distance, in as few bits each as a loss allows.
 
-    §3.1    layers that route by the token alone                  ActivationPath.begin
-    §3.2    a bit width for each expert, by importance            by_importance; moeoff.measure.bit_allocation measures and searches
-    §3.3.1  re-batching: an expert is read once for a prompt      llama.cpp's micro-batches
-    §3.3.2  P(E_n | E_{n-1}, E_{n-2}) in a dictionary             ActivationPath, PairCounts and their fits
-            preloads until the router has selected                moeoff.engine.prefetcher; `share` of the preset is 1;
-                                                                  the native store gives up what is not selected
-    §3.3.3  eviction score -f / distance                          FrequencyOverDistance
-            the buffer begins with the most frequent              FrequencyOverDistance.fit, `fill` of the preset
+    §3.1    layers that route by the token       ActivationPath.begin
+    §3.2    a bit width for each expert          by_importance;
+                                                 measure.bit_allocation searches
+    §3.3.1  an expert is read once for a prompt  llama.cpp's micro-batches
+    §3.3.2  P(E_n | E_{n-1}, E_{n-2})            ActivationPath, PairCounts and fits
+            preloads until the router selects    engine.prefetcher; `share` is 1; the
+                                                 native store gives up what is not
+                                                 selected
+    §3.3.3  eviction score -f / distance         FrequencyOverDistance
+            begins with the most frequent        its fit, `fill` of the preset
 
-The presets are `edgemoe`, which is lossless, and `edgemoe-lossy`, with §3.2's widths. Encoder-decoder models, of which the paper's are, are outside llama.cpp.
+The presets are `edgemoe`, which is lossless, and `edgemoe-lossy`, with §3.2's widths.
+Encoder-decoder models, of which the paper's are, are outside llama.cpp.
 """
 
 from __future__ import annotations
@@ -22,20 +26,34 @@ import numpy as np
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..system.arrays import WrongArrays, require_arrays
-from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Prediction, Predictor, Progress, Section, chosen
+from .base import (
+    DEFAULT_FIT,
+    FitOptions,
+    GroupedPolicy,
+    Prediction,
+    Predictor,
+    Progress,
+    Section,
+    chosen,
+)
 from .strategy import Strategy, register
 
 # --- §3.2: expert-wise quantization ---
 
 
-def by_importance(importance: Mapping[tuple[int, int], float], saved: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
-    """(layer, expert) in the order in which experts get the lower bit width: those first that lose the least for each byte that it saves.
+def by_importance(
+    importance: Mapping[tuple[int, int], float], saved: Mapping[tuple[int, int], int]
+) -> list[tuple[int, int]]:
+    """(layer, expert) in the order in which experts get the lower bit width: those
+    first that lose the least for each byte that it saves.
 
     Args:
         importance: loss of the model with this expert alone in the lower width.
         saved: bytes; experts that save none are left out.
     """
-    return sorted((key for key in importance if saved[key] > 0), key=lambda key: importance[key] / saved[key])
+    return sorted(
+        (key for key in importance if saved[key] > 0), key=lambda key: importance[key] / saved[key]
+    )
 
 
 # --- §3.3.2: preloading ---
@@ -43,33 +61,52 @@ def by_importance(importance: Mapping[tuple[int, int], float], saved: Mapping[tu
 FLOOR = 1e-4  # under logarithms
 PRIOR_ONE = 8.0  # observations that the back-off weighs as much as
 PRIOR_TWO = 8.0  # observations that the back-off of a pair to one layer weighs as much as
-TABLE = 16 << 20  # bytes of a table that spares a wide lookup for each event: models with up to 64 experts
-PAIRS = 256 << 20  # bytes of counts; of a model with more, the last pairs of a layer back off to one layer
+# bytes of a table that spares a wide lookup for each event: models with up to 64
+# experts
+TABLE = 16 << 20
+# bytes of counts; of a model with more, the last pairs of a layer back off to one layer
+PAIRS = 256 << 20
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
-FIRST_LAYER = 8 << 20  # bytes of the table of what tokens choose in the first layer; the most frequent are kept
+# bytes of the table of what tokens choose in the first layer; the most frequent are
+# kept
+FIRST_LAYER = 8 << 20
 
 
 class PairCounts:
-    """The dictionary: P(x | a in the last layer, b in the one before), from the counts of what was seen; a pair that never occurred takes no room.
-    The section "pairs" of a profile.
+    """Dictionary of P(x | a in the last layer, b in the one before), from counts.
+
+    A pair that never occurred takes no room. It is the section "pairs" of a profile.
 
     Args:
-        arrays: pair_seen [n_gates, E, E] how often a pair occurred; pair_start [n_gates, E * E + 1] where the experts that followed it
-            begin in pair_expert, pair_count [n]: who followed, and how often.
+        arrays: pair_seen [n_gates, E, E] how often a pair occurred; pair_start
+            [n_gates, E * E + 1] where the experts that followed it begin in
+            pair_expert, pair_count [n]: who followed, and how often.
         n, e: n_gates and E.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], n: int, e: int):
-        require_arrays(arrays, {
-            "pair_seen": ("i", (n, e, e)), "pair_start": ("i", (n, e * e + 1)),
-            "pair_expert": ("i", ("triples",), 0, e - 1), "pair_count": ("i", ("triples",)),
-        })  # fmt: skip
-        self._seen, self._start, self._expert, self._count = (arrays[f"pair_{name}"] for name in ("seen", "start", "expert", "count"))
-        if (self._start[:, 1:] < self._start[:, :-1]).any() or self._start.max(initial=0) > len(self._expert):
+        require_arrays(
+            arrays,
+            {
+                "pair_seen": ("i", (n, e, e)),
+                "pair_start": ("i", (n, e * e + 1)),
+                "pair_expert": ("i", ("triples",), 0, e - 1),
+                "pair_count": ("i", ("triples",)),
+            },
+        )
+        self._seen, self._start, self._expert, self._count = (
+            arrays[f"pair_{name}"] for name in ("seen", "start", "expert", "count")
+        )
+        if (self._start[:, 1:] < self._start[:, :-1]).any() or self._start.max(initial=0) > len(
+            self._expert
+        ):
             raise WrongArrays("'pair_start' points behind the end")
 
-    def joint(self, gate: int, last: np.ndarray, before: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-        """[n_tokens, k, k, E] float32: the probabilities for each pair of one expert of each layer.
+    def joint(
+        self, gate: int, last: np.ndarray, before: np.ndarray, ratio: np.ndarray
+    ) -> np.ndarray:
+        """[n_tokens, k, k, E] float32: the probabilities for each pair of one expert of
+        each layer.
 
         Args:
             last, before: [n_tokens, k].
@@ -81,24 +118,32 @@ class PairCounts:
         first, end = (self._start[gate][pair + i].astype(np.int64) for i in (0, 1))
         n = end - first
         place = np.arange(n.sum()) + np.repeat(first - np.cumsum(n) + n, n)
-        out[np.repeat(np.arange(len(pair)), n), self._expert[place]] += self._count[place]  # each expert of a pair is there once
+        # each expert of a pair is there once
+        out[np.repeat(np.arange(len(pair)), n), self._expert[place]] += self._count[place]
         out /= (self._seen[gate].ravel()[pair] + PRIOR_TWO)[:, None]
         return out.reshape(*last.shape, before.shape[1], e)
 
 
-def fit_pairs(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+def fit_pairs(
+    recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+) -> dict[str, np.ndarray]:
     """The section "pairs", arrays of `PairCounts`."""
     used, starts = recording.used(), recording.starts
     _, n, e = used.shape
     small = np.uint8 if e <= 256 else np.uint16
-    most = PAIRS if options.room is None else min(PAIRS, options.room // 3)  # in parts, then as a whole
+    # in parts, then as a whole
+    most = PAIRS if options.room is None else min(PAIRS, options.room // 3)
     room = most // (n * (small().itemsize + 2))  # triples of a gate
     seen, start = np.zeros((n, e, e), np.uint32), np.zeros((n, e * e + 1), np.uint32)
     experts: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     n_triples = 0
     for gate in range(n):
-        last, before, y = experts_before(used, starts, gate, 1), experts_before(used, starts, gate, 2), used[:, gate].astype(np.float32)
+        last, before, y = (
+            experts_before(used, starts, gate, 1),
+            experts_before(used, starts, gate, 2),
+            used[:, gate].astype(np.float32),
+        )
         limit = n_triples + room
         start[gate, 0] = n_triples
         for a in range(e):
@@ -112,15 +157,24 @@ def fit_pairs(recording: Recording, options: FitOptions = DEFAULT_FIT, progress:
             followed = np.nonzero(count)
             experts.append(followed[1].astype(small))
             counts.append(np.minimum(count[followed], 65535).astype(np.uint16))
-            start[gate, a * e + 1 : (a + 1) * e + 1] = n_triples + np.cumsum(np.count_nonzero(count, axis=1))
+            start[gate, a * e + 1 : (a + 1) * e + 1] = n_triples + np.cumsum(
+                np.count_nonzero(count, axis=1)
+            )
             n_triples += len(followed[0])
         if progress:
             progress(gate + 1, n)
-    return {"pair_seen": seen, "pair_start": start, "pair_expert": np.concatenate(experts), "pair_count": np.concatenate(counts)}
+    return {
+        "pair_seen": seen,
+        "pair_start": start,
+        "pair_expert": np.concatenate(experts),
+        "pair_count": np.concatenate(counts),
+    }
 
 
 def experts_before(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) -> np.ndarray:
-    """[n_tokens, E] bool: the experts `steps` gates before, of the token before if need be; none before a text."""
+    """[n_tokens, E] bool: the experts `steps` gates before, of the token before if need
+    be; none before a text.
+    """
     earlier = gate - steps
     if earlier >= 0:
         return used[:, earlier]
@@ -130,19 +184,28 @@ def experts_before(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) 
     return out
 
 
-def fit_first(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
-    """The section "first" of a profile: what tokens choose in the first layer, which no layer comes before.
+def fit_first(
+    recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+) -> dict[str, np.ndarray]:
+    """The section "first" of a profile: what tokens choose in the first layer, which no
+    layer comes before.
 
     Returns:
-        first_tokens [n] int32 ascending; first_shares [n, E] float16. The most frequent tokens, as many as `FIRST_LAYER` allows.
+        first_tokens [n] int32 ascending; first_shares [n, E] float16. The most frequent
+        tokens, as many as `FIRST_LAYER` allows.
     """
-    tokens, shares, _ = token_shares(recording.tokens, recording.used()[:, :1], FIRST_LAYER, progress)
+    tokens, shares, _ = token_shares(
+        recording.tokens, recording.used()[:, :1], FIRST_LAYER, progress
+    )
     return {"first_tokens": tokens, "first_shares": shares[:, 0]}
 
 
-def token_shares(tokens: np.ndarray, used: np.ndarray, limit: int, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Choices of each token, of the most frequent ones, as many as fit into so many bytes: tokens [n] int32 ascending, shares [n, n_gates, E]
-    float16; and popularity [n_gates, E].
+def token_shares(
+    tokens: np.ndarray, used: np.ndarray, limit: int, progress: Progress | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Choices of each token, of the most frequent ones, as many as fit into so many
+    bytes: tokens [n] int32 ascending, shares [n, n_gates, E] float16; and popularity
+    [n_gates, E].
 
     Args:
         tokens: [n_tokens] as they came.
@@ -165,29 +228,42 @@ def token_shares(tokens: np.ndarray, used: np.ndarray, limit: int, progress: Pro
 class ActivationPath(Predictor):
     """P(E_n | E_{n-1}, E_{n-2}), from statistics of other text.
 
-    EdgeMoE's models choose one expert; with k of them the probability is the geometric mean over the k x k pairs of one
-    expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. Layers that route by the token alone are known before the batch
-    (§3.1); so is the first one, as far as text has shown what its tokens choose. Without that, and in the second layer, the path
-    goes back into the token before, where as many are decoded again. Without a profile one layer is learned
-    while it runs.
+    EdgeMoE's models choose one expert; with k of them the probability is the geometric
+    mean over the k x k pairs of one expert of each layer. Rare pairs back off to the
+    last layer's expert, rare experts to popularity. Layers that route by the token
+    alone are known before the batch (§3.1); so is the first one, as far as text has
+    shown what its tokens choose. Without that, and in the second layer, the path goes
+    back into the token before, where as many are decoded again. Without a profile one
+    layer is learned while it runs.
     """
 
-    name, summary = "activation-path", "what followed the experts of the last two layers in other text"
+    name, summary = (
+        "activation-path",
+        "what followed the experts of the last two layers in other text",
+    )
     compared = True
 
     def start(self) -> None:
         n, e, arrays = self.router.n_gates, self.router.n_experts, self.arrays
-        self._pairs = PairCounts(arrays, n, e) if arrays is not None and "pair_seen" in arrays else None
+        self._pairs = (
+            PairCounts(arrays, n, e) if arrays is not None and "pair_seen" in arrays else None
+        )
         self._first = arrays if arrays is not None and "first_tokens" in arrays else None
         if self._first is not None:
-            require_arrays(self._first, {"first_tokens": ("i", ("tokens",)), "first_shares": ("f", ("tokens", e))})
+            require_arrays(
+                self._first,
+                {"first_tokens": ("i", ("tokens",)), "first_shares": ("f", ("tokens", e))},
+            )
             if not len(known := self._first["first_tokens"]) or (known[1:] <= known[:-1]).any():
                 raise WrongArrays("'first_tokens' is not in order")
-        self._tables = {gate: table for gate, table in enumerate(self.router.tables) if table is not None}
+        self._tables = {
+            gate: table for gate, table in enumerate(self.router.tables) if table is not None
+        }
         self.wants_tokens = bool(self._tables) or self._first is not None
         self._counts: np.ndarray | None = None
         if arrays is None:
-            self._counts = np.full((n, e, e), PRIOR_ONE / e, np.float32)  # [gate, expert before, expert]
+            # [gate, expert before, expert]
+            self._counts = np.full((n, e, e), PRIOR_ONE / e, np.float32)
             self._sums = np.full((n, e, 1), PRIOR_ONE, np.float32)
         else:
             require_arrays(arrays, {"one": ("f", (n, e, e)), "popularity": ("f", (n, e), 0, 1)})
@@ -196,7 +272,12 @@ class ActivationPath(Predictor):
         self._table: np.ndarray | None = None  # [gate, last, before, expert], the same numbers
         if self._pairs is not None and 2 * n * e**3 <= TABLE:
             every = np.arange(e)[None]
-            self._table = np.stack([self._log_joint(self._pairs, gate, every, every)[0].astype(np.float16) for gate in range(n)])
+            self._table = np.stack(
+                [
+                    self._log_joint(self._pairs, gate, every, every)[0].astype(np.float16)
+                    for gate in range(n)
+                ]
+            )
         self._gate = -1
         self._last: np.ndarray | None = None
 
@@ -204,12 +285,15 @@ class ActivationPath(Predictor):
         self._last = None
 
     def begin(self, tokens: np.ndarray) -> list[Prediction]:
-        """Predictions from the tokens alone: all of a static layer, and what the first has chosen for them in other text."""
+        """Predictions from the tokens alone: all of a static layer, and what the first
+        has chosen for them in other text.
+        """
         tokens, out = np.asarray(tokens), []
         if 0 not in self._tables and self._first is not None:
             known = self._first["first_tokens"]
             rows = np.searchsorted(known, tokens).clip(max=len(known) - 1)
-            if (known[rows] == tokens).all():  # of another token the path before it says more than popularity
+            # of another token the path before it says more than popularity
+            if (known[rows] == tokens).all():
                 out.append(Prediction(0, self._first["first_shares"][rows].astype(np.float32)))
         for gate, table in self._tables.items():
             scores = np.zeros((len(tokens), self.router.n_experts), np.float32)
@@ -218,8 +302,14 @@ class ActivationPath(Predictor):
         return out
 
     def _follows(self, event: GateEvent) -> bool:
-        """True if the rows before are of the same tokens or, at the first gate, of the tokens before."""
-        if self._last is None or len(self._last) != len(event.ids) or event.gate != (self._gate + 1) % self.router.n_gates:
+        """True if the rows before are of the same tokens or, at the first gate, of the
+        tokens before.
+        """
+        if (
+            self._last is None
+            or len(self._last) != len(event.ids)
+            or event.gate != (self._gate + 1) % self.router.n_gates
+        ):
             return False
         return event.gate > 0 or bool(event.decode)
 
@@ -242,7 +332,11 @@ class ActivationPath(Predictor):
             out = (self._counts[gate][last] / self._sums[gate][last]).mean(axis=1)
             return out
         if self._pairs is not None and before is not None:
-            joint = self._log_joint(self._pairs, gate, last, before) if self._table is None else self._table[gate][last[:, :, None], before[:, None, :]]
+            joint = (
+                self._log_joint(self._pairs, gate, last, before)
+                if self._table is None
+                else self._table[gate][last[:, :, None], before[:, None, :]]
+            )
             out = np.exp(joint.mean(axis=(1, 2), dtype=np.float32))
             return out
         log = self._log_popularity[gate] + self._one[gate][last].sum(axis=1)
@@ -250,26 +344,39 @@ class ActivationPath(Predictor):
         out = np.exp(log, out=log)
         return out
 
-    def _log_joint(self, pairs: PairCounts, gate: int, last: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """[n_tokens, k, k, E] float32, of each pair of an expert of `last` and one of `before` [n_tokens, k]."""
-        ratio = np.exp(self._one[gate][last] + self._log_popularity[gate])  # P(x | last), with FLOOR
+    def _log_joint(
+        self, pairs: PairCounts, gate: int, last: np.ndarray, before: np.ndarray
+    ) -> np.ndarray:
+        """[n_tokens, k, k, E] float32, of each pair of an expert of `last` and one of
+        `before` [n_tokens, k].
+        """
+        # P(x | last), with FLOOR
+        ratio = np.exp(self._one[gate][last] + self._log_popularity[gate])
         joint: np.ndarray = pairs.joint(gate, last, before, ratio - FLOOR)
         return np.log(joint + FLOOR, out=joint)
 
     @staticmethod
-    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    def fit(
+        recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+    ) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:
-            popularity [n_gates, E] share of tokens; one [n_gates, E before, E] log of P(e | the last layer's) / P(e).
+            popularity [n_gates, E] share of tokens; one [n_gates, E before, E] log of
+            P(e | the last layer's) / P(e).
         """
         used = recording.used()
         _, n, e = used.shape
         popularity = used.mean(axis=0, dtype=np.float32)
         one = np.zeros((n, e, e), np.float16)
         for gate in range(n):
-            last, y = experts_before(used, recording.starts, gate, 1).astype(np.float32), used[:, gate].astype(np.float32)
-            after = (last.T @ y + PRIOR_ONE * popularity[gate]) / (last.sum(axis=0)[:, None] + PRIOR_ONE)
+            last, y = (
+                experts_before(used, recording.starts, gate, 1).astype(np.float32),
+                used[:, gate].astype(np.float32),
+            )
+            after = (last.T @ y + PRIOR_ONE * popularity[gate]) / (
+                last.sum(axis=0)[:, None] + PRIOR_ONE
+            )
             one[gate] = np.log(after + FLOOR) - np.log(popularity[gate] + FLOOR)
             if progress:
                 progress(gate + 1, n)
@@ -283,12 +390,15 @@ class ActivationPath(Predictor):
 
 @register
 class FrequencyOverDistance(GroupedPolicy):
-    """Eviction score -f / distance (§3.3.3): rarely used experts of layers that run late are evicted first.
+    """Eviction score -f / distance (§3.3.3): rarely used experts of layers that run
+    late are evicted first.
 
-    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer that has just run: against the paper's
-    own text, the layer that runs next would be evicted first. Here it is (i - I + S) mod S. A
-    distance of 0, the layer that is evicting now, is a whole token (S): an expert that it has not selected cannot be used before.
-    `counts` [n_gates, n_experts], uses in other text, order what this run has not used: the buffer begins with the most frequent.
+    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer
+    that has just run: against the paper's own text, the layer that runs next would be
+    evicted first. Here it is (i - I + S) mod S. A distance of 0, the layer that is
+    evicting now, is a whole token (S): an expert that it has not selected cannot be
+    used before. `counts` [n_gates, n_experts], uses in other text, order what this run
+    has not used: the buffer begins with the most frequent.
     """
 
     name, summary = "edgemoe", "keeps what is used often and in layers that come soon"
@@ -296,7 +406,9 @@ class FrequencyOverDistance(GroupedPolicy):
     distance_sign = 1  # of i - I; -1 is the printed form
 
     @staticmethod
-    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    def fit(
+        recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+    ) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:
@@ -309,14 +421,19 @@ class FrequencyOverDistance(GroupedPolicy):
     def start(self) -> None:
         super().start()
         n = self.shape.n_gates
-        if (counts := self.options["counts"]) is not None and np.shape(counts) != self.priorities.shape:
-            raise WrongArrays(f"'counts' has the shape {np.shape(counts)}, expected {self.priorities.shape}")
+        if (counts := self.options["counts"]) is not None and np.shape(
+            counts
+        ) != self.priorities.shape:
+            raise WrongArrays(
+                f"'counts' has the shape {np.shape(counts)}, expected {self.priorities.shape}"
+            )
         i = np.arange(n)
         distance = (self.distance_sign * (i[None] - i[:, None])) % n  # [I, i]
         distance[distance == 0] = n
         self._nearness = (1 / distance).astype(np.float32)[:, :, None]
         self._counts = np.zeros_like(self.priorities)
-        if counts is not None:  # less than one use: who goes first among those that this run has not used
+        # less than one use: who goes first among those that this run has not used
+        if counts is not None:
             self._counts += np.asarray(counts, np.float32) / (np.max(counts) + 1)
             np.multiply(self._counts, self._nearness[0], out=self.priorities)
 
@@ -324,7 +441,11 @@ class FrequencyOverDistance(GroupedPolicy):
         for event in events:
             experts, count = chosen(event)
             self._counts[event.gate][experts] += count
-        np.multiply(self._counts, self._nearness[(first + len(events)) % self.shape.n_gates], out=self.priorities)
+        np.multiply(
+            self._counts,
+            self._nearness[(first + len(events)) % self.shape.n_gates],
+            out=self.priorities,
+        )
 
 
 EDGEMOE = register(
@@ -342,7 +463,10 @@ register(
     replace(
         EDGEMOE,
         name="edgemoe-lossy",
-        summary="EdgeMoE, lossy: each expert in the bits that calibrate --bits-plan found for it (a sidecar of convert --bits)",
+        summary=(
+            "EdgeMoE, lossy: each expert in the bits that calibrate --bits-plan found for it (a"
+            " sidecar of convert --bits)"
+        ),
         tier="bits",
     )
 )

@@ -1,13 +1,20 @@
-"""Fate: the next layer's router on this layer's input, and a cache that favors shallow layers.
+"""Fate: the next layer's router on this layer's input, and a cache that favors shallow
+layers.
 
-    §4.2  cross-layer gate, the experts above the 75th percentile  `base.RoutersAhead`, CrossLayerGate, its fit; `share` of the preset is 0.25
-    §4.3  n = T / t_expert in decode                               moeoff.engine.prefetcher measures both while it runs
-          prompts in descending popularity                         GateEvent.demand; executed by the native store (moeoff-gate-events)
-    §4.4  boundary L, cache_deep, ARC in each layer                shallow_boundary, `base.quotas`, ShallowFavoringARC
-    §4.5  share p of a prompt's least popular experts in int2      `base.n_low`, `Precision.prefill_low_fraction`; executed by the native store
-    §5.3  a mispredicted expert in int2                            `Precision.mispredicted_low` (both moeoff-version-selector)
+    §4.2  cross-layer gate, 75th percentile   `base.RoutersAhead`, CrossLayerGate;
+                                              `share` of the preset is 0.25
+    §4.3  n = T / t_expert in decode          engine.prefetcher measures both
+          prompts in descending popularity    GateEvent.demand; moeoff-gate-events
+    §4.4  boundary L, cache_deep, ARC         shallow_boundary, `base.quotas`,
+          in each layer                       ShallowFavoringARC
+    §4.5  share p of a prompt's least         `base.n_low`, `prefill_low_fraction`;
+          popular experts in int2             moeoff-version-selector
+    §5.3  a mispredicted expert in int2       `Precision.mispredicted_low`;
+                                              moeoff-version-selector
 
-The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's four and two bits; §5.3's are the low-end PC's alone. Their baselines are in scripts/research/baselines.py.
+The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's four and two
+bits; §5.3's are the low-end PC's alone. Their baselines are in
+scripts/research/baselines.py.
 """
 
 from __future__ import annotations
@@ -21,7 +28,17 @@ import numpy as np
 from ..precision import INT4, LOWEST, Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
-from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, RoutersAhead, Section, quotas, recall
+from .base import (
+    DEFAULT_FIT,
+    CacheShape,
+    FitOptions,
+    Policy,
+    Progress,
+    RoutersAhead,
+    Section,
+    quotas,
+    recall,
+)
 from .classic import ARC
 from .strategy import Strategy, register
 
@@ -30,10 +47,12 @@ from .strategy import Strategy, register
 
 @register
 class CrossLayerGate(RoutersAhead):
-    """The router of layer i + 1 on the gate input of layer i (§4.2). Also ProMoE's skip-based baseline (its §4.2).
+    """The router of layer i + 1 on the gate input of layer i (§4.2). Also ProMoE's
+    skip-based baseline (its §4.2).
 
     Options:
-        norm: apply layer i + 1's own norm weights (see `Router.ahead`). None: where calibration measured that it helps; without one, yes.
+        norm: apply layer i + 1's own norm weights (see `Router.ahead`). None: where
+            calibration measured that it helps; without one, yes.
     """
 
     name, summary = "gate", "the next layer's router on this layer's input"
@@ -44,11 +63,14 @@ class CrossLayerGate(RoutersAhead):
         self.look_ahead(1, self.options["norm"])
 
     @staticmethod
-    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+    def fit(
+        recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+    ) -> dict[str, np.ndarray] | None:
         """From a `Recording` with gate inputs; None if it has none.
 
         Returns:
-            [n_gates] each: next_norm, true where the next layer's norm predicts better; recall_raw, recall_norm at k without and with it.
+            [n_gates] each: next_norm, true where the next layer's norm predicts better;
+            recall_raw, recall_norm at k without and with it.
         """
         if recording.inputs is None:
             return None
@@ -62,8 +84,12 @@ class CrossLayerGate(RoutersAhead):
                 if (ahead := router.ahead(target - 1, target, norm)) is not None:
                     weight, bias = ahead
                     logits = x @ weight.T + (0 if bias is None else bias)
-                    arrays[name][target] = recall(router.selection(target, router.gated(logits)), y, router.n_used[target])
-                    arrays["next_norm"][target] = arrays["recall_norm"][target] > arrays["recall_raw"][target]
+                    arrays[name][target] = recall(
+                        router.selection(target, router.gated(logits)), y, router.n_used[target]
+                    )
+                    arrays["next_norm"][target] = (
+                        arrays["recall_norm"][target] > arrays["recall_raw"][target]
+                    )
             if progress:
                 progress(target, n - 1)
         return arrays
@@ -79,7 +105,9 @@ JUDGED = 1024  # tokens that say how well a layer is predicted
 
 
 def shallow_boundary(recall: np.ndarray) -> int:
-    """L, the first layers whose prediction is worse than 85 % of the median layer's. recall: [n_gates], of gate 0: 0."""
+    """L, the first layers whose prediction is worse than 85 % of the median layer's.
+    recall: [n_gates], of gate 0: 0.
+    """
     if len(recall) < 2:
         return 0
     good = np.flatnonzero(recall >= SHALLOW * np.median(recall[1:]))
@@ -87,7 +115,9 @@ def shallow_boundary(recall: np.ndarray) -> int:
 
 
 def proportional_boundary(n_gates: int) -> int:
-    """L where nothing was measured: as many of a model's layers as 3 are of Qwen1.5-MoE's 24."""
+    """L where nothing was measured: as many of a model's layers as 3 are of
+    Qwen1.5-MoE's 24.
+    """
     return max(round(3 * n_gates / 24), 1)
 
 
@@ -98,9 +128,10 @@ _BEYOND_QUOTA = -1e6  # a layer within its quota outranks one beyond it by this 
 class ShallowFavoringARC(Policy):
     """ARC's lists for each layer, with the quotas of §4.4.
 
-    An expert that ARC would evict from its layer leaves T1 and T2 and ranks below all experts in them. The buffer evicts it only when it
-    needs room, so that a layer's unused quota serves other layers meanwhile. A device's slots are
-    divided by the quotas.
+    An expert that ARC would evict from its layer leaves T1 and T2 and ranks below all
+    experts in them. The buffer evicts it only when it needs room, so that a layer's
+    unused quota serves other layers meanwhile. A device's slots are divided by the
+    quotas.
 
     Options:
         shallow: L; None: `proportional_boundary`.
@@ -111,11 +142,25 @@ class ShallowFavoringARC(Policy):
     compared = True
 
     @staticmethod
-    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+    def fit(
+        recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+    ) -> dict[str, np.ndarray] | None:
         """L, shallow [1], of a `Recording` with gate inputs; None if it has none."""
         judged = recording.input_tokens[:JUDGED]
-        gate = CrossLayerGate.fit(recording.part(0, int(judged[-1]) + 1), options, progress) if len(judged) else None
-        return None if gate is None else {"shallow": np.array([shallow_boundary(np.maximum(gate["recall_raw"], gate["recall_norm"]))])}
+        gate = (
+            CrossLayerGate.fit(recording.part(0, int(judged[-1]) + 1), options, progress)
+            if len(judged)
+            else None
+        )
+        return (
+            None
+            if gate is None
+            else {
+                "shallow": np.array(
+                    [shallow_boundary(np.maximum(gate["recall_raw"], gate["recall_norm"]))]
+                )
+            }
+        )
 
     sections = (Section("shallow", fit, {"shallow": ("i", (1,), 0, MAX_GATES)}),)
 
@@ -141,7 +186,11 @@ class ShallowFavoringARC(Policy):
                 self.priorities[gate, evicted] = _BEYOND_QUOTA
 
     def update(self, event: GateEvent) -> None:
-        layer, size, row = self._layers[event.gate], self.quotas[event.gate], self.priorities[event.gate]
+        layer, size, row = (
+            self._layers[event.gate],
+            self.quotas[event.gate],
+            self.priorities[event.gate],
+        )
         for expert in dict.fromkeys(event.ids.ravel().tolist()):
             for evicted in layer.use(expert, size):
                 row[evicted] = _BEYOND_QUOTA
@@ -167,7 +216,10 @@ register(
     replace(
         FATE,
         name="fate-lossy",
-        summary="Fate, lossy: all experts in four bits, and of a prompt's the quarter that the fewest tokens chose in the sidecar's lowest tier",
+        summary=(
+            "Fate, lossy: all experts in four bits, and of a prompt's the quarter that the fewest"
+            " tokens chose in the sidecar's lowest tier"
+        ),
         precision=Precision(prefill_low_fraction=P, low_tier=LOWEST),
         tier=INT4,
     )

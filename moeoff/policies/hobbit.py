@@ -1,19 +1,21 @@
-"""HOBBIT: experts in mixed precision by their weight in the token, a predictor that looks several layers ahead, a weighted cache.
+"""HOBBIT: experts in mixed precision by their weight in the token, a predictor that
+looks several layers ahead, a weighted cache.
 
     §3.2  unimportance s (equation 2)                 unimportance
-          T1, T2: high, low, or not at all            versions, thresholds; executed by the native store (moeoff-version-selector) with t1 and
-                                                      t2 of `Precision`
+          T1, T2: high, low, or not at all            versions, thresholds; t1, t2 of `Precision`;
+                                                      moeoff-version-selector
     §3.3  p routers stacked                           StackedGate
           versions of predicted experts               predicted_versions
-          looks further while all are there,          moeoff.engine.prefetcher
+          looks further while all are there,          engine.prefetcher
           protects them
     §3.4  cost of a miss, C or B_l/B_h C              MissCost
           priority p (equation 3), reset by text      Hobbit
           weights that minimize the miss penalty      Hobbit.fit, fit_weights
-          caches for high and for low precision       two arenas of the native buffer, `Precision.low_share`
+          caches for high and for low precision       two arenas of the buffer, `low_share`
 
-Equation 1 is the layer itself. The presets are `hobbit`, which is lossless, `hobbit-lossy`, the paper's in float16 and int4, and `hobbit-jetson`, its
-int8 and int2 from flash (§5).
+Equation 1 is the layer itself. The presets are `hobbit`, which is lossless,
+`hobbit-lossy`, the paper's in float16 and int4, and `hobbit-jetson`, its int8 and int2
+from flash (§5).
 """
 
 from __future__ import annotations
@@ -31,26 +33,39 @@ from ..precision import INT4, LOWEST, Precision
 from ..routing.event import GateEvent
 from ..routing.recording import Recording
 from ..routing.trace import Trace
-from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Progress, RoutersAhead, Section, chosen, n_low
+from .base import (
+    DEFAULT_FIT,
+    FitOptions,
+    GroupedPolicy,
+    Progress,
+    RoutersAhead,
+    Section,
+    chosen,
+    n_low,
+)
 from .fate import CrossLayerGate
 from .strategy import Strategy, register
 
 # --- §3.2: token-level dynamic expert loading ---
 
 T1, T2 = 0.6, 0.9  # the paper's thresholds on Mixtral
-HIGH_SHARE, LOW_SHARE = 0.67, 0.30  # of all uses, what those thresholds leave in high and in low precision on Mixtral (figure 5b)
+# of all uses, what those thresholds leave in high and in low precision on Mixtral
+# (figure 5b)
+HIGH_SHARE, LOW_SHARE = 0.67, 0.30
 HIGH, LOW, SKIP = 0, 1, 2  # versions, as in `GateEvent.versions` and the native store
 
 
 def unimportance(weights: np.ndarray, n_scale: int | None = None) -> np.ndarray:
     """Sum of the larger gate weights of the same token (equation 2), all scaled to 1.
 
-    The native rule takes the same sums in the same order, so that both agree to the last bit: of equal weights the first counts
-    as the larger, and where a token's weights add up to nothing all its experts are important.
+    The native rule takes the same sums in the same order, so that both agree to the
+    last bit: of equal weights the first counts as the larger, and where a token's
+    weights add up to nothing all its experts are important.
 
     Args:
         weights: [n_tokens, n] float.
-        n_scale: scale so that the n_scale largest add up to 1, for weights of more experts than are used; default: all.
+        n_scale: scale so that the n_scale largest add up to 1, for weights of more
+            experts than are used; default: all.
 
     Returns:
         [n_tokens, n], 0 for the most important.
@@ -64,16 +79,22 @@ def unimportance(weights: np.ndarray, n_scale: int | None = None) -> np.ndarray:
 
 
 def versions(s: np.ndarray, t1: float, t2: float) -> np.ndarray:
-    """The version of each expert that is not resident, by its unimportance: HIGH for s <= t1, LOW for t1 < s <= t2, else SKIP."""
+    """The version of each expert that is not resident, by its unimportance: HIGH for s
+    <= t1, LOW for t1 < s <= t2, else SKIP.
+    """
     return np.where(s <= t1, HIGH, np.where(s <= t2, LOW, SKIP))
 
 
-def thresholds(scores: np.ndarray, high: float = HIGH_SHARE, low: float = LOW_SHARE) -> tuple[float, float]:
-    """T1 and T2 for a model from the distribution of its experts' unimportance, as the paper takes them from Mixtral's (figure 5b).
+def thresholds(
+    scores: np.ndarray, high: float = HIGH_SHARE, low: float = LOW_SHARE
+) -> tuple[float, float]:
+    """T1 and T2 for a model from the distribution of its experts' unimportance, as the
+    paper takes them from Mixtral's (figure 5b).
 
     Args:
         scores: [n] of all uses.
-        high, low: shares of the uses that stay in high precision and that go to low, at least; what is left is skipped.
+        high, low: shares of the uses that stay in high precision and that go to low, at
+            least; what is left is skipped.
 
     Returns:
         The smallest thresholds that leave these shares; T1 <= T2 <= 1.
@@ -82,7 +103,10 @@ def thresholds(scores: np.ndarray, high: float = HIGH_SHARE, low: float = LOW_SH
         OptionError: no scores, or shares that are none.
     """
     if not len(scores) or not (0 <= high <= 1 and 0 <= low <= 1):
-        raise OptionError(f"thresholds need scores and two shares between 0 and 1, not {len(scores)} scores, {high} and {low}")
+        raise OptionError(
+            f"thresholds need scores and two shares between 0 and 1, not {len(scores)} scores,"
+            f" {high} and {low}"
+        )
     t1, t2 = np.quantile(np.minimum(scores, 1), [high, min(high + low, 1)], method="inverted_cdf")
     return float(t1), float(t2)
 
@@ -90,12 +114,19 @@ def thresholds(scores: np.ndarray, high: float = HIGH_SHARE, low: float = LOW_SH
 def recorded_unimportance(recording: Recording) -> np.ndarray:
     """[n] unimportance of every expert that a gate selected."""
     used = recording.ids[0] >= 0
-    rows = [unimportance(recording.weights[:, g, used[g]]).ravel() for g in range(recording.model.n_gates)]
+    rows = [
+        unimportance(recording.weights[:, g, used[g]]).ravel()
+        for g in range(recording.model.n_gates)
+    ]
     return np.concatenate(rows)
 
 
-def fit_thresholds(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
-    """The section "thresholds" of a profile: t1 and t2 that leave the paper's shares of this model's uses."""
+def fit_thresholds(
+    recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+) -> dict[str, np.ndarray]:
+    """The section "thresholds" of a profile: t1 and t2 that leave the paper's shares of
+    this model's uses.
+    """
     t1, t2 = thresholds(recorded_unimportance(recording))
     return {"t1": np.array(t1), "t2": np.array(t2)}
 
@@ -120,8 +151,11 @@ class StackedGate(RoutersAhead):
         self.look_ahead(self.options["p"], self.options["norm"])
 
 
-def predicted_versions(scores: np.ndarray, top: np.ndarray, n_used: int, precision: Precision) -> np.ndarray:
-    """Versions that would serve predicted experts if their scores were gate weights: as in the native rule, the best that any token wants.
+def predicted_versions(
+    scores: np.ndarray, top: np.ndarray, n_used: int, precision: Precision
+) -> np.ndarray:
+    """Versions that would serve predicted experts if their scores were gate weights: as
+    in the native rule, the best that any token wants.
 
     Args:
         scores: [n_tokens, n_experts].
@@ -149,10 +183,12 @@ class MissCost:
     """Cost of a miss, in misses of a high version.
 
     Attributes:
-        t1, t2: for a token that is decoded: unimportance up to t1 is read in high precision, up to t2 in low, above it not at all.
+        t1, t2: for a token that is decoded: unimportance up to t1 is read in high
+            precision, up to t2 in low, above it not at all.
         low: bytes of a low version as a share of the high one's, B_l/B_h.
-        prefill_low_fraction: of a prompt's experts, the share that is read in low precision, the least popular first (Fate §4.5). None: a prompt's
-            tokens are weighed by the thresholds, too, and an expert by its dearest token.
+        prefill_low_fraction: of a prompt's experts, the share that is read in low
+            precision, the least popular first (Fate §4.5). None: a prompt's tokens are
+            weighed by the thresholds, too, and an expert by its dearest token.
 
     Raises:
         OptionError: out of range.
@@ -164,12 +200,20 @@ class MissCost:
     prefill_low_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        if not (0 <= self.t1 <= self.t2 <= 1 and 0 <= self.low <= 1 and 0 <= (self.prefill_low_fraction or 0) <= 1):
-            raise OptionError(f"a miss costs by 0 <= t1 <= t2 <= 1 and by shares between 0 and 1, not {self}")
+        if not (
+            0 <= self.t1 <= self.t2 <= 1
+            and 0 <= self.low <= 1
+            and 0 <= (self.prefill_low_fraction or 0) <= 1
+        ):
+            raise OptionError(
+                f"a miss costs by 0 <= t1 <= t2 <= 1 and by shares between 0 and 1, not {self}"
+            )
 
     def decoded(self, weights: np.ndarray) -> np.ndarray:
         """[n_tokens, n_used] of each chosen expert, by the tokens' gate weights."""
-        cost: np.ndarray = np.array([1.0, self.low, 0.0])[versions(unimportance(weights), self.t1, self.t2)]
+        cost: np.ndarray = np.array([1.0, self.low, 0.0])[
+            versions(unimportance(weights), self.t1, self.t2)
+        ]
         return cost
 
     def of(self, event: GateEvent, n_experts: int) -> np.ndarray:
@@ -181,7 +225,11 @@ class MissCost:
         count = np.bincount(event.ids.ravel(), minlength=n_experts)
         experts = np.flatnonzero(count)
         out[experts] = 1
-        out[experts[np.argsort(count[experts], kind="stable")][: n_low(len(experts), self.prefill_low_fraction)]] = self.low
+        out[
+            experts[np.argsort(count[experts], kind="stable")][
+                : n_low(len(experts), self.prefill_low_fraction)
+            ]
+        ] = self.low
         return out
 
 
@@ -190,36 +238,65 @@ PAPERS_COST = MissCost()
 
 @register
 class Hobbit(GroupedPolicy):
-    """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n) (equation 3), reset with each text.
+    """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) /
+    l_n) (equation 3), reset with each text.
 
-    R is the token of the last use, F the uses in this text, H those in high precision, T the tokens so far, l_i the layer that is
-    evicting. The table holds p times T, which orders the same. The cost of low misses (B_l/B_h) is in the weights: `fit` fits them to a penalty
-    with the model's own thresholds and sizes. The default weights are those that it fits for the demo model. sequence=False never resets.
+    R is the token of the last use, F the uses in this text, H those in high precision,
+    T the tokens so far, l_i the layer that is evicting. The table holds p times T,
+    which orders the same. The cost of low misses (B_l/B_h) is in the weights: `fit`
+    fits them to a penalty with the model's own thresholds and sizes. The default
+    weights are those that it fits for the demo model. sequence=False never resets.
 
-    actual: the run is lossy, and H counts what was served in high precision (`GateEvent.versions`). In a lossless one every use is,
-    and H counts those that would have to be: unimportance <= t1 (§3.2).
+    actual: the run is lossy, and H counts what was served in high precision
+    (`GateEvent.versions`). In a lossless one every use is, and H counts those that
+    would have to be: unimportance <= t1 (§3.2).
     """
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
-    defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "actual": False, "sequence": True}
+    defaults = {
+        "lru": 0.0784,
+        "lfu": 0.1765,
+        "lhu": 0.7059,
+        "fld": 0.0392,
+        "t1": T1,
+        "actual": False,
+        "sequence": True,
+    }
     compared = True
 
     @staticmethod
-    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """The four weights; None if the recording has no probabilities, or the options have no way to replay it.
+    def fit(
+        recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+    ) -> dict[str, np.ndarray] | None:
+        """The four weights; None if the recording has no probabilities, or the options
+        have no way to replay it.
 
         Returns:
-            the weights, fitted to what misses of this model cost: t1 and t2 from the distribution of its scores, low_cost from the options.
+            the weights, fitted to what misses of this model cost: t1 and t2 from the
+            distribution of its scores, low_cost from the options.
         """
         if recording.probs is None or options.replay is None:
             return None
         if progress:
             progress(0, 1)  # how many replays it takes shows in the end
-        cost = MissCost(*thresholds(recorded_unimportance(recording)), LOW_COST if options.low_cost is None else options.low_cost)
-        weights = fit_weights(recording.trace(MAX_EVENTS // recording.model.n_gates), options.replay, cost, until=options.until)
+        cost = MissCost(
+            *thresholds(recorded_unimportance(recording)),
+            LOW_COST if options.low_cost is None else options.low_cost,
+        )
+        weights = fit_weights(
+            recording.trace(MAX_EVENTS // recording.model.n_gates),
+            options.replay,
+            cost,
+            until=options.until,
+        )
         if progress:
             progress(1, 1)
-        return {name: np.array(value) for name, value in (weights | {"t1": cost.t1, "t2": cost.t2, "low_cost": cost.low}).items()}
+        return {
+            name: np.array(value)
+            for name, value in (
+                weights | {"t1": cost.t1, "t2": cost.t2, "low_cost": cost.low}
+            ).items()
+        }
 
     sections = (
         Section("hobbit", fit, {name: ("f", ()) for name in ("lru", "lfu", "lhu", "fld", "t1")}),
@@ -230,7 +307,10 @@ class Hobbit(GroupedPolicy):
         super().start()
         o, n = self.options, self.shape.n_gates
         i = np.arange(n)
-        self._fld = (o["fld"] * (1 - ((i[None] - i[:, None]) % n) / n)).astype(np.float32)[:, :, None]  # [l_i, l_t]
+        # [l_i, l_t]
+        self._fld = (o["fld"] * (1 - ((i[None] - i[:, None]) % n) / n)).astype(np.float32)[
+            :, :, None
+        ]
         self._last = np.zeros_like(self.priorities)
         self._all = np.zeros_like(self.priorities)  # the three parts that do not depend on l_i
         self._scratch = np.zeros((n, 1), np.float32)
@@ -242,24 +322,39 @@ class Hobbit(GroupedPolicy):
             self._tokens += n_tokens
         gates = np.arange(first, first + len(events))
         if n_tokens == 1 and len({event.ids.shape[1] for event in events}) == 1:
-            self._count(gates[:, None], np.concatenate([e.ids for e in events]), o["lfu"] + o["lhu"] * self._high(events))
+            self._count(
+                gates[:, None],
+                np.concatenate([e.ids for e in events]),
+                o["lfu"] + o["lhu"] * self._high(events),
+            )
         else:
             for gate, event in enumerate(events, first):
                 experts, count = chosen(event)
                 high = np.bincount(event.ids[self._high([event])], minlength=self.shape.n_experts)
                 self._count(gate, experts, o["lfu"] * count + o["lhu"] * high[experts])
-        np.multiply(self._fld[(first + len(events)) % self.shape.n_gates], self._tokens, out=self._scratch)
+        np.multiply(
+            self._fld[(first + len(events)) % self.shape.n_gates], self._tokens, out=self._scratch
+        )
         np.add(self._all, self._scratch, out=self.priorities)
 
     def _high(self, events: Sequence[GateEvent]) -> np.ndarray:
         """[n_tokens of all events, n_used] bool: which uses count for H."""
         if not self.options["actual"]:
-            needed: np.ndarray = unimportance(np.concatenate([e.weights for e in events])) <= self.options["t1"]
+            needed: np.ndarray = (
+                unimportance(np.concatenate([e.weights for e in events])) <= self.options["t1"]
+            )
             return needed
-        return np.concatenate([np.ones(e.ids.shape, bool) if e.versions is None else e.versions == HIGH for e in events])
+        return np.concatenate(
+            [
+                np.ones(e.ids.shape, bool) if e.versions is None else e.versions == HIGH
+                for e in events
+            ]
+        )
 
     def _count(self, gate: int | np.ndarray, experts: np.ndarray, worth: np.ndarray) -> None:
-        self._all[gate, experts] += worth + self.options["lru"] * (self._tokens - self._last[gate, experts])
+        self._all[gate, experts] += worth + self.options["lru"] * (
+            self._tokens - self._last[gate, experts]
+        )
         self._last[gate, experts] = self._tokens
 
     def reset_sequence(self) -> None:
@@ -277,12 +372,20 @@ SHARES = (0.25, 0.5, 0.75)  # of the experts in memory
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
 
 
-def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPERS_COST, shares: Sequence[float] = SHARES,
-                max_events: int = MAX_EVENTS, until: float = math.inf) -> dict[str, float]:  # fmt: skip
-    """w_lru, w_lfu, w_lhu and w_fld, of sum 1, that minimize the miss penalty: options of `Hobbit`.
+def fit_weights(
+    trace: Trace,
+    replay: Callable[..., Any],
+    cost: MissCost = PAPERS_COST,
+    shares: Sequence[float] = SHARES,
+    max_events: int = MAX_EVENTS,
+    until: float = math.inf,
+) -> dict[str, float]:
+    """w_lru, w_lfu, w_lhu and w_fld, of sum 1, that minimize the miss penalty: options
+    of `Hobbit`.
 
-    The paper gives no procedure: here one weight after the other is multiplied by `FACTORS` as long as that lowers the penalty,
-    the geometric mean over buffer sizes. A weight that reached 0 may come back at the smallest other weight.
+    The paper gives no procedure: here one weight after the other is multiplied by
+    `FACTORS` as long as that lowers the penalty, the geometric mean over buffer sizes.
+    A weight that reached 0 may come back at the smallest other weight.
 
     Args:
         trace: at most `max_events` of it are replayed, from its beginning.
@@ -297,7 +400,10 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
         raise OptionError("HOBBIT's weights are fitted on a trace, and this one is empty")
     part = trace.slice(0, max_events // trace.model.n_gates * trace.model.n_gates or max_events)
     # which uses count for H is the same in every replay
-    part.events = [replace(e, versions=versions(unimportance(e.weights), cost.t1, cost.t2).astype(np.uint8)) for e in part.events]
+    part.events = [
+        replace(e, versions=versions(unimportance(e.weights), cost.t1, cost.t2).astype(np.uint8))
+        for e in part.events
+    ]
     known: dict[tuple[float, ...], float] = {}
 
     def penalty(weights: tuple[float, ...]) -> float:
@@ -308,7 +414,10 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
             for share in shares:
                 arena = max(int(trace.model.full_bytes * share), trace.model.arena_floor)
                 options: dict[str, Any] = dict(zip(NAMES, key, strict=True))
-                product *= replay(part, "hobbit", arena, cost=cost, actual=True, **options).miss_penalty + 1e-9
+                product *= (
+                    replay(part, "hobbit", arena, cost=cost, actual=True, **options).miss_penalty
+                    + 1e-9
+                )
             known[key] = product
         return known[key]
 
@@ -342,7 +451,10 @@ register(
     replace(
         HOBBIT,
         name="hobbit-lossy",
-        summary="HOBBIT, lossy: misses of less weight in four bits, of little weight skipped (a sidecar with Q4_0)",
+        summary=(
+            "HOBBIT, lossy: misses of less weight in four bits, of little weight skipped (a sidecar"
+            " with Q4_0)"
+        ),
         precision=Precision(t1=T1, t2=T2, low_tier=INT4, weigh_prompts=True),
     )
 )
@@ -350,7 +462,10 @@ register(
     replace(
         HOBBIT,
         name="hobbit-jetson",
-        summary="HOBBIT from flash, lossy: misses of less weight in the sidecar's lowest tier, of little weight skipped",
+        summary=(
+            "HOBBIT from flash, lossy: misses of less weight in the sidecar's lowest tier, of"
+            " little weight skipped"
+        ),
         precision=Precision(t1=T1, t2=T2, low_tier=LOWEST, weigh_prompts=True),
     )
 )

@@ -1,15 +1,19 @@
-"""ProMoE: a small network for each layer predicts its experts one or two layers ahead; each layer has a cache of its own.
+"""ProMoE: a small network for each layer predicts its experts one or two layers ahead;
+each layer has a cache of its own.
 
-    §4.1       GoodPred = accuracy x fetch rate   moeoff.engine.prefetcher counts both
-    §4.3, 6.3  a two-layer perceptron, 9:1        Learned and its fit; Recording.split
-    §4.4       stride prefetching                 `stride` of Learned, Strategy.with_stride
-    §5.1       chunked prefetching                the native store: a matrix of an expert is a read of its own, larger ones in pieces
-    §5.2       early preemption (algorithm 2)     the native store: a gate's selection goes before all prefetches and gives up the others
-    §5.3       reordered inference                the native matrix op computes with what is resident, then with the others as they come
-    §6.1       LRU in each layer                  LayerLRU
+    §4.1       GoodPred = accuracy x fetch rate  engine.prefetcher counts both
+    §4.3, 6.3  a two-layer perceptron, 9:1       Learned, its fit; Recording.split
+    §4.4       stride prefetching                Learned's `stride`, with_stride
+    §5.1       chunked prefetching               the native store reads matrices one
+                                                 by one, larger ones in pieces
+    §5.2       early preemption (algorithm 2)    a gate's selection goes before all
+                                                 prefetches and gives up the others
+    §5.3       reordered inference               the native matrix op takes resident
+                                                 experts first, others as they come
+    §6.1       LRU in each layer                 LayerLRU
 
-The preset is `promoe`, with a stride of two. The token-based predictor (§4.2) is a baseline, in scripts/research/baselines.py; the
-skip-based one is Fate's.
+The preset is `promoe`, with a stride of two. The token-based predictor (§4.2) is a
+baseline, in scripts/research/baselines.py; the skip-based one is Fate's.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ COMPONENTS = 256  # of wider gate inputs; a linear map, folded into the first la
 
 @register
 class Learned(Predictor):
-    """A two-layer perceptron for each layer (§4.3), on the gate input `stride` layers before (§4.4). Needs a profile.
+    """A two-layer perceptron for each layer (§4.3), on the gate input `stride` layers
+    before (§4.4). Needs a profile.
 
     Options:
         stride: 1 (layer-wise) or 2.
@@ -53,7 +58,9 @@ class Learned(Predictor):
     def check(cls, options: Mapping[str, Any]) -> None:
         super().check(options)
         if (stride := options.get("stride", STRIDES[0])) not in STRIDES:
-            raise OptionError(f"{cls.name}: stride is one of {', '.join(map(str, STRIDES))}, not {stride}")
+            raise OptionError(
+                f"{cls.name}: stride is one of {', '.join(map(str, STRIDES))}, not {stride}"
+            )
 
     def start(self) -> None:
         stride = self.options["stride"]
@@ -61,16 +68,24 @@ class Learned(Predictor):
         if self.arrays is None:
             return
         n, e = self.router.n_gates, self.router.n_experts
-        width = next((w.shape[1] for w in self.router.weights if w is not None), "width")  # of a gate's input
-        require_arrays(self.arrays, {
-            f"there_{stride}": ("b", (n,)), f"first_{stride}": ("f", (n, "hidden", width)), f"first_bias_{stride}": ("f", (n, "hidden")),
-            f"second_{stride}": ("f", (n, e, "hidden")), f"second_bias_{stride}": ("f", (n, e)),
-        })  # fmt: skip
+        # of a gate's input
+        width = next((w.shape[1] for w in self.router.weights if w is not None), "width")
+        require_arrays(
+            self.arrays,
+            {
+                f"there_{stride}": ("b", (n,)),
+                f"first_{stride}": ("f", (n, "hidden", width)),
+                f"first_bias_{stride}": ("f", (n, "hidden")),
+                f"second_{stride}": ("f", (n, e, "hidden")),
+                f"second_bias_{stride}": ("f", (n, e)),
+            },
+        )
         if self.arrays[f"there_{stride}"][:stride].any():
             raise WrongArrays(f"'there_{stride}' begins too early")
         for target in np.flatnonzero(self.arrays[f"there_{stride}"]):
             first, first_bias, second, second_bias = (
-                self.arrays[f"{name}_{stride}"][target].astype(np.float32) for name in ("first", "first_bias", "second", "second_bias")
+                self.arrays[f"{name}_{stride}"][target].astype(np.float32)
+                for name in ("first", "first_bias", "second", "second_bias")
             )
             self._steps[int(target) - stride] = Rows(first), first_bias, Rows(second), second_bias
 
@@ -90,14 +105,19 @@ class Learned(Predictor):
         return [Prediction(event.gate + self.options["stride"], np.reciprocal(logits, out=logits))]
 
     @staticmethod
-    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none, or there is no room for the networks. A network for each of `STRIDES`.
+    def fit(
+        recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+    ) -> dict[str, np.ndarray] | None:
+        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none, or
+        there is no room for the networks. A network for each of `STRIDES`.
 
-        Nothing is chosen on the tenth: which epoch is best says another tenth of the text that is trained on.
+        Nothing is chosen on the tenth: which epoch is best says another tenth of the
+        text that is trained on.
 
         Returns:
-            for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s [n_gates, E, hidden], second_bias_s,
-            there_s [n_gates] true where a gate has a network, recall_s [n_gates] at k on the tenth that was not trained on.
+            for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s
+            [n_gates, E, hidden], second_bias_s, there_s [n_gates] true where a gate has
+            a network, recall_s [n_gates] at k on the tenth that was not trained on.
         """
         from sklearn.neural_network import MLPClassifier
         from threadpoolctl import threadpool_limits
@@ -107,49 +127,82 @@ class Learned(Predictor):
         router, hidden = recording.router, options.hidden
         n, e, d = router.n_gates, router.n_experts, recording.inputs.shape[2]
         parts = min(d, COMPONENTS)
-        if options.room is not None and 2 * len(STRIDES) * n * hidden * (d + e) + 24 * hidden * (parts + e) + 4 * d * parts > options.room:
+        if (
+            options.room is not None
+            and 2 * len(STRIDES) * n * hidden * (d + e) + 24 * hidden * (parts + e) + 4 * d * parts
+            > options.room
+        ):
             return None
         used = recording.used()[recording.input_tokens]
         rest, held = recording.split()
         chosen = np.zeros(len(rest), bool)
         _, chosen[rest] = recording.take(rest).split()
-        train, choose, held = (mask[recording.input_tokens] for mask in (rest & ~chosen, chosen if (rest & ~chosen).any() else rest, held))
+        train, choose, held = (
+            mask[recording.input_tokens]
+            for mask in (rest & ~chosen, chosen if (rest & ~chosen).any() else rest, held)
+        )
         arrays: dict[str, np.ndarray] = {}
         for s in STRIDES:
             arrays |= {
-                f"first_{s}": np.zeros((n, hidden, d), np.float16), f"first_bias_{s}": np.zeros((n, hidden), np.float32),
-                f"second_{s}": np.zeros((n, e, hidden), np.float16), f"second_bias_{s}": np.zeros((n, e), np.float32),
-                f"there_{s}": np.zeros(n, bool), f"recall_{s}": np.zeros(n, np.float32),
-            }  # fmt: skip
+                f"first_{s}": np.zeros((n, hidden, d), np.float16),
+                f"first_bias_{s}": np.zeros((n, hidden), np.float32),
+                f"second_{s}": np.zeros((n, e, hidden), np.float16),
+                f"second_bias_{s}": np.zeros((n, e), np.float32),
+                f"there_{s}": np.zeros(n, bool),
+                f"recall_{s}": np.zeros(n, np.float32),
+            }
         jobs = [(g, s) for g in range(n) for s in STRIDES if g + s < n and router.knows(g + s)]
         for i, (g, s) in enumerate(jobs):
             x, ahead = recording.inputs[:, g].astype(np.float32), router.ahead(g, g + s, True)
             if not x.any() or ahead is None:
                 continue
             y = used[:, g + s]
-            active = np.flatnonzero(y[train].any(axis=0) & ~y[train].all(axis=0))  # the classifier needs both classes of each output
+            # the classifier needs both classes of each output
+            active = np.flatnonzero(y[train].any(axis=0) & ~y[train].all(axis=0))
             if not len(active):
                 continue
             fold, shift = _features(x[train])
             x = x @ fold.T - shift
-            x_train, y_train, classes = x[train], y[train][:, active].astype(int), np.arange(len(active))
+            x_train, y_train, classes = (
+                x[train],
+                y[train][:, active].astype(int),
+                np.arange(len(active)),
+            )
             few = x_train[:2], y_train[:2]
-            network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=len(few[0]), learning_rate_init=RATE, random_state=options.seed)
+            network = MLPClassifier(
+                (hidden,),
+                alpha=ALPHA,
+                batch_size=len(few[0]),
+                learning_rate_init=RATE,
+                random_state=options.seed,
+            )
             best: tuple[float, list[np.ndarray], list[np.ndarray]] = (-1.0, [], [])
-            # products this small take longer on more threads, and many times longer where other processes want the cores
+            # products this small take longer on more threads, and many times longer
+            # where other processes want the cores
             with threadpool_limits(1):
                 network.partial_fit(*few, classes=classes)  # makes its layers
                 network.batch_size = min(BATCH, len(x_train))
-                _begin_as_router(network, x_train, ahead[0] @ np.linalg.pinv(fold), active, y[train].mean(axis=0))
+                _begin_as_router(
+                    network, x_train, ahead[0] @ np.linalg.pinv(fold), active, y[train].mean(axis=0)
+                )
                 for epoch in range(EPOCHS + FINE_EPOCHS):
                     network.partial_fit(x_train, y_train, classes=classes)
                     if epoch == EPOCHS - 1:
                         network._optimizer.learning_rate_init = RATE / 4
-                    reached = recall(network.predict_proba(x[choose]), y[choose][:, active], router.n_used[g + s])
+                    reached = recall(
+                        network.predict_proba(x[choose]), y[choose][:, active], router.n_used[g + s]
+                    )
                     if reached >= best[0]:
-                        best = (reached, [c.copy() for c in network.coefs_], [b.copy() for b in network.intercepts_])
+                        best = (
+                            reached,
+                            [c.copy() for c in network.coefs_],
+                            [b.copy() for b in network.intercepts_],
+                        )
                     if progress:
-                        progress(i * (EPOCHS + FINE_EPOCHS) + epoch + 1, len(jobs) * (EPOCHS + FINE_EPOCHS))
+                        progress(
+                            i * (EPOCHS + FINE_EPOCHS) + epoch + 1,
+                            len(jobs) * (EPOCHS + FINE_EPOCHS),
+                        )
             _, network.coefs_, network.intercepts_ = best
             (w1, w2), (b1, b2) = network.coefs_, network.intercepts_
             arrays[f"first_{s}"][g + s] = np.clip(w1.T @ fold, -65504, 65504)
@@ -158,28 +211,40 @@ class Learned(Predictor):
             arrays[f"second_bias_{s}"][g + s] = -30
             arrays[f"second_bias_{s}"][g + s, active] = b2
             arrays[f"there_{s}"][g + s] = True
-            arrays[f"recall_{s}"][g + s] = recall(network.predict_proba(x[held]), y[held][:, active], router.n_used[g + s]) if held.any() else 0
+            arrays[f"recall_{s}"][g + s] = (
+                recall(network.predict_proba(x[held]), y[held][:, active], router.n_used[g + s])
+                if held.any()
+                else 0
+            )
         return arrays
 
     sections = (Section("learned", fit),)
 
 
 def _features(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input, its main components if it is wide, each of mean 0 and deviation 1."""
+    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input, its main
+    components if it is wide, each of mean 0 and deviation 1.
+    """
     from sklearn.decomposition import PCA
     from sklearn.preprocessing import StandardScaler
 
     d = x.shape[1]
     sample, basis = x[:: max(len(x) // 2048, 1)], np.eye(d, dtype=np.float32)
     if d > COMPONENTS:
-        basis = PCA(min(COMPONENTS, len(sample)), svd_solver="full").fit(sample).components_  # a short text has no more components than tokens
+        # a short text has no more components than tokens
+        basis = PCA(min(COMPONENTS, len(sample)), svd_solver="full").fit(sample).components_
     scaler = StandardScaler().fit(x @ basis.T)
-    return (basis / scaler.scale_[:, None]).astype(np.float32), (scaler.mean_ / scaler.scale_).astype(np.float32)
+    return (basis / scaler.scale_[:, None]).astype(np.float32), (
+        scaler.mean_ / scaler.scale_
+    ).astype(np.float32)
 
 
-def _begin_as_router(network: Any, x: np.ndarray, router: np.ndarray, active: np.ndarray, share: np.ndarray) -> None:
-    """Where there is room, the first 2 E units compute the logits of the router ahead [n_experts, m] on the features x [n_tokens, m], but for a
-    constant: training begins at its accuracy. relu(z) - relu(-z) = z.
+def _begin_as_router(
+    network: Any, x: np.ndarray, router: np.ndarray, active: np.ndarray, share: np.ndarray
+) -> None:
+    """Where there is room, the first 2 E units compute the logits of the router ahead
+    [n_experts, m] on the features x [n_tokens, m], but for a constant: training begins
+    at its accuracy. relu(z) - relu(-z) = z.
     """
     first, second = network.coefs_
     n = 2 * len(router)
@@ -190,7 +255,10 @@ def _begin_as_router(network: Any, x: np.ndarray, router: np.ndarray, active: np
     for i, expert in enumerate(active):
         mean, deviation = logits[:, expert].mean(), max(logits[:, expert].std(), 1e-6)
         for unit, sign in ((2 * expert, 1), (2 * expert + 1, -1)):
-            first[:, unit], network.intercepts_[0][unit] = sign * router[expert] / deviation, -sign * mean / deviation
+            first[:, unit], network.intercepts_[0][unit] = (
+                sign * router[expert] / deviation,
+                -sign * mean / deviation,
+            )
             second[unit, i] = sign * GAIN
     odds = np.clip(share[active], 1e-3, 1 - 1e-3)
     network.intercepts_[1][:] = np.log(odds / (1 - odds)) - 1
@@ -205,14 +273,19 @@ _RECENCY = 0.5  # the latest of a layer outranks its oldest by this much at most
 
 @register
 class LayerLRU(Policy):
-    """Each layer keeps the experts that it used last, as many as fit evenly; what a layer misses takes the place of its own oldest.
+    """Each layer keeps the experts that it used last, as many as fit evenly; what a
+    layer misses takes the place of its own oldest.
 
-    The buffer has one arena for all layers, so that a quota is a rank: experts beyond their layer's go first, whatever layer misses,
-    then those of the layer that is about to select, the oldest first. What was prefetched and not selected is beyond the quota. Until the
-    arena is full a layer may have more than its quota.
+    The buffer has one arena for all layers, so that a quota is a rank: experts beyond
+    their layer's go first, whatever layer misses, then those of the layer that is about
+    to select, the oldest first. What was prefetched and not selected is beyond the
+    quota. Until the arena is full a layer may have more than its quota.
     """
 
-    name, summary = "lru-layer", "keeps the most recently used of each layer, as many in each (ProMoE)"
+    name, summary = (
+        "lru-layer",
+        "keeps the most recently used of each layer, as many in each (ProMoE)",
+    )
 
     def start(self) -> None:
         self._last = np.zeros(self.priorities.shape, np.int64)
@@ -229,7 +302,8 @@ class LayerLRU(Policy):
 
     def update(self, event: GateEvent) -> None:
         gate, ids = event.gate, event.ids.ravel()
-        self._last[gate, ids] = np.arange(self._clock + 1, self._clock + 1 + len(ids))  # of a batch's tokens the last counts
+        # of a batch's tokens the last counts
+        self._last[gate, ids] = np.arange(self._clock + 1, self._clock + 1 + len(ids))
         self._clock += len(ids)
         self._rank(gate)
         if gate != self._next:
@@ -240,8 +314,13 @@ class LayerLRU(Policy):
     def _rank(self, gate: int) -> None:
         last, quota = self._last[gate], self._quotas[gate]
         quota = min(quota, len(last))
-        oldest = max(int(np.partition(last, len(last) - quota)[len(last) - quota]), 1) if quota else self._clock + 1
-        # one event's experts have been used at once: without an order of their own the buffer would take a matrix of each
+        oldest = (
+            max(int(np.partition(last, len(last) - quota)[len(last) - quota]), 1)
+            if quota
+            else self._clock + 1
+        )
+        # one event's experts have been used at once: without an order of their own the
+        # buffer would take a matrix of each
         recency = (last - oldest) * (_RECENCY / (self._clock - oldest + 2))
         self.priorities[gate] = np.where(last >= oldest, recency, -_BEYOND_QUOTA)
 

@@ -1,4 +1,5 @@
-"""Replay of traces through the live policies and the native residency, to compare policies.
+"""Replay of traces through the live policies and the native residency, to compare
+policies.
 
 A policy gets an event after the gate has its slices, so the replay of a run whose
 policy kept up evicts exactly what the run evicted. If the arena cannot hold one gate's
@@ -104,7 +105,10 @@ def simulate(
     model = trace.model
     cache_bytes, floor = min(cache_bytes, model.full_bytes), model.arena_floor
     if cache_bytes < floor:
-        message = f"a replay needs at least {format_size(floor)} for experts, got {format_size(cache_bytes)}"
+        message = (
+            f"a replay needs at least {format_size(floor)} for experts, got"
+            f" {format_size(cache_bytes)}"
+        )
         raise BudgetError(message, hint={"memory": floor})
     if isinstance(policy, str):
         policy = get_policy(policy)(CacheShape.of(model, cache_bytes), **options)
@@ -123,7 +127,9 @@ def simulate(
             if lag != "event":
                 table[:] = policy.priorities
         absent = arena.residency[event.gate] == 0
-        n_hit, n_evicted, versions = arena.take(event.ids, event.weights, table, tau, gate=event.gate, decode=bool(event.decode))
+        n_hit, n_evicted, versions = arena.take(
+            event.ids, event.weights, table, tau, gate=event.gate, decode=bool(event.decode)
+        )
         served = event.ids if versions is None else event.ids[versions == HIGH]
         missing = np.unique(served[absent[served]])
         if versions is not None and event.decode:
@@ -140,15 +146,34 @@ def simulate(
             table[:] = policy.priorities
         if progress and n % 4096 == 0:
             progress(n)
-    return Result(policy.name, cache_bytes, trace.n_tokens, hits, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
-                  arena.residency.ravel() != 0, event_hits, n_skipped, n_decoded)  # fmt: skip
+    return Result(
+        policy.name,
+        cache_bytes,
+        trace.n_tokens,
+        hits,
+        misses * n_matrices,
+        evictions,
+        int((misses * nbytes).sum()),
+        float(penalty),
+        arena.residency.ravel() != 0,
+        event_hits,
+        n_skipped,
+        n_decoded,
+    )
 
 
 def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
     """Return the cost of a miss of each expert, [n_events, n_experts] float32."""
     if trace.miss_costs is None or trace.miss_costs[0] != cost:
         n = trace.model.n_experts
-        trace.miss_costs = cost, np.stack([cost.of(event, n) for event in trace.events]) if trace.events else np.zeros((0, n), np.float32)
+        trace.miss_costs = (
+            cost,
+            (
+                np.stack([cost.of(event, n) for event in trace.events])
+                if trace.events
+                else np.zeros((0, n), np.float32)
+            ),
+        )
     return trace.miss_costs[1]
 
 
@@ -167,9 +192,17 @@ def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
     return {name: why for name in policies if policy_of(name).wants_probs}
 
 
-def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, tau: float = 0.0,
-            cost: MissCost = PAPERS_COST, progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
-    """Replay a trace through each policy at each size, LRU first and Belady's optimum last.
+def compare(
+    trace: Trace,
+    policies: Sequence[str],
+    arenas: Sequence[int],
+    *,
+    tau: float = 0.0,
+    cost: MissCost = PAPERS_COST,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Result]:
+    """Replay a trace through each policy at each size, LRU first and Belady's optimum
+    last.
 
     Args:
         policies: Policies and strategies besides lru and belady.
@@ -189,14 +222,32 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, tau
     results = []
     runs = [(arena, name) for arena in arenas for name in names]
     for i, (arena, name) in enumerate(runs, 1):
-        report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
+        report = progress and functools.partial(
+            lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})"
+        )
         options: dict[str, Any] = {"t1": cost.t1} if "t1" in policy[name].defaults else {}
-        result = simulate(trace, policy[name].name, arena, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
+        result = simulate(
+            trace,
+            policy[name].name,
+            arena,
+            tau=0.0 if name == "belady" else tau,
+            cost=cost,
+            progress=report,
+            **options,
+        )
         results.append(replace(result, policy=name))  # the strategy's name, not its policy's
     return results
 
 
 def gap_recovered(result: Result, results: list[Result]) -> float | None:
     """Return the share of the gap from LRU's to Belady's hit rate that a policy closes."""
-    rate = {r.policy: r.hit_rate for r in results if r.cache_bytes == result.cache_bytes and r.policy in ("lru", "belady")}
-    return (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"]) if rate["belady"] > rate["lru"] else None
+    rate = {
+        r.policy: r.hit_rate
+        for r in results
+        if r.cache_bytes == result.cache_bytes and r.policy in ("lru", "belady")
+    }
+    return (
+        (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"])
+        if rate["belady"] > rate["lru"]
+        else None
+    )

@@ -1,12 +1,15 @@
 """moeoff's own policy: a learned score of how soon an expert will be used again.
 
-Target: discount^(tokens until the next use). Two linear stages, fitted on traces by `fit_score`: all layers' router
-probabilities (now, and a running mean) go through a narrow bottleneck to what every expert can expect; that, and the expert's own
-running means of probabilities and uses at several rates, give the score. A linear term in the distance of the layer breaks
-near ties. There is one set of coefficients for each of several discounts: the larger the buffer, the further it looks.
+Target: discount^(tokens until the next use). Two linear stages, fitted on traces by
+`fit_score`: all layers' router probabilities (now, and a running mean) go through a
+narrow bottleneck to what every expert can expect; that, and the expert's own running
+means of probabilities and uses at several rates, give the score. A linear term in the
+distance of the layer breaks near ties. There is one set of coefficients for each of
+several discounts: the larger the buffer, the further it looks.
 
-A gate changes its own row. What the bottleneck knows since is added to as many of the rows before it as `REFRESH` allows. The arithmetic is native
-(moeoff-score): where tokens are decoded the driver's thread does it without Python.
+A gate changes its own row. What the bottleneck knows since is added to as many of the
+rows before it as `REFRESH` allows. The arithmetic is native (moeoff-score): where
+tokens are decoded the driver's thread does it without Python.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ STATE_RATE = 0.15  # of the running mean of log probabilities that the bottlenec
 PROB_RATES = (0.1, 0.02)
 USE_RATES = (0.3, 0.05, 0.01)
 REFRESH = 12_000  # multiplications for each event, out of the bottleneck
-# without weights fitted to the model: chosen by hand after the demo model's second stage, not fitted
+# without weights fitted to the model: chosen by hand after the demo model's second
+# stage, not fitted
 GENERIC = (0.5, 0.9, 0.1, 0.25, 0.15)
 
 
@@ -43,8 +47,9 @@ class Score(Policy):
     """Priority = the estimated discount^(tokens until the next use).
 
     Options:
-        weights: what `fit_score` returns. None: those that moeoff has for this model (by its file's name), or else generic coefficients without
-            the bottleneck; "generic" takes these.
+        weights: what `fit_score` returns. None: those that moeoff has for this model
+            (by its file's name), or else generic coefficients without the bottleneck;
+            "generic" takes these.
 
     Raises:
         OptionError: weights of another shape.
@@ -59,12 +64,18 @@ class Score(Policy):
         return {"weights": arrays}
 
     @staticmethod
-    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """Arrays of `fit_score`, of as many tokens as there is room for; None if that is too few, or the recording has no probabilities."""
+    def fit(
+        recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+    ) -> dict[str, np.ndarray] | None:
+        """Arrays of `fit_score`, of as many tokens as there is room for; None if that
+        is too few, or the recording has no probabilities.
+        """
         n, e = recording.model.n_gates, recording.model.n_experts
         tokens = MAX_EVENTS // n
         if options.room is not None:
-            tokens = min(tokens, max(options.room - FIXED_BYTES, 0) // (n * (EVENT_BYTES + VALUE_BYTES * e)))
+            tokens = min(
+                tokens, max(options.room - FIXED_BYTES, 0) // (n * (EVENT_BYTES + VALUE_BYTES * e))
+            )
         if recording.probs is None or tokens < MIN_TOKENS:
             return None
         return fit_score(recording.trace(tokens), progress=progress)
@@ -80,7 +91,8 @@ class Score(Policy):
         self._now = np.zeros((2, e), np.float32)  # probabilities and uses
         means = np.full((n, len(rates), e), 1 / e, np.float32)
         means[:, len(PROB_RATES) :] *= self.shape.n_used
-        # nearness is the time, in tokens, at which a layer runs next: only the rows change whose layers have run, and the buffer sorts no other
+        # nearness is the time, in tokens, at which a layer runs next: only the rows
+        # change whose layers have run, and the buffer sorts no other
         tables = {
             "means": means,
             "rates": rates,
@@ -99,8 +111,18 @@ class Score(Policy):
                 "own": np.zeros((n, e)),
                 "state": w["mean"].copy(),
             }
-        self._native = native.Score(floor=FLOOR, state_rate=STATE_RATE, n_gates=n, n_experts=e, rank=rank, n_prob_rates=len(PROB_RATES), n_rates=len(rates),
-                                   n_refresh=max(REFRESH // max(e * rank, 1), 1), last=-1, n_pass=1)  # fmt: skip
+        self._native = native.Score(
+            floor=FLOOR,
+            state_rate=STATE_RATE,
+            n_gates=n,
+            n_experts=e,
+            rank=rank,
+            n_prob_rates=len(PROB_RATES),
+            n_rates=len(rates),
+            n_refresh=max(REFRESH // max(e * rank, 1), 1),
+            last=-1,
+            n_pass=1,
+        )
         self._tables: dict[str, np.ndarray] = {}
         self._set(**tables)
         self._take, self._now_at = native.score_take, [row.ctypes.data for row in self._now]
@@ -126,7 +148,11 @@ class Score(Policy):
         else:
             self._set(coef=np.tile(GENERIC, (n, 1)))
             self._native.position = 0.03
-        np.subtract(self._tables["scores"], self._native.position * self._tables["due"][:, None], out=self.priorities)
+        np.subtract(
+            self._tables["scores"],
+            self._native.position * self._tables["due"][:, None],
+            out=self.priorities,
+        )
 
     def update(self, event: GateEvent) -> bool:
         n_tokens, (probs, uses) = len(event.ids), self._now
@@ -134,7 +160,9 @@ class Score(Policy):
         experts, count = chosen(event)
         uses[experts] = count / n_tokens
         if event.probs is not None:
-            probs[: event.probs.shape[1]] = event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
+            probs[: event.probs.shape[1]] = (
+                event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
+            )
         else:  # without them, the selected experts' weights
             np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
         self._take(self._native, event.gate, n_tokens, event.decode, *self._now_at)
@@ -143,52 +171,84 @@ class Score(Policy):
 
 register(
     Strategy(
-        "auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy=Score, predictor=CrossLayerGate, ab_tested=True
+        "auto",
+        "the best measured parts: score with the cross-layer gate, prefetching where it pays",
+        policy=Score,
+        predictor=CrossLayerGate,
+        ab_tested=True,
     )
 )
 
 
-def load_weights(shape: CacheShape, source: str | Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
+def load_weights(
+    shape: CacheShape, source: str | Mapping[str, np.ndarray] | None
+) -> dict[str, np.ndarray] | None:
     """Weights for a model of this shape, ready for `Score`, or None if there are none."""
     if source == "generic":
         return None
     if source is not None and not isinstance(source, Mapping):
-        raise OptionError(f"the score's weights are arrays, as fit_score returns them, or generic, not {source!r}")
+        raise OptionError(
+            f"the score's weights are arrays, as fit_score returns them, or generic, not {source!r}"
+        )
     arrays = source
     if arrays is None:
-        file = resources.files("moeoff") / "data" / f"score-{Path(shape.model).name.split('-q')[0]}.npz"
+        file = (
+            resources.files("moeoff")
+            / "data"
+            / f"score-{Path(shape.model).name.split('-q')[0]}.npz"
+        )
         if not shape.model or not file.is_file():
             return None
         arrays = read_npz(str(file), MAX_BYTES)
-    n, e, trained = shape.n_gates, shape.n_experts, np.shape(arrays["bias"] if "bias" in arrays else ())[1:]
+    n, e, trained = (
+        shape.n_gates,
+        shape.n_experts,
+        np.shape(arrays["bias"] if "bias" in arrays else ())[1:],
+    )
     if trained != (n, e) and source is None:  # another model of that name
         return None
     if trained != (n, e) and len(trained) == 2:
-        raise OptionError(f"the score's weights are for {trained} gates and experts, the model has {n, e}")
-    require_arrays(arrays, {
-        "project": ("f", (n, "rank", 2 * e)), "back": ("f", ("horizons", n, e, "rank")), "mean": ("f", (n, 2 * e)), "bias": ("f", ("horizons", n, e)),
-        "coef": ("f", ("horizons", n, len(PROB_RATES) + len(USE_RATES))), "position": ("f", ("horizons",)), "share": ("f", ("horizons",)),
-    })  # fmt: skip
+        raise OptionError(
+            f"the score's weights are for {trained} gates and experts, the model has {n, e}"
+        )
+    require_arrays(
+        arrays,
+        {
+            "project": ("f", (n, "rank", 2 * e)),
+            "back": ("f", ("horizons", n, e, "rank")),
+            "mean": ("f", (n, 2 * e)),
+            "bias": ("f", ("horizons", n, e)),
+            "coef": ("f", ("horizons", n, len(PROB_RATES) + len(USE_RATES))),
+            "position": ("f", ("horizons",)),
+            "share": ("f", ("horizons",)),
+        },
+    )
     weights = {name: np.asarray(arrays[name], np.float32) for name in NAMES}
     weights["origin"] = np.einsum("grx,gx->r", weights["project"], weights["mean"])
-    weights |= {name: np.ascontiguousarray(weights[name].swapaxes(-1, -2)) for name in ("project", "back")}  # as they are multiplied
+    # as they are multiplied
+    weights |= {
+        name: np.ascontiguousarray(weights[name].swapaxes(-1, -2)) for name in ("project", "back")
+    }
     return weights
 
 
 # --- the fit ---
 
-# horizons: a bigger buffer evicts what is needed later. (discount of a use one token further away, weight of the layer's
-# distance, up to which share of the experts in memory, ascending)
+# horizons: a bigger buffer evicts what is needed later. (discount of a use one token
+# further away, weight of the layer's distance, up to which share of the experts in
+# memory, ascending)
 HORIZONS = ((0.75, 0.10, 0.35), (0.85, 0.05, 0.65), (0.93, 0.03, 1.0))
 RANK = 48
-MAX_MATRIX = 9216  # numbers; OpenBLAS would take more threads for a larger one, from those that compute
+# numbers; OpenBLAS would take more threads for a larger one, from those that compute
+MAX_MATRIX = 9216
 ALPHAS = (300.0, 1000.0, 3000.0, 10000.0, 30000.0)
 BLOCK = 256  # tokens; every fifth block decides between the alphas
 MAX_VALUES = 16 << 20
 MAX_FEATURES = 1024
 MIN_TOKENS = 64
 MAX_EVENTS = 200_000  # of a recording
-# of memory, as measured: for each event, for each of its probabilities while the fit works (24), and in any case
+# of memory, as measured: for each event, for each of its probabilities while the fit
+# works (24), and in any case
 EVENT_BYTES, VALUE_BYTES, FIXED_BYTES = 500, 32, 72 << 20
 
 
@@ -202,7 +262,9 @@ def running_mean(x: np.ndarray, rate: float, first: np.ndarray | float) -> np.nd
 
 
 def next_use(uses: np.ndarray, discount: float) -> np.ndarray:
-    """y[t] = discount^(k-1), k >= 1 the tokens until the next use; 0 if there is none. [n_tokens, n_experts] in and out."""
+    """y[t] = discount^(k-1), k >= 1 the tokens until the next use; 0 if there is none.
+    [n_tokens, n_experts] in and out.
+    """
     out, later = np.empty_like(uses), np.zeros_like(uses[0])
     for t in range(len(uses) - 1, -1, -1):
         out[t] = later
@@ -211,7 +273,8 @@ def next_use(uses: np.ndarray, discount: float) -> np.ndarray:
 
 
 def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities and uses of a token-by-token trace, [n_gates, n_tokens, n_experts] each; blocks all over it if it is long.
+    """Probabilities and uses of a token-by-token trace, [n_gates, n_tokens, n_experts]
+    each; blocks all over it if it is long.
 
     Raises:
         OptionError: a trace of batches, without probabilities, or too short.
@@ -219,37 +282,58 @@ def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     n, e = trace.model.n_gates, trace.model.n_experts
     tokens = len(trace.events) // n
     if tokens < MIN_TOKENS:
-        raise OptionError(f"the score is fitted on at least {MIN_TOKENS} tokens, the trace has {tokens}")
+        raise OptionError(
+            f"the score is fitted on at least {MIN_TOKENS} tokens, the trace has {tokens}"
+        )
     blocks: Sequence[int] = range(0, tokens, BLOCK)
     most = max(MAX_VALUES // (n * e * BLOCK), 1)
     if len(blocks) > most:
         blocks = [blocks[i * len(blocks) // most] for i in range(most)]
     events = [x for b in blocks for x in trace.events[b * n : min(b + BLOCK, tokens) * n]]
     if any(len(x.ids) != 1 or x.probs is None or x.gate != i % n for i, x in enumerate(events)):
-        raise OptionError("the score is fitted on traces decoded token by token, with router probabilities")
-    probs = np.stack([x.probs[0] for x in events if x.probs is not None]).reshape(-1, n, e).transpose(1, 0, 2)
+        raise OptionError(
+            "the score is fitted on traces decoded token by token, with router probabilities"
+        )
+    probs = (
+        np.stack([x.probs[0] for x in events if x.probs is not None])
+        .reshape(-1, n, e)
+        .transpose(1, 0, 2)
+    )
     uses = np.zeros(probs.shape, np.float32)
-    np.put_along_axis(uses, np.stack([x.ids[0] for x in events]).reshape(probs.shape[1], n, -1).transpose(1, 0, 2).astype(np.int64), 1, axis=2)
+    np.put_along_axis(
+        uses,
+        np.stack([x.ids[0] for x in events])
+        .reshape(probs.shape[1], n, -1)
+        .transpose(1, 0, 2)
+        .astype(np.int64),
+        1,
+        axis=2,
+    )
     return np.ascontiguousarray(probs), uses
 
 
-def fit_score(trace: Trace, rank: int | None = None, progress: Progress | None = None) -> dict[str, np.ndarray]:
+def fit_score(
+    trace: Trace, rank: int | None = None, progress: Progress | None = None
+) -> dict[str, np.ndarray]:
     """Arrays for `Score(weights=...)`.
 
     Args:
-        trace: decoded token by token, of text like that to come; its kinds of text in turn rather than one after the other.
-        rank: width of the bottleneck; by default `RANK`, less if there are more than 96 experts.
+        trace: decoded token by token, of text like that to come; its kinds of text in
+            turn rather than one after the other.
+        rank: width of the bottleneck; by default `RANK`, less if there are more than 96
+            experts.
         progress: called with the layers of the second stage that are done, and all.
 
     Returns:
-        project [n, rank, 2E], mean [n, 2E]: of the bottleneck; for each horizon back [H, n, E, rank], bias [H, n, E] and
-        coef [H, n, 5], position [H] and share [H].
+        project [n, rank, 2E], mean [n, 2E]: of the bottleneck; for each horizon back
+        [H, n, E, rank], bias [H, n, E] and coef [H, n, 5], position [H] and share [H].
 
     Raises:
         OptionError: a trace of batches, without probabilities, or too short.
 
-    Stage one is a reduced-rank ridge regression of how soon each expert will be used, at all horizons, on all layers' states.
-    Stage two, for each layer and horizon, is a ridge regression on its result and the expert's own running means.
+    Stage one is a reduced-rank ridge regression of how soon each expert will be used,
+    at all horizons, on all layers' states. Stage two, for each layer and horizon, is a
+    ridge regression on its result and the expert's own running means.
     """
     from sklearn.linear_model import Ridge
 
@@ -266,8 +350,10 @@ def fit_score(trace: Trace, rank: int | None = None, progress: Progress | None =
     features, bases = _compress(state)
     project, back, centre = _bottleneck(features, uses, discounts, min(rank, features.shape[1]))
     width = bases.shape[2]
-    project = np.stack([bases[g] @ project[g * width : (g + 1) * width] for g in range(n)])  # [n, 2E, rank]
-    # what the policy sees at gate g: layers up to g at this token, the others at the one before
+    # [n, 2E, rank]
+    project = np.stack([bases[g] @ project[g * width : (g + 1) * width] for g in range(n)])
+    # what the policy sees at gate g: layers up to g at this token, the others at the
+    # one before
     parts = np.einsum("gtx,gxr->gtr", state, project, optimize=True)
     del state, features
     before = np.concatenate([np.zeros_like(parts[:, :1]), parts[:, :-1]], axis=1)
@@ -275,7 +361,9 @@ def fit_score(trace: Trace, rank: int | None = None, progress: Progress | None =
     coef, bias = np.empty((len(discounts), n, n_own)), np.empty((len(discounts), n, e))
     for g in range(n):
         seen = parts[: g + 1].sum(axis=0) + before[g + 1 :].sum(axis=0)
-        own = [running_mean(probs[g], r, 1 / e) for r in PROB_RATES] + [running_mean(uses[g], r, trace.model.n_used / e) for r in USE_RATES]
+        own = [running_mean(probs[g], r, 1 / e) for r in PROB_RATES] + [
+            running_mean(uses[g], r, trace.model.n_used / e) for r in USE_RATES
+        ]
         for h, discount in enumerate(discounts):
             expected = seen @ back[h, g].T + centre[h, g]
             x = np.stack([expected, *own], axis=-1).reshape(t * e, -1)
@@ -285,13 +373,27 @@ def fit_score(trace: Trace, rank: int | None = None, progress: Progress | None =
             bias[h, g] = scale * centre[h, g] + stage.intercept_
         if progress:
             progress(g + 1, n)
-    arrays = {"project": project.transpose(0, 2, 1), "back": back, "mean": mean, "bias": bias, "coef": coef}
-    arrays |= {"position": np.array([h[1] for h in HORIZONS]), "share": np.array([h[2] for h in HORIZONS])}
-    return {name: array.astype(np.float16 if name in ("project", "back") else np.float32) for name, array in arrays.items()}
+    arrays = {
+        "project": project.transpose(0, 2, 1),
+        "back": back,
+        "mean": mean,
+        "bias": bias,
+        "coef": coef,
+    }
+    arrays |= {
+        "position": np.array([h[1] for h in HORIZONS]),
+        "share": np.array([h[2] for h in HORIZONS]),
+    }
+    return {
+        name: array.astype(np.float16 if name in ("project", "back") else np.float32)
+        for name, array in arrays.items()
+    }
 
 
 def _compress(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """States [n, t, 2E] as [t, n * width] features, and the bases [n, 2E, width]: principal components if there are too many."""
+    """States [n, t, 2E] as [t, n * width] features, and the bases [n, 2E, width]:
+    principal components if there are too many.
+    """
     from sklearn.decomposition import PCA
 
     n, t, x = state.shape
@@ -299,15 +401,23 @@ def _compress(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     bases = np.empty((n, x, width), np.float32)
     features = np.empty((t, n, width), np.float32)
     for g in range(n):
-        bases[g] = np.eye(x) if width == x else PCA(width, svd_solver="covariance_eigh").fit(state[g]).components_.T
+        bases[g] = (
+            np.eye(x)
+            if width == x
+            else PCA(width, svd_solver="covariance_eigh").fit(state[g]).components_.T
+        )
         features[:, g] = state[g] @ bases[g]
     return features.reshape(t, -1), bases
 
 
-def _bottleneck(features: np.ndarray, uses: np.ndarray, discounts: Sequence[float], rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reduced-rank ridge regression: project [n_features, rank], back [H, n, E, rank], mean target [H, n, E].
+def _bottleneck(
+    features: np.ndarray, uses: np.ndarray, discounts: Sequence[float], rank: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Reduced-rank ridge regression: project [n_features, rank], back [H, n, E, rank],
+    mean target [H, n, E].
 
-    By hand: a library's would want the targets of all layers, experts and horizons in memory at once.
+    By hand: a library's would want the targets of all layers, experts and horizons in
+    memory at once.
     """
     n, t, e = uses.shape
     held = np.arange(t) // BLOCK % 5 == 4 if t >= 5 * BLOCK else np.arange(t) % 5 == 4
@@ -322,7 +432,8 @@ def _bottleneck(features: np.ndarray, uses: np.ndarray, discounts: Sequence[floa
             columns = slice((h * n + g) * e, (h * n + g + 1) * e)
             for i, rows in enumerate((~held, held)):
                 moments[i, :, columns] = features[rows].T @ y[rows]
-    # the squared error on what was held out, up to a constant, from sums over all outputs in the basis of the eigenvectors
+    # the squared error on what was held out, up to a constant, from sums over all
+    # outputs in the basis of the eigenvectors
     values, vectors = np.linalg.eigh(grams[0])
     turned = vectors.T @ moments[0]
     quadratic = (turned @ turned.T) * (vectors.T @ grams[1] @ vectors)
@@ -330,8 +441,14 @@ def _bottleneck(features: np.ndarray, uses: np.ndarray, discounts: Sequence[floa
     shrunk = [1 / (values + alpha) for alpha in ALPHAS]
     alpha = ALPHAS[int(np.argmin([d @ quadratic @ d - 2 * linear @ d for d in shrunk]))]
     values, vectors = np.linalg.eigh(grams[0] + grams[1])
-    w = (vectors.T @ (moments[0] + moments[1])) / (np.maximum(values, 0)[:, None] + alpha)  # in the vectors' basis
+    # in the vectors' basis
+    w = (vectors.T @ (moments[0] + moments[1])) / (np.maximum(values, 0)[:, None] + alpha)
     fitted = np.sqrt(np.maximum(values, 0))[:, None] * w
     size, left = np.linalg.eigh(fitted @ fitted.T)
-    right = fitted.T @ left[:, -rank:] / np.sqrt(np.maximum(size[-rank:], 1e-12))  # [H n E, rank], orthonormal
-    return (vectors @ (w @ right)).astype(np.float32), right.astype(np.float32).reshape(len(discounts), n, e, rank), centre
+    # [H n E, rank], orthonormal
+    right = fitted.T @ left[:, -rank:] / np.sqrt(np.maximum(size[-rank:], 1e-12))
+    return (
+        (vectors @ (w @ right)).astype(np.float32),
+        right.astype(np.float32).reshape(len(discounts), n, e, rank),
+        centre,
+    )

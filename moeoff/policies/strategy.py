@@ -27,8 +27,8 @@ class Strategy:
         policy: Policy that writes the priorities. None: LRU.
         predictor: Predictor for prefetching, or None.
         share: Least share of all experts that are prefetch candidates.
-        bounded: True to queue in decode what fits between two gates, Fate's
-            n = T / t_expert (§4.3). False: all predicted experts that can be read before the
+        bounded: True to queue in decode what fits between two gates, Fate's n = T /
+            t_expert (§4.3). False: all predicted experts that can be read before the
             router selects, and in any case as many as a token uses.
         fill: True to start with the profile's most used experts.
         ab_tested: True to stop prefetching if it makes tokens slower.
@@ -71,7 +71,8 @@ PRESETS: dict[str, Strategy] = {}
 
 
 def register(part: Part, replace: bool = False) -> Part:
-    """Register a policy, predictor or preset by its `name`. Usable as a class decorator.
+    """Register a policy, predictor or preset by its `name`. Usable as a class
+    decorator.
 
     `--strategy`, `replay.simulate` and `moeoff calibrate` then know the part.
 
@@ -90,7 +91,9 @@ def register(part: Part, replace: bool = False) -> Part:
     elif isinstance(part, type) and issubclass(part, Predictor):
         known = PREDICTORS
     else:
-        raise OptionError(f"expected a subclass of Policy or Predictor, or a Strategy, got {part!r}")
+        raise OptionError(
+            f"expected a subclass of Policy or Predictor, or a Strategy, got {part!r}"
+        )
     if not part.name or part.name == "none" or (part.name in known and not replace):
         raise OptionError(f"{part!r}: expected a `name` that is not taken, got {part.name!r}")
     known[part.name] = part
@@ -123,7 +126,10 @@ def get_predictor(name: str) -> type[Predictor]:
 
 def strategy_names() -> list[str]:
     """Return presets, `auto` first, and live policies, including registered ones."""
-    return [*sorted(PRESETS, key=lambda name: name != "auto"), *(name for name in policy_names(live=True) if name not in PRESETS)]
+    return [
+        *sorted(PRESETS, key=lambda name: name != "auto"),
+        *(name for name in policy_names(live=True) if name not in PRESETS),
+    ]
 
 
 def get_strategy(name: str | Strategy) -> Strategy:
@@ -141,14 +147,23 @@ def get_strategy(name: str | Strategy) -> Strategy:
         return PRESETS[name]
     policy_name, plus, predictor_name = name.partition("+")
     if not plus and policy_name not in POLICIES:
-        raise OptionError(f"unknown strategy {name!r}, expected one of {', '.join(strategy_names())}, or POLICY+PREDICTOR")
+        raise OptionError(
+            f"unknown strategy {name!r}, expected one of {', '.join(strategy_names())}, or"
+            " POLICY+PREDICTOR"
+        )
     policy = get_policy("lru" if policy_name == "none" else policy_name)
     if policy.offline:
         raise OptionError(f"strategy {name!r} needs the future: only `moeoff simulate` can run it")
     if predictor_name in ("", "none"):
         return Strategy(name, policy.summary, policy=policy)
     predictor = get_predictor(predictor_name)
-    return Strategy(name, f"{policy.summary}; {predictor.summary}", policy=policy, predictor=predictor, ab_tested=True)
+    return Strategy(
+        name,
+        f"{policy.summary}; {predictor.summary}",
+        policy=policy,
+        predictor=predictor,
+        ab_tested=True,
+    )
 
 
 def fits() -> dict[str, Section]:
@@ -161,5 +176,7 @@ def fits() -> dict[str, Section]:
     for part in (*POLICIES.values(), *PREDICTORS.values()):
         for section in part.sections:
             if out.setdefault(section.name, section) is not section:
-                raise OptionError(f"{part.name}: profile section {section.name!r} has another fit, rename it")
+                raise OptionError(
+                    f"{part.name}: profile section {section.name!r} has another fit, rename it"
+                )
     return out

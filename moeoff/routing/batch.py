@@ -21,7 +21,9 @@ class Span(NamedTuple):
     decode: bool
 
 
-def spans_of(sequences: Iterable[int], positions: Iterable[int], is_prompt: Sequence[int] | None = None) -> dict[int, Span]:
+def spans_of(
+    sequences: Iterable[int], positions: Iterable[int], is_prompt: Sequence[int] | None = None
+) -> dict[int, Span]:
     """Return the span of each sequence.
 
     Args:

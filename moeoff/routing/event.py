@@ -29,8 +29,8 @@ class GateEvent:
         row_step: gate_input, logits and probs have a row for every row_step-th token.
         decode: True if tokens are decoded (or drafts), by default if there is one.
         on_device: [n_tokens, n_used] bool, computed by a GPU from its memory, or None.
-        uploaded: [n_tokens, n_used] bool, computed by a GPU that did not have the expert at
-            selection, or None.
+        uploaded: [n_tokens, n_used] bool, computed by a GPU that did not have the
+            expert at selection, or None.
     """
 
     gate: int
@@ -81,8 +81,8 @@ class Observer:
     """A receiver of a running model's gate events. The next decode raises errors.
 
     Attributes:
-        wants_decode: True to receive every event of decoded tokens. If no observer wants them,
-            most are not delivered while few experts are missing.
+        wants_decode: True to receive every event of decoded tokens. If no observer
+            wants them, most are not delivered while few experts are missing.
     """
 
     wants_decode = True

@@ -56,17 +56,35 @@ class Recording:
         counts: np.ndarray = self.used().sum(axis=0)
         return counts
 
-    def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[GateEvent]:
+    def events(
+        self, start: int = 0, stop: int | None = None, inputs: bool = True
+    ) -> list[GateEvent]:
         """Return the gate events of tokens [start, stop) as of decoding."""
         out = []
-        row_of = dict(zip(self.input_tokens.tolist(), range(len(self.input_tokens)))) if inputs and self.inputs is not None else {}
+        row_of = (
+            dict(zip(self.input_tokens.tolist(), range(len(self.input_tokens))))
+            if inputs and self.inputs is not None
+            else {}
+        )
         for t in range(self.n_tokens)[start:stop]:
             row = row_of.get(t)
             for g in range(self.model.n_gates):
                 k = int((self.ids[t, g] >= 0).sum())
-                probs = self.probs[t : t + 1, g].astype(np.float32) if self.probs is not None and t < len(self.probs) else None
-                x = self.inputs[row : row + 1, g].astype(np.float32) if row is not None and self.inputs is not None else None
-                out.append(GateEvent(g, self.ids[t : t + 1, g, :k], self.weights[t : t + 1, g, :k], probs, x))
+                probs = (
+                    self.probs[t : t + 1, g].astype(np.float32)
+                    if self.probs is not None and t < len(self.probs)
+                    else None
+                )
+                x = (
+                    self.inputs[row : row + 1, g].astype(np.float32)
+                    if row is not None and self.inputs is not None
+                    else None
+                )
+                out.append(
+                    GateEvent(
+                        g, self.ids[t : t + 1, g, :k], self.weights[t : t + 1, g, :k], probs, x
+                    )
+                )
         return out
 
     def trace(self, n_tokens: int | None = None) -> Trace:

@@ -16,7 +16,10 @@ from ..system.console import note
 # enum llama_expert_gating_func_type
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS = 1, 2, 3, 4
 # Candidates for weight and bias of the norm before the router.
-_NORMS = tuple((f"{name}.weight", f"{name}.bias") for name in ("ffn_norm", "post_attention_norm", "attn_output_norm"))
+_NORMS = tuple(
+    (f"{name}.weight", f"{name}.bias")
+    for name in ("ffn_norm", "post_attention_norm", "attn_output_norm")
+)
 _OWN_NORMS = {"gemma4": (("ffn_gate_inp.scale", ""),)}  # routers that normalize the residual
 _Norm = tuple[np.ndarray, "np.ndarray | None"] | None  # weight and bias
 _RATIO_LIMIT = 16.0  # of two layers' norm weights; larger quotients are noise
@@ -66,10 +69,19 @@ class Router:
         self.norms, self.tables = list(norms or nothing), list(tables or nothing)
         self.n_groups, self.n_groups_used, self._by_logits = n_groups, n_groups_used, by_logits
         self.n_gates = len(self.weights)
-        self.n_experts = n_experts or max((len(w) for w in self.weights if w is not None), default=0)
+        self.n_experts = n_experts or max(
+            (len(w) for w in self.weights if w is not None), default=0
+        )
 
     @classmethod
-    def read(cls, model_index: ModelIndex, layers: Sequence[int], gating: int, n_experts: int = 0, lazy: bool = False) -> Router:
+    def read(
+        cls,
+        model_index: ModelIndex,
+        layers: Sequence[int],
+        gating: int,
+        n_experts: int = 0,
+        lazy: bool = False,
+    ) -> Router:
         """Read the routers of a model.
 
         Args:
@@ -159,7 +171,11 @@ class Router:
     def _grouped(self, scores: np.ndarray) -> np.ndarray:
         n, e = scores.shape
         groups = scores.reshape(n, self.n_groups, e // self.n_groups)
-        best = np.partition(groups, -2, axis=2)[:, :, -2:].sum(axis=2) if groups.shape[2] > 1 else groups[:, :, 0]
+        best = (
+            np.partition(groups, -2, axis=2)[:, :, -2:].sum(axis=2)
+            if groups.shape[2] > 1
+            else groups[:, :, 0]
+        )
         best_groups = np.argsort(-best, axis=1, kind="stable")[:, : self.n_groups_used]
         out = np.ones((n, self.n_groups), bool)
         np.put_along_axis(out, best_groups, False, axis=1)
@@ -177,7 +193,9 @@ class Router:
         logits = self.logits(gate, x)
         return self.select(gate, logits if self._by_logits else self.gated(logits))
 
-    def ahead(self, source: int, target: int, norm: bool) -> tuple[np.ndarray, np.ndarray | None] | None:
+    def ahead(
+        self, source: int, target: int, norm: bool
+    ) -> tuple[np.ndarray, np.ndarray | None] | None:
         """Return `target`'s router for gate inputs of `source`.
 
         Args:
@@ -192,10 +210,16 @@ class Router:
             return None
         if norm:
             weight, bias = self._folded(weight, bias, self.norms[source], self.norms[target])
-        return (weight, bias) if all(numbers is None or np.isfinite(numbers).all() for numbers in (weight, bias)) else None
+        return (
+            (weight, bias)
+            if all(numbers is None or np.isfinite(numbers).all() for numbers in (weight, bias))
+            else None
+        )
 
     @staticmethod
-    def _folded(weight: np.ndarray, bias: np.ndarray | None, source: _Norm, target: _Norm) -> tuple[np.ndarray, np.ndarray | None]:
+    def _folded(
+        weight: np.ndarray, bias: np.ndarray | None, source: _Norm, target: _Norm
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         if source is None or target is None:
             return weight, bias
         (w, b), (w2, b2) = source, target
@@ -205,7 +229,9 @@ class Router:
             ratio = np.where(w == 0, 1, w2 / w)
         folded = weight * np.clip(ratio, -_RATIO_LIMIT, _RATIO_LIMIT)
         if b is not None or b2 is not None:
-            moved = np.asarray((weight @ b2 if b2 is not None else 0) - (folded @ b if b is not None else 0))
+            moved = np.asarray(
+                (weight @ b2 if b2 is not None else 0) - (folded @ b if b is not None else 0)
+            )
             bias = moved if bias is None else bias + moved
         return np.ascontiguousarray(folded, np.float32), bias
 
@@ -288,6 +314,17 @@ class Rows:
         """Return x @ weight.T, [n, m] float32 of [n, d], on the calling thread."""
         x = np.ascontiguousarray(x, np.float32)
         out = np.empty((len(x), self.n_rows), np.float32)
-        if self._row_products(self.type, self.address, self.n_rows, self.n_cols, x.ctypes.data, len(x), out.ctypes.data) != 0:
+        if (
+            self._row_products(
+                self.type,
+                self.address,
+                self.n_rows,
+                self.n_cols,
+                x.ctypes.data,
+                len(x),
+                out.ctypes.data,
+            )
+            != 0
+        ):
             raise MemoryError("no memory for one row of a router")
         return out

@@ -103,7 +103,10 @@ class TraceHeader:
     @property
     def full_bytes(self) -> int:
         """Bytes of an arena that holds all experts."""
-        return sum(nbytes * max((t.n_experts for t in tensors), default=0) for nbytes, tensors in zip(self.expert_slots, self._gates))
+        return sum(
+            nbytes * max((t.n_experts for t in tensors), default=0)
+            for nbytes, tensors in zip(self.expert_slots, self._gates)
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -112,18 +115,38 @@ class TraceHeader:
     def from_json(cls, text: str | bytes) -> TraceHeader:
         """Parse a header. Raises ValueError, KeyError or TypeError if it is damaged."""
         fields = json.loads(text)
-        header = cls(str(fields["name"]), fields["n_used"], tuple(TensorInfo(**t) for t in fields["tensors"]))
-        limits = {"gate": 1 << 12, "layer": 1 << 12, "matrix": 8, "n_experts": 1 << 16, "nbytes": 1 << 48}
-        if not header.tensors or type(header.n_used) is not int or not 0 < header.n_used <= header.n_experts:
+        header = cls(
+            str(fields["name"]), fields["n_used"], tuple(TensorInfo(**t) for t in fields["tensors"])
+        )
+        limits = {
+            "gate": 1 << 12,
+            "layer": 1 << 12,
+            "matrix": 8,
+            "n_experts": 1 << 16,
+            "nbytes": 1 << 48,
+        }
+        if (
+            not header.tensors
+            or type(header.n_used) is not int
+            or not 0 < header.n_used <= header.n_experts
+        ):
             raise ValueError("no tensors, or a wrong n_used")
-        if any(type(n := getattr(tensor, name)) is not int or not 0 <= n <= limit for tensor in header.tensors for name, limit in limits.items()):
+        if any(
+            type(n := getattr(tensor, name)) is not int or not 0 <= n <= limit
+            for tensor in header.tensors
+            for name, limit in limits.items()
+        ):
             raise ValueError("a tensor out of range")
         return header
 
     @classmethod
     def of(cls, buffer: Any, name: str, n_used: int) -> TraceHeader:
         """Return the header for an attached `moeoff.engine.buffer.ExpertBuffer`."""
-        return cls(name, n_used, tuple(TensorInfo(t.gate, t.layer, t.matrix, t.ne[2], t.nbytes) for t in buffer.tensors))
+        return cls(
+            name,
+            n_used,
+            tuple(TensorInfo(t.gate, t.layer, t.matrix, t.ne[2], t.nbytes) for t in buffer.tensors),
+        )
 
 
 class TraceWriter(Closing):
@@ -146,7 +169,9 @@ class TraceWriter(Closing):
         if os.path.exists(path) and os.path.getsize(path):
             with _opened(path) as (old, file):
                 if old != model:
-                    raise OptionError(f"{path}: is a trace of another model ({old.name}); give another file")
+                    raise OptionError(
+                        f"{path}: is a trace of another model ({old.name}); give another file"
+                    )
                 end = file.tell()
                 for _ in _records(file):
                     end = file.tell()
@@ -175,10 +200,24 @@ class TraceWriter(Closing):
                 parts.append(array.astype("u1"))
         if event.probs is not None:
             flags |= PROBS
-            parts.append(np.pad(event.probs, ((0, 0), (0, self._n_experts - event.probs.shape[1]))).astype("<f2"))
+            parts.append(
+                np.pad(event.probs, ((0, 0), (0, self._n_experts - event.probs.shape[1]))).astype(
+                    "<f2"
+                )
+            )
         self._is_start = False
         payload = b"".join(part.tobytes() for part in parts)
-        self._write(GATE, payload, flags, event.gate, n_used, n_tokens, event.n_hit, event.n_miss, event.t_ns)
+        self._write(
+            GATE,
+            payload,
+            flags,
+            event.gate,
+            n_used,
+            n_tokens,
+            event.n_hit,
+            event.n_miss,
+            event.t_ns,
+        )
 
     def write_reads(self, reads: np.ndarray) -> None:
         """Append reads of `ExpertBuffer.take_reads()`."""
@@ -191,24 +230,51 @@ class TraceWriter(Closing):
             out[name] = reads[name]
         out["wait_us"] = (reads["t_start"] - reads["t_queued"]) // 1000
         out["read_us"] = (reads["t_done"] - reads["t_start"]) // 1000
-        self._write(READS, out.tobytes(), n_tokens=len(reads), n_miss=lost, t_ns=int(reads["t_done"][-1]))
+        self._write(
+            READS, out.tobytes(), n_tokens=len(reads), n_miss=lost, t_ns=int(reads["t_done"][-1])
+        )
 
     def note(self, fields: dict[str, Any]) -> None:
         """Write a JSON object, such as the counters of a run."""
         self._write(SESSION, json.dumps(fields).encode())
 
     def _write(
-        self, kind: int, payload: bytes, flags: int = 0, gate: int = 0, n_used: int = 0, n_tokens: int = 0, n_hit: int = 0, n_miss: int = 0, t_ns: int = 0
+        self,
+        kind: int,
+        payload: bytes,
+        flags: int = 0,
+        gate: int = 0,
+        n_used: int = 0,
+        n_tokens: int = 0,
+        n_hit: int = 0,
+        n_miss: int = 0,
+        t_ns: int = 0,
     ) -> None:
         with self._writing():
-            self._file.write(RECORD.pack(kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, len(payload), zlib.crc32(payload)) + payload)
+            self._file.write(
+                RECORD.pack(
+                    kind,
+                    flags,
+                    gate,
+                    n_used,
+                    n_tokens,
+                    n_hit,
+                    n_miss,
+                    t_ns,
+                    len(payload),
+                    zlib.crc32(payload),
+                )
+                + payload
+            )
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise WriteError(f"{self._path}: cannot be written: {error.strerror or error}") from None
+            raise WriteError(
+                f"{self._path}: cannot be written: {error.strerror or error}"
+            ) from None
 
     def flush(self) -> None:
         with self._writing():
@@ -272,8 +338,13 @@ class Trace:
         first = traces[0]
         for other in traces[1:]:
             if other.model != first.model:
-                raise OptionError(f"the traces are of different models: {first.model.name}, {other.model.name}")
-        starts, reads = (np.concatenate(arrays) for arrays in ([t.starts for t in traces], [t.reads for t in traces]))
+                raise OptionError(
+                    f"the traces are of different models: {first.model.name}, {other.model.name}"
+                )
+        starts, reads = (
+            np.concatenate(arrays)
+            for arrays in ([t.starts for t in traces], [t.reads for t in traces])
+        )
         events, notes = [e for t in traces for e in t.events], [n for t in traces for n in t.notes]
         return cls(first.model, events, starts, notes, reads, sum(t.reads_lost for t in traces))
 
@@ -287,7 +358,9 @@ class Trace:
 
     def decisions(self) -> bytes:
         """Return the versions of all events for `ExpertBuffer.force`."""
-        return b"".join(bytes(e.ids.size) if e.versions is None else e.versions.tobytes() for e in self.events)
+        return b"".join(
+            bytes(e.ids.size) if e.versions is None else e.versions.tobytes() for e in self.events
+        )
 
     def counts(self) -> np.ndarray:
         """Return each expert's number of tokens: [n_gates, n_experts] int64."""
@@ -323,24 +396,51 @@ def _records(file: BinaryIO) -> Iterator[tuple[tuple[int, ...], bytes]]:
     end = os.fstat(file.fileno()).st_size
     while len(head := file.read(RECORD.size)) == RECORD.size:
         *fields, size, crc = RECORD.unpack(head)
-        if size > min(_LONGEST_RECORD, end - file.tell()) or zlib.crc32(payload := file.read(size)) != crc:
+        if (
+            size > min(_LONGEST_RECORD, end - file.tell())
+            or zlib.crc32(payload := file.read(size)) != crc
+        ):
             return
         yield tuple(fields), payload
 
 
-def _event(fields: tuple[int, ...], payload: bytes, model: TraceHeader, layers: dict[int, int]) -> GateEvent:
+def _event(
+    fields: tuple[int, ...], payload: bytes, model: TraceHeader, layers: dict[int, int]
+) -> GateEvent:
     """Parse an event. Raises ValueError if it is damaged."""
     _, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
     data, shape = io.BytesIO(payload), (n_tokens, n_used)
 
     def array(stored: str, dtype: type) -> np.ndarray:
-        return np.frombuffer(data.read(np.dtype(stored).itemsize * n_tokens * n_used), stored).reshape(shape).astype(dtype)
+        return (
+            np.frombuffer(data.read(np.dtype(stored).itemsize * n_tokens * n_used), stored)
+            .reshape(shape)
+            .astype(dtype)
+        )
 
     ids, weights = array("<u2", np.int32), array("<f2", np.float32)
     if gate >= model.n_gates or ids.max(initial=0) >= model.n_experts:
         raise ValueError("no such gate or expert")
     versions = array("u1", np.uint8) if flags & DECISIONS else None
     on_device = array("u1", np.bool_) if flags & DEVICE else None
-    probs = np.frombuffer(data.read(), "<f2").reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
+    probs = (
+        np.frombuffer(data.read(), "<f2").reshape(n_tokens, -1).astype(np.float32)
+        if flags & PROBS
+        else None
+    )
     decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
-    return GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns, decode=decode, on_device=on_device)
+    return GateEvent(
+        gate,
+        ids,
+        weights,
+        probs,
+        None,
+        versions,
+        layers.get(gate, -1),
+        n_hit,
+        n_miss,
+        0,
+        t_ns,
+        decode=decode,
+        on_device=on_device,
+    )

@@ -15,10 +15,15 @@ from ..gguf.model_index import ModelIndex
 from ..options import Config, ServerOptions
 
 # in a process of its own, because llama.cpp crashes if the file lacks a tensor
-_PLAN = "import json, sys; from moeoff.server.library import projector_memory; print(json.dumps(projector_memory(sys.argv[1:])))"
+_PLAN = (
+    "import json, sys; from moeoff.server.library import projector_memory;"
+    " print(json.dumps(projector_memory(sys.argv[1:])))"
+)
 
 
-def extra_models(model_index: ModelIndex, n_ctx: int, config: Config, options: ServerOptions, budget: int) -> tuple[int, int, str | None]:
+def extra_models(
+    model_index: ModelIndex, n_ctx: int, config: Config, options: ServerOptions, budget: int
+) -> tuple[int, int, str | None]:
     """Plan the memory of a projector and a draft model.
 
     Returns:
@@ -34,24 +39,47 @@ def extra_models(model_index: ModelIndex, n_ctx: int, config: Config, options: S
     resident = computing = 0
     spec_type, keywords = config.spec_type, config.keywords
     if options.mmproj is not None:
-        resident, computing = _projector(model_index, options.mmproj, options, bool(keywords.get("flash_attn")), budget)
+        resident, computing = _projector(
+            model_index, options.mmproj, options, bool(keywords.get("flash_attn")), budget
+        )
     if config.draft is not None:
-        spec_type, memory = plan_draft(config.draft, spec_type, budget, n_ctx, keywords, options.parallel or 1)
+        spec_type, memory = plan_draft(
+            config.draft, spec_type, budget, n_ctx, keywords, options.parallel or 1
+        )
         resident += memory.llama_cpp + memory.extras
     elif uses_nextn(spec_type):
         require_nextn(model_index)
     return resident, computing, spec_type
 
 
-def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int) -> tuple[int, int]:
+def _projector(
+    model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int
+) -> tuple[int, int]:
     """Return the bytes of a projector's weights and header, and of its compute buffers."""
     header_memory = ModelIndex.read(path).header_memory  # mtmd accepts truncated files
     require_header_room(path, header_memory, budget)
     # llama.cpp would abort at the first image
     if model_index.architecture in WANT_SECTIONS and SECTIONS not in model_index.hparams:
-        raise ModelError(f"{model_index.files[0]}: converted without {SECTIONS}: convert it again to use {path}")
-    argv = ["llama-server", "-m", model_index.files[0], "--mmproj", path, "-fa", "on" if flash_attn else "off", *options.args]
-    planned = subprocess.run([sys.executable, "-c", _PLAN, *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        raise ModelError(
+            f"{model_index.files[0]}: converted without {SECTIONS}: convert it again to use {path}"
+        )
+    argv = [
+        "llama-server",
+        "-m",
+        model_index.files[0],
+        "--mmproj",
+        path,
+        "-fa",
+        "on" if flash_attn else "off",
+        *options.args,
+    ]
+    planned = subprocess.run(
+        [sys.executable, "-c", _PLAN, *argv],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
     if planned.returncode < 0:
         raise ModelError(f"{path}: the projector lacks a tensor, or is damaged: convert it again")
     if planned.returncode:
@@ -60,8 +88,12 @@ def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash
     width, weights, computing, why = json.loads(planned.stdout.splitlines()[-1])
     if not width:
         why = " ".join((why.partition("': ")[2] or why).split())
-        raise ModelError(f"{path}: expected a projector that llama.cpp can load{f' ({why})' if why else ''}")
+        raise ModelError(
+            f"{path}: expected a projector that llama.cpp can load{f' ({why})' if why else ''}"
+        )
     if width != (expected := embedding_width(model_index)):
         model = os.path.basename(model_index.files[0])
-        raise ModelError(f"{path}: expected embeddings of width {expected} for {model}, got {width}")
+        raise ModelError(
+            f"{path}: expected embeddings of width {expected} for {model}, got {width}"
+        )
     return weights + header_memory, computing

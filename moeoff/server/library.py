@@ -23,13 +23,18 @@ _NAME = "libllama-server-impl.so"
 def states(prompt: Prompt) -> tuple[memoryview, ...]:
     """Return a prompt's states: two at its end, then three of each checkpoint."""
     listed = zip(prompt.states, prompt.sizes[: 2 + 3 * prompt.n_checkpoints])
-    return tuple(np.ctypeslib.as_array(data, (size,)).data if size else memoryview(b"") for data, size in listed)
+    return tuple(
+        np.ctypeslib.as_array(data, (size,)).data if size else memoryview(b"")
+        for data, size in listed
+    )
 
 
 def hooks(**fields: Any) -> ServerHooks:
     """Make the server's hooks. The struct must outlive the server."""
     kinds = {name: kind for name, kind, *_ in ServerHooks._fields_}
-    return ServerHooks(**{name: kinds[name](value) if callable(value) else value for name, value in fields.items()})
+    return ServerHooks(
+        **{name: kinds[name](value) if callable(value) else value for name, value in fields.items()}
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -44,8 +49,12 @@ def library() -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(os.path.join(folder, _NAME))
     except OSError as error:
-        raise OptionError(f"this build of llama-cpp-python has no server: run `make run` ({error})") from None
-    other_version = ForkError("llama-cpp-python has another version of the server: run `make env` to rebuild it")
+        raise OptionError(
+            f"this build of llama-cpp-python has no server: run `make run` ({error})"
+        ) from None
+    other_version = ForkError(
+        "llama-cpp-python has another version of the server: run `make env` to rebuild it"
+    )
     for name, (result, *arguments) in SERVER_FUNCTIONS.items():
         function = getattr(lib, name, None)
         if function is None:
@@ -63,14 +72,17 @@ def c_arguments(argv: Sequence[str]) -> ctypes.Array[c_char_p]:
 
 
 def projector_memory(argv: Sequence[str]) -> tuple[int, int, int, str]:
-    """Plan the projector of a command line. A file that lacks a tensor crashes the process.
+    """Plan the projector of a command line. A file that lacks a tensor crashes the
+    process.
 
     Returns:
         Embedding width or 0; bytes of weights and of compute buffers; llama.cpp's
         error.
     """
     sizes, message = (c_uint64 * 2)(), ctypes.create_string_buffer(1024)
-    width = library().moeoff_projector_memory(len(argv), c_arguments(argv), sizes, message, len(message))
+    width = library().moeoff_projector_memory(
+        len(argv), c_arguments(argv), sizes, message, len(message)
+    )
     return width, sizes[0], sizes[1], message.value.decode("utf-8", "replace")
 
 
@@ -96,7 +108,9 @@ def server_options() -> dict[str, ServerOption]:
     out: dict[str, ServerOption] = {}
     for line in library().moeoff_server_options().decode().splitlines():
         n_values, names, opposite, variable, chats = line.split("\t")
-        option = ServerOption(tuple(names.split()), tuple(opposite.split()), int(n_values), variable, chats == "1")
+        option = ServerOption(
+            tuple(names.split()), tuple(opposite.split()), int(n_values), variable, chats == "1"
+        )
         out |= dict.fromkeys((*option.names, *option.opposite), option)
     return out
 
@@ -124,11 +138,17 @@ def check_templates(path: str, args: Sequence[str]) -> None:
     """
     for name, given in zip(args, args[1:]):
         if name in ("--chat-template", "--chat-template-file"):
-            if (source := _template_source(name, given, "--no-jinja" not in args)) and (why := _fault(source)):
+            if (source := _template_source(name, given, "--no-jinja" not in args)) and (
+                why := _fault(source)
+            ):
                 raise OptionError(f"{name}: the template {why}")
             return
     with ModelFile(path, longest=LONGEST_TEMPLATE) as file:
-        sources = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
+        sources = [
+            value
+            for key, raw in file.metadata.items()
+            if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)
+        ]
     for source in sources:
         if why := _fault(source):
             raise ModelError(f"{path}: its chat template {why}")
@@ -141,7 +161,9 @@ def _template_source(name: str, value: str, jinja: bool) -> str:
     if "{" in value:
         return value
     if value != "chatml" and jinja:
-        raise OptionError(f"{name}: expected a Jinja template or chatml, got {value!r}; or give {name}-file")
+        raise OptionError(
+            f"{name}: expected a Jinja template or chatml, got {value!r}; or give {name}-file"
+        )
     return ""
 
 

@@ -22,7 +22,9 @@ class ErrorPipe:
         reads, self._writes = os.pipe()
         self.path = f"/dev/fd/{self._writes}"
         self._first = ""
-        self._thread = threading.Thread(target=self._read, args=(reads,), name="moeoff-log", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read, args=(reads,), name="moeoff-log", daemon=True
+        )
         self._thread.start()
 
     def _read(self, fd: int) -> None:
@@ -47,4 +49,11 @@ def first_error(path: str) -> str:
 
 
 def _first_error(lines: Iterable[bytes]) -> str:
-    return next((match[1].strip() for line in lines if (match := _ERROR.match(line.decode("utf-8", "replace")))), "")
+    return next(
+        (
+            match[1].strip()
+            for line in lines
+            if (match := _ERROR.match(line.decode("utf-8", "replace")))
+        ),
+        "",
+    )

@@ -35,7 +35,8 @@ class PrivateServer(Server):
         self.key = secrets.token_hex()
         name = f"moeoff-{secrets.token_hex(8)}.sock"
         if sys.platform == "linux":
-            self._address, host = f"\0{name}", f"@{name}"  # llama-server's syntax for abstract names
+            # llama-server's syntax for abstract names
+            self._address, host = f"\0{name}", f"@{name}"
         else:
             self._folder = tempfile.TemporaryDirectory()
             self._address = host = os.path.join(self._folder.name, name)
@@ -55,5 +56,7 @@ class PrivateServer(Server):
         connection.connect(self._address)
         return connection
 
-    def _choose_context(self, config: Config, model_index: ModelIndex, budget: Budget) -> ContextSize:
+    def _choose_context(
+        self, config: Config, model_index: ModelIndex, budget: Budget
+    ) -> ContextSize:
         return ContextSize(default_ctx(model_index, config.n_ctx), 1)

@@ -40,7 +40,9 @@ class ServerProcess:
 
     def __init__(self, model: str, **options: Any):
         command = [sys.executable, "-m", "moeoff.server.process"]
-        self.popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self.popen = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
         assert self.popen.stdin is not None and self.popen.stdout is not None  # pipes
         self._stdin, self.socket = self.popen.stdin, ""
         with self.popen.stdout as stdout:
@@ -57,7 +59,11 @@ class ServerProcess:
     def ending(self) -> str:
         """Return how the process ended, as the end of a sentence."""
         code = self.popen.wait()
-        return f"ended with code {code}" if code >= 0 else f"been ended by {signal.Signals(-code).name}"
+        return (
+            f"ended with code {code}"
+            if code >= 0
+            else f"been ended by {signal.Signals(-code).name}"
+        )
 
     def stop(self) -> None:
         """End all answers, then the process. May be called twice."""

@@ -61,8 +61,12 @@ def identity(engine: Engine, options: ServerOptions, files: Sequence[str]) -> by
         del args[i : i + 2]
     parallel = options.kv_unified or options.parallel
     # the context length affects a state only if it selects rope factors
-    n_ctx = any("rope_factors" in name for name in engine.model_index.dense) and engine.planned.n_ctx
-    return state_identity(engine, parallel, n_ctx, engine.config.spec_type, args, [file_state(path) for path in files])
+    n_ctx = (
+        any("rope_factors" in name for name in engine.model_index.dense) and engine.planned.n_ctx
+    )
+    return state_identity(
+        engine, parallel, n_ctx, engine.config.spec_type, args, [file_state(path) for path in files]
+    )
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,9 @@ class StoredPrompt:
 
     @property
     def table(self) -> bytes:
-        return struct.pack(f"<{len(self.sizes)}Q{len(self.checkpoints)}i", *self.sizes, *self.checkpoints)
+        return struct.pack(
+            f"<{len(self.sizes)}Q{len(self.checkpoints)}i", *self.sizes, *self.checkpoints
+        )
 
 
 class _ServerEnded(Exception):
@@ -132,9 +138,23 @@ class PromptsOnDisk:
         read_seconds: Duration of all reads.
     """
 
-    def __init__(self, folder: Path, bound: int, identity: bytes, prompt_rate: Callable[[], float], on_freed: Callable[[int], object] = lambda _nbytes: None,
-                 cuttable: float = math.inf, n_checkpoints: int = 0):  # fmt: skip
-        self._folder, self._bound, self._identity, self._cuttable, self._n_checkpoints = folder, bound, identity, cuttable, n_checkpoints
+    def __init__(
+        self,
+        folder: Path,
+        bound: int,
+        identity: bytes,
+        prompt_rate: Callable[[], float],
+        on_freed: Callable[[int], object] = lambda _nbytes: None,
+        cuttable: float = math.inf,
+        n_checkpoints: int = 0,
+    ):
+        self._folder, self._bound, self._identity, self._cuttable, self._n_checkpoints = (
+            folder,
+            bound,
+            identity,
+            cuttable,
+            n_checkpoints,
+        )
         self._prompt_rate, self._on_freed = prompt_rate, on_freed
         self._read_rate = 0.0  # bytes per second, 0 if unknown
         self.n_written = self.n_read = 0
@@ -153,7 +173,12 @@ class PromptsOnDisk:
     def accepts(self, tokens: Tokens, nbytes: int) -> bool:
         """Return True if a prompt is worth writing and no other one is being written."""
         writes = self._writer is not None and self._writer.is_alive()
-        if self._closing or writes or len(tokens) < _LEAST or self._file_size(len(tokens), nbytes) > self._bound:
+        if (
+            self._closing
+            or writes
+            or len(tokens) < _LEAST
+            or self._file_size(len(tokens), nbytes) > self._bound
+        ):
             return False
         with self._lock:
             if any(self._serves(prompt.tokens, tokens) for prompt in self._stored.values()):
@@ -163,11 +188,15 @@ class PromptsOnDisk:
 
     def _serves(self, stored: Tokens, tokens: Tokens) -> bool:
         """Return True if a stored prompt makes a file of `tokens` unnecessary."""
-        return _common(stored, tokens) == len(tokens) and (len(stored) == len(tokens) or len(stored) <= self._cuttable)
+        return _common(stored, tokens) == len(tokens) and (
+            len(stored) == len(tokens) or len(stored) <= self._cuttable
+        )
 
     def store(self, prompt: EvictedPrompt) -> None:
         """Write a prompt on a new thread."""
-        writer = threading.Thread(target=self._write, args=(prompt,), name="moeoff-prompts", daemon=True)
+        writer = threading.Thread(
+            target=self._write, args=(prompt,), name="moeoff-prompts", daemon=True
+        )
         try:
             writer.start()
         except RuntimeError:  # no more threads
@@ -192,19 +221,35 @@ class PromptsOnDisk:
 
     def _write_file(self, prompt: EvictedPrompt) -> None:
         sizes = tuple(part.nbytes for part in prompt.parts)
-        stored = StoredPrompt(self._path(prompt.tokens), prompt.tokens, sizes, self._prompt_rate(), prompt.checkpoints)
+        stored = StoredPrompt(
+            self._path(prompt.tokens), prompt.tokens, sizes, self._prompt_rate(), prompt.checkpoints
+        )
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._make_room(self._file_size(len(stored.tokens), stored.nbytes, len(stored.checkpoints) // 3)):
+            if not self._make_room(
+                self._file_size(len(stored.tokens), stored.nbytes, len(stored.checkpoints) // 3)
+            ):
                 self._warn(f"{self._folder}: disk nearly full: prompts are not kept")
                 return
         except OSError as error:
-            raise WriteError(f"{self._folder}: prompts cannot be written: {error.strerror}") from None
+            raise WriteError(
+                f"{self._folder}: prompts cannot be written: {error.strerror}"
+            ) from None
         with atomic_file(stored.path) as file:
             fd, digest, unsynced = file.fileno(), hashlib.blake2b(digest_size=_DIGEST), 0
             os.fchmod(fd, 0o600)
-            header = _HEADER.pack(_MAGIC, self._identity, len(stored.tokens), len(stored.checkpoints) // 3, stored.rate)
-            for part in (memoryview(header + stored.table), stored.tokens.data.cast("B"), *prompt.parts):
+            header = _HEADER.pack(
+                _MAGIC,
+                self._identity,
+                len(stored.tokens),
+                len(stored.checkpoints) // 3,
+                stored.rate,
+            )
+            for part in (
+                memoryview(header + stored.table),
+                stored.tokens.data.cast("B"),
+                *prompt.parts,
+            ):
                 for offset in range(0, part.nbytes, _PIECE):
                     if self._closing:
                         raise _ServerEnded
@@ -220,19 +265,27 @@ class PromptsOnDisk:
             file.flush()
             leave_page_cache(fd, sync=True)
         with self._lock:
-            for shorter in [other for other in self._stored.values() if self._serves(stored.tokens, other.tokens)]:
+            for shorter in [
+                other
+                for other in self._stored.values()
+                if self._serves(stored.tokens, other.tokens)
+            ]:
                 if shorter.path != stored.path:
                     self._remove(shorter.path)
             self._stored[stored.path] = stored
             self.n_written += 1
 
     def _path(self, tokens: Tokens) -> Path:
-        return self._folder / f"{self._identity.hex()}-{hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}{_SUFFIX}"
+        digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
+        return self._folder / f"{self._identity.hex()}-{digest}{_SUFFIX}"
 
     def _make_room(self, nbytes: int) -> bool:
         """Evict least recently used files, or return False on a nearly full disk."""
         stale = time.time() - _STALE
-        files = sorted((file for file in self._files() if self._is_own(file[0]) or file[2] < stale), key=lambda file: file[2])
+        files = sorted(
+            (file for file in self._files() if self._is_own(file[0]) or file[2] < stale),
+            key=lambda file: file[2],
+        )
         disk = os.statvfs(self._folder)
         free = disk.f_bavail * disk.f_frsize
         total = sum(size for _, size, _ in files)
@@ -260,8 +313,19 @@ class PromptsOnDisk:
         for n, prompt in common:
             rate = measured or prompt.rate
             if len(prompt.tokens) > self._cuttable and not n == len(prompt.tokens) < len(tokens):
-                n = max((place for place in prompt.checkpoints[::3] if place <= min(n, len(tokens) - 1)), default=0)
-            if n - n_have < _LEAST or rate <= 0 or len(prompt.checkpoints) > 3 * self._n_checkpoints:
+                n = max(
+                    (
+                        place
+                        for place in prompt.checkpoints[::3]
+                        if place <= min(n, len(tokens) - 1)
+                    ),
+                    default=0,
+                )
+            if (
+                n - n_have < _LEAST
+                or rate <= 0
+                or len(prompt.checkpoints) > 3 * self._n_checkpoints
+            ):
                 continue
             if not self._read_rate:
                 self._measure(prompt)
@@ -280,7 +344,10 @@ class PromptsOnDisk:
                 known = prompt.table + prompt.tokens.tobytes()
                 head = _read_all(file, memoryview(bytearray(_HEADER.size + len(known))))
                 digest.update(head)
-                whole = os.fstat(file.fileno()).st_size == len(head) + prompt.nbytes + _DIGEST and head[_HEADER.size :] == known
+                whole = (
+                    os.fstat(file.fileno()).st_size == len(head) + prompt.nbytes + _DIGEST
+                    and head[_HEADER.size :] == known
+                )
                 for part in into:
                     for offset in range(0, part.nbytes, _PIECE):
                         digest.update(_read_all(file, part[offset : offset + _PIECE]))
@@ -292,7 +359,11 @@ class PromptsOnDisk:
             return self._drop(prompt.path, "damaged")
         seconds = time.perf_counter() - began
         self.n_read, self.read_seconds = self.n_read + 1, self.read_seconds + seconds
-        self._read_rate = (self._read_rate + prompt.nbytes / seconds) / 2 if self._read_rate else prompt.nbytes / seconds
+        self._read_rate = (
+            (self._read_rate + prompt.nbytes / seconds) / 2
+            if self._read_rate
+            else prompt.nbytes / seconds
+        )
         with contextlib.suppress(OSError):
             os.utime(prompt.path)
         return True
@@ -328,19 +399,38 @@ class PromptsOnDisk:
         return out
 
     def _file_size(self, n_tokens: int, nbytes: int, n_checkpoints: int = 0) -> int:
-        return _HEADER.size + 8 * (2 + 3 * n_checkpoints) + 12 * n_checkpoints + 4 * n_tokens + nbytes + _DIGEST
+        return (
+            _HEADER.size
+            + 8 * (2 + 3 * n_checkpoints)
+            + 12 * n_checkpoints
+            + 4 * n_tokens
+            + nbytes
+            + _DIGEST
+        )
 
     def _open(self, path: Path) -> StoredPrompt | None:
         """Read a file's header. Return None, and delete the file, if it is damaged."""
         try:
             with open_file(path) as file:
-                magic, identity, n, n_checkpoints, rate = _HEADER.unpack(_read_all(file, memoryview(bytearray(_HEADER.size))))
-                if magic != _MAGIC or identity != self._identity or n < _LEAST or n_checkpoints > _CHECKPOINTS:
+                magic, identity, n, n_checkpoints, rate = _HEADER.unpack(
+                    _read_all(file, memoryview(bytearray(_HEADER.size)))
+                )
+                if (
+                    magic != _MAGIC
+                    or identity != self._identity
+                    or n < _LEAST
+                    or n_checkpoints > _CHECKPOINTS
+                ):
                     raise OSError(0, "damaged")
                 table = struct.Struct(f"<{2 + 3 * n_checkpoints}Q{3 * n_checkpoints}i")
                 numbers = table.unpack(_read_all(file, memoryview(bytearray(table.size))))
-                sizes, checkpoints = numbers[: 2 + 3 * n_checkpoints], numbers[2 + 3 * n_checkpoints :]
-                if os.fstat(file.fileno()).st_size != self._file_size(n, sum(sizes), n_checkpoints) or not all(0 < place <= n for place in checkpoints[::3]):
+                sizes, checkpoints = (
+                    numbers[: 2 + 3 * n_checkpoints],
+                    numbers[2 + 3 * n_checkpoints :],
+                )
+                if os.fstat(file.fileno()).st_size != self._file_size(
+                    n, sum(sizes), n_checkpoints
+                ) or not all(0 < place <= n for place in checkpoints[::3]):
                     raise OSError(0, "damaged")
                 tokens = np.frombuffer(_read_all(file, memoryview(bytearray(4 * n))), np.int32)
         except OSError as error:

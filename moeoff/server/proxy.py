@@ -7,7 +7,10 @@ from collections.abc import Iterable
 import aiohttp
 
 # headers of one connection (RFC 9110, section 7.6.1), and those that aiohttp writes
-_HOP_BY_HOP = frozenset("connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade expect content-length".split())
+_HOP_BY_HOP = frozenset(
+    "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding"
+    " upgrade expect content-length".split()
+)
 
 
 def forwarded(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -1,9 +1,9 @@
 """`Router`: one address for the models of a machine, of which one at a time is open.
 
-Each model is served by a `ServerProcess`, which answers over a Unix socket. The router reads a
-request, opens the model that it names, and passes it on. The open server checks who may ask: before
-the router acts on a request for another model, it asks that server for its properties with the
-request's own key and site.
+Each model is served by a `ServerProcess`, which answers over a Unix socket. The router
+reads a request, opens the model that it names, and passes it on. The open server checks
+who may ask: before the router acts on a request for another model, it asks that server
+for its properties with the request's own key and site.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def _server(self, model: LocalModel | None = None) -> AsyncIterator[_Open]:
-        """Yield the open server, of this model if one is given, and count an answer of it."""
+        """Yield the open server, of this model if one is given, and count an answer of
+        it.
+        """
         async with self._turn:
             server = self._open
             if server is not None and server.process.popen.poll() is not None:
@@ -160,7 +162,9 @@ class Router:
 
     @staticmethod
     def _names(name: str, model: LocalModel) -> bool:
-        """Return True if it is the model's name, in any case, and with or without Ollama's tag."""
+        """Return True if it is the model's name, in any case, and with or without
+        Ollama's tag.
+        """
         return name.lower().removesuffix(":latest") == model.name.lower().removesuffix(":latest")
 
     def _find(self, name: str) -> LocalModel:
@@ -195,7 +199,11 @@ class Router:
         urls = []
         for host in filter(None, (part.strip() for part in hosts.split(","))):
             is_socket = host.endswith(".sock")
-            site: web.BaseSite = web.UnixSite(self._runner, host) if is_socket else web.TCPSite(self._runner, host, port)
+            site: web.BaseSite = (
+                web.UnixSite(self._runner, host)
+                if is_socket
+                else web.TCPSite(self._runner, host, port)
+            )
             try:
                 await site.start()
             except OSError as error:
@@ -279,9 +287,13 @@ class Router:
     async def _fetch(self, path: str, headers: Mapping[str, str]) -> web.Response:
         async with self._server() as server, _asked(server, "GET", path, headers) as theirs:
             body = await theirs.read()
-            return web.Response(body=body, status=theirs.status, headers=forwarded(theirs.headers.items()))
+            return web.Response(
+                body=body, status=theirs.status, headers=forwarded(theirs.headers.items())
+            )
 
-    async def _changed(self, request: web.Request, change: Callable[[str, dict[str, Any]], None]) -> web.Response:
+    async def _changed(
+        self, request: web.Request, change: Callable[[str, dict[str, Any]], None]
+    ) -> web.Response:
         """Have the open server answer, and change the JSON object of its response."""
         response = await self._fetch(request.raw_path, request.headers)
         if response.status == 200:
@@ -294,7 +306,9 @@ class Router:
     # --- what is said of models ---
 
     def _list(self, path: str, fields: dict[str, Any]) -> None:
-        """Put the other models into a list of the one that is open, where they stand in ours."""
+        """Put the other models into a list of the one that is open, where they stand in
+        ours.
+        """
         current = self._open.model if self._open else None
         for key, entry in (("models", _ollama_entry), ("data", _openai_entry)):
             if key not in fields:
@@ -367,7 +381,9 @@ def with_experts(models: Sequence[LocalModel]) -> list[LocalModel]:
 
 
 async def _model_of(request: web.Request) -> str:
-    """Return the name of the model that a request wants, from body or query; empty: any."""
+    """Return the name of the model that a request wants, from body or query; empty:
+    any.
+    """
     try:
         fields = json.loads(await request.read())
     except (ValueError, RecursionError):  # the server says what is wrong
@@ -377,7 +393,9 @@ async def _model_of(request: web.Request) -> str:
     return named if isinstance(named, str) else ""
 
 
-def _asked(server: _Open, method: str, path: str, headers: Any, body: bytes | None = None) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+def _asked(
+    server: _Open, method: str, path: str, headers: Any, body: bytes | None = None
+) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
     """Ask a server.
 
     Args:
@@ -385,7 +403,9 @@ def _asked(server: _Open, method: str, path: str, headers: Any, body: bytes | No
     """
     url = URL(f"http://server{path}", encoded=True)
     kept = forwarded(headers.items())
-    return server.session.request(method, url, headers=kept, data=body or None, allow_redirects=False)
+    return server.session.request(
+        method, url, headers=kept, data=body or None, allow_redirects=False
+    )
 
 
 async def _relay(server: _Open, request: web.Request) -> web.StreamResponse:
@@ -393,7 +413,9 @@ async def _relay(server: _Open, request: web.Request) -> web.StreamResponse:
     body = await request.read()
     path = request.raw_path
     async with _asked(server, request.method, path, request.headers, body) as theirs:
-        response = web.StreamResponse(status=theirs.status, reason=theirs.reason, headers=forwarded(theirs.headers.items()))
+        response = web.StreamResponse(
+            status=theirs.status, reason=theirs.reason, headers=forwarded(theirs.headers.items())
+        )
         try:
             await response.prepare(request)
             async for piece in theirs.content.iter_any():

@@ -1,4 +1,6 @@
-"""`Server`: llama-server's engine in a thread of this process, its experts in our buffer."""
+"""`Server`: llama-server's engine in a thread of this process, its experts in our
+buffer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..budget.draft_model import uses_nextn
-from ..budget.dry_load import answer_bytes, context_sizes, default_ctx, dry_load, sequence_state, tensor_buffers, with_drafts
+from ..budget.dry_load import (
+    answer_bytes,
+    context_sizes,
+    default_ctx,
+    dry_load,
+    sequence_state,
+    tensor_buffers,
+    with_drafts,
+)
 from ..budget.plan import MemoryPlan, require_header_room
 from ..engine.engine import Engine
 from ..engine.explanation import explain
@@ -35,7 +45,15 @@ from ..system.console import note
 from ..system.memory import Budget, format_size, rss, share_malloc_arenas, trim, unmap_files
 from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
 from .extra_models import extra_models
-from .library import c_arguments, check_arguments, check_templates, hooks, library, states, write_text
+from .library import (
+    c_arguments,
+    check_arguments,
+    check_templates,
+    hooks,
+    library,
+    states,
+    write_text,
+)
 from .log import ErrorPipe, first_error
 from .prompts_on_disk import EvictedPrompt, PromptsOnDisk, StoredPrompt, folder, identity
 from .sizes import PARALLEL, ContextSize, PromptMemory, choose
@@ -48,38 +66,59 @@ _IDLE = 0.25  # seconds without a batch, after which none is taken to be on its 
 _STEP = 1 << 20  # bytes, in which the prompt cache takes memory from the experts
 _KV_DISK = 4 << 30  # bytes, unless said
 _MEASURED = 256  # tokens of prompts, before whose speed is known
-POLLED_PATHS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")  # which programs and pages ask for again and again
+# which programs and pages ask for again and again
+POLLED_PATHS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")
 _AT_THE_END = 5.0  # seconds that prompts are written for after a stop
 _LONGEST_PATH = 200  # characters
 _PAGE = Path(__file__).with_name("page.html")
 _LONG = 256 << 10  # bytes that a request has borrowed
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _POOLING = "pooling_type"  # of a model that was made for embeddings
-_CACHE_REUSE = ("--cache-reuse", "LLAMA_ARG_CACHE_REUSE")  # moves what is cached, as a context shift does
+# moves what is cached, as a context shift does
+_CACHE_REUSE = ("--cache-reuse", "LLAMA_ARG_CACHE_REUSE")
 # what llama-server calls, and what it is told where one of them fails
-_HOOKS = {"loaded": 1, "ready": 1, "listening": None, "draft_max": 0, "before": None, "after": 1, "borrow": 1, "metrics": None, "resize_prompt_cache": 1, "answered": None,
-          "accept_prompt": 0, "store_prompt": None, "find_prompt": 0, "read_prompt": 1, "fill_cells": None}  # fmt: skip
+_HOOKS = {
+    "loaded": 1,
+    "ready": 1,
+    "listening": None,
+    "draft_max": 0,
+    "before": None,
+    "after": 1,
+    "borrow": 1,
+    "metrics": None,
+    "resize_prompt_cache": 1,
+    "answered": None,
+    "accept_prompt": 0,
+    "store_prompt": None,
+    "find_prompt": 0,
+    "read_prompt": 1,
+    "fill_cells": None,
+}
 _serving = threading.Lock()  # llama-server keeps state in globals
 
 
 class Server:
-    """A model behind HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several answers at a time.
+    """A model behind HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several
+    answers at a time.
 
     Args:
         model: a GGUF, or a `Config`.
-        on_request: called with a line about each request that has been answered, on the thread that has answered it: method, path, status, and what it
-            took.
-        on_remark: Called with a sentence when the default budget moves with what other programs need,
-            on a thread that does nothing else.
-        proxied: True to check Host and Origin on Unix sockets, too, as requests come from a proxy.
-        **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`. In `args` llama-server's own, as words or as a
-            `CommandLine`: those that moeoff has become its options.
+        on_request: called with a line about each request that has been answered, on the
+            thread that has answered it: method, path, status, and what it took.
+        on_remark: Called with a sentence when the default budget moves with what other
+            programs need, on a thread that does nothing else.
+        proxied: True to check Host and Origin on Unix sockets, too, as requests come
+            from a proxy.
+        **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of
+        `moeoff.Llama`. In `args` llama-server's own, as words or as a `CommandLine`:
+        those that moeoff has become its options.
 
     Attributes:
         engine: the model's runtime state.
 
     Raises:
-        MoeoffError: the model, the budget or an option is no good; nothing is loaded yet.
+        MoeoffError: the model, the budget or an option is no good; nothing is loaded
+            yet.
     """
 
     def __init__(
@@ -93,39 +132,71 @@ class Server:
     ):
         self._on_request, self._on_remark, self._proxied = on_request, on_remark, proxied
         ours = {f.name for f in fields(ServerOptions)}
-        line = args if isinstance(args := options.get("args", ()), CommandLine) else CommandLine.read(args)
+        line = (
+            args
+            if isinstance(args := options.get("args", ()), CommandLine)
+            else CommandLine.read(args)
+        )
         options |= line.options | {"args": tuple(line.passed_on)}
         self._remarks = list(line.left_out)
-        self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
-        config = Config.make(model, **{name: value for name, value in options.items() if name not in ours})
+        self._options = ServerOptions.make(
+            **{name: value for name, value in options.items() if name in ours}
+        )
+        config = Config.make(
+            model, **{name: value for name, value in options.items() if name not in ours}
+        )
         unmap_files()  # the plan counts what the process has now
         self.engine = self._open(config, line.files)
         self._tells = on_request is not None or config.verbose
-        self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.prompt_memory)
+        self._argv = arguments(
+            self.engine.config,
+            self.engine.planned.n_ctx,
+            self.engine.keywords,
+            self._options,
+            self.prompt_memory,
+        )
         check_arguments(self._argv)
         self.url = ""
         self._error: BaseException | None = None
         self._log_error = ""
         self._serves, self._ended = threading.Event(), threading.Event()
-        self._stopping, self._deadline = False, 0.0  # of time.monotonic, for prompts that are written when it ends
+        # of time.monotonic, for prompts that are written when it ends
+        self._stopping, self._deadline = False, 0.0
         self._loading = contextlib.ExitStack()
         self._started, self._decodes = 0.0, True
         self._batch_error: Exception | None = None
-        self._between = threading.Lock()  # what happens between decodes, on the serving thread and on others
+        # what happens between decodes, on the serving thread and on others
+        self._between = threading.Lock()
         self._ending = c_int32(0)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
         self._n_batches, self._computes = 0, False
-        self._reserved = self._cached = self._evicted = 0  # bytes of prompts outside the context: in all; in the cache; of those that are written to disk
+        # bytes of prompts outside the context: in all; in the cache; of those that are
+        # written to disk
+        self._reserved = self._cached = self._evicted = 0
         self._disk: PromptsOnDisk | None = None
         self._stored: StoredPrompt | None = None
         if self._options.kv_disk:
             try:
-                window, prompts = self.engine.model_index.hparams.get("attention.sliding_window"), self.prompt_memory
-                cuttable = window if self.engine.config.swa_full is False and isinstance(window, int) and window else math.inf
+                window, prompts = (
+                    self.engine.model_index.hparams.get("attention.sliding_window"),
+                    self.prompt_memory,
+                )
+                cuttable = (
+                    window
+                    if self.engine.config.swa_full is False and isinstance(window, int) and window
+                    else math.inf
+                )
                 cuttable = 0 if prompts.checkpoint else cuttable
-                self._disk = PromptsOnDisk(folder(), self._options.kv_disk, self._identity, self._prompt_rate,
-                                           lambda nbytes: self._reserve(more=-nbytes), cuttable, prompts.n_checkpoints)  # fmt: skip
+                self._disk = PromptsOnDisk(
+                    folder(),
+                    self._options.kv_disk,
+                    self._identity,
+                    self._prompt_rate,
+                    lambda nbytes: self._reserve(more=-nbytes),
+                    cuttable,
+                    prompts.n_checkpoints,
+                )
             except OSError as error:
                 self._remarks.append(f"prompts are not kept on disk: {error}")
         self._closing = threading.Event()
@@ -144,28 +215,49 @@ class Server:
             self._remarks.append(size.remark)
         n_ctx, options = size.n_ctx, replace(options, parallel=size.n_parallel)
         config = replace(config, n_ctx=n_ctx)
-        resident, computing, spec_type = extra_models(model_index, n_ctx, config, options, budget.most)
-        pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
+        resident, computing, spec_type = extra_models(
+            model_index, n_ctx, config, options, budget.most
+        )
+        pools = (
+            options.embedding
+            and not options.rerank
+            and options.pooling is None
+            and _POOLING not in model_index.hparams
+        )
         config = replace(config, spec_type=spec_type)
         self._options = replace(options, pooling="mean" if pools else options.pooling)
         computing += answer_bytes(model_index, size.n_parallel)
 
         def remembered(planned: MemoryPlan) -> int:
-            """Bytes of states to go back to, which are taken before anything is computed."""
+            """Bytes of states to go back to, which are taken before anything is
+            computed.
+            """
             room = budget.most - planned.fixed
             own = sequence_state(model_index, planned.n_ctx, config.keywords) if room > 0 else 0
             self.prompt_memory = PromptMemory.of(planned, room, own, size.n_parallel, self._options)
             return self.prompt_memory.checkpoints
 
-        opening = plan(config, model_index, budget, n_sequences=size.n_parallel, unified=options.kv_unified, extras=computing,
-                       loaded=resident + loaded, more=remembered)  # fmt: skip
+        opening = plan(
+            config,
+            model_index,
+            budget,
+            n_sequences=size.n_parallel,
+            unified=options.kv_unified,
+            extras=computing,
+            loaded=resident + loaded,
+            more=remembered,
+        )
         moves = any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
         engine = Engine(opening, moves=moves, on_remark=self._on_remark)
         self._options = replace(self._options, kv_disk=self._disk_bound())
-        self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
+        self._identity = identity(
+            engine, self._options, in_use(model_index.files, config, self._options)
+        )
         if engine.quality.simulates:
             if size.n_parallel > 1:
-                raise OptionError("`deterministic`: a simulated cache follows one text", hint={"parallel": 1})
+                raise OptionError(
+                    "`deterministic`: a simulated cache follows one text", hint={"parallel": 1}
+                )
             args = (*self._options.args, "--no-cache-prompt")  # from its first token on
             self._options = replace(self._options, args=args)
         return engine
@@ -185,9 +277,17 @@ class Server:
             self._remarks.append(f"--kv-disk has no effect: {why}")
         return 0 if why else bound
 
-    def _choose_context(self, config: Config, model_index: ModelIndex, budget: Budget) -> ContextSize:
-        """For all conversations together: as the user says, else what the budget allows."""
-        usual, fixed, options = default_ctx(model_index, config.n_ctx), config.n_ctx is not None, self._options
+    def _choose_context(
+        self, config: Config, model_index: ModelIndex, budget: Budget
+    ) -> ContextSize:
+        """For all conversations together: as the user says, else what the budget
+        allows.
+        """
+        usual, fixed, options = (
+            default_ctx(model_index, config.n_ctx),
+            config.n_ctx is not None,
+            self._options,
+        )
         if fixed or budget.process is None:
             n = options.parallel or PARALLEL
             return ContextSize(usual if fixed else usual * n, n)
@@ -195,24 +295,37 @@ class Server:
         overrides = tensor_buffers(config.override_tensor, model_index)
 
         def planned(n_ctx: int, n: int) -> MemoryPlan:
-            return dry_load(model_index, n_ctx, config.keywords, overrides, n_sequences=n, nextn=uses_nextn(config.spec_type), unified=options.kv_unified)
+            return dry_load(
+                model_index,
+                n_ctx,
+                config.keywords,
+                overrides,
+                n_sequences=n,
+                nextn=uses_nextn(config.spec_type),
+                unified=options.kv_unified,
+            )
 
         return choose(planned, usual, options.parallel, budget.process)
 
     # --- life ---
 
     def start(self) -> Server:
-        """Loads the model and listens, once. Returns when the first request can be answered.
+        """Loads the model and listens, once. Returns when the first request can be
+        answered.
 
         Raises:
-            MoeoffError: the model does not fit or cannot be loaded, the address is taken, or a server runs in this process already.
+            MoeoffError: the model does not fit or cannot be loaded, the address is
+                taken, or a server runs in this process already.
         """
         if self._thread.ident is not None:
             raise MoeoffError("this server was started before: it serves once; make another")
         lib = library()
         _check_address(self._options.host, self._options.port)
         if not _serving.acquire(blocking=False):
-            raise MoeoffError("a server runs in this process already: llama-server keeps its state in globals; stop that one, or start another process")
+            raise MoeoffError(
+                "a server runs in this process already: llama-server keeps its state in globals;"
+                " stop that one, or start another process"
+            )
         self._lib = lib
         share_malloc_arenas()
         unmap_files()  # what planning has read
@@ -232,12 +345,15 @@ class Server:
         return self
 
     def stop(self) -> None:
-        """Ends every answer, then the server, which writes prompts to disk for some seconds. May be called twice, and from any thread."""
+        """Ends every answer, then the server, which writes prompts to disk for some
+        seconds. May be called twice, and from any thread.
+        """
         self._stopping, self._deadline = True, self._deadline or time.monotonic() + _AT_THE_END
         self._ending.value = 1
         if self._thread.is_alive():
             self.engine.buffer.set_cancelled(True)
-            while self._thread.is_alive():  # a stop that comes before there is something to stop is lost
+            # a stop that comes before there is something to stop is lost
+            while self._thread.is_alive():
                 self._lib.moeoff_serve_stop()
                 self._thread.join(0.2)
 
@@ -247,7 +363,8 @@ class Server:
         Raises:
             MoeoffError: it has ended by itself.
         """
-        # Asleep, and not waiting for a lock: a signal's handler would not run if the signal came just before that, or to another thread.
+        # Asleep, and not waiting for a lock: a signal's handler would not run if the
+        # signal came just before that, or to another thread.
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set() and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _POLL))
@@ -279,13 +396,27 @@ class Server:
     def explain(self) -> dict[str, str]:
         """What was chosen and why, a sentence each."""
         prompts, disk = self.prompt_memory, self._options.kv_disk
+        divided = "share" if self._options.kv_unified else "divide"
         return explain(self.engine) | {
-            "slots": self._size.remark or f"answers at a time: {self.n_parallel}, which {'share' if self._options.kv_unified else 'divide'} the context (-np)",
-            "prompt cache": f"at most {format_size(prompts.cache_ram)} of the experts' memory for prompts outside the context: {prompts.reason} (--cache-ram)",
-            "on disk": f"at most {format_size(disk)} of them (--kv-disk)" if disk else "none of them (--kv-disk)",
-            "checkpoints": f"{prompts.n_checkpoints} of {format_size(prompts.checkpoint)} for each slot (--ctx-checkpoints)"
-            if prompts.checkpoint
-            else "none: no slot has a state of its own",
+            "slots": (
+                self._size.remark
+                or f"answers at a time: {self.n_parallel}, which {divided} the context (-np)"
+            ),
+            "prompt cache": (
+                f"at most {format_size(prompts.cache_ram)} of the experts' memory for prompts"
+                f" outside the context: {prompts.reason} (--cache-ram)"
+            ),
+            "on disk": (
+                f"at most {format_size(disk)} of them (--kv-disk)"
+                if disk
+                else "none of them (--kv-disk)"
+            ),
+            "checkpoints": (
+                f"{prompts.n_checkpoints} of {format_size(prompts.checkpoint)} for each slot"
+                " (--ctx-checkpoints)"
+                if prompts.checkpoint
+                else "none: no slot has a state of its own"
+            ),
         }
 
     @property
@@ -295,7 +426,9 @@ class Server:
 
     @property
     def n_ctx_each(self) -> int:
-        """Tokens of an answer's part of the context, if all that may be written at a time are."""
+        """Tokens of an answer's part of the context, if all that may be written at a
+        time are.
+        """
         return self.engine.planned.n_ctx // self.n_parallel
 
     @property
@@ -336,15 +469,26 @@ class Server:
                 page=_PAGE.read_bytes(),
                 allowed_hosts=None if sites is None else ",".join(sites).encode(),
                 checks_sockets=self._proxied,
-                **{name: self._guarded(getattr(self, f"_{name}"), failed) for name, failed in _HOOKS.items() if name != "answered" or self._tells},
+                **{
+                    name: self._guarded(getattr(self, f"_{name}"), failed)
+                    for name, failed in _HOOKS.items()
+                    if name != "answered" or self._tells
+                },
             )
             self._lib.moeoff_serve(len(argv), c_arguments(argv), ctypes.byref(calls))
         except BaseException as error:
             self._error = self._error or error
         finally:
-            with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
+            # each of them whatever becomes of the ones before it, the last first
+            with contextlib.ExitStack() as stack:
                 stack.callback(self._ended.set)
-                stack.callback(lambda: setattr(self, "_log_error", pipe.close() if pipe else first_error(logs[-1]) if logs else ""))
+                stack.callback(
+                    lambda: setattr(
+                        self,
+                        "_log_error",
+                        pipe.close() if pipe else first_error(logs[-1]) if logs else "",
+                    )
+                )
                 stack.callback(_serving.release)
                 stack.callback(engine.close)
                 stack.callback(engine.close_driver)
@@ -358,9 +502,11 @@ class Server:
                     stack.callback(self._disk.close, self._deadline)
 
     def _use_idle(self) -> None:
-        """Give experts, or the system, what the last batches have left of their buffers.
+        """Give experts, or the system, what the last batches have left of their
+        buffers.
 
-        Once after each request, when no batch has come for a while, and after the budget has moved.
+        Once after each request, when no batch has come for a while, and after the
+        budget has moved.
         """
         last = seen = (-1, 0)
         while not self._closing.wait(_IDLE):
@@ -394,15 +540,30 @@ class Server:
         return 0
 
     def _ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None) -> int:
-        """Everything that the server allocates is allocated: the arena gets what is left."""
+        """Everything that the server allocates is allocated: the arena gets what is
+        left.
+        """
         if self.engine.drafts is not None and no_drafts is not None:
-            raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
+            raise OptionError(
+                "drafts cannot be made:"
+                f" {no_drafts.decode('utf-8', 'replace') or 'not with this context'}"
+            )
         engine = self.engine
         unmap_files()  # what loading has read
         adapters = any(argument.startswith("--lora") for argument in self._options.args)
-        engine.loaded(ctx, lambda: with_drafts(context_sizes(ctx), ctx_draft), adapters=adapters, watches=engine.config.warm)
-        # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
-        if engine.keywords.get("numa") is None and engine.drafts is None and not self._options.mmproj:
+        engine.loaded(
+            ctx,
+            lambda: with_drafts(context_sizes(ctx), ctx_draft),
+            adapters=adapters,
+            watches=engine.config.warm,
+        )
+        # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures
+        # are computed by the same threads without being bound
+        if (
+            engine.keywords.get("numa") is None
+            and engine.drafts is None
+            and not self._options.mmproj
+        ):
             self._core_binding = CoreBinding(ctx)
         return int(self._stopping)
 
@@ -429,9 +590,12 @@ class Server:
             self._started = time.perf_counter()
             if self._serves.is_set():
                 with self._between:
-                    self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes)
+                    self.engine.begin(
+                        np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes
+                    )
             if self._core_binding is not None:
-                self._core_binding.__enter__()  # until `_after`, which comes whatever becomes of the batch
+                # until `_after`, which comes whatever becomes of the batch
+                self._core_binding.__enter__()
         except Exception as error:  # the batch is computed all the same, and then fails with this
             self._batch_error = error
 
@@ -453,7 +617,9 @@ class Server:
             except Exception as failed:  # of this batch; the next one may work
                 error = error or failed
         if error is None and result == _ABORTED:
-            error = MoeoffError("the server is shutting down" if self._stopping else "the computation was ended")
+            error = MoeoffError(
+                "the server is shutting down" if self._stopping else "the computation was ended"
+            )
         if error is not None:
             write_text(message, size, _for_clients(error))
         return error is not None
@@ -462,12 +628,17 @@ class Server:
         """A long request, and its pictures and sounds, borrow memory from the experts."""
         try:
             if nbytes < -_LONG:
-                trim()  # what it took is free, and the C allocator would keep it while the experts already use it
+                # what it took is free, and the C allocator would keep it while the
+                # experts already use it
+                trim()
             with self._between:
                 self.engine.sizer.reserve(nbytes)
         except BudgetError:
             write_text(
-                message, size, f"the request takes {format_size(nbytes)} to read, more than the server has room for: make it shorter, or its pictures smaller"
+                message,
+                size,
+                f"the request takes {format_size(nbytes)} to read, more than the server has room"
+                " for: make it shorter, or its pictures smaller",
             )
             return 1
         except Exception as error:
@@ -479,7 +650,8 @@ class Server:
         return self._reserve(cached=nbytes)
 
     def _reserve(self, cached: int | None = None, more: int = 0) -> int:
-        """Prompts outside the context are the experts' memory. Nonzero: there is not so much.
+        """Prompts outside the context are the experts' memory. Nonzero: there is not so
+        much.
 
         Args:
             cached: bytes of the prompt cache, if they are others now.
@@ -487,10 +659,16 @@ class Server:
         """
         try:
             with self._between:
-                cached, evicted, before = self._cached if cached is None else cached, self._evicted + more, self._reserved
+                cached, evicted, before = (
+                    self._cached if cached is None else cached,
+                    self._evicted + more,
+                    self._reserved,
+                )
                 reserved = -(-(cached + evicted) // _STEP) * _STEP
                 if reserved < before:
-                    trim()  # what was there is free, and the C allocator would keep it while the experts already use it
+                    # what was there is free, and the C allocator would keep it while
+                    # the experts already use it
+                    trim()
                 if reserved != before:
                     self.engine.sizer.reserve(reserved - before, optional=True)
                 self._cached, self._evicted, self._reserved = cached, evicted, reserved
@@ -503,24 +681,40 @@ class Server:
     def _prompt_rate(self) -> float:
         """Tokens per second of the prompts so far; 0: too few to know."""
         stats = self.stats()
-        return stats.prompt_tokens / stats.prompt_seconds if stats.prompt_tokens >= _MEASURED and stats.prompt_seconds > 0 else 0.0
+        return (
+            stats.prompt_tokens / stats.prompt_seconds
+            if stats.prompt_tokens >= _MEASURED and stats.prompt_seconds > 0
+            else 0.0
+        )
 
     def _accept_prompt(self, tokens: Any, n: int, nbytes: int) -> int:
         if self._disk is not None and self._stopping:
             self._disk.join(self._deadline)  # it writes one at a time
-        return self._disk is not None and self._disk.accepts(np.ctypeslib.as_array(tokens, (n,)), nbytes)
+        return self._disk is not None and self._disk.accepts(
+            np.ctypeslib.as_array(tokens, (n,)), nbytes
+        )
 
     def _store_prompt(self, pointer: Any) -> None:
         assert self._disk is not None  # it was asked before
         raw, free = pointer.contents, self._lib.moeoff_prompt_free
-        tokens, checkpoints = np.ctypeslib.as_array(raw.tokens, (raw.n_tokens,)).copy(), raw.checkpoints[: 3 * raw.n_checkpoints]
+        tokens, checkpoints = (
+            np.ctypeslib.as_array(raw.tokens, (raw.n_tokens,)).copy(),
+            raw.checkpoints[: 3 * raw.n_checkpoints],
+        )
         prompt = EvictedPrompt(tokens, states(raw), lambda: free(pointer), tuple(checkpoints))
         with self._between:
-            self._cached, self._evicted = self._cached - prompt.nbytes, self._evicted + prompt.nbytes
+            self._cached, self._evicted = (
+                self._cached - prompt.nbytes,
+                self._evicted + prompt.nbytes,
+            )
         self._disk.store(prompt)
 
     def _find_prompt(self, tokens: Any, n: int, n_have: int, pointer: Any) -> int:
-        self._stored = None if self._disk is None else self._disk.find(np.ctypeslib.as_array(tokens, (n,)), n_have)
+        self._stored = (
+            None
+            if self._disk is None
+            else self._disk.find(np.ctypeslib.as_array(tokens, (n,)), n_have)
+        )
         if self._stored is None:
             return 0
         raw, sizes, checkpoints = pointer.contents, self._stored.sizes, self._stored.checkpoints
@@ -544,7 +738,12 @@ class Server:
     def _answered(self, method: bytes, path: bytes, status: int, took: bytes) -> None:
         if self._on_request is None:
             return
-        line = request_line(method.decode("utf-8", "replace"), path.decode("utf-8", "replace"), status, took.decode())
+        line = request_line(
+            method.decode("utf-8", "replace"),
+            path.decode("utf-8", "replace"),
+            status,
+            took.decode(),
+        )
         if line:
             self._on_request(line)
 
@@ -556,7 +755,10 @@ class Server:
 
 def open_warning(host: str) -> str:
     """Return what whoever starts a server that other machines may use should know."""
-    return f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key"
+    return (
+        f"warning: everyone who reaches {host} may use this server and read what it is asked: there"
+        " is no API key"
+    )
 
 
 def _for_clients(error: Exception) -> str:
@@ -568,21 +770,29 @@ def _for_clients(error: Exception) -> str:
 
 
 def _check_address(hosts: str, port: int) -> None:
-    """Before anything is loaded: whether it can be listened on. Hosts are separated by commas; a path that ends in .sock is a Unix socket's."""
+    """Before anything is loaded: whether it can be listened on. Hosts are separated by
+    commas; a path that ends in .sock is a Unix socket's.
+    """
     for host in filter(None, (part.strip() for part in hosts.split(","))):
         if host.endswith(".sock"):
             continue
         try:
-            family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            family, kind, number, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
             with socket.socket(family, kind, number) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:
-            raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", hint={"host": ..., "port": ...}) from None
+            raise OptionError(
+                f"cannot listen on {host}:{port}: {error.strerror}", hint={"host": ..., "port": ...}
+            ) from None
 
 
 def request_line(method: str, path: str, status: int, took: str) -> str:
-    """What is said of a request that has been answered; empty: nothing, of a health check, a look at the figures, or a file of a page."""
+    """What is said of a request that has been answered; empty: nothing, of a health
+    check, a look at the figures, or a file of a page.
+    """
     if status < 400 and (path in POLLED_PATHS or (method == "GET" and re.search(r"\.\w+$", path))):
         return ""
     path = "".join(c if c.isprintable() else "?" for c in path[:_LONGEST_PATH])
@@ -590,13 +800,32 @@ def request_line(method: str, path: str, status: int, took: str) -> str:
 
 
 def metrics_text(metrics: Iterable[Metric], disk: PromptsOnDisk | None = None) -> str:
-    """Format counters since the server started and gauges of now as Prometheus' text, with the process's own."""
-    metrics = [*metrics, Metric("resident_memory_bytes", "Resident memory of the process.", {"": rss()})]
+    """Format counters since the server started and gauges of now as Prometheus' text,
+    with the process's own.
+    """
+    metrics = [
+        *metrics,
+        Metric("resident_memory_bytes", "Resident memory of the process.", {"": rss()}),
+    ]
     if disk is not None:
         metrics += [
-            Metric("prompts_disk_bytes", "Prompts on disk, of all servers of this user.", {"": disk.nbytes}),
-            Metric("prompts_disk_kept_total", "Prompts that fell out of memory and went to disk.", {"": disk.n_written}),
-            Metric("prompts_disk_read_total", "Prompts that came back from there.", {"": disk.n_read}),
-            Metric("prompts_disk_read_seconds_total", "Time that reading them took.", {"": disk.read_seconds}),
+            Metric(
+                "prompts_disk_bytes",
+                "Prompts on disk, of all servers of this user.",
+                {"": disk.nbytes},
+            ),
+            Metric(
+                "prompts_disk_kept_total",
+                "Prompts that fell out of memory and went to disk.",
+                {"": disk.n_written},
+            ),
+            Metric(
+                "prompts_disk_read_total", "Prompts that came back from there.", {"": disk.n_read}
+            ),
+            Metric(
+                "prompts_disk_read_seconds_total",
+                "Time that reading them took.",
+                {"": disk.read_seconds},
+            ),
         ]
     return "\n".join(map(str, metrics)) + "\n"

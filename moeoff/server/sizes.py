@@ -1,4 +1,5 @@
-"""A server's default context length, slots, prompt cache and checkpoints within the budget.
+"""A server's default context length, slots, prompt cache and checkpoints within the
+budget.
 
 The prompt cache and checkpoints take memory from experts: computing a prompt again
 reads nearly every expert, and costs more than some misses in every answer. They take at
@@ -36,7 +37,9 @@ class ContextSize:
     remark: str | None = None
 
 
-def choose(planned: Callable[[int, int], MemoryPlan], usual: int, n_parallel: int | None, budget: int) -> ContextSize:
+def choose(
+    planned: Callable[[int, int], MemoryPlan], usual: int, n_parallel: int | None, budget: int
+) -> ContextSize:
     """Choose the default context length, or one for half of the memory left.
 
     Args:
@@ -52,7 +55,8 @@ def choose(planned: Callable[[int, int], MemoryPlan], usual: int, n_parallel: in
         plan, half = planned(n_ctx, n), planned(max(n_ctx // 2, 1), n)
         room = budget - (plan.fixed - plan.state)
         token = max((plan.state - half.state) / max(n_ctx - n_ctx // 2, 1), 1e-9)
-        own = max(plan.state - n_ctx * token, 0)  # independent of the context: recurrent, or windows
+        # independent of the context: recurrent, or windows
+        own = max(plan.state - n_ctx * token, 0)
         fits = int((room / 2 - own) / token) // _STEP * _STEP
         if n_parallel is None and n > 1 and fits < min(_USEFUL, usual) * n:
             n = max(min(fits // min(_USEFUL, usual), n - 1), 1)
@@ -64,7 +68,10 @@ def choose(planned: Callable[[int, int], MemoryPlan], usual: int, n_parallel: in
     if n_ctx == most:
         return ContextSize(n_ctx, n)
     slots = f"{n} slots" if n > 1 else "1 slot"
-    remark = f"context of {n_ctx} tokens for {slots}: more takes half of the experts' memory; set -c and -np"
+    remark = (
+        f"context of {n_ctx} tokens for {slots}: more takes half of the experts' memory; set -c"
+        " and -np"
+    )
     return ContextSize(n_ctx, n, remark)
 
 
@@ -90,7 +97,9 @@ class PromptMemory:
         return self.n_checkpoints * self.checkpoint * self.n_slots
 
     @classmethod
-    def of(cls, planned: MemoryPlan, room: int, sequence: int, n_slots: int, options: ServerOptions) -> PromptMemory:
+    def of(
+        cls, planned: MemoryPlan, room: int, sequence: int, n_slots: int, options: ServerOptions
+    ) -> PromptMemory:
         """Take the limits from options, or else from the memory that is left.
 
         Args:
@@ -109,7 +118,10 @@ class PromptMemory:
             cache_ram = min(whole, left) // MIB * MIB
             reason = "the size of the context"
             if whole > left:
-                reason = f"1/{_SHARE} of the experts' memory, or what experts cannot use, without checkpoints"
+                reason = (
+                    f"1/{_SHARE} of the experts' memory, or what experts cannot use, without"
+                    " checkpoints"
+                )
         elif cache_ram < 0:
             cache_ram = max(room - planned.arena_floor - n_checkpoints * own, 0)
             reason = "as given: all but the experts' minimum"

@@ -54,7 +54,9 @@ class _BoundedFile:
         return data
 
 
-def read_npz(path: str | os.PathLike[str], limit: int, select: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
+def read_npz(
+    path: str | os.PathLike[str], limit: int, select: Callable[[str], bool] = lambda name: True
+) -> dict[str, np.ndarray]:
     """Read arrays by name into memory.
 
     Args:
@@ -76,9 +78,21 @@ def read_npz(path: str | os.PathLike[str], limit: int, select: Callable[[str], b
                 members = {n: i for i in infos if select(n := i.filename.removesuffix(".npy"))}
                 size = sum(info.file_size for info in members.values())
                 if size > limit:
-                    raise TooLargeArchive(f"it unpacks to {format_size(size)}, and there is room for {format_size(max(limit, 0))}")
+                    raise TooLargeArchive(
+                        f"it unpacks to {format_size(size)}, and there is room for"
+                        f" {format_size(max(limit, 0))}"
+                    )
                 return {name: _array(archive, info, name) for name, info in members.items()}
-        except (ValueError, KeyError, EOFError, RuntimeError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error) as error:
+        except (
+            ValueError,
+            KeyError,
+            EOFError,
+            RuntimeError,
+            NotImplementedError,
+            struct.error,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
             raise ArchiveError(str(error) or type(error).__name__) from None
 
 
@@ -96,9 +110,14 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.nda
             raise ArchiveError(f"{name!r} holds {dtype}, expected numbers")
         nbytes = math.prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or nbytes != info.file_size - member.tell():
-            raise ArchiveError(f"{name!r} has {info.file_size - member.tell()} bytes, expected {nbytes} for {shape} of {dtype}")
+            raise ArchiveError(
+                f"{name!r} has {info.file_size - member.tell()} bytes, expected {nbytes} for"
+                f" {shape} of {dtype}"
+            )
     with archive.open(info) as member:
-        array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False, max_header_size=_HEADER)
+        array: np.ndarray = np.lib.format.read_array(
+            member, allow_pickle=False, max_header_size=_HEADER
+        )
         if member.read(1):  # the final read also verifies the checksum
             raise ArchiveError(f"{name!r} is longer than it says")
     return array
@@ -126,14 +145,28 @@ def require_arrays(arrays: Mapping[str, np.ndarray], layouts: Mapping[str, Layou
         if array.dtype.kind not in kind.replace("i", "iu"):
             raise WrongArrays(f"{name!r} holds {array.dtype}, expected {_KINDS[kind[0]]}")
         expected = [n if isinstance(n, int) else lengths.get(n, n) for n in shape]
-        if array.ndim != len(shape) or any(isinstance(n, int) and n != length for n, length in zip(expected, array.shape)):
-            raise WrongArrays(f"{name!r} has the shape {array.shape}, expected ({', '.join(map(str, expected))})")
-        lengths |= {word: length for word, length in zip(shape, array.shape) if isinstance(word, str)}
+        if array.ndim != len(shape) or any(
+            isinstance(n, int) and n != length for n, length in zip(expected, array.shape)
+        ):
+            raise WrongArrays(
+                f"{name!r} has the shape {array.shape}, expected ({', '.join(map(str, expected))})"
+            )
+        lengths |= {
+            word: length for word, length in zip(shape, array.shape) if isinstance(word, str)
+        }
         if array.size and kind != "b":
             least, most = bounds or (-np.inf, np.inf)
             lowest, highest = float(array.min()), float(array.max())  # NaN if there is any
-            if not (math.isfinite(lowest) and math.isfinite(highest) and least <= lowest and highest <= most):
-                raise WrongArrays(f"{name!r} has numbers from {lowest:g} to {highest:g}" + (f", expected {least:g} to {most:g}" if bounds else ""))
+            if not (
+                math.isfinite(lowest)
+                and math.isfinite(highest)
+                and least <= lowest
+                and highest <= most
+            ):
+                raise WrongArrays(
+                    f"{name!r} has numbers from {lowest:g} to {highest:g}"
+                    + (f", expected {least:g} to {most:g}" if bounds else "")
+                )
 
 
 _KINDS = {"f": "floating point numbers", "i": "whole numbers", "b": "truth values"}

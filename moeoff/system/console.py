@@ -43,7 +43,14 @@ def table(*columns: str, title: str | None = None) -> Table:
     """Return a table with a first column of names; without column names, no header."""
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    made = Table(
+        title=title,
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        show_header=any(columns),
+    )
     for index, name in enumerate(columns):
         made.add_column(name, justify="right" if index else "left", overflow="fold")
     return made
@@ -84,7 +91,9 @@ class ProgressLine:
         self._unit, self._terminal, self._shown, self._done = unit, sys.stderr.isatty(), False, 0
         self._stage, self._started = "", time.monotonic()
         self._slows, self._points = slows, list[tuple[int, float]]()  # units, seconds of updates
-        self._next = self._started + (LINE_MINUTE if not self._terminal else LINE_DELAY if delay is None else delay)
+        self._next = self._started + (
+            LINE_MINUTE if not self._terminal else LINE_DELAY if delay is None else delay
+        )
 
     def update(self, stage: str, n: int, total: int) -> None:
         now = time.monotonic()
@@ -97,9 +106,15 @@ class ProgressLine:
         self._next = now + (LINE_INTERVAL if self._terminal else LINE_MINUTE)
         rate = (n - self._done) / max(now - self._started, 1e-9)
         if self._unit == "bytes":
-            text, speed = f"{stage}: {format_size(n)} of {format_size(total)}", f"{rate / 1e6:.0f} MB/s"
+            text, speed = (
+                f"{stage}: {format_size(n)} of {format_size(total)}",
+                f"{rate / 1e6:.0f} MB/s",
+            )
         else:
-            text, speed = f"{stage}: {n} of {total} {self._unit}".rstrip() if total else stage, f"{rate:.3g} {'tok/s' if self._unit == 'tokens' else '/s'}"
+            text, speed = (
+                f"{stage}: {n} of {total} {self._unit}".rstrip() if total else stage,
+                f"{rate:.3g} {'tok/s' if self._unit == 'tokens' else '/s'}",
+            )
         text += f", {speed}, {_clock(self._left(total - n, rate))} left" if rate and total else ""
         self._shown = self._terminal
         if self._terminal:
@@ -128,7 +143,11 @@ class ProgressLine:
 
 def _clock(seconds: float) -> str:
     hours, minutes = divmod(int(seconds) // 60, 60)
-    return f"{hours}:{minutes:02}:{int(seconds) % 60:02}" if hours else f"{minutes}:{int(seconds) % 60:02}"
+    return (
+        f"{hours}:{minutes:02}:{int(seconds) % 60:02}"
+        if hours
+        else f"{minutes}:{int(seconds) % 60:02}"
+    )
 
 
 @contextmanager

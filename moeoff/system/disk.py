@@ -79,7 +79,11 @@ def cached_bytes(path: str | os.PathLike[str]) -> int:
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         mincore = getattr(ctypes.CDLL(None), "mincore", None)
-        if mincore is None or not status.st_size or not (status.st_uid == os.geteuid() or os.access(path, os.W_OK)):
+        if (
+            mincore is None
+            or not status.st_size
+            or not (status.st_uid == os.geteuid() or os.access(path, os.W_OK))
+        ):
             return 0
         pages = (ctypes.c_ubyte * -(-status.st_size // mmap.PAGESIZE))()
         # ctypes needs a writable buffer for its address; copy-on-write is never written
@@ -105,7 +109,11 @@ def file_system(path: str | os.PathLike[str]) -> str:
 
     path = os.path.realpath(path)
     try:
-        around = [mount for mount in psutil.disk_partitions(all=True) if Path(path).is_relative_to(mount.mountpoint)]
+        around = [
+            mount
+            for mount in psutil.disk_partitions(all=True)
+            if Path(path).is_relative_to(mount.mountpoint)
+        ]
     except (OSError, psutil.Error):
         around = []
     # of equal mount points the last one hides the others
@@ -113,7 +121,12 @@ def file_system(path: str | os.PathLike[str]) -> str:
     return innermost.fstype if innermost is not None else "unknown"
 
 
-def probe(path: str | os.PathLike[str], block_bytes: int, seconds: float = 2.0, n_threads: int = IO_THREADS) -> DiskRate:
+def probe(
+    path: str | os.PathLike[str],
+    block_bytes: int,
+    seconds: float = 2.0,
+    n_threads: int = IO_THREADS,
+) -> DiskRate:
     """Measure the rate of reads from random offsets of a file.
 
     The offsets depend on n_threads: the disk may cache those of another probe.
@@ -121,7 +134,10 @@ def probe(path: str | os.PathLike[str], block_bytes: int, seconds: float = 2.0, 
     Raises:
         ModelError: The file is empty or unreadable.
     """
-    path, nbytes = os.fspath(path), min(-(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, LONGEST_READ)
+    path, nbytes = (
+        os.fspath(path),
+        min(-(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, LONGEST_READ),
+    )
 
     def read_blocks(index: int) -> int:
         offsets, total = random.Random(n_threads << 16 | index), 0  # nosec: not for secrets

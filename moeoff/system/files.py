@@ -29,7 +29,12 @@ TEXT = 16 << 20  # bytes of a prompt or text to measure, several books
 DEMO_MODEL = "demo-moe-q8_0.gguf"
 
 _LONGEST_PREFIX = 64  # characters of up to four bytes; file systems allow 255 bytes
-_KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+_KINDS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 # from folders without read permission, and from file systems that cannot sync one
 _UNSYNCABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
@@ -79,7 +84,12 @@ def _require_regular(path: StrPath, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"{next((name for test, name in _KINDS if test(mode)), 'something else')}, expected a file", os.fspath(path))
+        raise OSError(
+            errno.EINVAL,
+            f"{next((name for test, name in _KINDS if test(mode)), 'something else')}, expected a"
+            " file",
+            os.fspath(path),
+        )
 
 
 def read_file(path: StrPath, limit: int) -> bytes:
@@ -101,7 +111,9 @@ def _read(file: BinaryIO, size: int, path: StrPath, limit: int) -> bytes:
         left -= len(part)
     if size > limit or left <= 0:
         length = f"it has {format_size(size)}" if size > limit else "it is longer"
-        raise OSError(errno.EFBIG, f"{length}, expected at most {format_size(limit)}", os.fspath(path))
+        raise OSError(
+            errno.EFBIG, f"{length}, expected at most {format_size(limit)}", os.fspath(path)
+        )
     return b"".join(parts)
 
 
@@ -185,7 +197,9 @@ def atomic_file(path: StrPath, *, overwrite: bool = True) -> Iterator[BinaryIO]:
         with contextlib.suppress(FileNotFoundError):
             mode = os.stat(path).st_mode
         if mode is not None and not overwrite:
-            raise WriteError(f"{os.fspath(path)} exists already; choose another name, or ask to overwrite it")
+            raise WriteError(
+                f"{os.fspath(path)} exists already; choose another name, or ask to overwrite it"
+            )
         if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             with open(path, "wb") as file:
                 yield file
@@ -204,7 +218,9 @@ def atomic_file(path: StrPath, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     except MoeoffError:
         raise
     except OSError as error:
-        raise WriteError(f"{os.fspath(path)}: cannot be written: {error.strerror or error}") from None
+        raise WriteError(
+            f"{os.fspath(path)}: cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def publish(fd: int, partial: StrPath, path: StrPath) -> None:
@@ -239,4 +255,11 @@ def demo_model() -> str:
 
 def machine_wide_file(name: str) -> str | None:
     """Return the path of a file for all processes of the machine, if possible."""
-    return next((f"{folder}/moeoff-{name}" for folder in ("/dev/shm", "/tmp") if os.access(folder, os.W_OK)), None)
+    return next(
+        (
+            f"{folder}/moeoff-{name}"
+            for folder in ("/dev/shm", "/tmp")
+            if os.access(folder, os.W_OK)
+        ),
+        None,
+    )

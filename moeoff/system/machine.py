@@ -35,7 +35,12 @@ def load() -> str | None:
     """
     global LEVEL
     spec = importlib.util.find_spec("llama_cpp")
-    if LEVEL is not None or spec is None or not spec.submodule_search_locations or "LLAMA_CPP_LIB_PATH" in os.environ:
+    if (
+        LEVEL is not None
+        or spec is None
+        or not spec.submodule_search_locations
+        or "LLAMA_CPP_LIB_PATH" in os.environ
+    ):
         return LEVEL
     LEVEL = load_from(Path(spec.submodule_search_locations[0]) / "lib")
     return LEVEL

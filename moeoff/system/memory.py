@@ -1,7 +1,8 @@
 """Memory: sizes as people write them, what this process may use, and what it uses.
 
-The system's free memory is psutil's, and the process's resident bytes where there is no /proc. Limits of cgroups and the peak (VmHWM), which psutil does not
-have, are read here. psutil is imported when it is first asked: `moeoff --help` asks nothing.
+The system's free memory is psutil's, and the process's resident bytes where there is no
+/proc. Limits of cgroups and the peak (VmHWM), which psutil does not have, are read
+here. psutil is imported when it is first asked: `moeoff --help` asks nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
 _M_ARENA_MAX = -8  # of malloc.h
 _MOST = 1 << 60  # bytes
-_SLOT_PAGE, _SYSTEM_PAGE = 4096, mmap.PAGESIZE  # the native page_size, and the machine's, which may be larger
+# the native page_size, and the machine's, which may be larger
+_SLOT_PAGE, _SYSTEM_PAGE = 4096, mmap.PAGESIZE
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def slot_bytes(*slices: int) -> int:
-    """Bytes of the arena's slot for an expert of these slices: each has whole pages, and one for a start inside a page; the slot has the system's (moeoff-arena)."""
+    """Bytes of the arena's slot for an expert of these slices: each has whole pages,
+    and one for a start inside a page; the slot has the system's (moeoff-arena).
+    """
     nbytes = sum(-(-n // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE for n in slices)
     return -(-nbytes // _SYSTEM_PAGE) * _SYSTEM_PAGE
 
 
 def parse_size(text: str | float, whole: int | None = None) -> int:
-    """Bytes of "6G", "6GiB", "700M", "6000000000", or "80%" (of `whole`, by default what is available). G and GiB both mean 2^30; GB means 10^9.
+    """Bytes of "6G", "6GiB", "700M", "6000000000", or "80%" (of `whole`, by default
+    what is available). G and GiB both mean 2^30; GB means 10^9.
 
     Raises:
         OptionError: not a size, or zero.
@@ -44,7 +49,9 @@ def parse_size(text: str | float, whole: int | None = None) -> int:
         try:
             share = parse_percent(text)
         except ValueError:
-            raise OptionError(f"not a size: {text!r}; write for example 6G, 700MiB or 80%") from None
+            raise OptionError(
+                f"not a size: {text!r}; write for example 6G, 700MiB or 80%"
+            ) from None
         if not 0 < share <= 1:
             raise OptionError(f"a share of memory lies between 0% and 100%, not {text!r}")
         size = int((available() if whole is None else whole) * share)
@@ -90,7 +97,8 @@ def format_size(n: int) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent on a model, in bytes: made once for it, so that everything that is chosen by it is chosen by the same number.
+    """What may be spent on a model, in bytes: made once for it, so that everything that
+    is chosen by it is chosen by the same number.
 
     Attributes:
         process: bound of the whole process; None: the experts alone are bounded.
@@ -125,10 +133,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A memory cgroup: its folder, and the names that its version has for limits and statistics.
+    """A memory cgroup: its folder, and the names that its version has for limits and
+    statistics.
 
     Attributes:
-        charged: of `memory.stat`, what no other file could bring back: anonymous and shared memory.
+        charged: of `memory.stat`, what no other file could bring back: anonymous and
+            shared memory.
     """
 
     folder: str
@@ -137,7 +147,9 @@ class MemoryGroup:
 
     @property
     def limit(self) -> int | None:
-        """The lowest limit in bytes, above which the kernel kills or slows down; None without one."""
+        """The lowest limit in bytes, above which the kernel kills or slows down; None
+        without one.
+        """
         limits = []
         for name in self.limit_files:
             try:
@@ -149,7 +161,9 @@ class MemoryGroup:
         return min((n for n in limits if n < _MOST), default=None)
 
     def held_by_others(self, own: int) -> int:
-        """Bytes of the group's other processes that the kernel cannot take back without swap, those of files in memory among them."""
+        """Bytes of the group's other processes that the kernel cannot take back without
+        swap, those of files in memory among them.
+        """
         return max(0, self._held() - own)
 
     def _held(self) -> int:
@@ -161,12 +175,16 @@ class MemoryGroup:
         return sum(stat.get(name, 0) for name in self.charged)
 
     def free_share(self) -> float:
-        """The share of the limit that processes could still get, the page cache included."""
+        """The share of the limit that processes could still get, the page cache
+        included.
+        """
         return 1 - self._held() / limit if (limit := self.limit) else 1.0
 
 
 def _memory_groups() -> list[MemoryGroup]:
-    """This process's memory cgroup and its parents, of versions 1 and 2 of the kernel's interface."""
+    """This process's memory cgroup and its parents, of versions 1 and 2 of the kernel's
+    interface.
+    """
     groups = []
     limits: tuple[str, ...]
     try:
@@ -203,7 +221,9 @@ def limited_groups() -> list[MemoryGroup]:
 
 
 def free_share() -> float:
-    """The share of the machine's memory that processes could still get, the page cache included."""
+    """The share of the machine's memory that processes could still get, the page cache
+    included.
+    """
     import psutil
 
     memory = psutil.virtual_memory()
@@ -211,9 +231,11 @@ def free_share() -> float:
 
 
 def available() -> int:
-    """Bytes this process could use in all: its own, and what the system and its cgroups still have.
+    """Bytes this process could use in all: its own, and what the system and its cgroups
+    still have.
 
-    The page cache counts as free in a cgroup: the kernel takes it back before it kills. What other processes of the cgroup hold does not.
+    The page cache counts as free in a cgroup: the kernel takes it back before it kills.
+    What other processes of the cgroup hold does not.
 
     Raises:
         OptionError: the system does not say how much memory is free.
@@ -223,8 +245,12 @@ def available() -> int:
     own = _own("RssAnon", "RssShmem")  # files that are mapped count as free already
     try:
         free = [int(psutil.virtual_memory().available) + (own or rss())]
-    except (OSError, RuntimeError, ValueError, psutil.Error):  # what psutil raises where /proc is not mounted, or a call is refused
-        raise OptionError("this system does not say how much memory is free (is /proc mounted?)", hint={"memory": ...}) from None
+    except (OSError, RuntimeError, ValueError, psutil.Error):
+        # what psutil raises where /proc is not mounted, or a call is refused
+        raise OptionError(
+            "this system does not say how much memory is free (is /proc mounted?)",
+            hint={"memory": ...},
+        ) from None
     for group in _memory_groups():
         if (limit := group.limit) is not None:
             free.append(max(0, limit - group.held_by_others(own)))
@@ -242,7 +268,9 @@ def _own(*keys: str) -> int:
 
 
 def rss() -> int:
-    """Resident bytes of this process. Asked after every token: /proc takes a third of the time that psutil does."""
+    """Resident bytes of this process. Asked after every token: /proc takes a third of
+    the time that psutil does.
+    """
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -253,36 +281,48 @@ def rss() -> int:
     try:
         return int(psutil.Process().memory_info().rss)
     except (OSError, psutil.Error):
-        raise OptionError("this system does not say how much memory a process takes, which no bound can be kept without: is /proc mounted?") from None
+        raise OptionError(
+            "this system does not say how much memory a process takes, which no bound can be kept"
+            " without: is /proc mounted?"
+        ) from None
 
 
 _MADV_DONTNEED = 4  # of sys/mman.h
 
 
 def peak_rss() -> int:
-    """The most that was ever resident, in bytes: VmHWM, and where there is no /proc the system's ru_maxrss."""
-    return _own("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The most that was ever resident, in bytes: VmHWM, and where there is no /proc the
+    system's ru_maxrss.
+    """
+    return _own("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def share_malloc_arenas() -> None:
-    """For a process of many threads: glibc gives each of them an arena of its own, and each keeps what was once freed in it. Elsewhere nothing."""
+    """For a process of many threads: glibc gives each of them an arena of its own, and
+    each keeps what was once freed in it. Elsewhere nothing.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 2)
 
 
 def trim() -> None:
-    """Gives back what the C allocator holds of memory that is free, where it can (glibc): a closed model's tens of MB."""
+    """Gives back what the C allocator holds of memory that is free, where it can
+    (glibc): a closed model's tens of MB.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def unmap_files() -> None:
-    """Unmap pages of libraries that were read and never written, and what `trim` gives back.
+    """Unmap pages of libraries that were read and never written, and what `trim` gives
+    back.
 
-    What was read to load a model is seldom asked for again; the rest comes back from the page
-    cache. Linux alone.
+    What was read to load a model is seldom asked for again; the rest comes back from
+    the page cache. Linux alone.
     """
     trim()
     if not sys.platform.startswith("linux"):
@@ -294,6 +334,8 @@ def unmap_files() -> None:
             first, *rest = line.split()
             if not first.endswith(":"):  # a mapping: where, rights, offset, device, inode
                 is_file = rest[0] in ("r-xp", "r--p") and rest[3] != "0"
-                begin, end = (int(address, 16) for address in first.split("-")) if is_file else (0, 0)
+                begin, end = (
+                    (int(address, 16) for address in first.split("-")) if is_file else (0, 0)
+                )
             elif first == "Anonymous:" and rest[0] == "0" and begin:
                 madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)

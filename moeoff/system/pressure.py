@@ -1,7 +1,8 @@
-"""Memory pressure, as Linux counts it: the time in which programs wait for memory to be reclaimed.
+"""Memory pressure, as Linux counts it: the time in which programs wait for memory to be
+reclaimed.
 
-`/proc/pressure/memory` is the machine's, `memory.pressure` that of a cgroup with a limit. Other
-systems, older kernels and containers that hide these files report none.
+`/proc/pressure/memory` is the machine's, `memory.pressure` that of a cgroup with a
+limit. Other systems, older kernels and containers that hide these files report none.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from .memory import free_share, limited_groups
 
 _WINDOW = 0.5  # seconds that a share is taken of, as of the kernel's own triggers
-# share of the memory that is free, above which programs wait for something else: for what their
-# own cgroup does not allow them, or for huge pages
+# share of the memory that is free, above which programs wait for something else: for
+# what their own cgroup does not allow them, or for huge pages
 _PLENTY = 0.3
 
 
@@ -35,7 +36,9 @@ class Source:
     free_share: Callable[[], float]
 
     def read(self) -> tuple[int, int] | None:
-        """Return microseconds of waiting and scanned pages; None: the system does not say."""
+        """Return microseconds of waiting and scanned pages; None: the system does not
+        say.
+        """
         try:
             with open(self.pressure) as file:
                 waited = int(file.readline().rpartition("total=")[2])
@@ -51,7 +54,9 @@ def _sources() -> list[Source]:
     names = ("pgscan_direct", "pgscan_kswapd")  # without what cgroups scan below their own limits
     machine = Source("/proc/pressure/memory", "/proc/vmstat", names, free_share)
     groups = [(group.folder, group.free_share) for group in limited_groups()]
-    files = [(f"{folder}/memory.pressure", f"{folder}/memory.stat", free) for folder, free in groups]
+    files = [
+        (f"{folder}/memory.pressure", f"{folder}/memory.stat", free) for folder, free in groups
+    ]
     return [machine, *(Source(first, second, ("pgscan",), free) for first, second, free in files)]
 
 
@@ -75,7 +80,8 @@ class Pressure:
         before, self._before = self._before, [source.read() for source in self._sources]
         self._read_at, share = now, 0.0
         for source, then, since in zip(self._sources, before, self._before, strict=True):
-            # without scans nothing was reclaimed, and programs waited for huge pages, say
+            # without scans nothing was reclaimed, and programs waited for huge pages,
+            # say
             if then and since and since[1] != then[1]:
                 waited = (since[0] - then[0]) / 1e6 / seconds
                 if waited > share and source.free_share() < _PLENTY:

@@ -54,14 +54,20 @@ class CacheEntry:
         except (OSError, ValueError, TypeError, RecursionError):
             return None
         types = get_type_hints(kind)
-        return facts if all(type(value) is types[name] for name, value in vars(facts).items()) else None
+        return (
+            facts
+            if all(type(value) is types[name] for name, value in vars(facts).items())
+            else None
+        )
 
     def save(self, facts: Any) -> None:
         """Write a dataclass, replacing the old one."""
         with contextlib.suppress(OSError), atomic_file(self.path()) as file:
             file.write(json.dumps(asdict(facts)).encode())
 
-    def load_arrays(self, layouts: Mapping[str, Layout], limit: int) -> dict[str, np.ndarray] | None:
+    def load_arrays(
+        self, layouts: Mapping[str, Layout], limit: int
+    ) -> dict[str, np.ndarray] | None:
         """Read arrays of at most `limit` bytes; None if there are no valid ones."""
         from .arrays import ArchiveError, WrongArrays, read_npz, require_arrays  # imports numpy
 

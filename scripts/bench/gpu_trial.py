@@ -1,23 +1,34 @@
-"""The trial on a GPU, in steps: what is there, the device's bits against stock's, transfer rates, and the table of modes, presets and stock.
+"""The trial on a GPU, in steps: what is there, the device's bits against stock's,
+transfer rates, and the table of modes, presets and stock.
 
 usage: gpu_trial.py [-o results] [--minutes N] [--fake | --small] [STEP...]     the named steps, or all that have no result yet
        gpu_trial.py --list | --table [--json FILE]                              the steps, or what the results say
        gpu_trial.py --pack WHEEL -o FILE.tar.xz [--python 3.12,...]             an archive that gpu_trial.sh runs from, with a wheel of cuda.py in it
 
-A step is a process that ends within nine minutes, or is ended then. Its result is a JSON file of its name, written when it has ended. With --minutes a step
-after the first that has not ended by then is ended without a result, and none begins in the last half minute: so the trial goes on, call by call, where a machine
-is lent for some minutes at a time. A step that failed has a result that says why, and is run again only by its name. Models are made on the spot: the demo model
-grown to 1.63 GiB, and the shape of Qwen3-30B-A3B (18 GB) with the routing of models that answer. A row is a share of the experts' bytes on the device, host memory
-for all experts or a quarter of them, and who computes: five prompts of 512 tokens, then five answers of 128 tokens, the model's own, behind 64 tokens of text each;
-one more of both, the first, does not count. STEP@2 is the step once more, in a process of its own, so that contenders take turns: the table has both.
+A step is a process that ends within nine minutes, or is ended then. Its result is a
+JSON file of its name, written when it has ended. With --minutes a step after the first
+that has not ended by then is ended without a result, and none begins in the last half
+minute: so the trial goes on, call by call, where a machine is lent for some minutes at
+a time. A step that failed has a result that says why, and is run again only by its
+name. Models are made on the spot: the demo model grown to 1.63 GiB, and the shape of
+Qwen3-30B-A3B (18 GB) with the routing of models that answer. A row is a share of the
+experts' bytes on the device, host memory for all experts or a quarter of them, and who
+computes: five prompts of 512 tokens, then five answers of 128 tokens, the model's own,
+behind 64 tokens of text each; one more of both, the first, does not count. STEP@2 is
+the step once more, in a process of its own, so that contenders take turns: the table
+has both.
 
---small takes the demo model in the place of both and short texts, for a software driver (GGML_VK_VISIBLE_DEVICES=0). --fake does the same without any device:
-every step runs its own code, and what would be on a device is on the CPU; its results say so, and their figures are those of the CPU.
-A preset that needs a calibration, as ProMoE, is left out unless `moeoff calibrate` has made one of the model file.
+--small takes the demo model in the place of both and short texts, for a software driver
+(GGML_VK_VISIBLE_DEVICES=0). --fake does the same without any device:
+every step runs its own code, and what would be on a device is on the CPU; its results
+say so, and their figures are those of the CPU. A preset that needs a calibration, as
+ProMoE, is left out unless `moeoff calibrate` has made one of the model file.
 
-The archive has the repository's Python, the packages that it imports, numpy for each Python, and the libraries of the wheel that compute. What serves or calibrates
-is left out. cuBLAS alone is ten times the archive's bound: small_cublas.cu stands in for it, for all contenders alike; it computes what is not quantized
-in batches of more than 16 tokens: in these models the routers.
+The archive has the repository's Python, the packages that it imports, numpy for each
+Python, and the libraries of the wheel that compute. What serves or calibrates is left
+out. cuBLAS alone is ten times the archive's bound: small_cublas.cu stands in for it,
+for all contenders alike; it computes what is not quantized in batches of more than 16
+tokens: in these models the routers.
 """
 
 from __future__ import annotations
@@ -57,11 +68,14 @@ MODELS = {
     "grown": ["grow_model.py", str(DEMO), "--width", "16", "--ff", "16"],
     "qwen3": ["shape_model.py", "qwen3-30b-a3b"],
 }
-SHARES = (25, 50, 10, 100)  # of the experts' bytes, in per cent, on the device; the first ones say most
-HOST = {"ample": 1.02, "short": 0.25}  # of the experts' bytes in host memory, ample with what whole pages take more
+# of the experts' bytes, in per cent, on the device; the first ones say most
+SHARES = (25, 50, 10, 100)
+# of the experts' bytes in host memory, ample with what whole pages take more
+HOST = {"ample": 1.02, "short": 0.25}
 SMALL = ((25, "short"),)  # the table's part that --small has
 VRAM_MODES = ("cooperative", "centric", "reordered", "waves", "auto")
-PRESETS = ("fate", "hobbit", "promoe", "lru")  # lru, with each expert uploaded before its use: load on demand
+# lru, with each expert uploaded before its use: load on demand
+PRESETS = ("fate", "hobbit", "promoe", "lru")
 BESIDE = 1 << 30  # on the device, for caches and compute buffers
 BATCHES = [40, 1, 2, 9, *[1] * 12]
 
@@ -81,7 +95,11 @@ class Trial:
 
     @property
     def models(self) -> dict[str, Path]:
-        return {"demo": DEMO} if self.small else {name: self.folder / f"{name}.gguf" for name in MODELS}
+        return (
+            {"demo": DEMO}
+            if self.small
+            else {name: self.folder / f"{name}.gguf" for name in MODELS}
+        )
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -99,12 +117,22 @@ def check(trial: Trial) -> dict[str, Any]:
     from moeoff import __version__
     from moeoff.llamacpp.devices import backends, devices
 
-    doctor = subprocess.run([sys.executable, "-m", "moeoff.cli", "doctor", "--json"], capture_output=True, text=True)
+    doctor = subprocess.run(
+        [sys.executable, "-m", "moeoff.cli", "doctor", "--json"], capture_output=True, text=True
+    )
     if not doctor.stdout:
-        raise RuntimeError((doctor.stderr.strip().splitlines() or [f"doctor: exit code {doctor.returncode}"])[-1])
-    gpus = [{"name": device.name, "description": device.description, "memory": device.memory} for device in devices()]
+        raise RuntimeError(
+            (doctor.stderr.strip().splitlines() or [f"doctor: exit code {doctor.returncode}"])[-1]
+        )
+    gpus = [
+        {"name": device.name, "description": device.description, "memory": device.memory}
+        for device in devices()
+    ]
     if not gpus and not trial.fake:
-        raise RuntimeError(f"no device: this build has {' and '.join(backends()) or 'no GPU backend'}, and no driver offers one")
+        raise RuntimeError(
+            f"no device: this build has {' and '.join(backends()) or 'no GPU backend'}, and no"
+            " driver offers one"
+        )
     driver = Path("/proc/driver/nvidia/version")
     return {
         "moeoff": __version__,
@@ -118,13 +146,22 @@ def check(trial: Trial) -> dict[str, Any]:
 
 
 def bits(trial: Trial) -> dict[str, Any]:
-    """On the demo model: the same bits as stock where every expert is in a slot, and where none is."""
+    """On the demo model: the same bits as stock where every expert is in a slot, and
+    where none is.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
     import numpy as np
 
     from helpers.device_runs import device_runs
 
-    ours = {"batches": BATCHES, **({"n_gpu_layers": 0, "memory": None, "expert_memory": "3M"} if trial.fake else {"vram": "1G"})}
+    ours = {
+        "batches": BATCHES,
+        **(
+            {"n_gpu_layers": 0, "memory": None, "expert_memory": "3M"}
+            if trial.fake
+            else {"vram": "1G"}
+        ),
+    }
     stock = {"batches": BATCHES, **({"n_gpu_layers": 0} if trial.fake else {})}
     every = {} if trial.fake else {"slots": 32}
     learned = {} if trial.fake else {"uploads": 32, "passes": 40}  # until everything is there
@@ -133,8 +170,12 @@ def bits(trial: Trial) -> dict[str, Any]:
         "stock, CPU": stock | {"stock": "CPU"},
         "centric, all in slots": ours | every | {"vram_mode": "centric"},
         "reordered, all in slots": ours | every | {"vram_mode": "reordered"},
-        "waves, a quarter in slots": ours | ({} if trial.fake else {"slots": 8}) | {"vram_mode": "waves"},
-        "staged, a quarter in slots": ours | ({} if trial.fake else {"slots": 8, "stage": (32, 2)}) | {"vram_mode": "waves"},
+        "waves, a quarter in slots": (
+            ours | ({} if trial.fake else {"slots": 8}) | {"vram_mode": "waves"}
+        ),
+        "staged, a quarter in slots": (
+            ours | ({} if trial.fake else {"slots": 8, "stage": (32, 2)}) | {"vram_mode": "waves"}
+        ),
         "cooperative, all in slots": ours | every | learned,
         "cooperative, none in slots": ours | {"uploads": 0},
     }
@@ -147,16 +188,29 @@ def bits(trial: Trial) -> dict[str, Any]:
             raise RuntimeError(f"{name}: {stats[name].get('error')}")
         n = int((logits[name].view(np.uint32) != other.view(np.uint32)).sum())
         largest = float(np.abs(logits[name] - other).max())
-        out[name] = {"differ": n, "of": other.size, "largest": largest, "device_hits": stats[name]["device_hits"], "uploads": stats[name]["device_uploads"]}
+        out[name] = {
+            "differ": n,
+            "of": other.size,
+            "largest": largest,
+            "device_hits": stats[name]["device_hits"],
+            "uploads": stats[name]["device_uploads"],
+        }
     return {"same": all(run["differ"] == 0 for run in out.values()), "runs": out}
 
 
 def transfers(trial: Trial) -> dict[str, Any]:
-    """Bytes per second to each device and back, from ordinary and from pinned memory, in one piece and in pieces of an expert's size."""
+    """Bytes per second to each device and back, from ordinary and from pinned memory,
+    in one piece and in pieces of an expert's size.
+    """
     from moeoff.llamacpp.devices import devices
 
-    handles = {device.name: device.handle for device in devices()} or ({"CPU": None} if trial.fake else {})
-    return {name: _transfer_rates(handle, (16 << 20) if trial.small else (256 << 20)) for name, handle in handles.items()}
+    handles = {device.name: device.handle for device in devices()} or (
+        {"CPU": None} if trial.fake else {}
+    )
+    return {
+        name: _transfer_rates(handle, (16 << 20) if trial.small else (256 << 20))
+        for name, handle in handles.items()
+    }
 
 
 def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
@@ -168,17 +222,26 @@ def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
     class InitParams(ctypes.Structure):  # ggml_init_params
         _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
 
-    by_index, count = function("ggml_backend_dev_get", c_void_p, c_size_t), function("ggml_backend_dev_count", c_size_t)
+    by_index, count = (
+        function("ggml_backend_dev_get", c_void_p, c_size_t),
+        function("ggml_backend_dev_count", c_size_t),
+    )
     device = by_index(count() - 1) if device is None else device  # the CPU is the last
     buffer_type = function("ggml_backend_dev_buffer_type", c_void_p, c_void_p)(device)
     host_type = function("ggml_backend_dev_host_buffer_type", c_void_p, c_void_p)(device)
-    allocate, free = function("ggml_backend_buft_alloc_buffer", c_void_p, c_void_p, c_size_t), function("ggml_backend_buffer_free", None, c_void_p)
+    allocate, free = (
+        function("ggml_backend_buft_alloc_buffer", c_void_p, c_void_p, c_size_t),
+        function("ggml_backend_buffer_free", None, c_void_p),
+    )
     base = function("ggml_backend_buffer_get_base", c_void_p, c_void_p)
     write = function("ggml_backend_tensor_set", None, c_void_p, c_void_p, c_size_t, c_size_t)
     read = function("ggml_backend_tensor_get", None, c_void_p, c_void_p, c_size_t, c_size_t)
     context = function("ggml_init", c_void_p, InitParams)(InitParams(1 << 16, None, True))
-    tensor = function("ggml_new_tensor_1d", c_void_p, c_void_p, c_int, c_int64)(context, 24, size)  # GGML_TYPE_I8
-    buffer = function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)(context, buffer_type)
+    # GGML_TYPE_I8
+    tensor = function("ggml_new_tensor_1d", c_void_p, c_void_p, c_int, c_int64)(context, 24, size)
+    buffer = function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)(
+        context, buffer_type
+    )
     if not buffer:
         raise RuntimeError(f"the device has no {size >> 20} MiB for a tensor")
     ordinary = ctypes.create_string_buffer(b"\1" * size, size)
@@ -187,7 +250,9 @@ def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
         ctypes.memset(base(pinned), 1, size)
         sources["pinned"] = base(pinned)
     out = {}
-    for (kind, source), (way, copy) in itertools.product(sources.items(), {"to": write, "from": read}.items()):
+    for (kind, source), (way, copy) in itertools.product(
+        sources.items(), {"to": write, "from": read}.items()
+    ):
         for piece in (size, 1 << 20):
             copy(tensor, source, 0, size)  # once before it counts
             rounds, started = 0, time.perf_counter()
@@ -195,7 +260,9 @@ def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
                 for at in range(0, size, piece):
                     copy(tensor, source + at, at, piece)
                 rounds += 1
-            out[f"{kind} memory, {way} the device, {piece >> 20} MiB"] = rounds * size / (time.perf_counter() - started)
+            out[f"{kind} memory, {way} the device, {piece >> 20} MiB"] = (
+                rounds * size / (time.perf_counter() - started)
+            )
     for one in filter(None, (buffer, pinned)):
         free(one)
     function("ggml_free", None, c_void_p)(context)
@@ -208,13 +275,27 @@ def model(trial: Trial, name: str) -> dict[str, Any]:
     if not path.exists():
         script, *arguments = MODELS[name]
         part = path.with_suffix(".part.gguf")
-        subprocess.run([sys.executable, ROOT / "scripts/models" / script, *arguments, "--overwrite", "-o", part], check=True, env=_with_scripts())
+        subprocess.run(
+            [
+                sys.executable,
+                ROOT / "scripts/models" / script,
+                *arguments,
+                "--overwrite",
+                "-o",
+                part,
+            ],
+            check=True,
+            env=_with_scripts(),
+        )
         os.replace(part, path)
     return {"bytes": path.stat().st_size}
 
 
-def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: int = 0, host: str = "") -> dict[str, Any]:
-    """Prompts and single tokens of one contender, by `moeoff bench`'s own measurement, in a process of its own.
+def row(
+    trial: Trial, name: str, options: dict[str, Any], stock: bool, share: int = 0, host: str = ""
+) -> dict[str, Any]:
+    """Prompts and single tokens of one contender, by `moeoff bench`'s own measurement,
+    in a process of its own.
 
     Stock's share is whole layers, the last ones, as with --n-cpu-moe.
     """
@@ -231,7 +312,9 @@ def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: in
     path = trial.models[name]
     index = ModelIndex.read(str(path))
     try:
-        require_calibration(get_strategy(options.get("strategy", "auto")), Profile.find(index), index)
+        require_calibration(
+            get_strategy(options.get("strategy", "auto")), Profile.find(index), index
+        )
     except OptionError as error:
         return {"left_out": str(error)}
     rest = sum(Path(file).stat().st_size for file in index.files) - index.expert_bytes
@@ -239,14 +322,17 @@ def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: in
     if stock:
         options = {"n_cpu_moe": index.n_layer - index.n_layer * share // 100}
     elif share:
-        options = options | trial.vram(index.expert_bytes * share // 100 + rest + beside, options["vram_mode"])
+        options = options | trial.vram(
+            index.expert_bytes * share // 100 + rest + beside, options["vram_mode"]
+        )
         if trial.fake:
             del options["vram_mode"]
         options["expert_memory"] = int(index.expert_bytes * HOST[host])
     n_prompt, n_before, n_answer, n_ctx = (64, 16, 8, 256) if trial.small else (512, 64, 128, 1024)
     tests = BenchTest(n_prompt, 0), BenchTest(0, n_answer, n_before)
     n_rounds = 1 if trial.small else 6  # the first of them warms up
-    usual = {"n_ctx": n_ctx, "flash_attn": not trial.small}  # an old software driver crashes over it
+    # an old software driver crashes over it
+    usual = {"n_ctx": n_ctx, "flash_attn": not trial.small}
     if stock:
         usual |= {"use_mmap": False, "n_threads": n_cores(), "n_threads_batch": n_cores()}
     job = Job(
@@ -268,12 +354,17 @@ def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: in
 
 
 def _with_scripts() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    }
 
 
 def steps(trial: Trial) -> dict[str, Callable[[], dict[str, Any]]]:
     """In the order in which they run: what says most comes first."""
-    out: dict[str, Callable[[], dict[str, Any]]] = {name: partial(step, trial) for name, step in (("check", check), ("transfers", transfers), ("bits", bits))}
+    out: dict[str, Callable[[], dict[str, Any]]] = {
+        name: partial(step, trial)
+        for name, step in (("check", check), ("transfers", transfers), ("bits", bits))
+    }
     for name in trial.models:
         if not trial.small:
             out[f"model-{name}"] = partial(model, trial, name)
@@ -282,9 +373,13 @@ def steps(trial: Trial) -> dict[str, Callable[[], dict[str, Any]]]:
         out[f"{name}-experts-on-cpu"] = partial(run, {}, False)
         for share, host in SMALL if trial.small else itertools.product(SHARES, HOST):
             for mode in VRAM_MODES:
-                out[f"{name}-{share}-{host}-{mode}"] = partial(run, {"vram_mode": mode}, False, share, host)
+                out[f"{name}-{share}-{host}-{mode}"] = partial(
+                    run, {"vram_mode": mode}, False, share, host
+                )
             for preset in PRESETS:
-                out[f"{name}-{share}-{host}-{preset}"] = partial(run, {"strategy": preset, "vram_mode": "centric"}, False, share, host)
+                out[f"{name}-{share}-{host}-{preset}"] = partial(
+                    run, {"strategy": preset, "vram_mode": "centric"}, False, share, host
+                )
     return out
 
 
@@ -292,12 +387,21 @@ def steps(trial: Trial) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def run_step(trial: Trial, name: str, seconds: float) -> dict[str, Any] | None:
-    """In a process of its own; the last line that it says is its result, or why it failed. None: it was ended before its time, and has no result."""
+    """In a process of its own; the last line that it says is its result, or why it
+    failed. None: it was ended before its time, and has no result.
+    """
     out = trial.folder / f"{name}.json"
     command = [sys.executable, str(Path(__file__).resolve()), "--do", name, "-o", str(trial.folder)]
     command += ["--fake"] * trial.fake + ["--small"] * trial.small
     started, error, errors, result = time.monotonic(), "", "", None
-    with subprocess.Popen(command, env=_with_scripts(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command,
+        env=_with_scripts(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             output, errors = process.communicate(timeout=seconds)
             if process.returncode:
@@ -310,8 +414,16 @@ def run_step(trial: Trial, name: str, seconds: float) -> dict[str, Any] | None:
             error = f"not finished after {seconds} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too: it would keep the device's memory
-    step = {"step": name, "fake": trial.fake, "small": trial.small, "seconds": round(time.monotonic() - started, 1), "error": error, "result": result}
+                # what it has started, too: it would keep the device's memory
+                os.killpg(process.pid, signal.SIGKILL)
+    step = {
+        "step": name,
+        "fake": trial.fake,
+        "small": trial.small,
+        "seconds": round(time.monotonic() - started, 1),
+        "error": error,
+        "result": result,
+    }
     if error:
         step["stderr"] = errors[-4000:]
     part = out.with_suffix(".part")
@@ -321,12 +433,18 @@ def run_step(trial: Trial, name: str, seconds: float) -> dict[str, Any] | None:
 
 
 def run(trial: Trial, names: list[str], minutes: float | None) -> int:
-    """Runs the named steps, or those without a result; returns how many failed, 75 (EX_TEMPFAIL) if time ran out before the last."""
+    """Runs the named steps, or those without a result; returns how many failed, 75
+    (EX_TEMPFAIL) if time ran out before the last.
+    """
     trial.folder.mkdir(parents=True, exist_ok=True)
     every, started, failed = steps(trial), time.monotonic(), 0
     todo = names or [name for name in every if not (trial.folder / f"{name}.json").exists()]
     for i, name in enumerate(todo):
-        left = STEP_SECONDS if minutes is None or not i else 60 * minutes - (time.monotonic() - started)
+        left = (
+            STEP_SECONDS
+            if minutes is None or not i
+            else 60 * minutes - (time.monotonic() - started)
+        )
         step = run_step(trial, name, min(left, STEP_SECONDS)) if left >= LEAST_SECONDS else None
         if step is None:
             print(f"{len(todo) - i} steps are left; run it again", flush=True)
@@ -339,16 +457,25 @@ def run(trial: Trial, names: list[str], minutes: float | None) -> int:
 
 
 def save_tables(folder: Path, path: Path | None) -> None:
-    """Prints what the results say, and writes it as a data file of where they were measured."""
+    """Prints what the results say, and writes it as a data file of where they were
+    measured.
+    """
     results = sorted(folder.glob("*.json"), key=lambda result: result.stat().st_mtime)
     steps = {result.stem: json.loads(result.read_text()) for result in results}
     file = ResultsFile(None)
     tables(steps, file)
     if path:
         facts = steps["check"]["result"]
-        place = ", ".join([facts["machine"], *(device["description"] for device in facts["devices"])])
+        place = ", ".join(
+            [facts["machine"], *(device["description"] for device in facts["devices"])]
+        )
         day = datetime.date.fromtimestamp(results[0].stat().st_mtime).isoformat()
-        head = (shlex.join(["python", "scripts/bench/gpu_trial.py", *steps]), place, day, facts["commit"])
+        head = (
+            shlex.join(["python", "scripts/bench/gpu_trial.py", *steps]),
+            place,
+            day,
+            facts["commit"],
+        )
         write(path, dict(zip(HEAD, head)) | {"tables": [vars(table) for table in file.tables]})
 
 
@@ -358,17 +485,35 @@ def tables(steps: dict[str, dict[str, Any]], file: ResultsFile) -> None:
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, result in results.items():
         if "rows" in result:
-            rows.setdefault(name.partition("@")[0] + " (fake)" * steps[name]["fake"], []).append(result)
+            rows.setdefault(name.partition("@")[0] + " (fake)" * steps[name]["fake"], []).append(
+                result
+            )
     if rows:
         tests = [test["test"] for test in next(iter(rows.values()))[0]["rows"]]
-        speeds = file.table("rows", "Tokens/s, the model's share on the device, host memory and contender", ["", *tests, "of the experts on the GPU", "slots"])
+        speeds = file.table(
+            "rows",
+            "Tokens/s, the model's share on the device, host memory and contender",
+            ["", *tests, "of the experts on the GPU", "slots"],
+        )
         for name, processes in rows.items():
-            rates = [_speed([process["rows"][i]["samples_ts"] for process in processes]) for i in range(len(tests))]
+            rates = [
+                _speed([process["rows"][i]["samples_ts"] for process in processes])
+                for i in range(len(tests))
+            ]
             hits = [process["rows"][-1]["device_hit_rate"] for process in processes]
             slots = {use["n_slots"] for use in processes[0].get("device_memory", {}).values()}
-            speeds.row(name, *rates, "" if None in hits else f"{statistics.median(hits):.0%}", ", ".join(map(str, slots)))
-        longest = max(len(result["rows"][0]["samples_ts"]) for result in results.values() if "rows" in result)
-        prompts = file.table("prompts", f"Each {tests[0]} in turn: tokens/s", ["", *map(str, range(1, longest + 1))])
+            speeds.row(
+                name,
+                *rates,
+                "" if None in hits else f"{statistics.median(hits):.0%}",
+                ", ".join(map(str, slots)),
+            )
+        longest = max(
+            len(result["rows"][0]["samples_ts"]) for result in results.values() if "rows" in result
+        )
+        prompts = file.table(
+            "prompts", f"Each {tests[0]} in turn: tokens/s", ["", *map(str, range(1, longest + 1))]
+        )
         for name, processes in rows.items():
             for process in processes:
                 rates = [f"{rate:.0f}" for rate in process["rows"][0]["samples_ts"]]
@@ -379,10 +524,14 @@ def tables(steps: dict[str, dict[str, Any]], file: ResultsFile) -> None:
             for way, rate in rates.items():
                 transfers.row(f"{device}, {way}", f"{rate / 1e9:.1f}")
     if "bits" in results:
-        bits = file.table("bits", "Numbers that differ from stock's", ["", "differ", "of", "experts uploaded"])
+        bits = file.table(
+            "bits", "Numbers that differ from stock's", ["", "differ", "of", "experts uploaded"]
+        )
         for name, run in results["bits"]["runs"].items():
             bits.row(name, str(run["differ"]), str(run["of"]), str(run["uploads"]))
-    reasons = {name: step["error"] or step["result"].get("left_out") for name, step in steps.items()}
+    reasons = {
+        name: step["error"] or step["result"].get("left_out") for name, step in steps.items()
+    }
     if any(reasons.values()):
         failed = file.table("failed", "Steps without a result", ["", "why"])
         for name, why in reasons.items():
@@ -417,7 +566,9 @@ def pack(wheel: Path, out: Path, pythons: list[str]) -> int:
         for version in pythons:
             _install(home / f"numpy-cp{version.replace('.', '')}", version, f"numpy=={NUMPY}")
         with zipfile.ZipFile(wheel) as content:
-            content.extractall(site, [name for name in content.namelist() if Path(name).name not in LEFT_OUT])
+            content.extractall(
+                site, [name for name in content.namelist() if Path(name).name not in LEFT_OUT]
+            )
         if (site / "llama_cpp/lib/libggml-cuda.so").exists():
             sys.path.insert(0, str(ROOT / "scripts/build"))
             import cuda
@@ -432,51 +583,102 @@ def pack(wheel: Path, out: Path, pythons: list[str]) -> int:
         script = home / "gpu_trial.sh"
         script.write_bytes((ROOT / "scripts/bench/gpu_trial.sh").read_bytes())
         script.chmod(0o755)
-        files = [path for path in home.rglob("*") if path.is_file() and is_packed(path.relative_to(home))]
-        # the same file of several Pythons one behind the other, so that the second costs nothing
-        files.sort(key=lambda path: (path.name.partition(".cpython-")[0], path.stat().st_size, str(path)))
+        files = [
+            path for path in home.rglob("*") if path.is_file() and is_packed(path.relative_to(home))
+        ]
+        # the same file of several Pythons one behind the other, so that the second
+        # costs nothing
+        files.sort(
+            key=lambda path: (path.name.partition(".cpython-")[0], path.stat().st_size, str(path))
+        )
         filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
-        with lzma.open(out, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        with (
+            lzma.open(out, "wb", filters=filters) as stream,
+            tarfile.open(fileobj=stream, mode="w") as tar,
+        ):
             for path in files:
                 tar.add(path, str(path.relative_to(home.parent)))
     if (size := out.stat().st_size) > LARGEST:
         out.unlink()
-        raise SystemExit(f"{out.name} would have {size / (1 << 20):.1f} MiB, more than {LARGEST >> 20}: give fewer --python")
+        raise SystemExit(
+            f"{out.name} would have {size / (1 << 20):.1f} MiB, more than {LARGEST >> 20}: give"
+            " fewer --python"
+        )
     return size
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file of the archive's folder is part of the archive: all of the repository's, and of the packages what is needed to run."""
-    return path.parts[0] == "tree" or not NOT_PACKED & set(path.parts) and path.suffix not in (".pyi", ".a")
+    """Whether a file of the archive's folder is part of the archive: all of the
+    repository's, and of the packages what is needed to run.
+    """
+    return (
+        path.parts[0] == "tree"
+        or not NOT_PACKED & set(path.parts)
+        and path.suffix not in (".pyi", ".a")
+    )
 
 
 def _install(folder: Path, python: str, *packages: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "-qqq", "--no-deps", "--no-compile", "--only-binary", ":all:", "--python-version", python]
-    subprocess.run([*command, "--platform", "manylinux2014_x86_64", "--target", str(folder), *packages], check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-qqq",
+        "--no-deps",
+        "--no-compile",
+        "--only-binary",
+        ":all:",
+        "--python-version",
+        python,
+    ]
+    subprocess.run(
+        [*command, "--platform", "manylinux2014_x86_64", "--target", str(folder), *packages],
+        check=True,
+    )
 
 
 def _files_of_the_repository() -> list[Path]:
-    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    paths = [
+        path
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     return [*paths, ROOT / "scripts/results.py", ROOT / "LICENSE", ROOT / "NOTICE"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("steps", nargs="*", metavar="STEP")
-    parser.add_argument("-o", "--out", type=Path, default=Path("results"), help="folder of results and models, or the archive")
-    parser.add_argument("--minutes", type=float, help="no step after the first lasts longer than these")
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("results"),
+        help="folder of results and models, or the archive",
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="no step after the first lasts longer than these"
+    )
     parser.add_argument("--fake", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--json", type=Path, help="with --table: a data file of the tables, too")
     parser.add_argument("--pack", type=Path, metavar="WHEEL")
-    parser.add_argument("--python", default="3.10,3.11,3.12,3.13", help="that the archive has numpy for")
+    parser.add_argument(
+        "--python", default="3.10,3.11,3.12,3.13", help="that the archive has numpy for"
+    )
     parser.add_argument("--do", help=argparse.SUPPRESS)
     options = parser.parse_args()
     trial = Trial(options.out.resolve(), options.small or options.fake, options.fake)
     known = steps(trial)
-    if wrong := sorted({name.partition("@")[0] for name in (*options.steps, options.do or "check")} - set(known)):
+    if wrong := sorted(
+        {name.partition("@")[0] for name in (*options.steps, options.do or "check")} - set(known)
+    ):
         parser.error(f"no step {wrong[0]!r}; --list has them")
     if options.list:
         print("\n".join(known))

@@ -1,11 +1,15 @@
-"""A Ray cluster of nodes on this machine to which things happen while clients ask: a server that hangs, a node that dies, one that joins, more requests.
+"""A Ray cluster of nodes on this machine to which things happen while clients ask: a
+server that hangs, a node that dies, one that joins, more requests.
 
 usage: ray_cluster.py -m MODEL [--memory 200M] [--clients 4] [--json FILE]
 
-Two nodes with a replica each (tests/helpers/ray_cluster.py). The clients ask short questions, each a conversation of its own, one after the other, from before
-the event until the cluster is whole again and for some seconds more; an answer that is not whole is an error. At last replicas are scaled by the requests in
-flight: one client, then many, then none. These ask for longer answers: of short ones most of a client's time is spent in the client and in Ray, where no
-replica counts it, while the servers wait for the cores that all share here.
+Two nodes with a replica each (tests/helpers/ray_cluster.py). The clients ask short
+questions, each a conversation of its own, one after the other, from before the event
+until the cluster is whole again and for some seconds more; an answer that is not whole
+is an error. At last replicas are scaled by the requests in flight: one client, then
+many, then none. These ask for longer answers: of short ones most of a client's time is
+spent in the client and in Ray, where no replica counts it, while the servers wait for
+the cores that all share here.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ from pathlib import Path
 
 import click
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[2] / "tests"),
+]
 
 import httpx
 from rich.console import Console
@@ -35,14 +42,27 @@ N_TOKENS, N_LONGER = 32, 256  # of an answer; of one that lasts
 AROUND = 5.0  # seconds of asking before an event and behind it
 LASTS = 40.0  # seconds for which the demand lasts: longer than Ray looks back
 LONGEST = 240.0  # seconds until the cluster must be whole again
-SCALED = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 2, "downscale_delay_s": 5}
+SCALED = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_ongoing_requests": 2,
+    "upscale_delay_s": 2,
+    "downscale_delay_s": 5,
+}
 
 
 class Clients:
-    """Ask while the block runs. answers: (seconds, whole or not) of each request, in the order of their ends."""
+    """Ask while the block runs. answers: (seconds, whole or not) of each request, in
+    the order of their ends.
+    """
 
     def __init__(self, url: str, n: int, n_tokens: int = N_TOKENS):
-        self.url, self.n_tokens, self.answers, self._ends = url, n_tokens, list[tuple[float, bool]](), threading.Event()
+        self.url, self.n_tokens, self.answers, self._ends = (
+            url,
+            n_tokens,
+            list[tuple[float, bool]](),
+            threading.Event(),
+        )
         self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(n)]
 
     def __enter__(self) -> Clients:
@@ -62,11 +82,21 @@ class Clients:
         with single_use() as http:
             while not self._ends.is_set():
                 number += 1
-                body = {"messages": [{"role": "user", "content": f"{client}.{number}: how many?"}], "max_tokens": n, "temperature": 0, "ignore_eos": True}
+                body = {
+                    "messages": [{"role": "user", "content": f"{client}.{number}: how many?"}],
+                    "max_tokens": n,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                }
                 asked = time.monotonic()
                 try:
-                    answer = http.post(f"{self.url}/v1/chat/completions", json=body, timeout=LONGEST)
-                    whole = answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == n
+                    answer = http.post(
+                        f"{self.url}/v1/chat/completions", json=body, timeout=LONGEST
+                    )
+                    whole = (
+                        answer.status_code == 200
+                        and answer.json()["usage"]["completion_tokens"] == n
+                    )
                 except httpx.HTTPError:
                     whole = False
                 self.answers.append((time.monotonic() - asked, whole))
@@ -91,7 +121,11 @@ def n_running(name: str) -> int:
     """Replicas that answer, as Ray knows it."""
     from ray import serve
 
-    return sum(app.deployments[name].replica_states.get("RUNNING", 0) for app in serve.status().applications.values() if name in app.deployments)
+    return sum(
+        app.deployments[name].replica_states.get("RUNNING", 0)
+        for app in serve.status().applications.values()
+        if name in app.deployments
+    )
 
 
 def n_in_flight() -> float:
@@ -99,8 +133,16 @@ def n_in_flight() -> float:
     import ray
 
     ports = [node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]]
-    texts = "".join(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=LONGEST).text for port in ports)
-    return float(re.findall(r'^ray_serve_autoscaling_total_requests\{.*?deployment="moeoff".*?\} (\S+)', texts, re.MULTILINE)[-1])
+    texts = "".join(
+        httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=LONGEST).text for port in ports
+    )
+    return float(
+        re.findall(
+            r'^ray_serve_autoscaling_total_requests\{.*?deployment="moeoff".*?\} (\S+)',
+            texts,
+            re.MULTILINE,
+        )[-1]
+    )
 
 
 @click.command()
@@ -118,8 +160,12 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
     steps: list[tuple[str, int, float, Clients | None, float | None]] = []
     model = os.path.abspath(model)
 
-    def happens(nodes: Cluster, what: str, event: Callable[[], tuple[float, Callable[[], bool]]]) -> None:
-        """event: does it, and returns when, and what says that the cluster is whole again."""
+    def happens(
+        nodes: Cluster, what: str, event: Callable[[], tuple[float, Callable[[], bool]]]
+    ) -> None:
+        """event: does it, and returns when, and what says that the cluster is whole
+        again.
+        """
         console.print(what, style="dim")
         with Clients(nodes.url, n_clients) as clients:
             time.sleep(AROUND)
@@ -143,13 +189,23 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
         return time.monotonic(), lambda: n_running("moeoff") == 2
 
     with cluster([{"holds": "model"}] * 2, 2 * GIB, None) as nodes:
-        serve.run(moeoff.ray.deployment(model, memory=memory, num_replicas=2, labels={"holds": "model"}, n_threads=1))
+        serve.run(
+            moeoff.ray.deployment(
+                model, memory=memory, num_replicas=2, labels={"holds": "model"}, n_threads=1
+            )
+        )
         happens(nodes, "a server hangs (SIGSTOP)", hang)
         happens(nodes, "a node dies", die)
         happens(nodes, "a node joins", join)
         serve.delete("default")
         after(lambda: not servers(nodes))
-        scaled = moeoff.ray.deployment(model, memory=memory, labels={"holds": "model"}, n_threads=1, ray_options={"autoscaling_config": SCALED})
+        scaled = moeoff.ray.deployment(
+            model,
+            memory=memory,
+            labels={"holds": "model"},
+            n_threads=1,
+            ray_options={"autoscaling_config": SCALED},
+        )
         serve.run(scaled)
         for n, n_expected in ((1, 1), (2 * n_clients, 2)):
             console.print(f"{n} clients, replicas scaled", style="dim")
@@ -162,16 +218,46 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
         steps.append(("none", 1, after(lambda: n_running("moeoff") == 1), None, None))
     with ResultsFile(json_file) as results:
         title = f"{n_clients} clients, two replicas with {memory} each"
-        table = results.table("events", title, ["", "whole again after, s", "requests", "answered", "errors", "slowest, s"])
+        table = results.table(
+            "events",
+            title,
+            ["", "whole again after, s", "requests", "answered", "errors", "slowest, s"],
+        )
         for what, seconds, clients in rows:
             whole = sum(ok for _, ok in clients.answers)
             n = len(clients.answers)
-            table.row(what, f"{seconds:.1f}", str(n), str(whole), str(n - whole), f"{max(s for s, _ in clients.answers):.1f}")
-        title = f"Replicas by requests in flight, one to two, two for each; after {LASTS:.0f} s more of the same demand"
-        table = results.table("scaled", title, ["", "so many replicas after, s", "replicas then", "in flight, as Ray counts", "answers/s"])
+            table.row(
+                what,
+                f"{seconds:.1f}",
+                str(n),
+                str(whole),
+                str(n - whole),
+                f"{max(s for s, _ in clients.answers):.1f}",
+            )
+        title = (
+            f"Replicas by requests in flight, one to two, two for each; after {LASTS:.0f} s more of"
+            " the same demand"
+        )
+        table = results.table(
+            "scaled",
+            title,
+            [
+                "",
+                "so many replicas after, s",
+                "replicas then",
+                "in flight, as Ray counts",
+                "answers/s",
+            ],
+        )
         for what, n, seconds, clients, in_flight in steps:
             rate = f"{len(clients.answers) / clients.seconds:.1f}" if clients else ""
-            table.row(what, f"{seconds:.1f}", str(n), "" if in_flight is None else f"{in_flight:.1f}", rate)
+            table.row(
+                what,
+                f"{seconds:.1f}",
+                str(n),
+                "" if in_flight is None else f"{in_flight:.1f}",
+                rate,
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""A page about one run whose every gate event and read is recorded: where memory and time went, by layer, and what more memory would give.
+"""A page about one run whose every gate event and read is recorded: where memory and
+time went, by layer, and what more memory would give.
 
 usage: report.py -m MODEL [--memory 6G] [-o page.html]
 
-HTML that needs no network and no script, and can be read on a phone (report.html.jinja).
+HTML that needs no network and no script, and can be read on a phone
+(report.html.jinja).
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ def record(
     with tempfile.TemporaryDirectory(prefix="moeoff-report-") as folder:
         path = os.path.join(folder, "session.trace")
         with Llama(model, memory=memory, trace=path, **options) as llm:
-            # the usual text takes memory to be read, and is nobody's mistake: what the model needs is planned without it
+            # the usual text takes memory to be read, and is nobody's mistake: what the
+            # model needs is planned without it
             stream = TokenStream(llm, words or default_text(), llm.adds_bos())
             tokens = stream.take(n_prompt + n_decode, first=True)
             llm.eval(tokens[:n_prompt])
@@ -109,20 +112,44 @@ def record(
             llm.engine.buffer.drain()
             decode = llm.stats()
             policy = llm.engine.config.strategy.policy
-            policy_name, n_ctx, needed = "lru" if policy is None else policy.name, llm.n_ctx(), llm.engine.planned.floor
+            policy_name, n_ctx, needed = (
+                "lru" if policy is None else policy.name,
+                llm.n_ctx(),
+                llm.engine.planned.floor,
+            )
         trace = Trace.read(path)
     disk = disk_rate(model_index, decode.io_threads, _PROBE_SECONDS)
     start = next((event.t_ns for event in trace.events if event.decode), 0)
     reads = trace.reads[(trace.reads["result"] == 0) & (trace.reads["t_queued"] >= start)]
-    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, reads, disk, policy_name, n_ctx, needed)
+    return Session(
+        model_index,
+        prompt,
+        decode,
+        (n_prompt, n_decode),
+        trace,
+        reads,
+        disk,
+        policy_name,
+        n_ctx,
+        needed,
+    )
 
 
 def render(session: Session) -> str:
     """HTML of a recorded session."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters["size"] = format_size
-    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
-    path, n, seconds, more = session.model_index.files[0], session.n_tokens, session.seconds, more_memory(session)
+    template = environment.from_string(
+        Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+    )
+    path, n, seconds, more = (
+        session.model_index.files[0],
+        session.n_tokens,
+        session.seconds,
+        more_memory(session),
+    )
     return template.render(
         version=__version__, date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), machine=machine_name(), model=os.path.basename(path),
         facts=model_facts(path), s=session, prompt_tps=n[0] / seconds[0] if seconds[0] else 0.0, tps=n[1] / seconds[1],
@@ -143,7 +170,9 @@ class Part(NamedTuple):
 
 
 class LayerUse(NamedTuple):
-    """One layer, over the single tokens: hit rate of slices; bytes read for each token, and those of them that were prefetched."""
+    """One layer, over the single tokens: hit rate of slices; bytes read for each token,
+    and those of them that were prefetched.
+    """
 
     layer: int
     hit_rate: float
@@ -152,7 +181,9 @@ class LayerUse(NamedTuple):
 
 
 class MoreMemory(NamedTuple):
-    """A run as it would be with this share of all experts in memory, or (here) was; the process's bound in bytes, 0 where only the experts are bounded."""
+    """A run as it would be with this share of all experts in memory, or (here) was; the
+    process's bound in bytes, 0 where only the experts are bounded.
+    """
 
     share: float
     memory: int
@@ -180,20 +211,36 @@ _MEMORY = {
 def memory_parts(session: Session) -> list[Part]:
     """Memory that the process holds or plans for, the largest first."""
     items = sorted(session.decode.memory.items(), key=lambda item: -item[1])
-    return [Part(_MEMORY.get(name, name), nbytes, format_size(nbytes)) for name, nbytes in items if nbytes]
+    return [
+        Part(_MEMORY.get(name, name), nbytes, format_size(nbytes))
+        for name, nbytes in items
+        if nbytes
+    ]
 
 
 def time_parts(session: Session) -> list[Part]:
     """A token's milliseconds: computing, and waiting for bytes."""
     n, seconds = session.n_tokens[1], session.seconds[1]
     stall = min(session.decode.stall_seconds, seconds)
-    return [Part(name, ms, f"{ms:.1f} ms") for name, ms in (("computing", 1e3 * (seconds - stall) / n), ("waiting for experts", 1e3 * stall / n))]
+    return [
+        Part(name, ms, f"{ms:.1f} ms")
+        for name, ms in (
+            ("computing", 1e3 * (seconds - stall) / n),
+            ("waiting for experts", 1e3 * stall / n),
+        )
+    ]
 
 
 def ceiling(session: Session) -> float:
     """`moeoff.measure.rows.ceiling_share` of the single tokens."""
-    counters = {"bytes_read": session.decode.bytes_read, "stall_seconds": session.decode.stall_seconds}
-    return ceiling_share([Sample(0, session.n_tokens[1], session.seconds[1], counters=counters)], session.disk.bytes_per_second)
+    counters = {
+        "bytes_read": session.decode.bytes_read,
+        "stall_seconds": session.decode.stall_seconds,
+    }
+    return ceiling_share(
+        [Sample(0, session.n_tokens[1], session.seconds[1], counters=counters)],
+        session.disk.bytes_per_second,
+    )
 
 
 def layers(session: Session) -> list[LayerUse]:
@@ -210,14 +257,18 @@ def layers(session: Session) -> list[LayerUse]:
     prefetched = np.bincount(of_read[early], session.reads["nbytes"][early], trace.model.n_gates)
     layer = {t.gate: t.layer for t in trace.model.tensors}
     uses = np.maximum(hits + misses, 1)
-    return [LayerUse(layer[g], float(hits[g] / uses[g]), float(nbytes[g] / n), float(prefetched[g] / n)) for g in range(trace.model.n_gates)]
+    return [
+        LayerUse(layer[g], float(hits[g] / uses[g]), float(nbytes[g] / n), float(prefetched[g] / n))
+        for g in range(trace.model.n_gates)
+    ]
 
 
 def more_memory(session: Session) -> list[MoreMemory]:
     """By replaying the recorded selections through the policy with other arenas.
 
-    Bytes are those that were read here, times what the replay says of the one size against the other; the time is computing, which
-    stays, and waiting, which shrinks as the bytes do.
+    Bytes are those that were read here, times what the replay says of the one size
+    against the other; the time is computing, which stays, and waiting, which shrinks as
+    the bytes do.
     """
     trace, full = session.trace, session.trace.model.full_bytes
     n, seconds = session.n_tokens[1], session.seconds[1]
@@ -227,18 +278,40 @@ def more_memory(session: Session) -> list[MoreMemory]:
 
     here = min(session.arena, full)
     replayed = simulate(trace, session.policy, here)
-    out = [MoreMemory(here / full, session.decode.budget_bytes, session.decode.hit_rate, mb, n / seconds, True)]
+    out = [
+        MoreMemory(
+            here / full, session.decode.budget_bytes, session.decode.hit_rate, mb, n / seconds, True
+        )
+    ]
     for share in _SHARES:
         arena = int(share * full)
-        if arena < floor or (rest and rest + arena < session.needed) or abs(share - here / full) < 0.02:
+        if (
+            arena < floor
+            or (rest and rest + arena < session.needed)
+            or abs(share - here / full) < 0.02
+        ):
             continue
         # with everything in memory a replay would still read each slice once
         ratio, hit_rate = 0.0, 1.0
         if share < 1:
             result = simulate(trace, session.policy, arena)
-            ratio = result.bytes_read / replayed.bytes_read if replayed.bytes_read else float(share < here / full)
-            hit_rate = 1 - (1 - session.decode.hit_rate) * (1 - result.hit_rate) / max(1 - replayed.hit_rate, 1e-9)
-        out.append(MoreMemory(share, rest + arena if rest else 0, min(max(hit_rate, 0.0), 1.0), mb * ratio, n / (seconds - stall + stall * ratio)))
+            ratio = (
+                result.bytes_read / replayed.bytes_read
+                if replayed.bytes_read
+                else float(share < here / full)
+            )
+            hit_rate = 1 - (1 - session.decode.hit_rate) * (1 - result.hit_rate) / max(
+                1 - replayed.hit_rate, 1e-9
+            )
+        out.append(
+            MoreMemory(
+                share,
+                rest + arena if rest else 0,
+                min(max(hit_rate, 0.0), 1.0),
+                mb * ratio,
+                n / (seconds - stall + stall * ratio),
+            )
+        )
     return sorted(out, key=lambda row: row.share)
 
 
@@ -246,15 +319,27 @@ _WORTH = 1.15  # times the speed that more memory is advised for
 
 
 def advice(rows: list[MoreMemory]) -> str:
-    """Advice in one sentence: the least memory that is worth it; or that more gives little."""
+    """Advice in one sentence: the least memory that is worth it; or that more gives
+    little.
+    """
     here = next(row for row in rows if row.here)
     best = max(row.tps for row in rows)
     if best < _WORTH * here.tps:
         return "More memory would give little: it is computing that takes the time."
-    row = next(row for row in rows if row.tps >= min(1.5 * here.tps, 0.95 * best) and row.share > here.share)
+    row = next(
+        row
+        for row in rows
+        if row.tps >= min(1.5 * here.tps, 0.95 * best) and row.share > here.share
+    )
     if row.memory:
-        return f"With --memory {_typed(row.memory)} instead of {_typed(here.memory)}: about {row.tps / here.tps:.1f} x as fast."
-    return f"With {row.share:.0%} of the experts in memory instead of {here.share:.0%}: about {row.tps / here.tps:.1f} x as fast."
+        return (
+            f"With --memory {_typed(row.memory)} instead of {_typed(here.memory)}: about"
+            f" {row.tps / here.tps:.1f} x as fast."
+        )
+    return (
+        f"With {row.share:.0%} of the experts in memory instead of {here.share:.0%}: about"
+        f" {row.tps / here.tps:.1f} x as fast."
+    )
 
 
 def _typed(nbytes: int) -> str:
@@ -264,16 +349,57 @@ def _typed(nbytes: int) -> str:
 
 @command()
 @model_argument()
-@option("-o", "--output", type=click.Path(dir_okay=False), default="moeoff-report.html", show_default=True, metavar="FILE", help="Page to write.")
-@option("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text to process. Default: the help texts of Python.")
-@option("-p", "--n-prompt", type=click.IntRange(min=1), metavar="N", default=128, show_default=True, help="Tokens of the prompt.")
-@option("-n", "--n-gen", "n_decode", type=click.IntRange(min=8), metavar="N", default=96, show_default=True, help="Tokens after it, one by one.")
+@option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    default="moeoff-report.html",
+    show_default=True,
+    metavar="FILE",
+    help="Page to write.",
+)
+@option(
+    "--text",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Text to process. Default: the help texts of Python.",
+)
+@option(
+    "-p",
+    "--n-prompt",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=128,
+    show_default=True,
+    help="Tokens of the prompt.",
+)
+@option(
+    "-n",
+    "--n-gen",
+    "n_decode",
+    type=click.IntRange(min=8),
+    metavar="N",
+    default=96,
+    show_default=True,
+    help="Tokens after it, one by one.",
+)
 @table_options("eval")
-def main(output: str, model: str | None, text: str | None, n_prompt: int, n_decode: int, **options: Any) -> None:
-    """Run a model and write a page about it: where memory and time went, by layer and by token, and what more memory would give."""
+def main(
+    output: str, model: str | None, text: str | None, n_prompt: int, n_decode: int, **options: Any
+) -> None:
+    """Run a model and write a page about it: where memory and time went, by layer and
+    by token, and what more memory would give.
+    """
     require_new(output, [*input_files(model, options), text], "--output")
     with progress_bar("tokens") as progress:
-        session = record(model or demo_model(), text=text, n_prompt=n_prompt, n_decode=n_decode, progress=progress, **options)
+        session = record(
+            model or demo_model(),
+            text=text,
+            n_prompt=n_prompt,
+            n_decode=n_decode,
+            progress=progress,
+            **options,
+        )
     with atomic_file(output) as file:
         file.write(render(session).encode())
     note(f"{output}: open it in a browser; it needs no network")

@@ -1,14 +1,19 @@
-"""A server under mixed clients for as long as wanted: nothing may leak, hang, exceed the budget or be answered wrongly.
+"""A server under mixed clients for as long as wanted: nothing may leak, hang, exceed
+the budget or be answered wrongly.
 
 usage: soak.py -m MODEL [--minutes 10] [--memory 160M] [--clients 8] [--think SECONDS] [--json FILE]
 
-The server runs in a memory cgroup of the budget, where one can be made. Clients ask without end:
-chats of several turns, answers that are read whole, in any slot or in one that is busy, streams,
-streams that are given up, prompts that are too long, bodies that are no JSON, connections that are
-cut before the answer. The budget moves up and down meanwhile, between the smallest and the one where all experts fit, and half of the moves are interrupted at any moment, as by Ctrl-C.
-Memory is said without what experts take, which moves with it. Afterwards every different answer is read by the model alone: each of its tokens must be
-the best one there, or within rounding of the best, since kernels round differently with neighbours in a batch and with the tokens that a batch holds.
-SIGINT ends it before its time. Exit code 1 if anything is not as it should be.
+The server runs in a memory cgroup of the budget, where one can be made. Clients ask
+without end:
+chats of several turns, answers that are read whole, in any slot or in one that is busy,
+streams, streams that are given up, prompts that are too long, bodies that are no JSON,
+connections that are cut before the answer. The budget moves up and down meanwhile,
+between the smallest and the one where all experts fit, and half of the moves are
+interrupted at any moment, as by Ctrl-C. Memory is said without what experts take, which
+moves with it. Afterwards every different answer is read by the model alone: each of its
+tokens must be the best one there, or within rounding of the best, since kernels round
+differently with neighbours in a batch and with the tokens that a batch holds. SIGINT
+ends it before its time. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -32,7 +37,10 @@ from typing import Any
 
 import click
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[2] / "tests"),
+]
 
 import httpx
 from rich.console import Console
@@ -45,8 +53,10 @@ from results import HELP, ResultsFile, commit
 
 N_TOKENS = 48  # of an answer
 PATIENCE = 600  # seconds: an answer may take long on a machine that does other things
-FLAT, LEAST = 1.02, 5.0  # times the memory of the beginning, and minutes after which that can be said
-SHARES = (0.5, 0.05, 1.0, 0.2, 0.8, 0.0)  # of the way from the smallest budget to the one where all experts fit
+# times the memory of the beginning, and minutes after which that can be said
+FLAT, LEAST = 1.02, 5.0
+# of the way from the smallest budget to the one where all experts fit
+SHARES = (0.5, 0.05, 1.0, 0.2, 0.8, 0.0)
 PROMPTS = [f"{name} has {n} {thing} and buys {n + 3} more. How many {thing} has {name}?" for name in ("Tom", "Ida", "Ben") for n, thing in
            ((3, "apples"), (8, "books"), (14, "coins"), (21, "stamps"))]  # fmt: skip
 FOLLOW_UP = ("And if two are lost?", "Say it in one word.", "How many would be twice as many?")
@@ -100,7 +110,16 @@ class Soak:
 
     def client(self, seed: int) -> None:
         chance = random.Random(seed)
-        kinds = [self.chat, self.whole, self.pinned, self.stream, self.given_up, self.too_long, self.no_json, self.cut]
+        kinds = [
+            self.chat,
+            self.whole,
+            self.pinned,
+            self.stream,
+            self.given_up,
+            self.too_long,
+            self.no_json,
+            self.cut,
+        ]
         while (left := self.ends - time.monotonic()) > 0:
             if self.think:
                 time.sleep(min(chance.expovariate(1 / self.think), left))
@@ -117,7 +136,12 @@ class Soak:
             self.wrong.append(text)
 
     def _body(self, chance: random.Random, **more: Any) -> dict[str, Any]:
-        return {"prompt": chance.choice(PROMPTS), "n_predict": N_TOKENS, "temperature": 0, "return_tokens": True} | more
+        return {
+            "prompt": chance.choice(PROMPTS),
+            "n_predict": N_TOKENS,
+            "temperature": 0,
+            "return_tokens": True,
+        } | more
 
     def answered(self, prompt: str, tokens: list[int], started: float) -> None:
         with self.lock:
@@ -129,13 +153,20 @@ class Soak:
         messages = [{"role": "user", "content": chance.choice(PROMPTS)}]
         for turn in range(chance.randint(1, 3)):
             if turn:
-                messages.append({"role": "user", "content": FOLLOW_UP[chance.randrange(len(FOLLOW_UP))]})
-            body, started = {"messages": messages, "max_tokens": N_TOKENS, "temperature": 0, "logprobs": True}, time.monotonic()
+                messages.append(
+                    {"role": "user", "content": FOLLOW_UP[chance.randrange(len(FOLLOW_UP))]}
+                )
+            body, started = (
+                {"messages": messages, "max_tokens": N_TOKENS, "temperature": 0, "logprobs": True},
+                time.monotonic(),
+            )
             answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=PATIENCE)
             if answer.status_code != 200:
                 return self.problem(f"chat: {answer.status_code} {answer.text[:200]}")
             choice = answer.json()["choices"][0]
-            prompt = httpx.post(f"{self.url}/apply-template", json={"messages": messages}, timeout=PATIENCE).json()["prompt"]
+            prompt = httpx.post(
+                f"{self.url}/apply-template", json={"messages": messages}, timeout=PATIENCE
+            ).json()["prompt"]
             self.answered(prompt, [piece["id"] for piece in choice["logprobs"]["content"]], started)
             messages.append({"role": "assistant", "content": choice["message"]["content"]})
 
@@ -167,12 +198,20 @@ class Soak:
         self.stream(chance, chance.randint(0, N_TOKENS // 2))
 
     def too_long(self, chance: random.Random) -> None:
-        answer = httpx.post(f"{self.url}/completion", json=self._body(chance, prompt="word " * 20000), timeout=PATIENCE)
+        answer = httpx.post(
+            f"{self.url}/completion",
+            json=self._body(chance, prompt="word " * 20000),
+            timeout=PATIENCE,
+        )
         if answer.status_code != 400:
             self.problem(f"too long: {answer.status_code}")
 
     def no_json(self, chance: random.Random) -> None:
-        answer = httpx.post(f"{self.url}/v1/chat/completions", content=b'{"messages": [' * chance.randint(1, 50), timeout=PATIENCE)
+        answer = httpx.post(
+            f"{self.url}/v1/chat/completions",
+            content=b'{"messages": [' * chance.randint(1, 50),
+            timeout=PATIENCE,
+        )
         if answer.status_code not in (400, 500):
             self.problem(f"no json: {answer.status_code}")
 
@@ -180,11 +219,16 @@ class Soak:
         host, port = self.url.removeprefix("http://").split(":")
         body = json.dumps(self._body(chance, n_predict=2000, ignore_eos=True))
         with socket.create_connection((host, int(port)), timeout=30) as connection:
-            connection.sendall(f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            connection.sendall(
+                "POST /completion HTTP/1.1\r\nHost: x\r\nContent-Type:"
+                f" application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
             time.sleep(chance.uniform(0, 0.2))
 
 
-def move_budget(process: subprocess.Popen[str], soak: Soak, seconds: float, console: Console) -> list[dict[str, int]]:
+def move_budget(
+    process: subprocess.Popen[str], soak: Soak, seconds: float, console: Console
+) -> list[dict[str, int]]:
     """Until the end of the soak; what was held before each move."""
     held, told = [], time.monotonic()
     while (left := soak.ends - time.monotonic()) > 0:
@@ -197,40 +241,81 @@ def move_budget(process: subprocess.Popen[str], soak: Soak, seconds: float, cons
         held.append(json.loads(line))
         if time.monotonic() > told + min(300, seconds * 5):
             told = time.monotonic()
-            console.print(f"{left / 60:.0f} minutes left, {soak.kinds.total()} requests, {len(soak.wrong)} wrong, {held[-1]}", style="dim")
+            console.print(
+                f"{left / 60:.0f} minutes left, {soak.kinds.total()} requests, {len(soak.wrong)}"
+                f" wrong, {held[-1]}",
+                style="dim",
+            )
     return held
 
 
 def growth(held: list[dict[str, int]]) -> tuple[int, int]:
-    """Bytes without experts in the second quarter and in the last; each has all the budgets."""
+    """Bytes without experts in the second quarter and in the last; each has all the
+    budgets.
+    """
     sizes = [one["rss"] - one["experts"] for one in held]
     quarter = max(len(sizes) // 4, 1)
-    return int(statistics.mean(sizes[quarter : 2 * quarter] or sizes)), int(statistics.mean(sizes[-quarter:]))
+    return int(statistics.mean(sizes[quarter : 2 * quarter] or sizes)), int(
+        statistics.mean(sizes[-quarter:])
+    )
 
 
 @click.command()
 @click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--minutes", default=10.0, show_default=True)
-@click.option("--memory", default="160M", show_default=True, help="The largest budget; what is more than all experts need is not used.")
+@click.option(
+    "--memory",
+    default="160M",
+    show_default=True,
+    help="The largest budget; what is more than all experts need is not used.",
+)
 @click.option("--clients", default=8, show_default=True)
 @click.option("--parallel", default=4, show_default=True)
-@click.option("--think", default=0.0, show_default=True, help="Mean seconds of a client between two requests.")
-@click.option("--move", default=5.0, show_default=True, help="Seconds between two budgets, of a run of minutes.")
+@click.option(
+    "--think", default=0.0, show_default=True, help="Mean seconds of a client between two requests."
+)
+@click.option(
+    "--move",
+    default=5.0,
+    show_default=True,
+    help="Seconds between two budgets, of a run of minutes.",
+)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model: str, minutes: float, memory: str, clients: int, parallel: int, think: float, move: float, json_file: str | None) -> None:
+def main(
+    model: str,
+    minutes: float,
+    memory: str,
+    clients: int,
+    parallel: int,
+    think: float,
+    move: float,
+    json_file: str | None,
+) -> None:
     console, budget = Console(stderr=True), parse_size(memory)
-    options = json.dumps({"memory": budget, "parallel": parallel, "n_ctx": 256 * parallel, "n_batch": 128})
+    options = json.dumps(
+        {"memory": budget, "parallel": parallel, "n_ctx": 256 * parallel, "n_batch": 128}
+    )
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-c", SERVER, model, options]
-        enter = None if unavailable() else stack.enter_context(memory_cgroup(int(budget / 0.95))).enter  # page cache counts there, too
-        process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=enter))
+        # page cache counts there, too
+        enter = (
+            None if unavailable() else stack.enter_context(memory_cgroup(int(budget / 0.95))).enter
+        )
+        process = stack.enter_context(
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=enter
+            )
+        )
         url = process.stdout.readline().strip()
         if not url:
             raise click.ClickException("the server did not start")
         began = time.monotonic()
         soak = Soak(url, began + 60 * minutes, think)
         signal.signal(signal.SIGINT, lambda *_: setattr(soak, "ends", time.monotonic()))
-        threads = [threading.Thread(target=soak.client, args=(seed,), daemon=True) for seed in range(clients)]
+        threads = [
+            threading.Thread(target=soak.client, args=(seed,), daemon=True)
+            for seed in range(clients)
+        ]
         for thread in threads:
             thread.start()
         held = move_budget(process, soak, min(move, 60 * minutes / 50), console)
@@ -238,22 +323,40 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
             thread.join(PATIENCE)
         seconds = time.monotonic() - began
         hung = sum(thread.is_alive() for thread in threads)
-        peak, stopped = status_bytes("VmHWM", process.pid) if process.poll() is None else 0, time.monotonic()
+        peak, stopped = (
+            status_bytes("VmHWM", process.pid) if process.poll() is None else 0,
+            time.monotonic(),
+        )
         process.stdin.close()
         code = process.wait(30)
     console.print(f"ended with {code} after {time.monotonic() - stopped:.1f} s", style="dim")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     load = (used.ru_utime + used.ru_stime) / seconds / (os.cpu_count() or 1)
     before, after = growth(held)
-    wrong = [*soak.wrong, *check_answers(model, list(soak.answers), lambda text: console.print(text, style="dim"))]
-    wrong += [f"{hung} clients hung"] * bool(hung) + [f"exit code {code}"] * bool(code) + ["over the budget"] * (peak > budget)
-    wrong += [f"memory without experts grew from {format_size(before)} to {format_size(after)}"] * (after > FLAT * before and minutes >= LEAST)
+    wrong = [
+        *soak.wrong,
+        *check_answers(model, list(soak.answers), lambda text: console.print(text, style="dim")),
+    ]
+    wrong += (
+        [f"{hung} clients hung"] * bool(hung)
+        + [f"exit code {code}"] * bool(code)
+        + ["over the budget"] * (peak > budget)
+    )
+    wrong += [f"memory without experts grew from {format_size(before)} to {format_size(after)}"] * (
+        after > FLAT * before and minutes >= LEAST
+    )
     for name, read in (("misses", "expert"), ("rows", "row of a table on disk")):
         wrong += [f"no {read} was ever missing"] * (not held or not held[-1][name])
     soak.seconds.sort()
     with ResultsFile(json_file) as results:
-        title = f"{seconds / 60:.4g} minutes, {clients} clients that think {think:g} s between requests, {memory} at most, at {commit()}"
-        p50, p99 = (f"{soak.seconds[int(p * (len(soak.seconds) - 1))]:.2f}" if soak.seconds else "-" for p in (0.5, 0.99))
+        title = (
+            f"{seconds / 60:.4g} minutes, {clients} clients that think {think:g} s between"
+            f" requests, {memory} at most, at {commit()}"
+        )
+        p50, p99 = (
+            f"{soak.seconds[int(p * (len(soak.seconds) - 1))]:.2f}" if soak.seconds else "-"
+            for p in (0.5, 0.99)
+        )
         cells = {
             "requests": soak.kinds.total(),
             "answers": soak.answers.total(),
@@ -264,7 +367,9 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
             "p50 s": p50,
             "p99 s": p99,
             "largest": format_size(peak),
-            "without experts, second quarter and last": f"{before / 2**20:.1f} and {after / 2**20:.1f} MiB",
+            "without experts, second quarter and last": (
+                f"{before / 2**20:.1f} and {after / 2**20:.1f} MiB"
+            ),
             "wrong": len(wrong),
         }
         results.table("soak", title, list(cells)).row(*map(str, cells.values()))

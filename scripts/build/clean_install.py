@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
-"""Do finished wheels install and run where there is no compiler? In a fresh Debian folder, by the steps of the container's last stage.
+"""Do finished wheels install and run where there is no compiler? In a fresh Debian
+folder, by the steps of the container's last stage.
 
 usage: clean_install.py WHEELS [--root FOLDER]      (needs root, debootstrap and unshare; qemu-user-static for CPUs that this machine does not have)
 
-WHEELS is the folder that wheels.py wrote. Wheels for another architecture run emulated, however long that takes, if the kernel knows its programs
-(binfmt_misc). What it does:
+WHEELS is the folder that wheels.py wrote. Wheels for another architecture run emulated,
+however long that takes, if the kernel knows its programs (binfmt_misc). What it does:
 
-1. makes a minimal Debian with Python and nothing else (kept in --root, if that is given), and looks that no compiler is in it;
+1. makes a minimal Debian with Python and nothing else (kept in --root, if that is
+    given), and looks that no compiler is in it;
 2. downloads moeoff's dependencies, so that only what the wheels themselves do is timed;
-3. runs the RUN, ENV, USER and ENTRYPOINT lines of scripts/build/container/Dockerfile's last stage in it, and asks the demo model something: at most a minute
-   from `pip install` to the answer;
-4. runs again with every level of CPU, and on an emulated older CPU, which must get the lowest by itself.
+3. runs the RUN, ENV, USER and ENTRYPOINT lines of scripts/build/container/Dockerfile's
+    last stage in it, and asks the demo model something: at most a minute from `pip
+    install` to the answer;
+4. runs again with every level of CPU, and on an emulated older CPU, which must get the
+    lowest by itself.
 
 The last line on stdout is a JSON object of the results.
 """
@@ -36,7 +40,9 @@ LIMIT = 60  # seconds
 QUESTION = ["run", "-p", "How many apples?", "-n", "16", "--temp", "0"]
 OLD_CPU = {"x86_64": "Nehalem", "aarch64": "cortex-a53"}
 DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
-_WHICH = "from moeoff.llamacpp import llama; from moeoff.system import machine; print(machine.LEVEL)"
+_WHICH = (
+    "from moeoff.llamacpp import llama; from moeoff.system import machine; print(machine.LEVEL)"
+)
 
 
 class Failure(Exception):
@@ -46,7 +52,11 @@ class Failure(Exception):
 def stage(text: str) -> list[tuple[str, str]]:
     """(instruction, rest) of a Dockerfile's last stage; continued lines are joined."""
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    instructions = [(line.split()[0], line.partition(" ")[2].strip()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    instructions = [
+        (line.split()[0], line.partition(" ")[2].strip())
+        for line in lines
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
     return instructions[max(i for i, (name, _) in enumerate(instructions) if name == "FROM") + 1 :]
 
 
@@ -55,21 +65,47 @@ class Place:
 
     def __init__(self, root: Path):
         self.root, self.user, self.entry = root, "root", list[str]()
-        self.environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+        self.environment = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "LANG": "C.UTF-8",
+        }
 
     def run(self, command: list[str], **environment: str) -> str:
         """Inside, with /proc and /dev as a container has them; its standard output."""
-        mounts = 'root=$1 user=$2; shift 2; mount -t proc none "$root/proc" && mount --bind /dev "$root/dev" && exec chroot --userspec="$user" "$root" "$@"'
-        inside = ["unshare", "--mount", "sh", "-c", mounts, "sh", str(self.root), self.user, *command]
+        mounts = (
+            'root=$1 user=$2; shift 2; mount -t proc none "$root/proc" && mount --bind /dev'
+            ' "$root/dev" && exec chroot --userspec="$user" "$root" "$@"'
+        )
+        inside = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            mounts,
+            "sh",
+            str(self.root),
+            self.user,
+            *command,
+        ]
         home = {"HOME": "/root" if self.user == "root" else f"/home/{self.user}"}
-        done = subprocess.run(inside, env=home | self.environment | environment, capture_output=True, text=True)
+        done = subprocess.run(
+            inside, env=home | self.environment | environment, capture_output=True, text=True
+        )
         if done.returncode:
-            raise Failure(f"{shlex.join(command)}: exit {done.returncode}: {(done.stderr or done.stdout).strip()[-2000:]}")
+            raise Failure(
+                f"{shlex.join(command)}: exit {done.returncode}:"
+                f" {(done.stderr or done.stdout).strip()[-2000:]}"
+            )
         return done.stdout
 
     def follow(self, instruction: str, rest: str) -> None:
         if instruction == "RUN":
-            steps = [step for step in rest.split(" && ") if not step.startswith("apt-get") and "/var/lib/apt" not in step]  # the folder was made with it
+            # the folder was made with it
+            steps = [
+                step
+                for step in rest.split(" && ")
+                if not step.startswith("apt-get") and "/var/lib/apt" not in step
+            ]
             if steps:
                 self.run(["sh", "-c", " && ".join(steps)], PIP_NO_INDEX="1")
         elif instruction == "ENV":
@@ -79,11 +115,18 @@ class Place:
         elif instruction == "ENTRYPOINT":
             self.entry = json.loads(rest)
         elif instruction not in ("COPY", "VOLUME", "WORKDIR", "EXPOSE", "CMD"):
-            raise Failure(f"{CONTAINER.name} has an instruction that this script does not know: {instruction}")
+            raise Failure(
+                f"{CONTAINER.name} has an instruction that this script does not know: {instruction}"
+            )
 
 
 def architecture(wheels: Path) -> str:
-    architectures = [arch for wheel in wheels.glob("llama_cpp_python-*.whl") for arch in DEBIAN if wheel.stem.endswith(arch)]
+    architectures = [
+        arch
+        for wheel in wheels.glob("llama_cpp_python-*.whl")
+        for arch in DEBIAN
+        if wheel.stem.endswith(arch)
+    ]
     if len(architectures) != 1:
         raise Failure(f"{wheels} has {len(architectures)} wheels of the fork, expected one")
     return architectures[0]
@@ -92,10 +135,21 @@ def architecture(wheels: Path) -> str:
 def make_root(root: Path, arch: str) -> None:
     if not (root / "usr/bin/python3").exists():
         say(f"making a Debian {SUITE} for {arch} in {root} ...")
-        command = ["debootstrap", f"--arch={DEBIAN[arch]}", "--variant=minbase", "--include=python3-venv,ca-certificates", SUITE, str(root)]
+        command = [
+            "debootstrap",
+            f"--arch={DEBIAN[arch]}",
+            "--variant=minbase",
+            "--include=python3-venv,ca-certificates",
+            SUITE,
+            str(root),
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         root.chmod(0o755)  # a temporary folder is closed to the container's user
-    compilers = [name for name in ("cc", "gcc", "c++", "g++", "clang", "make", "cmake") if shutil.which(name, path=f"{root}/usr/bin:{root}/usr/local/bin")]
+    compilers = [
+        name
+        for name in ("cc", "gcc", "c++", "g++", "clang", "make", "cmake")
+        if shutil.which(name, path=f"{root}/usr/bin:{root}/usr/local/bin")
+    ]
     if compilers:
         raise Failure(f"{root} has {', '.join(compilers)}: it is to be a place without a compiler")
 
@@ -107,9 +161,29 @@ def bring(wheels: Path, root: Path, version: str, arch: str) -> None:
     shutil.copytree(wheels, target)
     moeoff = next(target.glob("moeoff-*.whl"))
     say("downloading the dependencies ...")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "-d", str(target), "--find-links", str(target), "--only-binary", ":all:"]
-    system = [f"--platform={name}_{arch}" for name in ("manylinux2014", *(f"manylinux_2_{minor}" for minor in range(17, 37)))]
-    subprocess.run([*command, *system, "--python-version", version, f"{moeoff}[hub]"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "-d",
+        str(target),
+        "--find-links",
+        str(target),
+        "--only-binary",
+        ":all:",
+    ]
+    system = [
+        f"--platform={name}_{arch}"
+        for name in ("manylinux2014", *(f"manylinux_2_{minor}" for minor in range(17, 37)))
+    ]
+    subprocess.run(
+        [*command, *system, "--python-version", version, f"{moeoff}[hub]"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def check(wheels: Path, root: Path) -> dict[str, object]:
@@ -118,7 +192,9 @@ def check(wheels: Path, root: Path) -> dict[str, object]:
     for old in ("opt/moeoff", "models"):
         shutil.rmtree(root / old, ignore_errors=True)
     place = Place(root)
-    version = place.run(["python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).strip()
+    version = place.run(
+        ["python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    ).strip()
     bring(wheels, root, version, arch)
     if "moeoff:" in (root / "etc/passwd").read_text():
         place.run(["userdel", "--remove", "moeoff"])
@@ -147,7 +223,13 @@ def check(wheels: Path, root: Path) -> dict[str, object]:
             raise Failure(f"MOEOFF_CPU_LEVEL={level} had no effect")
         levels[level] = place.run([*place.entry, *QUESTION], MOEOFF_CPU_LEVEL=level).strip()
         say(f"{level}: {levels[level]!r}")
-    report: dict[str, object] = {"arch": arch, "seconds": round(seconds, 1), "python": version, "best": best, "levels": levels}
+    report: dict[str, object] = {
+        "arch": arch,
+        "seconds": round(seconds, 1),
+        "python": version,
+        "best": best,
+        "levels": levels,
+    }
     name, cpu = f"qemu-{arch}-static", OLD_CPU[arch]
     if emulator := shutil.which(name):
         shutil.copy2(emulator, root / "usr/bin")
@@ -167,9 +249,13 @@ def say(text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("wheels", type=Path)
-    parser.add_argument("--root", type=Path, help="folder of the Debian system; made if it is empty, kept")
+    parser.add_argument(
+        "--root", type=Path, help="folder of the Debian system; made if it is empty, kept"
+    )
     options = parser.parse_args(arguments)
     if os.geteuid():
         parser.error("needs root: it runs programs in another root folder")

@@ -1,4 +1,5 @@
-"""In the place of the conftest of llama-server's own tests: every model is a local one, nothing is downloaded, and a server must end as it is asked to.
+"""In the place of the conftest of llama-server's own tests: every model is a local one,
+nothing is downloaded, and a server must end as it is asked to.
 
 server_conformance.py copies it beside the tests. Both servers run under it.
 """
@@ -22,10 +23,12 @@ def start_locally(self, *args, **kwargs):
         pytest.skip("needs a model with a projector")
     if self.lora_files:
         pytest.skip("needs an adapter")
-    # also where there is none, which would be the router: what is asked of it here, one model answers as well
+    # also where there is none, which would be the router: what is asked of it here, one
+    # model answers as well
     self.model_hf_repo = self.model_hf_file = self.model_url = None
     self.model_file, self.offline = MODEL, False
-    if self.server_embeddings and not self.pooling:  # the suite's own model says by itself how it pools
+    # the suite's own model says by itself how it pools
+    if self.server_embeddings and not self.pooling:
         self.pooling = "mean"
     if not (self.jinja or self.chat_template):  # without jinja only templates with a name work
         self.chat_template = "chatml"

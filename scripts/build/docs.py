@@ -1,13 +1,18 @@
-"""Pages that are made from the program and the repository: docs/reference/cli.md, man pages, and what mkdocs needs of files outside docs/.
+"""Pages that are made from the program and the repository: docs/reference/cli.md, man
+pages, and what mkdocs needs of files outside docs/.
 
 usage: docs.py cli [--check]      writes docs/reference/cli.md from `--help`, stats.md there from moeoff/engine/stats.py, and the tables of options.md there
-                                  from moeoff/options.py and of docs/guides/serving.md from server_conformance.py and tests/helpers/clients.py,
-                                  or fails if they are not what these say
+                                  from moeoff/options.py and of docs/guides/serving.md
+                                  from server_conformance.py and
+                                  tests/helpers/clients.py, or fails if they are not
+                                  what these say
        docs.py man FOLDER         one man page for moeoff and one for each of its commands; needs click-man, which the extra `docs` brings
 
-wheels.py puts the man pages into moeoff's wheel, where `man` finds them if the environment's bin is on PATH. .mkdocs.yml names this file for its
-hooks: pages are written for a reader of the repository, where a link may lead to any file. On the site README.md, CONTRIBUTING.md and their like
-are pages below project/; what a link to a source file or a folder says stays as plain text.
+wheels.py puts the man pages into moeoff's wheel, where `man` finds them if the
+environment's bin is on PATH. .mkdocs.yml names this file for its hooks: pages are
+written for a reader of the repository, where a link may lead to any file. On the site
+README.md, CONTRIBUTING.md and their like are pages below project/; what a link to a
+source file or a folder says stays as plain text.
 """
 
 from __future__ import annotations
@@ -27,7 +32,9 @@ LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)#\s]+)(?P<anchor>#[^)\
 CLI = ROOT / "docs" / "reference" / "cli.md"
 OPTIONS = ROOT / "docs" / "reference" / "options.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
-LLAMA_CPP_OPTIONS = re.compile(r"(?<=<!-- llama.cpp options -->\n).*(?=<!-- llama.cpp options end -->)", re.DOTALL)
+LLAMA_CPP_OPTIONS = re.compile(
+    r"(?<=<!-- llama.cpp options -->\n).*(?=<!-- llama.cpp options end -->)", re.DOTALL
+)
 TABLE = re.compile(r"(?<=<!-- options -->\n).*(?=<!-- end options -->)", re.DOTALL)
 SERVING = ROOT / "docs" / "guides" / "serving.md"
 EXCEPTIONS = re.compile(r"(?<=<!-- exceptions -->\n).*(?=<!-- exceptions end -->)", re.DOTALL)
@@ -40,10 +47,12 @@ def cli_page() -> str:
     from moeoff.cli.options import HELP_ALL
 
     parts = [
-        "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help-all`. What several commands take alike stands once, at the first of them.\n"
+        "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help-all`. What"
+        " several commands take alike stands once, at the first of them.\n"
     ]
     shown: set[str] = set()
-    # as the program makes them: a context made by hand would leave out the commands' settings, -h among them
+    # as the program makes them: a context made by hand would leave out the commands'
+    # settings, -h among them
     width = {"max_content_width": 100, "terminal_width": 100, "resilient_parsing": True}
     top = main.make_context("moeoff", [], **width)
     parts.append(f"```\n{main.get_help(top)}\n```\n")
@@ -52,12 +61,17 @@ def cli_page() -> str:
         context = command.make_context(name, [], parent=top, **width)
         context.meta[HELP_ALL] = True
         text, alike = without_shown(command.get_help(context), shown)
-        parts.append(f"## moeoff {name}\n\n```\n{text}\n```\n" + (f"\nAs above: {', '.join(alike)}.\n" if alike else ""))
+        parts.append(
+            f"## moeoff {name}\n\n```\n{text}\n```\n"
+            + (f"\nAs above: {', '.join(alike)}.\n" if alike else "")
+        )
     return "\n".join(parts)
 
 
 def without_shown(text: str, shown: set[str]) -> tuple[str, list[str]]:
-    """A command's help without the options that an earlier one has shown in the same words, and the names of those."""
+    """A command's help without the options that an earlier one has shown in the same
+    words, and the names of those.
+    """
     new, alike = [], []
     for entry in re.split(r"\n(?=  -|\S|\n)", text):
         words = " ".join(entry.split())
@@ -68,35 +82,71 @@ def without_shown(text: str, shown: set[str]) -> tuple[str, list[str]]:
         else:
             shown.add(words)
             new.append(entry)
-    sections = [part for part in "\n".join(new).split("\n\n") if "\n" in part or part[0] == " " or not part.endswith(":")]
+    sections = [
+        part
+        for part in "\n".join(new).split("\n\n")
+        if "\n" in part or part[0] == " " or not part.endswith(":")
+    ]
     return "\n\n".join(sections).strip(), alike
 
 
 def options_page() -> str:
-    """docs/reference/options.md as it has to be: its text with the table of options as it is."""
+    """docs/reference/options.md as it has to be: its text with the table of options as
+    it is.
+    """
     from moeoff.llamacpp import llama_cpp_options
     from moeoff.option import table_of
     from moeoff.options import Config, Sampling, ServerOptions
     from moeoff.precision import Precision
 
     groups: dict[str, list[str]] = {}
-    for kind, name in ((Config, "moeoff.Llama"), (Precision, "moeoff.Llama"), (Sampling, ""), (ServerOptions, "moeoff.Server")):
+    for kind, name in (
+        (Config, "moeoff.Llama"),
+        (Precision, "moeoff.Llama"),
+        (Sampling, ""),
+        (ServerOptions, "moeoff.Server"),
+    ):
         for line in table_of(kind).values():
             if line.flags and not line.hidden:
-                flags = ", ".join(f"`{flag}`" for flag in line.flags) + (f" `{line.metavar}`".replace("|", "\\|") if line.metavar else "")
+                flags = ", ".join(f"`{flag}`" for flag in line.flags) + (
+                    f" `{line.metavar}`".replace("|", "\\|") if line.metavar else ""
+                )
                 python = f"`{line.name}`" if name else ""
                 server = f"`{line.server}`" if line.server else ""
-                groups.setdefault(line.group or "First", []).append(f"| {flags} | {python} | {server} |")
-    parts = [f"\n## {group}\n\n| option | in Python | llama-server's |\n|---|---|---|\n" + "\n".join(rows) + "\n" for group, rows in groups.items()]
-    what = {llama_cpp_options.ANYWAY: "so it is anyway", llama_cpp_options.IDLE: "no effect", llama_cpp_options.REFUSED: "refused"}
+                groups.setdefault(line.group or "First", []).append(
+                    f"| {flags} | {python} | {server} |"
+                )
+    parts = [
+        f"\n## {group}\n\n| option | in Python | llama-server's |\n|---|---|---|\n"
+        + "\n".join(rows)
+        + "\n"
+        for group, rows in groups.items()
+    ]
+    what = {
+        llama_cpp_options.ANYWAY: "so it is anyway",
+        llama_cpp_options.IDLE: "no effect",
+        llama_cpp_options.REFUSED: "refused",
+    }
     rows: dict[tuple[str, ...], list[str]] = {}
     known = {program: llama_cpp_options.options_of(program) for program in ("run", "serve")}
     for name in dict.fromkeys(itertools.chain(*known.values())):
         for llama_option in dict.fromkeys(of[name] for of in known.values() if name in of):
-            programs = ", ".join(program for program, of in known.items() if of.get(name) == llama_option)
-            rows.setdefault((programs, what[llama_option.verdict], llama_option.why), []).append(f"`{name}`")
-    lines = [f"| {programs} | {', '.join(names)} | {verdict} | {why} |".replace("|off", "\\|off") for (programs, verdict, why), names in rows.items()]
-    page = LLAMA_CPP_OPTIONS.sub(lambda _: "\n| command | option | | because |\n|---|---|---|---|\n" + "\n".join(lines) + "\n\n", OPTIONS.read_text())
+            programs = ", ".join(
+                program for program, of in known.items() if of.get(name) == llama_option
+            )
+            rows.setdefault((programs, what[llama_option.verdict], llama_option.why), []).append(
+                f"`{name}`"
+            )
+    lines = [
+        f"| {programs} | {', '.join(names)} | {verdict} | {why} |".replace("|off", "\\|off")
+        for (programs, verdict, why), names in rows.items()
+    ]
+    page = LLAMA_CPP_OPTIONS.sub(
+        lambda _: (
+            "\n| command | option | | because |\n|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
+        ),
+        OPTIONS.read_text(),
+    )
     return TABLE.sub(lambda _: "".join(parts) + "\n", page)
 
 
@@ -109,18 +159,27 @@ def stats_page() -> str:
         line = field.metadata
         name = field.name if line["metric"] is True else line["metric"]
         metric = f"`moeoff_{name}{'_total' if line['counter'] else ''}`" if name else ""
-        rows.append(f"| `{field.name}` | {line['unit']} | {'counter' if line['counter'] else 'gauge'} | {metric} | {line['text']} |")
+        rows.append(
+            f"| `{field.name}` | {line['unit']} | {'counter' if line['counter'] else 'gauge'} |"
+            f" {metric} | {line['text']} |"
+        )
     head = (
-        "# Statistics\n\nMade by `python scripts/build/docs.py cli` from `moeoff/engine/stats.py`: what `Llama.stats()` and `Server.stats()` return, "
-        "`--stats-json` writes and `run --json`\nprints as `stats`. A slice is one matrix of one expert. `/metrics` has some under other names, and besides "
-        "`moeoff_expert_uses_total` by precision,\n`moeoff_tier_info`, `moeoff_device_bytes` by device, `moeoff_layer_hits_total` and "
-        "`moeoff_layer_misses_total` by layer, `moeoff_prompts_disk_*` and\n`moeoff_resident_memory_bytes`.\n\n| name | unit | kind | in /metrics | |\n|---|---|---|---|---|\n"
+        "# Statistics\n\nMade by `python scripts/build/docs.py cli` from `moeoff/engine/stats.py`:"
+        " what `Llama.stats()` and `Server.stats()` return, `--stats-json` writes and `run"
+        " --json`\nprints as `stats`. A slice is one matrix of one expert. `/metrics` has some"
+        " under other names, and besides `moeoff_expert_uses_total` by"
+        " precision,\n`moeoff_tier_info`, `moeoff_device_bytes` by device,"
+        " `moeoff_layer_hits_total` and `moeoff_layer_misses_total` by layer,"
+        " `moeoff_prompts_disk_*` and\n`moeoff_resident_memory_bytes`.\n\n| name | unit | kind | in"
+        " /metrics | |\n|---|---|---|---|---|\n"
     )
     return head + "\n".join(rows) + "\n"
 
 
 def serving_page() -> str:
-    """docs/guides/serving.md as it has to be: its text with the clients that are tested, and the tests of llama-server that moeoff's server need not pass."""
+    """docs/guides/serving.md as it has to be: its text with the clients that are
+    tested, and the tests of llama-server that moeoff's server need not pass.
+    """
     from server_conformance import EXCEPTIONS as exceptions
 
     sys.path.insert(0, str(ROOT / "tests"))
@@ -130,11 +189,15 @@ def serving_page() -> str:
     for name, reason in exceptions.items():
         tests.setdefault(reason, []).append(f"`{name.partition('::')[2].partition('[')[0]}`")
     rows = [f"| {', '.join(dict.fromkeys(names))} | {reason} |" for reason, names in tests.items()]
-    page = EXCEPTIONS.sub(lambda _: "\n| test | because |\n|---|---|\n" + "\n".join(rows) + "\n\n", SERVING.read_text())
+    page = EXCEPTIONS.sub(
+        lambda _: "\n| test | because |\n|---|---|\n" + "\n".join(rows) + "\n\n",
+        SERVING.read_text(),
+    )
     return CLIENTS.sub(lambda _: f"\n{table()}\n", page)
 
 
-PAGES = {CLI: cli_page, OPTIONS: options_page, STATS: stats_page, SERVING: serving_page}  # that are made from the program
+# that are made from the program
+PAGES = {CLI: cli_page, OPTIONS: options_page, STATS: stats_page, SERVING: serving_page}
 
 
 def write_man_pages(folder: Path) -> None:
@@ -144,7 +207,9 @@ def write_man_pages(folder: Path) -> None:
     from moeoff.cli.main import main
 
     folder.mkdir(parents=True, exist_ok=True)
-    click_man.core.write_man_pages("moeoff", main, version=moeoff.__version__, target_dir=str(folder))
+    click_man.core.write_man_pages(
+        "moeoff", main, version=moeoff.__version__, target_dir=str(folder)
+    )
 
 
 # mkdocs calls these by their names
@@ -154,14 +219,19 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for path in sorted(ROOT.glob("*.md")):
-        files.append(File.generated(config, f"{PROJECT}/{_on_site(path.name)}", content=path.read_text(encoding="utf-8")))
+        files.append(
+            File.generated(
+                config, f"{PROJECT}/{_on_site(path.name)}", content=path.read_text(encoding="utf-8")
+            )
+        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with every relative link as it has to be on the site."""
     here = page.file.src_uri
-    source = "" if here.startswith(f"{PROJECT}/") else posixpath.join(DOCS, posixpath.dirname(here))  # the folder that the links start from
+    # the folder that the links start from
+    source = "" if here.startswith(f"{PROJECT}/") else posixpath.join(DOCS, posixpath.dirname(here))
 
     def replaced(match: re.Match[str]) -> str:
         text, target, anchor = match["text"], match["target"], match["anchor"] or ""
@@ -182,7 +252,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _on_site(name: str) -> str:
-    return "overview.md" if name == "README.md" else name  # mkdocs takes a README for the page of its folder
+    # mkdocs takes a README for the page of its folder
+    return "overview.md" if name == "README.md" else name
 
 
 def main(arguments: list[str]) -> int | str | None:
@@ -191,7 +262,11 @@ def main(arguments: list[str]) -> int | str | None:
             for path, page in PAGES.items():
                 path.write_text(page())
         case ["cli", "--check"]:
-            stale = [str(path) for path, page in PAGES.items() if not path.exists() or path.read_text() != page()]
+            stale = [
+                str(path)
+                for path, page in PAGES.items()
+                if not path.exists() or path.read_text() != page()
+            ]
             return f"out of date: {', '.join(stale)}; run {__file__} cli" if stale else None
         case ["man", folder]:
             write_man_pages(Path(folder))

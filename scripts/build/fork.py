@@ -1,24 +1,30 @@
 #!/usr/bin/env python3
-"""Builds moeoff's llama-cpp-python: a pinned release, a few patches, and our own C++ sources.
+"""Builds moeoff's llama-cpp-python: a pinned release, a few patches, and our own C++
+sources.
 
-Everything lives in the cache folder (MOEOFF_CACHE, else XDG_CACHE_HOME/moeoff, else ~/.cache/moeoff):
+Everything lives in the cache folder (MOEOFF_CACHE, else XDG_CACHE_HOME/moeoff, else
+~/.cache/moeoff):
 
     sdist/           the verified release
     tools-*/         virtual environment with the build back end, and with cmake and ninja where PATH has none
     work-<place>/    source tree and CMake build folder; <place> depends on release, flags, compiler and CPU only, so
-                     that after an edit of a patch or a source just what it touches is compiled again
+                     that after an edit of a patch or a source just what it touches is
+                     compiled again
     webpage/<key>/   the server's web page, built once with npm where that is there; <key>.failed: what npm said where it failed
     wheels/<key>/    finished wheels; <key> depends on everything, also on whether and which page is in;
-                     `told` beside a wheel: the reason for its having no page has been printed
+                     `told` beside a wheel: the reason for its having no page has been
+                     printed
     archs/<key>/     test-llama-archs with the libraries that it was linked to
     perplexity/<key>/, llama-server/<key>/  llama.cpp's programs of these names, likewise
 
-A key names everything that a build depends on; an input that is missing there would let a stale build be used.
-The compiler is steered as usual: CMAKE_ARGS="-DGGML_CUDA=ON" (GGML_METAL, GGML_VULKAN, ...), CC, CXX, CFLAGS, CXXFLAGS.
-Progress goes to stderr; the last line on stdout is the result's path.
+A key names everything that a build depends on; an input that is missing there would let
+a stale build be used. The compiler is steered as usual: CMAKE_ARGS="-DGGML_CUDA=ON"
+(GGML_METAL, GGML_VULKAN, ...), CC, CXX, CFLAGS, CXXFLAGS. Progress goes to stderr; the
+last line on stdout is the result's path.
 
-Nothing is unpacked whose sha256 was not checked; a patch counts as applied only when every file that it names has changed; what we add to the
-tree never replaces a file of the pinned release. Standard library only: it runs before anything is installed.
+Nothing is unpacked whose sha256 was not checked; a patch counts as applied only when
+every file that it names has changed; what we add to the tree never replaces a file of
+the pinned release. Standard library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -66,12 +72,36 @@ SOURCE_FOLDERS = (
 BACK_END = "scikit-build-core[pyproject]>=0.10,<2"
 TEMPLATES = "moeoff-templates"  # the program that runs chat templates
 LIBRARY = re.compile(r"(?:^|/)lib[\w-]+\.(?:so|dylib)[\d.]*$")
-PROGRAMS = {"archs": "test-llama-archs", "perplexity": "llama-perplexity", "llama-server": "llama-server"}
+PROGRAMS = {
+    "archs": "test-llama-archs",
+    "perplexity": "llama-perplexity",
+    "llama-server": "llama-server",
+}
 # Before the user's CMAKE_ARGS, which may override them.
-DEFAULT_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON")
-# After them: the expert buffer lives in the CPU backend, which therefore has to be linked in; the rest is never used.
-FIXED_FLAGS = ("-DGGML_BACKEND_DL=OFF", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_TESTS_INSTALL=OFF")
-COMPILERS = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDACXX", "CUDAFLAGS", "CUDAARCHS", "HIPCXX")
+DEFAULT_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON",
+)
+# After them: the expert buffer lives in the CPU backend, which therefore has to be
+# linked in; the rest is never used.
+FIXED_FLAGS = (
+    "-DGGML_BACKEND_DL=OFF",
+    "-DLLAVA_BUILD=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_TESTS_INSTALL=OFF",
+)
+COMPILERS = (
+    "CC",
+    "CXX",
+    "CFLAGS",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "CUDACXX",
+    "CUDAFLAGS",
+    "CUDAARCHS",
+    "HIPCXX",
+)
 
 PAGE_SOURCES = "vendor/llama.cpp/tools/ui"
 PAGE = f"{PAGE_SOURCES}/dist"
@@ -83,8 +113,18 @@ NPM = (
     ("npm", "run", "build"),
 )
 PAGE_SETTINGS = {"LLAMA_UI_OUT_DIR": "dist", "VITE_PUBLIC_APP_NAME": "moeoff"}
-# What the release's CMake script insists on: a page without one of them would end the whole build.
-PAGE_NEEDS = ("index.html", "manifest.webmanifest", "sw.js", "build.json", "version.json", "bundle*.js", "bundle*.css", "workbox*.js")
+# What the release's CMake script insists on: a page without one of them would end the
+# whole build.
+PAGE_NEEDS = (
+    "index.html",
+    "manifest.webmanifest",
+    "sw.js",
+    "build.json",
+    "version.json",
+    "bundle*.js",
+    "bundle*.css",
+    "workbox*.js",
+)
 
 
 # The source tree: the pinned sdist, our patches on top of it, our own sources copied in
@@ -99,7 +139,9 @@ def say(text: str) -> None:
 
 
 def digest(*parts: bytes) -> str:
-    """sha256 over length-prefixed parts, so that moving a byte from one part to the next changes it."""
+    """sha256 over length-prefixed parts, so that moving a byte from one part to the
+    next changes it.
+    """
     total = hashlib.sha256()
     for part in parts:
         total.update(len(part).to_bytes(8, "little") + part)
@@ -125,7 +167,10 @@ class Fork:
             raise ForkError(f"{path}: cannot be read as JSON: {error}") from None
         types = {"name": str, "version": str, "sha256": str, "fork": int}
         if {key: type(value) for key, value in pin.items()} != types:
-            raise ForkError(f"{path}: expected exactly name, version, sha256 (text) and fork (a number), found {pin}")
+            raise ForkError(
+                f"{path}: expected exactly name, version, sha256 (text) and fork (a number), found"
+                f" {pin}"
+            )
         return cls(folder, pin["name"], pin["version"], pin["sha256"], pin["fork"])
 
     @property
@@ -161,21 +206,31 @@ class Fork:
 
 
 def git_env(tree: Path) -> dict[str, str]:
-    """Surroundings in which git neither reads the user's settings nor finds a repository around the tree."""
+    """Surroundings in which git neither reads the user's settings nor finds a
+    repository around the tree.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    # Inside another repository's work tree `git apply` would exit 0 without touching a file.
+    # Inside another repository's work tree `git apply` would exit 0 without touching a
+    # file.
     env["GIT_CEILING_DIRECTORIES"] = str(tree.resolve().parent)
     env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     for who in ("AUTHOR", "COMMITTER"):
-        env |= {f"GIT_{who}_NAME": "moeoff contributors", f"GIT_{who}_EMAIL": "moeoff@example.invalid"}
+        env |= {
+            f"GIT_{who}_NAME": "moeoff contributors",
+            f"GIT_{who}_EMAIL": "moeoff@example.invalid",
+        }
     return env
 
 
 def git(tree: Path, *args: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(["git", *args], cwd=tree, env=git_env(tree), text=True, capture_output=True)
+        return subprocess.run(
+            ["git", *args], cwd=tree, env=git_env(tree), text=True, capture_output=True
+        )
     except FileNotFoundError:
-        raise ForkError("git was not found on PATH: install it, the patches are applied with it.") from None
+        raise ForkError(
+            "git was not found on PATH: install it, the patches are applied with it."
+        ) from None
 
 
 def git_or_fail(tree: Path, *args: str) -> str:
@@ -189,17 +244,26 @@ def verify_sdist(fork: Fork, sdist: Path) -> None:
     actual = hashlib.sha256(sdist.read_bytes()).hexdigest()
     if actual != fork.sha256:
         sdist.unlink()
-        raise ForkError(f"{sdist.name}: expected sha256 {fork.sha256}, found {actual}; the file was removed.")
+        raise ForkError(
+            f"{sdist.name}: expected sha256 {fork.sha256}, found {actual}; the file was removed."
+        )
 
 
 def unpack(sdist: Path, tree: Path, only: Collection[str] = ()) -> None:
-    """Unpacks a verified sdist, or these files of it, without its top folder, and without the stray .git entries that it ships."""
+    """Unpacks a verified sdist, or these files of it, without its top folder, and
+    without the stray .git entries that it ships.
+    """
     tree.mkdir(parents=True)
     with tarfile.open(sdist) as tar:
-        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)  # absent before 3.10.12
+        # absent before 3.10.12
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
         for member in tar:
             member.name = member.name.partition("/")[2]
-            if member.name and ".git" not in member.name.split("/") and (not only or member.name in only):
+            if (
+                member.name
+                and ".git" not in member.name.split("/")
+                and (not only or member.name in only)
+            ):
                 tar.extract(member, tree)
 
 
@@ -216,19 +280,27 @@ def apply_patches(fork: Fork, tree: Path) -> list[str]:
         content = digest(patch.read_bytes())
         if patch.name in applied:
             if applied[patch.name] != content:
-                failures.append(f"{patch.name}: the tree holds another version of it; unpack the sdist again")
+                failures.append(
+                    f"{patch.name}: the tree holds another version of it; unpack the sdist again"
+                )
             continue
         files = [tree / name for name in touched_files(patch)]
         before = [f.read_bytes() if f.exists() else None for f in files]
         done = git(tree, "apply", "--whitespace=nowarn", str(patch.resolve()))
         if done.returncode:
-            failures.append(f"{patch.name}: " + "; ".join(done.stderr.splitlines() or ["git apply failed"]))
+            failures.append(
+                f"{patch.name}: " + "; ".join(done.stderr.splitlines() or ["git apply failed"])
+            )
             continue
         after = [f.read_bytes() if f.exists() else None for f in files]
-        still = [str(f.relative_to(tree)) for f, old, new in zip(files, before, after) if old == new]
+        still = [
+            str(f.relative_to(tree)) for f, old, new in zip(files, before, after) if old == new
+        ]
         if still or not files:
             where = ", ".join(still) or "any file"
-            failures.append(f"{patch.name}: git apply reported success but changed nothing in {where}")
+            failures.append(
+                f"{patch.name}: git apply reported success but changed nothing in {where}"
+            )
             continue
         applied[patch.name] = content
         stamp.write_text(json.dumps(list(applied.items())))
@@ -251,10 +323,20 @@ def patched_tree(fork: Fork, sdist: Path, tree: Path) -> None:
 
 
 def source_conflicts(fork: Fork, tree: Path) -> list[str]:
-    """Own files that would replace a file of the release, or each other. Ask before copy_sources."""
+    """Own files that would replace a file of the release, or each other. Ask before
+    copy_sources.
+    """
     places = [place for _, place in fork.sources]
-    replaced = [f"{place}: the release has a file of this name" for place in places if (tree / place).exists()]
-    return replaced + [f"{place}: two of our files want this place" for place in set(places) if places.count(place) > 1]
+    replaced = [
+        f"{place}: the release has a file of this name"
+        for place in places
+        if (tree / place).exists()
+    ]
+    return replaced + [
+        f"{place}: two of our files want this place"
+        for place in set(places)
+        if places.count(place) > 1
+    ]
 
 
 def header_failures(patch: Path) -> Iterator[str]:
@@ -270,34 +352,58 @@ def header_failures(patch: Path) -> Iterator[str]:
 
 
 def check(fork: Fork, sdist: Path) -> list[str]:
-    """Every way in which the patch set is not sound, one line each. Raises only for a wrong sdist."""
+    """Every way in which the patch set is not sound, one line each. Raises only for a
+    wrong sdist.
+    """
     verify_sdist(fork, sdist)
     failures = [line for patch in fork.patches for line in header_failures(patch)]
     numbers = [patch.name[:4] for patch in fork.patches]
-    failures += [f"{n}: two patches have this number" for n in sorted(set(numbers)) if numbers.count(n) > 1]
+    failures += [
+        f"{n}: two patches have this number" for n in sorted(set(numbers)) if numbers.count(n) > 1
+    ]
     with tempfile.TemporaryDirectory(prefix="moeoff-check-") as folder:
         tree = Path(folder) / "tree"
-        touched, version = {name for patch in fork.patches for name in touched_files(patch)}, "llama_cpp/__init__.py"
+        touched, version = (
+            {name for patch in fork.patches for name in touched_files(patch)},
+            "llama_cpp/__init__.py",
+        )
         unpack(sdist, tree, {version, *touched, *(place for _, place in fork.sources)})
         failures += source_conflicts(fork, tree)
-        to_send = [patch for patch in fork.patches if "\nReason: upstreamable\n" in patch.read_text()]
-        not_alone = [patch.name for patch in to_send if git(tree, "apply", "--check", str(patch.resolve())).returncode]
+        to_send = [
+            patch for patch in fork.patches if "\nReason: upstreamable\n" in patch.read_text()
+        ]
+        not_alone = [
+            patch.name
+            for patch in to_send
+            if git(tree, "apply", "--check", str(patch.resolve())).returncode
+        ]
         failures += apply_patches(fork, tree)
         failing = {line.partition(":")[0] for line in failures}
-        failures += [f"{name}: needs another patch, so that it cannot be sent upstream" for name in not_alone if name not in failing]
+        failures += [
+            f"{name}: needs another patch, so that it cannot be sent upstream"
+            for name in not_alone
+            if name not in failing
+        ]
         files = sorted(tree / name for name in touched)
         once = [f.read_bytes() for f in files if f.exists()]
-        failures += [f"second run: {line}" for line in apply_patches(fork, tree) if line not in failures]
+        failures += [
+            f"second run: {line}" for line in apply_patches(fork, tree) if line not in failures
+        ]
         if once != [f.read_bytes() for f in files if f.exists()]:
             failures.append("applying the patches a second time changed the tree")
         init = (tree / version).read_text()
         if f'__version__ = "{fork.local_version}"' not in init:
-            failures.append(f"llama_cpp/__init__.py: expected version {fork.local_version} (pin.json) after patching")
+            failures.append(
+                f"llama_cpp/__init__.py: expected version {fork.local_version} (pin.json) after"
+                " patching"
+            )
     return failures
 
 
 def make_tree(fork: Fork, sdist: Path, tree: Path) -> None:
-    """A git repository for editing: the release as first commit (tag `pristine`), then one commit for each patch."""
+    """A git repository for editing: the release as first commit (tag `pristine`), then
+    one commit for each patch.
+    """
     if tree.exists() and any(tree.iterdir()):
         raise ForkError(f"{tree} is not empty: name a folder that does not exist yet.")
     verify_sdist(fork, sdist)
@@ -305,7 +411,8 @@ def make_tree(fork: Fork, sdist: Path, tree: Path) -> None:
         tree.rmdir()
     unpack(sdist, tree)
     git_or_fail(tree, "init", "-q", "-b", "main")
-    git_or_fail(tree, "add", "-A", "-f", ".")  # -f: the release's own .gitignore names folders that it ships
+    # -f: the release's own .gitignore names folders that it ships
+    git_or_fail(tree, "add", "-A", "-f", ".")
     git_or_fail(tree, "commit", "-q", "-m", f"{fork.name} {fork.version}")
     git_or_fail(tree, "tag", "pristine")
     if fork.patches:
@@ -316,7 +423,9 @@ def make_tree(fork: Fork, sdist: Path, tree: Path) -> None:
 
 
 def refresh(fork: Fork, tree: Path) -> list[str]:
-    """Writes the patch files anew from the tree's commits; returns their names. A title keeps its number."""
+    """Writes the patch files anew from the tree's commits; returns their names. A title
+    keeps its number.
+    """
     if git(tree, "rev-parse", "-q", "--verify", "refs/tags/pristine").returncode:
         raise ForkError(f"{tree} was not made by `fork.py tree`: it has no tag `pristine`.")
     if dirty := git_or_fail(tree, "status", "--porcelain", "--untracked-files=all"):
@@ -325,8 +434,16 @@ def refresh(fork: Fork, tree: Path) -> list[str]:
     written: dict[str, bytes] = {}
     number = 0
     with tempfile.TemporaryDirectory(prefix="moeoff-refresh-") as out:
-        # Full index lines and no diffstat: both would otherwise depend on the repository's size or the terminal's.
-        options = ["--zero-commit", "--no-signature", "--no-numbered", "--full-index", "--no-stat", "--no-renames"]
+        # Full index lines and no diffstat: both would otherwise depend on the
+        # repository's size or the terminal's.
+        options = [
+            "--zero-commit",
+            "--no-signature",
+            "--no-numbered",
+            "--full-index",
+            "--no-stat",
+            "--no-renames",
+        ]
         git_or_fail(tree, "format-patch", "-q", *options, "-o", out, "pristine..HEAD")
         for path in sorted(Path(out).glob("*.patch")):
             title = path.name[5:].lower()
@@ -344,19 +461,25 @@ def refresh(fork: Fork, tree: Path) -> list[str]:
 
 
 def cache_root() -> Path:
-    """$MOEOFF_CACHE, else $XDG_CACHE_HOME/moeoff, else ~/.cache/moeoff; created, with links resolved."""
+    """$MOEOFF_CACHE, else $XDG_CACHE_HOME/moeoff, else ~/.cache/moeoff; created, with
+    links resolved.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = Path(os.environ.get("MOEOFF_CACHE") or Path(base) / "moeoff")
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ForkError(f"{root} cannot be made ({error.strerror}): set MOEOFF_CACHE to a writable folder.") from None
+        raise ForkError(
+            f"{root} cannot be made ({error.strerror}): set MOEOFF_CACHE to a writable folder."
+        ) from None
     return root.resolve()
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Holds an exclusive lock; yields its descriptor, with which a child can keep it if this process is killed."""
+    """Holds an exclusive lock; yields its descriptor, with which a child can keep it if
+    this process is killed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as handle:
         try:
@@ -369,10 +492,16 @@ def locked(path: Path) -> Iterator[int]:
 
 def compiler(variable: str, names: tuple[str, ...]) -> str:
     """The compiler that CMake will choose, and its version."""
-    command = shlex.split(os.environ.get(variable, "")) or [name for name in names if shutil.which(name)][:1]
+    command = (
+        shlex.split(os.environ.get(variable, ""))
+        or [name for name in names if shutil.which(name)][:1]
+    )
     if not command or not shutil.which(command[0]):
         missing = command[0] if command else " or ".join(names)
-        raise ForkError(f"No compiler found ({missing}): install a C and C++ compiler, or name them in CC and CXX.")
+        raise ForkError(
+            f"No compiler found ({missing}): install a C and C++ compiler, or name them in CC and"
+            " CXX."
+        )
     done = subprocess.run([*command, "--version"], text=True, capture_output=True)
     return f"{shlex.join(command)} {done.stdout.partition(chr(10))[0]}"
 
@@ -383,7 +512,9 @@ def cpu_flags() -> str:
         return platform.machine()
     try:
         with open("/proc/cpuinfo") as cpuinfo:
-            lines = {line for line in cpuinfo if re.match(r"flags|Features|model name|CPU part", line)}
+            lines = {
+                line for line in cpuinfo if re.match(r"flags|Features|model name|CPU part", line)
+            }
         return "".join(sorted(lines))
     except OSError:
         return platform.processor() + platform.machine() + platform.version()
@@ -398,24 +529,38 @@ def place_key(fork: Fork) -> str:
 
 
 def full_key(fork: Fork, page: Path | None = None) -> str:
-    """Key of what is made from all of it; `page` is the web page's folder, which has its own key as its name."""
-    return digest(place_key(fork).encode(), fork.digest().encode(), page.name.encode() if page else b"")[:16]
+    """Key of what is made from all of it; `page` is the web page's folder, which has
+    its own key as its name.
+    """
+    return digest(
+        place_key(fork).encode(), fork.digest().encode(), page.name.encode() if page else b""
+    )[:16]
 
 
 def flags(tests: bool) -> list[str]:
-    """CMake's arguments, all of them each time: the wheels and the tests take turns in one build folder."""
+    """CMake's arguments, all of them each time: the wheels and the tests take turns in
+    one build folder.
+    """
     # the server needs common and tools, of which only what is asked for is compiled
-    parts = ["-DLLAMA_BUILD_COMMON=ON", "-DLLAMA_BUILD_TOOLS=ON", "-DLLAMA_BUILD_SERVER=ON", f"-DLLAMA_BUILD_TESTS={'ON' if tests else 'OFF'}"]
+    parts = [
+        "-DLLAMA_BUILD_COMMON=ON",
+        "-DLLAMA_BUILD_TOOLS=ON",
+        "-DLLAMA_BUILD_SERVER=ON",
+        f"-DLLAMA_BUILD_TESTS={'ON' if tests else 'OFF'}",
+    ]
     return [*DEFAULT_FLAGS, *shlex.split(os.environ.get("CMAKE_ARGS", "")), *FIXED_FLAGS, *parts]
 
 
 def run_logged(title: str, command: list[str], log: Path, lock: int, **environment: str) -> None:
-    """Runs a command with its output in a log; of ninja's output, a line for every tenth of the way is shown."""
+    """Runs a command with its output in a log; of ninja's output, a line for every
+    tenth of the way is shown.
+    """
     say(f"{title} ...")
     shown = -1
     tail: deque[str] = deque(maxlen=30)
     log.parent.mkdir(parents=True, exist_ok=True)
-    # The child inherits the lock: should this process be killed, a second build still waits for what it left running.
+    # The child inherits the lock: should this process be killed, a second build still
+    # waits for what it left running.
     with (
         open(log, "a") as out,
         subprocess.Popen(
@@ -433,24 +578,32 @@ def run_logged(title: str, command: list[str], log: Path, lock: int, **environme
         for line in child.stdout:
             out.write(line)
             tail.append(line)
-            if (step := re.match(r"\s*\[(\d+)/(\d+)\]", line)) and int(step[1]) * 10 // int(step[2]) > shown:
+            if (step := re.match(r"\s*\[(\d+)/(\d+)\]", line)) and int(step[1]) * 10 // int(
+                step[2]
+            ) > shown:
                 shown = int(step[1]) * 10 // int(step[2])
                 say(f"  {shown * 10:3d} %  ({step[1]} of {step[2]} steps)")
     if child.returncode:
         end = "".join(tail).rstrip()
-        raise ForkError(f"{title} failed (exit {child.returncode}); the whole log is {log}, its end:\n{end}")
+        raise ForkError(
+            f"{title} failed (exit {child.returncode}); the whole log is {log}, its end:\n{end}"
+        )
 
 
 @dataclass(frozen=True)
 class Tools:
-    """A virtual environment for building: its python, and the variables that a build runs with."""
+    """A virtual environment for building: its python, and the variables that a build
+    runs with.
+    """
 
     python: Path
     environment: dict[str, str]
 
 
 def tool_environment(cache: Path, lock: int) -> Tools:
-    """Made at its first use; cmake and ninja come from the package index only where PATH has none."""
+    """Made at its first use; cmake and ninja come from the package index only where
+    PATH has none.
+    """
     needs = [BACK_END] + [name for name in ("cmake", "ninja") if not shutil.which(name)]
     home = cache / f"tools-{digest(sys.version.encode(), *(n.encode() for n in needs))[:8]}"
     python = home / "bin/python"
@@ -460,15 +613,25 @@ def tool_environment(cache: Path, lock: int) -> Tools:
         try:
             venv.create(home, with_pip=True)
         except subprocess.CalledProcessError:
-            raise ForkError("Python's venv module does not work here (Debian: install python3-venv).") from None
+            raise ForkError(
+                "Python's venv module does not work here (Debian: install python3-venv)."
+            ) from None
         log = cache / "tools.log"
-        run_logged("fetching build tools", [str(python), "-m", "pip", "install", "-U", "pip", *needs], log, lock)
+        run_logged(
+            "fetching build tools",
+            [str(python), "-m", "pip", "install", "-U", "pip", *needs],
+            log,
+            lock,
+        )
         ready.touch()
     environment = {
         "PATH": f"{home / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "GIT_CEILING_DIRECTORIES": str(cache),  # llama.cpp would report the version of a repository around the cache
+        # llama.cpp would report the version of a repository around the cache
+        "GIT_CEILING_DIRECTORIES": str(cache),
         "CMAKE_GENERATOR": "Ninja",
-        "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1),
+        "CMAKE_BUILD_PARALLEL_LEVEL": (
+            os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
+        ),
     }
     return Tools(python, environment)
 
@@ -481,14 +644,28 @@ def get_sdist(fork: Fork, cache: Path, lock: int) -> Path:
         part = cache / "sdist.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        # pip compares the hash itself before it runs any of the release's code to read its metadata.
+        # pip compares the hash itself before it runs any of the release's code to read
+        # its metadata.
         pin = part / "pin.txt"
         pin.write_text(f"{fork.name}=={fork.version} --hash=sha256:{fork.sha256}\n")
-        options = ["--no-deps", "--no-binary", fork.name, "--no-build-isolation", "--progress-bar", "off"]
+        options = [
+            "--no-deps",
+            "--no-binary",
+            fork.name,
+            "--no-build-isolation",
+            "--progress-bar",
+            "off",
+        ]
         options += ["--require-hashes", "-r", str(pin), "-d", str(part)]
         command = [str(tools.python), "-m", "pip", "download", *options]
         try:
-            run_logged(f"fetching {fork.sdist_name}", command, cache / "fetch.log", lock, **tools.environment)
+            run_logged(
+                f"fetching {fork.sdist_name}",
+                command,
+                cache / "fetch.log",
+                lock,
+                **tools.environment,
+            )
             verify_sdist(fork, part / fork.sdist_name)
             sdist.parent.mkdir(exist_ok=True)
             os.replace(part / fork.sdist_name, sdist)
@@ -498,7 +675,8 @@ def get_sdist(fork: Fork, cache: Path, lock: int) -> Path:
     return sdist
 
 
-# The server's web page. It is optional: a server without it does the rest. CMake itself neither runs npm nor downloads anything.
+# The server's web page. It is optional: a server without it does the rest. CMake itself
+# neither runs npm nor downloads anything.
 
 
 class NoPage(Exception):
@@ -512,12 +690,17 @@ def node_version() -> str:
     version = subprocess.run(["node", "--version"], text=True, capture_output=True).stdout.strip()
     number = re.match(r"v(\d+)\.", version)
     if not number or int(number[1]) < OLDEST_NODE:
-        raise NoPage(f"Node.js {OLDEST_NODE} or newer is needed, found {version or 'one that does not say its version'}")
+        raise NoPage(
+            f"Node.js {OLDEST_NODE} or newer is needed, found"
+            f" {version or 'one that does not say its version'}"
+        )
     return version
 
 
 def page_folder(fork: Fork, cache: Path) -> Path:
-    """Changes with the page's sources, which are the release's but for our patches, and with Node.js."""
+    """Changes with the page's sources, which are the release's but for our patches, and
+    with Node.js.
+    """
     parts = [fork.sha256.encode(), node_version().encode(), json.dumps(PAGE_SETTINGS).encode()]
     for patch in fork.patches:
         if any(name.startswith(f"{PAGE_SOURCES}/") for name in touched_files(patch)):
@@ -526,7 +709,9 @@ def page_folder(fork: Fork, cache: Path) -> Path:
 
 
 def find_page(fork: Fork, cache: Path, anew: bool = False) -> Path:
-    """The page's folder, built at its first use; where that has failed, tried again only if `anew`."""
+    """The page's folder, built at its first use; where that has failed, tried again
+    only if `anew`.
+    """
     home = page_folder(fork, cache)
     failed = home.with_suffix(".failed")
     if not home.exists():
@@ -558,14 +743,18 @@ def built_page(fork: Fork, cache: Path) -> Path | None:
 
 
 def make_page(fork: Fork, sdist: Path, home: Path, failed: Path, lock: int) -> None:
-    """Builds the page in a tree of its own, as npm puts hundreds of megabytes beside its sources."""
+    """Builds the page in a tree of its own, as npm puts hundreds of megabytes beside
+    its sources.
+    """
     part, log = home.with_suffix(".part"), home.with_suffix(".log")
     shutil.rmtree(part, ignore_errors=True)
     try:
         patched_tree(fork, sdist, part)
         with open(log, "w") as out:
             wrong = run_npm(part / PAGE_SOURCES, out.fileno(), lock)
-        if not wrong and (lacks := [name for name in PAGE_NEEDS if not any((part / PAGE).rglob(name))]):
+        if not wrong and (
+            lacks := [name for name in PAGE_NEEDS if not any((part / PAGE).rglob(name))]
+        ):
             wrong = f"npm built none with {', '.join(lacks)}"
         if wrong:
             os.replace(log, failed)
@@ -584,8 +773,18 @@ def run_npm(sources: Path, out: int, lock: int) -> str:
         say(f"building the web page ({' '.join(command[:3])}) ...")
         # The child inherits the lock, as a compiler does.
         try:
-            done = subprocess.run(command, cwd=sources, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(lock,), timeout=PATIENCE)
-        except subprocess.TimeoutExpired:  # a registry that cannot be reached is asked again and again
+            done = subprocess.run(
+                command,
+                cwd=sources,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                pass_fds=(lock,),
+                timeout=PATIENCE,
+            )
+        except subprocess.TimeoutExpired:
+            # a registry that cannot be reached is asked again and again
             return f"`{' '.join(command)}` took more than {PATIENCE // 60} minutes"
         if done.returncode:
             return f"`{' '.join(command)}` failed (exit {done.returncode})"
@@ -593,7 +792,9 @@ def run_npm(sources: Path, out: int, lock: int) -> str:
 
 
 def synchronize(new: Path, tree: Path) -> None:
-    """Makes tree equal to new; an unchanged file keeps its time, so that it is not compiled again."""
+    """Makes tree equal to new; an unchanged file keeps its time, so that it is not
+    compiled again.
+    """
 
     def relative(base: Path) -> set[Path]:
         return {p.relative_to(base) for p in base.rglob("*") if p.is_symlink() or not p.is_dir()}
@@ -610,7 +811,9 @@ def synchronize(new: Path, tree: Path) -> None:
 
 
 def prepare(fork: Fork, cache: Path, lock: int, page: Path | None) -> tuple[Path, Path]:
-    """The patched tree, with the web page if there is one, and its build folder, up to date."""
+    """The patched tree, with the web page if there is one, and its build folder, up to
+    date.
+    """
     sdist = get_sdist(fork, cache, lock)
     work = cache / f"work-{place_key(fork)}"
     say(f"patching ({len(fork.patches)} patches, {len(fork.sources)} own files) ...")
@@ -623,17 +826,24 @@ def prepare(fork: Fork, cache: Path, lock: int, page: Path | None) -> tuple[Path
     return work / "tree", work / "build"
 
 
-def cached(fork: Fork, cache: Path, kind: str, make: Callable[..., None], page: Path | None = None) -> Path:
-    """The folder cache/kind/<key>, which `make` fills at its first use. It has that name only once it is complete."""
+def cached(
+    fork: Fork, cache: Path, kind: str, make: Callable[..., None], page: Path | None = None
+) -> Path:
+    """The folder cache/kind/<key>, which `make` fills at its first use. It has that
+    name only once it is complete.
+    """
     home = cache / kind / full_key(fork, page)
     if home.exists():
         return home
     with locked(cache / "lock") as lock:
-        home = cache / kind / full_key(fork, page)  # anew: waiting for the lock may have taken minutes
+        # anew: waiting for the lock may have taken minutes
+        home = cache / kind / full_key(fork, page)
         if not home.exists():
             tree, place = prepare(fork, cache, lock, page)
             if full_key(fork, page) != home.name:
-                raise ForkError("A patch or source was edited while it was being copied: run it again.")
+                raise ForkError(
+                    "A patch or source was edited while it was being copied: run it again."
+                )
             part = cache / f"{kind}.part"
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
@@ -644,29 +854,59 @@ def cached(fork: Fork, cache: Path, kind: str, make: Callable[..., None], page: 
 
 
 def check_wheel(fork: Fork, wheel: Path) -> None:
-    """One file for each library, all in one folder, no version in a name: else two ggml could end up in one process."""
+    """One file for each library, all in one folder, no version in a name: else two ggml
+    could end up in one process.
+    """
     names = zipfile.ZipFile(wheel).namelist()
     libraries = [name for name in names if LIBRARY.search(name)]
-    wrong = [name for name in libraries if not re.fullmatch(r"llama_cpp/lib/lib[\w-]+\.(so|dylib)", name)]
-    needed = {"libllama", "libggml", "libggml-base", "libggml-cpu", "libllama-server-impl", TEMPLATES}
+    wrong = [
+        name for name in libraries if not re.fullmatch(r"llama_cpp/lib/lib[\w-]+\.(so|dylib)", name)
+    ]
+    needed = {
+        "libllama",
+        "libggml",
+        "libggml-base",
+        "libggml-cpu",
+        "libllama-server-impl",
+        TEMPLATES,
+    }
     missing = needed - {Path(name).name.partition(".")[0] for name in names}
     if wrong or missing or f"-{fork.local_version}-" not in wheel.name:
-        raise ForkError(f"{wheel.name} is not as expected: no {wrong}, these too: {sorted(missing)}, version {fork.local_version}.")
+        raise ForkError(
+            f"{wheel.name} is not as expected: no {wrong}, these too: {sorted(missing)}, version"
+            f" {fork.local_version}."
+        )
 
 
 def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int) -> None:
-    settings = [f"--config-settings=build-dir={place}", f"--config-settings=build.targets=llama-server-impl;{TEMPLATES}"]
-    command = [str(tools.python), "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", *settings]
+    settings = [
+        f"--config-settings=build-dir={place}",
+        f"--config-settings=build.targets=llama-server-impl;{TEMPLATES}",
+    ]
+    command = [
+        str(tools.python),
+        "-m",
+        "pip",
+        "wheel",
+        "-v",
+        "--no-deps",
+        "--no-build-isolation",
+        *settings,
+    ]
     log = place.parent / "wheel.log"
     log.unlink(missing_ok=True)
     environment = {**tools.environment, "CMAKE_ARGS": shlex.join(flags(tests=False))}
-    run_logged("compiling the libraries", [*command, "-w", str(part), str(tree)], log, lock, **environment)
+    run_logged(
+        "compiling the libraries", [*command, "-w", str(part), str(tree)], log, lock, **environment
+    )
     (wheel,) = part.glob("*.whl")
     check_wheel(fork, wheel)
 
 
 def build(fork: Fork, cache: Path, npm: bool = True) -> Path:
-    """The fork's wheel, with the server's web page in it where that can be built, or without npm where it has been."""
+    """The fork's wheel, with the server's web page in it where that can be built, or
+    without npm where it has been.
+    """
     page = optional_page(fork, cache) if npm else built_page(fork, cache)
     home = cached(fork, cache, "wheels", make_wheel, page)
     if npm and page is None:
@@ -676,7 +916,9 @@ def build(fork: Fork, cache: Path, npm: bool = True) -> Path:
 
 
 def program(fork: Fork, cache: Path, name: str) -> Path:
-    """One of llama.cpp's programs, by its name in PROGRAMS, with the libraries that it finds through its relative run path."""
+    """One of llama.cpp's programs, by its name in PROGRAMS, with the libraries that it
+    finds through its relative run path.
+    """
     target = PROGRAMS[name]
 
     def make(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int) -> None:
@@ -690,7 +932,12 @@ def program(fork: Fork, cache: Path, name: str) -> Path:
             if path.name == target or LIBRARY.search(path.name):
                 shutil.copy2(path, part)
 
-    return cached(fork, cache, name, make, optional_page(fork, cache) if name == "llama-server" else None) / target
+    return (
+        cached(
+            fork, cache, name, make, optional_page(fork, cache) if name == "llama-server" else None
+        )
+        / target
+    )
 
 
 def pinned_sdist(fork: Fork, cache: Path) -> Path:
@@ -700,15 +947,24 @@ def pinned_sdist(fork: Fork, cache: Path) -> Path:
 
 # Another release
 
-# in addition to what the patches touch: what moeoff/llamacpp/llama.py and the server depend on
+# in addition to what the patches touch: what moeoff/llamacpp/llama.py and the server
+# depend on
 WATCHED = ("llama_cpp/llama.py", "llama_cpp/_internals.py", "llama_cpp/llama_chat_format.py", "llama_cpp/_logger.py", "vendor/llama.cpp/include/llama.h",
            "vendor/llama.cpp/ggml/include/ggml.h", "vendor/llama.cpp/src/llama-arch.cpp", "vendor/llama.cpp/common/arg.cpp")  # fmt: skip
-STEPS = (["make", "patches-check"], [".ci/run"], [str(ROOT / ".venv/bin/python"), "scripts/faults/faults.py", "advisories"])
+STEPS = (
+    ["make", "patches-check"],
+    [".ci/run"],
+    [str(ROOT / ".venv/bin/python"), "scripts/faults/faults.py", "advisories"],
+)
 
 
 def llama_cpp_of(tree: Path) -> str:
-    """The commit that the release's change log names for its own version, the first that it has."""
-    commit = re.search(r"ggml-org/llama\.cpp@(\w+)", (tree / "CHANGELOG.md").read_text(encoding="utf-8"))
+    """The commit that the release's change log names for its own version, the first
+    that it has.
+    """
+    commit = re.search(
+        r"ggml-org/llama\.cpp@(\w+)", (tree / "CHANGELOG.md").read_text(encoding="utf-8")
+    )
     return commit[1] if commit else "unknown"
 
 
@@ -716,13 +972,24 @@ def changed(old: Path, new: Path, names: list[str]) -> list[str]:
     """A line for each file that differs."""
     lines = []
     for name in names:
-        before, after = ((tree / name).read_text(encoding="utf-8", errors="replace").splitlines() if (tree / name).exists() else None for tree in (old, new))
+        before, after = (
+            (
+                (tree / name).read_text(encoding="utf-8", errors="replace").splitlines()
+                if (tree / name).exists()
+                else None
+            )
+            for tree in (old, new)
+        )
         if before == after:
             continue
         if before is None or after is None:
             lines.append(f"{name}: {'is new' if before is None else 'is gone'}")
             continue
-        diff = [line[0] for line in difflib.unified_diff(before, after, n=0, lineterm="") if line[:3] not in ("+++", "---")]
+        diff = [
+            line[0]
+            for line in difflib.unified_diff(before, after, n=0, lineterm="")
+            if line[:3] not in ("+++", "---")
+        ]
         lines.append(f"{name}: +{diff.count('+')} -{diff.count('-')}")
     return lines
 
@@ -733,22 +1000,41 @@ def report(old: Fork, new: Fork) -> int:
         trees = [Path(folder) / "old", Path(folder) / "new"]
         for fork, tree in zip((old, new), trees):
             unpack(pinned_sdist(fork, cache_root()), tree)
-        print(f"{old.name} {old.version} -> {new.version}; llama.cpp {llama_cpp_of(trees[0])} -> {llama_cpp_of(trees[1])}")
-        names = sorted({name for patch in new.patches for name in touched_files(patch)} | set(WATCHED))
+        print(
+            f"{old.name} {old.version} -> {new.version}; llama.cpp {llama_cpp_of(trees[0])} ->"
+            f" {llama_cpp_of(trees[1])}"
+        )
+        names = sorted(
+            {name for patch in new.patches for name in touched_files(patch)} | set(WATCHED)
+        )
         lines = changed(*trees, names)
-        print(f"{len(lines)} of {len(names)} files that patches touch or moeoff depends on have changed:")
+        print(
+            f"{len(lines)} of {len(names)} files that patches touch or moeoff depends on have"
+            " changed:"
+        )
         print("".join(f"  {line}\n" for line in lines), end="")
     failures = check(new, pinned_sdist(new, cache_root()))
-    print("every patch fits" if not failures else "".join(f"does not fit: {line}\n" for line in failures).rstrip())
+    print(
+        "every patch fits"
+        if not failures
+        else "".join(f"does not fit: {line}\n" for line in failures).rstrip()
+    )
     return len(failures)
 
 
 def repin(old: Fork, version: str, sha256: str, look: bool) -> int:
-    """Tells what another release changes, and unless that is all, changes the pin and runs every test; stops at the first that fails.
+    """Tells what another release changes, and unless that is all, changes the pin and
+    runs every test; stops at the first that fails.
 
-    The pin stays changed then, so that the patches can be mended (`tree`, `refresh`); `git checkout llamacpp_patches/pin.json` takes it back.
+    The pin stays changed then, so that the patches can be mended (`tree`, `refresh`);
+    `git checkout llamacpp_patches/pin.json` takes it back.
     """
-    new = replace(old, version=version, sha256=sha256.lower(), number=old.number if version == old.version else 1)
+    new = replace(
+        old,
+        version=version,
+        sha256=sha256.lower(),
+        number=old.number if version == old.version else 1,
+    )
     n_failures = report(old, new)
     if look:
         return 0
@@ -756,19 +1042,27 @@ def repin(old: Fork, version: str, sha256: str, look: bool) -> int:
     (new.folder / "pin.json").write_text(json.dumps(pin, indent=2) + "\n")
     print(f"llamacpp_patches/pin.json: {new.version}")
     if n_failures:
-        say("mend the patches first: python scripts/build/fork.py tree DIR, commit there, make patches-refresh DIR=DIR; then run this again")
+        say(
+            "mend the patches first: python scripts/build/fork.py tree DIR, commit there, make"
+            " patches-refresh DIR=DIR; then run this again"
+        )
         return 1
     for command in STEPS:
         print(f"--- {' '.join(command)}", flush=True)
         if subprocess.run(command, cwd=ROOT).returncode:
             say(f"{' '.join(command)} failed")
             return 1
-    print("every test passes: commit llamacpp_patches, and raise what tests and docs name of the version")
+    print(
+        "every test passes: commit llamacpp_patches, and raise what tests and docs name of the"
+        " version"
+    )
     return 0
 
 
 def ends_in_words(main: Callable[[list[str] | None], int]) -> Callable[[list[str] | None], int]:
-    """A program's main function, with a sentence where it cannot go on, or is interrupted."""
+    """A program's main function, with a sentence where it cannot go on, or is
+    interrupted.
+    """
 
     @functools.wraps(main)
     def ending(arguments: list[str] | None = None) -> int:
@@ -788,23 +1082,44 @@ def ends_in_words(main: Callable[[list[str] | None], int]) -> Callable[[list[str
 
 @ends_in_words
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    wheel = commands.add_parser("build", help="make the wheel, or find it in the cache; prints its path")
-    wheel.add_argument("--no-npm", action="store_true", help="with the server's web page only if that is in the cache")
+    wheel = commands.add_parser(
+        "build", help="make the wheel, or find it in the cache; prints its path"
+    )
+    wheel.add_argument(
+        "--no-npm",
+        action="store_true",
+        help="with the server's web page only if that is in the cache",
+    )
     for name, target in PROGRAMS.items():
         commands.add_parser(name, help=f"make {target}; prints its path")
-    commands.add_parser("page", help="build the server's web page, also where that has failed before; prints its folder")
+    commands.add_parser(
+        "page",
+        help="build the server's web page, also where that has failed before; prints its folder",
+    )
     commands.add_parser("check", help="do all patches apply cleanly to the pinned release?")
     for name, text in (
         ("tree", "unpack the release into DIR as a git repository, one commit for each patch"),
         ("refresh", "write the patch files anew from DIR's commits"),
     ):
         commands.add_parser(name, help=text).add_argument("dir", metavar="DIR", type=Path)
-    other = commands.add_parser("repin", help="move to another release of llama-cpp-python: say what has changed, change the pin, run every test")
-    other.add_argument("--look", action="store_true", help="print what has changed, and change nothing")
+    other = commands.add_parser(
+        "repin",
+        help=(
+            "move to another release of llama-cpp-python: say what has changed, change the pin, run"
+            " every test"
+        ),
+    )
+    other.add_argument(
+        "--look", action="store_true", help="print what has changed, and change nothing"
+    )
     other.add_argument("version")
-    other.add_argument("sha256", help="of the release's sdist, as its page on the package index says")
+    other.add_argument(
+        "sha256", help="of the release's sdist, as its page on the package index says"
+    )
     options = parser.parse_args(arguments)
     fork = Fork.load()
     if options.command == "refresh":
@@ -826,7 +1141,10 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(failures))
         return 1
     else:
-        print(f"{len(fork.patches)} patches and {len(fork.sources)} own files fit {fork.name} {fork.version}")
+        print(
+            f"{len(fork.patches)} patches and {len(fork.sources)} own files fit {fork.name}"
+            f" {fork.version}"
+        )
     return 0
 
 

@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
-"""llama-server's own test suite as a differential test: what the pinned llama-server passes with the demo model, moeoff's server passes too.
+"""llama-server's own test suite as a differential test: what the pinned llama-server
+passes with the demo model, moeoff's server passes too.
 
 usage: server_conformance.py [--tests EXPRESSION]
        server_conformance.py serve ARGUMENTS...
 
-The suite comes from the pinned release. It runs twice, in a virtual environment of its own: with llama-server, and with the second form in its place,
-which serves with `moeoff.Server`: the experts get so little memory that they really come from disk. conformance_conftest.py gives every test the demo
-model.
+The suite comes from the pinned release. It runs twice, in a virtual environment of its
+own: with llama-server, and with the second form in its place, which serves with
+`moeoff.Server`: the experts get so little memory that they really come from disk.
+conformance_conftest.py gives every test the demo model.
 
 What does not count, for either of them:
-- the files in `NOT_OFFERED`: of the router, of a model that sleeps, of tools that start programs. moeoff refuses these options, as docs/guides/serving.md says;
-- tests that llama-server itself fails or skips here: they need the words of another model, its adapter, projector or classifier, or a download.
+- the files in `NOT_OFFERED`: of the router, of a model that sleeps, of tools that start
+  programs. moeoff refuses these options, as docs/guides/serving.md says;
+- tests that llama-server itself fails or skips here: they need the words of another
+  model, its adapter, projector or classifier, or a download.
 
-Where a test starts the router only to have a server without a model (of CORS, of streams that are taken up again) both get the demo model.
-Everything else counts. What moeoff's server fails of it is printed; that it may is said in `EXCEPTIONS`, with the reason, and without one the exit
-status is 1.
+Where a test starts the router only to have a server without a model (of CORS, of
+streams that are taken up again) both get the demo model. Everything else counts. What
+moeoff's server fails of it is printed; that it may is said in `EXCEPTIONS`, with the
+reason, and without one the exit status is 1.
 """
 
 from __future__ import annotations
@@ -46,27 +51,47 @@ NOT_OFFERED = {
     "test_tools_builtin.py": "answers that start programs on this machine",
     "test_mcp_servers.py": "answers that start programs on this machine",
 }
-EXCEPTIONS: dict[str, str] = {  # at most 8; docs/guides/serving.md has them as a table (scripts/build/docs.py cli)
-    "test_security::test_cors_options[localhost-Access-Control-Allow-Origin-localhost]": "web pages of other origins may read answers only with --cors",
-    "test_security::test_cors_options[web.mydomain.fr-Access-Control-Allow-Origin-web.mydomain.fr]": "web pages of other origins may read answers only with --cors",
+# at most 8; docs/guides/serving.md has them as a table (scripts/build/docs.py cli)
+EXCEPTIONS: dict[str, str] = {
+    "test_security::test_cors_options[localhost-Access-Control-Allow-Origin-localhost]": (
+        "web pages of other origins may read answers only with --cors"
+    ),
+    "test_security::test_cors_options[web.mydomain.fr-Access-Control-Allow-Origin-web.mydomain.fr]": (
+        "web pages of other origins may read answers only with --cors"
+    ),
     "test_metrics::test_metrics_disabled": "/metrics is always there",
-    "test_speculative::test_synth_is_deterministic": "drafts are judged while answers are written: two answers need not have the same number of them",
+    "test_speculative::test_synth_is_deterministic": (
+        "drafts are judged while answers are written: two answers need not have the same number of"
+        " them"
+    ),
 }
 EXPERT_MEMORY = "4M"
-MOST_VERBOSE = "10"  # the level from which on llama-server's --verbose shows in answers; moeoff's own verbose is its log alone
+# the level from which on llama-server's --verbose shows in answers; moeoff's own
+# verbose is its log alone
+MOST_VERBOSE = "10"
 
 
 def options(argv: list[str]) -> dict[str, Any]:
-    """Keyword arguments of `moeoff.Server`: a command line of llama-server's is one of ours, but for what this build and this suite want."""
+    """Keyword arguments of `moeoff.Server`: a command line of llama-server's is one of
+    ours, but for what this build and this suite want.
+    """
     from moeoff.server.arguments import CommandLine
 
     line = CommandLine.read(argv, own={"--model": True})
     out, args = line.options, line.passed_on
     if out.get("verbose"):
         args += ["-lv", MOST_VERBOSE]
-    if "parallel" in out:  # llama-server shares the context among the slots where their number is its own choice, or it is told to
+    # llama-server shares the context among the slots where their number is its own
+    # choice, or it is told to
+    if "parallel" in out:
         out.setdefault("kv_unified", False)
-    out |= {"args": tuple(args), "expert_memory": EXPERT_MEMORY, "kv_disk": 0, "profile": False, "experts": False}
+    out |= {
+        "args": tuple(args),
+        "expert_memory": EXPERT_MEMORY,
+        "kv_disk": 0,
+        "profile": False,
+        "experts": False,
+    }
     return out | ({"model": line.own[-1]} if line.own else {})
 
 
@@ -89,7 +114,9 @@ def serve(argv: list[str]) -> None:
 
 
 def environment(cache: Path, requirements: str) -> Path:
-    """The python that has what the suite needs: at least the versions that it pins, as the package index has them."""
+    """The python that has what the suite needs: at least the versions that it pins, as
+    the package index has them.
+    """
     needs = [line.replace("~=", ">=") for line in requirements.split()] + ["pytest-timeout"]
     home = cache / f"venv-{digest(sys.version.encode(), *(need.encode() for need in needs))[:8]}"
     python, ready = home / "bin/python", home / "ready"
@@ -128,14 +155,47 @@ def free_port() -> int:
 
 def run(python: Path, tests: Path, program: Path, result: Path, expression: str) -> None:
     """Leaves the outcomes in `result`, and all that was written beside it."""
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-m", "not slow", "--timeout", TIMEOUT, f"--junitxml={result}", "unit"]
-    command += [f"--ignore=unit/{name}" for name in NOT_OFFERED] + (["-k", expression] if expression else [])
-    surroundings = {name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_", "PYTEST_")) and name != "DEBUG"}
-    surroundings |= {"LLAMA_SERVER_BIN_PATH": str(program), "CONFORMANCE_MODEL": str(MODEL), "PORT": str(free_port()), "LLAMA_CACHE": str(tests / "tmp")}
-    surroundings["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "-m",
+        "not slow",
+        "--timeout",
+        TIMEOUT,
+        f"--junitxml={result}",
+        "unit",
+    ]
+    command += [f"--ignore=unit/{name}" for name in NOT_OFFERED] + (
+        ["-k", expression] if expression else []
+    )
+    surroundings = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("LLAMA_", "PYTEST_")) and name != "DEBUG"
+    }
+    surroundings |= {
+        "LLAMA_SERVER_BIN_PATH": str(program),
+        "CONFORMANCE_MODEL": str(MODEL),
+        "PORT": str(free_port()),
+        "LLAMA_CACHE": str(tests / "tmp"),
+    }
+    surroundings["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     result.unlink(missing_ok=True)
     with open(result.with_suffix(".log"), "w") as log:
-        subprocess.run(command, cwd=tests, env=surroundings, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        subprocess.run(
+            command,
+            cwd=tests,
+            env=surroundings,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     if not result.exists():
         sys.exit(f"pytest ended before there was a result: {log.name}")
 
@@ -145,8 +205,14 @@ def outcomes(result: Path) -> dict[str, str]:
     out: dict[str, str] = {}
     for case in ElementTree.parse(result).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        wrong = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        message = "" if wrong is None else f"{wrong.tag}: {(wrong.get('message') or '').strip().partition(chr(10))[0]}"
+        wrong = next(
+            (child for child in case if child.tag in ("failure", "error", "skipped")), None
+        )
+        message = (
+            ""
+            if wrong is None
+            else f"{wrong.tag}: {(wrong.get('message') or '').strip().partition(chr(10))[0]}"
+        )
         out[name] = out.get(name) or message
     return out
 
@@ -163,14 +229,25 @@ def compare(stock: dict[str, str], ours: dict[str, str]) -> int:
         print(f"FAILED     {name}\n           {' '.join(wrong.split())[:200]}")
     for name in EXCEPTIONS:
         if name in stock and name not in failed:
-            print(f"no longer  {name}: {'both pass it' if not stock[name] else 'llama-server does not pass it'}; take it off the list")
-    print(f"llama-server passes {len(passed)} of {len(stock)} tests; of these moeoff's server passes {len(passed) - len(failed)}, {len(unexpected)} fail")
+            print(
+                f"no longer  {name}:"
+                f" {'both pass it' if not stock[name] else 'llama-server does not pass it'}; take"
+                " it off the list"
+            )
+    print(
+        f"llama-server passes {len(passed)} of {len(stock)} tests; of these moeoff's server passes"
+        f" {len(passed) - len(failed)}, {len(unexpected)} fail"
+    )
     return len(unexpected)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", default="", metavar="EXPRESSION", help="these alone, as pytest -k takes it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tests", default="", metavar="EXPRESSION", help="these alone, as pytest -k takes it"
+    )
     options = parser.parse_args()
     pinned, root = Fork.load(), fork.cache_root()
     program, sdist = fork.program(pinned, root, "llama-server"), fork.pinned_sdist(pinned, root)
@@ -182,7 +259,11 @@ def main() -> int:
         results = {}
         for name, server in (("llama-server", program), ("moeoff", stand_in(Path(place)))):
             result = cache / f"{name}.xml"
-            print(f"llama-server's tests with {name}: {result.with_suffix('.log')} ...", file=sys.stderr, flush=True)
+            print(
+                f"llama-server's tests with {name}: {result.with_suffix('.log')} ...",
+                file=sys.stderr,
+                flush=True,
+            )
             run(python, tests, server, result, options.tests)
             results[name] = outcomes(result)
     return 1 if compare(results["llama-server"], results["moeoff"]) else 0

@@ -1,8 +1,10 @@
 """Known advisories about llama.cpp and llama-cpp-python, against the pinned release.
 
-The list is kept by hand in advisories.json, with sources. For each of them there is one reason why it does not concern this build: lines that its fix
-brought are in the pinned sources; the part is not built; the option is refused; a script tries it. What is left is open, and said so.
-Where a reason does not hold the pin is too old, or the list has to be looked at again.
+The list is kept by hand in advisories.json, with sources. For each of them there is one
+reason why it does not concern this build: lines that its fix brought are in the pinned
+sources; the part is not built; the option is refused; a script tries it. What is left
+is open, and said so. Where a reason does not hold the pin is too old, or the list has
+to be looked at again.
 """
 
 from __future__ import annotations
@@ -39,8 +41,17 @@ def why(entry: dict, texts: dict[str, str]) -> tuple[str, bool]:
     """The reason in words, and whether it holds."""
     (kind,) = REASONS & set(entry)
     if kind == "marks":
-        missing = [mark for name, marks in entry["marks"].items() for mark in marks if mark not in texts[path_of(name)]]
-        return ("the fix is in the pinned sources" if not missing else f"not in the pinned sources: {missing[0]}"), not missing
+        missing = [
+            mark
+            for name, marks in entry["marks"].items()
+            for mark in marks
+            if mark not in texts[path_of(name)]
+        ]
+        return (
+            "the fix is in the pinned sources"
+            if not missing
+            else f"not in the pinned sources: {missing[0]}"
+        ), not missing
     if kind == "absent":
         import llama_cpp
 
@@ -51,7 +62,9 @@ def why(entry: dict, texts: dict[str, str]) -> tuple[str, bool]:
 
         llama_option = options_of("serve").get(entry["refused"])
         return (
-            ("the option is refused", True) if llama_option is not None and llama_option.verdict == REFUSED else (f"{entry['refused']} is not refused", False)
+            ("the option is refused", True)
+            if llama_option is not None and llama_option.verdict == REFUSED
+            else (f"{entry['refused']} is not refused", False)
         )
     return f"open: {entry['open']}", True
 
@@ -63,7 +76,9 @@ def check_advisories(json_file: str | None) -> None:
     texts = sources({path_of(name) for entry in entries for name in entry.get("marks", ())})
     pin = json.loads((ROOT / "llamacpp_patches" / "pin.json").read_text())
     columns = ["advisory", "source", "what", "fixed in", "here"]
-    with findings(json_file, "advisories", f"advisories against {pin['name']} {pin['version']}", columns) as (table, problems):
+    with findings(
+        json_file, "advisories", f"advisories against {pin['name']} {pin['version']}", columns
+    ) as (table, problems):
         for entry in entries:
             reason, holds = why(entry, texts)
             problems += [] if holds else [f"{entry['id']}: {reason}"]

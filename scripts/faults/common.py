@@ -1,4 +1,6 @@
-"""A child and what became of it, faults on purpose, a table of problems, and a model: the pieces that the scripts of this folder are made of."""
+"""A child and what became of it, faults on purpose, a table of problems, and a model:
+the pieces that the scripts of this folder are made of.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,19 @@ def options_of(names: Iterable[str], *, seeds: bool = False) -> Callable[[Any], 
     """--only of these, --json, and --seed where there is chance."""
 
     def decorate(function: Any) -> Any:
-        function = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)(function)
+        function = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)(
+            function
+        )
         function = click.option("--only", multiple=True, type=click.Choice(list(names)))(function)
-        again = click.option("--seed", "seeds", type=int, multiple=True, default=(1,), show_default=True, help="May be repeated: all is done with each.")
+        again = click.option(
+            "--seed",
+            "seeds",
+            type=int,
+            multiple=True,
+            default=(1,),
+            show_default=True,
+            help="May be repeated: all is done with each.",
+        )
         return again(function) if seeds else function
 
     return decorate
@@ -60,10 +72,16 @@ LONGEST = 2000  # characters of a sentence: what a file holds is not told whole
 
 def is_sentence(text: str) -> bool:
     """One line that can be read, no traceback."""
-    return 0 < len(text.strip()) <= LONGEST and "\n" not in text.strip() and not re.search(r"Traceback|0x[0-9a-f]{8}", text)
+    return (
+        0 < len(text.strip()) <= LONGEST
+        and "\n" not in text.strip()
+        and not re.search(r"Traceback|0x[0-9a-f]{8}", text)
+    )
 
 
-def verdict(code: int | None, text: str, *, peak: int = 0, memory: int = 0, quiet: bool = True) -> str:
+def verdict(
+    code: int | None, text: str, *, peak: int = 0, memory: int = 0, quiet: bool = True
+) -> str:
     """What is wrong with how a command ended; empty: nothing.
 
     Args:
@@ -82,14 +100,22 @@ def verdict(code: int | None, text: str, *, peak: int = 0, memory: int = 0, quie
     if "Traceback" in text:
         return f"traceback: {text[-600:]}"
     errors = [line for line in lines if line.startswith("Error: ")]
-    if code and quiet and not (len(errors) == 1 and lines[-1] == errors[0] and is_sentence(errors[0])):
+    if (
+        code
+        and quiet
+        and not (len(errors) == 1 and lines[-1] == errors[0] and is_sentence(errors[0]))
+    ):
         return f"no sentence: {text[:300]!r} ... {text[-300:]!r}"
     return ""
 
 
 @contextlib.contextmanager
-def findings(json_file: str | None, name: str, title: str, columns: Sequence[str]) -> Iterator[tuple[Table, list[str]]]:
-    """A table, which is kept with --json, and a list for problems: they are told in the end, and the exit code is 1 if there is one."""
+def findings(
+    json_file: str | None, name: str, title: str, columns: Sequence[str]
+) -> Iterator[tuple[Table, list[str]]]:
+    """A table, which is kept with --json, and a list for problems: they are told in the
+    end, and the exit code is 1 if there is one.
+    """
     with findings_by_seed(json_file, name, title, columns, ()) as (tables, problems):
         yield next(tables)[1], problems
 
@@ -102,7 +128,13 @@ def findings_by_seed(
     problems: list[str] = []
     with ResultsFile(json_file) as results:
         titles = [(seed, f"{title}, seed {seed}") for seed in seeds] or [(0, title)]
-        yield ((seed, results.table(f"{name}-{i}" if i else name, text, columns)) for i, (seed, text) in enumerate(titles)), problems
+        yield (
+            (
+                (seed, results.table(f"{name}-{i}" if i else name, text, columns))
+                for i, (seed, text) in enumerate(titles)
+            ),
+            problems,
+        )
     for text, n in Counter(problems).most_common(40):
         print(f"{n} x {text}", file=sys.stderr)
     if problems:
@@ -120,10 +152,12 @@ def import_all() -> None:
 
 
 class Child:
-    """A fork of this process that does one thing and ends with the exit code that the command would have; what it says goes to files.
+    """A fork of this process that does one thing and ends with the exit code that the
+    command would have; what it says goes to files.
 
     Attributes:
-        code: a signal's is negative; None as long as it runs, and if it did not end in time.
+        code: a signal's is negative; None as long as it runs, and if it did not end in
+            time.
         peak: bytes of memory, once it has ended.
     """
 
@@ -141,7 +175,9 @@ class Child:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            for fd, file in enumerate((os.open(os.devnull, os.O_RDWR), *(file.fileno() for file in self._files))):
+            for fd, file in enumerate(
+                (os.open(os.devnull, os.O_RDWR), *(file.fileno() for file in self._files))
+            ):
                 os.dup2(file, fd)
             body()
             code = 0
@@ -162,7 +198,11 @@ class Child:
             return True
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         if pid:
-            self.pid, self.code, self.peak = 0, os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10
+            self.pid, self.code, self.peak = (
+                0,
+                os.waitstatus_to_exitcode(status),
+                usage.ru_maxrss << 10,
+            )
         return bool(pid)
 
     def wait(self, seconds: float = float("inf")) -> int | None:
@@ -193,7 +233,9 @@ ADDRESS_SPACE = 8 << 30
 
 
 class Case(NamedTuple):
-    """What became of a case: its number, a word for how it ended, and what is wrong; empty: nothing."""
+    """What became of a case: its number, a word for how it ended, and what is wrong;
+    empty: nothing.
+    """
 
     n: int
     outcome: str
@@ -201,7 +243,9 @@ class Case(NamedTuple):
 
 
 def case_rng(seed: int, n: int, *kind: str) -> random.Random:
-    """Chance of its own for each case: any of them can be had again without those before it."""
+    """Chance of its own for each case: any of them can be had again without those
+    before it.
+    """
     return random.Random(":".join((str(seed), str(n), *kind)))
 
 
@@ -211,12 +255,15 @@ def reset_peak() -> None:
         file.write("5")
 
 
-def judged(action: Callable[[], object], *paths: str, allowed: tuple[type[Exception], ...] = ()) -> tuple[str, str]:
+def judged(
+    action: Callable[[], object], *paths: str, allowed: tuple[type[Exception], ...] = ()
+) -> tuple[str, str]:
     """How it ended, "accepted" or "refused", and what is wrong.
 
     Args:
         paths: that the sentence may name, however long they are.
-        allowed: other errors than the library's own with which it may end, whatever they say.
+        allowed: other errors than the library's own with which it may end, whatever
+            they say.
     """
     from moeoff.errors import MoeoffError
 
@@ -226,19 +273,33 @@ def judged(action: Callable[[], object], *paths: str, allowed: tuple[type[Except
         text = str(error)
         for path in paths:
             text = text.replace(path, "file")
-        return "refused", "" if is_sentence(text) else f"no sentence: {text[:300]!r} ... ({len(text)} characters)"
+        return "refused", (
+            "" if is_sentence(text) else f"no sentence: {text[:300]!r} ... ({len(text)} characters)"
+        )
     except allowed:
         return "refused", ""  # in words of its own
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return "raised", f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:300]}"
+        return (
+            "raised",
+            (
+                f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}:"
+                f" {str(error)[:300]}"
+            ),
+        )
     return "accepted", ""
 
 
 def in_workers(
-    make: Callable[[], Callable[[int], tuple[str, str]]], cases: Iterable[int], *, memory: int = 0, life: int = 2000, deadline: float = DEADLINE
+    make: Callable[[], Callable[[int], tuple[str, str]]],
+    cases: Iterable[int],
+    *,
+    memory: int = 0,
+    life: int = 2000,
+    deadline: float = DEADLINE,
 ) -> Iterator[Case]:
-    """Checks cases in a child that goes on as long as it can: where one ends it or hangs, that is what became of the case, and another goes on behind it.
+    """Checks cases in a child that goes on as long as it can: where one ends it or
+    hangs, that is what became of the case, and another goes on behind it.
 
     Args:
         make: called at the beginning of each child; gives what checks a case.
@@ -260,14 +321,26 @@ def in_workers(
         if child.wait(deadline) == 0:
             left = left[n_done:]
             continue
-        how = "hangs" if child.code in (None, -signal.SIGPROF) or "Timeout (" in child.errors else f"the process ended with {child.code}"
+        how = (
+            "hangs"
+            if child.code in (None, -signal.SIGPROF) or "Timeout (" in child.errors
+            else f"the process ended with {child.code}"
+        )
         if not begun:
             raise click.ClickException(f"{how} before the first case: {child.errors[-2000:]}")
-        yield Case(left[begun - 1], "ended", f"{how}: {child.errors[:600]} ... {child.errors[-900:]}")
+        yield Case(
+            left[begun - 1], "ended", f"{how}: {child.errors[:600]} ... {child.errors[-900:]}"
+        )
         left = left[begun:]
 
 
-def _work(make: Callable[[], Callable[[int], tuple[str, str]]], cases: Sequence[int], writer: int, memory: int, deadline: float) -> None:
+def _work(
+    make: Callable[[], Callable[[int], tuple[str, str]]],
+    cases: Sequence[int],
+    writer: int,
+    memory: int,
+    deadline: float,
+) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     faulthandler.enable()
     faulthandler.register(signal.SIGPROF, chain=True)  # which ends the process
@@ -296,7 +369,9 @@ def _lines(fd: int, child: Child) -> Iterator[bytes]:
     with open(fd, "rb", buffering=0) as pipe:
         while True:
             over = child.ended()
-            if select.select([pipe], [], [], 0 if over else 0.05)[0] and (data := pipe.read(1 << 16)):
+            if select.select([pipe], [], [], 0 if over else 0.05)[0] and (
+                data := pipe.read(1 << 16)
+            ):
                 *whole, rest = (rest + data).split(b"\n")
                 yield from whole
             elif over:
@@ -304,7 +379,8 @@ def _lines(fd: int, child: Child) -> Iterator[bytes]:
 
 
 def tell_all(table: Table, cases: Iterable[tuple[str, Case]], again: str) -> list[str]:
-    """A row for each kind of case: how many there were, and how they ended. Returned is what is wrong, which is told at once, too.
+    """A row for each kind of case: how many there were, and how they ended. Returned is
+    what is wrong, which is told at once, too.
 
     Args:
         again: options with which `--first` does a case again.
@@ -319,7 +395,13 @@ def tell_all(table: Table, cases: Iterable[tuple[str, Case]], again: str) -> lis
             wrong.append(f"{kind}: {case.problem} ({again} --first {case.n})")
             print(wrong[-1][:1500], file=sys.stderr, flush=True)
     for kind, counts in counted.items():
-        table.row(kind, str(counts.total() - counts["problems"]), str(counts["refused"]), str(counts["accepted"]), str(counts["problems"]))
+        table.row(
+            kind,
+            str(counts.total() - counts["problems"]),
+            str(counts["refused"]),
+            str(counts["accepted"]),
+            str(counts["problems"]),
+        )
     return wrong
 
 
@@ -342,8 +424,9 @@ class Call(IntEnum):
 
 
 class Kind(IntEnum):
-    """How: an errno, half of what was asked for, EINTR, nothing more to read, other bytes, no end
-    until the fault is closed; or a delay instead of a fault."""
+    """How: an errno, half of what was asked for, EINTR, nothing more to read, other
+    bytes, no end until the fault is closed; or a delay instead of a fault.
+    """
 
     ERROR = 0
     SHORT = 1
@@ -355,7 +438,12 @@ class Kind(IntEnum):
 
 
 NATIVE = "libggml-cpu"  # the library with the expert buffer
-READS = [(Call.READ, Kind.ERROR, errno.EIO), (Call.READ, Kind.SHORT, 0), (Call.READ, Kind.INTERRUPTED, 0), (Call.READ, Kind.END, 0)]
+READS = [
+    (Call.READ, Kind.ERROR, errno.EIO),
+    (Call.READ, Kind.SHORT, 0),
+    (Call.READ, Kind.INTERRUPTED, 0),
+    (Call.READ, Kind.END, 0),
+]
 FIRST = [(Call.OPEN, Kind.ERROR, errno.EMFILE), (Call.STAT, Kind.ERROR, errno.EIO), *READS]
 NATIVE_FAULTS = [
     *FIRST,
@@ -383,20 +471,40 @@ def preload() -> None:
         return
     library = Path(tempfile.mkdtemp(prefix="moeoff-faults-")) / "faults.so"
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-fexceptions"]
-    subprocess.run([os.environ.get("CC", "cc"), *flags, str(Path(__file__).with_name("faults.c")), "-o", str(library), "-ldl"], check=True)
+    subprocess.run(
+        [
+            os.environ.get("CC", "cc"),
+            *flags,
+            str(Path(__file__).with_name("faults.c")),
+            "-o",
+            str(library),
+            "-ldl",
+        ],
+        check=True,
+    )
     os.execve(sys.executable, sys.orig_argv, os.environ | {"LD_PRELOAD": str(library)})
 
 
 class Fault:
-    """While open, the n-th call of a process with `preload` fails; 0: every call. Of this library's calls, and on files below this path, if either is given.
+    """While open, the n-th call of a process with `preload` fails; 0: every call. Of
+    this library's calls, and on files below this path, if either is given.
 
     Attributes:
         seen: such calls, after it was closed.
         fired: those that failed.
     """
 
-    def __init__(self, call: Call, kind: Kind, value: int, nth: int, *, of: str = "", below: str = ""):
-        self._arguments = (int(call), int(kind), value, ctypes.c_long(nth), of.encode(), os.fsencode(below))
+    def __init__(
+        self, call: Call, kind: Kind, value: int, nth: int, *, of: str = "", below: str = ""
+    ):
+        self._arguments = (
+            int(call),
+            int(kind),
+            value,
+            ctypes.c_long(nth),
+            of.encode(),
+            os.fsencode(below),
+        )
         self.seen = self.fired = 0
 
     def __enter__(self) -> Fault:
@@ -421,7 +529,18 @@ class Fault:
 def open_model(path: str, **options):
     import moeoff
 
-    return moeoff.Llama(path, **{"expert_memory": "1M", "n_ctx": 128, "n_threads": 2, "warm": False, "profile": False, "experts": False} | options)
+    return moeoff.Llama(
+        path,
+        **{
+            "expert_memory": "1M",
+            "n_ctx": 128,
+            "n_threads": 2,
+            "warm": False,
+            "profile": False,
+            "experts": False,
+        }
+        | options,
+    )
 
 
 def answer(llm) -> list[int]:
@@ -437,20 +556,34 @@ def answer(llm) -> list[int]:
 
 
 def write_small_model(path: str | os.PathLike[str]) -> None:
-    """The demo model with 2 layers and 6 experts: what makes a thousand calls into the system there, makes a hundred here, so that each can fail once.
+    """The demo model with 2 layers and 6 experts: what makes a thousand calls into the
+    system there, makes a hundred here, so that each can fail once.
 
     Its text means nothing, but it is always the same.
     """
     import gguf
 
-    numbers = {"qwen2moe.block_count": 2, "qwen2moe.expert_count": 6, "qwen2moe.expert_used_count": 2}
+    numbers = {
+        "qwen2moe.block_count": 2,
+        "qwen2moe.expert_count": 6,
+        "qwen2moe.expert_used_count": 2,
+    }
     reader, writer = gguf.GGUFReader(DEMO), gguf.GGUFWriter(path, "qwen2moe")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            writer.add_key_value(field.name, numbers.get(field.name, field.contents()), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+            writer.add_key_value(
+                field.name,
+                numbers.get(field.name, field.contents()),
+                field.types[0],
+                field.types[-1] if len(field.types) > 1 else None,
+            )
     for tensor in reader.tensors:
         if not tensor.name.startswith("blk.") or int(tensor.name.split(".")[1]) < 2:
-            data = tensor.data[:6] if "_exps." in tensor.name or ".ffn_gate_inp." in tensor.name else tensor.data
+            data = (
+                tensor.data[:6]
+                if "_exps." in tensor.name or ".ffn_gate_inp." in tensor.name
+                else tensor.data
+            )
             writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -1,13 +1,19 @@
-"""Damaged files: a model, and what lies beside it. Whatever a file says, there is an answer or one sentence, within the memory that was given.
+"""Damaged files: a model, and what lies beside it. Whatever a file says, there is an
+answer or one sentence, within the memory that was given.
 
-So many damaged files of each kind (fewer where one takes long) are read by what reads them, many in one process. Bytes of them change, or the file is well
-formed and says something else: arrays of other types and shapes, a GGUF's fields, several numbers that are multiplied, its vocabulary, JSON, a grammar's words,
-or what is legal and huge. Before those come what is not left to chance: a pipe without a writer, what has ended processes elsewhere (no layers, too many,
-tensors that overlap, huge strings, hostile chat templates), and each of a model's numbers saying another one. A model goes through what `inspect`, `run`,
-`convert` and `serve` do with it. Where a model stays open meanwhile, its next answer must be the right one.
+So many damaged files of each kind (fewer where one takes long) are read by what reads
+them, many in one process. Bytes of them change, or the file is well formed and says
+something else: arrays of other types and shapes, a GGUF's fields, several numbers that
+are multiplied, its vocabulary, JSON, a grammar's words, or what is legal and huge.
+Before those come what is not left to chance: a pipe without a writer, what has ended
+processes elsewhere (no layers, too many, tensors that overlap, huge strings, hostile
+chat templates), and each of a model's numbers saying another one. A model goes through
+what `inspect`, `run`, `convert` and `serve` do with it. Where a model stays open
+meanwhile, its next answer must be the right one.
 
-A case that is ended by a signal, that takes more memory than its bound, that says more than a sentence, or hangs, is a finding; so is any exception that is
-not the library's own. `--only KIND --first N --count 1` does a case again.
+A case that is ended by a signal, that takes more memory than its bound, that says more
+than a sentence, or hangs, is a finding; so is any exception that is not the library's
+own. `--only KIND --first N --count 1` does a case again.
 """
 
 from __future__ import annotations
@@ -102,7 +108,9 @@ class Kind(NamedTuple):
 
 
 def prepare(folder: Path, names: set[str]) -> None:
-    """A whole file of each kind; profiles take seconds, and are made if they are among the names."""
+    """A whole file of each kind; profiles take seconds, and are made if they are among
+    the names.
+    """
     from moeoff.experts.convert import convert
     from moeoff.gguf.model_index import ModelIndex
     from moeoff.measure.profile_fit import calibrate
@@ -115,15 +123,31 @@ def prepare(folder: Path, names: set[str]) -> None:
     sidecar = convert(model, tiers="original,Q4_0", output=folder / "m.experts.gguf").path
     (folder / "text.txt").write_text((PROMPT + "\n") * 60)
     if names & {"m.profile.npz", "contract.npz"}:
-        calibrate(model, text=[str(folder / "text.txt")], tokens=512, memory="2G", output=folder / "m.profile.npz", n_threads=1)
+        calibrate(
+            model,
+            text=[str(folder / "text.txt")],
+            tokens=512,
+            memory="2G",
+            output=folder / "m.profile.npz",
+            n_threads=1,
+        )
         write_contract(folder, sidecar)
-    (folder / "plan.json").write_text(json.dumps({"default": "Q4_0", "layers": {"0": {"0": "Q8_0", "1": "original"}, "1": "F16"}}))
+    (folder / "plan.json").write_text(
+        json.dumps({"default": "Q4_0", "layers": {"0": {"0": "Q8_0", "1": "original"}, "1": "F16"}})
+    )
     (folder / "schema.json").write_text(json.dumps(SCHEMA))
     (folder / "grammar.gbnf").write_text(GRAMMAR)
     sums = {}
     for name, span in list(model_index.experts.items())[:4]:
-        sums |= {f"{name}.in_sum2": np.ones((span.shape[2], span.shape[0])), f"{name}.counts": np.ones((span.shape[2], 1))}
-    write_arrays(folder / "imatrix.gguf", {"general.architecture": "imatrix", "general.type": "imatrix"}, sums)
+        sums |= {
+            f"{name}.in_sum2": np.ones((span.shape[2], span.shape[0])),
+            f"{name}.counts": np.ones((span.shape[2], 1)),
+        }
+    write_arrays(
+        folder / "imatrix.gguf",
+        {"general.architecture": "imatrix", "general.type": "imatrix"},
+        sums,
+    )
     write_expert_adapter(model, folder / "adapter.gguf")
     n_embd = int(model_index.hparams["embedding_length"])
     write_projector(folder / "projector.gguf", n_embd)
@@ -140,10 +164,16 @@ def write_contract(folder: Path, sidecar: str) -> None:
     from moeoff.gguf.model_index import ModelIndex
 
     shutil.copy(folder / "m.profile.npz", folder / "contract.npz")
-    candidates = [Candidate("original", 0.1, share, 0.001, 0.002, 0.001, 0.6) for share in (0.1, 0.25, 0.75)]
+    candidates = [
+        Candidate("original", 0.1, share, 0.001, 0.002, 0.001, 0.6) for share in (0.1, 0.25, 0.75)
+    ]
     candidates.append(Candidate("Q4_0", 0.0, 0.0, 0.001, 0.002, 0.001, 0.6, size=0.6))
     contract = LossContract(Sidecar(sidecar).identity, 1, 8, 4096, 512, tuple(candidates))
-    Profile.write(folder / "contract.npz", ModelIndex.read(folder / "m.gguf"), {"precision": contract.to_section()})
+    Profile.write(
+        folder / "contract.npz",
+        ModelIndex.read(folder / "m.gguf"),
+        {"precision": contract.to_section()},
+    )
 
 
 def warm_file() -> Path:
@@ -164,7 +194,11 @@ def open_and_answer(_folder: Path) -> Reader:
         model_index.require_experts()
         preflight(model_index)
         with open_model(str(path), **OPENED, expert_memory=None, memory=MEMORY) as llm:
-            tokens = [token for text in TEXTS for token in llm.tokenize(text.encode("utf-8", "replace"), special=True)]
+            tokens = [
+                token
+                for text in TEXTS
+                for token in llm.tokenize(text.encode("utf-8", "replace"), special=True)
+            ]
             llm.detokenize(tokens)
             if template := llm.metadata.get("tokenizer.chat_template"):
                 templates.check(template)
@@ -176,7 +210,9 @@ def open_and_answer(_folder: Path) -> Reader:
 def converted(folder: Path) -> Reader:
     from moeoff.experts.convert import convert
 
-    return lambda path, _rng: convert(str(path), tiers="original,Q4_0", output=folder / "made.gguf", force=True, threads=1)
+    return lambda path, _rng: convert(
+        str(path), tiers="original,Q4_0", output=folder / "made.gguf", force=True, threads=1
+    )
 
 
 def inspected(_folder: Path) -> Reader:
@@ -208,10 +244,16 @@ def serve(path: Path, **options: Any) -> None:
     import moeoff
 
     try:
-        with moeoff.Server(str(path), port=0, memory=MEMORY, n_ctx=256, parallel=1, warm=False, **options) as server:
+        with moeoff.Server(
+            str(path), port=0, memory=MEMORY, n_ctx=256, parallel=1, warm=False, **options
+        ) as server:
             for text in ("Hi", "now"):
-                body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 2}).encode()
-                request = urllib.request.Request(f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+                body = json.dumps(
+                    {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+                ).encode()
+                request = urllib.request.Request(
+                    f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
+                )
                 with contextlib.suppress(urllib.error.HTTPError):
                     urllib.request.urlopen(request, timeout=DEADLINE).read()
             urllib.request.urlopen(f"{server.url}/health", timeout=DEADLINE).read()
@@ -232,8 +274,25 @@ def in_child(body: Callable[[], object], folder: Path, quiet: bool) -> None:
 
 def run_in_child(folder: Path) -> Reader:
     """The command itself, with its budget."""
-    options = ["-c", "64", "--warm", "off", "--profile", "none", "--experts", "none", "-t", "1", "--memory", str(MEMORY)]
-    return lambda path, _rng: in_child(functools.partial(command, ["run", "-m", str(path), "-p", "Hi", "-n", "2", *options]), folder, True)
+    options = [
+        "-c",
+        "64",
+        "--warm",
+        "off",
+        "--profile",
+        "none",
+        "--experts",
+        "none",
+        "-t",
+        "1",
+        "--memory",
+        str(MEMORY),
+    ]
+    return lambda path, _rng: in_child(
+        functools.partial(command, ["run", "-m", str(path), "-p", "Hi", "-n", "2", *options]),
+        folder,
+        True,
+    )
 
 
 def read_sidecar(folder: Path) -> Reader:
@@ -289,13 +348,20 @@ def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Rea
     """A model is opened with the file, under one of these strategies, and answers."""
 
     def use(folder: Path) -> Reader:
-        paths = {key: str(folder / value) if key == "experts" else value for key, value in others.items()}
+        paths = {
+            key: str(folder / value) if key == "experts" else value for key, value in others.items()
+        }
 
         def read(path: Path, rng: random.Random) -> None:
             if option == "warm":
                 shutil.copy(path, warm_file())
-            options = {option: True if option == "warm" else str(path), "strategy": rng.choice(strategies or ("lru",))}
-            with open_model(str(folder / "m.gguf"), **OPENED | {"expert_memory": "200K"} | paths | options) as llm:
+            options = {
+                option: True if option == "warm" else str(path),
+                "strategy": rng.choice(strategies or ("lru",)),
+            }
+            with open_model(
+                str(folder / "m.gguf"), **OPENED | {"expert_memory": "200K"} | paths | options
+            ) as llm:
                 answer(llm)
 
         return read
@@ -304,7 +370,9 @@ def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Rea
 
 
 def of_open_model(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
-    """A model that stays open takes the file; its next answer is the one that it gave before."""
+    """A model that stays open takes the file; its next answer is the one that it gave
+    before.
+    """
 
     def use(folder: Path) -> Reader:
         llm = open_model(str(folder / "m.gguf"), **OPENED)
@@ -332,7 +400,13 @@ def grammar(llm: Any, path: Path) -> None:
 def schema(llm: Any, path: Path) -> None:
     from llama_cpp import LlamaGrammar
 
-    llm.create_completion("Hi", max_tokens=4, grammar=LlamaGrammar.from_json_schema(path.read_bytes().decode(errors="replace"), verbose=False))
+    llm.create_completion(
+        "Hi",
+        max_tokens=4,
+        grammar=LlamaGrammar.from_json_schema(
+            path.read_bytes().decode(errors="replace"), verbose=False
+        ),
+    )
 
 
 def text(llm: Any, path: Path) -> None:
@@ -342,12 +416,21 @@ def text(llm: Any, path: Path) -> None:
 
 
 def served(option: str) -> Callable[[Path], Reader]:
-    """A server starts with the file, in a child: as its model, as an option of its own, or of llama-server's."""
+    """A server starts with the file, in a child: as its model, as an option of its own,
+    or of llama-server's.
+    """
 
     def use(folder: Path) -> Reader:
         def read(path: Path, _rng: random.Random) -> None:
             model, options = (
-                (path, {}) if option == "model" else (folder / "m.gguf", {"args": [option, str(path)]} if option.startswith("--") else {option: str(path)})
+                (path, {})
+                if option == "model"
+                else (
+                    folder / "m.gguf",
+                    {"args": [option, str(path)]}
+                    if option.startswith("--")
+                    else {option: str(path)},
+                )
             )
             in_child(functools.partial(serve, model, **options), folder, False)
 
@@ -356,7 +439,9 @@ def served(option: str) -> Callable[[Path], Reader]:
     return use
 
 
-BOUNDED = {"expert_memory": None, "memory": MEMORY}  # what unpacks to more is refused; without a bound of the process half of what is available may
+# what unpacks to more is refused; without a bound of the process half of what is
+# available may
+BOUNDED = {"expert_memory": None, "memory": MEMORY}
 _LLAMA_CPP = (Exception,)  # what llama_cpp's own readers raise is theirs
 KINDS = {
     "model": Kind("m.gguf", open_and_answer),
@@ -368,8 +453,16 @@ KINDS = {
     "sidecar, verify": Kind("m.experts.gguf", verify_sidecar, 0.1),
     "sidecar, open": Kind("m.experts.gguf", opened("experts", tier="Q4_0"), 0.2),
     "profile": Kind("m.profile.npz", read_profile),
-    "profile, open": Kind("m.profile.npz", opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru", **BOUNDED), 0.3),
-    "contract": Kind("contract.npz", opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf", **BOUNDED), 0.2),
+    "profile, open": Kind(
+        "m.profile.npz",
+        opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru", **BOUNDED),
+        0.3,
+    ),
+    "contract": Kind(
+        "contract.npz",
+        opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf", **BOUNDED),
+        0.2,
+    ),
     "warm state": Kind("warm.npz", opened("warm", "lru", "auto"), 0.2, opens=False),
     "plan": Kind("plan.json", read_plan),
     "importance matrix": Kind("imatrix.gguf", read_imatrix),
@@ -383,11 +476,17 @@ KINDS = {
     "JSON schema": Kind("schema.json", of_open_model(schema), allowed=_LLAMA_CPP, opens=False),
     "text": Kind("text.txt", of_open_model(text)),
 }
-ARRAYS_OF = {"m.profile.npz": "popularity/counts", "contract.npz": "precision/t1", "warm.npz": "high"}
+ARRAYS_OF = {
+    "m.profile.npz": "popularity/counts",
+    "contract.npz": "precision/t1",
+    "warm.npz": "high",
+}
 
 
 def of_model(folder: Path) -> Iterator[Mutant]:
-    return itertools.chain(named_mutants(str(folder / "m.gguf")), value_mutants(str(folder / "m.gguf")))
+    return itertools.chain(
+        named_mutants(str(folder / "m.gguf")), value_mutants(str(folder / "m.gguf"))
+    )
 
 
 def named(name: str, whole: bytes) -> list[bytes]:
@@ -400,7 +499,9 @@ def named(name: str, whole: bytes) -> list[bytes]:
 
 
 def damaged(name: str, whole: bytes, rng: random.Random) -> bytes:
-    """Of a file that is no GGUF: bytes that are changed, or a file that is well formed and says something else."""
+    """Of a file that is no GGUF: bytes that are changed, or a file that is well formed
+    and says something else.
+    """
     if rng.random() < 0.3:
         return mutate(whole, rng)
     if name.endswith(".npz"):
@@ -413,7 +514,12 @@ def damaged(name: str, whole: bytes, rng: random.Random) -> bytes:
 def worker(folder: Path, kind: str, seed: int) -> Callable[[int], tuple[str, str]]:
     name, use, _, allowed, opens = KINDS[kind]
     os.chdir(folder)  # where a template that runs code would leave its mark
-    whole, path, pipe, mark = (folder / name).read_bytes(), folder / f"bad{Path(name).suffix}", folder / "pipe", folder / MARK
+    whole, path, pipe, mark = (
+        (folder / name).read_bytes(),
+        folder / f"bad{Path(name).suffix}",
+        folder / "pipe",
+        folder / MARK,
+    )
     if not pipe.exists():
         os.mkfifo(pipe)
     header, certain, read = None, named(name, whole), use(folder)
@@ -425,7 +531,11 @@ def worker(folder: Path, kind: str, seed: int) -> Callable[[int], tuple[str, str
     def write(n: int, rng: random.Random) -> str:
         """Says what was done."""
         if header is not None:
-            mutant = next(itertools.islice(of_model(folder), n - 1, None)) if 0 < n <= n_certain else mutate_gguf(header, whole, rng)
+            mutant = (
+                next(itertools.islice(of_model(folder), n - 1, None))
+                if 0 < n <= n_certain
+                else mutate_gguf(header, whole, rng)
+            )
             mutant.write(path, header.whole, whole[len(header.whole) :])
             return f"{mutant.what[:200]}: "
         path.write_bytes(certain[n - 1] if 0 < n <= n_certain else damaged(name, whole, rng))
@@ -435,7 +545,9 @@ def worker(folder: Path, kind: str, seed: int) -> Callable[[int], tuple[str, str
         rng = case_rng(seed, n, kind)
         if n == 0 and opens:
             outcome, problem = judged(lambda: read(pipe, rng), str(pipe), allowed=allowed)
-            return outcome, problem or ("" if outcome == "refused" else "a pipe was taken for a file")
+            return outcome, problem or (
+                "" if outcome == "refused" else "a pipe was taken for a file"
+            )
         what = write(n, rng)
         outcome, problem = judged(lambda: read(path, rng), str(path), allowed=allowed)
         if mark.exists():
@@ -446,7 +558,9 @@ def worker(folder: Path, kind: str, seed: int) -> Callable[[int], tuple[str, str
     return check
 
 
-def check_files(count: int, first: int, seed: int, only: tuple[str, ...]) -> Iterator[tuple[str, Case]]:
+def check_files(
+    count: int, first: int, seed: int, only: tuple[str, ...]
+) -> Iterator[tuple[str, Case]]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         kinds = {name: kind for name, kind in KINDS.items() if not only or name in only}
@@ -455,7 +569,9 @@ def check_files(count: int, first: int, seed: int, only: tuple[str, ...]) -> Ite
             raise click.ClickException(f"the whole files cannot be made: {child.errors[-2000:]}")
         for name, kind in kinds.items():
             numbers = range(first, first + max(round(count * kind.share), 1))
-            for case in in_workers(functools.partial(worker, folder, name, seed), numbers, memory=MEMORY, life=500):
+            for case in in_workers(
+                functools.partial(worker, folder, name, seed), numbers, memory=MEMORY, life=500
+            ):
                 yield name, case
 
 
@@ -463,10 +579,15 @@ def check_files(count: int, first: int, seed: int, only: tuple[str, ...]) -> Ite
 @click.option("--count", default=2000, show_default=True, help="Files of each kind.")
 @click.option("--first", default=0, show_default=True, help="Number of the first.")
 @options_of(KINDS, seeds=True)
-def files(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None) -> None:
+def files(
+    count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None
+) -> None:
     import_all()
     columns = ["what", "files", "refused in one sentence", "accepted", "problems"]
-    with findings_by_seed(json_file, "files", "damaged files", columns, seeds) as (tables, problems), tempfile.TemporaryDirectory() as name:
+    with (
+        findings_by_seed(json_file, "files", "damaged files", columns, seeds) as (tables, problems),
+        tempfile.TemporaryDirectory() as name,
+    ):
         os.environ["XDG_CACHE_HOME"] = name
         for seed, table in tables:
             problems += tell_all(table, check_files(count, first, seed, only), f"--seed {seed}")

@@ -1,7 +1,9 @@
-"""Trouble with the disk: slow, full, read-only, without direct reads; a model that is replaced, cut or written to while it is used.
+"""Trouble with the disk: slow, full, read-only, without direct reads; a model that is
+replaced, cut or written to while it is used.
 
-Each case says what must be so, and is in a process of its own under a deadline. As root, a small tmpfs is
-the full disk and another user finds the folder read-only; else a limit of file sizes and the folder's rights stand for them.
+Each case says what must be so, and is in a process of its own under a deadline. As
+root, a small tmpfs is the full disk and another user finds the folder read-only; else a
+limit of file sizes and the folder's rights stand for them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,23 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common import DEMO, NATIVE, PROMPT, Call, Child, Fault, Kind, answer, findings, import_all, is_sentence, main, open_model, options_of, preload
+from common import (
+    DEMO,
+    NATIVE,
+    PROMPT,
+    Call,
+    Child,
+    Fault,
+    Kind,
+    answer,
+    findings,
+    import_all,
+    is_sentence,
+    main,
+    open_model,
+    options_of,
+    preload,
+)
 
 DEADLINE = 600
 CASES: dict[str, Callable[[Path], str]] = {}
@@ -89,9 +107,14 @@ def a_slow_disk(folder: Path) -> str:
 
 @case
 def direct_reads_are_refused(folder: Path) -> str:
-    """at the open, or at the first read, as network file systems do: reads go through the page cache, the same text"""
+    """at the open, or at the first read, as network file systems do: reads go through
+    the page cache, the same text
+    """
     model, expected = model_in(folder), reference()
-    for fault in (Fault(Call.OPEN, Kind.ERROR, errno.EINVAL, 2, of=NATIVE), Fault(Call.READ, Kind.ERROR, errno.EINVAL, 0, of=NATIVE)):
+    for fault in (
+        Fault(Call.OPEN, Kind.ERROR, errno.EINVAL, 2, of=NATIVE),
+        Fault(Call.READ, Kind.ERROR, errno.EINVAL, 0, of=NATIVE),
+    ):
         with fault, open_model(model, strategy="lru") as llm:
             assert answer(llm) == expected
             assert llm.engine.buffer.stats().reads > 10
@@ -101,7 +124,9 @@ def direct_reads_are_refused(folder: Path) -> str:
 
 @case
 def a_sparse_file(folder: Path) -> str:
-    """holes where zeros were: the same text; nothing but holes behind the header: text or one sentence"""
+    """holes where zeros were: the same text; nothing but holes behind the header: text
+    or one sentence
+    """
     import moeoff
     from moeoff.gguf.file import ModelFile
 
@@ -136,7 +161,9 @@ def replaced_while_it_runs(folder: Path) -> str:
 
 @case
 def cut_while_it_runs(folder: Path) -> str:
-    """one sentence that names it at each request; once it is whole and loaded again, the same text"""
+    """one sentence that names it at each request; once it is whole and loaded again,
+    the same text
+    """
     model, expected = model_in(folder), reference()
     with open_model(model, strategy="lru") as llm:
         answer(llm)
@@ -153,7 +180,9 @@ def cut_while_it_runs(folder: Path) -> str:
 
 @case
 def rows_that_cannot_be_read(folder: Path) -> str:
-    """of the token embedding, which stays on disk: it fails, or the file ends there: one sentence that says where, then the same text"""
+    """of the token embedding, which stays on disk: it fails, or the file ends there:
+    one sentence that says where, then the same text
+    """
     from moeoff.gguf.model_index import EMBEDDING, ModelIndex
 
     model, expected, texts = model_in(folder), reference(), []
@@ -162,7 +191,11 @@ def rows_that_cannot_be_read(folder: Path) -> str:
         with open_model(model, strategy="lru") as llm:
             with Fault(Call.READ, kind, value, 1, of=NATIVE):
                 texts.append(error_of(lambda llm=llm: answer(llm), "model.gguf: read of "))
-            assert table.offset <= int(re.search(r"at offset (\d+)", texts[-1])[1]) < table.offset + table.nbytes, texts[-1]
+            assert (
+                table.offset
+                <= int(re.search(r"at offset (\d+)", texts[-1])[1])
+                < table.offset + table.nbytes
+            ), texts[-1]
             assert answer(llm) == expected
     return "; ".join(texts)
 
@@ -200,7 +233,9 @@ def cut_while_it_is_converted(folder: Path) -> str:
         if n > total // 4:
             os.truncate(model, 3 << 20)
 
-    text = error_of(lambda: convert(model, tiers="original,Q4_0", progress=cut, threads=2), "model.gguf")
+    text = error_of(
+        lambda: convert(model, tiers="original,Q4_0", progress=cut, threads=2), "model.gguf"
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["model.gguf"]
     return text
 
@@ -210,7 +245,13 @@ def full_disk(folder: Path, room: int) -> Iterator[Path]:
     """A folder where so many bytes fit."""
     place = folder / "full"
     place.mkdir()
-    if os.geteuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "none", place], capture_output=True).returncode == 0:
+    if (
+        os.geteuid() == 0
+        and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={room}", "none", place], capture_output=True
+        ).returncode
+        == 0
+    ):
         try:
             yield place
         finally:
@@ -227,15 +268,21 @@ def full_disk(folder: Path, room: int) -> Iterator[Path]:
 
 @case
 def full_while_it_is_converted(folder: Path) -> str:
-    """refused before the work where the room is known, else one sentence; nothing is left, an old sidecar stays"""
+    """refused before the work where the room is known, else one sentence; nothing is
+    left, an old sidecar stays
+    """
     from moeoff.experts.convert import convert
 
     model = model_in(folder)
     with full_disk(folder, 4 << 20) as place:
         out = place / "m.experts.gguf"
         out.write_bytes(b"old")
-        message = error_of(lambda: convert(model, tiers="original,Q4_0", output=out, force=True), "m.experts.gguf")
-        assert [path.name for path in place.iterdir()] == ["m.experts.gguf"] and out.read_bytes() == b"old"
+        message = error_of(
+            lambda: convert(model, tiers="original,Q4_0", output=out, force=True), "m.experts.gguf"
+        )
+        assert [path.name for path in place.iterdir()] == [
+            "m.experts.gguf"
+        ] and out.read_bytes() == b"old"
     return message
 
 
@@ -257,8 +304,12 @@ def full_while_it_is_calibrated(folder: Path) -> str:
         old = profile.read_bytes()
         if not os.path.ismount(place):
             resource.setrlimit(resource.RLIMIT_FSIZE, (256, -1))
-        message = error_of(lambda: calibrate(model, text=[str(text)], output=profile, **options), "m.profile.npz")
-        assert [path.name for path in place.iterdir()] == ["m.profile.npz"] and profile.read_bytes() == old
+        message = error_of(
+            lambda: calibrate(model, text=[str(text)], output=profile, **options), "m.profile.npz"
+        )
+        assert [path.name for path in place.iterdir()] == [
+            "m.profile.npz"
+        ] and profile.read_bytes() == old
     return message
 
 
@@ -287,7 +338,11 @@ def a_full_cache_folder(folder: Path) -> str:
     model, expected = model_in(folder), reference()
     with full_disk(folder, 4 << 10) as place:
         os.environ["XDG_CACHE_HOME"] = str(place)
-        (place / "filler").write_bytes(bytes(4 << 10)) if os.path.ismount(place) else resource.setrlimit(resource.RLIMIT_FSIZE, (16, -1))
+        (
+            (place / "filler").write_bytes(bytes(4 << 10))
+            if os.path.ismount(place)
+            else resource.setrlimit(resource.RLIMIT_FSIZE, (16, -1))
+        )
         for _ in range(2):
             with open_model(model, warm=True) as llm:
                 assert answer(llm) == expected
@@ -307,7 +362,8 @@ def a_read_only_folder(folder: Path) -> str:
     model, text = model_in(place), folder / "text.txt"
     text.write_text((PROMPT + "\n") * 300)
     options = {"tokens": 512, "hidden": 0, "memory": "2G", "only": {"popularity"}}
-    calibrate(model_in(folder), text=[str(text)], **options)  # imports what the other user may not read
+    # imports what the other user may not read
+    calibrate(model_in(folder), text=[str(text)], **options)
     with open_model(str(folder / "model.gguf"), warm=True, profile="auto") as llm:
         answer(llm)
     for path in (place, Path(model)):
@@ -333,13 +389,24 @@ def a_read_only_folder(folder: Path) -> str:
 def check_disk(only: tuple[str, ...], json_file: str | None) -> None:
     preload()
     import_all()
-    with findings(json_file, "disk", "disk trouble", ["what", "what must be so", "what was said", "held"]) as (table, problems):
+    with findings(
+        json_file, "disk", "disk trouble", ["what", "what must be so", "what was said", "held"]
+    ) as (table, problems):
         for name in only or CASES:
             with tempfile.TemporaryDirectory(prefix="moeoff-disk-") as folder:
                 os.environ["XDG_CACHE_HOME"] = f"{folder}/own-cache"
-                child = Child(lambda name=name, folder=folder: print("DONE " + CASES[name](Path(folder)).replace(folder, "…")))
+                child = Child(
+                    lambda name=name, folder=folder: print(
+                        "DONE " + CASES[name](Path(folder)).replace(folder, "…")
+                    )
+                )
                 code = child.wait(DEADLINE)
-            text = next((line[5:] for line in child.output.splitlines() if line.startswith("DONE ")), "")
+            text = next(
+                (line[5:] for line in child.output.splitlines() if line.startswith("DONE ")), ""
+            )
             if code != 0:
-                problems.append(f"{name}: {'hangs' if code is None else f'exit code {code}'}: {child.output[-500:]}{child.errors[-3000:]}")
+                problems.append(
+                    f"{name}: {'hangs' if code is None else f'exit code {code}'}:"
+                    f" {child.output[-500:]}{child.errors[-3000:]}"
+                )
             table.row(name, CASES[name].__doc__ or "", text, "yes" if code == 0 else "NO")

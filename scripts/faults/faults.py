@@ -1,8 +1,10 @@
-"""What to break, and what must hold: one program, a command for each kind of trouble. docs/results/reliability.md
+"""What to break, and what must hold: one program, a command for each kind of trouble.
+docs/results/reliability.md
 
 usage: faults.py nth|files|objects|kill|disk|http|advisories [OPTION ...]     --help says what each does
 
-Each tells what it has found in a table, which --json keeps, and ends with exit code 1 if something is not as it must be.
+Each tells what it has found in a table, which --json keeps, and ends with exit code 1
+if something is not as it must be.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import nth_fault
 import objects
 from common import main
 
-COMMANDS = (advisories, damaged, disk, hostile_http, kill, nth_fault, objects)  # each has put its own there
+# each has put its own there
+COMMANDS = (advisories, damaged, disk, hostile_http, kill, nth_fault, objects)
 
 if __name__ == "__main__":
     main()

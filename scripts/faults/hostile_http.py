@@ -1,7 +1,9 @@
-"""Hostile clients of `moeoff serve`: whatever they send, the others are answered rightly, nothing is read from disk, memory stays in its budget.
+"""Hostile clients of `moeoff serve`: whatever they send, the others are answered
+rightly, nothing is read from disk, memory stays in its budget.
 
-A server with an API key, in a process of its own, under a budget. Each case says what must be so; after each the server must be there, answer a
-greedy request with the tokens it gave before, and hold its budget.
+A server with an API key, in a process of its own, under a budget. Each case says what
+must be so; after each the server must be there, answer a greedy request with the tokens
+it gave before, and hold its budget.
 """
 
 from __future__ import annotations
@@ -60,15 +62,25 @@ class Target:
 
     @property
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=SECONDS)
+        return httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=SECONDS
+        )
 
     def post(self, path: str, body: object, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         with self.client as client:
-            return client.post(path, content=content, headers={"Content-Type": "application/json", **headers})
+            return client.post(
+                path, content=content, headers={"Content-Type": "application/json", **headers}
+            )
 
     def answer(self) -> list[int]:
-        body = {"prompt": "Tom has 3 apples and buys 4 more.", "n_predict": 8, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+        body = {
+            "prompt": "Tom has 3 apples and buys 4 more.",
+            "n_predict": 8,
+            "temperature": 0,
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
         reply = self.post("/completion", body)
         assert reply.status_code == 200, reply.text
         return reply.json()["tokens"]
@@ -76,7 +88,10 @@ class Target:
     def raw(self, data: bytes, seconds: float = SECONDS) -> bytes:
         """What comes back for these bytes; the connection may be closed at any time."""
         out = b""
-        with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=seconds) as connection:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(self.address, timeout=seconds) as connection,
+        ):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             while len(out) < 1 << 20 and (piece := connection.recv(65536)):
@@ -129,7 +144,9 @@ def slow_loris(target: Target) -> str:
     with contextlib.ExitStack() as stack:
         connections = []
         for _ in range(300):
-            connection = stack.enter_context(socket.create_connection(target.address, timeout=SECONDS))
+            connection = stack.enter_context(
+                socket.create_connection(target.address, timeout=SECONDS)
+            )
             connection.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nX-A: ")
             connections.append(connection)
         slowest = 0.0
@@ -149,18 +166,28 @@ def slow_bodies(target: Target) -> str:
     """100 bodies that are promised and do not come: others are answered meanwhile"""
     with contextlib.ExitStack() as stack:
         for _ in range(100):
-            connection = stack.enter_context(socket.create_connection(target.address, timeout=SECONDS))
-            connection.sendall(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000000\r\n\r\n{{".encode())
+            connection = stack.enter_context(
+                socket.create_connection(target.address, timeout=SECONDS)
+            )
+            connection.sendall(
+                "POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer"
+                f" {KEY}\r\nContent-Length: 1000000\r\n\r\n{{".encode()
+            )
         target.answer()
     return ""
 
 
 @case
 def huge_bodies(target: Target) -> str:
-    """lengths that cannot be, 4 million brackets and a prompt of 200,000 words are refused"""
+    """lengths that cannot be, 4 million brackets and a prompt of 200,000 words are
+    refused
+    """
     replies = []
     for length in ("99999999999", "-1", "18446744073709551616", "1e9", "0x10"):
-        reply = target.raw(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
+        reply = target.raw(
+            "POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer"
+            f" {KEY}\r\nContent-Length: {length}\r\n\r\n{{}}".encode()
+        )
         assert b" 200 " not in reply[:20], (length, reply[:200])
         replies.append(reply[9:12].decode() or "closed")
     reply = target.post("/completion", b"[" * (4 << 20))
@@ -172,7 +199,9 @@ def huge_bodies(target: Target) -> str:
 
 @case
 def header_floods(target: Target) -> str:
-    """10,000 headers, one of 10 MB, a path of 1 MB: refused, or the connection is closed"""
+    """10,000 headers, one of 10 MB, a path of 1 MB: refused, or the connection is
+    closed
+    """
     replies = []
     for data in (
         b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(10_000)) + b"\r\n",
@@ -182,8 +211,11 @@ def header_floods(target: Target) -> str:
         b"\x00" * 100_000,
         b"GET /health HTTP/9.9\r\n\r\n",
         b"GET\r\n\r\n",
-        b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\nFFFFFFFFFFFFFFFF\r\n{}",
-        b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n-1\r\n{}",
+        b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\nAuthorization: Bearer "
+        + KEY.encode()
+        + b"\r\n\r\nFFFFFFFFFFFFFFFF\r\n{}",
+        b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length:"
+        b" 5\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n-1\r\n{}",
     ):
         reply = target.raw(data)
         assert b" 200 " not in reply[:20], (data[:60], reply[:200])
@@ -193,7 +225,9 @@ def header_floods(target: Target) -> str:
 
 @case
 def bad_text(target: Target) -> str:
-    """bytes that are not UTF-8, lone surrogates, NUL, deep JSON, numbers beyond every type: an error or an answer, and the server stays"""
+    """bytes that are not UTF-8, lone surrogates, NUL, deep JSON, numbers beyond every
+    type: an error or an answer, and the server stays
+    """
     bodies = [
         b'{"prompt": "\xff\xfe\xfa", "n_predict": 2}', b'{"prompt": "\\ud800", "n_predict": 2}', b'{"prompt": "a\\u0000b", "n_predict": 2}',
         b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"prompt": "x", "n_predict": 1e400}', b'{"prompt": [1e30]}', b'{"prompt": [-1, 99999999]}',
@@ -207,7 +241,15 @@ def bad_text(target: Target) -> str:
     ]  # fmt: skip
     codes = []
     for body in bodies:
-        for path in ("/completion", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/infill", "/tokenize", "/apply-template"):
+        for path in (
+            "/completion",
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/messages",
+            "/infill",
+            "/tokenize",
+            "/apply-template",
+        ):
             codes.append(target.post(path, body).status_code)
     assert all(200 <= code < 600 for code in codes)
     return f"{len(codes)} requests: {counted(codes)}"
@@ -227,7 +269,9 @@ def deep_bodies(target: Target) -> str:
 
 @case
 def unfinished_bodies(target: Target) -> str:
-    """540 MB of bodies that lack their end, in one, chunks or 250: others are answered meanwhile"""
+    """540 MB of bodies that lack their end, in one, chunks or 250: others are answered
+    meanwhile
+    """
     codes = []
     for unfinished in UNFINISHED:
         connections = send_unfinished(target.address, *unfinished, key=KEY)
@@ -242,12 +286,24 @@ def unfinished_bodies(target: Target) -> str:
 @case
 def templates_in_requests(target: Target) -> str:
     """a chat template of the request's own is not run, or ends"""
-    bomb = "{% for i in range(100000) %}{% for j in range(100000) %}{% for k in range(100000) %}x{% endfor %}{% endfor %}{% endfor %}"
+    bomb = (
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% for k in range(100000) %}x{%"
+        " endfor %}{% endfor %}{% endfor %}"
+    )
     codes = []
     for key in ("chat_template", "template", "chat_template_kwargs"):
         value: object = {"enable_thinking": bomb} if key.endswith("kwargs") else bomb
-        codes.append(target.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, key: value}).status_code)
-        codes.append(target.post("/apply-template", {"messages": [{"role": "user", "content": "Hi"}], key: value}).status_code)
+        codes.append(
+            target.post(
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, key: value},
+            ).status_code
+        )
+        codes.append(
+            target.post(
+                "/apply-template", {"messages": [{"role": "user", "content": "Hi"}], key: value}
+            ).status_code
+        )
     return ", ".join(map(str, codes))
 
 
@@ -260,12 +316,25 @@ def path_tricks(target: Target) -> str:
     words = target.secret.read_text().encode(), b"root:x:"
     for path in paths:
         for method in (b"GET", b"POST", b"PUT", b"DELETE", b"PATCH"):
-            request = method + b" " + path.encode() + b" HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 2\r\n\r\n{}"
+            request = (
+                method
+                + b" "
+                + path.encode()
+                + b" HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+                + KEY.encode()
+                + b"\r\nContent-Length: 2\r\n\r\n{}"
+            )
             reply = target.raw(request)
             assert not any(word in reply for word in words), (method, path, reply[:300])
     url = f"file://{target.secret}"
-    for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}}):
-        reply = target.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2})
+    for part in (
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
+    ):
+        reply = target.post(
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2},
+        )
         assert reply.status_code >= 400 and words[0] not in reply.content, reply.text
     for body in ({"filename": "../../../../tmp/x"}, {"filename": str(target.secret)}):
         for action in ("save", "restore", "erase"):
@@ -287,32 +356,70 @@ def path_tricks(target: Target) -> str:
 @case
 def without_the_key(target: Target) -> str:
     """16 routes are refused without the key, with parts of it, and with more than it"""
-    wrong = ["", "x", KEY[:-1], KEY + "x", KEY[:-1] + "l", "l" + KEY[1:], KEY * 2, KEY.upper(), "\x01" * 48]
+    wrong = [
+        "",
+        "x",
+        KEY[:-1],
+        KEY + "x",
+        KEY[:-1] + "l",
+        "l" + KEY[1:],
+        KEY * 2,
+        KEY.upper(),
+        "\x01" * 48,
+    ]
     routes = ["/completion", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/tokenize", "/detokenize", "/props", "/metrics", "/slots", "/infill",
               "/v1/embeddings", "/api/chat", "/api/generate", "/lora-adapters", "/apply-template", "/v1/responses"]  # fmt: skip
     for route in routes:
         for key in wrong:
-            for header in (f"Authorization: Bearer {key}", f"X-Api-Key: {key}", f"Authorization: {key}"):
-                reply = target.raw(f"POST {route} HTTP/1.1\r\nHost: x\r\n{header}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
-                assert reply[9:12] in (b"401", b"400", b"404") and (reply[9:12] != b"404" or route in ("/slots",)), (route, header, reply[:100])
+            for header in (
+                f"Authorization: Bearer {key}",
+                f"X-Api-Key: {key}",
+                f"Authorization: {key}",
+            ):
+                reply = target.raw(
+                    f"POST {route} HTTP/1.1\r\nHost: x\r\n{header}\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+                )
+                assert reply[9:12] in (b"401", b"400", b"404") and (
+                    reply[9:12] != b"404" or route in ("/slots",)
+                ), (route, header, reply[:100])
     return f"{len(routes) * len(wrong) * 3} requests"
 
 
 @case
 def other_origins(target: Target) -> str:
     """pages of other origins get no leave to read answers"""
-    for origin in ("https://evil.example", "http://localhost:9", "null", "http://127.0.0.1.evil.example"):
+    for origin in (
+        "https://evil.example",
+        "http://localhost:9",
+        "null",
+        "http://127.0.0.1.evil.example",
+    ):
         with target.client as client:
-            for method, path in (("GET", "/health"), ("OPTIONS", "/v1/chat/completions"), ("POST", "/completion")):
-                body = {"prompt": "x", "n_predict": 1} if method == "POST" else None  # after a body that it has not read the server closes the connection
-                reply = client.request(method, path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, json=body)
-                assert "access-control-allow-origin" not in reply.headers, (origin, dict(reply.headers))
+            for method, path in (
+                ("GET", "/health"),
+                ("OPTIONS", "/v1/chat/completions"),
+                ("POST", "/completion"),
+            ):
+                # after a body that it has not read the server closes the connection
+                body = {"prompt": "x", "n_predict": 1} if method == "POST" else None
+                reply = client.request(
+                    method,
+                    path,
+                    headers={"Origin": origin, "Access-Control-Request-Method": "POST"},
+                    json=body,
+                )
+                assert "access-control-allow-origin" not in reply.headers, (
+                    origin,
+                    dict(reply.headers),
+                )
     return ""
 
 
 @case
 def foreign_hosts(target: Target) -> str:
-    """a server without a key answers pages that point a name of theirs at 127.0.0.1 with 403"""
+    """a server without a key answers pages that point a name of theirs at 127.0.0.1
+    with 403
+    """
     code = f"""
 import moeoff, signal
 with moeoff.Server({DEMO!r}, port=0, expert_memory="4M", n_ctx=512, parallel=1) as server:
@@ -344,25 +451,38 @@ def many_at_once(target: Target) -> str:
     """200 requests that are cut before they are answered"""
     body = json.dumps({"prompt": "x", "n_predict": 500, "ignore_eos": True})
     for _ in range(200):
-        with contextlib.suppress(OSError), socket.create_connection(target.address, timeout=SECONDS) as connection:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(target.address, timeout=SECONDS) as connection,
+        ):
             head = (
-                f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                "POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer"
+                f" {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             )
-            connection.sendall((head + body)[: target.rng.randrange(10, len(head) + len(body) + 1)].encode())
+            connection.sendall(
+                (head + body)[: target.rng.randrange(10, len(head) + len(body) + 1)].encode()
+            )
     return ""
 
 
 @case
 def noise(target: Target) -> str:
     """300 requests of which bytes are changed at random"""
-    body = json.dumps({"prompt": "Tom has 3 apples.", "n_predict": 2, "temperature": 0, "stream": False}).encode()
-    good = b"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    body = json.dumps(
+        {"prompt": "Tom has 3 apples.", "n_predict": 2, "temperature": 0, "stream": False}
+    ).encode()
+    good = (
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Type:"
+        b" application/json\r\nContent-Length: %d\r\n\r\n%s"
+    )
     whole, codes = good % (KEY.encode(), len(body), body), []
     for _ in range(300):
         data = bytearray(whole)
         for _ in range(target.rng.choice((1, 2, 8))):
             data[target.rng.randrange(len(data))] = target.rng.randrange(256)
-        codes.append(target.raw(bytes(data), seconds=20)[9:12].decode("ascii", "replace") or "closed")
+        codes.append(
+            target.raw(bytes(data), seconds=20)[9:12].decode("ascii", "replace") or "closed"
+        )
     return counted(codes)
 
 
@@ -372,7 +492,16 @@ def serve() -> None:
 
     with (
         contextlib.suppress(KeyboardInterrupt),
-        moeoff.Server(DEMO, port=0, api_key=KEY, memory=MEMORY, n_ctx=1024, parallel=2, n_batch=128, embedding=False) as server,
+        moeoff.Server(
+            DEMO,
+            port=0,
+            api_key=KEY,
+            memory=MEMORY,
+            n_ctx=1024,
+            parallel=2,
+            n_batch=128,
+            embedding=False,
+        ) as server,
     ):
         print(server.url, flush=True)
         signal.pause()
@@ -397,7 +526,13 @@ def check_http(rounds: int, only: tuple[str, ...], json_file: str | None) -> Non
     import_all()
     columns = ["what", "what must be so", "what came back", "held"]
     json_file = json_file and os.path.abspath(json_file)  # before the folder changes
-    with tempfile.TemporaryDirectory() as folder, findings(json_file, "hostile-http", f"hostile clients, {rounds} rounds", columns) as (table, problems):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        findings(json_file, "hostile-http", f"hostile clients, {rounds} rounds", columns) as (
+            table,
+            problems,
+        ),
+    ):
         secret = Path(folder, "secret.txt")
         secret.write_text(f"secret {random.randrange(1 << 60)}")
         os.environ["XDG_CACHE_HOME"] = folder
@@ -420,7 +555,10 @@ def check_http(rounds: int, only: tuple[str, ...], json_file: str | None) -> Non
             if server.ended():
                 break
         else:
-            print(f"peak memory {status_bytes('VmHWM', server.pid) >> 20} MiB of {MEMORY >> 20}", file=sys.stderr)
+            print(
+                f"peak memory {status_bytes('VmHWM', server.pid) >> 20} MiB of {MEMORY >> 20}",
+                file=sys.stderr,
+            )
             os.kill(server.pid, signal.SIGINT)
         if (code := server.wait(SECONDS)) != 0:
             problems.append(f"the server ended with {code}: {server.errors[-2000:]}")

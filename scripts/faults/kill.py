@@ -1,7 +1,9 @@
-"""Kills: convert, calibrate, runs that write traces and warm-start files, and servers are ended at random moments.
+"""Kills: convert, calibrate, runs that write traces and warm-start files, and servers
+are ended at random moments.
 
-Each is ended by SIGKILL or SIGINT somewhere in the time that it takes. Afterwards every file is whole, the old one or the new one (of a
-trace: all that was written before the end), nothing is left behind an interrupt, and the next start works.
+Each is ended by SIGKILL or SIGINT somewhere in the time that it takes. Afterwards every
+file is whole, the old one or the new one (of a trace: all that was written before the
+end), nothing is left behind an interrupt, and the next start works.
 """
 
 from __future__ import annotations
@@ -57,8 +59,21 @@ def converting(folder: Path, resume: bool = False) -> Program:
 
     model, out = str(folder / "model.gguf"), folder / "model.experts.gguf"
     old = Path(convert(model, tiers="original", output=out).path).read_bytes()
-    new = Path(convert(model, tiers="original,Q4_0,Q5_0", output=folder / "whole.gguf").path).read_bytes()
-    args = ["convert", model, "--tiers", "original,Q4_0,Q5_0", "-o", str(out), "--force", "--threads", "2", *(["--resume"] if resume else [])]
+    new = Path(
+        convert(model, tiers="original,Q4_0,Q5_0", output=folder / "whole.gguf").path
+    ).read_bytes()
+    args = [
+        "convert",
+        model,
+        "--tiers",
+        "original,Q4_0,Q5_0",
+        "-o",
+        str(out),
+        "--force",
+        "--threads",
+        "2",
+        *(["--resume"] if resume else []),
+    ]
 
     def check(number: int) -> str:
         if out.read_bytes() not in (old, new):
@@ -91,7 +106,12 @@ def calibrating(folder: Path) -> Program:
         sections = Profile.read(path, model_index).sections
         return "" if "precision" in sections else f"the profile has lost a section: {sections}"
 
-    return Program(lambda: calibrate(model, text=[str(text)], tokens=512, hidden=0, only={"popularity"}, memory="2G"), check)
+    return Program(
+        lambda: calibrate(
+            model, text=[str(text)], tokens=512, hidden=0, only={"popularity"}, memory="2G"
+        ),
+        check,
+    )
 
 
 def running(folder: Path) -> Program:
@@ -114,16 +134,26 @@ def running(folder: Path) -> Program:
                 saved["high"]
         return ""
 
-    return Program(command("run", "-m", model, "-p", PROMPT, "-n", "24", "--trace", str(trace), *OPTIONS), check)
+    return Program(
+        command("run", "-m", model, "-p", PROMPT, "-n", "24", "--trace", str(trace), *OPTIONS),
+        check,
+    )
 
 
 def serving(folder: Path) -> Program:
     def start() -> None:
         import moeoff
 
-        with moeoff.Server(str(folder / "model.gguf"), port=0, expert_memory="2M", n_ctx=256, parallel=1) as server:
+        with moeoff.Server(
+            str(folder / "model.gguf"), port=0, expert_memory="2M", n_ctx=256, parallel=1
+        ) as server:
             body = json.dumps({"prompt": PROMPT, "n_predict": 16, "temperature": 0}).encode()
-            urllib.request.urlopen(urllib.request.Request(f"{server.url}/completion", body, {"Content-Type": "application/json"}), timeout=DEADLINE).read()
+            urllib.request.urlopen(
+                urllib.request.Request(
+                    f"{server.url}/completion", body, {"Content-Type": "application/json"}
+                ),
+                timeout=DEADLINE,
+            ).read()
 
     return Program(start, running(folder).check)
 
@@ -152,7 +182,9 @@ def kill(name: str, count: int, rng: random.Random) -> tuple[Counter[str], list[
             child = Child(program.start)
             code, seconds = child.wait(DEADLINE), time.monotonic() - started
             if code != 0:
-                raise click.ClickException(f"{name}: exit code {code} before anything was killed: {child.errors[-500:]}")
+                raise click.ClickException(
+                    f"{name}: exit code {code} before anything was killed: {child.errors[-500:]}"
+                )
         for n in range(count):
             program.prepare()
             number = rng.choice((signal.SIGKILL, signal.SIGINT))
@@ -163,8 +195,17 @@ def kill(name: str, count: int, rng: random.Random) -> tuple[Counter[str], list[
             if code is None:
                 problems.append(f"{name}: hangs after {number.name}")
                 continue
-            counts["killed" if code == -signal.SIGKILL else "interrupted" if code in (130, -signal.SIGINT) else "had ended" if code == 0 else "other"] += 1
-            aborted = code == 1 and words.endswith("Aborted!")  # click's word for an interrupt before the command has begun
+            counts[
+                "killed"
+                if code == -signal.SIGKILL
+                else "interrupted"
+                if code in (130, -signal.SIGINT)
+                else "had ended"
+                if code == 0
+                else "other"
+            ] += 1
+            # click's word for an interrupt before the command has begun
+            aborted = code == 1 and words.endswith("Aborted!")
             if code not in (0, 130, -signal.SIGKILL, -signal.SIGINT) and not aborted:
                 problems.append(f"{name}: exit code {code} after {number.name}: {words[-200:]}")
             try:
@@ -187,9 +228,30 @@ def check_kills(kills: int, only: tuple[str, ...], seed: int, json_file: str | N
     import_all()
     rng = random.Random(seed)
     shares = {name: share for name, (share, _) in PROGRAMS.items() if name in (only or PROGRAMS)}
-    columns = ["what", "seconds it takes", "ended by SIGKILL", "by SIGINT", "had ended", "whole starts afterwards", "problems"]
-    with findings(json_file, "kill", f"killed at random moments, seed {seed}", columns) as (table, problems):
+    columns = [
+        "what",
+        "seconds it takes",
+        "ended by SIGKILL",
+        "by SIGINT",
+        "had ended",
+        "whole starts afterwards",
+        "problems",
+    ]
+    with findings(json_file, "kill", f"killed at random moments, seed {seed}", columns) as (
+        table,
+        problems,
+    ):
         for name, share in shares.items():
-            counts, wrong, seconds = kill(name, max(round(kills * share / sum(shares.values())), 1), rng)
-            table.row(f"`{name}`", f"{seconds:.2f}", *(str(counts[key]) for key in ("killed", "interrupted", "had ended", "next starts")), str(len(wrong)))
+            counts, wrong, seconds = kill(
+                name, max(round(kills * share / sum(shares.values())), 1), rng
+            )
+            table.row(
+                f"`{name}`",
+                f"{seconds:.2f}",
+                *(
+                    str(counts[key])
+                    for key in ("killed", "interrupted", "had ended", "next starts")
+                ),
+                str(len(wrong)),
+            )
             problems += wrong

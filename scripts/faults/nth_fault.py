@@ -1,11 +1,15 @@
-"""The n-th fault: for each kind of call of the native code, the first fails, then the second, and so on until a run has no fault.
+"""The n-th fault: for each kind of call of the native code, the first fails, then the
+second, and so on until a run has no fault.
 
-Each time there must be success with the right tokens, or one sentence, which for a read names file and offset; then the same is asked
-again without a fault and must be right; no descriptor and no thread may stay. Every step has a deadline. A process that ends is a
-finding, and the next one goes on behind the fault that ended it.
+Each time there must be success with the right tokens, or one sentence, which for a read
+names file and offset; then the same is asked again without a fault and must be right;
+no descriptor and no thread may stay. Every step has a deadline. A process that ends is
+a finding, and the next one goes on behind the fault that ended it.
 
-Faults are those of the library with the expert buffer (libggml-cpu: the buffer's and ggml's CPU backend), and where Python works with files
-itself (convert, calibrate, closing, a trace), those on files in the folder of the run. The model is a small one, so that whole sweeps take minutes.
+Faults are those of the library with the expert buffer (libggml-cpu: the buffer's and
+ggml's CPU backend), and where Python works with files itself (convert, calibrate,
+closing, a trace), those on files in the folder of the run. The model is a small one, so
+that whole sweeps take minutes.
 """
 
 from __future__ import annotations
@@ -66,10 +70,12 @@ class Scenario:
         attempt: with a fault; returns what must be right.
         again: without one.
         native: faults are those of native code, else those on files in the folder.
-        failed_reads: of experts, since the last call: how urgent each was when it ended. One that an op waited for is an error, which names file and offset;
+        failed_reads: of experts, since the last call: how urgent each was when it
+            ended. One that an op waited for is an error, which names file and offset;
             one that came before is read again when an op comes.
         below: only files with this beginning.
-        result: what must be right after an attempt whether or not it failed, instead of what it returned.
+        result: what must be right after an attempt whether or not it failed, instead of
+            what it returned.
         prepare: done before each fault.
         cancel: ends an attempt that hangs.
     """
@@ -103,7 +109,9 @@ def loading(folder: Path) -> Scenario:
     return Scenario(attempt)
 
 
-def with_open_model(*, moved: bool = False, below: bool = False, **options) -> Callable[[Path], Scenario]:
+def with_open_model(
+    *, moved: bool = False, below: bool = False, **options
+) -> Callable[[Path], Scenario]:
     """A model that is open all the time."""
 
     def make(folder: Path) -> Scenario:
@@ -111,7 +119,9 @@ def with_open_model(*, moved: bool = False, below: bool = False, **options) -> C
         if options.get("verify_reads"):
             from moeoff.experts.convert import convert
 
-            options["experts"] = convert(model, tiers="original", output=folder / "model.experts.gguf", force=True).path
+            options["experts"] = convert(
+                model, tiers="original", output=folder / "model.experts.gguf", force=True
+            ).path
         llm = open_model(model, expert_memory=ROOM, **options)
         buffer = llm.engine.buffer
 
@@ -129,7 +139,9 @@ def with_open_model(*, moved: bool = False, below: bool = False, **options) -> C
 
         buffer.log_reads()
         path = str(folder / "model.experts.gguf") if below else ""
-        return Scenario(attempt, failed_reads=failed_reads, below=path, close=llm.close, cancel=llm.cancel)
+        return Scenario(
+            attempt, failed_reads=failed_reads, below=path, close=llm.close, cancel=llm.cancel
+        )
 
     return make
 
@@ -161,7 +173,9 @@ def just_loaded(folder: Path) -> Scenario:
 
 
 def closing(folder: Path) -> Scenario:
-    """The warm-start file and the trace are written; what is there before stays readable."""
+    """The warm-start file and the trace are written; what is there before stays
+    readable.
+    """
     from moeoff.routing.trace import Trace
 
     model, trace = str(folder / "model.gguf"), str(folder / "run.trace")
@@ -191,7 +205,9 @@ def converting(folder: Path) -> Scenario:
 
 
 def calibrating(folder: Path) -> Scenario:
-    """In the end all that was measured is written into the profile, which another section is in before."""
+    """In the end all that was measured is written into the profile, which another
+    section is in before.
+    """
     from moeoff.experts.profile import Profile, profile_path
     from moeoff.gguf.model_index import ModelIndex
     from moeoff.measure.profile_fit import calibrate
@@ -215,7 +231,10 @@ SCENARIOS: dict[str, tuple[list[tuple[Call, Kind, int]], Callable[[Path], Scenar
     "load": (NATIVE_FAULTS, loading),
     "rows": ([(Call.READ, Kind.HANG, 0)], just_loaded),
     "decode": (DECODE_FAULTS, with_open_model(strategy="lru")),
-    "decode-verified": ([(Call.READ, Kind.WRONG, 0), *READS], with_open_model(below=True, strategy="lru", verify_reads=True)),
+    "decode-verified": (
+        [(Call.READ, Kind.WRONG, 0), *READS],
+        with_open_model(below=True, strategy="lru", verify_reads=True),
+    ),
     "prefetch": (DECODE_FAULTS, with_open_model(strategy="auto")),
     "resize": (NATIVE_FAULTS, with_open_model(moved=True, strategy="lru")),
     "close": (FILE_FAULTS, closing),
@@ -247,20 +266,29 @@ def cancelled(scenario: Scenario, fault: Fault) -> Iterator[None]:
 
 
 def left(before: tuple[int, int]) -> str:
-    """What has stayed since then; empty: nothing. One thread more is OpenMP's, which keeps one or not."""
+    """What has stayed since then; empty: nothing. One thread more is OpenMP's, which
+    keeps one or not.
+    """
     now = held()
-    return f"threads and descriptors were {before}, are {now}" if now[0] > before[0] + 1 or now[1] != before[1] else ""
+    return (
+        f"threads and descriptors were {before}, are {now}"
+        if now[0] > before[0] + 1 or now[1] != before[1]
+        else ""
+    )
 
 
 def run(name: str, most: int, first: int, start: int) -> None:
-    """A scenario from its fault number `first` on, whose first n is `start`; a line of JSON before each step, and one after it."""
+    """A scenario from its fault number `first` on, whose first n is `start`; a line of
+    JSON before each step, and one after it.
+    """
     import moeoff
 
     def say(**line: object) -> None:
         print(json.dumps(line), flush=True)
 
     faulthandler.enable()
-    faulthandler.dump_traceback_later(10 * DEADLINE, exit=True)  # has a thread of its own from now on
+    # has a thread of its own from now on
+    faulthandler.dump_traceback_later(10 * DEADLINE, exit=True)
     faults, make = SCENARIOS[name]
     with tempfile.TemporaryDirectory(prefix="moeoff-nth-") as made:
         folder = Path(made)
@@ -283,7 +311,11 @@ def run(name: str, most: int, first: int, start: int) -> None:
             for n in range(start if index == first else 1, most + 1):
                 say(at=index, n=n)
                 faulthandler.dump_traceback_later(DEADLINE, exit=True)
-                where = {"of": NATIVE, "below": scenario.below} if scenario.native else {"below": str(folder)}
+                where = (
+                    {"of": NATIVE, "below": scenario.below}
+                    if scenario.native
+                    else {"below": str(folder)}
+                )
                 problem, text = "", ""
                 fault = Fault(call, kind, value, n, **where)
                 scenario.prepare()
@@ -303,11 +335,19 @@ def run(name: str, most: int, first: int, start: int) -> None:
                         problem = f"{type(error).__name__} instead of an error of ours: {text}"
                     elif hangs:
                         pass  # it was cancelled
-                    elif scenario.failed_reads and call == Call.READ and not ("model" in text and "offset" in text):
+                    elif (
+                        scenario.failed_reads
+                        and call == Call.READ
+                        and not ("model" in text and "offset" in text)
+                    ):
                         problem = f"does not name file and offset: {text}"
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
-                fails = call == Call.READ and kind in (Kind.ERROR, Kind.END, Kind.WRONG) and value != errno.EINVAL
+                fails = (
+                    call == Call.READ
+                    and kind in (Kind.ERROR, Kind.END, Kind.WRONG)
+                    and value != errno.EINVAL
+                )
                 if fault.fired and fails and not text and not problem and scenario.failed_reads:
                     levels = scenario.failed_reads()
                     if not levels or DEMAND in levels:
@@ -325,7 +365,9 @@ def run(name: str, most: int, first: int, start: int) -> None:
                     time.sleep(0.01)
                 if stays := left(before):
                     problem, before = problem or stays, held()
-                say(at=index, n=n, fired=fault.fired, said=text, problem=problem, rss=status_bytes())
+                say(
+                    at=index, n=n, fired=fault.fired, said=text, problem=problem, rss=status_bytes()
+                )
                 if not fault.fired:
                     break
         faulthandler.cancel_dump_traceback_later()
@@ -346,7 +388,9 @@ class Outcome:
 
 
 def sweep(name: str, most: int) -> tuple[list[Outcome], Counter[str], list[int]]:
-    """Children until every fault has been tried: what each kind did, the sentences, and sizes of memory."""
+    """Children until every fault has been tried: what each kind did, the sentences, and
+    sizes of memory.
+    """
     faults = SCENARIOS[name][0]
     outcomes, sentences, sizes = [Outcome() for _ in faults], Counter(), []
     first, start = 0, 1
@@ -373,9 +417,13 @@ def sweep(name: str, most: int) -> tuple[list[Outcome], Counter[str], list[int]]
         if code == 0:
             break
         if begun is None:
-            raise click.ClickException(f"{name}: the process ended with {code} outside of a step: {child.errors[-2000:]}")
+            raise click.ClickException(
+                f"{name}: the process ended with {code} outside of a step: {child.errors[-2000:]}"
+            )
         first, start = begun["at"], begun["n"] + 1
-        outcomes[first].problems.append(f"n = {begun['n']}: the process ended with {code}: {child.errors[-1500:]}")
+        outcomes[first].problems.append(
+            f"n = {begun['n']}: the process ended with {code}: {child.errors[-1500:]}"
+        )
         outcomes[first].fired += 1
         if len(outcomes[first].problems) >= 10:
             first, start = first + 1, 1
@@ -388,16 +436,38 @@ def sweep(name: str, most: int) -> tuple[list[Outcome], Counter[str], list[int]]
 def check_nth(only: tuple[str, ...], most: int, json_file: str | None) -> None:
     preload()
     import_all()
-    columns = ["while", "call", "fault", "faults", "ended in one sentence", "until a run had none", "problems"]
+    columns = [
+        "while",
+        "call",
+        "fault",
+        "faults",
+        "ended in one sentence",
+        "until a run had none",
+        "problems",
+    ]
     with findings(json_file, "nth-fault", "the n-th fault", columns) as (table, problems):
         for name in only or SCENARIOS:
             outcomes, sentences, sizes = sweep(name, most)
             for (call, kind, value), outcome in zip(SCENARIOS[name][0], outcomes):
                 what = errno.errorcode[value] if kind == Kind.ERROR else kind.name.lower()
-                table.row(name, call.name.lower(), what, str(outcome.fired), str(outcome.told), "yes" if outcome.complete else "no", str(len(outcome.problems)))
-                problems += [f"{name}, {call.name.lower()} {what}, {text}" for text in outcome.problems]
+                table.row(
+                    name,
+                    call.name.lower(),
+                    what,
+                    str(outcome.fired),
+                    str(outcome.told),
+                    "yes" if outcome.complete else "no",
+                    str(len(outcome.problems)),
+                )
+                problems += [
+                    f"{name}, {call.name.lower()} {what}, {text}" for text in outcome.problems
+                ]
             if sizes:
                 quarter = max(len(sizes) // 4, 1)
-                print(f"{name}: memory {max(sizes[:quarter]) >> 20} MiB in the first quarter, {max(sizes[-quarter:]) >> 20} MiB in the last", file=sys.stderr)
+                print(
+                    f"{name}: memory {max(sizes[:quarter]) >> 20} MiB in the first quarter,"
+                    f" {max(sizes[-quarter:]) >> 20} MiB in the last",
+                    file=sys.stderr,
+                )
             for text, n in sentences.most_common(8):
                 print(f"  {n} x {text}", file=sys.stderr)

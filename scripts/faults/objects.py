@@ -1,13 +1,16 @@
-"""A model object in the hands of a program: whatever is done with it, and wherever that is interrupted, the next answer is the one of a fresh process.
+"""A model object in the hands of a program: whatever is done with it, and wherever that
+is interrupted, the next answer is the one of a fresh process.
 
-interrupt: an exception at any function call or return of Python's, or by a signal at any time, while a model answers, is opened, moves its budget, ...
-abandon: an answer is left in its middle, or cancelled from another thread.
-threads: several work with one object, and one of them may close it. (Callbacks that raise, forks, calls after
-close() and objects without it: tests/run/test_model_lock.py.)
+interrupt: an exception at any function call or return of Python's, or by a signal at
+any time, while a model answers, is opened, moves its budget, ... abandon: an answer is
+left in its middle, or cancelled from another thread. threads: several work with one
+object, and one of them may close it. (Callbacks that raise, forks, calls after close()
+and objects without it: tests/run/test_model_lock.py.)
 
-Each case is chance of its own, made of the seed and its number: `--first N --count 1` does it again. Cases follow each other in one process, on one model
-object, as long as neither ends. A signal, a hang, another exception than the one that was thrown or the library's own, a wrong next answer, descriptors or
-threads that stay are findings.
+Each case is chance of its own, made of the seed and its number: `--first N --count 1`
+does it again. Cases follow each other in one process, on one model object, as long as
+neither ends. A signal, a hang, another exception than the one that was thrown or the
+library's own, a wrong next answer, descriptors or threads that stay are findings.
 """
 
 from __future__ import annotations
@@ -58,7 +61,12 @@ VARIANTS: list[dict[str, Any]] = [  # room: beyond what the process takes, for a
     {"strategy": "lru", "n_threads": 1, "embedding": True},
     {"strategy": "fate", "n_threads": 1, "room": 64 << 20},
 ]
-PROMPTS = [PROMPT, PROMPT + " Ann has none, and Bob has two more than Tom.", "Tom", "Once upon a time there was a house on a hill. " * 2]
+PROMPTS = [
+    PROMPT,
+    PROMPT + " Ann has none, and Bob has two more than Tom.",
+    "Tom",
+    "Once upon a time there was a house on a hill. " * 2,
+]
 
 
 def open_variant(model: str, variant: int) -> Any:
@@ -91,7 +99,9 @@ class Subject:
             llm.close()
 
     def begin(self, rng: random.Random) -> None:
-        """What was asked before, whatever the cases before this one were: nothing, or a prompt."""
+        """What was asked before, whatever the cases before this one were: nothing, or a
+        prompt.
+        """
         self.llm.clear_context()
         if rng.random() < 0.5:
             self.answer(rng.randrange(len(PROMPTS)))
@@ -104,9 +114,12 @@ class Subject:
         expected = self.expected[self.variant][which]
         try:
             if way:
-                reply = self.llm.create_completion(PROMPTS[which], max_tokens=N_TOKENS, temperature=0.0)["choices"][0]["text"]
+                reply = self.llm.create_completion(
+                    PROMPTS[which], max_tokens=N_TOKENS, temperature=0.0
+                )["choices"][0]["text"]
                 expected = self.llm.detokenize(expected).decode(errors="ignore")
-                if reply.strip() and expected.startswith(reply.rstrip("\ufffd")):  # an end token is in the one, and not in the other
+                # an end token is in the one, and not in the other
+                if reply.strip() and expected.startswith(reply.rstrip("\ufffd")):
                     reply = expected
             else:
                 reply = self.answer(which)
@@ -114,8 +127,15 @@ class Subject:
             return f"the next answer: {type(error).__name__}: {error}"
         if reply != expected:
             return f"the next answer is {reply}, expected {expected}"
-        planned, held = sum(self.llm.engine.sizer.arenas), self.llm.engine.buffer.stats().cache_bytes
-        return "" if planned == held or not self.llm.engine.plan.budget else f"the arenas have {held} bytes, planned {planned}"
+        planned, held = (
+            sum(self.llm.engine.sizer.arenas),
+            self.llm.engine.buffer.stats().cache_bytes,
+        )
+        return (
+            ""
+            if planned == held or not self.llm.engine.plan.budget
+            else f"the arenas have {held} bytes, planned {planned}"
+        )
 
 
 def first_tokens(tokens: Iterator[int]) -> list[int]:
@@ -139,19 +159,34 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
 
     def memory() -> None:
         plan = llm.engine.plan
-        with contextlib.suppress(BudgetError):  # what the smallest one is changes with what the process needs beside the model
+        # what the smallest one is changes with what the process needs beside the model
+        with contextlib.suppress(BudgetError):
             if not plan.budget:
-                llm.engine.buffer.set_cache_bytes(rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full)))
+                llm.engine.buffer.set_cache_bytes(
+                    rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full))
+                )
                 return
-            llm.set_memory(rng.choice((plan.floor, plan.floor + (1 << 20), plan.fixed + plan.arena_full, plan.budget)))
+            llm.set_memory(
+                rng.choice(
+                    (plan.floor, plan.floor + (1 << 20), plan.fixed + plan.arena_full, plan.budget)
+                )
+            )
 
     by_name: dict[str, Callable[[], object]] = {
         "generate": lambda: subject.answer(which),
         "complete": lambda: llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.0),
-        "stream": lambda: list(llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.8, stream=True)),
-        "chat": lambda: llm.create_chat_completion([{"role": "user", "content": text}], max_tokens=N_TOKENS),
+        "stream": lambda: list(
+            llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.8, stream=True)
+        ),
+        "chat": lambda: llm.create_chat_completion(
+            [{"role": "user", "content": text}], max_tokens=N_TOKENS
+        ),
         "eval": lambda: (llm.reset(), llm.eval(tokens), llm.sample(temp=0.0)),
-        "batch": lambda: (llm.clear_context(), llm.decode_batch(tokens[:4], 0, len(tokens[:4]) - 1), llm.clear_context()),
+        "batch": lambda: (
+            llm.clear_context(),
+            llm.decode_batch(tokens[:4], 0, len(tokens[:4]) - 1),
+            llm.clear_context(),
+        ),
         "states": states,
         "tokens": lambda: llm.detokenize(llm.tokenize(text.encode())),
         "memory": memory,
@@ -167,7 +202,9 @@ WEIGHTS = {"generate": 8, "complete": 6, "stream": 4, "chat": 3, "open": 2, "mem
 
 
 def chosen(subject: Subject, rng: random.Random, *without: str) -> tuple[str, Callable[[], object]]:
-    by_name = {name: action for name, action in actions(subject, rng).items() if name not in without}
+    by_name = {
+        name: action for name, action in actions(subject, rng).items() if name not in without
+    }
     name = rng.choices(list(by_name), [WEIGHTS.get(name, 1) for name in by_name])[0]
     return name, by_name[name]
 
@@ -219,9 +256,13 @@ def interrupted(subject: Subject, rng: random.Random, costs: Costs) -> tuple[str
     costs.measure(f"{subject.variant}{name}", action, subject.llm.clear_context)
     subject.begin(rng)
     if rng.random() < 0.6:
-        interrupt = at_event(rng.randrange(1, int(1.05 * costs.places[f"{subject.variant}{name}"]) + 2))
+        interrupt = at_event(
+            rng.randrange(1, int(1.05 * costs.places[f"{subject.variant}{name}"]) + 2)
+        )
     else:
-        interrupt = at_time(max(rng.uniform(0, 1.05 * costs.seconds[f"{subject.variant}{name}"]), 1e-6))
+        interrupt = at_time(
+            max(rng.uniform(0, 1.05 * costs.seconds[f"{subject.variant}{name}"]), 1e-6)
+        )
 
     def body() -> None:
         with interrupt:
@@ -274,7 +315,9 @@ def threaded(subject: Subject, rng: random.Random, _costs: Costs) -> tuple[str, 
                     subject.llm.cancel()
                 elif rng.random() < 0.5:
                     which = rng.randrange(len(PROMPTS))
-                    if (tokens := subject.answer(which)) != subject.expected[subject.variant][which]:
+                    if (tokens := subject.answer(which)) != subject.expected[subject.variant][
+                        which
+                    ]:
                         problems.append(f"an answer among threads is {tokens}")
                 else:
                     chosen(subject, rng, "memory")[1]()
@@ -284,7 +327,10 @@ def threaded(subject: Subject, rng: random.Random, _costs: Costs) -> tuple[str, 
         except BaseException as error:
             problems.append(f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=work, args=(random.Random(rng.random()), closes and i == 0)) for i in range(rng.randrange(2, 4))]
+    threads = [
+        threading.Thread(target=work, args=(random.Random(rng.random()), closes and i == 0))
+        for i in range(rng.randrange(2, 4))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -307,7 +353,13 @@ def reference(model: str, variant: int, which: int) -> list[int]:
 
     def body() -> None:
         with open_variant(model, variant) as llm:
-            print(json.dumps(first_tokens(llm.generate(llm.tokenize(PROMPTS[which].encode()), top_k=1, temp=0.0))))
+            print(
+                json.dumps(
+                    first_tokens(
+                        llm.generate(llm.tokenize(PROMPTS[which].encode()), top_k=1, temp=0.0)
+                    )
+                )
+            )
 
     child = Child(body)
     if child.wait(DEADLINE) != 0:
@@ -317,7 +369,9 @@ def reference(model: str, variant: int, which: int) -> list[int]:
 
 @contextlib.contextmanager
 def folder_of_parent() -> Iterator[str]:
-    """A folder that forks of this process, which run what is registered for their end, do not remove as a TemporaryDirectory's would."""
+    """A folder that forks of this process, which run what is registered for their end,
+    do not remove as a TemporaryDirectory's would.
+    """
     made = tempfile.mkdtemp(prefix="moeoff-objects-")
     try:
         yield made
@@ -330,7 +384,9 @@ def kind_of(n: int, seed: int, only: tuple[str, ...]) -> str:
     return case_rng(seed, n, "kind").choices(names, [KINDS[name][0] for name in names])[0]
 
 
-def worker(model: str, seed: int, only: tuple[str, ...], expected: list[list[list[int]]]) -> Callable[[int], tuple[str, str]]:
+def worker(
+    model: str, seed: int, only: tuple[str, ...], expected: list[list[list[int]]]
+) -> Callable[[int], tuple[str, str]]:
     subject, costs = Subject(model, seed, expected), Costs()
 
     def check(n: int) -> tuple[str, str]:
@@ -339,7 +395,9 @@ def worker(model: str, seed: int, only: tuple[str, ...], expected: list[list[lis
         outcome, problem = KINDS[kind][1](subject, rng, costs)
         if subject.llm is None:
             subject.open(subject.variant)
-        wrong = subject.check(subject.latest if rng.random() < 0.6 else rng.randrange(len(PROMPTS)), rng.randrange(2))
+        wrong = subject.check(
+            subject.latest if rng.random() < 0.6 else rng.randrange(len(PROMPTS)), rng.randrange(2)
+        )
         if wrong:
             with contextlib.suppress(BaseException):
                 subject.drop()
@@ -353,18 +411,38 @@ def worker(model: str, seed: int, only: tuple[str, ...], expected: list[list[lis
 @click.option("--count", default=10_000, show_default=True, help="Cases.")
 @click.option("--first", default=0, show_default=True, help="Number of the first.")
 @options_of(KINDS, seeds=True)
-def check_objects(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None) -> None:
+def check_objects(
+    count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None
+) -> None:
     import_all()
-    columns = ["what", "cases", "ended by what was thrown, or in one sentence", "went through", "problems"]
+    columns = [
+        "what",
+        "cases",
+        "ended by what was thrown, or in one sentence",
+        "went through",
+        "problems",
+    ]
     with (
-        findings_by_seed(json_file, "objects", "a model object", columns, seeds) as (tables, problems),
+        findings_by_seed(json_file, "objects", "a model object", columns, seeds) as (
+            tables,
+            problems,
+        ),
         folder_of_parent() as made,
     ):
         os.environ["XDG_CACHE_HOME"] = made
         model = str(Path(made) / "model.gguf")
         write_small_model(model)
-        expected = [[reference(model, variant, which) for which in range(len(PROMPTS))] for variant in range(len(VARIANTS))]
+        expected = [
+            [reference(model, variant, which) for which in range(len(PROMPTS))]
+            for variant in range(len(VARIANTS))
+        ]
         for seed, table in tables:
             again = f"--seed {seed}" + "".join(f" --only {name}" for name in only)
-            cases = in_workers(partial(worker, model, seed, only, expected), range(first, first + count), deadline=DEADLINE)
-            problems += tell_all(table, ((kind_of(case.n, seed, only), case) for case in cases), again)  # noqa: B023  # it is read in this turn
+            cases = in_workers(
+                partial(worker, model, seed, only, expected),
+                range(first, first + count),
+                deadline=DEADLINE,
+            )
+            problems += tell_all(
+                table, ((kind_of(case.n, seed, only), case) for case in cases), again
+            )  # noqa: B023  # it is read in this turn

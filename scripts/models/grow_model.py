@@ -1,19 +1,22 @@
 """Grow a small qwen2moe model to any size without changing what it computes.
 
-The result is a function of the same kind on a wider residual stream, for tests and measurements that need gigabytes of
-experts with learned routing. With W = width and F = ff:
+The result is a function of the same kind on a wider residual stream, for tests and
+measurements that need gigabytes of experts with learned routing. With W = width and F =
+ff:
 
-- The residual stream is the old one repeated W times. What writes the stream (embedding, attention output, down
-  projections) is tiled W times on its output side, and so are norms, biases and the attention's heads; what reads it
-  (q, k, v, router, gate, up, output) gets the old weights over W in each tile, plus noise that sums to zero over the
-  tiles of an input.
-- Hidden units of every expert, and of the shared expert, are repeated F times; the down projection reads old/F plus
-  zero-sum noise.
+- The residual stream is the old one repeated W times. What writes the stream
+  (embedding, attention output, down projections) is tiled W times on its output side,
+  and so are norms, biases and the attention's heads; what reads it (q, k, v, router,
+  gate, up, output) gets the old weights over W in each tile, plus noise that sums to
+  zero over the tiles of an input.
+- Hidden units of every expert, and of the shared expert, are repeated F times; the down
+  projection reads old/F plus zero-sum noise.
 
-RMSNorm, RoPE and softmax do not notice, so logits agree to float error and the routing stays the learned one.
-Quantization does notice: its errors are independent from tile to tile and average out, which would flatter low
-precision. Noise of sqrt(W - 1) times the standard deviation of a tile's row (sqrt(F - 1) for down) restores the
-relative quantization error of the small model; that is `noise` 1.
+RMSNorm, RoPE and softmax do not notice, so logits agree to float error and the routing
+stays the learned one. Quantization does notice: its errors are independent from tile to
+tile and average out, which would flatter low precision. Noise of sqrt(W - 1) times the
+standard deviation of a tile's row (sqrt(F - 1) for down) restores the relative
+quantization error of the small model; that is `noise` 1.
 """
 
 from __future__ import annotations
@@ -36,16 +39,19 @@ from moeoff.gguf.quantize import type_from_name
 from moeoff.system.console import progress_bar
 
 _F32 = 0
-_BLOCK_ROWS = 256  # old rows grown at once; part of what the seed means, since every block has its own generator
+# old rows grown at once; part of what the seed means, since every block has its own
+# generator
+_BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Growth:
     """How much and in which types to grow.
 
-    width, ff: factors of the residual stream and of the experts' hidden size. expert_type, dense_type: ggml types of
-    the routed experts and of the other matrices. noise: 0 for none, 1 for the rule above. seed: of the noise; the same
-    seed gives the same file.
+    width, ff: factors of the residual stream and of the experts' hidden size.
+    expert_type, dense_type: ggml types of the routed experts and of the other matrices.
+    noise: 0 for none, 1 for the rule above. seed: of the noise; the same seed gives the
+    same file.
     """
 
     width: int
@@ -59,13 +65,16 @@ class Growth:
         if self.width < 1 or self.ff < 1:
             raise ModelError(f"width and ff must be at least 1, found {self.width} and {self.ff}")
         if not 0 <= self.noise < float("inf") or self.seed < 0:
-            raise ModelError(f"noise and seed must not be negative, found {self.noise} and {self.seed}")
+            raise ModelError(
+                f"noise and seed must not be negative, found {self.noise} and {self.seed}"
+            )
 
 
 @dataclass(frozen=True)
 class _Role:
-    """What becomes of a tensor: tiles over its rows and over each row, whether it sums over a row's tiles, and its
-    type."""
+    """What becomes of a tensor: tiles over its rows and over each row, whether it sums
+    over a row's tiles, and its type.
+    """
 
     row_tiles: str  # "width", "ff" or "" (not tiled)
     col_tiles: str
@@ -114,19 +123,24 @@ def grow_model(
     threads: int = 2,
     progress: Callable[[int, int], None] = lambda n, total: None,
 ) -> None:
-    """Write the model of `source` (qwen2moe, any types) to `out`, grown; the tokenizer and all other metadata are kept.
+    """Write the model of `source` (qwen2moe, any types) to `out`, grown; the tokenizer
+    and all other metadata are kept.
 
-    Memory stays far under 1 GiB at every size. progress(done, total) is called with bytes written.
-    Raises ModelError if the source is no qwen2moe model or a row length does not fit its type, WriteError if `out` exists
-    (unless overwrite).
+    Memory stays far under 1 GiB at every size. progress(done, total) is called with
+    bytes written. Raises ModelError if the source is no qwen2moe model or a row length
+    does not fit its type, WriteError if `out` exists (unless overwrite).
     """
     with ModelFile(source) as model:
         plan = _plan(model, growth)
         tensors = [tensor for tensor, _ in plan]
         n, total = 0, sum(tensor.n_bytes for tensor in tensors)
-        with ModelWriter(out, _metadata(model, growth), tensors, model.alignment, overwrite=overwrite) as writer:
+        with ModelWriter(
+            out, _metadata(model, growth), tensors, model.alignment, overwrite=overwrite
+        ) as writer:
             for tensor, role in plan:
-                for data in quantize_chunks(_blocks(model, tensor.name, role, growth), tensor.type, threads=threads):
+                for data in quantize_chunks(
+                    _blocks(model, tensor.name, role, growth), tensor.type, threads=threads
+                ):
                     writer.write(data)
                     n += data.nbytes
                     progress(n, total)
@@ -147,15 +161,22 @@ def _plan(model: ModelFile, growth: Growth) -> list[tuple[Tensor, _Role]]:
         block = parse_block_name(tensor.name)
         role = _ROLES.get(block[1] if block else tensor.name)
         if role is None:
-            raise ModelError(f"{model.path}: cannot grow tensor {tensor.name}: its part in a qwen2moe model is unknown")
+            raise ModelError(
+                f"{model.path}: cannot grow tensor {tensor.name}: its part in a qwen2moe model is"
+                " unknown"
+            )
         *outer, n_cols = tensor.shape
         if outer:
             outer[-1] *= _tiles(growth, role.row_tiles)
-        grown = Tensor(tensor.name, (*outer, n_cols * _tiles(growth, role.col_tiles)), types[role.kind])
+        grown = Tensor(
+            tensor.name, (*outer, n_cols * _tiles(growth, role.col_tiles)), types[role.kind]
+        )
         try:
             grown.n_bytes  # noqa: B018
         except ModelError as error:
-            raise ModelError(f"{tensor.name}: {error}; choose a larger width or ff, or another type") from error
+            raise ModelError(
+                f"{tensor.name}: {error}; choose a larger width or ff, or another type"
+            ) from error
         plan.append((grown, role))
     return plan
 
@@ -165,17 +186,23 @@ def _metadata(model: ModelFile, growth: Growth) -> dict[str, bytes]:
     for key, factor in _SCALED.items():
         key = f"qwen2moe.{key}"
         metadata[key] = int(unpack(model.metadata[key])) * _tiles(growth, factor)
-    for key in ("general.file_type", "general.size_label"):  # no longer true; llama.cpp derives them from the tensors
+    # no longer true; llama.cpp derives them from the tensors
+    for key in ("general.file_type", "general.size_label"):
         metadata.pop(key, None)
     name = unpack(model.metadata["general.name"]) if "general.name" in metadata else model.path.stem
     metadata["general.name"] = f"{name}, grown {growth.width} x {growth.ff}"
-    metadata["moeoff.grown"] = f"width={growth.width} ff={growth.ff} noise={growth.noise:g} seed={growth.seed}"
+    metadata["moeoff.grown"] = (
+        f"width={growth.width} ff={growth.ff} noise={growth.noise:g} seed={growth.seed}"
+    )
     return metadata
 
 
-def _blocks(model: ModelFile, name: str, role: _Role, growth: Growth) -> Iterator[Callable[[], np.ndarray]]:
-    """Calls that make a tensor's rows, block by block in file order: per expert, per tile of its rows, per block of old
-    rows."""
+def _blocks(
+    model: ModelFile, name: str, role: _Role, growth: Growth
+) -> Iterator[Callable[[], np.ndarray]]:
+    """Calls that make a tensor's rows, block by block in file order: per expert, per
+    tile of its rows, per block of old rows.
+    """
     shape = model.tensors[name].shape
     n_rows = shape[-2] if len(shape) > 1 else 1
     n_experts = shape[0] if len(shape) == 3 else 1
@@ -185,14 +212,24 @@ def _blocks(model: ModelFile, name: str, role: _Role, growth: Growth) -> Iterato
                 stop = min(start + _BLOCK_ROWS, n_rows)
                 key = [growth.seed, zlib.crc32(name.encode()), expert, tile, start]
                 yield (
-                    lambda first=expert * n_rows + start, last=expert * n_rows + stop, key=key: _grow_rows(
-                        model.rows(name, first, last), _tiles(growth, role.col_tiles), role.reads, growth.noise, key
+                    lambda first=expert * n_rows + start, last=expert * n_rows + stop, key=key: (
+                        _grow_rows(
+                            model.rows(name, first, last),
+                            _tiles(growth, role.col_tiles),
+                            role.reads,
+                            growth.noise,
+                            key,
+                        )
                     )
                 )
 
 
-def _grow_rows(rows: np.ndarray, n_tiles: int, reads: bool, noise: float, key: list[int]) -> np.ndarray:
-    """f32 [n_rows, n_cols] -> f32 [n_rows, n_tiles * n_cols], as copies or as shares with zero-sum noise."""
+def _grow_rows(
+    rows: np.ndarray, n_tiles: int, reads: bool, noise: float, key: list[int]
+) -> np.ndarray:
+    """f32 [n_rows, n_cols] -> f32 [n_rows, n_tiles * n_cols], as copies or as shares
+    with zero-sum noise.
+    """
     if not reads or n_tiles == 1:
         return np.tile(rows, (1, n_tiles))
     n_rows, n_cols = rows.shape
@@ -202,8 +239,8 @@ def _grow_rows(rows: np.ndarray, n_tiles: int, reads: bool, noise: float, key: l
     rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
     grown = rng.standard_normal((n_rows, n_tiles, n_cols), dtype=np.float32)
     grown -= grown.mean(axis=1, keepdims=True)
-    # Taking the mean away leaves a variance of 1 - 1/n_tiles; with the rule's sqrt(n_tiles - 1) that makes
-    # sqrt(n_tiles) in all.
+    # Taking the mean away leaves a variance of 1 - 1/n_tiles; with the rule's
+    # sqrt(n_tiles - 1) that makes sqrt(n_tiles) in all.
     grown *= (share.std(axis=1) * np.float32(noise * n_tiles**0.5))[:, None, None]
     grown += share[:, None, :]
     return grown.reshape(n_rows, -1)
@@ -214,14 +251,22 @@ def _grow_rows(rows: np.ndarray, n_tiles: int, reads: bool, noise: float, key: l
 @click.option("-o", "--out", metavar="OUT.gguf", required=True)
 @click.option("--width", type=int, required=True, help="Factor of the residual stream.")
 @click.option("--ff", type=int, required=True, help="Factor of the experts' hidden size.")
-@click.option("--expert-type", default="Q4_K", show_default=True, help="ggml type of the routed experts.")
-@click.option("--dense-type", default="Q8_0", show_default=True, help="ggml type of the other matrices.")
+@click.option(
+    "--expert-type", default="Q4_K", show_default=True, help="ggml type of the routed experts."
+)
+@click.option(
+    "--dense-type", default="Q8_0", show_default=True, help="ggml type of the other matrices."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
-def main(source: str, out: str, width: int, ff: int, expert_type: str, dense_type: str, overwrite: bool) -> None:
+def main(
+    source: str, out: str, width: int, ff: int, expert_type: str, dense_type: str, overwrite: bool
+) -> None:
     """Writes a wider copy of a small qwen2moe model that computes and routes the same."""
     growth = Growth(width, ff, type_from_name(expert_type), type_from_name(dense_type))
     with progress_bar("bytes") as update:
-        grow_model(source, out, growth, overwrite=overwrite, progress=functools.partial(update, "growing"))
+        grow_model(
+            source, out, growth, overwrite=overwrite, progress=functools.partial(update, "growing")
+        )
 
 
 if __name__ == "__main__":

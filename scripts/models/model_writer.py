@@ -1,4 +1,6 @@
-"""Writing models: a GGUF file whose tensors arrive as a stream, and rows that are quantized while others are made."""
+"""Writing models: a GGUF file whose tensors arrive as a stream, and rows that are
+quantized while others are made.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ from moeoff.system.files import atomic_file
 
 
 class ModelWriter(contextlib.AbstractContextManager):
-    """Writes a GGUF file whose tensors arrive as a stream, in the order of `tensors`, each in pieces of any size.
+    """Writes a GGUF file whose tensors arrive as a stream, in the order of `tensors`,
+    each in pieces of any size.
 
-    A context manager: the file appears under its name when the block ends and every tensor is complete.
+    A context manager: the file appears under its name when the block ends and every
+    tensor is complete.
 
     Args:
         metadata: as `header_bytes` takes it.
 
     Raises:
-        ModelError: at the start for a tensor whose row length does not fit its type, at the end for missing data.
+        ModelError: at the start for a tensor whose row length does not fit its type, at
+            the end for missing data.
         WriteError: the file exists (unless overwrite), or cannot be written.
     """
 
@@ -51,38 +56,59 @@ class ModelWriter(contextlib.AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> bool | None:
         if kind is None and (self._expected or self._left):
-            missing = ModelError(f"{self._path}: incomplete: {len(self._left) + bool(self._expected)} tensors miss data")
+            missing = ModelError(
+                f"{self._path}: incomplete: {len(self._left) + bool(self._expected)} tensors miss"
+                " data"
+            )
             self._atomic.__exit__(ModelError, missing, None)
             raise missing
         return self._atomic.__exit__(kind, *error)
 
     def write(self, data: np.ndarray) -> None:
-        """Append bytes (uint8, contiguous) to the current tensor, or to the next one if that is complete."""
+        """Append bytes (uint8, contiguous) to the current tensor, or to the next one if
+        that is complete.
+        """
         if self._expected == 0:
             if not self._left:
                 raise ModelError(f"{self._path}: more data than tensors")
             self._name, self._expected = self._left.pop()
         if data.nbytes > self._expected:
-            raise ModelError(f"{self._path}: tensor {self._name} expects {self._expected} more bytes, got {data.nbytes}")
+            raise ModelError(
+                f"{self._path}: tensor {self._name} expects {self._expected} more bytes, got"
+                f" {data.nbytes}"
+            )
         self._file.write(data.data)
         self._expected -= data.nbytes
         if self._expected == 0:
             self._file.write(bytes(-self._file.tell() % self._alignment))
 
 
-def write_arrays(path: str | os.PathLike[str], metadata: Mapping[str, Value], arrays: Mapping[str, np.ndarray]) -> None:
+def write_arrays(
+    path: str | os.PathLike[str], metadata: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
+) -> None:
     """Writes a GGUF file of float32 tensors; one that is there is replaced."""
-    with ModelWriter(path, metadata, [Tensor(name, array.shape, 0) for name, array in arrays.items()], overwrite=True) as writer:
+    with ModelWriter(
+        path,
+        metadata,
+        [Tensor(name, array.shape, 0) for name, array in arrays.items()],
+        overwrite=True,
+    ) as writer:
         for array in arrays.values():
             writer.write(np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8))
 
 
-def quantize_chunks(chunks: Iterable[Callable[[], np.ndarray]], type: int, imatrix: np.ndarray | None = None, threads: int = 2) -> Iterator[np.ndarray]:
-    """Quantize runs of rows, each made by a call, on `threads` threads; yield the results of `quantize` in the order
-    given.
+def quantize_chunks(
+    chunks: Iterable[Callable[[], np.ndarray]],
+    type: int,
+    imatrix: np.ndarray | None = None,
+    threads: int = 2,
+) -> Iterator[np.ndarray]:
+    """Quantize runs of rows, each made by a call, on `threads` threads; yield the
+    results of `quantize` in the order given.
 
-    The calls run on the worker threads too, so that reading or computing rows overlaps with quantizing. At most 2 *
-    threads chunks exist at any time: that bounds the memory. An exception of a call is raised here, at its turn.
+    The calls run on the worker threads too, so that reading or computing rows overlaps
+    with quantizing. At most 2 * threads chunks exist at any time: that bounds the
+    memory. An exception of a call is raised here, at its turn.
     """
     pending: deque[Future[np.ndarray]] = deque()
     with ThreadPoolExecutor(threads) as pool:

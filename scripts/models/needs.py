@@ -1,7 +1,9 @@
-"""The memory that published models need, computed by the planner from their headers: docs/results/data/needs.json.
+"""The memory that published models need, computed by the planner from their headers:
+docs/results/data/needs.json.
 
-Each header has the published names, shapes and types of all tensors (header_model.py), so that
-nothing is downloaded. The planner is the one of `moeoff inspect` and `moeoff run`.
+Each header has the published names, shapes and types of all tensors (header_model.py),
+so that nothing is downloaded. The planner is the one of `moeoff inspect` and `moeoff
+run`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,13 @@ def main(path: str | None) -> None:
     """Print what each model needs, and the parts of one budget."""
     parts = {}
     with ResultsFile(path) as results, tempfile.TemporaryDirectory() as folder:
-        columns = ["model", "file, GiB", "least", *(f"{share:.0%} of the experts" for share in SHARES), "all"]
+        columns = [
+            "model",
+            "file, GiB",
+            "least",
+            *(f"{share:.0%} of the experts" for share in SHARES),
+            "all",
+        ]
         needs = results.table("needs", f"MiB of --memory at a context of {N_CTX:,} tokens", columns)
         for shape, name in NAMES.items():
             file = Path(folder, f"{shape}.gguf")
@@ -52,13 +60,20 @@ def main(path: str | None) -> None:
             fixed = report.floor_bytes - report.arena_floor_bytes
             shares = [fixed + share * report.arena_full_bytes for share in (*SHARES, 1)]
             sizes = [report.floor_bytes, *(max(size, report.floor_bytes) for size in shares)]
-            needs.row(name, f"{file.stat().st_size / 2**30:.1f}", *(f"{-(-size // MIB):.0f}" for size in sizes))
+            needs.row(
+                name,
+                f"{file.stat().st_size / 2**30:.1f}",
+                *(f"{-(-size // MIB):.0f}" for size in sizes),
+            )
             if shape == SHOWN:
                 parts = {
                     "Python, samplers": report.process_bytes + report.extra_bytes,
                     "weights outside the experts": report.host_weight_bytes,
                     "KV cache": report.kv_bytes,
-                    "buffers": report.compute_bytes + report.work_bytes + report.output_bytes + report.row_cache_bytes,
+                    "buffers": report.compute_bytes
+                    + report.work_bytes
+                    + report.output_bytes
+                    + report.row_cache_bytes,
                     "reserve": report.reserve_bytes,
                 }
             file.unlink()

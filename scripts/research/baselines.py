@@ -1,4 +1,5 @@
-"""Baselines of the papers' comparison, which the package does not have: policies, predictors and presets of no use but to be compared with.
+"""Baselines of the papers' comparison, which the package does not have: policies,
+predictors and presets of no use but to be compared with.
 
 Importing this module registers them.
 """
@@ -36,7 +37,8 @@ class Static(Policy):
     """Keeps the most popular experts of a calibration run.
 
     Options:
-        counts: [n_gates, n_experts] uses on other text. Without it the policy counts the first `learn` tokens and then stops.
+        counts: [n_gates, n_experts] uses on other text. Without it the policy counts
+            the first `learn` tokens and then stops.
     """
 
     name, summary = "static", "keeps the experts that were popular before"
@@ -69,7 +71,10 @@ class LFUOfAllTexts(LFU):
 class EvenARC(ShallowFavoringARC):
     """ARC with the same room for every layer, whatever was calibrated."""
 
-    name, summary = "arc-even", "recency and frequency balanced in each layer, as many experts in each"
+    name, summary = (
+        "arc-even",
+        "recency and frequency balanced in each layer, as many experts in each",
+    )
     defaults = {"shallow": 0}
     sections = ()
 
@@ -78,7 +83,10 @@ class EvenARC(ShallowFavoringARC):
 class PrintedEdgeMoE(FrequencyOverDistance):
     """EdgeMoE's eviction score with the distance as the paper prints it."""
 
-    name, summary = "edgemoe-printed", "keeps what is used often and in layers that have just run: the paper's printed formula"
+    name, summary = (
+        "edgemoe-printed",
+        "keeps what is used often and in layers that have just run: the paper's printed formula",
+    )
     distance_sign = -1
 
 
@@ -89,12 +97,18 @@ LIMIT = 64 << 20  # bytes of the token table; the most frequent tokens are kept
 
 @register
 class TokenTable(Predictor):
-    """ProMoE §4.2's token-based baseline: for all layers at once, what each token chose in other text.
+    """ProMoE §4.2's token-based baseline: for all layers at once, what each token chose
+    in other text.
 
-    Exact where the token alone decides (`Router.tables`). Without a profile it knows only those gates.
+    Exact where the token alone decides (`Router.tables`). Without a profile it knows
+    only those gates.
     """
 
-    name, summary, wants_tokens = "token-table", "what this token chose in other text, for all layers at once", True
+    name, summary, wants_tokens = (
+        "token-table",
+        "what this token chose in other text, for all layers at once",
+        True,
+    )
 
     def begin(self, tokens: np.ndarray) -> list[Prediction]:
         tokens = np.asarray(tokens)
@@ -114,13 +128,18 @@ class TokenTable(Predictor):
         return out
 
     @staticmethod
-    def fit(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    def fit(
+        recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
+    ) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:
-            tokens [n] int32 ascending; shares [n, n_gates, E] float16; popularity [n_gates, E] for other tokens.
+            tokens [n] int32 ascending; shares [n, n_gates, E] float16; popularity
+            [n_gates, E] for other tokens.
         """
-        tokens, shares, popularity = token_shares(recording.tokens, recording.used(), LIMIT, progress)
+        tokens, shares, popularity = token_shares(
+            recording.tokens, recording.used(), LIMIT, progress
+        )
         return {"tokens": tokens, "shares": shares, "popularity": popularity}
 
     sections = (Section("tokens", fit),)
@@ -128,7 +147,8 @@ class TokenTable(Predictor):
 
 @register
 class PreviousToken(Predictor):
-    """The choice of the same layer for the token before; older tokens rank what it did not choose.
+    """The choice of the same layer for the token before; older tokens rank what it did
+    not choose.
 
     Options:
         decay: weight of a choice one token older, below one half.
@@ -148,7 +168,14 @@ class PreviousToken(Predictor):
         for experts in event.ids[-8:]:
             self._scores[event.gate] *= decay
             self._scores[event.gate][experts] += 1 - decay
-        return [Prediction(target, np.broadcast_to(self._scores[target], (len(event.ids) if target else 1, self._scores.shape[1])))]
+        return [
+            Prediction(
+                target,
+                np.broadcast_to(
+                    self._scores[target], (len(event.ids) if target else 1, self._scores.shape[1])
+                ),
+            )
+        ]
 
 
 @register
@@ -160,14 +187,19 @@ class EAP(ActivationPath):
 
 
 class Oracle(Predictor):
-    """Always right, of the layers that the predictor looks at in whose place it stands: tells what is due to a prediction from what is due to the time for
-    it. Knows `text`, which is decoded from its beginning, and so it is not registered.
+    """Always right, of the layers that the predictor looks at in whose place it stands:
+    tells what is due to a prediction from what is due to the time for it. Knows `text`,
+    which is decoded from its beginning, and so it is not registered.
 
     Options:
         stride, p: as of `Learned` and `StackedGate`.
     """
 
-    name, summary, wants_tokens = "oracle", "what the coming layers will choose (simulated only)", True
+    name, summary, wants_tokens = (
+        "oracle",
+        "what the coming layers will choose (simulated only)",
+        True,
+    )
     defaults = {"stride": 1, "p": 1}
     text: Recording | None = None
 
@@ -180,7 +212,11 @@ class Oracle(Predictor):
 
     def observe(self, event: GateEvent) -> list[Prediction]:
         first = event.gate + self.options["stride"]
-        gates = range(first, min(first + self.options["p"], self.router.n_gates)) if self.text is not None else ()
+        gates = (
+            range(first, min(first + self.options["p"], self.router.n_gates))
+            if self.text is not None
+            else ()
+        )
         scores = np.zeros((len(gates), 1, self.router.n_experts), np.float32)
         for gate, row in zip(gates, scores):
             row[0, self.text.ids[self._at, gate]] = self.text.weights[self._at, gate]
@@ -189,5 +225,20 @@ class Oracle(Predictor):
 
 # --- presets ---
 
-register(Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False))
-register(Strategy("eap", "Fate's baseline: its cache, and the expert activation path of one layer", policy=ShallowFavoringARC, predictor=EAP, bounded=False))
+register(
+    Strategy(
+        "on-demand",
+        "keeps nothing, reads every expert when it computes: the papers' baseline",
+        keep=False,
+        eager=False,
+    )
+)
+register(
+    Strategy(
+        "eap",
+        "Fate's baseline: its cache, and the expert activation path of one layer",
+        policy=ShallowFavoringARC,
+        predictor=EAP,
+        bounded=False,
+    )
+)

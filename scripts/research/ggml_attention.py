@@ -1,4 +1,6 @@
-"""Attention by ggml's own kernels, in a run that loads this (`Job.registers`): what ours are compared with, everything else alike."""
+"""Attention by ggml's own kernels, in a run that loads this (`Job.registers`): what
+ours are compared with, everything else alike.
+"""
 
 from moeoff.llamacpp.native import use_attention_kernels
 

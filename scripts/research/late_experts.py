@@ -1,15 +1,21 @@
-"""Trials of lossy rules that moeoff does not have, beside skipping: what a missing, light expert costs that is added one layer later, or read in part.
+"""Trials of lossy rules that moeoff does not have, beside skipping: what a missing,
+light expert costs that is added one layer later, or read in part.
 
 usage: late_experts.py -m MODEL --text FILE ... [--windows 24] [--share 0.34]
 
 - skip: a missing expert whose weight is below τ is left out (`--max-loss`).
-- defer: it is read, and added to the residual stream one layer later (KTransformers, deferred experts). The last layer waits.
-- slices: the upper bits of a Q8_0 expert are read, and the lower ones when it is missing with a larger weight (SliceMoE, arXiv 2512.12990).
-- copies: as slices, but low versions are files of their own, as HOBBIT has them: what becomes heavy is read whole.
-- tier: all experts are the upper bits, as a tier of a sidecar is: more fit. Skipping and slices as above.
+- defer: it is read, and added to the residual stream one layer later (KTransformers,
+  deferred experts). The last layer waits.
+- slices: the upper bits of a Q8_0 expert are read, and the lower ones when it is
+  missing with a larger weight (SliceMoE, arXiv 2512.12990).
+- copies: as slices, but low versions are files of their own, as HOBBIT has them: what
+  becomes heavy is read whole.
+- tier: all experts are the upper bits, as a tier of a sidecar is: more fit. Skipping
+  and slices as above.
 
-Every layer has an LRU cache of a share of its experts, and tokens are decided one by one, in decode. The graph is llama.cpp's; numbers are changed
-where its nodes end. Page: docs/results/loss.md.
+Every layer has an LRU cache of a share of its experts, and tokens are decided one by
+one, in decode. The graph is llama.cpp's; numbers are changed where its nodes end. Page:
+docs/results/loss.md.
 """
 
 from __future__ import annotations
@@ -44,7 +50,8 @@ CTX = 256
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done with a missing expert of less weight than `light`, and than `lightest`.
+    """What is done with a missing expert of less weight than `light`, and than
+    `lightest`.
 
     Attributes:
         lightest: below it, it is skipped.
@@ -62,7 +69,9 @@ class Rule:
 
     @property
     def whole(self) -> float:
-        """Bytes of an expert, of its eight bits': a block of 32 has a scale of 16 bits beside them."""
+        """Bytes of an expert, of its eight bits': a block of 32 has a scale of 16 bits
+        beside them.
+        """
         return (self.base * 32 + 16) / (8 * 32 + 16)
 
     @property
@@ -94,7 +103,8 @@ class Trial(WithCallback, Llama):
 
     Attributes:
         rule: None: lossless, caches see nothing.
-        read, late: bytes in experts, of decoded tokens: all, and of those that are added one layer later.
+        read, late: bytes in experts, of decoded tokens: all, and of those that are
+            added one layer later.
         n_chosen: experts that routers chose for them.
     """
 
@@ -125,7 +135,11 @@ class Trial(WithCallback, Llama):
     def _watch(self, node: int, ask: bool, _user: object) -> bool:
         tensor = ggml_api.Tensor.from_address(node)
         name, _, layer = tensor.name.decode().partition("-")
-        names = ("ffn_moe_weighted", "l_out", "ffn_norm" if self.rule and (self.rule.bits or self.rule.base < 8) else "")
+        names = (
+            "ffn_moe_weighted",
+            "l_out",
+            "ffn_norm" if self.rule and (self.rule.bits or self.rule.base < 8) else "",
+        )
         if self.rule is None or name not in names or not layer.isdigit():
             return not ask
         if ask:
@@ -141,7 +155,10 @@ class Trial(WithCallback, Llama):
 
     def _decide(self, layer: int, tensor: ggml_api.Tensor) -> None:
         product = tensor.src[0].contents
-        weights, ids = ggml_api.cube(tensor.src[1].contents)[:, :, 0], ggml_api.matrix(product.src[2].contents)
+        weights, ids = (
+            ggml_api.cube(tensor.src[1].contents)[:, :, 0],
+            ggml_api.matrix(product.src[2].contents),
+        )
         cache, rule = self._caches[layer], self.rule
         assert rule is not None
         out = rows(tensor)
@@ -157,8 +174,14 @@ class Trial(WithCallback, Llama):
         for t, (row, of_row) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
             for k, (expert, weight) in enumerate(zip(row, of_row, strict=True)):
                 held, bits = cache.size(expert), rule.base
-                if held >= rule.whole or weight >= rule.light or (weight >= rule.lightest and layer == self._last and not rule.bits):
-                    self.read += rule.whole - (held if not rule.copies or held >= rule.whole else 0.0)
+                if (
+                    held >= rule.whole
+                    or weight >= rule.light
+                    or (weight >= rule.lightest and layer == self._last and not rule.bits)
+                ):
+                    self.read += rule.whole - (
+                        held if not rule.copies or held >= rule.whole else 0.0
+                    )
                     cache.use(expert, rule.whole)
                 elif not held and weight < rule.lightest:
                     out[t, k] = 0.0
@@ -194,11 +217,15 @@ class Trial(WithCallback, Llama):
 def rows(tensor: ggml_api.Tensor) -> np.ndarray:
     """The numbers themselves of a dense F32 tensor, [ne2, ne1, ne0]."""
     shape = tensor.ne[2], tensor.ne[1], tensor.ne[0]
-    return np.ctypeslib.as_array((ctypes.c_float * math.prod(shape)).from_address(tensor.data)).reshape(shape)
+    return np.ctypeslib.as_array(
+        (ctypes.c_float * math.prod(shape)).from_address(tensor.data)
+    ).reshape(shape)
 
 
 def upper_bits(path: str, bits: int) -> dict[tuple[int, int], list[np.ndarray]]:
-    """Gate, up and down matrices of each layer's experts, of Q8_0 weights whose lower bits are replaced by their middle."""
+    """Gate, up and down matrices of each layer's experts, of Q8_0 weights whose lower
+    bits are replaced by their middle.
+    """
     out: dict[tuple[int, int], list[np.ndarray]] = {}
     step = 1 << (8 - bits)
     with ModelFile(path) as file:
@@ -207,7 +234,9 @@ def upper_bits(path: str, bits: int) -> dict[tuple[int, int], list[np.ndarray]]:
                 if not tensor.name.endswith(f"ffn_{name}_exps.weight"):
                     continue
                 layer, (n_experts, n_rows, n_cols) = int(tensor.name.split(".")[1]), tensor.shape
-                blocks = np.frombuffer(file.data(tensor.name).tobytes(), np.uint8).reshape(-1, 34).copy()
+                blocks = (
+                    np.frombuffer(file.data(tensor.name).tobytes(), np.uint8).reshape(-1, 34).copy()
+                )
                 q = blocks[:, 2:].view(np.int8)
                 q[:] = np.clip(np.floor_divide(q, step) * step + step // 2, -128, 127)
                 values = dequantize(blocks.tobytes(), tensor.type, (n_experts, n_rows, n_cols))
@@ -223,26 +252,57 @@ def upper_bits(path: str, bits: int) -> dict[tuple[int, int], list[np.ndarray]]:
 @click.option("--share", default=0.34, show_default=True, help="Of each layer's experts in memory.")
 @click.option("--only", default="", help="Rules whose names have this.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model: str, text: Sequence[str], windows: int, share: float, only: str, json_file: str | None) -> None:
+def main(
+    model: str, text: Sequence[str], windows: int, share: float, only: str, json_file: str | None
+) -> None:
     rules = {"lossless": Rule()}
     rules |= {f"skip below {tau:g}": Rule(tau, tau) for tau in (0.06, 0.08, 0.1, 0.12, 0.16)}
     rules |= {f"defer below {tau:g}": Rule(0.0, tau) for tau in (0.06, 0.1, 0.16, 0.25)}
-    rules |= {f"skip below {low:g}, defer below {high:g}": Rule(low, high) for low, high in ((0.08, 0.12), (0.1, 0.16))}
+    rules |= {
+        f"skip below {low:g}, defer below {high:g}": Rule(low, high)
+        for low, high in ((0.08, 0.12), (0.1, 0.16))
+    }
     for copies in (False, True):
         name = "copies" if copies else "slices"
-        for low, high in ((0.0, 0.16), (0.06, 0.16), (0.08, 0.16), (0.1, 0.16), (0.1, 0.25), (0.12, 0.25)):
-            rules[f"{name} of 4 bits, skip below {low:g}, part below {high:g}"] = Rule(low, high, 4, copies)
-    rules |= {f"tier of 4 bits, skip below {tau:g}": Rule(tau, tau, base=4) for tau in (0.0, 0.06, 0.08, 0.1, 0.12)}
+        for low, high in (
+            (0.0, 0.16),
+            (0.06, 0.16),
+            (0.08, 0.16),
+            (0.1, 0.16),
+            (0.1, 0.25),
+            (0.12, 0.25),
+        ):
+            rules[f"{name} of 4 bits, skip below {low:g}, part below {high:g}"] = Rule(
+                low, high, 4, copies
+            )
+    rules |= {
+        f"tier of 4 bits, skip below {tau:g}": Rule(tau, tau, base=4)
+        for tau in (0.0, 0.06, 0.08, 0.1, 0.12)
+    }
     rules |= {f"tier of 4 bits, defer below {tau:g}": Rule(0.0, tau, base=4) for tau in (0.1, 0.16)}
     for low, high in ((0.0, 0.12), (0.08, 0.16)):
-        rules[f"tier of 4 bits, slices of 2, skip below {low:g}, part below {high:g}"] = Rule(low, high, 2, base=4)
+        rules[f"tier of 4 bits, slices of 2, skip below {low:g}, part below {high:g}"] = Rule(
+            low, high, 2, base=4
+        )
     with contextlib.ExitStack() as stack:
         results = stack.enter_context(ResultsFile(json_file))
         llm = stack.enter_context(contextlib.closing(Trial(model, share)))
         texts = read_windows(llm, text, CTX, windows)
         reference = stack.enter_context(Reference.record(llm, texts, mode="simulated"))
-        columns = ["rule", "bytes, of lossless", "of these one layer later", "loss (95 %)", "KL", "same top token"]
-        table = results.table("late", f"{Path(model).name}, {len(texts)} windows, {share:.0%} of each layer's experts in memory", columns)
+        columns = [
+            "rule",
+            "bytes, of lossless",
+            "of these one layer later",
+            "loss (95 %)",
+            "KL",
+            "same top token",
+        ]
+        table = results.table(
+            "late",
+            f"{Path(model).name}, {len(texts)} windows, {share:.0%} of each layer's experts in"
+            " memory",
+            columns,
+        )
         lossless = 0.0
         for name, rule in rules.items():
             if name != "lossless" and only not in name:
@@ -251,7 +311,14 @@ def main(model: str, text: Sequence[str], windows: int, share: float, only: str,
             q = evaluate(llm, texts, reference, mode="simulated").quality()
             lossless = lossless or llm.read
             assert q.loss is not None and q.kl is not None and q.top1 is not None
-            table.row(name, f"{llm.read / lossless:.3f}", f"{llm.late / lossless:.3f}", interval(q.loss, "{:+.2%}"), f"{q.kl.value:.4f}", f"{q.top1.value:.1%}")
+            table.row(
+                name,
+                f"{llm.read / lossless:.3f}",
+                f"{llm.late / lossless:.3f}",
+                interval(q.loss, "{:+.2%}"),
+                f"{q.kl.value:.4f}",
+                f"{q.top1.value:.1%}",
+            )
 
 
 if __name__ == "__main__":

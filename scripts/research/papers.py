@@ -1,8 +1,10 @@
-"""The papers' claims and ours: each figure and table that can be had on a CPU machine, its claim, ours, and a verdict by rule. docs/results/papers.md
+"""The papers' claims and ours: each figure and table that can be had on a CPU machine,
+its claim, ours, and a verdict by rule. docs/results/papers.md
 
 usage: papers.py [-m MODEL] [--text FILE ...] [--quick]     a table for each paper: their figures about routing, and their systems on a simulated machine
 
-It repeats exactly. --quick takes few tokens: minutes become seconds, and the numbers rough.
+It repeats exactly. --quick takes few tokens: minutes become seconds, and the numbers
+rough.
 """
 
 from __future__ import annotations
@@ -23,7 +25,18 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import baselines
 import verdicts
-from device_simulator import AS_NAMED, BY_ID, NEVER, POPULAR, PROMPTS, Bandwidths, DeviceResult, Execution, LowVersions, on_device
+from device_simulator import (
+    AS_NAMED,
+    BY_ID,
+    NEVER,
+    POPULAR,
+    PROMPTS,
+    Bandwidths,
+    DeviceResult,
+    Execution,
+    LowVersions,
+    on_device,
+)
 from moeoff.experts.convert import convert
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex, parse_tensor_name
@@ -51,16 +64,14 @@ EVERYTHING = 1 << 40  # expert_memory that holds all
 @dataclass(frozen=True)
 class Contender:
     """Attributes:
-    paper: what the paper says that it is, and where.
-    strategy: ours, by name; its predictor, if it has one, always reads ahead, as in the papers.
-    differs: what is not as the paper says.
-    changes: fields of the strategy that differ.
-    execution: what the system does beside its strategy.
-    by_layer: each layer has a room of its own.
-    bits: of the experts.
-    low: bits of what is served in low precision, and the fields of `LowVersions`; "paper" in the place of T1 and T2: by the paper's shares.
-    widths: each expert has a width of its own (EdgeMoE §3.2).
-    whole_layers: the device has the experts of the first layers, and no others.
+    paper: what the paper says that it is, and where. strategy: ours, by name; its
+    predictor, if it has one, always reads ahead, as in the papers. differs: what is not
+    as the paper says. changes: fields of the strategy that differ. execution: what the
+    system does beside its strategy. by_layer: each layer has a room of its own. bits:
+    of the experts. low: bits of what is served in low precision, and the fields of
+    `LowVersions`; "paper" in the place of T1 and T2: by the paper's shares. widths:
+    each expert has a width of its own (EdgeMoE §3.2). whole_layers: the device has the
+    experts of the first layers, and no others.
     """
 
     paper: str
@@ -78,7 +89,8 @@ class Contender:
         return replace(get_strategy(self.strategy), ab_tested=False, **self.changes)
 
 
-SERIAL = Execution(eager=False, reordered=NEVER, chunked=False, order=BY_ID)  # an expert that is missing is sent when it is its turn
+# an expert that is missing is sent when it is its turn
+SERIAL = Execution(eager=False, reordered=NEVER, chunked=False, order=BY_ID)
 NAMED = replace(SERIAL, order=AS_NAMED)
 FATE = replace(SERIAL, reordered=PROMPTS, order=POPULAR)
 EDGEMOE = Execution(eager=True, reordered=NEVER, chunked=False)
@@ -124,14 +136,18 @@ CONTENDERS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """A device as a paper describes it. How long a layer takes without its experts follows from what the paper says of waiting.
+    """A device as a paper describes it. How long a layer takes without its experts
+    follows from what the paper says of waiting.
 
     Attributes:
         link, device: GB/s, 85 % of data sheets.
-        host: of what a processor computes with; HOBBIT's takes 5 ms for an expert of Mixtral (§5.4).
-        shares: of the experts' bytes in the contender's precision, what the device holds.
+        host: of what a processor computes with; HOBBIT's takes 5 ms for an expert of
+            Mixtral (§5.4).
+        shares: of the experts' bytes in the contender's precision, what the device
+            holds.
         says: where the paper says how long it waits.
-        layer: nanoseconds, from those of sending and of computing all that a token selects in a layer, and of sending what is missed of it.
+        layer: nanoseconds, from those of sending and of computing all that a token
+            selects in a layer, and of sending what is missed of it.
     """
 
     link: float
@@ -143,9 +159,16 @@ class Machine:
     host: float = 70.0
 
     def bandwidths(self, nbytes: float, n_used: int, missed: float) -> Bandwidths:
-        """nbytes: of an expert in the paper's precision; missed: of those that a token selects in a layer, the share that LRU by layer misses with half of them."""
+        """nbytes: of an expert in the paper's precision; missed: of those that a token
+        selects in a layer, the share that LRU by layer misses with half of them.
+        """
         send, compute = nbytes / self.link, n_used * nbytes / self.device
-        return Bandwidths(self.link, self.device, self.host, max(self.layer(n_used * send, compute, missed * n_used * send), 1.0) / 1000)
+        return Bandwidths(
+            self.link,
+            self.device,
+            self.host,
+            max(self.layer(n_used * send, compute, missed * n_used * send), 1.0) / 1000,
+        )
 
 
 MACHINES = {
@@ -193,21 +216,88 @@ class Ratio:
 RATIOS = (
     Ratio("Fate", "11", "prompts, over load on demand", 4.5, "up to 4.5", "Fate", "LoD", True),
     Ratio("Fate", "11", "prompts, over EAP", 1.9, "up to 1.9", "Fate", "EAP, int4", True),
-    Ratio("Fate", "11", "prompts, over EAP, lossless", 1.9, "up to 1.9, with int2", "Fate, lossless", "EAP", True),
+    Ratio(
+        "Fate",
+        "11",
+        "prompts, over EAP, lossless",
+        1.9,
+        "up to 1.9, with int2",
+        "Fate, lossless",
+        "EAP",
+        True,
+    ),
     Ratio("Fate", "12", "decode, over load on demand", 4.1, "up to 4.1", "Fate", "LoD"),
     Ratio("Fate", "12", "decode, over EAP", 2.2, "up to 2.2", "Fate", "EAP, int4"),
-    Ratio("Fate", "12", "decode, over EAP, lossless", 2.2, "up to 2.2, in int4", "Fate, lossless", "EAP"),
-    Ratio("Fate", "14", "prefetching, over load on demand", 1.3, "1.3 on average", "Fate, prefetching", "LoD"),
+    Ratio(
+        "Fate",
+        "12",
+        "decode, over EAP, lossless",
+        2.2,
+        "up to 2.2, in int4",
+        "Fate, lossless",
+        "EAP",
+    ),
+    Ratio(
+        "Fate",
+        "14",
+        "prefetching, over load on demand",
+        1.3,
+        "1.3 on average",
+        "Fate, prefetching",
+        "LoD",
+    ),
     Ratio("Fate", "14", "with cache, over load on demand", 2.0, "up to 2", "Fate, lossless", "LoD"),
     Ratio("Fate", "14", "with quantization, over load on demand", 3.7, "up to 3.7", "Fate", "LoD"),
-    Ratio("EdgeMoE", "11", "a token, over IO-EXP", (2.63, 3.01), "2.63 to 3.01", "EdgeMoE", "IO-EXP"),
-    Ratio("EdgeMoE", "11", "a token, over IO-EXP, from a hard disk", (4.49, 4.76), "4.49 to 4.76", "EdgeMoE", "IO-EXP", on="EdgeMoE, hard disk"),
-    Ratio("EdgeMoE", "11", "a token, over IO-QEXP", (1.35, 1.5), "1.35 to 1.5", "EdgeMoE", "IO-QEXP"),
-    Ratio("EdgeMoE", "16", "a width for each expert", 2.01, "2.01 (0.789 s, 0.392 s)", "EdgeMoE, Q", "IO-EXP"),
-    Ratio("EdgeMoE", "16", "preloading", 1.29, "1.29 (0.392 s, 0.305 s)", "EdgeMoE, Q+P", "EdgeMoE, Q"),
-    Ratio("EdgeMoE", "16", "expert buffer", 1.24, "1.24 (0.305 s, 0.245 s)", "EdgeMoE", "EdgeMoE, Q+P"),
-    Ratio("HOBBIT", "14d", "decode, over Mixtral-offloading", (3.21, 3.29), "3.21 and 3.29", "HOBBIT", "Mixtral-offloading"),
-    Ratio("HOBBIT", "14d", "prompts, over Mixtral-offloading", (2.04, 2.17), "51 and 54 % less", "HOBBIT", "Mixtral-offloading", True),
+    Ratio(
+        "EdgeMoE", "11", "a token, over IO-EXP", (2.63, 3.01), "2.63 to 3.01", "EdgeMoE", "IO-EXP"
+    ),
+    Ratio(
+        "EdgeMoE",
+        "11",
+        "a token, over IO-EXP, from a hard disk",
+        (4.49, 4.76),
+        "4.49 to 4.76",
+        "EdgeMoE",
+        "IO-EXP",
+        on="EdgeMoE, hard disk",
+    ),
+    Ratio(
+        "EdgeMoE", "11", "a token, over IO-QEXP", (1.35, 1.5), "1.35 to 1.5", "EdgeMoE", "IO-QEXP"
+    ),
+    Ratio(
+        "EdgeMoE",
+        "16",
+        "a width for each expert",
+        2.01,
+        "2.01 (0.789 s, 0.392 s)",
+        "EdgeMoE, Q",
+        "IO-EXP",
+    ),
+    Ratio(
+        "EdgeMoE", "16", "preloading", 1.29, "1.29 (0.392 s, 0.305 s)", "EdgeMoE, Q+P", "EdgeMoE, Q"
+    ),
+    Ratio(
+        "EdgeMoE", "16", "expert buffer", 1.24, "1.24 (0.305 s, 0.245 s)", "EdgeMoE", "EdgeMoE, Q+P"
+    ),
+    Ratio(
+        "HOBBIT",
+        "14d",
+        "decode, over Mixtral-offloading",
+        (3.21, 3.29),
+        "3.21 and 3.29",
+        "HOBBIT",
+        "Mixtral-offloading",
+    ),
+    Ratio(
+        "HOBBIT",
+        "14d",
+        "prompts, over Mixtral-offloading",
+        (2.04, 2.17),
+        "51 and 54 % less",
+        "HOBBIT",
+        "Mixtral-offloading",
+        True,
+    ),
     Ratio(
         "HOBBIT",
         "15",
@@ -217,20 +307,135 @@ RATIOS = (
         "HOBBIT, both sides",
         "llama.cpp, both sides",
     ),
-    Ratio("HOBBIT", "16", "its low precision", (1.19, 1.57), "1.19 to 1.57", "HOBBIT", "HOBBIT, lossless"),
-    Ratio("HOBBIT", "17b", "prefetching, lossless", 1.01, "1.01 (Mixtral)", "HOBBIT, lossless", "HOBBIT, no prefetching"),
-    Ratio("HOBBIT", "17b", "prefetching, in mixed precision", 1.05, "1.05", "HOBBIT", "HOBBIT, mixed, no prefetching"),
+    Ratio(
+        "HOBBIT",
+        "16",
+        "its low precision",
+        (1.19, 1.57),
+        "1.19 to 1.57",
+        "HOBBIT",
+        "HOBBIT, lossless",
+    ),
+    Ratio(
+        "HOBBIT",
+        "17b",
+        "prefetching, lossless",
+        1.01,
+        "1.01 (Mixtral)",
+        "HOBBIT, lossless",
+        "HOBBIT, no prefetching",
+    ),
+    Ratio(
+        "HOBBIT",
+        "17b",
+        "prefetching, in mixed precision",
+        1.05,
+        "1.05",
+        "HOBBIT",
+        "HOBBIT, mixed, no prefetching",
+    ),
     Ratio("ProMoE", "11", "decode, over LRU", 1.09, "1.09 on average, up to 1.17", "ProMoE", "LRU"),
-    Ratio("ProMoE", "11", "decode, over static", 1.49, "1.49 on average, up to 1.79", "ProMoE", "static"),
-    Ratio("ProMoE", "11", "prompts, over LRU", 2.12, "2.12 on average, up to 2.22", "ProMoE", "LRU", True),
-    Ratio("ProMoE", "11", "prompts, over static", 1.36, "1.36 on average, up to 1.75", "ProMoE", "static", True),
-    Ratio("ProMoE", "12", "decode, prefetching alone, over LRU", None, "no number", "+ prefetch", "LRU", on="ProMoE, transformers"),
-    Ratio("ProMoE", "12", "decode, chunks", None, "no number", "+ chunked prefetch", "+ prefetch", on="ProMoE, transformers"),
-    Ratio("ProMoE", "12", "decode, early preemption", None, "no number", "+ early preemption", "+ chunked prefetch", on="ProMoE, transformers"),
-    Ratio("ProMoE", "12", "decode, reordered inference", None, "no number", "ProMoE", "+ early preemption", on="ProMoE, transformers"),
-    Ratio("ProMoE", "12", "decode, all of them", 1.35, "1.35", "ProMoE", "LRU", on="ProMoE, transformers"),
-    Ratio("ProMoE", "12", "prompts, with early preemption", 1.27, "1.27", "+ early preemption", "LRU", True, "ProMoE, transformers"),
-    Ratio("ProMoE", "12", "prompts, all of them", 2.39, "2.39", "ProMoE", "LRU", True, "ProMoE, transformers"),
+    Ratio(
+        "ProMoE",
+        "11",
+        "decode, over static",
+        1.49,
+        "1.49 on average, up to 1.79",
+        "ProMoE",
+        "static",
+    ),
+    Ratio(
+        "ProMoE",
+        "11",
+        "prompts, over LRU",
+        2.12,
+        "2.12 on average, up to 2.22",
+        "ProMoE",
+        "LRU",
+        True,
+    ),
+    Ratio(
+        "ProMoE",
+        "11",
+        "prompts, over static",
+        1.36,
+        "1.36 on average, up to 1.75",
+        "ProMoE",
+        "static",
+        True,
+    ),
+    Ratio(
+        "ProMoE",
+        "12",
+        "decode, prefetching alone, over LRU",
+        None,
+        "no number",
+        "+ prefetch",
+        "LRU",
+        on="ProMoE, transformers",
+    ),
+    Ratio(
+        "ProMoE",
+        "12",
+        "decode, chunks",
+        None,
+        "no number",
+        "+ chunked prefetch",
+        "+ prefetch",
+        on="ProMoE, transformers",
+    ),
+    Ratio(
+        "ProMoE",
+        "12",
+        "decode, early preemption",
+        None,
+        "no number",
+        "+ early preemption",
+        "+ chunked prefetch",
+        on="ProMoE, transformers",
+    ),
+    Ratio(
+        "ProMoE",
+        "12",
+        "decode, reordered inference",
+        None,
+        "no number",
+        "ProMoE",
+        "+ early preemption",
+        on="ProMoE, transformers",
+    ),
+    Ratio(
+        "ProMoE",
+        "12",
+        "decode, all of them",
+        1.35,
+        "1.35",
+        "ProMoE",
+        "LRU",
+        on="ProMoE, transformers",
+    ),
+    Ratio(
+        "ProMoE",
+        "12",
+        "prompts, with early preemption",
+        1.27,
+        "1.27",
+        "+ early preemption",
+        "LRU",
+        True,
+        "ProMoE, transformers",
+    ),
+    Ratio(
+        "ProMoE",
+        "12",
+        "prompts, all of them",
+        2.39,
+        "2.39",
+        "ProMoE",
+        "LRU",
+        True,
+        "ProMoE, transformers",
+    ),
 )
 UNTESTED = {  # what of their evaluation has no row, and why
     "Fate": [
@@ -267,27 +472,46 @@ PAPERS = ("Fate", "EdgeMoE", "HOBBIT", "ProMoE")
 
 
 class Runs:
-    """Each contender on each machine, in rounds that are parts of held-out text: computed when they are first asked for.
+    """Each contender on each machine, in rounds that are parts of held-out text:
+    computed when they are first asked for.
 
     Args:
         widths: [n_gates, n_experts] of EdgeMoE's plan, as shares of its upper width.
     """
 
-    def __init__(self, d: Data, widths: np.ndarray, n_rounds: int, announce: Callable[[str], None] = lambda what: None):
+    def __init__(
+        self,
+        d: Data,
+        widths: np.ndarray,
+        n_rounds: int,
+        announce: Callable[[str], None] = lambda what: None,
+    ):
         self._d, self._widths, self._announce = d, widths, announce
         self._profile = profile_of(d)
-        self.parts = [d.held.part(i * ROUND, (i + 1) * ROUND) for i in range(min(n_rounds, d.held.n_tokens // ROUND))]
+        self.parts = [
+            d.held.part(i * ROUND, (i + 1) * ROUND)
+            for i in range(min(n_rounds, d.held.n_tokens // ROUND))
+        ]
         self._known: dict[tuple[Any, ...], list[DeviceResult]] = {}
         self._missed: float | None = None
 
     def missed(self) -> float:
-        """Of the experts that a token selects in a layer, the share that LRU by layer misses with half of them on the device."""
+        """Of the experts that a token selects in a layer, the share that LRU by layer
+        misses with half of them on the device.
+        """
         if self._missed is None:
             rounds = self._run("LRU", Bandwidths(), 0.5, False, None)
             self._missed = sum(r.host for r in rounds) / sum(r.host + r.device for r in rounds)
         return self._missed
 
-    def of(self, name: str, on: str, share: float, prompt: bool = False, predictor: type[Predictor] | None = None) -> list[DeviceResult]:
+    def of(
+        self,
+        name: str,
+        on: str,
+        share: float,
+        prompt: bool = False,
+        predictor: type[Predictor] | None = None,
+    ) -> list[DeviceResult]:
         """Of each round.
 
         Args:
@@ -296,17 +520,40 @@ class Runs:
         """
         key = (name, on, share, prompt, predictor)
         if key not in self._known:
-            self._announce(f"{name} on {on}'s machine, {share:.0%}{', prompts' if prompt else ''}{f', {predictor.name}' if predictor else ''}")
+            self._announce(
+                f"{name} on {on}'s machine,"
+                f" {share:.0%}{', prompts' if prompt else ''}{f', {predictor.name}' if predictor else ''}"
+            )
             m = MACHINES[on]
-            speeds = m.bandwidths(WEIGHTS * len(self._d.held.model.tensors) / self._d.held.model.n_gates * BITS[m.bits] / 8, self._d.k, self.missed())
+            speeds = m.bandwidths(
+                WEIGHTS
+                * len(self._d.held.model.tensors)
+                / self._d.held.model.n_gates
+                * BITS[m.bits]
+                / 8,
+                self._d.k,
+                self.missed(),
+            )
             self._known[key] = self._run(name, speeds, share, prompt, predictor)
         return self._known[key]
 
-    def _run(self, name: str, speeds: Bandwidths, share: float, prompt: bool, predictor: type[Predictor] | None) -> list[DeviceResult]:
+    def _run(
+        self,
+        name: str,
+        speeds: Bandwidths,
+        share: float,
+        prompt: bool,
+        predictor: type[Predictor] | None,
+    ) -> list[DeviceResult]:
         c, strategy = CONTENDERS[name], CONTENDERS[name].made()
         if predictor is not None:  # as far ahead
             own = strategy.predictor.defaults | strategy.options
-            strategy = replace(strategy, predictor=predictor, options={name: own[name] for name in predictor.defaults if name in own}, share=0.0)
+            strategy = replace(
+                strategy,
+                predictor=predictor,
+                options={name: own[name] for name in predictor.defaults if name in own},
+                share=0.0,
+            )
         low = None
         if c.low is not None:
             bits, fields = c.low
@@ -315,10 +562,13 @@ class Runs:
             low = LowVersions(BITS[bits] / BITS[c.bits], **fields)
         out = []
         for part in self.parts:
-            tensors = tuple(replace(t, nbytes=round(WEIGHTS * BITS[c.bits] / 8)) for t in part.model.tensors)
+            tensors = tuple(
+                replace(t, nbytes=round(WEIGHTS * BITS[c.bits] / 8)) for t in part.model.tensors
+            )
             part = replace(part, model=replace(part.model, tensors=tensors))
             baselines.Oracle.text = part
-            held = share if strategy.keep else max(share, 0.1)  # room for what is computed with, and for nothing else
+            # room for what is computed with, and for nothing else
+            held = share if strategy.keep else max(share, 0.1)
             out.append(
                 on_device(
                     part, strategy, self._d.model_index, speeds, share=held, by_layer=c.by_layer, whole_layers=c.whole_layers, execution=c.execution, low=low,
@@ -334,7 +584,9 @@ WEIGHTS = 1 << 21  # of a matrix of an expert; only the machine's proportions co
 
 
 def on_simulated(r: Ratio, runs: Runs) -> tuple[str, str, str]:
-    """What is so here, the verdict, and what an experiment says of the cause where it is not as claimed."""
+    """What is so here, the verdict, and what an experiment says of the cause where it
+    is not as claimed.
+    """
     on = r.on or r.paper
     shares, ratios, outcomes, causes = MACHINES[on].shares, [], [], []
     for share in shares:
@@ -348,7 +600,11 @@ def on_simulated(r: Ratio, runs: Runs) -> tuple[str, str, str]:
     ours = ", ".join(f"{verdicts.text(x)} with {share:.0%}" for x, share in zip(ratios, shares))
     return (
         f"{r.fast} / {r.slow}: {ours}",
-        outcomes[0] if outcomes[0] == outcomes[1] else ", ".join(f"{s} with {share:.0%}" for s, share in zip(outcomes, shares)),
+        (
+            outcomes[0]
+            if outcomes[0] == outcomes[1]
+            else ", ".join(f"{s} with {share:.0%}" for s, share in zip(outcomes, shares))
+        ),
         "; ".join(causes),
     )
 
@@ -359,12 +615,20 @@ def unwaited(result: DeviceResult) -> float:
 
 
 def cause(r: Ratio, on: str, share: float, runs: Runs) -> str:
-    """The ratio if the faster one never waited, which it cannot exceed; and with a predictor that is always right."""
+    """The ratio if the faster one never waited, which it cannot exceed; and with a
+    predictor that is always right.
+    """
     fast, slow = (runs.of(name, on, share, r.prompt) for name in (r.fast, r.slow))
-    out = f"without any waiting {verdicts.ratio([unwaited(x) for x in fast], [x.tps for x in slow]).value:.2f}"
+    out = (
+        "without any waiting"
+        f" {verdicts.ratio([unwaited(x) for x in fast], [x.tps for x in slow]).value:.2f}"
+    )
     if not r.prompt and CONTENDERS[r.fast].made().predictor is not None:
         right = runs.of(r.fast, on, share, predictor=baselines.Oracle)
-        out += f", always predicted right {verdicts.ratio([x.tps for x in right], [x.tps for x in slow]).value:.2f}"
+        out += (
+            ", always predicted right"
+            f" {verdicts.ratio([x.tps for x in right], [x.tps for x in slow]).value:.2f}"
+        )
     return out
 
 
@@ -380,22 +644,44 @@ def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Dat
         recording = record(llm, sequences(llm, texts, tokens), router, Path(model).name)
     train, held = (recording.take(part) for part in recording.split(0.2))
     options = FitOptions(hidden=hidden, replay=simulate)  # HOBBIT's weights are fitted on replays
-    learned = {"popularity", "gate", "path", "pairs", "first", "tokens", "learned"}  # as the papers' systems have it, whether it helps or not
-    sections = fit(train, options, only=learned, compare=False) | fit(train, options, only={"hobbit"})
-    sections["shallow"] = {"shallow": np.array([proportional_boundary(router.n_gates)])}  # the fitted one: `shallow`
+    # as the papers' systems have it, whether it helps or not
+    learned = {"popularity", "gate", "path", "pairs", "first", "tokens", "learned"}
+    sections = fit(train, options, only=learned, compare=False) | fit(
+        train, options, only={"hobbit"}
+    )
+    # the fitted one: `shallow`
+    sections["shallow"] = {"shallow": np.array([proportional_boundary(router.n_gates)])}
     return Data(model_index, train, held, sections)
 
 
 def profile_of(d: Data) -> Profile:
-    return Profile("", {f"{section}/{name}": array for section, named in d.sections.items() for name, array in named.items()}, {})
+    return Profile(
+        "",
+        {
+            f"{section}/{name}": array
+            for section, named in d.sections.items()
+            for name, array in named.items()
+        },
+        {},
+    )
 
 
 # quality
 
 
 def planned_widths(model: str, texts: Sequence[str], tokens: int) -> tuple[np.ndarray, BitsPlan]:
-    """EdgeMoE's plan at a loss of 5 % (§4.1), and its widths as shares of the upper one."""
-    with Planner(model, texts, types=["Q4_0", "Q2_0"], ctx=256, tokens=tokens, n_threads=2, expert_memory=EVERYTHING) as plans:
+    """EdgeMoE's plan at a loss of 5 % (§4.1), and its widths as shares of the upper
+    one.
+    """
+    with Planner(
+        model,
+        texts,
+        types=["Q4_0", "Q2_0"],
+        ctx=256,
+        tokens=tokens,
+        n_threads=2,
+        expert_memory=EVERYTHING,
+    ) as plans:
         plan, index = plans.plan(0.05), plans.model_index
     # a plan whose lower type fits everywhere has no importance and no low experts
     upper = BITS[{"Q4_0": INT4, "Q2_0": INT2}[plan.upper]] / BITS[INT4]
@@ -410,21 +696,40 @@ def loss_text(loss: Estimate | None) -> str:
     return "" if loss is None else verdicts.text(loss, "{:+.1%}").replace("%", " %")
 
 
-def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float, plan: BitsPlan) -> list[tuple[str, str]]:
-    """Perplexity of the lossy presets over the model's own, as `moeoff eval` measures it of runs that repeat."""
+def losses(
+    model: str, texts: Sequence[str], windows: int, t1: float, t2: float, plan: BitsPlan
+) -> list[tuple[str, str]]:
+    """Perplexity of the lossy presets over the model's own, as `moeoff eval` measures
+    it of runs that repeat.
+    """
     out = []
     with tempfile.TemporaryDirectory(prefix="moeoff-papers-") as folder:
         bits = Path(folder, "bits.json")
         bits.write_text(plan.to_json())
-        experts = convert(model, output=Path(folder, "tiers.experts.gguf"), tiers="Q4_0,Q2_0", bits=bits).path
+        experts = convert(
+            model, output=Path(folder, "tiers.experts.gguf"), tiers="Q4_0,Q2_0", bits=bits
+        ).path
         for strategy in (s for s in PRESETS.values() if s.tier or not s.precision.lossless):
             by_weight = strategy.precision.t1 < 1
             for share in (0.25, 0.5) if by_weight else (1.0,):
-                precision = replace(strategy.precision, t1=t1, t2=t2, resident=share) if by_weight else strategy.precision
+                precision = (
+                    replace(strategy.precision, t1=t1, t2=t2, resident=share)
+                    if by_weight
+                    else strategy.precision
+                )
                 measured = evaluate_model(model, texts, ctx=256, chunks=windows, mode="simulated" if by_weight else "prefill", strategy=strategy, precision=precision,
                                        experts=experts, profile=False, deterministic=True, n_threads=2)  # fmt: skip
-                out.append((strategy.name + (f", {share:.0%} of each layer's experts there" if by_weight else ""), loss_text(measured.quality.loss)))
-    name = f"{plan.lower} for {len(plan.low)} of {plan.n_experts} experts, {plan.upper} for the others: edgemoe-lossy's plan"
+                out.append(
+                    (
+                        strategy.name
+                        + (f", {share:.0%} of each layer's experts there" if by_weight else ""),
+                        loss_text(measured.quality.loss),
+                    )
+                )
+    name = (
+        f"{plan.lower} for {len(plan.low)} of {plan.n_experts} experts, {plan.upper} for the"
+        " others: edgemoe-lossy's plan"
+    )
     return [*out, (name, f"{loss_text(plan.quality.loss)}, of the text that it was planned on")]
 
 
@@ -435,8 +740,15 @@ HEAD = ("figure", "what", "the paper", "here", "verdict", "looked for the cause"
 
 
 @click.command(help=__doc__)
-@click.option("-m", "--model", type=click.Path(exists=True, dir_okay=False), help="Default: the demo model.")
-@click.option("--text", multiple=True, type=click.Path(exists=True, dir_okay=False), help="Default: the tests' prose and code.")
+@click.option(
+    "-m", "--model", type=click.Path(exists=True, dir_okay=False), help="Default: the demo model."
+)
+@click.option(
+    "--text",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False),
+    help="Default: the tests' prose and code.",
+)
 @click.option("--quick", is_flag=True, help="Few tokens.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None) -> None:
@@ -454,7 +766,10 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
     announce("EdgeMoE's widths")
     widths, plan = planned_widths(model, texts[1:] or texts, 4096 if quick else 16384)
     runs = Runs(d, widths, 2 if quick else 8, announce)
-    print(f"{machine()}; {Path(d.model_index.files[0]).name}, {d.train.n_tokens:,} tokens learned from, {d.held.n_tokens:,} held out, {len(runs.parts)} rounds")
+    print(
+        f"{machine()}; {Path(d.model_index.files[0]).name}, {d.train.n_tokens:,} tokens learned"
+        f" from, {d.held.n_tokens:,} held out, {len(runs.parts)} rounds"
+    )
     counted: dict[str, dict[str, str]] = {}
     with ResultsFile(json_file) as results:
         for paper in PAPERS:
@@ -474,15 +789,23 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
                 row(r.figure, r.what, r.says, *on_simulated(r, runs))
             for figure, what, why in UNTESTED[paper]:
                 row(figure, what, "", "", NOT_TESTABLE, why)
-        table = results.table("verdicts", "How often which", ["paper", *verdicts.RULES, verdicts.SPLIT])
+        table = results.table(
+            "verdicts", "How often which", ["paper", *verdicts.RULES, verdicts.SPLIT]
+        )
         kinds = (*verdicts.RULES, verdicts.SPLIT)
         for paper, of_rows in counted.items():  # a measurement beside two figures counts once
             outcomes = [verdicts.counted(verdict) for verdict in of_rows.values()]
             table.row(paper, *(str(outcomes.count(kind)) for kind in kinds))
         contenders(results, runs)
         announce("losses")
-        table = results.table("losses", "Perplexity over the model's own, on text that no widths were planned on", ["served", "loss (95 %)"])
-        for line in losses(model, texts[:1], 4 if quick else 24, *thresholds(recorded_unimportance(d.train)), plan):
+        table = results.table(
+            "losses",
+            "Perplexity over the model's own, on text that no widths were planned on",
+            ["served", "loss (95 %)"],
+        )
+        for line in losses(
+            model, texts[:1], 4 if quick else 24, *thresholds(recorded_unimportance(d.train)), plan
+        ):
             table.row(*line)
     announce("done")
 
@@ -493,30 +816,68 @@ def named(part: type[StrategyPart] | None, none: str = "none") -> str:
 
 def contenders(results: ResultsFile, runs: Runs) -> None:
     """Who they are, and what they do on their machines."""
-    table = results.table("contenders", "What the papers say they are, and ours", ["contender", "the paper", "ours", "what differs"])
+    table = results.table(
+        "contenders",
+        "What the papers say they are, and ours",
+        ["contender", "the paper", "ours", "what differs"],
+    )
     for name, c in CONTENDERS.items():
         e = c.execution
         does = [
-            f"`{named(c.made().policy)}+{named(c.made().predictor)}`" if c.made().keep else f"`{named(c.made().predictor, 'nothing')}`, kept nowhere",
+            (
+                f"`{named(c.made().policy)}+{named(c.made().predictor)}`"
+                if c.made().keep
+                else f"`{named(c.made().predictor, 'nothing')}`, kept nowhere"
+            ),
             c.bits,
         ]
         does += [f"and {c.low[0]}"] if c.low else []
         does += ["a width for each expert"] if c.widths else []
         does += ["a room for each layer"] if c.by_layer else []
         does += ["the first layers'"] if c.whole_layers else []
-        does += ["not sent" if e.cooperative else "sent at once" if e.eager else "sent in turn"] + {NEVER: [], PROMPTS: ["prompts reordered"]}.get(
-            e.reordered, ["reordered"]
-        )
+        does += ["not sent" if e.cooperative else "sent at once" if e.eager else "sent in turn"] + {
+            NEVER: [],
+            PROMPTS: ["prompts reordered"],
+        }.get(e.reordered, ["reordered"])
         does += (["in chunks"] if e.chunked else []) + [f"prompts {e.order}"]
         table.row(name, c.paper, ", ".join(does), c.differs)
-    table = results.table("machines", "Their machines", ["machine", "as the paper says", "link, GB/s", "a layer without its experts, µs", "shares"])
+    table = results.table(
+        "machines",
+        "Their machines",
+        ["machine", "as the paper says", "link, GB/s", "a layer without its experts, µs", "shares"],
+    )
     for name, m in MACHINES.items():
         speeds = m.bandwidths(WEIGHTS * 3 * BITS[m.bits] / 8, runs._d.k, runs.missed())
-        table.row(name, m.says, f"{speeds.link:.2f}", f"{speeds.layer_us:.0f}", " and ".join(f"{share:.0%}" for share in m.shares))
-    columns = ["machine", "contender", "share", "of", "tok/s", "of each round", "without any waiting", "sent, MB/token"]
-    table = results.table("runs", "Tokens per second, the geometric mean of the rounds, and what of these they would be without waiting", columns)
-    for (name, on, share, prompt, predictor), rounds in sorted(runs._known.items(), key=lambda item: str(item[0][1:2] + item[0])):
-        tps, without = (np.exp(np.mean(np.log(values))) for values in ([r.tps for r in rounds], [unwaited(r) for r in rounds]))
+        table.row(
+            name,
+            m.says,
+            f"{speeds.link:.2f}",
+            f"{speeds.layer_us:.0f}",
+            " and ".join(f"{share:.0%}" for share in m.shares),
+        )
+    columns = [
+        "machine",
+        "contender",
+        "share",
+        "of",
+        "tok/s",
+        "of each round",
+        "without any waiting",
+        "sent, MB/token",
+    ]
+    table = results.table(
+        "runs",
+        "Tokens per second, the geometric mean of the rounds, and what of these they would be"
+        " without waiting",
+        columns,
+    )
+    for (name, on, share, prompt, predictor), rounds in sorted(
+        runs._known.items(), key=lambda item: str(item[0][1:2] + item[0])
+    ):
+        tps, without = (
+            np.exp(np.mean(np.log(values)))
+            for values in ([r.tps for r in rounds], [unwaited(r) for r in rounds])
+        )
         table.row(on, name + (", always predicted right" if predictor else ""), f"{share:.0%}", "prompts" if prompt else "decode", f"{tps:.5g}",
                   ", ".join(f"{r.tps:.5g}" for r in rounds), f"{without:.5g}", f"{sum(r.up_bytes for r in rounds) / sum(r.n_tokens for r in rounds) / 1e6:.1f}")  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Routing on its own: cache policies replayed on traces, what names experts beforehand, and how like published models' the synthetic models route.
+"""Routing on its own: cache policies replayed on traces, what names experts beforehand,
+and how like published models' the synthetic models route.
 
 usage: routing.py published                          every cache policy on the published traces, and what names their experts beforehand
        routing.py shapes [SHAPE ...]                 the synthetic models' own answers beside the traces: reached, and wanted
@@ -8,8 +9,10 @@ usage: routing.py published                          every cache policy on the p
        routing.py fit --trace FILE --out WEIGHTS.npz               the learned score; HOBBIT's weights are printed
        routing.py predictors -m MODEL --calib FILE --valid FILE    how many of the next experts each predictor names, by layer
 
-Pages: docs/results/cache-policies.md and shapes.md. Traces are replayed by `moeoff.policies.replay`: the same arguments give the same numbers. A shape's
-routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published traces greedily.
+Pages: docs/results/cache-policies.md and shapes.md. Traces are replayed by
+`moeoff.policies.replay`: the same arguments give the same numbers. A shape's routing is
+measured on a copy with all layers, experts, widths and routers, whose experts have few
+hidden values: it answers the prompt of the published traces greedily.
 """
 
 from __future__ import annotations
@@ -44,34 +47,44 @@ from route_trace import read_route_trace
 from shape_model import ANSWER, NEAREST, SHAPES, shape_model
 
 TRACES = ROOT / "tests" / "data" / "route-traces"
-PUBLISHED = {name: TRACES / f"{name}.csv.gz" for name in ("qwen3-30b-a3b", "gemma-4-26b-a4b", "gpt-oss-120b")}
+PUBLISHED = {
+    name: TRACES / f"{name}.csv.gz" for name in ("qwen3-30b-a3b", "gemma-4-26b-a4b", "gpt-oss-120b")
+}
 SHARES = (6, 12, 18, 24, 36)  # per cent of the experts in memory
 COMPARED = (12, 24, 36)
 TOUCHED = 128  # tokens
 PIECE = 256  # tokens of a text, where texts take turns
-PROMPT = b"Explain how a mixture-of-experts model decides which experts handle each token."  # of the published traces
-# the next gate's choice by this layer's input, as the source of the traces measured it on real weights; of the others it has none
+# of the published traces
+PROMPT = b"Explain how a mixture-of-experts model decides which experts handle each token."
+# the next gate's choice by this layer's input, as the source of the traces measured it
+# on real weights; of the others it has none
 RECALL = {"qwen3-30b-a3b": 0.886}
-# of a model of which it has no trace: as the token before, and the next gate's recall, of all experts used, in %; of Flash-Next's there is nothing, so the
-# nearest model's are wanted
+# of a model of which it has no trace: as the token before, and the next gate's recall,
+# of all experts used, in %; of Flash-Next's there is nothing, so the nearest model's
+# are wanted
 TOLD = dict.fromkeys(("qwen3.6-35b-a3b", "qwen3.8-flash-next"), ("35.4", "80.7"))
 HIDDEN = 32  # values of each expert in the copies
-ALONE: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False}  # of a copy: others on the machine hardly slow one thread
+# of a copy: others on the machine hardly slow one thread
+ALONE: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
 JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 FILE = click.Path(exists=True, dir_okay=False)
 
 
 @dataclass(frozen=True)
 class AnswerRouting:
-    """Statistics of an answer that is decoded token by token; shares and rates from 0 to 1.
+    """Statistics of an answer that is decoded token by token; shares and rates from 0
+    to 1.
 
     Attributes:
         repeats: of a token's experts, those of the token before, in the same layer.
-        lru: hit rates with COMPARED of the experts in memory, all of one size, from an empty buffer.
+        lru: hit rates with COMPARED of the experts in memory, all of one size, from an
+            empty buffer.
         touched: experts that the first TOUCHED tokens use.
         weights: [n_used] mean, the largest first; their sum is 1.
-        own_list, prompt_list: share of the choices that are among the n_used experts which the answer, or its prompt, chose most often in that layer.
-        recall: of each gate's experts, those its router would choose for the input of the gate before; None where it is not known.
+        own_list, prompt_list: share of the choices that are among the n_used experts
+            which the answer, or its prompt, chose most often in that layer.
+        recall: of each gate's experts, those its router would choose for the input of
+            the gate before; None where it is not known.
     """
 
     repeats: float
@@ -92,14 +105,22 @@ def answer_of(trace: Trace) -> Trace:
 
 
 def heaviest(trace: Trace, n_used: int) -> Trace:
-    """The trace as if only so many experts of each token had been used: those of the largest weights, which then have a sum of 1."""
+    """The trace as if only so many experts of each token had been used: those of the
+    largest weights, which then have a sum of 1.
+    """
 
     def of(event: GateEvent) -> GateEvent:
         order = np.argsort(-event.weights, axis=1, kind="stable")[:, :n_used]
         weights = np.take_along_axis(event.weights, order, axis=1)
-        return replace(event, ids=np.take_along_axis(event.ids, order, axis=1), weights=weights / weights.sum(axis=1, keepdims=True))
+        return replace(
+            event,
+            ids=np.take_along_axis(event.ids, order, axis=1),
+            weights=weights / weights.sum(axis=1, keepdims=True),
+        )
 
-    return Trace(replace(trace.model, n_used=n_used), [of(event) for event in trace.events], trace.starts)
+    return Trace(
+        replace(trace.model, n_used=n_used), [of(event) for event in trace.events], trace.starts
+    )
 
 
 def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
@@ -108,7 +129,8 @@ def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
     n, e, k = model.n_gates, model.n_experts, model.n_used
     ids = np.stack([event.ids[0] for event in answer.events]).reshape(-1, n, k)
     weights = np.stack([event.weights[0] for event in answer.events]).reshape(ids.shape)
-    # experts of one size each: some layers' types are larger than others', which says nothing about routing
+    # experts of one size each: some layers' types are larger than others', which says
+    # nothing about routing
     even = replace(model, tensors=tuple(TensorInfo(g, g, 0, e, 4096) for g in range(n)))
     cold = Trace(even, answer.events, answer.starts)
     prompt = np.zeros((n, e), np.int64)
@@ -132,7 +154,9 @@ def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
     )
 
 
-def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = PROMPT) -> tuple[Trace, float]:
+def answer(
+    path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = PROMPT
+) -> tuple[Trace, float]:
     """A model's greedy answer, as `run --trace` has it, and the next gate's recall.
 
     Args:
@@ -161,16 +185,29 @@ def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = P
 
 
 def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray, gating: int) -> float:
-    """Of each gate's experts, those its router would choose for the input of the gate before.
+    """Of each gate's experts, those its router would choose for the input of the gate
+    before.
 
     Args:
         inputs: [n_tokens, n_gates, n_embd].
     """
-    layers = [t.layer for t in sorted({t.gate: t for t in trace.model.tensors}.values(), key=lambda t: t.gate)]
+    layers = [
+        t.layer
+        for t in sorted({t.gate: t for t in trace.model.tensors}.values(), key=lambda t: t.gate)
+    ]
     router = Router.read(model_index, layers, gating)
-    ids = np.stack([event.ids[0] for event in answer_of(trace).events]).reshape(len(inputs), len(layers), -1)
+    ids = np.stack([event.ids[0] for event in answer_of(trace).events]).reshape(
+        len(inputs), len(layers), -1
+    )
     chosen = [router.choose(gate, inputs[:, gate - 1]) for gate in range(1, len(layers))]
-    return float(np.mean([(ids[:, gate, :, None] == named[:, None, :]).any(2).mean() for gate, named in enumerate(chosen, 1)]))
+    return float(
+        np.mean(
+            [
+                (ids[:, gate, :, None] == named[:, None, :]).any(2).mean()
+                for gate, named in enumerate(chosen, 1)
+            ]
+        )
+    )
 
 
 def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str, Trace, float]]:
@@ -184,7 +221,9 @@ def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str,
 
 
 def target_of(name: str) -> tuple[str | None, int]:
-    """The published trace that a shape follows, if there is one, and the tokens of its answer."""
+    """The published trace that a shape follows, if there is one, and the tokens of its
+    answer.
+    """
     published = name if name in PUBLISHED else NEAREST.get(name)
     return published, 64 if published == "gpt-oss-120b" else 128
 
@@ -221,12 +260,23 @@ def main() -> None:
 @main.command()
 @JSON
 def published(json_file: str | None) -> None:
-    """Every cache policy on the published traces, and what names their experts beforehand."""
+    """Every cache policy on the published traces, and what names their experts
+    beforehand.
+    """
     with ResultsFile(json_file) as results:
         replay(results, {name: read_route_trace(path) for name, path in PUBLISHED.items()})
-        table = results.table("named", "Of the experts that an answer chooses, % that are named beforehand, as many as are used", ["by", *PUBLISHED])
+        table = results.table(
+            "named",
+            "Of the experts that an answer chooses, % that are named beforehand, as many as are"
+            " used",
+            ["by", *PUBLISHED],
+        )
         answers = [measure_answer(read_route_trace(path)) for path in PUBLISHED.values()]
-        for title, field in (("the token before", "repeats"), ("the answer's most used", "own_list"), ("the prompt's most used", "prompt_list")):
+        for title, field in (
+            ("the token before", "repeats"),
+            ("the answer's most used", "own_list"),
+            ("the prompt's most used", "prompt_list"),
+        ):
             table.row(title, *(f"{100 * getattr(each, field):.1f}" for each in answers))
 
 
@@ -235,27 +285,53 @@ def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
     for name, trace in traces.items():
         trace = answer_of(trace)
         has_probs = trace.events[0].probs is not None
-        title = f"{name}, {trace.n_tokens} tokens of an answer, {trace.model.n_used} experts used: hit rate %"
+        title = (
+            f"{name}, {trace.n_tokens} tokens of an answer, {trace.model.n_used} experts used: hit"
+            " rate %"
+        )
         table = results.table(name, title, ["strategy", *(f"{share} %" for share in SHARES)])
         for policy in policy_names():
             if policy == "static":
                 continue  # it knows other text of the model, which there is not
             options: dict[str, Any] = {"weights": "generic"} if policy == "score" else {}
-            of = [preset.name for preset in PRESETS.values() if preset.policy is get_policy(policy) and preset.precision.lossless and preset.name != policy]
+            of = [
+                preset.name
+                for preset in PRESETS.values()
+                if preset.policy is get_policy(policy)
+                and preset.precision.lossless
+                and preset.name != policy
+            ]
             label = f"{policy} ({', '.join(of)})" if of else policy
-            label += ", of the chosen experts' weights alone" if get_policy(policy).wants_probs and not has_probs else ""
+            label += (
+                ", of the chosen experts' weights alone"
+                if get_policy(policy).wants_probs and not has_probs
+                else ""
+            )
             arenas = [trace.model.full_bytes * share // 100 for share in SHARES]
-            table.row(label, *(f"{100 * simulate(trace, policy, arena, **options).hit_rate:.1f}" for arena in arenas))
+            table.row(
+                label,
+                *(
+                    f"{100 * simulate(trace, policy, arena, **options).hit_rate:.1f}"
+                    for arena in arenas
+                ),
+            )
 
 
 @main.command()
 @click.argument("names", nargs=-1, metavar="[SHAPE ...]")
-@click.option("--keep", type=click.Path(file_okay=False, exists=True), help="Leave the traces here, as SHAPE.trace.")
+@click.option(
+    "--keep",
+    type=click.Path(file_okay=False, exists=True),
+    help="Leave the traces here, as SHAPE.trace.",
+)
 @JSON
 def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> None:
     """The shapes' own answers beside the traces: reached, and wanted."""
     with ResultsFile(json_file) as results:
-        title = f"Routing of an answer; LRU with {' / '.join(map(str, COMPARED))} % of the experts in memory, from an empty buffer"
+        title = (
+            f"Routing of an answer; LRU with {' / '.join(map(str, COMPARED))} % of the experts in"
+            " memory, from an empty buffer"
+        )
         table = results.table("answers", title, ["", "", *HEAD])
         for name, trace, next_recall in shape_answers(names or list(ANSWER), keep):
             source = target_of(name)[0]
@@ -265,8 +341,16 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
                 table.row("", "wanted", repeats, "", "", "", told_recall, "", "")
                 continue
             goal = read_route_trace(PUBLISHED[source])
-            table.row(name, "reached", *cells(measure_answer(heaviest(trace, goal.model.n_used)), next_recall))
-            table.row("" if source == name else source, "wanted", *cells(measure_answer(goal), RECALL.get(source)))
+            table.row(
+                name,
+                "reached",
+                *cells(measure_answer(heaviest(trace, goal.model.n_used)), next_recall),
+            )
+            table.row(
+                "" if source == name else source,
+                "wanted",
+                *cells(measure_answer(goal), RECALL.get(source)),
+            )
 
 
 def named(_ctx: Any, _option: Any, texts: Sequence[str]) -> dict[str, str]:
@@ -294,7 +378,9 @@ def policies(traces: Mapping[str, str], json_file: str | None) -> None:
 @click.option("--tokens", default=4096, show_default=True, help="Of each text.")
 @click.option("--ctx", "n_ctx", default=256, show_default=True, help="Tokens of a sequence.")
 def record_traces(model: str, out: Path, texts: Mapping[str, str], tokens: int, n_ctx: int) -> None:
-    """A trace for each text: tokens fed one by one, in sequences spread over the file, so that few tokens still are many documents."""
+    """A trace for each text: tokens fed one by one, in sequences spread over the file,
+    so that few tokens still are many documents.
+    """
     out.mkdir(parents=True, exist_ok=True)
     for name, path in texts.items():
         file = out / f"{name}.trace"
@@ -302,7 +388,9 @@ def record_traces(model: str, out: Path, texts: Mapping[str, str], tokens: int, 
         text, n_seq = Path(path).read_bytes(), max(tokens // n_ctx, 1)
         with Llama(model, expert_memory="100G", n_ctx=n_ctx, n_threads=1, trace=file) as llm:
             for i in range(n_seq):
-                piece = text[len(text) * i // n_seq :][: 12 * n_ctx].decode("utf-8", "ignore").encode()
+                piece = (
+                    text[len(text) * i // n_seq :][: 12 * n_ctx].decode("utf-8", "ignore").encode()
+                )
                 llm.reset()
                 for token in llm.tokenize(piece, add_bos=False)[:n_ctx]:
                     llm.eval([token])
@@ -313,7 +401,9 @@ def mixed(traces: Sequence[Trace]) -> Trace:
     """Pieces of the traces in turn: the domain switches all the time."""
     n = PIECE * traces[0].model.n_gates
     longest = max(len(t.events) for t in traces)
-    return Trace.join([t.slice(i, i + n) for i in range(0, longest, n) for t in traces if i < len(t.events)])
+    return Trace.join(
+        [t.slice(i, i + n) for i in range(0, longest, n) for t in traces if i < len(t.events)]
+    )
 
 
 @main.command()
@@ -326,7 +416,10 @@ def fit(paths: Sequence[str], out: Path) -> None:
 
     trace = mixed([Trace.read(path) for path in paths])
     np.savez_compressed(out, **fit_score(trace))
-    print(f"{out}: {out.stat().st_size} bytes; hobbit: {fit_weights(trace, simulate, max_events=3 * 1024 * trace.model.n_gates)}")
+    print(
+        f"{out}: {out.stat().st_size} bytes; hobbit:"
+        f" {fit_weights(trace, simulate, max_events=3 * 1024 * trace.model.n_gates)}"
+    )
 
 
 @main.command()
@@ -334,24 +427,39 @@ def fit(paths: Sequence[str], out: Path) -> None:
 @click.option("--tokens", default=1536, show_default=True, help="Of each trace.")
 @click.option("--calibration", multiple=True, type=FILE, help="Traces whose counts `static` gets.")
 @JSON
-def table(paths: Mapping[str, str], tokens: int, calibration: Sequence[str], json_file: str | None) -> None:
+def table(
+    paths: Mapping[str, str], tokens: int, calibration: Sequence[str], json_file: str | None
+) -> None:
     """Every policy on every text, and on all of them in turn."""
-    counts = {"static": {"counts": Trace.join([Trace.read(path) for path in calibration]).counts()}} if calibration else {}
+    counts = (
+        {"static": {"counts": Trace.join([Trace.read(path) for path in calibration]).counts()}}
+        if calibration
+        else {}
+    )
     traces = {name: Trace.read(path) for name, path in paths.items()}
     traces = {name: trace.slice(0, tokens * trace.model.n_gates) for name, trace in traces.items()}
     sizes = 10, 25, 50, 75, 90  # per cent of the experts in memory
     with ResultsFile(json_file) as results:
         for name, trace in (traces | {"mixed": mixed(list(traces.values()))}).items():
-            title = f"{name}, {trace.n_tokens:,} tokens: hit rate % / MB read per token / miss penalty per token / % of the gap between LRU and Belady"
+            title = (
+                f"{name}, {trace.n_tokens:,} tokens: hit rate % / MB read per token / miss penalty"
+                " per token / % of the gap between LRU and Belady"
+            )
             rows = results.table(name, title, ["strategy", *(f"{size} %" for size in sizes)])
             arenas = [trace.model.full_bytes * size // 100 for size in sizes]
-            ends = [(simulate(trace, "lru", arena).hit_rate, simulate(trace, "belady", arena).hit_rate) for arena in arenas]
+            ends = [
+                (simulate(trace, "lru", arena).hit_rate, simulate(trace, "belady", arena).hit_rate)
+                for arena in arenas
+            ]
             for policy in policy_names():
                 cells = []
                 for arena, (lru, best) in zip(arenas, ends):
                     r = simulate(trace, policy, arena, **counts.get(policy, {}))
                     gap = 100 * (r.hit_rate - lru) / (best - lru)
-                    cells.append(f"{100 * r.hit_rate:.1f} / {r.bytes_read / r.n_tokens / 1e6:.2f} / {r.miss_penalty / r.n_tokens:.1f} / {gap:.0f}")
+                    cells.append(
+                        f"{100 * r.hit_rate:.1f} / {r.bytes_read / r.n_tokens / 1e6:.2f} /"
+                        f" {r.miss_penalty / r.n_tokens:.1f} / {gap:.0f}"
+                    )
                 rows.row(policy, *cells)
 
 
@@ -367,10 +475,18 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def recall_by_gate(recording: Recording, events: list[GateEvent], name: str, arrays: Mapping[str, np.ndarray] | None, **options: Any) -> np.ndarray:
-    """[n_gates] of a decode's experts, those that a predictor names, as many as are used; nan where it names none.
+def recall_by_gate(
+    recording: Recording,
+    events: list[GateEvent],
+    name: str,
+    arrays: Mapping[str, np.ndarray] | None,
+    **options: Any,
+) -> np.ndarray:
+    """[n_gates] of a decode's experts, those that a predictor names, as many as are
+    used; nan where it names none.
 
-    Of several predictions for a gate the one counts that is made as far ahead as the options say.
+    Of several predictions for a gate the one counts that is made as far ahead as the
+    options say.
     """
     n, ahead = recording.router.n_gates, options.get("p", options.get("stride", 1))
     predictor, waiting = get_predictor(name)(recording.router, arrays, **options), {}
@@ -383,11 +499,16 @@ def recall_by_gate(recording: Recording, events: list[GateEvent], name: str, arr
                 predictor.reset_sequence()
                 waiting.clear()
             if predictor.wants_tokens:
-                waiting |= {(p.gate, 0): p.scores.copy() for p in predictor.begin(recording.tokens[t : t + 1])}
+                waiting |= {
+                    (p.gate, 0): p.scores.copy()
+                    for p in predictor.begin(recording.tokens[t : t + 1])
+                }
         key = (event.gate, 0 if predictor.wants_tokens and (event.gate, 0) in waiting else ahead)
         if key in waiting:
             seen[event.gate] += 1
-            hits[event.gate] += np.isin(event.ids[0], top_k(waiting[key][:1], event.ids.shape[1])[0]).mean()
+            hits[event.gate] += np.isin(
+                event.ids[0], top_k(waiting[key][:1], event.ids.shape[1])[0]
+            ).mean()
         for p in predictor.observe(event):
             waiting[p.gate, (p.gate - event.gate) % n] = p.scores.copy()
     return hits / np.where(seen, seen, np.nan)
@@ -401,18 +522,41 @@ def recall_by_gate(recording: Recording, events: list[GateEvent], name: str, arr
 @click.option("--decode-tokens", default=3072, show_default=True, help="Of validation.")
 @click.option("--hidden", default=128, show_default=True, help="Units of the learned predictor.")
 @JSON
-def predictors(model: str, calib: Sequence[str], valid: Sequence[str], tokens: int, decode_tokens: int, hidden: int, json_file: str | None) -> None:
+def predictors(
+    model: str,
+    calib: Sequence[str],
+    valid: Sequence[str],
+    tokens: int,
+    decode_tokens: int,
+    hidden: int,
+    json_file: str | None,
+) -> None:
     """Fits on the calibration texts, and replays a decode of the validation texts."""
     with recordable(ModelIndex.read(model)) as (llm, router):
-        learned, decoded = (record(llm, sequences(llm, texts, n), router, Path(model).name) for texts, n in ((calib, tokens), (valid, decode_tokens)))
+        learned, decoded = (
+            record(llm, sequences(llm, texts, n), router, Path(model).name)
+            for texts, n in ((calib, tokens), (valid, decode_tokens))
+        )
     sections = fit_profile(learned, FitOptions(hidden=hidden), compare=False)
     events = decoded.events(0, decoded.n_tokens)
     with ResultsFile(json_file) as results:
-        title = f"Decode, {decoded.n_tokens:,} tokens: recall at k, %, by layer; mean of the layers that are predicted"
+        title = (
+            f"Decode, {decoded.n_tokens:,} tokens: recall at k, %, by layer; mean of the layers"
+            " that are predicted"
+        )
         table = results.table("recall", title, ["", *map(str, range(router.n_gates)), "mean"])
         for title, name, options in ROWS:
-            recalls = recall_by_gate(decoded, events, name, sections.get(next((section.name for section in PREDICTORS[name].sections), None)), **options)
-            table.row(title, *("" if np.isnan(x) else f"{100 * x:.1f}" for x in [*recalls, np.nanmean(recalls)]))
+            recalls = recall_by_gate(
+                decoded,
+                events,
+                name,
+                sections.get(next((section.name for section in PREDICTORS[name].sections), None)),
+                **options,
+            )
+            table.row(
+                title,
+                *("" if np.isnan(x) else f"{100 * x:.1f}" for x in [*recalls, np.nanmean(recalls)]),
+            )
 
 
 if __name__ == "__main__":

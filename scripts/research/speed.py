@@ -1,4 +1,5 @@
-"""Speed of contenders in interleaved rounds: each run cold, in a process of its own, on the same tokens; medians, ranges, and ratios of the same round.
+"""Speed of contenders in interleaved rounds: each run cold, in a process of its own, on
+the same tokens; medians, ranges, and ratios of the same round.
 
 usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]         in memory cgroups: real-sizes.md (root)
                         [--strategies auto --max-loss 1% --no-in-memory]                a loss budget beside lossless
@@ -10,9 +11,11 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
        speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
        speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
-A run is a `moeoff.measure.job.Job`, and they take turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
-cache before it; a model on tmpfs stays where it is. --disk bounds the disk's rate (root), --latency slows each of moeoff's reads and not the disk. A profile of
-`moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
+A run is a `moeoff.measure.job.Job`, and they take turns: a prompt in one piece, then
+tokens one by one. What a run reads is dropped from the page cache before it; a model on
+tmpfs stays where it is. --disk bounds the disk's rate (root), --latency slows each of
+moeoff's reads and not the disk. A profile of `moeoff calibrate` at the model's side is
+used. Ratios are to the first contender of the same group.
 """
 
 from __future__ import annotations
@@ -74,7 +77,9 @@ COLUMNS = {
 
 
 def prompt_then_tokens(n_prompt: int, n_gen: int, depth: int = 0) -> tuple[BenchTest, BenchTest]:
-    """A prompt and the answer behind it, each with rates of its own; before both, so many tokens that are not timed."""
+    """A prompt and the answer behind it, each with rates of its own; before both, so
+    many tokens that are not timed.
+    """
     return BenchTest(n_prompt, 0, depth), BenchTest(0, n_gen, depth + n_prompt, continues=True)
 
 
@@ -96,7 +101,8 @@ class Comparison:
 
     Attributes:
         figures: those of `rates` and `in_time`, and of its process PEAK and SHARE.
-        ratio: speed over that of the first job in the same round; None if no round has both.
+        ratio: speed over that of the first job in the same round; None if no round has
+            both.
         error: why a round did not end; empty: all did.
     """
 
@@ -112,8 +118,10 @@ Turn = Callable[[int], Measurement]  # of a round, from 0
 
 
 def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
-    """Measures round by round, so that what becomes slower does so for all, every other round backwards: none always runs right behind the same other one.
-    What fails is left out of its round; the others go on."""
+    """Measures round by round, so that what becomes slower does so for all, every other
+    round backwards: none always runs right behind the same other one. What fails is
+    left out of its round; the others go on.
+    """
     by_name: dict[str, list[Measurement]] = {name: [] for name in turns}
     for index in range(rounds):
         for name in list(turns)[:: -1 if index % 2 else 1]:
@@ -123,41 +131,76 @@ def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
 
 
 def in_time(samples: Sequence[Sample]) -> dict[str, float]:
-    """in_time: of the prefetched slices that were used, the share that compute did not wait for; where a meter has counted reads."""
+    """in_time: of the prefetched slices that were used, the share that compute did not
+    wait for; where a meter has counted reads.
+    """
     useful = sum(s.counters.get("prefetch_useful", 0) for s in samples)
     if not useful or not all(s.parts for s in samples):
         return {}
-    return {"in_time": max(1 - sum(s.parts.get("reads_waited_prefetch", 0) for s in samples) / useful, 0.0)}
+    return {
+        "in_time": max(
+            1 - sum(s.parts.get("reads_waited_prefetch", 0) for s in samples) / useful, 0.0
+        )
+    }
 
 
 def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
-    """A row for each test of each contender, of measurements that took turns, one of each for each round."""
+    """A row for each test of each contender, of measurements that took turns, one of
+    each for each round.
+    """
     first = next(iter(by_name.values()), [])
     out = []
     for name, measurements in by_name.items():
         for i, test in enumerate(measurements[0].job.tests):
             of_rounds = [
-                rates(m.of(i)) | in_time(m.of(i)) | {key: m.closed[key] for key in (PEAK, SHARE) if m.closed.get(key)} for m in measurements if not m.error
+                rates(m.of(i))
+                | in_time(m.of(i))
+                | {key: m.closed[key] for key in (PEAK, SHARE) if m.closed.get(key)}
+                for m in measurements
+                if not m.error
             ]
-            figures = {key: Spread.over([row[key] for row in of_rounds if key in row]) for key in dict.fromkeys(itertools.chain(*of_rounds))}
-            pairs = [(rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0)) for a, b in zip(first, measurements) if not a.error and not b.error]
+            figures = {
+                key: Spread.over([row[key] for row in of_rounds if key in row])
+                for key in dict.fromkeys(itertools.chain(*of_rounds))
+            }
+            pairs = [
+                (rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0))
+                for a, b in zip(first, measurements)
+                if not a.error and not b.error
+            ]
             ratios = [theirs / base for base, theirs in pairs if base and theirs]
             error = next((m.error for m in measurements if m.error), "")
-            out.append(Comparison(name, test, figures, Spread.over(ratios) if ratios else None, error, measurements))
+            out.append(
+                Comparison(
+                    name,
+                    test,
+                    figures,
+                    Spread.over(ratios) if ratios else None,
+                    error,
+                    measurements,
+                )
+            )
     return out
 
 
 def drop(path: str) -> None:
-    """Drop a file from the page cache, and report what stayed: a run would find it there."""
+    """Drop a file from the page cache, and report what stayed: a run would find it
+    there.
+    """
     if remark := drop_from_page_cache(path):
         note(remark)
 
 
 def cold(job: Job, timeout: float) -> Turn:
-    """A process of its own, whose files are dropped from the page cache before. timeout: seconds; what is not finished then has failed."""
+    """A process of its own, whose files are dropped from the page cache before.
+    timeout: seconds; what is not finished then has failed.
+    """
 
     def turn(_index: int) -> Measurement:
-        for path in {*ModelIndex.read(job.model).files, *filter(os.path.exists, [sidecar_path(job.model), str(job.options.get("experts", ""))])}:
+        for path in {
+            *ModelIndex.read(job.model).files,
+            *filter(os.path.exists, [sidecar_path(job.model), str(job.options.get("experts", ""))]),
+        }:
             drop(path)
         return measure(job, timeout=timeout)
 
@@ -166,15 +209,34 @@ def cold(job: Job, timeout: float) -> Turn:
 
 @contextlib.contextmanager
 def slow_reads(path: str, latency: float) -> Iterator[None]:
-    """Processes that begin meanwhile wait so many milliseconds at least for each read of files in this one's folder, 16 of them at a time (latency.c)."""
+    """Processes that begin meanwhile wait so many milliseconds at least for each read
+    of files in this one's folder, 16 of them at a time (latency.c).
+    """
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "latency.so")
         try:
-            subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O1", LATENCY, "-o", library, "-ldl", "-pthread"], check=True)
+            subprocess.run(
+                [
+                    os.environ.get("CC", "cc"),
+                    "-shared",
+                    "-fPIC",
+                    "-O1",
+                    LATENCY,
+                    "-o",
+                    library,
+                    "-ldl",
+                    "-pthread",
+                ],
+                check=True,
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             raise click.ClickException(f"--latency needs a C compiler: {error}") from None
         below = os.path.join(os.path.dirname(os.path.realpath(path)), "")
-        variables = {"LD_PRELOAD": library, "READ_LATENCY_MS": str(latency), "READ_LATENCY_BELOW": below}
+        variables = {
+            "LD_PRELOAD": library,
+            "READ_LATENCY_MS": str(latency),
+            "READ_LATENCY_BELOW": below,
+        }
         os.environ |= variables
         try:
             yield
@@ -187,13 +249,32 @@ def slow_reads(path: str, latency: float) -> Iterator[None]:
 
 
 def tell(name: str, index: int, result: Measurement) -> None:
-    text = result.error or ", ".join(f"{test.name} {rates(result.of(i)).get('tps', 0):.2f} tok/s" for i, test in enumerate(result.job.tests))
+    text = result.error or ", ".join(
+        f"{test.name} {rates(result.of(i)).get('tps', 0):.2f} tok/s"
+        for i, test in enumerate(result.job.tests)
+    )
     Console(stderr=True).print(f"round {index + 1}: {name}: {text}", style="dim")
 
 
-def table(results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequence[Comparison]]) -> None:
-    """A row for each contender of each group: speeds with their range and the ratios to the group's first contender, and medians of what it read and waited."""
-    head = ["", "contender", "prompt tok/s", "ratio", "of max(computing, reading)", "tok/s", "ratio ", *COLUMNS, "of ceiling", "peak RSS, MiB", "rounds"]
+def table(
+    results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequence[Comparison]]
+) -> None:
+    """A row for each contender of each group: speeds with their range and the ratios to
+    the group's first contender, and medians of what it read and waited.
+    """
+    head = [
+        "",
+        "contender",
+        "prompt tok/s",
+        "ratio",
+        "of max(computing, reading)",
+        "tok/s",
+        "ratio ",
+        *COLUMNS,
+        "of ceiling",
+        "peak RSS, MiB",
+        "rounds",
+    ]
     lines = []
     whole = in_memory_speed(groups)
     for group, comparisons in groups.items():
@@ -205,16 +286,30 @@ def table(results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequ
                 lines.append([group, decode.name, decode.error, *[""] * (len(head) - 3)])
                 continue
             overlaps = [
-                share for m in prompt.measurements if not m.error and m.closed.get("disk_bytes_per_second") and (share := rows(m, 0)[0]["ceiling_share"])
+                share
+                for m in prompt.measurements
+                if not m.error
+                and m.closed.get("disk_bytes_per_second")
+                and (share := rows(m, 0)[0]["ceiling_share"])
             ]
             cells = [
                 spread(prompt.figures["tps"]),
                 spread(prompt.ratio) if i and prompt.ratio else "",
                 f"{statistics.median(overlaps):.0%}" if overlaps else "",
             ]
-            cells += [spread(decode.figures["tps"]), spread(decode.ratio) if i and decode.ratio else ""]
-            cells += [form.format(decode.figures[key].median) if key in decode.figures else "" for key, form in COLUMNS.values()]
-            ceilings = [share for m in decode.measurements if not m.error and (share := ceiling(m, whole)) is not None]
+            cells += [
+                spread(decode.figures["tps"]),
+                spread(decode.ratio) if i and decode.ratio else "",
+            ]
+            cells += [
+                form.format(decode.figures[key].median) if key in decode.figures else ""
+                for key, form in COLUMNS.values()
+            ]
+            ceilings = [
+                share
+                for m in decode.measurements
+                if not m.error and (share := ceiling(m, whole)) is not None
+            ]
             cells.append(f"{statistics.median(ceilings):.0%}" if ceilings else "")
             peak = decode.figures.get(PEAK)
             cells.append(spread([size / 2**20 for size in peak], "{:.0f}") if peak else "")
@@ -229,16 +324,30 @@ def table(results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequ
 
 def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
     """Tokens per second with everything in memory, if that was measured."""
-    return next((c.figures["tps"].median for c in groups.get(IN_MEMORY, ()) if c.test.n_gen and c.figures and c.measurements[0].job.engine != STOCK), None)
+    return next(
+        (
+            c.figures["tps"].median
+            for c in groups.get(IN_MEMORY, ())
+            if c.test.n_gen and c.figures and c.measurements[0].job.engine != STOCK
+        ),
+        None,
+    )
 
 
 def ceiling(result: Measurement, in_memory: float | None) -> float | None:
-    """The share of what could be reached, where the disk's rate was measured: of the speed in memory or of the disk's rate over the bytes that are missed,
-    whichever is less; where the speed in memory is not known, of the longer one of computing and reading."""
+    """The share of what could be reached, where the disk's rate was measured: of the
+    speed in memory or of the disk's rate over the bytes that are missed, whichever is
+    less; where the speed in memory is not known, of the longer one of computing and
+    reading.
+    """
     disk = result.closed.get("disk_bytes_per_second")
     if not disk:
         return None
-    return rows(result, 0)[1]["ceiling_share"] if in_memory is None else Ceiling.of(result.of(1), in_memory, disk).reached
+    return (
+        rows(result, 0)[1]["ceiling_share"]
+        if in_memory is None
+        else Ceiling.of(result.of(1), in_memory, disk).reached
+    )
 
 
 @dataclass
@@ -262,7 +371,12 @@ class Bench:
     def job(self, limit: int | None = None, **options: Any) -> Job:
         """`moeoff.Llama` with these options, in a memory cgroup of `limit` bytes."""
         n_ctx = max(1024, self.depth + self.n_prompt + self.n_decode)
-        options = {"n_ctx": n_ctx, "flash_attn": True, "n_threads": n_cores(), "n_threads_batch": n_cores()} | options
+        options = {
+            "n_ctx": n_ctx,
+            "flash_attn": True,
+            "n_threads": n_cores(),
+            "n_threads_batch": n_cores(),
+        } | options
         tests = prompt_then_tokens(self.n_prompt, self.n_decode, self.depth)
         return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer,
                    probe_seconds=self.probe_seconds, limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
@@ -274,13 +388,21 @@ class Bench:
         return take_turns({name: cold(job, timeout) for name, job in jobs.items()}, self.rounds)
 
     def answering(self, limit: int) -> Bench:
-        """With the model's own greedy answer to the prompt, which a run in a memory cgroup finds that is not counted: all contenders then decode the same
-        tokens, and those whose bits differ do not go another way."""
+        """With the model's own greedy answer to the prompt, which a run in a memory
+        cgroup finds that is not counted: all contenders then decode the same tokens,
+        and those whose bits differ do not go another way.
+        """
         drop(self.model)
-        job = replace(self.job(limit << 20, memory=within(limit), strategy="lru"), tests=prompt_then_tokens(self.n_prompt, self.n_decode), answer=())
+        job = replace(
+            self.job(limit << 20, memory=within(limit), strategy="lru"),
+            tests=prompt_then_tokens(self.n_prompt, self.n_decode),
+            answer=(),
+        )
         result = measure(replace(job, probe_seconds=0.0), timeout=TIMEOUT)
         if result.error:
-            raise click.ClickException(f"the answer that all are to decode was not found: {result.error}")
+            raise click.ClickException(
+                f"the answer that all are to decode was not found: {result.error}"
+            )
         return replace(self, answer=tuple(result.closed["answer"]))
 
 
@@ -302,9 +424,16 @@ Tables = Callable[[ResultsFile, Mapping[str, Sequence[Comparison]]], None]
 
 
 def workload(
-    title: str, n_prompt: int = 64, n_decode: int = 128, probe_seconds: float = 0.0, options: Sequence[Any] = (), more_tables: Tables | None = None
+    title: str,
+    n_prompt: int = 64,
+    n_decode: int = 128,
+    probe_seconds: float = 0.0,
+    options: Sequence[Any] = (),
+    more_tables: Tables | None = None,
 ) -> Callable[..., Any]:
-    """Makes a command of a function that compares its contenders and returns the comparisons by group."""
+    """Makes a command of a function that compares its contenders and returns the
+    comparisons by group.
+    """
 
     def decorate(run: Callable[..., Mapping[str, Sequence[Comparison]]]) -> click.Command:
         def command(model: str, text: str, rounds: int, n_prompt: int, n_decode: int, disk: int | None, latency: float | None, json_file: str | None,
@@ -324,13 +453,20 @@ def workload(
                     more_tables(results, groups)
 
         common = [
-            click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False)),
+            click.option(
+                "-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False)
+            ),
             click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False)),
             click.option("--rounds", default=5, show_default=True),
             click.option("--n-prompt", default=n_prompt, show_default=True),
             click.option("--n-decode", default=n_decode, show_default=True),
             click.option("--disk", type=int, metavar="MB/S", help="No faster than this."),
-            click.option("--latency", type=click.FloatRange(min=0), metavar="MS", help="Of each read of moeoff's (not of stock's) at least; 16 at a time."),
+            click.option(
+                "--latency",
+                type=click.FloatRange(min=0),
+                metavar="MS",
+                help="Of each read of moeoff's (not of stock's) at least; 16 at a time.",
+            ),
             click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP),
         ]
         for option in [*common, *options][::-1]:
@@ -344,8 +480,17 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-ANSWER = click.option("--answer", is_flag=True, help="All decode the model's own greedy answer to the text's beginning, not the text.")
-LIMITS = click.option("--limits", default="1400,1100,800", show_default=True, help="MiB of memory cgroups; --memory is 5 % below.")
+ANSWER = click.option(
+    "--answer",
+    is_flag=True,
+    help="All decode the model's own greedy answer to the text's beginning, not the text.",
+)
+LIMITS = click.option(
+    "--limits",
+    default="1400,1100,800",
+    show_default=True,
+    help="MiB of memory cgroups; --memory is 5 % below.",
+)
 
 
 # the contenders
@@ -356,7 +501,15 @@ LIMITS = click.option("--limits", default="1400,1100,800", show_default=True, he
           click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes, and has one round with 8 tokens."),
           ANSWER,
           click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")])  # fmt: skip
-def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, stock: bool, answer: bool, in_memory: bool) -> dict[str, list[Comparison]]:
+def memory(
+    bench: Bench,
+    limits: str,
+    strategies: str,
+    max_loss: str | None,
+    stock: bool,
+    answer: bool,
+    in_memory: bool,
+) -> dict[str, list[Comparison]]:
     """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
     if answer:
         bench = bench.answering(max(numbers(limits)))
@@ -365,23 +518,40 @@ def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, sto
         names = strategies.split(",")
         jobs = {name: bench.job(limit << 20, memory=within(limit), strategy=name) for name in names}
         if max_loss:
-            jobs[f"{names[-1]}, --max-loss {max_loss}"] = replace(jobs[names[-1]], options={**jobs[names[-1]].options, "max_loss": max_loss})
+            jobs[f"{names[-1]}, --max-loss {max_loss}"] = replace(
+                jobs[names[-1]], options={**jobs[names[-1]].options, "max_loss": max_loss}
+            )
         measurements = {c.name: c.measurements for c in bench.compare(jobs)}
         if stock:
-            maps = {"stock, memory map": {}, "stock, memory map, plain kernels": {"use_extra_bufts": False}}
-            jobs = {name: once.stock(limit << 20, use_mmap=True, **more) for name, more in maps.items()}
+            maps = {
+                "stock, memory map": {},
+                "stock, memory map, plain kernels": {"use_extra_bufts": False},
+            }
+            jobs = {
+                name: once.stock(limit << 20, use_mmap=True, **more) for name, more in maps.items()
+            }
             measurements |= {c.name: c.measurements for c in once.compare(jobs, THRASHES)}
         out[f"{limit} MiB"] = summarize(measurements)
     if in_memory:
-        jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
-        out[IN_MEMORY] = bench.compare(jobs | {"lru": bench.job(expert_memory=EVERYTHING, strategy="lru")})
+        jobs = {
+            "stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False),
+            "stock, repacked kernels": bench.stock(use_mmap=False),
+        }
+        out[IN_MEMORY] = bench.compare(
+            jobs | {"lru": bench.job(expert_memory=EVERYTHING, strategy="lru")}
+        )
     return out
 
 
 @workload("Everything in memory, a prompt and then tokens one by one", 512, 128)
 def kernels(bench: Bench) -> dict[str, list[Comparison]]:
-    """Stock llama.cpp's plain kernels, its default ones, and ours, which have the bits of the plain ones."""
-    jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
+    """Stock llama.cpp's plain kernels, its default ones, and ours, which have the bits
+    of the plain ones.
+    """
+    jobs = {
+        "stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False),
+        "stock, repacked kernels": bench.stock(use_mmap=False),
+    }
     return {"": bench.compare(jobs | {"moeoff": bench.job(expert_memory=EVERYTHING)})}
 
 
@@ -390,9 +560,14 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
           click.option("--limit", type=int, metavar="MIB", help="Also in a memory cgroup; --memory is 5 % below."),
           click.option("--in-memory/--no-in-memory", default=True, help="With everything in memory."),
           click.option("--no-repack", is_flag=True, help="Stock keeps the weights' layout: with AMX and MLA models it ends itself otherwise.")])  # fmt: skip
-def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, no_repack: bool) -> dict[str, list[Comparison]]:
-    """Everything in memory: stock llama.cpp with flash attention and without it, ours with its bits and with sums in f32. In a limit, with a context for the
-    deepest, ours with llama.cpp's attention and with our own: what experts lose to a conversation that grows, and whether what is prefetched comes in time."""
+def depths(
+    bench: Bench, depths: str, limit: int | None, in_memory: bool, no_repack: bool
+) -> dict[str, list[Comparison]]:
+    """Everything in memory: stock llama.cpp with flash attention and without it, ours
+    with its bits and with sums in f32. In a limit, with a context for the deepest, ours
+    with llama.cpp's attention and with our own: what experts lose to a conversation
+    that grows, and whether what is prefetched comes in time.
+    """
     stock, out, hours = "stock, plain kernels" if no_repack else "stock", {}, 16 * TIMEOUT
     n_ctx = max(numbers(depths)) + bench.n_prompt + bench.n_decode
     for depth in numbers(depths):
@@ -403,7 +578,9 @@ def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, no_rep
                     "moeoff": deep.job(expert_memory=EVERYTHING), "moeoff, f32": deep.job(expert_memory=EVERYTHING, attention="f32")}  # fmt: skip
         if limit:
             job = deep.job(limit << 20, memory=within(limit), n_ctx=n_ctx)
-            jobs["llama.cpp's attention"] = metered(replace(job, registers=(*job.registers, GGML_ATTENTION)))
+            jobs["llama.cpp's attention"] = metered(
+                replace(job, registers=(*job.registers, GGML_ATTENTION))
+            )
             jobs[f"moeoff in {limit} MiB"] = metered(job)
         out[f"behind {depth:,}"] = deep.compare(jobs, hours)
     return out
@@ -411,16 +588,32 @@ def depths(bench: Bench, depths: str, limit: int | None, in_memory: bool, no_rep
 
 def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> None:
     """Columns are the groups. Medians over the rounds."""
-    decodes = {group: next(c for c in comparisons if c.test.n_gen) for group, comparisons in groups.items()}
-    samples = {group: [m.of(1) for m in decode.measurements if not m.error and m.of(1)] for group, decode in decodes.items()}
+    decodes = {
+        group: next(c for c in comparisons if c.test.n_gen) for group, comparisons in groups.items()
+    }
+    samples = {
+        group: [m.of(1) for m in decode.measurements if not m.error and m.of(1)]
+        for group, decode in decodes.items()
+    }
     samples = {group: rounds for group, rounds in samples.items() if rounds}
 
-    def medians(parts: Callable[[Sequence[Sample]], Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    def medians(
+        parts: Callable[[Sequence[Sample]], Mapping[str, Any]],
+    ) -> dict[str, dict[str, Any]]:
         of = {group: [parts(each) for each in rounds] for group, rounds in samples.items()}
         names = dict.fromkeys(name for rounds in of.values() for each in rounds for name in each)
-        return {name: {group: [each[name] for each in rounds if name in each] for group, rounds in of.items()} for name in names}
+        return {
+            name: {
+                group: [each[name] for each in rounds if name in each]
+                for group, rounds in of.items()
+            }
+            for name in names
+        }
 
-    totals = {group: statistics.median(sum(token_parts(each).values()) for each in rounds) for group, rounds in samples.items()}
+    totals = {
+        group: statistics.median(sum(token_parts(each).values()) for each in rounds)
+        for group, rounds in samples.items()
+    }
     out = results.table("token", "Where a token's time goes: ms, and share", ["", *samples])
     for name, values in medians(token_parts).items():
         middles = {group: statistics.median(rounds) for group, rounds in values.items()}
@@ -429,29 +622,70 @@ def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]
     out = results.table("beside", "Beside it, for each token: ms, and sleeps", ["", *samples])
     for name, values in medians(other_parts).items():
         out.row(name, *(f"{statistics.median(rounds):.2f}" for rounds in values.values()))
-    out = results.table("reads", "Reads of a token: number; MB; mean ms in the queue, and on the disk", ["", *samples])
+    out = results.table(
+        "reads",
+        "Reads of a token: number; MB; mean ms in the queue, and on the disk",
+        ["", *samples],
+    )
     for name, values in medians(read_parts).items():
         forms = "{:.1f}", "{:.2f} MB", "{:.2f}", "{:.2f}"
-        out.row(name, *("; ".join(form.format(statistics.median(of)) for form, of in zip(forms, zip(*rounds))) for rounds in values.values()))
-    out = results.table("ceiling", "Speed and ceiling, tok/s", ["", "in memory", "disk / bytes missed", "ceiling", "reached", "of ceiling"])
-    in_memory = next((decode.figures["tps"].median for group, decode in decodes.items() if group == IN_MEMORY and decode.figures), None)
+        out.row(
+            name,
+            *(
+                "; ".join(
+                    form.format(statistics.median(of)) for form, of in zip(forms, zip(*rounds))
+                )
+                for rounds in values.values()
+            ),
+        )
+    out = results.table(
+        "ceiling",
+        "Speed and ceiling, tok/s",
+        ["", "in memory", "disk / bytes missed", "ceiling", "reached", "of ceiling"],
+    )
+    in_memory = next(
+        (
+            decode.figures["tps"].median
+            for group, decode in decodes.items()
+            if group == IN_MEMORY and decode.figures
+        ),
+        None,
+    )
     for group, rounds in samples.items():
-        disks = [m.closed.get("disk_bytes_per_second") for m in decodes[group].measurements if not m.error]
+        disks = [
+            m.closed.get("disk_bytes_per_second")
+            for m in decodes[group].measurements
+            if not m.error
+        ]
         if group == IN_MEMORY or in_memory is None or not all(disks):
             continue
         ceilings = [Ceiling.of(each, in_memory, disk) for each, disk in zip(rounds, disks)]
-        middle = [statistics.median(values) for values in zip(*((c.in_memory, c.disk, min(c.in_memory, c.disk), c.tps) for c in ceilings))]
-        out.row(group, *(f"{value:.2f}" for value in middle), f"{statistics.median(c.reached for c in ceilings):.0%}")
+        middle = [
+            statistics.median(values)
+            for values in zip(
+                *((c.in_memory, c.disk, min(c.in_memory, c.disk), c.tps) for c in ceilings)
+            )
+        ]
+        out.row(
+            group,
+            *(f"{value:.2f}" for value in middle),
+            f"{statistics.median(c.reached for c in ceilings):.0%}",
+        )
 
 
 @workload("Decode speed in memory limits, with the meters of the tables below", 64, 256, 1.0, [LIMITS, ANSWER,
           click.option("--strategy", default="auto", show_default=True)], more_tables=time_tables)  # fmt: skip
 def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, list[Comparison]]:
-    """Where a token's time goes, in memory cgroups and with everything in memory; and what share of the ceiling that makes: the speed in memory, or the disk's
-    rate over the bytes that are missed."""
+    """Where a token's time goes, in memory cgroups and with everything in memory; and
+    what share of the ceiling that makes: the speed in memory, or the disk's rate over
+    the bytes that are missed.
+    """
     if answer:
         bench = bench.answering(max(numbers(limits)))
-    jobs = {f"{limit} MiB": bench.job(limit << 20, memory=within(limit), strategy=strategy) for limit in numbers(limits)}
+    jobs = {
+        f"{limit} MiB": bench.job(limit << 20, memory=within(limit), strategy=strategy)
+        for limit in numbers(limits)
+    }
     jobs[IN_MEMORY] = bench.job(expert_memory=EVERYTHING, strategy=strategy)
     comparisons = bench.compare({name: metered(job) for name, job in jobs.items()})
     return {name: [c for c in comparisons if c.name == name] for name in jobs}
@@ -463,22 +697,51 @@ def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, li
 @workload("This checkout over an earlier one", 256, options=[LIMITS, click.option("--strategy", default="auto", show_default=True),
           click.option("--checkout", required=True, type=click.Path(exists=True, file_okay=False), help="The earlier one, set up with `make env`.")])  # fmt: skip
 def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str, list[Comparison]]:
-    """`moeoff bench` of both, each with its own library, in a memory cgroup; a limit of 0: everything in memory."""
+    """`moeoff bench` of both, each with its own library, in a memory cgroup; a limit of
+    0: everything in memory.
+    """
 
     def turn(folder: str, program: str, limit: int) -> Turn:
-        sizes = ["-p", str(bench.n_prompt), "-n", str(bench.n_decode), "-r", "1", "--no-warmup", "--strategy", strategy]
-        command = [program, "bench", "-m", os.path.abspath(bench.model), "--text", os.path.abspath(bench.text), *sizes, "-o", "json"]
+        sizes = [
+            "-p",
+            str(bench.n_prompt),
+            "-n",
+            str(bench.n_decode),
+            "-r",
+            "1",
+            "--no-warmup",
+            "--strategy",
+            strategy,
+        ]
+        command = [
+            program,
+            "bench",
+            "-m",
+            os.path.abspath(bench.model),
+            "--text",
+            os.path.abspath(bench.text),
+            *sizes,
+            "-o",
+            "json",
+        ]
         command += ["--memory", str(within(limit))] if limit else []
 
         def measured(_index: int) -> Measurement:
             drop(bench.model)
             with memory_cgroup(limit << 20 or EVERYTHING) as group:
-                return from_rows(bench.job(), group.run(command, cwd=folder, env=clean, capture_output=True, text=True))
+                return from_rows(
+                    bench.job(),
+                    group.run(command, cwd=folder, env=clean, capture_output=True, text=True),
+                )
 
         return measured
 
-    out, clean = {}, {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # the folder that it runs in is whose code it is
-    earlier, here = os.path.join(os.path.abspath(checkout), ".venv/bin/moeoff"), os.path.join(os.path.dirname(sys.executable), "moeoff")
+    # the folder that it runs in is whose code it is
+    out, clean = {}, {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    earlier, here = (
+        os.path.join(os.path.abspath(checkout), ".venv/bin/moeoff"),
+        os.path.join(os.path.dirname(sys.executable), "moeoff"),
+    )
     for limit in numbers(limits):
         turns = {"before": turn(checkout, earlier, limit), "now": turn(str(ROOT), here, limit)}
         out[f"{limit} MiB" if limit else "all in memory"] = take_turns(turns, bench.rounds)
@@ -486,13 +749,22 @@ def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str,
 
 
 def from_rows(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
-    """The measurement that `moeoff bench -o json` has printed: a row for the prompt, and one for decoding."""
+    """The measurement that `moeoff bench -o json` has printed: a row for the prompt,
+    and one for decoding.
+    """
     lines = json.loads(done.stdout) if done.stdout.strip() else []
     if done.returncode:
-        errors = [row["error"] for row in lines if row.get("error")] or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        errors = (
+            [row["error"] for row in lines if row.get("error")]
+            or done.stderr.strip().splitlines()
+            or [f"exit code {done.returncode}"]
+        )
         return Measurement(job, error=errors[-1])
     sizes = [row["n_prompt"] + row["n_gen"] for row in lines]
-    samples = [Sample(i, n, row["avg_ns"] / 1e9, n * row.get("cpu_ms_per_token", 0) / 1e3) for i, (n, row) in enumerate(zip(sizes, lines))]
+    samples = [
+        Sample(i, n, row["avg_ns"] / 1e9, n * row.get("cpu_ms_per_token", 0) / 1e3)
+        for i, (n, row) in enumerate(zip(sizes, lines))
+    ]
     return Measurement(job, closed={PEAK: lines[-1].get("peak_rss")}, samples=samples)
 
 

@@ -1,16 +1,21 @@
-"""Where the time of single tokens goes, from counters: the store's of waiting, the log of reads, the kernel's of each thread, and clocks around the decode.
+"""Where the time of single tokens goes, from counters: the store's of waiting, the log
+of reads, the kernel's of each thread, and clocks around the decode.
 
 A compute thread's time inside llama_decode is in one of these:
 
-- it runs, by the kernel's count (`/proc/self/task/*/schedstat`): it computes, or spins at a barrier of OpenMP, which nothing counts;
-- it waits for slices (`moeoff_get_gate_stats`). Which kind of request it waited for is told by the log of reads: what compute was waiting for has the
-  level demand, and was a prefetch if it was queued before the layer's router had selected;
+- it runs, by the kernel's count (`/proc/self/task/*/schedstat`): it computes, or spins
+  at a barrier of OpenMP, which nothing counts;
+- it waits for slices (`moeoff_get_gate_stats`). Which kind of request it waited for is
+  told by the log of reads: what compute was waiting for has the level demand, and was a
+  prefetch if it was queued before the layer's router had selected;
 - it is ready to run, and no core is free (schedstat);
-- it sleeps elsewhere: at barriers and for locks. That is what is left. Waiting for slices ends when the thread runs again, so that time without a core behind
-  it counts there, too, and what is left may lie a little below zero on a busy machine.
+- it sleeps elsewhere: at barriers and for locks. That is what is left. Waiting for
+  slices ends when the thread runs again, so that time without a core behind it counts
+  there, too, and what is left may lie a little below zero on a busy machine.
 
-Each is the mean over the compute threads. Python and sampling come on top, outside llama_decode. Threads are told by their names, and what compute
-threads are by having run.
+Each is the mean over the compute threads. Python and sampling come on top, outside
+llama_decode. Threads are told by their names, and what compute threads are by having
+run.
 """
 
 from __future__ import annotations
@@ -37,7 +42,12 @@ _TASKS = "/proc/self/task"
 _TAKE_READS = 16  # tokens: the log keeps 65,536 reads
 _RAN = 0.01  # of the time, that a compute thread runs at least
 
-WAITED = {"gate": "the router's choice", "prefetch": "a prefetch that was late", "both": "both in one layer", "other": "none of that layer"}
+WAITED = {
+    "gate": "the router's choice",
+    "prefetch": "a prefetch that was late",
+    "both": "both in one layer",
+    "other": "none of that layer",
+}
 READS = {
     "waited_gate": "router's choice, compute waited",
     "waited_prefetch": "prefetch, compute waited",
@@ -67,15 +77,28 @@ def threads() -> dict[int, ThreadTimes]:
     for tid in map(int, os.listdir(_TASKS)):
         try:
             folder = f"{_TASKS}/{tid}"
-            with open(f"{folder}/schedstat") as schedstat, open(f"{folder}/stat") as stat, open(f"{folder}/status") as status:
+            with (
+                open(f"{folder}/schedstat") as schedstat,
+                open(f"{folder}/stat") as stat,
+                open(f"{folder}/status") as status,
+            ):
                 running, core_wait, _ = map(int, schedstat.read().split())
                 name, _, rest = stat.read().partition("(")[2].rpartition(")")
-                switches = next(int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt_switches"))
+                switches = next(
+                    int(line.split()[1])
+                    for line in status
+                    if line.startswith("voluntary_ctxt_switches")
+                )
         except FileNotFoundError:  # it has ended, or this kernel has no such file
             continue
-        times[tid] = ThreadTimes(name, running / 1e9, core_wait / 1e9, int(rest.split()[12]) / tick, switches)
+        times[tid] = ThreadTimes(
+            name, running / 1e9, core_wait / 1e9, int(rest.split()[12]) / tick, switches
+        )
     if not times:
-        raise MoeoffError("this system does not tell how long each thread has run: where the time goes is measured on Linux")
+        raise MoeoffError(
+            "this system does not tell how long each thread has run: where the time goes is"
+            " measured on Linux"
+        )
     return times
 
 
@@ -139,7 +162,10 @@ class TimeMeter:
         engine.set_gate_callback(None)
         self._reads.append(self._buffer.take_reads())
         self._buffer.log_reads(False)
-        out = dict(self._parts) | {"decoding": seconds, "python": self._parts["evaluated"] - seconds}
+        out = dict(self._parts) | {
+            "decoding": seconds,
+            "python": self._parts["evaluated"] - seconds,
+        }
         return out | self._of_threads(after, seconds) | self._of_reads()
 
     def _of_threads(self, after: Mapping[int, ThreadTimes], seconds: float) -> dict[str, float]:
@@ -171,7 +197,10 @@ class TimeMeter:
         out: defaultdict[str, float] = defaultdict(float)
         reads = np.concatenate(self._reads)
         selected = {(bisect_right(self._starts, t), gate): t for t, gate in self._events}
-        tokens, gates = np.searchsorted(self._starts, reads["t_done"], "right"), self._gates[reads["tensor"]]
+        tokens, gates = (
+            np.searchsorted(self._starts, reads["t_done"], "right"),
+            self._gates[reads["tensor"]],
+        )
         waited: dict[tuple[int, int], set[str]] = {}
         for read, token, gate in zip(reads, tokens.tolist(), gates.tolist()):
             if read["result"] != 0:
@@ -186,9 +215,13 @@ class TimeMeter:
             out[f"bytes_{kind}"] += int(read["nbytes"])
             out[f"queued_{kind}"] += (int(read["t_start"]) - int(read["t_queued"])) / 1e9
             out[f"reading_{kind}"] += (int(read["t_done"]) - int(read["t_start"])) / 1e9
-        for token, gate in zip(*np.nonzero(stalls := np.diff(np.array(self._stalls, np.int64), axis=0))):
+        for token, gate in zip(
+            *np.nonzero(stalls := np.diff(np.array(self._stalls, np.int64), axis=0))
+        ):
             kinds = waited.get((int(token) + 1, int(gate)), set())
-            out[f"stall_{'both' if len(kinds) > 1 else next(iter(kinds), 'other')}"] += int(stalls[token, gate]) / 1e9
+            out[f"stall_{'both' if len(kinds) > 1 else next(iter(kinds), 'other')}"] += (
+                int(stalls[token, gate]) / 1e9
+            )
         order = np.argsort(reads["t_start"])
         begins, ends = reads["t_start"][order], np.maximum.accumulate(reads["t_done"][order])
         gaps = np.maximum(begins[1:] - ends[:-1], 0).sum() if len(reads) else 0
@@ -207,9 +240,14 @@ def _per_token(samples: Sequence[Sample]) -> defaultdict[str, float]:
 
 
 def token_parts(samples: Sequence[Sample]) -> dict[str, float]:
-    """Milliseconds of one token by what a compute thread did, Python and sampling; their sum is the token's time."""
+    """Milliseconds of one token by what a compute thread did, Python and sampling;
+    their sum is the token's time.
+    """
     p = _per_token(samples)
-    out = {"running: computing, and spinning at barriers": p["running"] - p["system"], "running: in the kernel": p["system"]}
+    out = {
+        "running: computing, and spinning at barriers": p["running"] - p["system"],
+        "running: in the kernel": p["system"],
+    }
     out |= {f"waiting for experts: {text}": p[f"stall_{kind}"] for kind, text in WAITED.items()}
     out["waiting for a core"] = p["core_wait"]
     out["asleep at barriers and for locks"] = p["decoding"] - sum(out.values())
@@ -218,7 +256,9 @@ def token_parts(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 class ReadsOfKind(NamedTuple):
-    """For each token: how many, 10^6 bytes, and the mean milliseconds of one in the queue and on the disk."""
+    """For each token: how many, 10^6 bytes, and the mean milliseconds of one in the
+    queue and on the disk.
+    """
 
     n: float
     mb: float
@@ -231,7 +271,12 @@ def read_parts(samples: Sequence[Sample]) -> dict[str, ReadsOfKind]:
     p, out = _per_token(samples), {}
     for kind, text in READS.items():
         if n := p[f"reads_{kind}"]:
-            out[text] = ReadsOfKind(n, p[f"bytes_{kind}"] / 1e6, 1e3 * p[f"queued_{kind}"] / n, 1e3 * p[f"reading_{kind}"] / n)
+            out[text] = ReadsOfKind(
+                n,
+                p[f"bytes_{kind}"] / 1e6,
+                1e3 * p[f"queued_{kind}"] / n,
+                1e3 * p[f"reading_{kind}"] / n,
+            )
     return out
 
 
@@ -248,7 +293,9 @@ def other_parts(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 class Ceiling(NamedTuple):
-    """What a run could reach at most, in tokens per second: as fast as in memory, and as the disk brings what is missed; and its own speed."""
+    """What a run could reach at most, in tokens per second: as fast as in memory, and
+    as the disk brings what is missed; and its own speed.
+    """
 
     in_memory: float
     disk: float

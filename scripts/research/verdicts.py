@@ -1,4 +1,6 @@
-"""How a measurement stands to a paper's claim, by rule: reproduced, direction, level, opposite or not testable here."""
+"""How a measurement stands to a paper's claim, by rule: reproduced, direction, level,
+opposite or not testable here.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,22 @@ import numpy as np
 
 from moeoff.measure.statistics import Estimate
 
-REPRODUCED, DIRECTION, LEVEL, OPPOSITE, NOT_TESTABLE = "reproduced", "direction", "level", "opposite", "not testable here"
+REPRODUCED, DIRECTION, LEVEL, OPPOSITE, NOT_TESTABLE = (
+    "reproduced",
+    "direction",
+    "level",
+    "opposite",
+    "not testable here",
+)
 RULES = {
     REPRODUCED: "the claim's gain, or a hit rate's or accuracy's misses, to within a third",
-    DIRECTION: "a gain, though smaller or larger by more than a third: the 95 % interval lies above none",
-    LEVEL: "the interval holds no gain, or what there is makes less than a tenth of the claim's, or 1 %",
+    DIRECTION: (
+        "a gain, though smaller or larger by more than a third: the 95 % interval lies above none"
+    ),
+    LEVEL: (
+        "the interval holds no gain, or what there is makes less than a tenth of the claim's,"
+        " or 1 %"
+    ),
     OPPOSITE: "a loss where the paper has a gain",
     NOT_TESTABLE: "why stands beside it, or the simulated machine cannot reach the claim",
 }
@@ -33,18 +46,28 @@ def verdict(
     """What a value says of a claim.
 
     Args:
-        claim: the paper's value, or the ends of its range; None: it has a direction and no number.
-        ours: what was measured. Without an interval, as of one deterministic replay, the value stands for both its ends.
-        floor: what would be no gain: 1 of a ratio, chance of an accuracy. A claim below it is one of a reduction.
-        perfect: Value of a hit rate, accuracy or correlation without any miss. If given, the misses
-            decide what is close.
-        reachable: Ratio of a faster contender that never waits. A higher claim is not testable.
+        claim: the paper's value, or the ends of its range; None: it has a direction and
+            no number.
+        ours: what was measured. Without an interval, as of one deterministic replay,
+            the value stands for both its ends.
+        floor: what would be no gain: 1 of a ratio, chance of an accuracy. A claim below
+            it is one of a reduction.
+        perfect: Value of a hit rate, accuracy or correlation without any miss. If
+            given, the misses decide what is close.
+        reachable: Ratio of a faster contender that never waits. A higher claim is not
+            testable.
     """
     lowest = claim[0] if isinstance(claim, tuple) else claim
     if lowest is not None and reachable is not None and reachable < lowest:
         return NOT_TESTABLE
     low, high = (ours.value if bound is None else bound for bound in (ours.low, ours.high))
-    theirs = (min(max(ours.value, claim[0]), claim[1]) if isinstance(claim, tuple) else floor + 1 if claim is None else claim) - floor
+    theirs = (
+        min(max(ours.value, claim[0]), claim[1])
+        if isinstance(claim, tuple)
+        else floor + 1
+        if claim is None
+        else claim
+    ) - floor
     gain = (ours.value - floor) / theirs
     least = max(LEAST * max(abs(floor), LEAST) / abs(theirs), NOTHING if claim is not None else 0)
     if low <= floor <= high or abs(gain) < least:
@@ -57,20 +80,33 @@ def verdict(
 
 
 def weakest(verdicts: Sequence[str]) -> str:
-    """Return the verdict of several claims in one row: the weakest of those that are testable."""
+    """Return the verdict of several claims in one row: the weakest of those that are
+    testable.
+    """
     return max(verdicts, key=(NOT_TESTABLE, REPRODUCED, DIRECTION, LEVEL, OPPOSITE).index)
 
 
 def counted(cell: str) -> str:
-    """The verdict as which a row counts whose shares or claims have one each: the weakest, or `SPLIT` where some gain and some lose."""
+    """The verdict as which a row counts whose shares or claims have one each: the
+    weakest, or `SPLIT` where some gain and some lose.
+    """
     if cell in RULES:
         return cell
-    of_each = [part.partition(" with ")[0].partition(" (")[0] for part in cell.replace(", ", "; ").split("; ")]
-    return SPLIT if OPPOSITE in of_each and {REPRODUCED, DIRECTION} & set(of_each) else weakest(of_each)
+    of_each = [
+        part.partition(" with ")[0].partition(" (")[0]
+        for part in cell.replace(", ", "; ").split("; ")
+    ]
+    return (
+        SPLIT
+        if OPPOSITE in of_each and {REPRODUCED, DIRECTION} & set(of_each)
+        else weakest(of_each)
+    )
 
 
 def ratio(ours: Sequence[float], base: Sequence[float]) -> Estimate:
-    """The geometric mean of the rounds' ratios, with an interval if there are enough of them."""
+    """The geometric mean of the rounds' ratios, with an interval if there are enough of
+    them.
+    """
     logs = np.log(np.asarray(ours, float) / np.asarray(base, float))
     if len(logs) < MIN_ROUNDS:
         return Estimate(math.exp(logs.mean()), None, None)
@@ -86,4 +122,7 @@ def text(estimate: Estimate, form: str = "{:.2f}") -> str:
     """The value, and its interval if it has one."""
     if estimate.low is None or estimate.high is None:
         return form.format(estimate.value)
-    return f"{form.format(estimate.value)} ({form.format(estimate.low)} to {form.format(estimate.high)})"
+    return (
+        f"{form.format(estimate.value)} ({form.format(estimate.low)} to"
+        f" {form.format(estimate.high)})"
+    )

@@ -1,4 +1,6 @@
-"""Data of the results: commands that parse, commits as new as what was measured, enough rounds."""
+"""Data of the results: commands that parse, commits as new as what was measured, enough
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def parses(command: str) -> bool:
 
 
 def changed_since(data: dict) -> str:
-    """Return the first later commit that changed one of the data's paths, or an empty string."""
+    """Return the first later commit that changed one of the data's paths, or an empty
+    string.
+    """
     since = f"{data['commit'].removesuffix('-dirty')}..HEAD"
     commits = git("log", "--reverse", "--format=%h %s", since, "--", *data["paths"])
     return commits.partition("\n")[0]

@@ -16,29 +16,41 @@ from helpers.servers import Service
 from moeoff.cli.main import main
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-READERS = [ROOT / "README.md", *(ROOT / "docs" / "guides").glob("*.md")]  # pages of those who use moeoff
+# pages of those who use moeoff
+READERS = [ROOT / "README.md", *(ROOT / "docs" / "guides").glob("*.md")]
 OPTION = re.compile(r"(?<= )--?[a-z][\w-]*")
 # ours alone: the field has others (docs/glossary.md)
 PRIVATE = re.compile(
-    r"\b(arenas?|lent|lend(er|ing|s)?|contracts?|strangers?|twins?|habits?|remarks?|mended|lanes?|shape's|what no|such that are|those that there are"
+    r"\b(arenas?|lent|lend(er|ing|s)?|contracts?|strangers?|twins?|habits?|remarks?|mended|lanes?|shape's|what"
+    r" no|such that are|those that there are"
     r"|as \d+[GM]|as Q\d\w*)\b"
 )
 
 
 def hand_written(page):
-    """A page without what is measured or typed: the blocks of `make results`, code, and where links lead."""
+    """A page without what is measured or typed: the blocks of `make results`, code, and
+    where links lead.
+    """
     import results
 
-    text = re.sub(r"```.*?```|<!--.*?-->", "", results.BLOCK.sub("", page.read_text()), flags=re.DOTALL)
+    text = re.sub(
+        r"```.*?```|<!--.*?-->", "", results.BLOCK.sub("", page.read_text()), flags=re.DOTALL
+    )
     return re.sub(r"\]\([^)]*\)", "]", re.sub(r"^    .*$", "", text, flags=re.MULTILINE))
 
 
 def sentences(page):
-    """The number of words of each, with the sentence; of lists and paragraphs, not of tables."""
+    """The number of words of each, with the sentence; of lists and paragraphs, not of
+    tables.
+    """
     prose = re.sub(r"^(\||#|!\[).*$", "", hand_written(page), flags=re.MULTILINE)
     for block in re.split(r"\n\s*\n|\n(?=- |\d+\. )", prose):
         words = re.sub(r"e\.g\. ", "e.g.", " ".join(block.split()).lstrip("- "))
-        yield from ((n, sentence) for sentence in re.split(r"(?<=[.!?:])[*)\]]* ", words) if (n := len(sentence.split())) > 1)
+        yield from (
+            (n, sentence)
+            for sentence in re.split(r"(?<=[.!?:])[*)\]]* ", words)
+            if (n := len(sentence.split())) > 1
+        )
 
 
 def test_pages_about_options_are_up_to_date():
@@ -50,7 +62,11 @@ def test_pages_about_options_are_up_to_date():
 def test_result_pages_are_up_to_date():
     import results
 
-    stale = [path.name for path, text in results.pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    stale = [
+        path.name
+        for path, text in results.pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     assert not stale, f"run make results: {stale}"
 
 
@@ -60,8 +76,12 @@ def test_every_measured_table_is_on_a_page():
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     shown = [match["name"] for match in results.BLOCK.finditer(text)]
     linked = re.findall(r"\((?:../results/)?data/([\w-]+)\.json\)", text)  # long tables are data
-    assert len(shown) == len(re.findall(r"^<!-- (?:results|end) ", text, re.MULTILINE)) // 2, "a marker that is none"
-    assert (set(shown) | set(linked) | set(results.SCENARIOS)) - set(results.GATHERED) == {path.stem for path in results.DATA.iterdir()}
+    assert len(shown) == len(re.findall(r"^<!-- (?:results|end) ", text, re.MULTILINE)) // 2, (
+        "a marker that is none"
+    )
+    assert (set(shown) | set(linked) | set(results.SCENARIOS)) - set(results.GATHERED) == {
+        path.stem for path in results.DATA.iterdir()
+    }
 
 
 def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, capsys):
@@ -69,7 +89,19 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
 
     path = tmp_path / "new.json"
     monkeypatch.setattr(
-        sys, "argv", ["/anywhere/scripts/bench/bench_x.py", "--model", "/models/m.gguf", "--trace", "a=/t/a.trace", "--json", str(path), "-n", "1 2"]
+        sys,
+        "argv",
+        [
+            "/anywhere/scripts/bench/bench_x.py",
+            "--model",
+            "/models/m.gguf",
+            "--trace",
+            "a=/t/a.trace",
+            "--json",
+            str(path),
+            "-n",
+            "1 2",
+        ],
     )
     with results.ResultsFile(path) as file:
         table = file.table("speed", "Speed", ["limit", "`lru`: tok/s"])
@@ -79,7 +111,10 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
         table.row('"two"', "")
     printed = capsys.readouterr().out
     monkeypatch.setattr(results, "DATA", tmp_path)
-    assert results.read("new")["command"] == "python scripts/bench/bench_x.py --model m.gguf --trace a=a.trace -n '1 2'"
+    assert (
+        results.read("new")["command"]
+        == "python scripts/bench/bench_x.py --model m.gguf --trace a=a.trace -n '1 2'"
+    )
     table, command = results.block("new", "speed").split("\n\n")
     assert table + "\n" == printed.split("\n\n")[1]
     assert command.startswith("`python scripts/bench/bench_x.py --model m.gguf")
@@ -89,20 +124,30 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
     assert not (tmp_path / "broken.json").exists()
 
 
-@pytest.mark.parametrize("name, words", [("run", "The answer is 50"), ("inspect", "experts in memory")])
+@pytest.mark.parametrize(
+    "name, words", [("run", "The answer is 50"), ("inspect", "experts in memory")]
+)
 def test_recordings_are_small_and_end_with_the_last_screen(name, words):
     picture = ROOT / "docs" / "img" / f"{name}.svg"
     assert picture.stat().st_size < 60_000
     root = xml.etree.ElementTree.parse(picture).getroot()
-    stays = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if text.get("visibility") != "hidden"]
-    assert "".join(words.split()) in re.sub(r"\s", "", "".join("".join(text.itertext()) for text in stays))
+    stays = [
+        text
+        for text in root.iter("{http://www.w3.org/2000/svg}text")
+        if text.get("visibility") != "hidden"
+    ]
+    assert "".join(words.split()) in re.sub(
+        r"\s", "", "".join("".join(text.itertext()) for text in stays)
+    )
 
 
 def test_a_recording_draws_what_a_line_gains():
     record = pytest.importorskip("record")
     frames = []
     for at, text in ((0, "a"), (1, "a b"), (2, "a b"), (3, "c")):
-        rows = [tuple((character, "default", False) for character in text)] + [()] * (record.ROWS - 1)
+        rows = [tuple((character, "default", False) for character in text)] + [()] * (
+            record.ROWS - 1
+        )
         frames.append((at, rows))
     drawn = [(piece.column, piece.text, piece.begin, piece.end) for piece in record.pieces(frames)]
     assert drawn == [(0, "a", 0, 3), (2, "b", 1, 3), (0, "c", 3, None)]
@@ -111,7 +156,10 @@ def test_a_recording_draws_what_a_line_gains():
 def anchors(page):
     """Of a page's headings, as a code host makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "]", heading).lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "]", heading).lower()).replace(" ", "-")
+        for heading in headings
+    }
 
 
 def test_links_of_the_readme_and_docs():
@@ -119,86 +167,148 @@ def test_links_of_the_readme_and_docs():
         for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", page.read_text()):
             if not target.startswith("http"):
                 path = page.parent / target if target else page
-                assert path.exists() and (not anchor or anchor in anchors(path)), f"{page.name}: {target}#{anchor}"
+                assert path.exists() and (not anchor or anchor in anchors(path)), (
+                    f"{page.name}: {target}#{anchor}"
+                )
 
 
 def test_sentences_are_short_and_in_the_words_of_the_field():
-    long = [f"{page.name}: {n}: {sentence}" for page in READERS for n, sentence in sentences(page) if n > 35]
+    long = [
+        f"{page.name}: {n}: {sentence}"
+        for page in READERS
+        for n, sentence in sentences(page)
+        if n > 35
+    ]
     assert not long
     lengths = [n for page in READERS for n, _ in sentences(page)]
     assert sum(lengths) / len(lengths) < 18
-    pages = [page for page in PAGES if page.name != "glossary.md"]  # which says what code calls them
-    private = [f"{page.name}: {match[0]}" for page in pages for match in PRIVATE.finditer(re.sub(r"`[^`]*`", "", hand_written(page)))]
+    # which says what code calls them
+    pages = [page for page in PAGES if page.name != "glossary.md"]
+    private = [
+        f"{page.name}: {match[0]}"
+        for page in pages
+        for match in PRIVATE.finditer(re.sub(r"`[^`]*`", "", hand_written(page)))
+    ]
     assert not private
 
 
 def test_numbers_have_a_source():
-    """Cells that are typed on a page of results stand in data that the page links; a speed in README or guides stands above a link to the results."""
+    """Cells that are typed on a page of results stand in data that the page links; a
+    speed in README or guides stands above a link to the results.
+    """
     import results
 
     wrong = []
     for page in (ROOT / "docs" / "results").glob("*.md"):
         text = page.read_text()
         linked = re.findall(r"\((?:../results/)?data/([\w-]+)\.json\)", text)
-        names = {*linked, *(match["name"] for match in results.BLOCK.finditer(text))} - set(results.GATHERED)
-        data = "".join((results.DATA / f"{name}.json").read_text() for name in names) + str(results.SHAPES)
+        names = {*linked, *(match["name"] for match in results.BLOCK.finditer(text))} - set(
+            results.GATHERED
+        )
+        data = "".join((results.DATA / f"{name}.json").read_text() for name in names) + str(
+            results.SHAPES
+        )
         known = set(map(float, re.findall(r"\d+(?:\.\d+)?", data.replace(",", ""))))
         rows = re.findall(r"^\|.*$", hand_written(page), re.MULTILINE)
-        cells = re.findall(r"(?<![\w.§-])(?:\d+\.\d+|\d{1,3}(?:,\d{3})+)\b", re.sub(r"§\S+|`[^`]*`", "", "\n".join(rows)))
-        wrong += [f"{page.name}: {cell}" for cell in cells if float(cell.replace(",", "")) not in known]
+        cells = re.findall(
+            r"(?<![\w.§-])(?:\d+\.\d+|\d{1,3}(?:,\d{3})+)\b",
+            re.sub(r"§\S+|`[^`]*`", "", "\n".join(rows)),
+        )
+        wrong += [
+            f"{page.name}: {cell}" for cell in cells if float(cell.replace(",", "")) not in known
+        ]
     for page in READERS:
         for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
             prose = re.sub(r"```.*?```|<!--.*?-->|\n    [^\n]*", "", section, flags=re.DOTALL)
-            if re.search(r"\d (tok/s|[MG]B/s|MB a token)|\d times as fast|\d s for", prose) and "results/" not in section:
+            if (
+                re.search(r"\d (tok/s|[MG]B/s|MB a token)|\d times as fast|\d s for", prose)
+                and "results/" not in section
+            ):
                 wrong.append(f"{page.name}: {section.splitlines()[0]}")
     assert not wrong
 
 
 def test_paths_and_commands_in_the_pages_exist():
-    """Measured blocks tell what was typed at their commit, where scripts may have had other names."""
+    """Measured blocks tell what was typed at their commit, where scripts may have had
+    other names.
+    """
     import results
 
     wrong = []
     for page in PAGES:
         text = results.BLOCK.sub("", page.read_text())
-        for path in re.findall(r"(?<![\w./-])((?:moeoff|scripts|tests|docs|llamacpp_patches)/[\w./-]*\w/?)(?![\w*<])", text):
+        for path in re.findall(
+            r"(?<![\w./-])((?:moeoff|scripts|tests|docs|llamacpp_patches)/[\w./-]*\w/?)(?![\w*<])",
+            text,
+        ):
             if not (ROOT / path).exists():
                 wrong.append(f"{page.name}: {path}")
         typed = text.replace("\\\n", " ")
-        for script, command, arguments in re.findall(r"python (scripts/\S+\.py)(?: ([a-z][\w-]+)(?![\w.=]))?([^`\n#]*)", typed):
+        for script, command, arguments in re.findall(
+            r"python (scripts/\S+\.py)(?: ([a-z][\w-]+)(?![\w.=]))?([^`\n#]*)", typed
+        ):
             if not re.search(rf"(def |[\"|]|\.py ){command}\b", (ROOT / script).read_text()):
                 wrong.append(f"{page.name}: {script} {command}")
-            source = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))  # a command's options may stand in a module beside it
-            wrong += [f"{page.name}: {script} {option}" for option in OPTION.findall(arguments) if not re.search(rf"[\"\[ |]{option}[\"\] |=]", source)]
-        for name, arguments in re.findall(r"(?:^    |`)moeoff ([a-z]+)( [^`\n#]*)", typed, re.MULTILINE):
-            options = {option for parameter in main.get_command(click.Context(main), name).params for option in parameter.opts}
-            wrong += [f"{page.name}: moeoff {name} {option}" for option in OPTION.findall(arguments) if option not in options and name != "serve"]
+            # a command's options may stand in a module beside it
+            source = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
+            wrong += [
+                f"{page.name}: {script} {option}"
+                for option in OPTION.findall(arguments)
+                if not re.search(rf"[\"\[ |]{option}[\"\] |=]", source)
+            ]
+        for name, arguments in re.findall(
+            r"(?:^    |`)moeoff ([a-z]+)( [^`\n#]*)", typed, re.MULTILINE
+        ):
+            options = {
+                option
+                for parameter in main.get_command(click.Context(main), name).params
+                for option in parameter.opts
+            }
+            wrong += [
+                f"{page.name}: moeoff {name} {option}"
+                for option in OPTION.findall(arguments)
+                if option not in options and name != "serve"
+            ]
     assert not wrong
 
 
 def test_design_has_every_native_file():
     text = (ROOT / "docs" / "internals" / "design.md").read_text()
     named = [
-        re.compile(name.replace("*", ".*") + r"(-[a-z0-9]+)?$") for name in re.findall(r"`((?:cmake|core|ggml-cpu|llama|common|server)/moeoff[\w-]*\*?)", text)
+        re.compile(name.replace("*", ".*") + r"(-[a-z0-9]+)?$")
+        for name in re.findall(
+            r"`((?:cmake|core|ggml-cpu|llama|common|server)/moeoff[\w-]*\*?)", text
+        )
     ]
-    files = {str(path.relative_to(path.parents[1]).with_suffix("")) for path in (ROOT / "llamacpp_patches" / "src").rglob("moeoff*.*")}
+    files = {
+        str(path.relative_to(path.parents[1]).with_suffix(""))
+        for path in (ROOT / "llamacpp_patches" / "src").rglob("moeoff*.*")
+    }
     assert not [file for file in files if not any(name.match(file) for name in named)]
     assert not [name.pattern for name in named if not any(map(name.match, files))]
 
 
 def test_contributing_lists_every_program():
     scripts = ROOT / "scripts"
-    section = re.search(r"## Scripts\n.*?\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[0]
+    section = re.search(r"## Scripts\n.*?\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[
+        0
+    ]
     programs = {
-        str(path.relative_to(scripts)) for path in scripts.rglob("*.*") if path.suffix == ".sh" or path.suffix == ".py" and "__main__" in path.read_text()
+        str(path.relative_to(scripts))
+        for path in scripts.rglob("*.*")
+        if path.suffix == ".sh" or path.suffix == ".py" and "__main__" in path.read_text()
     }
     assert set(re.findall(r"`([\w/]+\.(?:py|sh))`", section)) == programs
 
 
-@pytest.mark.parametrize("name, lines", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")])
+@pytest.mark.parametrize(
+    "name, lines", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")]
+)
 def test_examples_run(name, lines):
     script = ROOT / "docs" / "examples" / f"{name}.py"
-    done = subprocess.run([sys.executable, str(script)], input=lines, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(script)], input=lines, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) >= 3
 
@@ -206,7 +316,9 @@ def test_examples_run(name, lines):
 def installed(name: str) -> pytest.MarkDecorator:
     """Skip a test without a package of the extra nightly."""
     missing = importlib.util.find_spec(name) is None
-    return pytest.mark.skipif(missing, reason=f"{name} is not installed: it is of the extra nightly")
+    return pytest.mark.skipif(
+        missing, reason=f"{name} is not installed: it is of the extra nightly"
+    )
 
 
 @pytest.mark.slow
@@ -220,7 +332,12 @@ def installed(name: str) -> pytest.MarkDecorator:
 def test_examples_ask_a_server(name, lines, demo):
     with Service(demo, expert_memory=4 << 20, n_ctx=1024) as server:
         script = str(ROOT / "docs" / "examples" / f"{name}.py")
-        done = subprocess.run([sys.executable, script, f"{server.url}/v1"], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, script, f"{server.url}/v1"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
     assert done.returncode == 0, done.stderr
     answers = [line for line in done.stdout.splitlines() if line.strip()]
     assert len(answers) >= lines and "legs" in done.stdout
@@ -230,10 +347,24 @@ def test_examples_ask_a_server(name, lines, demo):
 @installed("uvicorn")
 @installed("fastapi")
 def test_fastapi_example_streams():
-    command = [sys.executable, "-m", "uvicorn", "fastapi_stream:app", "--port", "0", "--no-access-log"]
-    with subprocess.Popen(command, cwd=ROOT / "docs" / "examples", stderr=subprocess.PIPE, text=True) as app:
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        "fastapi_stream:app",
+        "--port",
+        "0",
+        "--no-access-log",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT / "docs" / "examples", stderr=subprocess.PIPE, text=True
+    ) as app:
         try:
-            url = next(match[0] for line in app.stderr if (match := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            url = next(
+                match[0]
+                for line in app.stderr
+                if (match := re.search(r"http://127\.0\.0\.1:\d+", line))
+            )
             params = {"prompt": "User: How many apples?\nAssistant:", "max_tokens": 12}
             with httpx.stream("GET", f"{url}/say", params=params, timeout=300) as reply:
                 pieces = list(reply.iter_text())

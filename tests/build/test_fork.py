@@ -1,4 +1,6 @@
-"""The fork's packaging, on the real pinned release (from the cache, fetched once). Only `build` may have to compile."""
+"""The fork's packaging, on the real pinned release (from the cache, fetched once). Only
+`build` may have to compile.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def fork(tmp_path: Path) -> Fork:
 
 @pytest.fixture
 def cache(tmp_path: Path, sdist: Path) -> Path:
-    """A cache of its own that holds nothing but the release; a link, so that removing it leaves the real one alone."""
+    """A cache of its own that holds nothing but the release; a link, so that removing
+    it leaves the real one alone.
+    """
     home = tmp_path / "cache"
     (home / "sdist").mkdir(parents=True)
     (home / "sdist" / sdist.name).symlink_to(sdist)
@@ -42,7 +46,11 @@ def cache(tmp_path: Path, sdist: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def damage(patch: Path) -> None:
@@ -62,7 +70,9 @@ def with_pin(fork: Fork, old: str, new: str) -> Fork:
 
 
 def test_every_patch_fits_the_pinned_release(sdist: Path, tmp_path: Path, monkeypatch) -> None:
-    """Once, and a second time changes nothing; also inside another repository, where `git apply` by itself exits 0 and changes nothing."""
+    """Once, and a second time changes nothing; also inside another repository, where
+    `git apply` by itself exits 0 and changes nothing.
+    """
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     fork = Fork.load()
@@ -70,7 +80,9 @@ def test_every_patch_fits_the_pinned_release(sdist: Path, tmp_path: Path, monkey
     assert tool.check(fork, sdist) == []
 
 
-def test_a_patch_that_changes_nothing_is_not_taken_for_applied(fork: Fork, tmp_path: Path, monkeypatch) -> None:
+def test_a_patch_that_changes_nothing_is_not_taken_for_applied(
+    fork: Fork, tmp_path: Path, monkeypatch
+) -> None:
     def silent(tree: Path, *args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(args, 0, "", "")
 
@@ -92,9 +104,14 @@ def test_every_failure_is_reported_by_name(fork: Fork, sdist: Path) -> None:
 
 
 def test_what_does_not_agree_is_told(fork: Fork, sdist: Path) -> None:
-    """What upstream may take fits the release by itself, the fork's number is in the patched version, own sources replace no file of the release."""
-    (server,) = (patch for patch in fork.patches if "hooks-for-a-host-process" in patch.name)  # on what 0004 to 0009 make of the server
-    server.write_text(server.read_text().replace("Reason: incompatible by nature", "Reason: upstreamable"))
+    """What upstream may take fits the release by itself, the fork's number is in the
+    patched version, own sources replace no file of the release.
+    """
+    # on what 0004 to 0009 make of the server
+    (server,) = (patch for patch in fork.patches if "hooks-for-a-host-process" in patch.name)
+    server.write_text(
+        server.read_text().replace("Reason: incompatible by nature", "Reason: upstreamable")
+    )
     (fork.folder / "src/llama").mkdir(parents=True, exist_ok=True)
     (fork.folder / "src/llama/llama-model.cpp").touch()
     report = tool.check(with_pin(fork, f'"fork": {fork.number}', '"fork": 99'), sdist)
@@ -107,8 +124,14 @@ def test_what_does_not_agree_is_told(fork: Fork, sdist: Path) -> None:
 
 @pytest.mark.slow  # git commits thousands of files
 def test_refresh(fork: Fork, sdist: Path, tmp_path: Path) -> None:
-    """Of a tree as it is made nothing changes; a new commit gets a number; what is not committed is refused."""
-    tree, before, names = tmp_path / "tree", contents(fork.folder), [patch.name for patch in fork.patches]
+    """Of a tree as it is made nothing changes; a new commit gets a number; what is not
+    committed is refused.
+    """
+    tree, before, names = (
+        tmp_path / "tree",
+        contents(fork.folder),
+        [patch.name for patch in fork.patches],
+    )
     tool.make_tree(fork, sdist, tree)
     assert tool.refresh(fork, tree) == names and contents(fork.folder) == before
     (tree / "README.md").write_text("changed\n")
@@ -175,7 +198,9 @@ def tiny(tmp_path: Path) -> Fork:
     return Fork(tmp_path / "patches", "x", "1", hashlib.sha256(archive.read_bytes()).hexdigest(), 1)
 
 
-def test_an_interrupted_build_is_not_taken_for_a_finished_one(tiny: Fork, tmp_path: Path, monkeypatch) -> None:
+def test_an_interrupted_build_is_not_taken_for_a_finished_one(
+    tiny: Fork, tmp_path: Path, monkeypatch
+) -> None:
     fork, cache = tiny, tmp_path
     monkeypatch.setattr(tool, "tool_environment", lambda cache, lock: None)
     calls = []
@@ -196,7 +221,8 @@ def test_an_interrupted_build_is_not_taken_for_a_finished_one(tiny: Fork, tmp_pa
     (tree / "README.md").unlink()
     home = tool.cached(fork, cache, "things", make)
     assert sorted(contents(home)) == ["half", "whole"] and calls == [[], []]
-    # The tree was put right, and what was right in it was left alone (else everything would compile again).
+    # The tree was put right, and what was right in it was left alone (else everything
+    # would compile again).
     assert (tree / "README.md").exists() and not (tree / "CMakeLists.txt.orig").exists()
     assert (tree / "CMakeLists.txt").stat().st_mtime_ns == old
     assert tool.cached(fork, cache, "things", make) == home and len(calls) == 2
@@ -225,7 +251,9 @@ done
 
 
 class WebPage:
-    """Builds with nothing on PATH but what `install` puts there. The tree holds just the page's sources, the wheel what CMake would find."""
+    """Builds with nothing on PATH but what `install` puts there. The tree holds just
+    the page's sources, the wheel what CMake would find.
+    """
 
     def __init__(self, fork: Fork, cache: Path, folder: Path, capsys):
         self.fork, self.cache, self.folder, self.capsys = fork, cache, folder, capsys
@@ -240,7 +268,9 @@ class WebPage:
         (tree / tool.PAGE_SOURCES).mkdir(parents=True)
         (tree / tool.PAGE_SOURCES / "package.json").write_text("{}")
 
-    def make_wheel(self, fork: Fork, part: Path, tree: Path, place: Path, tools: None, lock: int) -> None:
+    def make_wheel(
+        self, fork: Fork, part: Path, tree: Path, place: Path, tools: None, lock: int
+    ) -> None:
         self.compiled += 1
         index = tree / tool.PAGE / "index.html"
         (part / "a.whl").write_text(index.read_text() if index.exists() else "none")
@@ -249,7 +279,9 @@ class WebPage:
         """What is in the wheel, and the lines that speak of the page."""
         self.capsys.readouterr()
         page = tool.build(self.fork, self.cache).read_text().strip()
-        return page, [line for line in self.capsys.readouterr().err.splitlines() if "web page" in line]
+        return page, [
+            line for line in self.capsys.readouterr().err.splitlines() if "web page" in line
+        ]
 
     def npm_calls(self) -> int:
         calls = self.folder / "calls"
@@ -280,7 +312,9 @@ def test_without_npm_one_line_says_that_there_is_no_page(web: WebPage) -> None:
 def test_an_old_node_is_not_asked_to_build_the_page(web: WebPage) -> None:
     web.install(node="v18.20.4")
     page, lines = web.build()
-    assert page == "none" and len(lines) == 1 and "found v18.20.4" in lines[0] and web.npm_calls() == 0
+    assert (
+        page == "none" and len(lines) == 1 and "found v18.20.4" in lines[0] and web.npm_calls() == 0
+    )
 
 
 def test_page_is_built_once_and_is_part_of_what_a_wheel_is_made_from(web: WebPage) -> None:
@@ -289,7 +323,9 @@ def test_page_is_built_once_and_is_part_of_what_a_wheel_is_made_from(web: WebPag
     page, lines = web.build()
     assert page == "page" and len(lines) == web.npm_calls() == 2
     assert web.build() == ("page", []) and web.npm_calls() == 2 and web.compiled == 2
-    assert [path.name for path in (web.cache / "webpage").iterdir()] == [next((web.cache / "webpage").glob("*/index.html")).parent.name]
+    assert [path.name for path in (web.cache / "webpage").iterdir()] == [
+        next((web.cache / "webpage").glob("*/index.html")).parent.name
+    ]
     # another Node.js, another page; no npm, none
     web.install(node="v22.0.0")
     assert web.build()[0] == "page" and web.npm_calls() == 4 and web.compiled == 3
@@ -297,7 +333,9 @@ def test_page_is_built_once_and_is_part_of_what_a_wheel_is_made_from(web: WebPag
     assert web.build() == ("none", []) and web.compiled == 3
     source = web.fork.folder / "src/core/moeoff-new.cpp"
     source.write_text("// new\n")
-    assert web.build()[0] == "none" and not any(web.cache.glob(f"work-*/tree/{tool.PAGE}/index.html"))
+    assert web.build()[0] == "none" and not any(
+        web.cache.glob(f"work-*/tree/{tool.PAGE}/index.html")
+    )
     web.install()
     assert web.build()[0] == "page" and web.npm_calls() == 4
 
@@ -305,13 +343,18 @@ def test_page_is_built_once_and_is_part_of_what_a_wheel_is_made_from(web: WebPag
 @pytest.mark.parametrize(
     "npm, reason",
     [
-        ("#!/bin/sh\necho no network\nexit 7\n", "`npm ci --include=dev --no-audit --no-fund` failed (exit 7)"),
+        (
+            "#!/bin/sh\necho no network\nexit 7\n",
+            "`npm ci --include=dev --no-audit --no-fund` failed (exit 7)",
+        ),
         (NPM.replace("sw.js", ""), "none with sw.js"),
         (NPM.replace("mkdir", "exit #"), "none with index.html"),
     ],
     ids=["npm fails", "a file is missing", "nothing is there"],
 )
-def test_page_that_cannot_be_built_does_not_stop_the_build(web: WebPage, npm: str, reason: str) -> None:
+def test_page_that_cannot_be_built_does_not_stop_the_build(
+    web: WebPage, npm: str, reason: str
+) -> None:
     web.install(npm=npm)
     page, lines = web.build()
     assert page == "none" and reason in lines[-1] and ".failed" in lines[-1]
@@ -336,13 +379,20 @@ def test_page_that_cannot_be_built_does_not_stop_the_build(web: WebPage, npm: st
 def test_run_takes_the_page_from_the_cache_and_runs_no_npm(web: WebPage) -> None:
     web.install()
     bare = tool.build(web.fork, web.cache, npm=False)
-    assert bare.read_text() == "none" and web.npm_calls() == 0 and web.capsys.readouterr().err.count("web page") == 0
+    assert (
+        bare.read_text() == "none"
+        and web.npm_calls() == 0
+        and web.capsys.readouterr().err.count("web page") == 0
+    )
     assert tool.build(web.fork, web.cache, npm=False) == bare and web.compiled == 1
     whole = tool.build(web.fork, web.cache)
     assert whole != bare and web.compiled == 2
     assert tool.build(web.fork, web.cache, npm=False) == whole and web.compiled == 2
     (web.fork.folder / "src/core/moeoff-new.cpp").write_text("// new\n")
-    assert tool.build(web.fork, web.cache, npm=False) == tool.build(web.fork, web.cache) != whole and web.compiled == 3
+    assert (
+        tool.build(web.fork, web.cache, npm=False) == tool.build(web.fork, web.cache) != whole
+        and web.compiled == 3
+    )
 
 
 def test_reason_for_no_page_is_printed_after_a_run_has_built_the_wheel(web: WebPage) -> None:
@@ -352,12 +402,20 @@ def test_reason_for_no_page_is_printed_after_a_run_has_built_the_wheel(web: WebP
     assert web.build() == ("none", [])
 
 
-@pytest.mark.parametrize("extra", ["llama_cpp/lib/libllama.so.0", "lib/libllama.so", "llama_cpp/lib/libggml.so.0.25.3"])
+@pytest.mark.parametrize(
+    "extra", ["llama_cpp/lib/libllama.so.0", "lib/libllama.so", "llama_cpp/lib/libggml.so.0.25.3"]
+)
 def test_wheel_with_a_second_copy_is_refused(extra: str, tmp_path: Path) -> None:
     fork = Fork.load()
     wheel = tmp_path / f"llama_cpp_python-{fork.local_version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as out:
-        for name in ("libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so", "moeoff-templates"):
+        for name in (
+            "libllama.so",
+            "libggml.so",
+            "libggml-base.so",
+            "libggml-cpu.so",
+            "moeoff-templates",
+        ):
             out.writestr(f"llama_cpp/lib/{name}", b"")
     with pytest.raises(ForkError, match="libllama-server-impl"):
         tool.check_wheel(fork, wheel)
@@ -373,13 +431,23 @@ def test_wheel_with_a_second_copy_is_refused(extra: str, tmp_path: Path) -> None
 def test_installed_llama_cpp_is_the_fork() -> None:
     import llama_cpp
 
-    assert llama_cpp.__version__ == metadata.version("llama-cpp-python") == Fork.load().local_version
+    assert (
+        llama_cpp.__version__ == metadata.version("llama-cpp-python") == Fork.load().local_version
+    )
     folder = Path(llama_cpp.__file__).parent / "lib"
-    code = "import llama_cpp, re; print(*{line.split()[-1] for line in open('/proc/self/maps') if re.search(r'/lib(llama|ggml)', line)})"
-    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())  # a process of its own: other tests here may have had a server
-    server = {str(folder / f"lib{name}.so") for name in ("llama-server-impl", "llama-common", "mtmd")}  # loaded where one starts, and only there
+    code = (
+        "import llama_cpp, re; print(*{line.split()[-1] for line in open('/proc/self/maps') if"
+        " re.search(r'/lib(llama|ggml)', line)})"
+    )
+    # a process of its own: other tests here may have had a server
+    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    # loaded where one starts, and only there
+    server = {
+        str(folder / f"lib{name}.so") for name in ("llama-server-impl", "llama-common", "mtmd")
+    }
     server.add(str(folder / "moeoff-templates"))  # a program
-    assert loaded == {str(p) for p in folder.iterdir()} - server  # one ggml in a process, and it is the wheel's
+    # one ggml in a process, and it is the wheel's
+    assert loaded == {str(p) for p in folder.iterdir()} - server
 
 
 # Another pin
@@ -394,7 +462,11 @@ def test_changed_files_are_told_with_their_sizes(tmp_path):
     (new / "other").write_text("a\nx\ny\nc\n")
     (old / "gone").write_text("a\n")
     (new / "added").write_text("a\n")
-    assert tool.changed(old, new, ["same", "other", "gone", "added", "neither"]) == ["other: +2 -1", "gone: is gone", "added: is new"]
+    assert tool.changed(old, new, ["same", "other", "gone", "added", "neither"]) == [
+        "other: +2 -1",
+        "gone: is gone",
+        "added: is new",
+    ]
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ import moeoff
 from helpers.files import ROOT
 from helpers.processes import run_python
 
-# the highest first; a package imports from lower lines only, and packages on one line do not know each other
+# the highest first; a package imports from lower lines only, and packages on one line
+# do not know each other
 FLOORS = [
     {"cli"},
     {"ray"},
@@ -53,33 +54,68 @@ def test_imports_go_down(imports):
         for imported in imports.find_modules_directly_imported_by(importer):
             if imported == "moeoff":  # the version
                 continue
-            if imported in PUBLIC or (package_of(importer) != package_of(imported) and FLOOR[package_of(importer)] >= FLOOR[package_of(imported)]):
+            if imported in PUBLIC or (
+                package_of(importer) != package_of(imported)
+                and FLOOR[package_of(importer)] >= FLOOR[package_of(imported)]
+            ):
                 up.append(f"{importer} -> {imported}")
     assert not up, "imports upwards: " + ", ".join(sorted(up))
 
 
-@pytest.mark.parametrize("path", ["measure.perplexity", "experts.convert", "routing.trace", "policies.replay"])
+@pytest.mark.parametrize(
+    "path", ["measure.perplexity", "experts.convert", "routing.trace", "policies.replay"]
+)
 def test_modules_for_users_are_there_without_an_import_of_their_own(path):
-    code = "import sys, operator, moeoff; assert operator.attrgetter(sys.argv[1])(moeoff) is sys.modules['moeoff.' + sys.argv[1]]"
+    code = (
+        "import sys, operator, moeoff; assert operator.attrgetter(sys.argv[1])(moeoff) is"
+        " sys.modules['moeoff.' + sys.argv[1]]"
+    )
     run_python(code, path)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         operator.attrgetter(f"{path.split('.')[0]}.nothing")(moeoff)
 
 
 def test_no_circle_of_modules(imports):
-    # the package itself names what it imports when first asked: modules import its version
-    graphlib.TopologicalSorter({module: imports.find_modules_directly_imported_by(module) for module in imports.modules - PUBLIC}).prepare()  # CycleError
+    # the package itself names what it imports when first asked: modules import its
+    # version CycleError
+    graphlib.TopologicalSorter(
+        {
+            module: imports.find_modules_directly_imported_by(module)
+            for module in imports.modules - PUBLIC
+        }
+    ).prepare()
 
 
 def test_internals_of_llama_cpp_are_used_in_one_module():
-    """docs/internals/patches.md lists them; an update of llama_cpp is then checked against one file."""
-    internals = {"_ctx", "_batch", "_model", "_stack", "_logits_all", "_n_vocab", "_lib", "_internals", "_logger"}
+    """docs/internals/patches.md lists them; an update of llama_cpp is then checked
+    against one file.
+    """
+    internals = {
+        "_ctx",
+        "_batch",
+        "_model",
+        "_stack",
+        "_logits_all",
+        "_n_vocab",
+        "_lib",
+        "_internals",
+        "_logger",
+    }
     guilty = set()
     for path in (ROOT / "moeoff").rglob("*.py"):
         tree = ast.parse(path.read_text())
-        own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}  # of the module's own classes
+        # of the module's own classes
+        own = {
+            n.attr
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+        }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr in internals - own and path != ROOT / "moeoff" / "llamacpp" / "llama.py":
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in internals - own
+                and path != ROOT / "moeoff" / "llamacpp" / "llama.py"
+            ):
                 guilty.add(f"{path.name}:{node.lineno} {ast.unparse(node)}")
     assert not guilty
 
@@ -92,11 +128,15 @@ def test_the_picture_shows_the_order():
 
 def test_no_test_imports_from_another():
     for file in (ROOT / "tests").rglob("*.py"):
-        assert not re.findall(r"^\s*(?:from|import) (?:test_\w+|conftest)\b", file.read_text(), re.MULTILINE), file.name
+        assert not re.findall(
+            r"^\s*(?:from|import) (?:test_\w+|conftest)\b", file.read_text(), re.MULTILINE
+        ), file.name
 
 
 def third_party_imports() -> dict[str, str]:
-    """Packages that the program imports, by name, each with a file that does; what only a type checker sees is left out."""
+    """Packages that the program imports, by name, each with a file that does; what only
+    a type checker sees is left out.
+    """
     file_of: dict[str, str] = {}
 
     def visit(node: ast.AST, file: str) -> None:
@@ -111,16 +151,40 @@ def third_party_imports() -> dict[str, str]:
 
     for path in (ROOT / "moeoff").rglob("*.py"):
         visit(ast.parse(path.read_text()), path.name)
-    return {name: file for name, file in file_of.items() if name not in sys.stdlib_module_names and name != "moeoff"}
+    return {
+        name: file
+        for name, file in file_of.items()
+        if name not in sys.stdlib_module_names and name != "moeoff"
+    }
 
 
 def test_every_import_is_declared():
-    """In pyproject.toml, among the dependencies or an extra for users; and no dependency is declared that nothing imports."""
+    """In pyproject.toml, among the dependencies or an extra for users; and no
+    dependency is declared that nothing imports.
+    """
     project = (ROOT / "pyproject.toml").read_text()
-    blocks = {name: re.search(rf"^{name} = \[(.*?)\]\s*$", project, re.DOTALL | re.MULTILINE)[1] for name in ("dependencies", "hub", "ray")}
-    declared = {name: set(re.findall(r'"([\w-]+)[^"]*[<>=]=[^"]*"', block.lower().replace("_", "-"))) for name, block in blocks.items()}
+    blocks = {
+        name: re.search(rf"^{name} = \[(.*?)\]\s*$", project, re.DOTALL | re.MULTILINE)[1]
+        for name in ("dependencies", "hub", "ray")
+    }
+    declared = {
+        name: set(re.findall(r'"([\w-]+)[^"]*[<>=]=[^"]*"', block.lower().replace("_", "-")))
+        for name, block in blocks.items()
+    }
     files, distributions = third_party_imports(), importlib.metadata.packages_distributions()
-    imported = {name: {distribution.lower().replace("_", "-") for distribution in distributions.get(name, [name])} for name in files}
-    missing = {name: files[name] for name, names in imported.items() if not names & set().union(*declared.values())}
+    imported = {
+        name: {
+            distribution.lower().replace("_", "-")
+            for distribution in distributions.get(name, [name])
+        }
+        for name in files
+    }
+    missing = {
+        name: files[name]
+        for name, names in imported.items()
+        if not names & set().union(*declared.values())
+    }
     assert not missing
-    assert len(declared["dependencies"]) > 5 and declared["dependencies"] <= set().union(*imported.values())
+    assert len(declared["dependencies"]) > 5 and declared["dependencies"] <= set().union(
+        *imported.values()
+    )

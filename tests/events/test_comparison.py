@@ -7,7 +7,16 @@ import random
 import numpy as np
 import pytest
 
-from moeoff.engine.comparison import BLOCK, HOLD, LONGEST_HOLD, ORDER, ROUND, ABTest, ModeTuner, _Prompts
+from moeoff.engine.comparison import (
+    BLOCK,
+    HOLD,
+    LONGEST_HOLD,
+    ORDER,
+    ROUND,
+    ABTest,
+    ModeTuner,
+    _Prompts,
+)
 
 TRIAL = BLOCK * len(ORDER)
 FIRST = BLOCK * ROUND
@@ -38,7 +47,13 @@ def test_both_ways_get_the_same_share_of_every_round():
 def test_one_burst_decides_nothing():
     ab_test = ABTest()
     for i in range(TRIAL):
-        ab_test.token(5_000_000_000 if i == 5 else 20_000_000 + i * 1000 if ab_test.on else 22_000_000 + i * 1000)
+        ab_test.token(
+            5_000_000_000
+            if i == 5
+            else 20_000_000 + i * 1000
+            if ab_test.on
+            else 22_000_000 + i * 1000
+        )
     assert ab_test.on
 
 
@@ -53,7 +68,9 @@ def test_of_two_ways_equally_fast_the_one_that_reads_less_is_kept():
 
 
 def test_a_short_answer_is_not_spoiled():
-    """Prefetching that costs a quarter of the speed is found out within 16 tokens, half of them without it."""
+    """Prefetching that costs a quarter of the speed is found out within 16 tokens, half
+    of them without it.
+    """
     worst = 0
     for seed in range(100):
         ab_test, rng = ABTest(), np.random.default_rng(seed)
@@ -116,7 +133,11 @@ def test_it_is_compared_again():
 
 
 def test_a_cpu_that_takes_twice_as_long_is_not_tried_again_soon():
-    modes = decode(ModeTuner(("cooperative", "centric")), {"cooperative": 0.012, "centric": 0.008, "cpu": 0.025}, 3000)
+    modes = decode(
+        ModeTuner(("cooperative", "centric")),
+        {"cooperative": 0.012, "centric": 0.008, "cpu": 0.025},
+        3000,
+    )
     assert modes[:200].count("cpu") == 32 and set(modes[200:]) == {"centric"}
 
 
@@ -124,11 +145,15 @@ def test_batches_of_other_sizes_are_compared_apart():
     tuner = ModeTuner(("cooperative",))
     decode(tuner, {"cooperative": 0.05, "cpu": 0.1}, 150)
     decode(tuner, {"cooperative": 0.4, "cpu": 0.2}, 150, n_tokens=4)
-    assert tuner.begin(4, True) == "cpu" and tuner.begin(1, True) == "cooperative" == tuner.decode_mode
+    assert (
+        tuner.begin(4, True) == "cpu" and tuner.begin(1, True) == "cooperative" == tuner.decode_mode
+    )
 
 
 def test_prompts_by_three_ways():
-    """The fastest is kept; tokens are decoded by the first way where that is not to be compared."""
+    """The fastest is kept; tokens are decoded by the first way where that is not to be
+    compared.
+    """
     tuner = ModeTuner(("centric",), ("centric", "waves", "cpu"), compares=False)
 
     def read(seconds):
@@ -137,8 +162,14 @@ def test_prompts_by_three_ways():
         return mode
 
     modes = [read({"centric": 0.019, "waves": 0.01, "cpu": 0.015}) for _ in range(60)]
-    assert set(modes[:6]) == {"centric", "waves", "cpu"} and modes[6:].count("waves") >= 50 and {"centric", "cpu"} <= set(modes[6:])
-    assert set(decode(tuner, {"centric": 1.0, "cpu": 0.1}, 200)) == {"centric"} and tuner.gain is None
+    assert (
+        set(modes[:6]) == {"centric", "waves", "cpu"}
+        and modes[6:].count("waves") >= 50
+        and {"centric", "cpu"} <= set(modes[6:])
+    )
+    assert (
+        set(decode(tuner, {"centric": 1.0, "cpu": 0.1}, 200)) == {"centric"} and tuner.gain is None
+    )
 
 
 def test_a_way_that_is_much_slower_is_tried_once():
@@ -147,7 +178,10 @@ def test_a_way_that_is_much_slower_is_tried_once():
     for _ in range(40):
         modes.append(prompts.next())
         prompts.add(modes[-1], {"cooperative": 0.004, "waves": 0.0007, "cpu": 0.0044}[modes[-1]])
-    assert modes[:5] == ["cooperative", "waves", "cpu", "waves", "waves"] and modes.count("waves") >= 36
+    assert (
+        modes[:5] == ["cooperative", "waves", "cpu", "waves", "waves"]
+        and modes.count("waves") >= 36
+    )
 
 
 @pytest.mark.parametrize("cpu, n_cpu", [(0.004, 0), (0.0008, 30)], ids=["hopeless", "the best"])
@@ -166,7 +200,9 @@ def test_what_a_short_prompt_showed_spares_long_ones_the_trial(cpu, n_cpu):
 
 
 def test_prompts():
-    """Each way twice, then the faster one, and the other again now and then; short ones are not compared."""
+    """Each way twice, then the faster one, and the other again now and then; short ones
+    are not compared.
+    """
     tuner = ModeTuner(("cooperative", "centric"))
 
     def read(n, seconds):
@@ -176,6 +212,7 @@ def test_prompts():
 
     assert [read(8, {"cooperative": 9}) for _ in range(3)] == ["cooperative"] * 3
     modes = [read(100, {"cooperative": 0.02, "cpu": 0.01}) for _ in range(40)]
-    assert modes[1:5].count("cpu") == 2 and modes[5:].count("cooperative") in (1, 2)  # the first had to read the experts
+    # the first had to read the experts
+    assert modes[1:5].count("cpu") == 2 and modes[5:].count("cooperative") in (1, 2)
     modes = [read(100, {"cooperative": 0.005, "cpu": 0.01}) for _ in range(60)]
     assert modes[-15:].count("cooperative") >= 14

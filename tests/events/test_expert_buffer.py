@@ -1,4 +1,6 @@
-"""The binding on the real library: lossless, bounded, and usable again after whatever went wrong."""
+"""The binding on the real library: lossless, bounded, and usable again after whatever
+went wrong.
+"""
 
 import contextlib
 import ctypes
@@ -34,11 +36,20 @@ ON_DEMAND = Strategy("on-demand", "keeps nothing", keep=False, eager=False)
 
 
 @pytest.mark.parametrize(
-    "strategy, direct_io, share", [("lru", True, 0.01), ("lru", True, 2.0), ("lru", False, 0.3), (ON_DEMAND, True, 0.3), (ON_DEMAND, False, 2.0)]
+    "strategy, direct_io, share",
+    [
+        ("lru", True, 0.01),
+        ("lru", True, 2.0),
+        ("lru", False, 0.3),
+        (ON_DEMAND, True, 0.3),
+        (ON_DEMAND, False, 2.0),
+    ],
 )
 def test_lossless(demo, reference, strategy, direct_io, share):
     arena = int(ModelIndex.read(demo).expert_bytes * share)
-    with moeoff.Llama(demo, expert_memory=arena, strategy=strategy, direct_io=direct_io, **OPTIONS) as llm:
+    with moeoff.Llama(
+        demo, expert_memory=arena, strategy=strategy, direct_io=direct_io, **OPTIONS
+    ) as llm:
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), reference)
         stats = llm.stats()
         assert stats.demand_misses > 0
@@ -81,7 +92,9 @@ def test_two_models_and_two_contexts_at_once(demo, grown, reference):
 
 
 def test_several_contexts_of_one_model(demo, reference):
-    """Contexts of one model compute at the same time from one arena that is too small for both."""
+    """Contexts of one model compute at the same time from one arena that is too small
+    for both.
+    """
     with moeoff.Llama(demo, expert_memory="600K", **OPTIONS) as llm:
         results = [None, None]
 
@@ -132,7 +145,9 @@ def test_gate_events(demo):
 
 
 def test_a_batch_larger_than_the_queue_is_not_dropped(demo):
-    """One event of a large batch may be larger than all that may wait: 512 tokens of a model 4096 wide are 8 MiB."""
+    """One event of a large batch may be larger than all that may wait: 512 tokens of a
+    model 4096 wide are 8 MiB.
+    """
     events = []
     with moeoff.Llama(demo, expert_memory="3M", strategy="lru", gate_input=True, **OPTIONS) as llm:
         llm.engine.buffer.set_gate_callback(events.append, queue_bytes=4096)
@@ -165,7 +180,9 @@ def test_gate_rows(demo):
 
 
 def test_batches_are_what_they_are_said_to_be(demo):
-    """Several tokens of one sequence are a prompt, unless their caller verifies a draft."""
+    """Several tokens of one sequence are a prompt, unless their caller verifies a
+    draft.
+    """
     events = []
     with moeoff.Llama(demo, expert_memory="3M", strategy="lru", **OPTIONS) as llm:
         llm.set_gate_callback(events.append)
@@ -190,7 +207,9 @@ def test_what_a_policy_raises_surfaces_after_decode(demo, reference):
             if self.n_updates == 1:
                 raise KeyError("from the policy")
 
-    with moeoff.Llama(demo, expert_memory="3M", strategy=Strategy("broken", "", policy=Broken), **OPTIONS) as llm:
+    with moeoff.Llama(
+        demo, expert_memory="3M", strategy=Strategy("broken", "", policy=Broken), **OPTIONS
+    ) as llm:
         with pytest.raises(KeyError, match="from the policy"):
             llm.eval(PROMPT)
             llm.engine.buffer.drain()
@@ -200,7 +219,9 @@ def test_what_a_policy_raises_surfaces_after_decode(demo, reference):
 
 @contextlib.contextmanager
 def cut_off(demo, tmp_path, monkeypatch, **options):
-    """A model whose file ends within its experts while it is open, and what makes the file whole again."""
+    """A model whose file ends within its experts while it is open, and what makes the
+    file whole again.
+    """
     monkeypatch.setattr(ExpertBuffer, "check_unchanged", lambda self: None)  # it would notice first
     path = tmp_path / "model.gguf"
     shutil.copy(demo, path)
@@ -215,7 +236,9 @@ def cut_off(demo, tmp_path, monkeypatch, **options):
 
 
 def test_read_error(demo, reference, tmp_path, monkeypatch):
-    """A failed read ends that decode with file and offset, and that of no other context; the model answers again once the file is whole."""
+    """A failed read ends that decode with file and offset, and that of no other
+    context; the model answers again once the file is whole.
+    """
     with cut_off(demo, tmp_path, monkeypatch) as (llm, mend):
         told = []
 
@@ -229,7 +252,10 @@ def test_read_error(demo, reference, tmp_path, monkeypatch):
 
         thread = threading.Thread(target=other)
         thread.start()
-        with pytest.raises(ReadError, match=r"model\.gguf: read of \d+ bytes at offset \d+ failed: the file ends at"):
+        with pytest.raises(
+            ReadError,
+            match=r"model\.gguf: read of \d+ bytes at offset \d+ failed: the file ends at",
+        ):
             greedy_logits(llm, PROMPT, 1)
         told.append(())
         thread.join()
@@ -253,7 +279,9 @@ def test_a_prefetch_that_fails_ends_no_answer(demo, reference, tmp_path, monkeyp
 
 
 def test_a_bench_waits_for_no_read_that_has_failed(demo, reference, tmp_path, monkeypatch):
-    """It reads all experts ahead; those that could not be read are asked for again by the token that needs them."""
+    """It reads all experts ahead; those that could not be read are asked for again by
+    the token that needs them.
+    """
     with cut_off(demo, tmp_path, monkeypatch, expert_memory="1G") as (llm, mend):
         load_everything(llm.engine.buffer)
         assert llm.engine.buffer.stats().read_errors > 0
@@ -264,7 +292,9 @@ def test_a_bench_waits_for_no_read_that_has_failed(demo, reference, tmp_path, mo
 
 
 def test_a_callback_that_raises_beside_a_read_that_fails(demo, reference, tmp_path, monkeypatch):
-    """What the callback raised is told, and the failed read does not end the next answer."""
+    """What the callback raised is told, and the failed read does not end the next
+    answer.
+    """
 
     def broken(event):
         raise KeyError("from the policy")

@@ -1,4 +1,6 @@
-"""Strategies that predict, on the real library: lossless, they read ahead, and they know when not to."""
+"""Strategies that predict, on the real library: lossless, they read ahead, and they
+know when not to.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from moeoff.routing.router import SIGMOID, SOFTMAX, SQRT_SOFTPLUS
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
-PREDICTING = [name for name, s in PRESETS.items() if s.predictor and s.precision.lossless and s.tier is None] + [f"lru+{name}" for name in PREDICTORS]
+PREDICTING = [
+    name for name, s in PRESETS.items() if s.predictor and s.precision.lossless and s.tier is None
+] + [f"lru+{name}" for name in PREDICTORS]
 
 
 def share(model: str, part: float) -> int:
@@ -66,21 +70,31 @@ def test_the_driver_thread_predicts_as_python_would(demo, monkeypatch, strategy,
             llm.eval([100 + token])
             llm.engine.buffer.drain()
             assert [event.gate for event in events] == list(range(12))
-            predictions = {gate: experts.tolist() for gate, experts, _ in prefetcher._native.predictions()}
+            predictions = {
+                gate: experts.tolist() for gate, experts, _ in prefetcher._native.predictions()
+            }
             expected = {}
             for event in events:
                 for p in prefetcher.predictor.observe(event)[:n_ahead]:
-                    expected[p.gate] = [*expected.get(p.gate, []), np.argsort(-p.scores[0])[: prefetcher._n_candidates].tolist()]
+                    expected[p.gate] = [
+                        *expected.get(p.gate, []),
+                        np.argsort(-p.scores[0])[: prefetcher._n_candidates].tolist(),
+                    ]
             assert len(predictions) == len(expected) == 11
-            assert all(predictions[gate] in expected[gate] for gate in predictions)  # of several layers ahead the last that was predicted
-            assert all(predictions[gate] == expected[gate][-1] for gate in predictions if n_ahead == 1)
+            # of several layers ahead the last that was predicted
+            assert all(predictions[gate] in expected[gate] for gate in predictions)
+            assert all(
+                predictions[gate] == expected[gate][-1] for gate in predictions if n_ahead == 1
+            )
         assert llm.stats().prefetch_issued > 0
 
 
 def test_few_events_reach_python_while_nothing_is_predicted(demo, monkeypatch):
     """The score takes all of them, and an observer that wants each of them gets it."""
     delivered, deliver, priorities = [], Driver.deliver, []
-    monkeypatch.setattr(Driver, "deliver", lambda self, event: delivered.append(event) or deliver(self, event))
+    monkeypatch.setattr(
+        Driver, "deliver", lambda self, event: delivered.append(event) or deliver(self, event)
+    )
     for observers in (0, 1):
         with moeoff.Llama(demo, expert_memory=share(demo, 0.5), **OPTIONS) as llm:
             driver, events = llm.engine.driver, []
@@ -101,14 +115,17 @@ def test_few_events_reach_python_while_nothing_is_predicted(demo, monkeypatch):
 
 @pytest.mark.parametrize("gating", [SOFTMAX, SIGMOID, SQRT_SOFTPLUS])
 def test_the_driver_thread_scores_as_python_would(demo, gating, monkeypatch):
-    """Prompts, single tokens and several at once, by the same objects as a simulation; decoded
-    tokens without Python."""
+    """Prompts, single tokens and several at once, by the same objects as a simulation;
+    decoded tokens without Python.
+    """
     events, in_python = [], []
     with moeoff.Llama(demo, expert_memory=share(demo, 0.5), **OPTIONS) as llm:
         policy, router = llm.engine.driver.policy, llm.engine.driver.prefetcher.predictor.router
         policy.native().gating = router.gating = gating
         update = policy.update
-        monkeypatch.setattr(policy, "update", lambda event: in_python.append(event) or update(event))
+        monkeypatch.setattr(
+            policy, "update", lambda event: in_python.append(event) or update(event)
+        )
         llm.set_gate_callback(events.append)
         for tokens in (PROMPT, *([100 + i] for i in range(80)), PROMPT[:3], [7]):
             llm.eval(tokens)
@@ -128,20 +145,27 @@ def test_prompts_are_read_ahead(calibrated):
     model, _, _ = calibrated
 
     def useful() -> float:
-        with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="lru+gate", **OPTIONS) as llm:
+        with moeoff.Llama(
+            model, expert_memory=share(model, 0.5), strategy="lru+gate", **OPTIONS
+        ) as llm:
             llm.eval(PROMPT)
             stats = llm.stats()
         return stats.prefetch_useful / (stats.demand_hits + stats.demand_misses)
 
-    assert any(useful() > 0.3 for _ in range(10))  # on a busy machine a gate of so small a model may be there first
+    # on a busy machine a gate of so small a model may be there first
+    assert any(useful() > 0.3 for _ in range(10))
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5])
 def test_large_batches_are_read_whole_gates_ahead(demo, part):
-    """Every gate's experts are queued before its router has selected, the first gate's too, as far as the arena has room beside the gate before."""
+    """Every gate's experts are queued before its router has selected, the first gate's
+    too, as far as the arena has room beside the gate before.
+    """
 
     def useful() -> float:
-        with moeoff.Llama(demo, expert_memory=share(demo, part), strategy="lru+activation-path", **OPTIONS) as llm:
+        with moeoff.Llama(
+            demo, expert_memory=share(demo, part), strategy="lru+activation-path", **OPTIONS
+        ) as llm:
             llm.eval(list(range(10, 2058, 16)))
             buffer, stats = llm.engine.buffer, llm.stats()
             n_slices = sum(t.ne[2] for t in buffer.tensors)
@@ -150,18 +174,29 @@ def test_large_batches_are_read_whole_gates_ahead(demo, part):
         assert stats.prefetch_issued < 1.2 * n_slices, "read twice"
         return stats.prefetch_useful / n_used
 
-    assert any(useful() > (0.5 if part == 0.5 else 0) for _ in range(10))  # on a busy machine a gate of so small a model may be there first
+    # on a busy machine a gate of so small a model may be there first
+    assert any(useful() > (0.5 if part == 0.5 else 0) for _ in range(10))
 
 
 @pytest.mark.parametrize("strategy", ["lru", "lru+gate"])
 def test_a_prompts_demand_is_read_by_popularity(demo, strategy):
-    """Fate §4.3, behind the gate: of each matrix the experts of the most tokens are read first, also those that a prefetch had queued in another order."""
+    """Fate §4.3, behind the gate: of each matrix the experts of the most tokens are
+    read first, also those that a prefetch had queued in another order.
+    """
     n_prompts = first_seen = n_late = n_ordered = 0
-    with moeoff.Llama(demo, expert_memory=share(demo, 1), strategy=strategy, io_threads=1, gate_input=True, **OPTIONS) as llm:
+    with moeoff.Llama(
+        demo,
+        expert_memory=share(demo, 1),
+        strategy=strategy,
+        io_threads=1,
+        gate_input=True,
+        **OPTIONS,
+    ) as llm:
         buffer, events = llm.engine.buffer, []
         llm.set_gate_callback(events.append)
         buffer.log_reads()
-        while n_late <= (300 if strategy == "lru" else 30):  # on a busy machine prefetches come in time
+        # on a busy machine prefetches come in time
+        while n_late <= (300 if strategy == "lru" else 30):
             assert n_prompts < 20, "hardly anything had to be read behind a gate"
             buffer.clear()
             events.clear()
@@ -175,24 +210,31 @@ def test_a_prompts_demand_is_read_by_popularity(demo, strategy):
                 count = np.bincount(event.ids.ravel(), minlength=32)
                 for i in (i for i, t in enumerate(tensors) if t.gate == event.gate):
                     late = reads[(reads["tensor"] == i) & (reads["t_start"] > event.t_ns)]
-                    late = late[np.isin(late["expert"], event.ids)]  # a prefetch that was under way may begin its next chunk
+                    # a prefetch that was under way may begin its next chunk
+                    late = late[np.isin(late["expert"], event.ids)]
                     late = late[np.argsort(late["t_start"])]
                     counts = count[late["expert"]]
                     n_ordered += bool((np.diff(counts) <= 0).all())
                     n_late += len(late)
-                    appeared = np.array([event.ids.ravel().tolist().index(e) for e in late["expert"]])
+                    appeared = np.array(
+                        [event.ids.ravel().tolist().index(e) for e in late["expert"]]
+                    )
                     first_seen += bool(len(late) > 2 and (np.diff(appeared) > 0).all())
-    # an event's time is taken just before its experts are queued: on a busy machine a read in the old order may begin in between
+    # an event's time is taken just before its experts are queued: on a busy machine a
+    # read in the old order may begin in between
     assert n_ordered >= 0.8 * len(tensors) * n_prompts
     assert first_seen < 12 * n_prompts, "the same order as the tokens'"
 
 
 def test_what_is_expected_stays(demo):
-    """A full arena: residents that are expected outlive others of the same rank, until their router has selected."""
+    """A full arena: residents that are expected outlive others of the same rank, until
+    their router has selected.
+    """
     with moeoff.Llama(demo, expert_memory=share(demo, 0.25), strategy="lru", **OPTIONS) as llm:
         buffer = llm.engine.buffer
         llm.eval(PROMPT)
-        resident = np.flatnonzero(buffer.residency()[11])  # the oldest of the last layer would go first
+        # the oldest of the last layer would go first
+        resident = np.flatnonzero(buffer.residency()[11])
         buffer.prefetch(11, resident.tolist(), limit=0)
         before = buffer.stats().prefetch_issued
         buffer.preload(0, range(32))
@@ -212,10 +254,16 @@ def test_limit(demo):
 
 @pytest.mark.parametrize("times", [(2.0, 1.0), (1.0, 2.0)], ids=["pays", "costs"])
 def test_ab_tested_strategies_report_what_they_found(demo, monkeypatch, times):
-    """Tokens that take twice or half as long with prefetching as without, whatever they take here: that is said, and acted on."""
+    """Tokens that take twice or half as long with prefetching as without, whatever they
+    take here: that is said, and acted on.
+    """
     judged, without, with_ = ABTest.token, *times
-    monkeypatch.setattr(ABTest, "token", lambda self, ns: judged(self, int(1e6 * (with_ if self.on else without))))
-    with moeoff.Llama(demo, expert_memory=share(demo, 0.3), strategy="auto", n_ctx=512, n_threads=2) as llm:
+    monkeypatch.setattr(
+        ABTest, "token", lambda self, ns: judged(self, int(1e6 * (with_ if self.on else without)))
+    )
+    with moeoff.Llama(
+        demo, expert_memory=share(demo, 0.3), strategy="auto", n_ctx=512, n_threads=2
+    ) as llm:
         llm.eval(PROMPT[:4])
         for token in range(BLOCK * len(ORDER) + 40):
             llm.eval([100 + token])
@@ -227,7 +275,8 @@ def test_ab_tested_strategies_report_what_they_found(demo, monkeypatch, times):
         stats = llm.stats()
     assert stats.prefetch_gain == pytest.approx(without / with_ - 1)
     assert stats.prefetch_on == (without > with_)
-    assert (stats.prefetch_issued > before.prefetch_issued) == stats.prefetch_on  # on only where it wins: it reads more
+    # on only where it wins: it reads more
+    assert (stats.prefetch_issued > before.prefetch_issued) == stats.prefetch_on
 
 
 def test_no_driver_when_everything_is_resident(demo):
@@ -271,33 +320,52 @@ with moeoff.Llama(sys.argv[1], memory="4G", strategy=sys.argv[2], n_ctx=256, n_t
 @pytest.mark.parametrize("strategy", ["arc", "score"])
 def test_the_policy_follows_the_budget(demo, strategy):
     """In a process of its own: what other tests have freed would be experts' memory."""
-    low, *high = [tuple(map(float, line.split())) for line in run_python(FOLLOWS, demo, strategy).splitlines()]
-    assert len(high) == 2 and min(high)[0] > 1.1 * low[0]  # all 384 experts, and fewer where they have what rows, samplers and templates leave
+    low, *high = [
+        tuple(map(float, line.split())) for line in run_python(FOLLOWS, demo, strategy).splitlines()
+    ]
+    # all 384 experts, and fewer where they have what rows, samplers and templates leave
+    assert len(high) == 2 and min(high)[0] > 1.1 * low[0]
     for told, holds in (low, *high):
-        assert told == pytest.approx(holds, rel=0.02, abs=1)  # a change of less than 1 % is not told
+        # a change of less than 1 % is not told
+        assert told == pytest.approx(holds, rel=0.02, abs=1)
 
 
 @pytest.mark.parametrize("strategy", ["hobbit+none", "lfu"])
 def test_a_new_conversation_forgets_the_old_ones_counts(demo, strategy):
-    """HOBBIT §3.4, through what applications call: a prompt that shares its beginning with the last one is a new sequence, a turn more of it is not."""
-    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy=strategy, n_ctx=256, n_threads=2) as llm:
-        n_gates, n_used = llm.engine.buffer.priorities.shape[0], llm.engine.model_index.n_expert_used
+    """HOBBIT §3.4, through what applications call: a prompt that shares its beginning
+    with the last one is a new sequence, a turn more of it is not.
+    """
+    with moeoff.Llama(
+        demo, expert_memory=share(demo, 0.5), strategy=strategy, n_ctx=256, n_threads=2
+    ) as llm:
+        n_gates, n_used = (
+            llm.engine.buffer.priorities.shape[0],
+            llm.engine.model_index.n_expert_used,
+        )
         policy = llm.engine.driver.policy
 
         def counted():
             llm.engine.buffer.drain()
-            return policy._tokens - 1 if strategy == "hobbit+none" else llm.engine.buffer.priorities.sum() / n_gates / n_used
+            return (
+                policy._tokens - 1
+                if strategy == "hobbit+none"
+                else llm.engine.buffer.priorities.sum() / n_gates / n_used
+            )
 
         answer = llm.create_completion(PROMPT[:12], max_tokens=4, temperature=0)["usage"]
-        assert counted() == pytest.approx(12 + answer["completion_tokens"] - 1, abs=1)  # the last layer leaves out tokens whose logits are not asked for
-        llm.create_completion([*PROMPT[:8], 20, 21, 22], max_tokens=1)  # of which eight tokens are in the context
+        # the last layer leaves out tokens whose logits are not asked for
+        assert counted() == pytest.approx(12 + answer["completion_tokens"] - 1, abs=1)
+        # of which eight tokens are in the context
+        llm.create_completion([*PROMPT[:8], 20, 21, 22], max_tokens=1)
         assert counted() == pytest.approx(3, abs=1)
         llm.create_completion([*llm.input_ids[: llm.n_tokens].tolist(), 30, 31], max_tokens=1)
         assert counted() == pytest.approx(5, abs=1)
 
 
 def test_a_text_begins_where_no_other_goes_on():
-    """New, or back behind what it had computed; a draft of which a part is rejected goes on."""
+    """New, or back behind what it had computed; a draft of which a part is rejected
+    goes on.
+    """
     policy = Parts()
     driver = Driver(Recorder())
     driver.add(PolicyUpdates(policy, Recorder()))
@@ -305,14 +373,20 @@ def test_a_text_begins_where_no_other_goes_on():
     def begins(*tokens, decode=None):
         before = policy.begun
         sequences, positions = [sequence for sequence, _ in tokens], [pos for _, pos in tokens]
-        driver.begin(np.zeros(len(tokens), np.int32), spans_of(sequences, positions, None if decode is None else [not decode] * len(tokens)), bool(decode))
+        driver.begin(
+            np.zeros(len(tokens), np.int32),
+            spans_of(sequences, positions, None if decode is None else [not decode] * len(tokens)),
+            bool(decode),
+        )
         return policy.begun > before
 
     assert begins((0, 0), (0, 1), (0, 2)) and not begins((0, 3))
     assert not begins((0, 4), (1, 0), (1, 1)) and not begins((0, 5), (1, 2))
     assert begins((2, 0), (0, 2), (0, 3)) and not begins((1, 3), (0, 4))
     assert begins((1, 1), (1, 2)) and not begins((1, 3))
-    assert not begins((1, 4), (1, 5), (1, 6), decode=True) and not begins((1, 5), (0, 5), decode=True)
+    assert not begins((1, 4), (1, 5), (1, 6), decode=True) and not begins(
+        (1, 5), (0, 5), decode=True
+    )
     assert begins((1, 5), (1, 6))  # another prompt that shares its beginning
 
 
@@ -332,11 +406,18 @@ def test_a_trace_is_closed_whatever_fails_before():
 
 def test_several_sequences_are_decoded_and_a_text_is_read():
     def decodes(*sequences):
-        batch = SimpleNamespace(n_tokens=len(sequences), pos=list(range(len(sequences))), seq_id=[[sequence] for sequence in sequences])
+        batch = SimpleNamespace(
+            n_tokens=len(sequences),
+            pos=list(range(len(sequences))),
+            seq_id=[[sequence] for sequence in sequences],
+        )
         return is_decode(batch_spans(batch))
 
     assert decodes(0) and decodes(0, 1, 2) and not decodes(0, 0) and not decodes(0, 1, 1)
-    assert is_decode(spans_of([0, 1, 1], [5, 7, 8], [0, 0, 0])) and not is_decode(spans_of([0, 1], [5, 0], [0, 1]))  # a server knows
+    # a server knows
+    assert is_decode(spans_of([0, 1, 1], [5, 7, 8], [0, 0, 0])) and not is_decode(
+        spans_of([0, 1], [5, 0], [0, 1])
+    )
 
 
 class Parts:
@@ -349,9 +430,13 @@ class Parts:
 
 
 def test_a_decode_batch_is_predicted_row_by_row():
-    """The experts of all sequences, those that a sequence wants most before those that one wants second, up to what the disk can read."""
+    """The experts of all sequences, those that a sequence wants most before those that
+    one wants second, up to what the disk can read.
+    """
     buffer = Recorder()
-    predictor = Constant([[9, 8, 1, 0, 0, 0, 0, 0], [0, 0, 0, 7, 9, 0, 0, 0], [0, 8, 0, 0, 9, 0, 0, 0]])
+    predictor = Constant(
+        [[9, 8, 1, 0, 0, 0, 0, 0], [0, 0, 0, 7, 9, 0, 0, 0], [0, 8, 0, 0, 9, 0, 0, 0]]
+    )
     prefetcher = Prefetcher(buffer, predictor, n_used=2, ab_tested=False)
     prefetcher._earned = 3.0
     event = event_of(0, 3)
@@ -361,24 +446,33 @@ def test_a_decode_batch_is_predicted_row_by_row():
 
 
 def test_edgemoe_begins_with_the_most_frequent_experts(calibrated):
-    """EdgeMoE §3.3.3: the buffer is full of them before the first token, and the policy evicts the least frequent of them first."""
+    """EdgeMoE §3.3.3: the buffer is full of them before the first token, and the policy
+    evicts the least frequent of them first.
+    """
     model, _, _ = calibrated
     counts = Profile.find(ModelIndex.read(model)).section("popularity")["counts"]
     with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="edgemoe", **OPTIONS) as llm:
         resident, stats = llm.engine.buffer.residency(), llm.stats()
         slots = llm.engine.buffer.slots()
-        held = sum(int(slots[i][resident[t.gate, : len(slots[i])] & (1 << t.matrix) > 0].sum()) for i, t in enumerate(llm.engine.buffer.tensors))
+        held = sum(
+            int(slots[i][resident[t.gate, : len(slots[i])] & (1 << t.matrix) > 0].sum())
+            for i, t in enumerate(llm.engine.buffer.tensors)
+        )
         assert stats.evictions == 0 and 0.97 * stats.cache_bytes < held <= stats.cache_bytes
         assert counts[resident > 0].min() >= counts[resident == 0].max()
         priorities = llm.engine.buffer.priorities
         assert priorities[0, counts[0].argmax()] == priorities[0].max() and priorities.max() < 1
-    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="edgemoe", profile=False, **OPTIONS) as llm:
+    with moeoff.Llama(
+        model, expert_memory=share(model, 0.5), strategy="edgemoe", profile=False, **OPTIONS
+    ) as llm:
         assert not llm.engine.buffer.residency().any()
 
 
 def test_learned_needs_a_profile(demo):
     with pytest.raises(OptionError, match="needs a calibration of this model"):
-        moeoff.Llama(demo, strategy="promoe", profile=False, expert_memory=share(demo, 0.5), **OPTIONS)
+        moeoff.Llama(
+            demo, strategy="promoe", profile=False, expert_memory=share(demo, 0.5), **OPTIONS
+        )
 
 
 class Recorder:
@@ -386,7 +480,9 @@ class Recorder:
 
     def __init__(self):
         self.priorities = np.zeros((2, 8), np.float32)
-        self.tensors = [SimpleNamespace(gate=g, matrix=m, ne=(1, 1, 8)) for g in (0, 1) for m in (1, 3)]
+        self.tensors = [
+            SimpleNamespace(gate=g, matrix=m, ne=(1, 1, 8)) for g in (0, 1) for m in (1, 3)
+        ]
         self.prefetched = []
         self.counters = native.Stats()
         self.arena_full = 1 << 20
@@ -412,31 +508,52 @@ class Recorder:
 
 @pytest.mark.parametrize("on_devices", [False, True])
 def test_preloads_until_the_router_has_selected(on_devices):
-    """EdgeMoE §3.3.2: every expert in its turn, as many at once as a token uses, as far as the disk can
-    read before the next router selects; but as many as a token uses in any case. All stay protected,
-    and what is not read is still written to a device."""
+    """EdgeMoE §3.3.2: every expert in its turn, as many at once as a token uses, as far
+    as the disk can read before the next router selects; but as many as a token uses in
+    any case. All stay protected, and what is not read is still written to a device.
+    """
     scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.15, 0.05, 0.02]], np.float32)
     ranked = [1, 3, 4, 5, 2, 6, 7, 0]
     for gap, reads in ((0.0, [2, 2]), (5.0, [2, 2, 1]), (100.0, [2, 2, 2, 2])):
         buffer = Recorder()
-        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=2, share=1.0, bounded=False, ab_tested=False, fills_devices=on_devices)
+        prefetcher = Prefetcher(
+            buffer,
+            SimpleNamespace(),
+            n_used=2,
+            share=1.0,
+            bounded=False,
+            ab_tested=False,
+            fills_devices=on_devices,
+        )
         prefetcher._gap_slices = gap
         prefetcher._act([Prediction(1, scores)], decode=True)
         assert [queued for *_, queued in buffer.prefetched if queued] == reads
-        assert [order for _, order, *_ in buffer.prefetched] == [ranked[2 * i :] + ranked[: 2 * i] for i in range(len(buffer.prefetched))]
+        assert [order for _, order, *_ in buffer.prefetched] == [
+            ranked[2 * i :] + ranked[: 2 * i] for i in range(len(buffer.prefetched))
+        ]
         rests = [order for _, order, _, queued in buffer.prefetched if not queued]
         assert len(rests) == (on_devices and gap < 100)
 
 
 def test_predictions_whose_upload_is_late_count_as_late():
-    """ProMoE §4.1: what has to be uploaded once its router has selected was not fetched in time; what
-    the CPU computes with was."""
+    """ProMoE §4.1: what has to be uploaded once its router has selected was not fetched
+    in time; what the CPU computes with was.
+    """
     tensors = [SimpleNamespace(gate=0, matrix=m) for m in range(3)]
     ids, weights = np.array([[3, 5]], np.int32), np.full((1, 2), 0.5, np.float32)
-    for uploaded, rate in ((None, 1.0), ([[False, False]], 1.0), ([[True, False]], 0.5), ([[True, True]], 0.0)):
+    for uploaded, rate in (
+        (None, 1.0),
+        ([[False, False]], 1.0),
+        ([[True, False]], 0.5),
+        ([[True, True]], 0.0),
+    ):
         meter = PredictionMeter(tensors, 1)
         meter.predicted(0, np.array([5, 3]))
-        meter.selected(GateEvent(0, ids, weights, t_ns=10, uploaded=None if uploaded is None else np.array(uploaded)))
+        meter.selected(
+            GateEvent(
+                0, ids, weights, t_ns=10, uploaded=None if uploaded is None else np.array(uploaded)
+            )
+        )
         assert (meter.accuracy, meter.fetch_rate, meter.good_pred) == (1, rate, rate)
         late = np.zeros(3, READ_DTYPE)  # its three matrices were read late, too: each counts once
         late["tensor"], late["expert"], late["t_done"] = range(3), 3, 20
@@ -445,27 +562,42 @@ def test_predictions_whose_upload_is_late_count_as_late():
 
 
 def test_prefetches_by_predicted_weight():
-    """Predicted scores stand in for weights: what the rule would serve low is read low, what it would skip is not read."""
-    scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)  # unimportance 0, 0.4, 0.7, 0.9
+    """Predicted scores stand in for weights: what the rule would serve low is read low,
+    what it would skip is not read.
+    """
+    # unimportance 0, 0.4, 0.7, 0.9
+    scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)
     rule = Precision(0.5, 0.8, 0.5, "Q4_0")
-    lossy = [(1, [1, 3, 4, 2], False, 2), (1, [4], True, 1)]  # 4 and 2 are protected where they are resident
+    # 4 and 2 are protected where they are resident
+    lossy = [(1, [1, 3, 4, 2], False, 2), (1, [4], True, 1)]
     for precision, expected in ((rule, lossy), (Precision(), [(1, [1, 3, 4, 2], False, 4)])):
         buffer = Recorder()
-        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, ab_tested=False, precision=precision)
+        prefetcher = Prefetcher(
+            buffer, SimpleNamespace(), n_used=4, ab_tested=False, precision=precision
+        )
         prefetcher._credit = 8.0
         prefetcher._act([Prediction(1, scores)], decode=True)
-        assert buffer.prefetched == expected and prefetcher._credit == 8 - sum(n for *_, n in expected)
+        assert buffer.prefetched == expected and prefetcher._credit == 8 - sum(
+            n for *_, n in expected
+        )
     buffer = Recorder()
     batch = np.array([[9, 8, 1, 0], [9, 8, 0, 1], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32)
-    Prefetcher(buffer, SimpleNamespace(), n_used=2, ab_tested=False, precision=rule)._act([Prediction(0, batch)], decode=False)
-    assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]  # chosen by 4, 2, 1, 1 tokens
+    Prefetcher(buffer, SimpleNamespace(), n_used=2, ab_tested=False, precision=rule)._act(
+        [Prediction(0, batch)], decode=False
+    )
+    # chosen by 4, 2, 1, 1 tokens
+    assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]
 
 
 def test_prefetches_of_a_prompt_by_predicted_weight():
-    """An expert is read as the token wants it to which it matters most: 0 and 1 are somebody's first; before 2 and 3 lies 0.6 of their tokens' weight, or more;
-    what nobody needs is not read."""
+    """An expert is read as the token wants it to which it matters most: 0 and 1 are
+    somebody's first; before 2 and 3 lies 0.6 of their tokens' weight, or more; what
+    nobody needs is not read.
+    """
     rule = Precision(0.4, 0.8, low_tier="Q4_0", weigh_prompts=True)
-    batch = np.array([[3.5, 6.5, 0, 0], [3.5, 6.5, 0, 0], [6, 0, 4, 0], [6, 0, 0, 4], [9, 0, 0, 0.5]], np.float32)
+    batch = np.array(
+        [[3.5, 6.5, 0, 0], [3.5, 6.5, 0, 0], [6, 0, 4, 0], [6, 0, 0, 4], [9, 0, 0, 0.5]], np.float32
+    )
     batch = np.pad(batch, ((0, 0), (0, 4)))
     for precision, expected in (
         (rule, [(1, [0, 1], False, 2), (1, [3, 2], True, 2)]),
@@ -473,28 +605,38 @@ def test_prefetches_of_a_prompt_by_predicted_weight():
         (Precision(0.4, 0.8, low_tier="Q4_0"), [(1, [0, 1, 3, 2], False, 4)]),
     ):
         buffer = Recorder()
-        Prefetcher(buffer, SimpleNamespace(), n_used=2, ab_tested=False, precision=precision)._act([Prediction(1, batch)], decode=False)
-        assert [(gate, experts, low, n) for gate, experts, low, n in buffer.prefetched] == expected, precision
+        Prefetcher(buffer, SimpleNamespace(), n_used=2, ab_tested=False, precision=precision)._act(
+            [Prediction(1, batch)], decode=False
+        )
+        assert [
+            (gate, experts, low, n) for gate, experts, low, n in buffer.prefetched
+        ] == expected, precision
 
 
 def test_of_what_is_left_out_below_a_weight_only_what_is_predicted_above_it_is_read():
-    """Scores are made weights as the gate made them before: here all of a token's add up to 2.5."""
+    """Scores are made weights as the gate made them before: here all of a token's add
+    up to 2.5.
+    """
     scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)
     buffer = Recorder()
     prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, precision=Precision(tau=0.6))
     prefetcher._credit = 8.0
     prefetcher._act([Prediction(1, scores)], decode=True)
-    assert buffer.prefetched == [(1, [1, 3, 4, 2], False, 0)]  # nothing is known of the gate's weights
+    # nothing is known of the gate's weights
+    assert buffer.prefetched == [(1, [1, 3, 4, 2], False, 0)]
     for _ in range(20):
         prefetcher._weights.selected(1, np.array([[1.0, 0.75, 0.5, 0.25]], np.float32))
     buffer.prefetched.clear()
     prefetcher._act([Prediction(1, scores)], decode=True)
-    assert buffer.prefetched == [(1, [1, 3, 4, 2], False, 2)]  # 1.0 and 0.75; the others are protected where they are resident
+    # 1.0 and 0.75; the others are protected where they are resident
+    assert buffer.prefetched == [(1, [1, 3, 4, 2], False, 2)]
     assert prefetcher._prefetch_precision._best[1].tolist() == [1, 3]  # and only they can be of use
 
 
 def test_weights_are_estimated_as_the_gate_makes_them():
-    """Normalized over the selected and scaled, or a part of all experts' probabilities, which the scores then are, too."""
+    """Normalized over the selected and scaled, or a part of all experts' probabilities,
+    which the scores then are, too.
+    """
     rng = np.random.default_rng(0)
     for normalized in (True, False):
         estimate = WeightEstimate(1, 4)
@@ -515,12 +657,22 @@ def test_another_precision_is_compared_anew():
     prefetcher.use(Precision())
     assert prefetcher.ab_test is judged
     prefetcher.use(Precision(tau=0.5))
-    assert prefetcher.ab_test is not judged and prefetcher.gain is None and prefetcher._prompt_prefetcher.precision.tau == 0.5
+    assert (
+        prefetcher.ab_test is not judged
+        and prefetcher.gain is None
+        and prefetcher._prompt_prefetcher.precision.tau == 0.5
+    )
 
 
 @pytest.mark.parametrize("strategy", ["auto", "lru+activation-path"])
 def test_a_prompt_is_read_ahead_whatever_decode_leaves_out(demo, strategy):
-    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy=strategy, precision=Precision(tau=0.2), **OPTIONS) as llm:
+    with moeoff.Llama(
+        demo,
+        expert_memory=share(demo, 0.5),
+        strategy=strategy,
+        precision=Precision(tau=0.2),
+        **OPTIONS,
+    ) as llm:
         llm.eval(list(range(10, 2058, 16)))
         llm.engine.buffer.drain()
         assert llm.stats().prefetch_issued > 100
@@ -528,7 +680,8 @@ def test_a_prompt_is_read_ahead_whatever_decode_leaves_out(demo, strategy):
             llm.eval([100 + token])
         llm.engine.buffer.drain()
         stats = llm.stats()
-    assert stats.skipped > 0 and (strategy != "auto" or stats.prefetch_gain is not None)  # in decode as judged
+    # in decode as judged
+    assert stats.skipped > 0 and (strategy != "auto" or stats.prefetch_gain is not None)
 
 
 class Constant:
@@ -545,7 +698,13 @@ class Constant:
 
 
 def event_of(gate, n_tokens, t_ns=0, n_miss=1, ids=(0, 1)):
-    return GateEvent(gate, np.tile(np.array(ids, np.int32), (n_tokens, 1)), np.ones((n_tokens, 2), np.float32), n_miss=n_miss, t_ns=t_ns)
+    return GateEvent(
+        gate,
+        np.tile(np.array(ids, np.int32), (n_tokens, 1)),
+        np.ones((n_tokens, 2), np.float32),
+        n_miss=n_miss,
+        t_ns=t_ns,
+    )
 
 
 def test_what_decode_found_leaves_prompts_alone():
@@ -615,7 +774,9 @@ def test_each_number_of_tokens_is_compared_by_itself():
     ([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]], [[0, 7], [2, 6]], [0, 2, 1, 3]),
 ], ids=["one sequence", "two"])  # fmt: skip
 def test_reads_ahead_only_what_is_mostly_used(scores, ids, experts):
-    """The second place is never selected: it is no longer read, but kept if it is there."""
+    """The second place is never selected: it is no longer read, but kept if it is
+    there.
+    """
     n, buffer = len(ids), Recorder()
     prefetcher = Prefetcher(buffer, Constant(scores), n_used=2)
     prefetcher.ab_test = prefetcher._ab_tests[n] = SimpleNamespace(on=True, token=lambda ns: None)
@@ -640,10 +801,20 @@ def test_several_tokens_may_earn_the_slices_of_all_their_experts():
 
 
 def test_each_token_wants_a_version_of_its_own():
-    """What one token would skip is read for another that would have it in high precision; the sum of both decides nothing."""
-    scores = np.array([[0.5, 0.3, 0.12, 0.08, 0, 0, 0, 0], [0, 0, 0.08, 0.5, 0.3, 0.12, 0, 0]], np.float32)
+    """What one token would skip is read for another that would have it in high
+    precision; the sum of both decides nothing.
+    """
+    scores = np.array(
+        [[0.5, 0.3, 0.12, 0.08, 0, 0, 0, 0], [0, 0, 0.08, 0.5, 0.3, 0.12, 0, 0]], np.float32
+    )
     buffer = Recorder()
-    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, ab_tested=False, precision=Precision(0.6, 0.85, 0.5, "Q4_0"))
+    prefetcher = Prefetcher(
+        buffer,
+        SimpleNamespace(),
+        n_used=4,
+        ab_tested=False,
+        precision=Precision(0.6, 0.85, 0.5, "Q4_0"),
+    )
     prefetcher._credit = 99.0
     prefetcher._act([Prediction(1, scores)], decode=True)
     (_, high, _, n_high), (_, low, *_) = buffer.prefetched
@@ -651,8 +822,13 @@ def test_each_token_wants_a_version_of_its_own():
 
 
 def run(share_of_place, n_tokens=200, n_gates=6, n_experts=16, resident=0.5, bad_gate=None, seed=0):
-    """Predictions right with these shares, the candidates absent or not by chance. Returns how many places pay for each gate."""
-    rng, prefetch_precision = np.random.default_rng(seed), PrefetchPrecision(n_gates, n_experts, len(share_of_place))
+    """Predictions right with these shares, the candidates absent or not by chance.
+    Returns how many places pay for each gate.
+    """
+    rng, prefetch_precision = (
+        np.random.default_rng(seed),
+        PrefetchPrecision(n_gates, n_experts, len(share_of_place)),
+    )
     for _ in range(n_tokens):
         table = rng.random((n_gates, n_experts)) < resident
         waiting = {}
@@ -663,13 +839,17 @@ def run(share_of_place, n_tokens=200, n_gates=6, n_experts=16, resident=0.5, bad
             target = (gate + 1) % n_gates
             best = rng.permutation(n_experts)[: len(share_of_place)]
             prefetch_precision.predicted(target, best)
-            right = rng.random(len(best)) < (0.1 if target == bad_gate else np.array(share_of_place))
+            right = rng.random(len(best)) < (
+                0.1 if target == bad_gate else np.array(share_of_place)
+            )
             if target:
                 waiting[target] = best[right]
     return prefetch_precision.max_rank[1:]
 
 
-@pytest.mark.parametrize("shares, n", [((0.9, 0.8, 0.7, 0.6), 4), ((0.9, 0.8, 0.3, 0.2), 2), ((0.2, 0.2, 0.1, 0.1), 0)])
+@pytest.mark.parametrize(
+    "shares, n", [((0.9, 0.8, 0.7, 0.6), 4), ((0.9, 0.8, 0.3, 0.2), 2), ((0.2, 0.2, 0.1, 0.1), 0)]
+)
 def test_reads_the_places_that_are_more_useful_than_not(shares, n):
     assert run(shares) == [n] * 5
 
@@ -684,23 +864,29 @@ def test_a_gate_that_is_hard_to_foresee_reads_less():
 
 
 def test_what_is_resident_says_nothing():
-    """Of a good cache the residents are predicted well. Only what would have been read counts."""
+    """Of a good cache the residents are predicted well. Only what would have been read
+    counts.
+    """
     prefetch_precision, resident = PrefetchPrecision(2, 8, 2), np.ones((2, 8), bool)
     resident[1, 4:] = False
     for _ in range(50):
         prefetch_precision.selected(0, np.array([0]))
         prefetch_precision.next_token(resident)
         prefetch_precision.predicted(1, np.array([0, 5]))
-        prefetch_precision.selected(1, np.array([0]))  # the resident one is right, the absent one never
+        # the resident one is right, the absent one never
+        prefetch_precision.selected(1, np.array([0]))
     assert prefetch_precision.max_rank[1] < 2
 
 
 def test_several_sequences_have_one_place_for_each_expert():
-    """Experts that several want count once; a place is as good as what any of the sequences selects of it."""
+    """Experts that several want count once; a place is as good as what any of the
+    sequences selects of it.
+    """
     prefetch_precision, resident = PrefetchPrecision(2, 8, 2), np.zeros((2, 8), bool)
     for _ in range(50):
         prefetch_precision.selected(0, np.array([0]))
         prefetch_precision.next_token(resident)
-        prefetch_precision.predicted(1, np.array([0, 1, 2, 5, 6]), np.array([0, 0, 0, 1, 1]))  # of three sequences
+        # of three sequences
+        prefetch_precision.predicted(1, np.array([0, 1, 2, 5, 6]), np.array([0, 0, 0, 1, 1]))
         prefetch_precision.selected(1, np.array([[0, 3], [1, 3], [2, 4]]).ravel())
     assert prefetch_precision.max_rank[1] == 1

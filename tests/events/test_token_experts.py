@@ -1,4 +1,6 @@
-"""Where a model makes drafts, what the drafted tokens chose before is read while the draft is made."""
+"""Where a model makes drafts, what the drafted tokens chose before is read while the
+draft is made.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ OPTIONS = {"n_ctx": 512, "n_threads": 2, "expert_memory": "4M"}
 
 @pytest.fixture
 def drafting(demo):
-    """A model whose driver tells a `TokenExperts`, as that of a server with drafts does."""
+    """A model whose driver tells a `TokenExperts`, as that of a server with drafts
+    does.
+    """
     with moeoff.Llama(demo, **OPTIONS) as llm:
         engine, index = llm.engine, llm.engine.model_index
         engine._token_experts = TokenExperts(engine.buffer, len(index.gates), index.n_expert_used)
@@ -26,20 +30,27 @@ def drafting(demo):
 
 
 def routed(llm: moeoff.Llama, tokens: list[int], n_batch: int) -> dict[int, np.ndarray]:
-    """[n_gates, n_used] of each token, where it was computed last; without the last gate, which passes those alone of which somebody wants logits."""
+    """[n_gates, n_used] of each token, where it was computed last; without the last
+    gate, which passes those alone of which somebody wants logits.
+    """
     events: list[GateEvent] = []
     llm.set_gate_callback(events.append)
     for i in range(0, len(tokens), n_batch):
         llm.eval(tokens[i : i + n_batch])
     llm.engine.buffer.drain()
     llm.set_gate_callback(None)
-    by_gate = [np.concatenate([event.ids for event in events if event.gate == gate]) for gate in range(max(event.gate for event in events))]
+    by_gate = [
+        np.concatenate([event.ids for event in events if event.gate == gate])
+        for gate in range(max(event.gate for event in events))
+    ]
     return {token: np.stack([ids[i] for ids in by_gate]) for i, token in enumerate(tokens)}
 
 
 @pytest.mark.parametrize("n_batch", [64, 5, 1])
 def test_what_a_token_chose_is_remembered(drafting, n_batch):
-    """Also of a batch that llama.cpp computes in parts, whose events come while the next one begins."""
+    """Also of a batch that llama.cpp computes in parts, whose events come while the
+    next one begins.
+    """
     memory = drafting.engine._token_experts
     for token, chosen in routed(drafting, PROMPT, n_batch).items():
         assert np.array_equal(memory._experts[memory._rows[token], : len(chosen)], chosen)
@@ -57,14 +68,23 @@ def test_is_read_when_the_token_is_expected(drafting):
         assert 0 < buffer.stats().prefetch_issued - before <= left
     wait_until_still(lambda: buffer.stats().reads)
     resident = buffer.residency()
-    assert all((resident[gate, experts] == memory._whole[gate]).all() for gate, experts in enumerate(chosen[:2]))
+    assert all(
+        (resident[gate, experts] == memory._whole[gate]).all()
+        for gate, experts in enumerate(chosen[:2])
+    )
     useful = buffer.stats().prefetch_useful
     drafting.eval([2000])
     assert buffer.stats().prefetch_useful > useful and drafting.stats().events_dropped == 0
 
 
 def made_up(buffer: ExpertBuffer, gate: int, ids: list[list[int]], t_ns: int) -> GateEvent:
-    return GateEvent(gate, np.array(ids, np.int32), np.zeros((len(ids), len(ids[0])), np.float32), t_ns=t_ns, decode=True)
+    return GateEvent(
+        gate,
+        np.array(ids, np.int32),
+        np.zeros((len(ids), len(ids[0])), np.float32),
+        t_ns=t_ns,
+        decode=True,
+    )
 
 
 def test_gates_that_do_not_go_by_the_token_are_left_out(drafting, monkeypatch):

@@ -1,4 +1,6 @@
-"""Traces on disk: they come back as they were written, survive a cut, and go on where they ended."""
+"""Traces on disk: they come back as they were written, survive a cut, and go on where
+they ended.
+"""
 
 import time
 from dataclasses import replace
@@ -13,9 +15,22 @@ from moeoff import Llama, OptionError
 from moeoff.engine.buffer import READ_DTYPE
 from moeoff.errors import WriteError
 from moeoff.routing.event import GateEvent
-from moeoff.routing.trace import DEMAND_LEVEL, PREFETCH_LEVEL, RECORD, VERSION, TensorInfo, Trace, TraceHeader, TraceWriter
+from moeoff.routing.trace import (
+    DEMAND_LEVEL,
+    PREFETCH_LEVEL,
+    RECORD,
+    VERSION,
+    TensorInfo,
+    Trace,
+    TraceHeader,
+    TraceWriter,
+)
 
-MODEL = TraceHeader("small.gguf", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 4096 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
+MODEL = TraceHeader(
+    "small.gguf",
+    2,
+    tuple(TensorInfo(g, g, m, 8, 5000 + 4096 * (m == 3)) for g in range(3) for m in (2, 1, 3)),
+)
 
 
 def gate_events(n, n_tokens=1, seed=0):
@@ -24,7 +39,9 @@ def gate_events(n, n_tokens=1, seed=0):
         ids = np.argsort(rng.random((n_tokens, 8)), axis=1)[:, :2].astype(np.int32)
         weights = rng.random((n_tokens, 2)).astype(np.float16).astype(np.float32)
         probs = rng.random((n_tokens, 8)).astype(np.float16).astype(np.float32)
-        yield GateEvent(i % 3, ids, weights, probs, layer=i % 3, n_hit=4, n_miss=2, seq=i + 1, t_ns=1000 * i)
+        yield GateEvent(
+            i % 3, ids, weights, probs, layer=i % 3, n_hit=4, n_miss=2, seq=i + 1, t_ns=1000 * i
+        )
 
 
 def write(path, n=12, n_tokens=1, probs=True):
@@ -40,8 +57,15 @@ def write(path, n=12, n_tokens=1, probs=True):
 def test_round_trip(tmp_path, n_tokens, probs):
     write(tmp_path / "t", n_tokens=n_tokens, probs=probs)
     trace = Trace.read(tmp_path / "t")
-    assert trace.model == MODEL and trace.n_tokens == 4 * n_tokens and trace.notes == [{"strategy": "lru"}]
-    assert np.flatnonzero(trace.starts).tolist() == [0, 6] and [e.n_hit for e in trace.events] == [4] * 12
+    assert (
+        trace.model == MODEL
+        and trace.n_tokens == 4 * n_tokens
+        and trace.notes == [{"strategy": "lru"}]
+    )
+    assert (
+        np.flatnonzero(trace.starts).tolist() == [0, 6]
+        and [e.n_hit for e in trace.events] == [4] * 12
+    )
     for event, live in zip(trace.events, gate_events(12, n_tokens), strict=True):
         assert (event.ids == live.ids).all() and (event.weights == live.weights).all()
         for name in ("gate", "layer", "n_hit", "n_miss", "t_ns"):
@@ -74,7 +98,9 @@ def test_every_cut_gives_a_prefix_and_can_be_continued(tmp_path):
     for end in range(header, len(whole)):
         path.write_bytes(whole[:end])
         part = Trace.read(path)
-        assert len(part.events) < 3 and all((a.ids == b.ids).all() for a, b in zip(part.events, full.events, strict=False))
+        assert len(part.events) < 3 and all(
+            (a.ids == b.ids).all() for a, b in zip(part.events, full.events, strict=False)
+        )
     write(path)
     assert len(Trace.read(path).events) == 2 + 12
 
@@ -90,7 +116,9 @@ def test_damage_ends_the_trace(tmp_path):
 
 @pytest.mark.parametrize("field, value", [(2, 200), (4, 9999)], ids=["gate", "tokens"])
 def test_a_record_that_cannot_be_ends_the_trace(tmp_path, field, value):
-    """Its fields are not in the checksum: a gate that is not there, more tokens than the payload has."""
+    """Its fields are not in the checksum: a gate that is not there, more tokens than
+    the payload has.
+    """
     path = tmp_path / "t"
     write(path)
     data = bytearray(path.read_bytes())
@@ -163,12 +191,15 @@ def test_reads_come_back_and_losses_are_counted(tmp_path):
 
 def test_every_read_of_a_run(demo, tmp_path):
     began = time.monotonic_ns()
-    with Llama(demo, expert_memory="4M", n_ctx=64, n_threads=2, strategy="lru", trace=tmp_path / "t") as llm:
+    with Llama(
+        demo, expert_memory="4M", n_ctx=64, n_threads=2, strategy="lru", trace=tmp_path / "t"
+    ) as llm:
         for token in range(300, 324):
             llm.eval([token])
         n_reads = llm.engine.buffer.stats().reads
         llm.engine.buffer.preload(0, range(32))
-        wait_until(lambda: llm.engine.buffer.stats().reads > n_reads)  # the next gate event gives up the rest
+        # the next gate event gives up the rest
+        wait_until(lambda: llm.engine.buffer.stats().reads > n_reads)
         llm.eval([400])
         wait_until_still(lambda: llm.engine.buffer.stats().reads)
         stats = llm.engine.buffer.stats()
@@ -179,9 +210,15 @@ def test_every_read_of_a_run(demo, tmp_path):
     assert reads["nbytes"].sum() == stats.bytes_read == trace.notes[-1]["bytes_read"]
     assert not trace.reads["version"].any()
     slices = np.array([t.nbytes for t in trace.model.tensors])
-    assert (reads["nbytes"] == slices[reads["tensor"]]).all() and set(reads["level"]) >= {PREFETCH_LEVEL, DEMAND_LEVEL}
-    ended = trace.reads["t_queued"] + 1000 * (trace.reads["wait_us"].astype(np.int64) + trace.reads["read_us"])
-    assert began < trace.reads["t_queued"].min() and ended.max() < closed  # the clock of the gates' times too
+    assert (reads["nbytes"] == slices[reads["tensor"]]).all() and set(reads["level"]) >= {
+        PREFETCH_LEVEL,
+        DEMAND_LEVEL,
+    }
+    ended = trace.reads["t_queued"] + 1000 * (
+        trace.reads["wait_us"].astype(np.int64) + trace.reads["read_us"]
+    )
+    # the clock of the gates' times too
+    assert began < trace.reads["t_queued"].min() and ended.max() < closed
     assert began < trace.events[0].t_ns and trace.events[-1].t_ns < closed
 
 
@@ -203,9 +240,13 @@ def test_the_log_is_off_by_default_and_bounded(demo):
         buffer.log_reads()
         n = sum(load_all() for _ in range(60))
         records = buffer.take_reads()
-        assert n > 65536 == len(records) and records["seq"].tolist() == list(range(n - 65536 + 1, n + 1))
+        assert n > 65536 == len(records) and records["seq"].tolist() == list(
+            range(n - 65536 + 1, n + 1)
+        )
         assert len(buffer.take_reads()) == 0
-        assert (records["t_queued"] <= records["t_start"]).all() and (records["t_start"] <= records["t_done"]).all()
+        assert (records["t_queued"] <= records["t_start"]).all() and (
+            records["t_start"] <= records["t_done"]
+        ).all()
 
 
 def test_checked_in_trace():
@@ -216,10 +257,20 @@ def test_checked_in_trace():
 
 @pytest.mark.parametrize("probs", [False, True])
 def test_decisions_round_trip(tmp_path, probs):
-    """Only events in which something was given up have decisions; the others count as all high."""
+    """Only events in which something was given up have decisions; the others count as
+    all high.
+    """
     rng = np.random.default_rng(3)
     events = [
-        replace(e, versions=[None, np.zeros((5, 2), np.uint8), rng.integers(0, 3, (5, 2)).astype(np.uint8)][i % 3], probs=e.probs if probs else None)
+        replace(
+            e,
+            versions=[
+                None,
+                np.zeros((5, 2), np.uint8),
+                rng.integers(0, 3, (5, 2)).astype(np.uint8),
+            ][i % 3],
+            probs=e.probs if probs else None,
+        )
         for i, e in enumerate(gate_events(9, 5))
     ]
     with TraceWriter(tmp_path / "t", MODEL) as writer:
@@ -231,16 +282,29 @@ def test_decisions_round_trip(tmp_path, probs):
     for i, (event, live) in enumerate(zip(trace.events, events, strict=True)):
         assert (event.ids == live.ids).all() and (event.weights == live.weights).all()
         assert (event.probs == live.probs).all() if probs else event.probs is None
-        assert (event.versions is None) == (i % 3 != 2) and (i % 3 != 2 or (event.versions == live.versions).all())
+        assert (event.versions is None) == (i % 3 != 2) and (
+            i % 3 != 2 or (event.versions == live.versions).all()
+        )
 
 
 def test_a_trace_tells_where_texts_begin_and_what_is_decoded(tmp_path):
-    """One that is told of twice before an event begins once; several tokens may be decoded, and a single one read."""
+    """One that is told of twice before an event begins once; several tokens may be
+    decoded, and a single one read.
+    """
     with TraceWriter(tmp_path / "t", MODEL) as writer:
         for i, event in enumerate([*gate_events(6, 4), *gate_events(6)]):
             for _ in range({4: 2, 9: 1}.get(i, 0)):
                 writer.new_sequence()
             writer.write(replace(event, decode=i % 2 == 0))
     trace = Trace.read(tmp_path / "t")
-    assert np.flatnonzero(trace.starts).tolist() == [0, 4, 9] and [e.decode for e in trace.events] == [True, False] * 6
-    assert np.flatnonzero(Trace.join([trace, trace.slice(3, 12)]).starts).tolist() == [0, 4, 9, 13, 18]
+    assert (
+        np.flatnonzero(trace.starts).tolist() == [0, 4, 9]
+        and [e.decode for e in trace.events] == [True, False] * 6
+    )
+    assert np.flatnonzero(Trace.join([trace, trace.slice(3, 12)]).starts).tolist() == [
+        0,
+        4,
+        9,
+        13,
+        18,
+    ]

@@ -18,7 +18,12 @@ needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no cc on this 
 
 
 def run(*args: str) -> None:
-    done = subprocess.run([sys.executable, str(FOLDER / "faults.py"), *args], capture_output=True, text=True, timeout=850)
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "faults.py"), *args],
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -42,7 +47,9 @@ def test_holds(command):
 @needs_cc
 @pytest.mark.slow
 def test_a_fault_that_is_not_mended_is_found():
-    """A flag of the native code that hides a failed read would look like this: without --verify-reads, wrong bytes are not told."""
+    """A flag of the native code that hides a failed read would look like this: without
+    --verify-reads, wrong bytes are not told.
+    """
     code = """
 import common
 common.preload()
@@ -52,17 +59,35 @@ nth_fault.SCENARIOS["decode"] = [(common.Call.READ, common.Kind.WRONG, 0)], nth_
 (outcome,), *_ = nth_fault.sweep("decode", 1)
 print(outcome.problems)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "n = 1: the failed read was not told" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "n = 1: the failed read was not told" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_damaged_files(tmp_path: Path):
-    """Of all kinds: a pipe at least, which is no file; and some models that are refused or answer."""
+    """Of all kinds: a pipe at least, which is no file; and some models that are refused
+    or answer.
+    """
     run("files", "--count", "2", "--seed", "2", "--json", str(tmp_path / "x.json"))
     (table,) = json.loads((tmp_path / "x.json").read_text())["tables"]
     assert [row[0] for row in table["rows"]] == list(KINDS)
-    run("files", "--only", "model", "--first", "1000", "--count", "60", "--seed", "2", "--json", str(tmp_path / "x.json"))
+    run(
+        "files",
+        "--only",
+        "model",
+        "--first",
+        "1000",
+        "--count",
+        "60",
+        "--seed",
+        "2",
+        "--json",
+        str(tmp_path / "x.json"),
+    )
     (table,) = json.loads((tmp_path / "x.json").read_text())["tables"]
     n_files, n_refused, n_accepted, _ = map(int, table["rows"][0][1:])
     assert n_files == 60 and n_refused > 20 and n_accepted > 3
@@ -93,11 +118,17 @@ def check(n):
 for case in common.in_workers(lambda: check, range(7), memory=bound):
     print(case.n, case.outcome, *case.problem.split()[:3])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=300
+    )
     cases = {}
     for line in done.stdout.splitlines():
         n, outcome, *problem = line.split()
         cases[n] = outcome, problem
     assert list(cases) == [*"0123456"], done.stdout + done.stderr
     assert {n for n, (_, problem) in cases.items() if problem} == {"1", "3", "5"}
-    assert cases["1"][0] == cases["3"][0] == "ended" and cases["3"][1][0] == "hangs:" and cases["5"][1][1:] == ["MiB", "of"]
+    assert (
+        cases["1"][0] == cases["3"][0] == "ended"
+        and cases["3"][1][0] == "hangs:"
+        and cases["5"][1][1:] == ["MiB", "of"]
+    )

@@ -1,4 +1,6 @@
-"""A file is there whole or not at all; whatever goes wrong, what was there before stays and nothing is left beside it."""
+"""A file is there whole or not at all; whatever goes wrong, what was there before stays
+and nothing is left beside it.
+"""
 
 import errno
 import os
@@ -44,7 +46,9 @@ def test_threads_that_write_the_same_file(path):
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, letters))
-    assert path.read_bytes() in [letter * 20_000 for letter in letters] and os.listdir(path.parent) == ["file"]
+    assert path.read_bytes() in [letter * 20_000 for letter in letters] and os.listdir(
+        path.parent
+    ) == ["file"]
 
 
 def test_a_name_as_long_as_a_file_system_takes(tmp_path):
@@ -56,7 +60,10 @@ def test_a_name_as_long_as_a_file_system_takes(tmp_path):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, ModelError("damaged")])
 def test_errors_of_the_block_pass_through(path, error):
-    with pytest.raises(type(error) if isinstance(error, Exception) else error), atomic_file(path) as file:
+    with (
+        pytest.raises(type(error) if isinstance(error, Exception) else error),
+        atomic_file(path) as file,
+    ):
         file.write(b"new")
         raise error
     assert untouched(path)
@@ -68,7 +75,11 @@ def test_its_bytes_reach_the_disk_before_its_name(path, monkeypatch):
     fsync, replace = os.fsync, os.replace
 
     def noted_fsync(fd):
-        calls.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else f"file of {os.fstat(fd).st_size} bytes")
+        calls.append(
+            "folder"
+            if stat.S_ISDIR(os.fstat(fd).st_mode)
+            else f"file of {os.fstat(fd).st_size} bytes"
+        )
         fsync(fd)
 
     def noted_replace(*args):
@@ -88,20 +99,32 @@ def test_a_disk_that_fails(path, monkeypatch, when):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, when, fail)
-    with pytest.raises(WriteError, match="file: cannot be written: Input/output error"), atomic_file(path) as file:
+    with (
+        pytest.raises(WriteError, match="file: cannot be written: Input/output error"),
+        atomic_file(path) as file,
+    ):
         file.write(b"new")
     assert untouched(path)
 
 
 def test_no_room():
-    with pytest.raises(WriteError, match="/dev/full: cannot be written: No space left"), atomic_file("/dev/full") as file:
+    with (
+        pytest.raises(WriteError, match="/dev/full: cannot be written: No space left"),
+        atomic_file("/dev/full") as file,
+    ):
         file.write(b"new")
 
 
 def test_no_such_folder(tmp_path):
-    with pytest.raises(WriteError, match="cannot be written: No such file"), atomic_file(tmp_path / "absent" / "file"):
+    with (
+        pytest.raises(WriteError, match="cannot be written: No such file"),
+        atomic_file(tmp_path / "absent" / "file"),
+    ):
         pass
-    with pytest.raises(WriteError, match="cannot be written: Is a directory"), atomic_file(tmp_path):
+    with (
+        pytest.raises(WriteError, match="cannot be written: Is a directory"),
+        atomic_file(tmp_path),
+    ):
         pass
 
 
@@ -109,7 +132,10 @@ def test_no_such_folder(tmp_path):
 def test_no_rights(path):
     path.parent.chmod(0o500)
     try:
-        with pytest.raises(WriteError, match="cannot be written: Permission denied"), atomic_file(path):
+        with (
+            pytest.raises(WriteError, match="cannot be written: Permission denied"),
+            atomic_file(path),
+        ):
             pass
     finally:
         path.parent.chmod(0o700)

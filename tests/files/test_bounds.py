@@ -1,4 +1,6 @@
-"""Files that claim more than they have, or are no files: whatever reads them says so in one sentence, before it has taken the memory or waited."""
+"""Files that claim more than they have, or are no files: whatever reads them says so in
+one sentence, before it has taken the memory or waited.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,14 @@ def no_file(request, tmp_path):
             made.bind(path)
             yield path, "a socket, expected a file"
             return
-    yield path, {"pipe": "a pipe, expected a file", "device": "a device, expected a file", "folder": "Is a directory"}[request.param]
+    yield (
+        path,
+        {
+            "pipe": "a pipe, expected a file",
+            "device": "a device, expected a file",
+            "folder": "Is a directory",
+        }[request.param],
+    )
 
 
 # --- what is read at all ---
@@ -104,7 +113,9 @@ def test_a_text_may_come_from_a_pipe_that_is_open(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"x" * 100)
     assert read_text(text, 100) == "x" * 100
-    with pytest.raises(OptionError, match=r"text: cannot be read: it has 0.00 MiB, expected at most"):
+    with pytest.raises(
+        OptionError, match=r"text: cannot be read: it has 0.00 MiB, expected at most"
+    ):
         read_text(text, 99)
     read, write = os.pipe()
     os.write(write, b"x" * 101)
@@ -123,7 +134,12 @@ def member(array: np.ndarray, header: bytes | None = None) -> bytes:
     data = out.getvalue()
     if header is None:
         return data
-    return data[:8] + struct.pack("<H", len(header)) + header + data[10 + struct.unpack_from("<H", data, 8)[0] :]
+    return (
+        data[:8]
+        + struct.pack("<H", len(header))
+        + header
+        + data[10 + struct.unpack_from("<H", data, 8)[0] :]
+    )
 
 
 def archive(path, **members: bytes) -> str:
@@ -139,14 +155,19 @@ def test_archives(tmp_path):
               "e": np.empty((0, 3))}  # fmt: skip
     np.savez_compressed(path, **arrays)
     read = read_npz(path, 10_000)
-    assert all(np.array_equal(read[name], array) and read[name].dtype == array.dtype for name, array in arrays.items())
+    assert all(
+        np.array_equal(read[name], array) and read[name].dtype == array.dtype
+        for name, array in arrays.items()
+    )
     assert list(read_npz(path, 10_000, lambda name: name == "b")) == ["b"]
     with pytest.raises(ArchiveError, match="it unpacks to .*, and there is room for"):
         read_npz(path, 100)
 
 
 def huge() -> bytes:
-    return member(np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (134217728,), }\n")
+    return member(
+        np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (134217728,), }\n"
+    )
 
 
 @pytest.mark.parametrize("data, words", [
@@ -167,14 +188,29 @@ def test_members_that_are_no_arrays(tmp_path, data, words):
 
 
 def test_archives_are_not_unpacked_beyond_their_room(tmp_path):
-    """A gigabyte of zeros is a megabyte in an archive: nothing of it is unpacked where there is less room, whatever its table says."""
+    """A gigabyte of zeros is a megabyte in an archive: nothing of it is unpacked where
+    there is less room, whatever its table says.
+    """
     path = tmp_path / "a.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file, file.open("a.npy", "w", force_zip64=True) as out:
-        out.write(member(np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (134217728,), }\n")[:-8])
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
+        file.open("a.npy", "w", force_zip64=True) as out,
+    ):
+        out.write(
+            member(
+                np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (134217728,), }\n"
+            )[:-8]
+        )
         for _ in range(256):
             out.write(bytes(4 << 20))
-    code = LIMITED + "from moeoff.system.arrays import read_npz, ArchiveError\ntry: read_npz(sys.argv[2], 100 << 20)\nexcept ArchiveError as e: print(e)"
-    done = subprocess.run([sys.executable, "-c", code, "600", str(path)], capture_output=True, text=True)
+    code = (
+        LIMITED
+        + "from moeoff.system.arrays import read_npz, ArchiveError\ntry: read_npz(sys.argv[2], 100"
+        " << 20)\nexcept ArchiveError as e: print(e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "600", str(path)], capture_output=True, text=True
+    )
     assert "it unpacks to 1.00 GiB, and there is room for 100 MiB" in done.stdout, done.stderr
     raw = bytearray(path.read_bytes())
     at = raw.rindex(b"PK\5\6")
@@ -198,7 +234,9 @@ def test_what_arrays_should_be():
         ({"b": np.full(3, 6)}, "numbers from 6 to 6, expected 0 to 5"),
     ):
         with pytest.raises(WrongArrays, match=words):
-            require_arrays({name: array for name, array in (good | wrong).items() if array is not None}, layout)
+            require_arrays(
+                {name: array for name, array in (good | wrong).items() if array is not None}, layout
+            )
 
 
 # --- profiles whose arrays are wrong ---
@@ -216,11 +254,21 @@ def damages(array: np.ndarray) -> list[np.ndarray | None]:
 
 
 def test_profiles_with_wrong_arrays(calibrated, tmp_path):
-    """Every array of every section, replaced: the model opens as if it were right, or a sentence names the section. Nothing else."""
+    """Every array of every section, replaced: the model opens as if it were right, or a
+    sentence names the section. Nothing else.
+    """
     model, result, _ = calibrated
     index = ModelIndex.read(model)
     whole = Profile.read(result.path, index)
-    uses = {"gate": "fate", "popularity": "edgemoe", "hobbit": "hobbit", "score": "score", "path": "edgemoe", "first": "edgemoe", "learned": "promoe"}
+    uses = {
+        "gate": "fate",
+        "popularity": "edgemoe",
+        "hobbit": "hobbit",
+        "score": "score",
+        "path": "edgemoe",
+        "first": "edgemoe",
+        "learned": "promoe",
+    }
     assert set(uses) <= set(whole.sections)
     tried = refused = 0
     rng = random.Random(0)
@@ -230,11 +278,19 @@ def test_profiles_with_wrong_arrays(calibrated, tmp_path):
         for name, wrong in rng.sample(cases, min(2, len(cases))):
             path = tmp_path / "p.npz"
             path.unlink(missing_ok=True)
-            changed = {key: array for key, array in (arrays | {name: wrong}).items() if array is not None}
-            Profile.write(path, index, {s: changed if s == section else whole.section(s) for s in whole.sections})
+            changed = {
+                key: array for key, array in (arrays | {name: wrong}).items() if array is not None
+            }
+            Profile.write(
+                path,
+                index,
+                {s: changed if s == section else whole.section(s) for s in whole.sections},
+            )
             tried += 1
             try:
-                with moeoff.Llama(model, n_ctx=64, strategy=strategy, profile=str(path), expert_memory="4M") as llm:
+                with moeoff.Llama(
+                    model, n_ctx=64, strategy=strategy, profile=str(path), expert_memory="4M"
+                ) as llm:
                     llm.create_completion("Once", max_tokens=2)
             except ModelError as error:
                 assert str(path) in str(error) and "run moeoff calibrate again" in str(error)
@@ -242,7 +298,16 @@ def test_profiles_with_wrong_arrays(calibrated, tmp_path):
     assert tried > 10 and refused > 0.4 * tried
 
 
-@pytest.mark.parametrize("name, wrong", [("tau", np.zeros(2)), ("tier", np.zeros(1)), ("loss", np.array([np.nan])), ("ctx", np.zeros(2, int)), ("kl", None)])
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("tau", np.zeros(2)),
+        ("tier", np.zeros(1)),
+        ("loss", np.array([np.nan])),
+        ("ctx", np.zeros(2, int)),
+        ("kl", None),
+    ],
+)
 def test_contracts_with_wrong_arrays(demo, tmp_path, name, wrong):
     from moeoff.budget.loss_contract import Candidate, LossContract
 
@@ -250,7 +315,15 @@ def test_contracts_with_wrong_arrays(demo, tmp_path, name, wrong):
     good = LossContract(0, 1, 8, 100, 64, (candidate,)).to_section()
     assert LossContract.from_section(good).candidates == (candidate,)
     index, path = ModelIndex.read(demo), tmp_path / "p.npz"
-    Profile.write(path, index, {"precision": {key: array for key, array in (good | {name: wrong}).items() if array is not None}})
+    Profile.write(
+        path,
+        index,
+        {
+            "precision": {
+                key: array for key, array in (good | {name: wrong}).items() if array is not None
+            }
+        },
+    )
     with pytest.raises(OptionError, match="the measurement is damaged"):
         moeoff.Llama(demo, profile=str(path), max_loss="1%")
 
@@ -258,7 +331,10 @@ def test_contracts_with_wrong_arrays(demo, tmp_path, name, wrong):
 def test_a_profile_that_leaves_no_room_is_refused(demo, tmp_path):
     index, path = ModelIndex.read(demo), tmp_path / "p.npz"
     Profile.write(path, index, {"popularity": {"counts": np.zeros((1 << 27,), np.int8)}})
-    with pytest.raises(ModelError, match=r"no profile for this budget \(it unpacks to 128 MiB, and there is room for"):
+    with pytest.raises(
+        ModelError,
+        match=r"no profile for this budget \(it unpacks to 128 MiB, and there is room for",
+    ):
         moeoff.Llama(demo, profile=str(path), strategy="edgemoe", memory=f"{rss() // 2**20 + 80}M")
 
 
@@ -275,7 +351,12 @@ def test_pairs_of_experts_are_checked():
     from moeoff.policies.edgemoe import PairCounts
 
     start = np.array([[0, 1, 1, 1, 9]], np.uint32)
-    pairs = {"pair_seen": np.zeros((1, 2, 2), int), "pair_start": start, "pair_expert": np.zeros(1, np.uint8), "pair_count": np.ones(1, np.uint16)}
+    pairs = {
+        "pair_seen": np.zeros((1, 2, 2), int),
+        "pair_start": start,
+        "pair_expert": np.zeros(1, np.uint8),
+        "pair_count": np.ones(1, np.uint16),
+    }
     with pytest.raises(WrongArrays, match="points behind the end"):
         PairCounts(pairs, 1, 2)
     start[0, 4] = 1
@@ -287,7 +368,9 @@ def test_pairs_of_experts_are_checked():
 
 def test_headers_that_are_too_long(tmp_path):
     with pytest.raises(ModelError, match="header is damaged: it is longer than 64 MiB"):
-        ModelIndex.read(rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (65 << 20)}))
+        ModelIndex.read(
+            rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (65 << 20)})
+        )
     raw = DEMO.read_bytes()
     path = tmp_path / "b.gguf"
     path.write_bytes(raw[:8] + struct.pack("<q", 1 << 40) + raw[16:])
@@ -296,17 +379,37 @@ def test_headers_that_are_too_long(tmp_path):
 
 
 def test_long_values_are_not_kept(tmp_path):
-    path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (20 << 20), "general.tags": ["abc"] * 400_000, "general.last": 7})
+    path = rewritten(
+        DEMO,
+        tmp_path / "a.gguf",
+        {
+            "general.description": "x" * (20 << 20),
+            "general.tags": ["abc"] * 400_000,
+            "general.last": 7,
+        },
+    )
     with ModelFile(path) as whole, ModelFile(path, longest=1000) as short, ModelFile(DEMO) as demo:
-        assert whole.tensors == short.tensors == demo.tensors and short.n_strings == whole.n_strings == demo.n_strings + 400_000
-        assert short.metadata == {key: raw for key, raw in whole.metadata.items() if len(raw) <= 1000}
-        assert unpack(short.metadata["general.last"]) == 7 and short.data("output_norm.weight").tobytes() == demo.data("output_norm.weight").tobytes()
+        assert (
+            whole.tensors == short.tensors == demo.tensors
+            and short.n_strings == whole.n_strings == demo.n_strings + 400_000
+        )
+        assert short.metadata == {
+            key: raw for key, raw in whole.metadata.items() if len(raw) <= 1000
+        }
+        assert (
+            unpack(short.metadata["general.last"]) == 7
+            and short.data("output_norm.weight").tobytes()
+            == demo.data("output_norm.weight").tobytes()
+        )
         assert len(whole.metadata["general.description"]) == (20 << 20) + 12
 
 
 def test_a_header_that_leaves_no_room_is_refused(tmp_path):
     path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
-    with pytest.raises(moeoff.BudgetError, match="what its header says takes about 2.. MiB to read, and there is room for"):
+    with pytest.raises(
+        moeoff.BudgetError,
+        match="what its header says takes about 2.. MiB to read, and there is room for",
+    ):
         moeoff.Llama(path, memory="200M")
 
 
@@ -324,33 +427,54 @@ for statement in sys.argv[1:]:
 
 
 def texts_and_peaks(*statements: str) -> list[tuple[str, int]]:
-    """What each of these, one after the other, says of files that ask for too much, and the most that the process had taken by then, in MiB. A use of freed
-    memory, at its end too, ends it."""
+    """What each of these, one after the other, says of files that ask for too much, and
+    the most that the process had taken by then, in MiB. A use of freed memory, at its
+    end too, ends it.
+    """
     lines = run_python(EACH, *statements, MALLOC_PERTURB_="165").splitlines()
     return [(text, int(peak)) for peak, _, text in (line.partition(" ") for line in lines)]
 
 
 def with_hole(source: str, out) -> str:
-    """A file's header with a string of 1 GiB in it, which the file has: its bytes take no room on the disk."""
+    """A file's header with a string of 1 GiB in it, which the file has: its bytes take
+    no room on the disk.
+    """
     raw = open(source, "rb").read()
     n_values, at, size = *struct.unpack_from("<q", raw, 16), 24, 1 << 30
     key = b"some.text"
     with open(out, "wb") as file:
-        file.write(raw[:16] + struct.pack("<q", n_values + 1) + struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, size))
+        file.write(
+            raw[:16]
+            + struct.pack("<q", n_values + 1)
+            + struct.pack("<Q", len(key))
+            + key
+            + struct.pack("<IQ", 8, size)
+        )
         file.seek(size, os.SEEK_CUR)
         file.write(raw[at:])
     return str(out)
 
 
 def test_adapters_that_ask_for_too_much(demo, tmp_path):
-    """llama.cpp takes several times what a header has, and the weights: 2,113 MiB of 300 for the string of 1 GiB."""
+    """llama.cpp takes several times what a header has, and the weights: 2,113 MiB of
+    300 for the string of 1 GiB.
+    """
     small = write_expert_adapter(demo, tmp_path / "small.gguf")
     large = write_expert_adapter(demo, tmp_path / "large.gguf", rank=240)
     long = rewritten(small, tmp_path / "long.gguf", {"general.description": "x" * (60 << 20)})
     expected = {with_hole(small, tmp_path / "hole.gguf"): "header is damaged: it is longer than", long: "a budget of 200 MiB is too small",
                 large: "a budget of 200 MiB is too small", small: ""}  # fmt: skip
-    lines = texts_and_peaks(*(f'moeoff.Llama({demo!r}, n_ctx=256, memory="200M", lora_path={str(path)!r})' for path in expected))
-    assert all(words in text for words, (text, _) in zip(expected.values(), lines, strict=True)) and lines[-1][0] == "" and lines[-2][1] < 200
+    lines = texts_and_peaks(
+        *(
+            f'moeoff.Llama({demo!r}, n_ctx=256, memory="200M", lora_path={str(path)!r})'
+            for path in expected
+        )
+    )
+    assert (
+        all(words in text for words, (text, _) in zip(expected.values(), lines, strict=True))
+        and lines[-1][0] == ""
+        and lines[-2][1] < 200
+    )
     assert os.path.getsize(large) > 100 << 20
 
 
@@ -371,7 +495,8 @@ def test_a_template_is_read_within_bounds(tmp_path):
     path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})
     (_, usual), (_, peak) = texts_and_peaks(
         *(
-            f"from moeoff.cli.run import _has_template; from moeoff.server.arguments import CommandLine; assert _has_template({file!r}, CommandLine())"
+            "from moeoff.cli.run import _has_template; from moeoff.server.arguments import"
+            f" CommandLine; assert _has_template({file!r}, CommandLine())"
             for file in (str(DEMO), path)
         )
     )
@@ -386,15 +511,22 @@ def test_headers_of_what_a_server_loads(demo, tmp_path):
     words = "what its header says takes about 2.. MiB to read, and there is room for"
     models = (f"{path!r}", f"{demo!r}, draft={path!r}", f"{demo!r}, mmproj={path!r}")
     lines = texts_and_peaks(*(f'moeoff.Server({model}, port=0, memory="200M")' for model in models))
-    assert all(re.search(words, text) and peak < 200 for text, peak in lines) and len(lines) == 3, lines
+    assert all(re.search(words, text) and peak < 200 for text, peak in lines) and len(lines) == 3, (
+        lines
+    )
     index = ModelIndex.read(demo)
-    usual, long = (extra_models(index, 256, Config.make(demo, draft=draft), ServerOptions(), 2 << 30)[0] for draft in (demo, path))
+    usual, long = (
+        extra_models(index, 256, Config.make(demo, draft=draft), ServerOptions(), 2 << 30)[0]
+        for draft in (demo, path)
+    )
     assert long - usual > 3.9 * (60 << 20)
 
 
 def test_numbers_that_llama_cpp_writes_out(tmp_path):
     """Each array as a text, for its log, whoever reads it."""
-    path = rewritten(DEMO, tmp_path / "a.gguf", {"some.numbers": np.full(60_000, np.float64(-1e308))})
+    path = rewritten(
+        DEMO, tmp_path / "a.gguf", {"some.numbers": np.full(60_000, np.float64(-1e308))}
+    )
     with moeoff.Llama(str(DEMO), memory="2G", n_ctx=64) as llm:
         usual = llm.engine.model_index.header_memory
     code = """
@@ -410,7 +542,9 @@ with moeoff.Llama(sys.argv[2], memory="2G", n_ctx=64) as llm:
 
 
 def test_what_a_model_was_trained_for_takes_no_memory(tmp_path):
-    """llama_cpp makes room for so many tokens, each time that it reads a text: 4 GiB here."""
+    """llama_cpp makes room for so many tokens, each time that it reads a text: 4 GiB
+    here.
+    """
     path = rewritten(DEMO, tmp_path / "a.gguf", {"qwen2moe.context_length": 1 << 30})
     code = """
 import sys, moeoff
@@ -436,7 +570,10 @@ def test_a_context_of_any_length_can_be_filled(demo, n_ctx):
         full = -(-n_ctx // 256) * 256
         assert llm.n_ctx() == full == len(llm.input_ids)
         tokens = [1 + i % 4000 for i in range(full - 2)]
-        assert llm.create_completion(tokens, max_tokens=9, temperature=0)["usage"]["completion_tokens"] == 2
+        assert (
+            llm.create_completion(tokens, max_tokens=9, temperature=0)["usage"]["completion_tokens"]
+            == 2
+        )
         with pytest.raises(ValueError, match=f"context window of {full}"):
             llm.create_completion([*tokens, 5, 5], max_tokens=1)
 
@@ -451,10 +588,21 @@ def test_logits_of_all_tokens_of_a_rounded_context(demo):
 
 
 def test_damaged_traces(tmp_path):
-    head = {"name": "x", "n_used": 1, "tensors": [{"gate": 0, "layer": 0, "matrix": 0, "n_experts": 1 << 40, "nbytes": 1}]}
-    for header, length in ((json.dumps(head), None), ("{}", None), ("{}", 1 << 31), (json.dumps(head | {"tensors": []}), None)):
+    head = {
+        "name": "x",
+        "n_used": 1,
+        "tensors": [{"gate": 0, "layer": 0, "matrix": 0, "n_experts": 1 << 40, "nbytes": 1}],
+    }
+    for header, length in (
+        (json.dumps(head), None),
+        ("{}", None),
+        ("{}", 1 << 31),
+        (json.dumps(head | {"tensors": []}), None),
+    ):
         path = tmp_path / "a.trace"
-        path.write_bytes(b"MOEOFFTR" + struct.pack("<II", 7, length or len(header)) + header.encode())
+        path.write_bytes(
+            b"MOEOFFTR" + struct.pack("<II", 7, length or len(header)) + header.encode()
+        )
         with pytest.raises(OptionError, match="header is damaged"):
             Trace.read(path)
 
@@ -490,7 +638,9 @@ def test_an_output_is_no_input(tmp_path):
     link.symlink_to(model)
     hard.hardlink_to(model)
     for name in (model, link, hard, tmp_path / "." / "model"):
-        with pytest.raises(OptionError, match=r"--out .* would replace .*model, which is in use: give another name"):
+        with pytest.raises(
+            OptionError, match=r"--out .* would replace .*model, which is in use: give another name"
+        ):
             require_new(name, [None, model], "--out")
     with pytest.raises(OptionError, match="would replace"):
         require_new(other, [tmp_path / "x" / ".." / "other"], "--out")  # neither is there yet
@@ -505,8 +655,16 @@ def test_no_command_replaces_the_model(demo, tmp_path, args):
     runner, alias = click.testing.CliRunner(), tmp_path / "alias"
     alias.symlink_to(demo)
     before = FileState.read(demo)
-    done = runner.invoke(main, [*args, str(alias), *([demo] if args[0] in ("calibrate", "convert") else ["-m", demo])], prog_name="moeoff")
-    assert done.exit_code == 1 and "would replace" in done.stderr and len(done.stderr.splitlines()) == 1, done.output
+    done = runner.invoke(
+        main,
+        [*args, str(alias), *([demo] if args[0] in ("calibrate", "convert") else ["-m", demo])],
+        prog_name="moeoff",
+    )
+    assert (
+        done.exit_code == 1
+        and "would replace" in done.stderr
+        and len(done.stderr.splitlines()) == 1
+    ), done.output
     assert FileState.read(demo) == before and alias.is_symlink()
 
 
@@ -523,8 +681,15 @@ def test_a_sidecar_replaces_nothing_but_files(demo, tmp_path):
 
 def test_messages_are_one_printable_line_of_bounded_length(demo, invoke, tmp_path):
     error = OptionError("a\nError: forged\x1b[2J\u2028b\udcff" + "x" * 10_000_000 + "the end")
-    assert str(error).isprintable() and len(str(error)) < 2100 and str(error).startswith("a Error: forged\\x1b[2J") and str(error).endswith("the end")
-    path = with_template(demo, tmp_path / "t.gguf", "{{ raise_exception('no\nError: forged\n' + 'x' * 100000) }}")
+    assert (
+        str(error).isprintable()
+        and len(str(error)) < 2100
+        and str(error).startswith("a Error: forged\\x1b[2J")
+        and str(error).endswith("the end")
+    )
+    path = with_template(
+        demo, tmp_path / "t.gguf", "{{ raise_exception('no\nError: forged\n' + 'x' * 100000) }}"
+    )
     refused = invoke("run", path, "-p", "x").stderr.removesuffix("\n")
     assert refused.isprintable() and len(refused) < 2200 and "chat template" in refused
 
@@ -539,7 +704,12 @@ def test_values_that_make_no_sense(demo, options):
 
 
 def test_sizes_may_be_numbers():
-    assert parse_size(6e9) == parse_size(6_000_000_000) == parse_size(np.int64(6_000_000_000)) == parse_size("6GB")
+    assert (
+        parse_size(6e9)
+        == parse_size(6_000_000_000)
+        == parse_size(np.int64(6_000_000_000))
+        == parse_size("6GB")
+    )
 
 
 def test_a_system_that_does_not_show_its_processes(monkeypatch):
@@ -553,22 +723,38 @@ def test_a_system_that_does_not_show_its_processes(monkeypatch):
 
     monkeypatch.setattr("builtins.open", hidden)
     for ask in (rss, available):
-        with pytest.raises(OptionError, match="this system does not say how much memory .*is /proc mounted"):
+        with pytest.raises(
+            OptionError, match="this system does not say how much memory .*is /proc mounted"
+        ):
             ask()
     assert peak_rss() > 0
 
 
-@pytest.mark.parametrize("how, words", [(">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")])
+@pytest.mark.parametrize(
+    "how, words", [(">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")]
+)
 def test_standard_output_that_cannot_be_written(how, words):
     """One sentence, also for what click prints by itself."""
     if "/dev" in how and not stat.S_ISCHR(os.stat("/dev/full").st_mode):
         pytest.skip("this machine has no /dev/full")
     for command in ("--help", f"inspect --probe off {DEMO}"):
-        done = subprocess.run(["sh", "-c", f"exec {sys.executable} -m moeoff.cli {command} {how}"], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (1, f"Error: standard output cannot be written: {words}\n")
+        done = subprocess.run(
+            ["sh", "-c", f"exec {sys.executable} -m moeoff.cli {command} {how}"],
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (
+            1,
+            f"Error: standard output cannot be written: {words}\n",
+        )
 
 
 def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path):
-    code = "from moeoff.cli.options import open_standard_streams as o; o(); import os; f = open(os.devnull); print(f.fileno(), file=open('{}', 'w'))"
-    done = subprocess.run(["sh", "-c", f'exec {sys.executable} -c "{code.format(tmp_path / "n")}" <&- >&- 2>&-'])
+    code = (
+        "from moeoff.cli.options import open_standard_streams as o; o(); import os; f ="
+        " open(os.devnull); print(f.fileno(), file=open('{}', 'w'))"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec {sys.executable} -c "{code.format(tmp_path / "n")}" <&- >&- 2>&-']
+    )
     assert done.returncode == 0 and int((tmp_path / "n").read_text()) > 2

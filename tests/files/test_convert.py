@@ -1,4 +1,6 @@
-"""Converting and verifying: every shape, type and shard; damaged sidecars; and what interrupts a builder."""
+"""Converting and verifying: every shape, type and shard; damaged sidecars; and what
+interrupts a builder.
+"""
 
 from __future__ import annotations
 
@@ -35,36 +37,89 @@ from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type
 from mutants import mutate
 
 SOURCES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K")
-TARGETS = ("original", "auto", "Q2_K", "Q3_K", "Q4_0", "Q8_0", "F16", "MXFP4", "IQ4_XS", "Q2_0", "NVFP4")
+TARGETS = (
+    "original",
+    "auto",
+    "Q2_K",
+    "Q3_K",
+    "Q4_0",
+    "Q8_0",
+    "F16",
+    "MXFP4",
+    "IQ4_XS",
+    "Q2_0",
+    "NVFP4",
+)
 
 
-def write_model(folder: Path, *, n_layer=2, n_expert=3, n_ff=5, n_cols=64, down_cols=64, type="F16", n_parts=1, seed=0) -> Path:
-    """A GGUF of routed experts and little else, in one file or several; weights are normal."""
+def write_model(
+    folder: Path,
+    *,
+    n_layer=2,
+    n_expert=3,
+    n_ff=5,
+    n_cols=64,
+    down_cols=64,
+    type="F16",
+    n_parts=1,
+    seed=0,
+) -> Path:
+    """A GGUF of routed experts and little else, in one file or several; weights are
+    normal.
+    """
     rng = np.random.default_rng(seed)
-    tensors, data = [Tensor("token_embd.weight", (7, 32), 0)], [rng.normal(size=(7, 32)).astype(np.float32).view(np.uint8)]
+    tensors, data = (
+        [Tensor("token_embd.weight", (7, 32), 0)],
+        [rng.normal(size=(7, 32)).astype(np.float32).view(np.uint8)],
+    )
     for layer in range(n_layer):
-        for matrix, rows, cols in (("gate", n_ff, n_cols), ("down", n_cols, down_cols), ("up", n_ff, n_cols)):
+        for matrix, rows, cols in (
+            ("gate", n_ff, n_cols),
+            ("down", n_cols, down_cols),
+            ("up", n_ff, n_cols),
+        ):
             kind = type_from_name(type)
             kind = kind if fits(kind, cols) else type_from_name("F16")
-            tensors.append(Tensor(f"blk.{layer}.ffn_{matrix}_exps.weight", (n_expert, rows, cols), kind))
+            tensors.append(
+                Tensor(f"blk.{layer}.ffn_{matrix}_exps.weight", (n_expert, rows, cols), kind)
+            )
             data.append(quantize(rng.normal(size=(n_expert * rows, cols)).astype(np.float32), kind))
     cuts = [len(tensors) * i // n_parts for i in range(n_parts + 1)]
-    base = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": n_expert, "qwen3moe.expert_used_count": 1}
+    base = {
+        "general.architecture": "qwen3moe",
+        "qwen3moe.expert_count": n_expert,
+        "qwen3moe.expert_used_count": 1,
+    }
     paths = []
     for part in range(n_parts):
-        split = {"split.no": struct.pack("<IH", 2, part), "split.count": struct.pack("<IH", 2, n_parts)} if n_parts > 1 else {}
-        paths.append(folder / (f"m-{part + 1:05d}-of-{n_parts:05d}.gguf" if n_parts > 1 else "m.gguf"))
-        with ModelWriter(paths[-1], (base if part == 0 else {}) | split, tensors[cuts[part] : cuts[part + 1]], overwrite=True) as writer:
+        split = (
+            {"split.no": struct.pack("<IH", 2, part), "split.count": struct.pack("<IH", 2, n_parts)}
+            if n_parts > 1
+            else {}
+        )
+        paths.append(
+            folder / (f"m-{part + 1:05d}-of-{n_parts:05d}.gguf" if n_parts > 1 else "m.gguf")
+        )
+        with ModelWriter(
+            paths[-1],
+            (base if part == 0 else {}) | split,
+            tensors[cuts[part] : cuts[part + 1]],
+            overwrite=True,
+        ) as writer:
             for piece in data[cuts[part] : cuts[part + 1]]:
                 writer.write(piece)
     return paths[0]
 
 
 def leftovers(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("m") or "experts" in p.name)
+    return sorted(
+        p.name for p in folder.iterdir() if not p.name.startswith("m") or "experts" in p.name
+    )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     n_expert=st.integers(1, 5),
     n_ff=st.integers(1, 9),
@@ -76,12 +131,22 @@ def leftovers(folder: Path) -> list[str]:
     threads=st.integers(1, 4),
     piece=st.sampled_from([1, 300, 5000, 1 << 20]),
 )
-def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert, n_ff, n_cols, down_cols, type, tiers, n_parts, threads, piece):
+def test_every_slice_is_what_the_quantizer_makes(
+    tmp_path, monkeypatch, n_expert, n_ff, n_cols, down_cols, type, tiers, n_parts, threads, piece
+):
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
     monkeypatch.setattr(module, "_PIECE_VALUES", piece)
     monkeypatch.setattr(module, "_PIECE_BYTES", piece)
-    model = write_model(tmp_path, n_expert=n_expert, n_ff=n_ff, n_cols=n_cols, down_cols=down_cols, type=type, n_parts=n_parts)
+    model = write_model(
+        tmp_path,
+        n_expert=n_expert,
+        n_ff=n_ff,
+        n_cols=n_cols,
+        down_cols=down_cols,
+        type=type,
+        n_parts=n_parts,
+    )
     made = convert(model, tiers=",".join(tiers), threads=threads)
     assert verify(made.path).model == str(model)
     sidecar = Sidecar(made.path)
@@ -90,13 +155,19 @@ def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert
     for part in tmp_path.glob("m*.gguf"):
         if ".experts" not in part.name:
             with ModelFile(part) as file:
-                sources |= {n: (t, file.data(n).copy(), file.rows(n)) for n, t in file.tensors.items()}
+                sources |= {
+                    n: (t, file.data(n).copy(), file.rows(n)) for n, t in file.tensors.items()
+                }
     assert len(sidecar.slices) == 2 * 3 * n_expert * len(tiers)
     with open(made.path, "rb") as file:
         for (name, expert, tier), s in sidecar.slices.items():
             tensor, data, values = sources[name]
             rows = slice(expert * tensor.shape[1], (expert + 1) * tensor.shape[1])
-            of_tier = {"original": tensor.type, "auto": lower_type(tensor.type)}.get(tier) if tier in ("original", "auto") else type_from_name(tier)
+            of_tier = (
+                {"original": tensor.type, "auto": lower_type(tensor.type)}.get(tier)
+                if tier in ("original", "auto")
+                else type_from_name(tier)
+            )
             held = nearest(of_tier, tensor.shape[2])
             if tier == "auto" and row_bytes(held, 256) >= row_bytes(tensor.type, 256):
                 held = tensor.type
@@ -109,9 +180,20 @@ def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert
 
 def test_nearest_and_lower_types():
     name = lambda type, cols: type_name(nearest(type_from_name(type), cols))  # noqa: E731
-    assert name("Q2_K", 1408) == "Q2_0" and name("Q2_K", 512) == "Q2_K" and name("Q6_K", 1408) == "Q5_1"
-    assert name("Q4_K", 32) == "IQ4_NL" and name("Q2_K", 32) == "IQ4_NL" and name("Q8_0", 17) == "F16" and name("F32", 17) == "F32"
-    assert [type_name(lower_type(type_from_name(t))) for t in ("Q4_K", "Q8_0", "MXFP4", "Q2_K")] == ["Q2_K", "Q4_0", "Q2_K", "Q2_K"]
+    assert (
+        name("Q2_K", 1408) == "Q2_0"
+        and name("Q2_K", 512) == "Q2_K"
+        and name("Q6_K", 1408) == "Q5_1"
+    )
+    assert (
+        name("Q4_K", 32) == "IQ4_NL"
+        and name("Q2_K", 32) == "IQ4_NL"
+        and name("Q8_0", 17) == "F16"
+        and name("F32", 17) == "F32"
+    )
+    assert [
+        type_name(lower_type(type_from_name(t))) for t in ("Q4_K", "Q8_0", "MXFP4", "Q2_K")
+    ] == ["Q2_K", "Q4_0", "Q2_K", "Q2_K"]
 
 
 # --- damage ---
@@ -134,7 +216,8 @@ def test_fuzz(tmp_path, n, seed):
             assert path in str(error) and "\n" not in str(error)
             continue
         undetected += 1
-        assert weights(data) == original and Sidecar(path).slices == slices, (seed, i)  # padding between slices
+        # padding between slices
+        assert weights(data) == original and Sidecar(path).slices == slices, (seed, i)
     assert undetected < n / 2
 
 
@@ -142,7 +225,11 @@ def test_verify_names_the_model_that_changed(tmp_path):
     model = write_model(tmp_path, n_ff=200)
     path = convert(model, tiers="Q2_0").path
     with ModelFile(model) as file:
-        offset = file.offset("blk.1.ffn_up_exps.weight") + file.tensors["blk.1.ffn_up_exps.weight"].n_bytes - 1
+        offset = (
+            file.offset("blk.1.ffn_up_exps.weight")
+            + file.tensors["blk.1.ffn_up_exps.weight"].n_bytes
+            - 1
+        )
     with open(model, "r+b") as file:  # one byte where no sample is taken
         file.seek(offset)
         file.write(b"\x5a")
@@ -197,7 +284,8 @@ def test_bad_options(tmp_path):
         ("{", "not JSON"),
         ('{"layers": {"9": "Q4_0"}}', "'9' has no"),
         ('{"layers": {"0": {"3": "Q4_0"}}}', "0 to 2"),
-        ('{"layers": {"%s": "Q4_0"}}' % ("9" * 5000), "9' has no"),  # more digits than Python makes a number of
+        # more digits than Python makes a number of
+        ('{"layers": {"%s": "Q4_0"}}' % ("9" * 5000), "9' has no"),
         ('{"layers": {"0": {"%s": "Q4_0"}}}' % ("9" * 5000), "0 to 2"),
         ('{"default": "x"}', "expected a ggml type"),
         ('{"default": 3}', "found 3"),
@@ -230,7 +318,9 @@ def start(model: Path, *options: str, **kwargs) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("large"), n_layer=2, n_expert=6, n_ff=768, n_cols=512, down_cols=768)
+    return write_model(
+        tmp_path_factory.mktemp("large"), n_layer=2, n_expert=6, n_ff=768, n_cols=512, down_cols=768
+    )
 
 
 @pytest.fixture
@@ -243,7 +333,9 @@ def wait_for_part(folder: Path, n_jobs: int = 0) -> None:
     """Until something is written, and the journal knows of so many slices."""
     part, journal = folder / ".m.experts.gguf.part", folder / ".m.experts.gguf.part.journal"
     wait_until(lambda: part.exists() and part.stat().st_blocks >= 100)
-    wait_until(lambda: not n_jobs or (journal.exists() and journal.stat().st_size >= 32 + 28 * n_jobs))
+    wait_until(
+        lambda: not n_jobs or (journal.exists() and journal.stat().st_size >= 32 + 28 * n_jobs)
+    )
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
@@ -259,18 +351,24 @@ def test_an_interrupt_leaves_nothing(large, tmp_path, sign):
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_resume(large, tmp_path, sign):
-    expected = Path(convert(large, tiers="original,IQ4_XS", output=tmp_path / "m-whole.gguf").path).read_bytes()
+    expected = Path(
+        convert(large, tiers="original,IQ4_XS", output=tmp_path / "m-whole.gguf").path
+    ).read_bytes()
     with start(large, "--resume") as process:
         wait_for_part(tmp_path, 10)
         process.send_signal(sign)
-        assert process.stderr.read() == ("interrupted: repeat with --resume to continue\n" if sign == signal.SIGINT else "")
+        assert process.stderr.read() == (
+            "interrupted: repeat with --resume to continue\n" if sign == signal.SIGINT else ""
+        )
     part = tmp_path / ".m.experts.gguf.part"
     assert part.exists() and not (tmp_path / "m.experts.gguf").exists()
     with open(part, "r+b") as file:  # a crash may lose what the journal claims
         file.seek(ALIGNMENT * 40)
         file.write(bytes(4096))
     seen = []
-    made = convert(large, tiers="original,IQ4_XS", resume=True, progress=lambda n, total: seen.append(n))
+    made = convert(
+        large, tiers="original,IQ4_XS", resume=True, progress=lambda n, total: seen.append(n)
+    )
     assert Path(made.path).read_bytes() == expected
     assert seen[0] > 0 and not part.exists() and leftovers(tmp_path) == ["m.experts.gguf"]
 
@@ -294,11 +392,16 @@ def test_one_conversion_at_a_time(large, tmp_path):
                 convert(large)
         finally:
             process.send_signal(signal.SIGCONT)
-    assert process.returncode == 0 and verify(tmp_path / "m.experts.gguf").tiers == ("original", "IQ4_XS")
+    assert process.returncode == 0 and verify(tmp_path / "m.experts.gguf").tiers == (
+        "original",
+        "IQ4_XS",
+    )
 
 
 def test_a_disk_too_small(large, tmp_path, monkeypatch):
-    """Refused at once where the room is known; and where writing fails on the way, nothing is left. (A disk that is full: scripts/faults/faults.py disk.)"""
+    """Refused at once where the room is known; and where writing fails on the way,
+    nothing is left. (A disk that is full: scripts/faults/faults.py disk.)
+    """
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
         with pytest.raises(OptionError, match="make room"):
@@ -315,7 +418,13 @@ def test_a_disk_too_small(large, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-@pytest.mark.parametrize("mode, message", [(0o600, "m.gguf: cannot be read: Permission denied"), (0o644, "m.experts.gguf: nothing can be written in")])
+@pytest.mark.parametrize(
+    "mode, message",
+    [
+        (0o600, "m.gguf: cannot be read: Permission denied"),
+        (0o644, "m.experts.gguf: nothing can be written in"),
+    ],
+)
 def test_without_rights(mode, message):
     """Not root's: a model that cannot be read, a folder that cannot be written."""
     with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
@@ -323,7 +432,10 @@ def test_without_rights(mode, message):
         folder.chmod(0o755)
         model = write_model(folder)
         model.chmod(mode)
-        code = f"import os; from moeoff.experts.convert import convert; os.setgroups([]); os.setuid(65534); convert({str(model)!r}, tiers='original')"
+        code = (
+            "import os; from moeoff.experts.convert import convert; os.setgroups([]);"
+            f" os.setuid(65534); convert({str(model)!r}, tiers='original')"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert message in done.stderr.splitlines()[-1]
         assert leftovers(folder) == []
@@ -332,7 +444,11 @@ def test_without_rights(mode, message):
 def test_a_source_that_shrinks(large, tmp_path, monkeypatch):
     size = os.path.getsize(large)
     pread = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 0 if offset > size // 2 else pread(fd, buffers, offset))
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda fd, buffers, offset: 0 if offset > size // 2 else pread(fd, buffers, offset),
+    )
     with pytest.raises(ModelError, match="truncated at byte"):
         convert(large)
     assert leftovers(tmp_path) == []
@@ -351,7 +467,11 @@ def test_imatrix(tmp_path, form):
     sums = {n: rng.uniform(0.1, 9, (s[0], s[2])).astype(np.float32) for n, s in shapes.items()}
     path = tmp_path / "m.imatrix"
     if form == "gguf":
-        tensors = [t for n, s in sums.items() for t in (Tensor(f"{n}.in_sum2", s.shape, 0), Tensor(f"{n}.counts", (len(s), 1), 0))]
+        tensors = [
+            t
+            for n, s in sums.items()
+            for t in (Tensor(f"{n}.in_sum2", s.shape, 0), Tensor(f"{n}.counts", (len(s), 1), 0))
+        ]
         with ModelWriter(path, {"general.type": "imatrix"}, tensors) as writer:
             for s in sums.values():
                 writer.write(s.view(np.uint8))
@@ -359,7 +479,12 @@ def test_imatrix(tmp_path, form):
     else:
         parts = [struct.pack("<i", len(sums))]
         for n, s in sums.items():
-            parts += [struct.pack("<i", len(n)), n.encode(), struct.pack("<ii", 4, s.size), s.tobytes()]
+            parts += [
+                struct.pack("<i", len(n)),
+                n.encode(),
+                struct.pack("<ii", 4, s.size),
+                s.tobytes(),
+            ]
         path.write_bytes(b"".join(parts))
     made = convert(model, tiers="IQ2_XXS,Q2_K", imatrix=path)
     sidecar = Sidecar(made.path)
@@ -373,8 +498,15 @@ def test_imatrix(tmp_path, form):
     other = write_model(tmp_path, n_cols=512, down_cols=256)
     with pytest.raises(ModelError, match="matrix of another model"):
         convert(other, tiers="Q2_K", imatrix=path, force=True)
-    endless = struct.pack("<ii4sii", 1 << 30, 4, b"name", 1, -4) + bytes(64)  # each matrix ends where it begins
-    for junk in (b"", b"GGUF", b"\x05\x00\x00\x00\xff\xff\xff\xff", path.read_bytes()[:-100], endless):
+    # each matrix ends where it begins
+    endless = struct.pack("<ii4sii", 1 << 30, 4, b"name", 1, -4) + bytes(64)
+    for junk in (
+        b"",
+        b"GGUF",
+        b"\x05\x00\x00\x00\xff\xff\xff\xff",
+        path.read_bytes()[:-100],
+        endless,
+    ):
         (tmp_path / "m.junk").write_bytes(junk)
         with pytest.raises(ModelError, match="m.junk"):
             Imatrix.read(tmp_path / "m.junk")
@@ -382,7 +514,9 @@ def test_imatrix(tmp_path, form):
 
 def test_memory_is_bounded(tmp_path):
     """An expert's matrix of 48 MB goes through in pieces."""
-    model = write_model(tmp_path, n_layer=1, n_expert=1, n_ff=6144, n_cols=2048, down_cols=6144, type="F32")
+    model = write_model(
+        tmp_path, n_layer=1, n_expert=1, n_ff=6144, n_cols=2048, down_cols=6144, type="F32"
+    )
     code = f"""
 from moeoff.system import memory
 from moeoff.experts.convert import convert

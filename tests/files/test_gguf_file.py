@@ -1,4 +1,6 @@
-"""Reading and writing GGUF: what llama.cpp's parser accepts and nothing else, exact copies, names, old files, and errors that leave nothing behind."""
+"""Reading and writing GGUF: what llama.cpp's parser accepts and nothing else, exact
+copies, names, old files, and errors that leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,18 @@ from moeoff.experts.sidecar import parse_slice_name, sidecar_path, slice_name
 from moeoff.gguf import file as reader
 from moeoff.gguf import model_index, preflight
 from moeoff.gguf.file import FileState, ModelFile, Tensor
-from moeoff.gguf.model_index import EMBEDDING, MATRICES, OUTPUT, ModelIndex, SplitName, TensorRole, is_expert, model_stem, parse_block_name, parse_tensor_name
+from moeoff.gguf.model_index import (
+    EMBEDDING,
+    MATRICES,
+    OUTPUT,
+    ModelIndex,
+    SplitName,
+    TensorRole,
+    is_expert,
+    model_stem,
+    parse_block_name,
+    parse_tensor_name,
+)
 from moeoff.gguf.quantize import is_computed, row_bytes, type_from_name, type_name
 from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import _log as llama_log
@@ -76,8 +89,10 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class Header:
-    """values: type and bytes of a scalar or string, type of elements and their number of an array, by key. tensors: type,
-    shape with the row length first, offset in the file and bytes, by name. Names and keys end at their first zero."""
+    """values: type and bytes of a scalar or string, type of elements and their number
+    of an array, by key. tensors: type, shape with the row length first, offset in the
+    file and bytes, by name. Names and keys end at their first zero.
+    """
 
     values: dict[bytes, tuple]
     tensors: dict[bytes, tuple[int, tuple[int, ...], int, int]]
@@ -125,18 +140,25 @@ FORMATS = "BbHhIif?xxQqd"  # by GGUF type; strings and arrays have none
 
 def test_copy_is_exact(tmp_path):
     with ModelFile(DEMO) as model:
-        with ModelWriter(tmp_path / "copy.gguf", model.metadata, list(model.tensors.values()), model.alignment) as writer:
+        with ModelWriter(
+            tmp_path / "copy.gguf", model.metadata, list(model.tensors.values()), model.alignment
+        ) as writer:
             for name in model.tensors:
                 writer.write(model.data(name))
         theirs = {tensor.name: tensor for tensor in GGUFReader(DEMO).tensors}
         assert list(theirs) == list(model.tensors)
         for name, tensor in model.tensors.items():
-            assert tensor.shape == tuple(reversed(theirs[name].shape)) and tensor.type == theirs[name].tensor_type
+            assert (
+                tensor.shape == tuple(reversed(theirs[name].shape))
+                and tensor.type == theirs[name].tensor_type
+            )
     assert (tmp_path / "copy.gguf").read_bytes() == DEMO.read_bytes()
 
 
 def test_cut_while_it_is_open(tmp_path, monkeypatch):
-    """An error and no signal; also where that happens between the file's size and its header."""
+    """An error and no signal; also where that happens between the file's size and its
+    header.
+    """
     path = tmp_path / "cut.gguf"
     path.write_bytes(DEMO.read_bytes())
     with ModelFile(path) as file:
@@ -178,22 +200,33 @@ def test_cut_short_is_an_error(tmp_path):
 def test_writer_leaves_nothing_on_errors(tmp_path):
     tensors = [Tensor("a", (2, 8), T.F32), Tensor("b", (8,), T.F32)]
     metadata = {"general.architecture": "none"}
-    with pytest.raises(ModelError, match="2 tensors"), ModelWriter(tmp_path / "x.gguf", metadata, tensors) as writer:
+    with (
+        pytest.raises(ModelError, match="2 tensors"),
+        ModelWriter(tmp_path / "x.gguf", metadata, tensors) as writer,
+    ):
         writer.write(np.zeros(40, np.uint8))
     with pytest.raises(KeyboardInterrupt), ModelWriter(tmp_path / "x.gguf", metadata, tensors):
         raise KeyboardInterrupt
-    with pytest.raises(ModelError, match="24 more"), ModelWriter(tmp_path / "x.gguf", metadata, tensors) as writer:
+    with (
+        pytest.raises(ModelError, match="24 more"),
+        ModelWriter(tmp_path / "x.gguf", metadata, tensors) as writer,
+    ):
         writer.write(np.zeros(40, np.uint8))
         writer.write(np.zeros(40, np.uint8))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "x.gguf").write_bytes(b"precious")
-    with pytest.raises(WriteError, match="exists"), ModelWriter(tmp_path / "x.gguf", metadata, tensors):
+    with (
+        pytest.raises(WriteError, match="exists"),
+        ModelWriter(tmp_path / "x.gguf", metadata, tensors),
+    ):
         pass
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"precious"]
 
 
 def as_llama_cpp_has_it(path) -> Header:
-    """Of our reader. Strings end at their first zero, as C's do; tensors of one name up to there are one."""
+    """Of our reader. Strings end at their first zero, as C's do; tensors of one name up
+    to there are one.
+    """
     with ModelFile(path) as file:
         values, tensors = {}, {}
         for key, raw in file.metadata.items():
@@ -207,13 +240,20 @@ def as_llama_cpp_has_it(path) -> Header:
             values[key.encode("utf-8", "surrogateescape").split(b"\0")[0]] = value
         for name, tensor in file.tensors.items():
             shape = (*reversed(tensor.shape), 1, 1, 1)[:4]
-            tensors[name.encode("utf-8", "surrogateescape").split(b"\0")[0]] = (tensor.type, shape, file.offset(name), tensor.n_bytes)
+            tensors[name.encode("utf-8", "surrogateescape").split(b"\0")[0]] = (
+                tensor.type,
+                shape,
+                file.offset(name),
+                tensor.n_bytes,
+            )
         return Header(values, tensors)
 
 
 @pytest.fixture
 def path(tmp_path):
-    """A file with a value of every type, arrays of them, and tensors of several types and shapes."""
+    """A file with a value of every type, arrays of them, and tensors of several types
+    and shapes.
+    """
     metadata = {"general.architecture": "qwen3moe", "general.alignment": 64}
     for kind, form in enumerate(FORMATS):
         if form != "x":
@@ -221,7 +261,10 @@ def path(tmp_path):
             metadata[f"array.{kind}"] = struct.pack("<IIQ5" + form, 9, kind, 5, 0, 1, 2, 3, 4)
     metadata["strings"] = ["one", "", "three"]
     shapes = [(3,), (4, 32), (2, 3, 64), (2, 2, 2, 256)]
-    tensors = [Tensor(f"tensor.{name}", shape, type_from_name(name)) for name, shape in zip(("F32", "Q8_0", "Q4_0", "Q4_K"), shapes)]
+    tensors = [
+        Tensor(f"tensor.{name}", shape, type_from_name(name))
+        for name, shape in zip(("F32", "Q8_0", "Q4_0", "Q4_K"), shapes)
+    ]
     with ModelWriter(tmp_path / "model.gguf", metadata, tensors, alignment=64) as writer:
         for tensor in tensors:
             writer.write(np.zeros(tensor.n_bytes, np.uint8))
@@ -233,7 +276,9 @@ def test_all_types_are_read(path):
 
 
 def test_damaged_headers(path, tmp_path):
-    """Files with something wrong in them: the same are refused, and of the others the same is read."""
+    """Files with something wrong in them: the same are refused, and of the others the
+    same is read.
+    """
     good, rng, mutant, seen = path.read_bytes(), random.Random(7), tmp_path / "mutant.gguf", [0, 0]
     with ModelFile(path) as file:
         size = file.data_start
@@ -241,7 +286,9 @@ def test_damaged_headers(path, tmp_path):
         data = mutate(good[:size], rng) + good[size:]
         mutant.write_bytes(data)
         theirs = read_header(mutant)
-        if theirs and any(offset + n_bytes > len(data) for _, _, offset, n_bytes in theirs.tensors.values()):
+        if theirs and any(
+            offset + n_bytes > len(data) for _, _, offset, n_bytes in theirs.tensors.values()
+        ):
             theirs = None  # the parser does not look whether the tensors are there
         try:
             ours = as_llama_cpp_has_it(mutant)
@@ -257,7 +304,10 @@ def test_damaged_headers(path, tmp_path):
 @pytest.mark.parametrize("architecture", [b"qwen\xff", "qwen3\u00e9".encode()])
 def test_a_copy_keeps_bytes_that_are_no_text(architecture, tmp_path):
     raw = struct.pack("<IQ", 8, len(architecture)) + architecture
-    key, name = (b"a\xfe").decode("utf-8", "surrogateescape"), (b"t\xfe").decode("utf-8", "surrogateescape")
+    key, name = (
+        (b"a\xfe").decode("utf-8", "surrogateescape"),
+        (b"t\xfe").decode("utf-8", "surrogateescape"),
+    )
     for source, out in ((None, "a.gguf"), ("a.gguf", "b.gguf")):
         if source:
             with ModelFile(tmp_path / source) as file:
@@ -270,7 +320,8 @@ def test_a_copy_keeps_bytes_that_are_no_text(architecture, tmp_path):
     assert as_llama_cpp_has_it(tmp_path / "b.gguf") == read_header(tmp_path / "b.gguf")
 
 
-# --- names: of tensors, of a split model's files, of a sidecar's slices; and numbers, as gguf-py has them ---
+# --- names: of tensors, of a split model's files, of a sidecar's slices; and numbers,
+# as gguf-py has them ---
 
 
 NAMES = {
@@ -306,28 +357,47 @@ def test_python_and_native_agree(name):
         assert native.n_tensors(buffer.handle) == (name in NAMES)
         if name in NAMES:
             native.tensor(buffer.handle, 0, info)
-            assert (info.name.decode(), info.layer, info.matrix) == (name, NAMES[name].layer, NAMES[name].matrix)
+            assert (info.name.decode(), info.layer, info.matrix) == (
+                name,
+                NAMES[name].layer,
+                NAMES[name].matrix,
+            )
     assert is_expert(name) == (name in NAMES)
     if name in NAMES:
-        assert parse_tensor_name(name) == NAMES[name] and parse_tensor_name(name).matrix_name == MATRICES[NAMES[name].matrix]
+        assert (
+            parse_tensor_name(name) == NAMES[name]
+            and parse_tensor_name(name).matrix_name == MATRICES[NAMES[name].matrix]
+        )
     else:
         with pytest.raises(ModelError, match=f"^{name}: expected a name such as"):
             parse_tensor_name(name)
 
 
 def test_names_and_numbers_are_gguf_pys():
-    """Those that the reader has of its own, since importing gguf-py takes longer than to read a header."""
-    assert gguf.GGUF_MAGIC == int.from_bytes(reader.MAGIC, "little") and gguf.GGUF_VERSION in reader.VERSIONS
+    """Those that the reader has of its own, since importing gguf-py takes longer than
+    to read a header.
+    """
+    assert (
+        gguf.GGUF_MAGIC == int.from_bytes(reader.MAGIC, "little")
+        and gguf.GGUF_VERSION in reader.VERSIONS
+    )
     assert reader.DEFAULT_ALIGNMENT == gguf.GGUF_DEFAULT_ALIGNMENT
-    assert {reader.UINT32: "UINT32", reader.STRING: "STRING", reader.ARRAY: "ARRAY"}.items() <= {kind.value: kind.name for kind in gguf.GGUFValueType}.items()
-    assert set(reader.FORMATS) | {reader.STRING, reader.ARRAY} == {kind.value for kind in gguf.GGUFValueType}
+    assert {reader.UINT32: "UINT32", reader.STRING: "STRING", reader.ARRAY: "ARRAY"}.items() <= {
+        kind.value: kind.name for kind in gguf.GGUFValueType
+    }.items()
+    assert set(reader.FORMATS) | {reader.STRING, reader.ARRAY} == {
+        kind.value for kind in gguf.GGUFValueType
+    }
     for code, form in reader.FORMATS.items():
         assert gguf.GGUFValueType(code).name == np.dtype(form).name.upper()
     for type, (n_values, n_bytes) in gguf.GGML_QUANT_SIZES.items():
         assert type_name(type) == type.name
-        assert not is_computed(type) or row_bytes(type, n_values) == n_bytes  # Q8_1, which no file holds, is 40 bytes there and 36 in ggml
+        # Q8_1, which no file holds, is 40 bytes there and 36 in ggml
+        assert not is_computed(type) or row_bytes(type, n_values) == n_bytes
     names = {f"{name.format(bid=7)}.weight" for name in gguf.TENSOR_NAMES.values()}
-    experts = {f"blk.7.ffn_{matrix}_exps.weight" for matrix in MATRICES} | {f"blk.7.ffn_{matrix}_chexps.weight" for matrix in ("up", "gate", "down")}
+    experts = {f"blk.7.ffn_{matrix}_exps.weight" for matrix in MATRICES} | {
+        f"blk.7.ffn_{matrix}_chexps.weight" for matrix in ("up", "gate", "down")
+    }
     assert {name for name in names if is_expert(name)} == experts and {EMBEDDING, OUTPUT} <= names
 
 
@@ -339,21 +409,39 @@ def test_keys_are_gguf_pys():
 
     known = {key.removeprefix("{arch}.") for key in values(gguf.Keys)}
     source = inspect.getsource(model_index) + inspect.getsource(preflight)
-    used = set(re.findall(r'count\((?:first\.hparams|self\.hparams|h), "([a-z_.]+)"\)|h\.get\("([a-z_.]+)"', source))
+    used = set(
+        re.findall(
+            r'count\((?:first\.hparams|self\.hparams|h), "([a-z_.]+)"\)|h\.get\("([a-z_.]+)"',
+            source,
+        )
+    )
     used = {key for pair in used for key in pair if key}
     assert len(used) > 10 and used <= known
 
 
 def test_tensors_of_layers():
     assert parse_block_name("blk.12.attn_q.weight") == (12, "attn_q.weight")
-    assert parse_block_name("token_embd.weight") is None and parse_block_name("blk.attn_q.weight") is None
+    assert (
+        parse_block_name("token_embd.weight") is None
+        and parse_block_name("blk.attn_q.weight") is None
+    )
 
 
 def test_split_names():
     name = SplitName.parse("a/b-00002-of-00003/m-00002-of-00012.gguf")
     assert name == SplitName("a/b-00002-of-00003/m", 2, 12)
-    assert name.part(1) == "a/b-00002-of-00003/m-00001-of-00012.gguf" and len(name.parts) == 12 and name.parts[1] == "a/b-00002-of-00003/m-00002-of-00012.gguf"
-    for other in ("m.gguf", "m-2-of-3.gguf", "m-00001-of-00003", "-00001-of-00003.gguf", "m-00001-of-00003.gguf.part"):
+    assert (
+        name.part(1) == "a/b-00002-of-00003/m-00001-of-00012.gguf"
+        and len(name.parts) == 12
+        and name.parts[1] == "a/b-00002-of-00003/m-00002-of-00012.gguf"
+    )
+    for other in (
+        "m.gguf",
+        "m-2-of-3.gguf",
+        "m-00001-of-00003",
+        "-00001-of-00003.gguf",
+        "m-00001-of-00003.gguf.part",
+    ):
         assert SplitName.parse(other) is None
 
 
@@ -364,7 +452,11 @@ def test_what_lies_beside_a_model_is_named_after_it():
 
 
 def test_slice_names():
-    assert parse_slice_name(slice_name("blk.0.ffn_up_exps.weight", 31, "Q4_0")) == ("blk.0.ffn_up_exps.weight", 31, "Q4_0")
+    assert parse_slice_name(slice_name("blk.0.ffn_up_exps.weight", 31, "Q4_0")) == (
+        "blk.0.ffn_up_exps.weight",
+        31,
+        "Q4_0",
+    )
     assert parse_slice_name("blk.0.ffn_up_exps.weight") is None
 
 
@@ -376,13 +468,19 @@ def test_a_tensor_for_each_expert_is_refused():
         replace(index, dense=index.dense | {"blk.0.ffn_gate.0.weight": span}).require_experts()
 
 
-# --- values that one architecture asserts: scripts/faults/damaged.py tries every header ---
+# --- values that one architecture asserts: scripts/faults/damaged.py tries every header
+# ---
 
 
 def test_what_one_architecture_asserts_while_it_computes(writer, folder):
     path = write_model(writer, folder, "deepseek2", "F32")
     index = ModelIndex.read(path)
     preflight.preflight(index)
-    for values in ({"attention.temperature_scale": 0.1, "attention.temperature_length": 0}, {"rope.dimension_count": 4096}):
-        with pytest.raises(ModelError, match=f"{[*values][-1]} is {[*values.values()][-1]}, expected"):
+    for values in (
+        {"attention.temperature_scale": 0.1, "attention.temperature_length": 0},
+        {"rope.dimension_count": 4096},
+    ):
+        with pytest.raises(
+            ModelError, match=f"{[*values][-1]} is {[*values.values()][-1]}, expected"
+        ):
             preflight.preflight(replace(index, hparams=index.hparams | values))

@@ -1,4 +1,6 @@
-"""The scripts that make models: the demo model's export, grown copies of it, and random models with published shapes in the real library."""
+"""The scripts that make models: the demo model's export, grown copies of it, and random
+models with published shapes in the real library.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,28 @@ from routing import TOLD, answer, answer_of, heaviest, measure_answer, shape_ans
 from shape_model import ANSWER, NEAREST, SHAPES, Pools, shape_model, tensors
 
 TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
-# The first six logits after TOKENS, of the trained arrays in F32 (PyTorch; llama.cpp gives the same to 4e-5 with an F32
-# cache).
+# The first six logits after TOKENS, of the trained arrays in F32 (PyTorch; llama.cpp
+# gives the same to 4e-5 with an F32 cache).
 REFERENCE = np.array([2.792, -7.438, -7.4488, 3.7218, 1.7363, -2.4663])
 
 
 class Routes(WithCallback, Stock):
-    """Of each layer the sorted ids of the experts that were chosen, [n_tokens, 4]; with an F32 cache."""
+    """Of each layer the sorted ids of the experts that were chosen, [n_tokens, 4]; with
+    an F32 cache.
+    """
 
     def __init__(self, path: Path):
         self.chosen: list[np.ndarray] = []
-        super().__init__(str(path), n_ctx=256, n_batch=256, n_ubatch=256, type_k=int(T.F32), type_v=int(T.F32), logits_all=True, flash_attn=False)
+        super().__init__(
+            str(path),
+            n_ctx=256,
+            n_batch=256,
+            n_ubatch=256,
+            type_k=int(T.F32),
+            type_v=int(T.F32),
+            logits_all=True,
+            flash_attn=False,
+        )
         self.chosen.clear()
 
     def _watch(self, node: int, ask: bool, _user: object) -> bool:
@@ -60,7 +73,9 @@ class Routes(WithCallback, Stock):
 
 
 def evaluate(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(logits f32 [n_tokens, n_vocab], sorted ids of the chosen experts [n_layer, n_tokens, 4]) of TOKENS."""
+    """(logits f32 [n_tokens, n_vocab], sorted ids of the chosen experts [n_layer,
+    n_tokens, 4]) of TOKENS.
+    """
     with contextlib.closing(Routes(path)) as llm:
         logits = greedy_logits(llm, TOKENS, 0)
         assert len(llm.chosen) == 12
@@ -80,12 +95,19 @@ def test_demo_tokenizer_and_end():
     from llama_cpp import Llama
 
     model = Llama(str(DEMO), n_ctx=256, n_threads=2, verbose=False)
-    text = "User: a\r\n\n\tb  c — ünïcödé 你好 🎉 ½ don't\nAssistant: <|endoftext|><|im_start|><|im_end|>\x00 "
+    text = (
+        "User: a\r\n\n\tb  c — ünïcödé 你好 🎉 ½ don't\nAssistant:"
+        " <|endoftext|><|im_start|><|im_end|>\x00 "
+    )
     tokens = model.tokenize(text.encode(), add_bos=False, special=True)
     assert model.detokenize(tokens, special=True) == text.encode()
     assert {0, 1, 2} < set(tokens) and model.token_eos() == model.token_bos() == 0
-    assert model.tokenize(b"User: Hi\nAssistant:") == model.tokenize(b"User: Hi\nAssistant:", add_bos=False)
-    reply = model.create_chat_completion([{"role": "user", "content": "How many are 2 and 3?"}], max_tokens=24, temperature=0)
+    assert model.tokenize(b"User: Hi\nAssistant:") == model.tokenize(
+        b"User: Hi\nAssistant:", add_bos=False
+    )
+    reply = model.create_chat_completion(
+        [{"role": "user", "content": "How many are 2 and 3?"}], max_tokens=24, temperature=0
+    )
     assert reply["choices"][0]["message"]["content"].strip()
     model.close()
 
@@ -102,12 +124,16 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def growth(width: int, ff: int, noise: float = 0.0, **rest) -> Growth:
-    return Growth(width, ff, rest.pop("expert_type", T.F32), rest.pop("dense_type", T.F32), noise, **rest)
+    return Growth(
+        width, ff, rest.pop("expert_type", T.F32), rest.pop("dense_type", T.F32), noise, **rest
+    )
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The demo model's weights in F32 (llama.cpp computes Q8_0 with rounded activations), and what it computes."""
+    """The demo model's weights in F32 (llama.cpp computes Q8_0 with rounded
+    activations), and what it computes.
+    """
     path = tmp_path_factory.mktemp("plain") / "f32.gguf"
     grow_model(DEMO, path, growth(1, 1))
     return path, *evaluate(path)
@@ -136,16 +162,27 @@ def test_grown_model_computes_the_same(plain, tmp_path, noise):
 @pytest.mark.slow
 def test_quantized_growth_keeps_most_routes(plain, grown):
     _, routing = evaluate(grown)
-    shared = [len(set(a) & set(b)) for a, b in zip(routing.reshape(-1, 4), plain[2].reshape(-1, 4), strict=True)]
+    shared = [
+        len(set(a) & set(b))
+        for a, b in zip(routing.reshape(-1, 4), plain[2].reshape(-1, 4), strict=True)
+    ]
     assert np.mean(shared) / 4 > 0.8
     with ModelFile(grown) as model:
         assert model.tensors["blk.0.ffn_down_exps.weight"].type == T.Q4_K
-        assert model.tensors["blk.0.attn_q.weight"].type == T.Q8_0 and model.tensors["blk.0.ffn_gate_inp.weight"].type == T.F32
+        assert (
+            model.tensors["blk.0.attn_q.weight"].type == T.Q8_0
+            and model.tensors["blk.0.ffn_gate_inp.weight"].type == T.F32
+        )
 
 
 def test_growing_is_reproducible(tiny, tmp_path):
     def grown(name: str, seed: int, threads: int) -> bytes:
-        grow_model(tiny, tmp_path / name, growth(2, 2, 1.0, expert_type=T.Q4_0, dense_type=T.Q4_0, seed=seed), threads=threads)
+        grow_model(
+            tiny,
+            tmp_path / name,
+            growth(2, 2, 1.0, expert_type=T.Q4_0, dense_type=T.Q4_0, seed=seed),
+            threads=threads,
+        )
         return (tmp_path / name).read_bytes()
 
     first = grown("a", 1, 2)
@@ -155,7 +192,8 @@ def test_growing_is_reproducible(tiny, tmp_path):
 
 def test_growing_refuses(tmp_path):
     with pytest.raises(ModelError, match="256"):
-        grow_model(DEMO, tmp_path / "x.gguf", growth(2, 2, expert_type=T.Q4_K))  # 2 x 64 values in a row of down
+        # 2 x 64 values in a row of down
+        grow_model(DEMO, tmp_path / "x.gguf", growth(2, 2, expert_type=T.Q4_K))
     with pytest.raises(ModelError, match="at least 1"):
         growth(0, 2)
     with pytest.raises(ModelError, match="negative"):
@@ -165,8 +203,9 @@ def test_growing_refuses(tmp_path):
 
 # --- published shapes ---
 
-# of the published files (MXFP4 for gpt-oss, Q4_0 for glm-4.5-air, else Q4_K_M): 10 ** 9 bytes (whole ones where the page says no more, None where none is
-# known that has the quantizer's own types), 10 ** 9 parameters
+# of the published files (MXFP4 for gpt-oss, Q4_0 for glm-4.5-air, else Q4_K_M): 10 ** 9
+# bytes (whole ones where the page says no more, None where none is known that has the
+# quantizer's own types), 10 ** 9 parameters
 PUBLISHED = {
     "qwen3.6-35b-a3b": (21, 34.66),
     "qwen3-30b-a3b": (18.56, 30.53),
@@ -177,7 +216,8 @@ PUBLISHED = {
     "gemma-4-26b-a4b": (17.02, 25.233),
     "deepseek-v2-lite": (10.36, 15.7065),
     "glm-4.5-air": (60.3, 106.85),
-    "glm-5.3-flash": (188.94, 313.33),  # 193.81 with the MTP layer; 321.3 with that and the picture encoder
+    # 193.81 with the MTP layer; 321.3 with that and the picture encoder
+    "glm-5.3-flash": (188.94, 313.33),
 }
 
 
@@ -185,8 +225,12 @@ PUBLISHED = {
 def test_sizes_are_the_published_ones(name):
     plan = tensors(SHAPES[name])
     gigabytes, parameters = PUBLISHED[name]
-    assert sum(math.prod(tensor.shape) for tensor in plan) / 1e9 == pytest.approx(parameters, rel=2e-4)
-    assert gigabytes is None or sum(tensor.n_bytes for tensor in plan) / 1e9 == pytest.approx(gigabytes, rel=2e-3, abs=0.5 if isinstance(gigabytes, int) else 0)
+    assert sum(math.prod(tensor.shape) for tensor in plan) / 1e9 == pytest.approx(
+        parameters, rel=2e-4
+    )
+    assert gigabytes is None or sum(tensor.n_bytes for tensor in plan) / 1e9 == pytest.approx(
+        gigabytes, rel=2e-3, abs=0.5 if isinstance(gigabytes, int) else 0
+    )
 
 
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "mixtral-8x7b"])
@@ -199,11 +243,15 @@ def test_the_memory_that_models_need_is_what_inspect_says(shape, tmp_path, moeof
     rows = {row[0]: row for row in results.table_of("needs", "needs")["rows"]}
     _, _, least, *_, whole = rows[needs.NAMES[shape]]
     assert int(least) == pytest.approx(said.floor_bytes / MIB, rel=0.03)
-    assert int(whole) == pytest.approx((said.floor_bytes - said.arena_floor_bytes + said.arena_full_bytes) / MIB, rel=0.03)
+    assert int(whole) == pytest.approx(
+        (said.floor_bytes - said.arena_floor_bytes + said.arena_full_bytes) / MIB, rel=0.03
+    )
 
 
 def test_layers_of_gemma_have_the_sizes_of_its_published_file():
-    """Which a route trace tells, layer by layer: bytes of an expert, and of everything else."""
+    """Which a route trace tells, layer by layer: bytes of an expert, and of everything
+    else.
+    """
     trace = read_route_trace(PUBLISHED_TRACES["gemma-4-26b-a4b"])
     with gzip.open(PUBLISHED_TRACES["gemma-4-26b-a4b"], "rt") as file:
         told = [line for line in file if line.startswith("# layer=")]
@@ -212,12 +260,17 @@ def test_layers_of_gemma_have_the_sizes_of_its_published_file():
     for layer, published in enumerate(trace.model.tensors):
         mine = [tensor for tensor in plan if tensor.name.startswith(f"blk.{layer}.")]
         experts = sum(tensor.n_bytes for tensor in mine if tensor.name.endswith("_exps.weight"))
-        assert (experts // 128, sum(tensor.n_bytes for tensor in mine) - experts) == (published.nbytes, dense[layer])
+        assert (experts // 128, sum(tensor.n_bytes for tensor in mine) - experts) == (
+            published.nbytes,
+            dense[layer],
+        )
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
 def small(request, tmp_path_factory):
-    """(shape, path) of every shape, eight times as narrow, with three layers of experts, or one of each kind and one more."""
+    """(shape, path) of every shape, eight times as narrow, with three layers of
+    experts, or one of each kind and one more.
+    """
     path = tmp_path_factory.mktemp("shapes") / "model.gguf"
     shape = SHAPES[request.param]
     shape = shape.cut(layers=shape.delta.every + 1 if shape.delta else shape.n_dense + 3, shrink=8)
@@ -299,9 +352,18 @@ def test_experts_of_another_type(tmp_path):
     assert types["blk.0.ffn_down_exps.weight"] == type_from_name("IQ4_XS")
     assert types["blk.0.attn_q.weight"] == type_from_name("Q4_K")
     with pytest.raises(OptionError, match="IQ1_M"):
-        shape_model(SHAPES["qwen3-30b-a3b"].cut(layers=1, shrink=8, expert_type="IQ1_M"), tmp_path / "other.gguf")
-    narrow = {tensor.name: tensor.type for tensor in tensors(SHAPES["deepseek-v2-lite"].cut(expert_type="Q3_K"))}  # 1408 values, as the quantizer does
-    assert narrow["blk.1.ffn_down_exps.weight"] == type_from_name("Q4_0") and narrow["blk.1.ffn_up_exps.weight"] == type_from_name("Q3_K")
+        shape_model(
+            SHAPES["qwen3-30b-a3b"].cut(layers=1, shrink=8, expert_type="IQ1_M"),
+            tmp_path / "other.gguf",
+        )
+    # 1408 values, as the quantizer does
+    narrow = {
+        tensor.name: tensor.type
+        for tensor in tensors(SHAPES["deepseek-v2-lite"].cut(expert_type="Q3_K"))
+    }
+    assert narrow["blk.1.ffn_down_exps.weight"] == type_from_name("Q4_0") and narrow[
+        "blk.1.ffn_up_exps.weight"
+    ] == type_from_name("Q3_K")
 
 
 @pytest.mark.parametrize("name, size, experts, tables, floor, full", [
@@ -309,7 +371,9 @@ def test_experts_of_another_type(tmp_path):
     ("glm-5.3-flash", 188e9, (45, 288, 8), ("token_embd.weight",), 7 << 30, 169 << 30),
 ])  # fmt: skip
 def test_a_header_tells_what_its_model_needs(tmp_path, name, size, experts, tables, floor, full):
-    """On a disk that has 20 MB: a table for n-grams stays on disk, and so does what is not used of the experts."""
+    """On a disk that has 20 MB: a table for n-grams stays on disk, and so does what is
+    not used of the experts.
+    """
     path = tmp_path / "model.gguf"
     header_model(name, str(path))
     assert path.stat().st_size > size > 20e6 > path.stat().st_blocks * 512
@@ -322,7 +386,15 @@ def test_a_header_tells_what_its_model_needs(tmp_path, name, size, experts, tabl
 
 def test_a_table_for_n_grams_is_cut_as_the_experts_are():
     shape = SHAPES["qwen3.8-flash-next"]
-    rows = [cut.streams.ngram_rows for cut in (shape, shape.cut(layers=12), shape.cut(layers=12, hidden=64), shape.cut(shrink=4))]
+    rows = [
+        cut.streams.ngram_rows
+        for cut in (
+            shape,
+            shape.cut(layers=12),
+            shape.cut(layers=12, hidden=64),
+            shape.cut(shrink=4),
+        )
+    ]
     assert rows == [20_000_096, 5_000_024, 500_002, 1_250_006]
     with pytest.raises(OptionError, match="2 to 48 layers"):
         shape.cut(layers=1)
@@ -336,29 +408,42 @@ def test_refusals():
         SHAPES["deepseek-v2-lite"].cut(shrink=0)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_0", "Q8_0", "MXFP4", "Q3_K", "IQ4_XS", "IQ2_XXS", "F16"])
+@pytest.mark.parametrize(
+    "name", ["Q4_K", "Q6_K", "Q5_0", "Q8_0", "MXFP4", "Q3_K", "IQ4_XS", "IQ2_XXS", "F16"]
+)
 @pytest.mark.parametrize("std", [1.0, 0.03])
 def test_blocks_have_mean_and_deviation(name, std):
     type, pools = type_from_name(name), Pools(0, 1 << 18)
-    data = np.concatenate([piece.copy() for piece in pools.slices(type, 512 * row_bytes(type, 256), 3, std)])
+    data = np.concatenate(
+        [piece.copy() for piece in pools.slices(type, 512 * row_bytes(type, 256), 3, std)]
+    )
     values = dequantize(data, type, (3 * 512, 256))
     assert abs(values.mean()) < 0.02 * std
     assert values.std() == pytest.approx(std, rel=0.1)
 
 
 def test_every_shape_follows_what_was_published():
-    assert set(ANSWER) == {*PUBLISHED_TRACES, *TOLD} and not set(ANSWER) & set(NEAREST) and set(SHAPES) == {*ANSWER, *NEAREST}
+    assert (
+        set(ANSWER) == {*PUBLISHED_TRACES, *TOLD}
+        and not set(ANSWER) & set(NEAREST)
+        and set(SHAPES) == {*ANSWER, *NEAREST}
+    )
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", pytest.param("gemma-4-26b-a4b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-30b-a3b", pytest.param("gemma-4-26b-a4b", marks=pytest.mark.slow)]
+)
 def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
-    """Narrow copies, one with an output of its own and one whose output is the embedding: other experts after another prompt, and no few tokens again and again."""
+    """Narrow copies, one with an output of its own and one whose output is the
+    embedding: other experts after another prompt, and no few tokens again and again.
+    """
     path, counts = tmp_path / "model.gguf", []
     shape_model(SHAPES[name].cut(layers=8, shrink=4, hidden=32), path)
     for prompt in (b"A story of seven foxes, please.", b"def main(argv):"):
         trace, recall = answer(path, tmp_path / "t", 64, prompt)
         counts.append(answer_of(trace).counts())
-        first = {event.ids.tobytes() for event in answer_of(trace).events if event.gate == 0}  # which depends on the token, mostly
+        # which depends on the token, mostly
+        first = {event.ids.tobytes() for event in answer_of(trace).events if event.gate == 0}
         assert len(first) > 40
         assert measure_answer(trace).repeats > 0.2 and 0.65 < recall < 0.95
     common = [len(set(a.argsort()[-16:]) & set(b.argsort()[-16:])) for a, b in zip(*counts)]
@@ -366,9 +451,13 @@ def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, within", [("gpt-oss-120b", 0.03), ("qwen3-30b-a3b", 0.045), ("gemma-4-26b-a4b", 0.03)])
+@pytest.mark.parametrize(
+    "name, within", [("gpt-oss-120b", 0.03), ("qwen3-30b-a3b", 0.045), ("gemma-4-26b-a4b", 0.03)]
+)
 def test_answers_have_the_statistics_of_the_published_traces(name, within):
-    """On copies with all layers, experts and widths; three points are wanted, and of qwen3-30b-a3b not quite reached."""
+    """On copies with all layers, experts and widths; three points are wanted, and of
+    qwen3-30b-a3b not quite reached.
+    """
     ((_, trace, recall),) = shape_answers([name], None)
     goal = read_route_trace(PUBLISHED_TRACES[target_of(name)[0]])
     reached, published = measure_answer(heaviest(trace, goal.model.n_used)), measure_answer(goal)

@@ -33,7 +33,13 @@ def flat_imatrix(type: int, n_cols: int) -> np.ndarray | None:
     return np.ones(n_cols, np.float32) if needs_imatrix(type) else None
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TO_QUANTIZE)) for name in RMS_ERROR])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TO_QUANTIZE))
+        for name in RMS_ERROR
+    ],
+)
 def test_round_trip_error(name):
     type, rows = type_from_name(name.lower()), normal(64, 512)
     data = quantize(rows, type, flat_imatrix(type, 512))
@@ -54,7 +60,10 @@ def test_chunked_is_whole(name, sizes):
     pieces = list(quantize_chunks(chunks, type, imatrix))
     assert np.array_equal(np.concatenate(pieces), quantize(rows, type, imatrix))
     whole = dequantize(np.concatenate(pieces), type, rows.shape)
-    assert all(np.array_equal(dequantize(p, type, (len(p), 256)), whole[e - len(p) : e]) for p, e in zip(pieces, ends, strict=True))
+    assert all(
+        np.array_equal(dequantize(p, type, (len(p), 256)), whole[e - len(p) : e])
+        for p, e in zip(pieces, ends, strict=True)
+    )
 
 
 def searched(rows: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:
@@ -74,7 +83,9 @@ def test_searched_q2_0():
     best = np.full(len(blocks), np.inf)
     for scale in np.linspace(-3, 3, 601)[:, None]:
         if scale != 0:
-            best = np.minimum(best, ((np.clip(np.rint(blocks / scale), -1, 2) * scale - blocks) ** 2).sum(axis=1))
+            best = np.minimum(
+                best, ((np.clip(np.rint(blocks / scale), -1, 2) * scale - blocks) ** 2).sum(axis=1)
+            )
     assert ours.sum() < 1.02 * best.sum()
 
 
@@ -96,11 +107,18 @@ def test_searched_q2_0_of_any_size(scale):
         assert ((values - rows) ** 2).sum() < 0.2 * (rows**2).sum()
     exact = np.random.default_rng(2).integers(-1, 3, (4, 64)).astype(np.float32) * np.float32(-0.5)
     assert np.array_equal(searched(exact), exact)
-    assert not searched(rows, np.zeros(128, np.float32)).any() and searched(rows[:0]).shape == (0, 128)
+    assert not searched(rows, np.zeros(128, np.float32)).any() and searched(rows[:0]).shape == (
+        0,
+        128,
+    )
 
 
 def test_threads_do_not_disturb_each_other():
-    inputs = [(normal(20, 512), type_from_name(name)) for name in RMS_ERROR if name not in SLOW_TO_QUANTIZE]
+    inputs = [
+        (normal(20, 512), type_from_name(name))
+        for name in RMS_ERROR
+        if name not in SLOW_TO_QUANTIZE
+    ]
     expected = [quantize(rows, type, flat_imatrix(type, 512)) for rows, type in inputs]
     with ThreadPoolExecutor(4) as pool:
         quantized = list(pool.map(lambda x: quantize(x[0], x[1], flat_imatrix(x[1], 512)), inputs))

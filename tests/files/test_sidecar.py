@@ -1,4 +1,6 @@
-"""A model through its sidecar: lossless with its tier "original", the requantized stock file's logits with any other tier; and refusals."""
+"""A model through its sidecar: lossless with its tier "original", the requantized stock
+file's logits with any other tier; and refusals.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "expert_memory": 1 <
 
 
 def types_of(sidecar: str, tier: str, expert: int = 0) -> dict[str, int]:
-    return {name: s.type for (name, e, t), s in Sidecar(sidecar).slices.items() if t == tier and e == expert}
+    return {
+        name: s.type
+        for (name, e, t), s in Sidecar(sidecar).slices.items()
+        if t == tier and e == expert
+    }
 
 
 def sidecar_logits(path, **options) -> np.ndarray:
@@ -51,14 +57,25 @@ def model(demo, tmp_path) -> str:
 
 
 def test_names_of_the_format(model):
-    """Those that docs/reference/sidecar.md lists, which files of this format version have: another name is another version."""
-    listed = set(re.findall(r"^\| `(moeoff\.[\w.]+)`", (ROOT / "docs/reference/sidecar.md").read_text(), re.MULTILINE))
+    """Those that docs/reference/sidecar.md lists, which files of this format version
+    have: another name is another version.
+    """
+    listed = set(
+        re.findall(
+            r"^\| `(moeoff\.[\w.]+)`",
+            (ROOT / "docs/reference/sidecar.md").read_text(),
+            re.MULTILINE,
+        )
+    )
     reader = gguf.GGUFReader(convert(model, tiers="original,Q4_0").path)
     names = {name for name in reader.fields if name.startswith("moeoff.")}
     assert names == listed and (FORMAT_VERSION, "moeoff.sidecar.tiers" in names) == (2, True)
     assert len(reader.tensors) == 2 * 12 * 32 * 3
-    first = [tensor.name for tensor in reader.tensors[:3]]  # an expert's matrices lie side by side, as the graph wants them
-    assert first == [f"blk.0.ffn_{matrix}_exps.weight.0.original" for matrix in ("up", "gate", "down")]
+    # an expert's matrices lie side by side, as the graph wants them
+    first = [tensor.name for tensor in reader.tensors[:3]]
+    assert first == [
+        f"blk.0.ffn_{matrix}_exps.weight.0.original" for matrix in ("up", "gate", "down")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +92,11 @@ def test_keep_is_lossless_and_found(model, expected):
     # it was the sidecar that was read: damage there is noticed
     slice_ = Sidecar(made.path).slices["blk.0.ffn_up_exps.weight", 0, "original"]
     for expert in range(32):
-        flip_bit(made.path, Sidecar(made.path).slices["blk.0.ffn_up_exps.weight", expert, "original"].offset + slice_.nbytes // 2)
+        flip_bit(
+            made.path,
+            Sidecar(made.path).slices["blk.0.ffn_up_exps.weight", expert, "original"].offset
+            + slice_.nbytes // 2,
+        )
     with moeoff.Llama(model, **OPTIONS | {"verify_reads": True}) as llm:
         with pytest.raises(ReadError, match="not the ones that were converted"):
             greedy_logits(llm, PROMPT, 1)
@@ -84,14 +105,25 @@ def test_keep_is_lossless_and_found(model, expected):
     assert not np.array_equal(lower, expected)
 
 
-@pytest.mark.parametrize("tier", ["MXFP4", "auto", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("Q2_K", "F16", "Q2_0", "Q4_0", "Q4_K"))])
+@pytest.mark.parametrize(
+    "tier",
+    [
+        "MXFP4",
+        "auto",
+        *(
+            pytest.param(tier, marks=pytest.mark.slow)
+            for tier in ("Q2_K", "F16", "Q2_0", "Q4_0", "Q4_K")
+        ),
+    ],
+)
 def test_a_tier_is_the_requantized_stock_file(model, expected, tmp_path, tier):
     made = convert(model, tiers=tier)
     stands_in = tier == "Q2_K"  # the rows hold none of its blocks
     assert not stands_in or set(map(type_name, types_of(made.path, tier).values())) == {"Q2_0"}
     out = rewritten(model, tmp_path / "stock.gguf", types=types_of(made.path, tier))
     assert_bit_equal(sidecar_logits(model, tier=tier), stock_logits(out, PROMPT, 8, 64))
-    assert_bit_equal(sidecar_logits(model), expected)  # without an original tier the model itself is the high tier
+    # without an original tier the model itself is the high tier
+    assert_bit_equal(sidecar_logits(model), expected)
 
 
 @pytest.mark.slow
@@ -103,7 +135,10 @@ def test_grown_model(grown, tmp_path):
     assert_bit_equal(sidecar_logits(grown, experts=made.path, expert_memory="4M"), expected)
     out = rewritten(grown, tmp_path / "stock.gguf", types=types_of(made.path, "Q2_K"))
     assert set(map(type_name, types_of(made.path, "Q2_K").values())) == {"Q2_K"}
-    assert_bit_equal(sidecar_logits(grown, experts=made.path, tier="Q2_K", verify_reads=True), stock_logits(out, PROMPT, 8, 64))
+    assert_bit_equal(
+        sidecar_logits(grown, experts=made.path, tier="Q2_K", verify_reads=True),
+        stock_logits(out, PROMPT, 8, 64),
+    )
 
 
 def test_split_model(demo, expected, tmp_path):
@@ -111,11 +146,14 @@ def test_split_model(demo, expected, tmp_path):
     made = convert(parts[0], tiers="original")
     assert made.path == str(tmp_path / "model.experts.gguf")
     assert_bit_equal(sidecar_logits(parts[0], verify_reads=True), expected)
-    Sidecar(made.path).check_belongs(ModelIndex.read(demo))  # the same model in one file: the sidecar serves both
+    # the same model in one file: the sidecar serves both
+    Sidecar(made.path).check_belongs(ModelIndex.read(demo))
 
 
 class Products(WithCallback, moeoff.Llama):
-    """Notes every product with experts: name, rows float32 [n_tokens, n_rows_in, n_cols], ids [n_tokens, n_used], result's bits."""
+    """Notes every product with experts: name, rows float32 [n_tokens, n_rows_in,
+    n_cols], ids [n_tokens, n_used], result's bits.
+    """
 
     def __init__(self, *args, **kwargs):
         self.products: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -128,20 +166,37 @@ class Products(WithCallback, moeoff.Llama):
             return not ask
         if not ask:
             experts, rows, ids = (tensor.src[i].contents for i in range(3))
-            self.products.append((experts.name.decode(), ggml_api.cube(rows), ggml_api.matrix(ids), ggml_api.cube(tensor).view(np.uint32)))
+            self.products.append(
+                (
+                    experts.name.decode(),
+                    ggml_api.cube(rows),
+                    ggml_api.matrix(ids),
+                    ggml_api.cube(tensor).view(np.uint32),
+                )
+            )
         return True
 
 
 def test_mixed_types_in_a_layer(model, tmp_path):
     """Each expert as its plan says, and computed as stock computes it.
 
-    Stock cannot hold such a tensor. But with the rows and ids that a product really had, stock's own product with a tensor of
-    one type gives the rows of the experts that have that type: each row of the result must be that one, bit for bit. Between the
-    products everything is llama.cpp's.
+    Stock cannot hold such a tensor. But with the rows and ids that a product really
+    had, stock's own product with a tensor of one type gives the rows of the experts
+    that have that type: each row of the result must be that one, bit for bit. Between
+    the products everything is llama.cpp's.
     """
-    plan = {"default": "Q4_0", "layers": {"0": {"0": "Q2_0", "1": "F16", "default": "Q8_0"}, "3": "MXFP4", "5": {"31": "original"}}}
+    plan = {
+        "default": "Q4_0",
+        "layers": {
+            "0": {"0": "Q2_0", "1": "F16", "default": "Q8_0"},
+            "3": "MXFP4",
+            "5": {"31": "original"},
+        },
+    }
     for layer in (4, 6):  # neighbours differ
-        plan["layers"][str(layer)] = {str(e): ("Q2_0", "F16", "MXFP4", "original")[e % 4] for e in range(32)}
+        plan["layers"][str(layer)] = {
+            str(e): ("Q2_0", "F16", "MXFP4", "original")[e % 4] for e in range(32)
+        }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     made = convert(model, bits=tmp_path / "plan.json")
     slices = Sidecar(made.path).slices
@@ -150,7 +205,9 @@ def test_mixed_types_in_a_layer(model, tmp_path):
         want = by if isinstance(by, str) else by.get(str(expert), by.get("default", "Q4_0"))
         assert tier == "bits" and type_name(s.type) == {"original": "Q8_0"}.get(want, want)
 
-    with Products(model, tier="bits", verify_reads=True, **OPTIONS | {"expert_memory": "4M"}) as llm:
+    with Products(
+        model, tier="bits", verify_reads=True, **OPTIONS | {"expert_memory": "4M"}
+    ) as llm:
         greedy_logits(llm, PROMPT, 4)
         products = llm.products
     assert len({name for name, *_ in products}) == 36
@@ -162,9 +219,13 @@ def test_mixed_types_in_a_layer(model, tmp_path):
             type_of = np.array([slices[name, expert, "bits"].type for expert in range(32)])[ids]
             expected = np.zeros_like(result)
             for type in np.unique(type_of).tolist():
-                data = source.data(name) if type == tensor.type else quantize(source.rows(name), type)
+                data = (
+                    source.data(name) if type == tensor.type else quantize(source.rows(name), type)
+                )
                 with CpuTensor(data.reshape(32, -1), type, tensor.shape[:0:-1]) as plain:
-                    with Op(plain, n_tokens=len(ids), n_rows_in=rows.shape[1], n_used=ids.shape[1]) as op:
+                    with Op(
+                        plain, n_tokens=len(ids), n_rows_in=rows.shape[1], n_used=ids.shape[1]
+                    ) as op:
                         op.give(rows, ids)
                         expected[type_of == type] = op.compute(backend, 0)[type_of == type]
             types_seen.add(frozenset(map(type_name, np.unique(type_of).tolist())))
@@ -176,7 +237,17 @@ def test_mixed_types_in_a_layer(model, tmp_path):
 QUICK = ("qwen3moe", "llama4", "grovemoe", "gpt-oss")
 
 
-@pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name not in QUICK)])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *QUICK,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ARCHITECTURES
+            if name not in QUICK
+        ),
+    ],
+)
 def test_architectures(architecture, writer, folder):
     path = write_model(writer, folder, architecture, "F32")
     made = convert(path, tiers="original,Q4_K")
@@ -193,9 +264,13 @@ def test_architectures(architecture, writer, folder):
 # --- damage ---
 
 
-@pytest.mark.parametrize("n, seed, least", [(15, 1, 1), pytest.param(1000, 2, 101, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n, seed, least", [(15, 1, 1), pytest.param(1000, 2, 101, marks=pytest.mark.slow)]
+)
 def test_fuzz_of_reading(model, n, seed, least):
-    """Any damage: refused on opening, or noticed on reading, or the logits are as ever because nothing read was damaged."""
+    """Any damage: refused on opening, or noticed on reading, or the logits are as ever
+    because nothing read was damaged.
+    """
     made = convert(model, tiers="original,Q2_0")
     good = Path(made.path).read_bytes()
     begin = min(s.offset for s in Sidecar(made.path).slices.values())
@@ -205,7 +280,8 @@ def test_fuzz_of_reading(model, n, seed, least):
     for i in range(n):
         # the header's damage has its own test: here mostly that of slices
         data = mutate(good, rng) if i % 5 == 0 else good[:begin] + mutate(good[begin:], rng)
-        data = data if i % 2 else data[: len(good)] + bytes(max(len(good) - len(data), 0))  # also where the size does not tell
+        # also where the size does not tell
+        data = data if i % 2 else data[: len(good)] + bytes(max(len(good) - len(data), 0))
         Path(made.path).write_bytes(data)
         tier = rng.choice(["original", "Q2_0"])
         try:
@@ -238,7 +314,11 @@ def test_other_and_changed_models_are_refused(model, tmp_path):
         moeoff.Llama(model, **OPTIONS)
     Path(model).write_bytes(before)
     assert ExpertSource.make(ModelIndex.read(model)).repacked
-    other = ModelIndex.read(rewritten(model, tmp_path / "other.gguf", types=dict.fromkeys(types_of(made.path, "original"), 2)))
+    other = ModelIndex.read(
+        rewritten(
+            model, tmp_path / "other.gguf", types=dict.fromkeys(types_of(made.path, "original"), 2)
+        )
+    )
     with pytest.raises(ModelError, match="made of another model.gguf"):
         ExpertSource.make(other, made.path)
     shutil.copy(made.path, sidecar_path(other.files[0]))
@@ -250,7 +330,11 @@ def test_other_and_changed_models_are_refused(model, tmp_path):
 def test_metadata_may_change(model, tmp_path):
     """A corrected chat template leaves the experts what they were."""
     made = convert(model, tiers="original")
-    Sidecar(made.path).check_belongs(ModelIndex.read(rewritten(model, tmp_path / "new.gguf", {"general.description": "x" * 5000})))
+    Sidecar(made.path).check_belongs(
+        ModelIndex.read(
+            rewritten(model, tmp_path / "new.gguf", {"general.description": "x" * 5000})
+        )
+    )
 
 
 def test_options(model, tmp_path):
@@ -267,7 +351,8 @@ def test_options(model, tmp_path):
         moeoff.Llama(model, tier="Q2_0", **OPTIONS)
     with pytest.raises(OptionError, match="tier='Q4_0'"):
         moeoff.Llama(model, experts=made.path, **OPTIONS)
-    with moeoff.Llama(model, verify_reads=True, **OPTIONS) as llm:  # without an original tier: the model's own bytes, against the hashes
+    # without an original tier: the model's own bytes, against the hashes
+    with moeoff.Llama(model, verify_reads=True, **OPTIONS) as llm:
         greedy_logits(llm, PROMPT, 1)
         assert llm.engine.buffer.stats().read_errors == 0
 
@@ -283,7 +368,11 @@ def test_command_line(model, invoke):
     s = next(iter(Sidecar(path).slices.values()))
     flip_bit(path, s.offset + 5)
     done = invoke("verify", str(path))
-    assert done.returncode == 1 and "damaged in 1 of" in done.stderr and "blk.0.ffn_up_exps.weight.0.original" in done.stderr
+    assert (
+        done.returncode == 1
+        and "damaged in 1 of" in done.stderr
+        and "blk.0.ffn_up_exps.weight.0.original" in done.stderr
+    )
     assert invoke("verify", str(path), "-m", os.devnull).returncode == 1
 
 
@@ -292,22 +381,51 @@ def test_what_convert_says_to_type_next(demo, invoke, tmp_path, beside):
     """It runs with what was made; and without it `run` says that it is there."""
     model = str(shutil.copy(demo, tmp_path / "a model.gguf"))
     elsewhere = [] if beside else ["-o", str(tmp_path / "experts.gguf")]
-    command = shlex.split(invoke("convert", model, "--tiers", "original,Q4_0", *elsewhere).stdout.splitlines()[-1].removeprefix("next: "))
-    assert command == ["moeoff", "run", "-m", model, *([] if beside else ["--experts", elsewhere[1]]), "--tier", "Q4_0"]
+    command = shlex.split(
+        invoke("convert", model, "--tiers", "original,Q4_0", *elsewhere)
+        .stdout.splitlines()[-1]
+        .removeprefix("next: ")
+    )
+    assert command == [
+        "moeoff",
+        "run",
+        "-m",
+        model,
+        *([] if beside else ["--experts", elsewhere[1]]),
+        "--tier",
+        "Q4_0",
+    ]
     done = invoke(*command[1:], "-p", "x", "-n", "2")
-    assert done.returncode == 0 and "all experts in Q4_0" in done.stderr and "give --tier" not in done.stderr, done.stderr
+    assert (
+        done.returncode == 0
+        and "all experts in Q4_0" in done.stderr
+        and "give --tier" not in done.stderr
+    ), done.stderr
     done = invoke(*command[1:-2], "-p", "x", "-n", "2")
-    assert done.returncode == 0 and "lossless, though the sidecar has Q4_0: give --tier Q4_0, or --max-loss" in done.stderr, done.stderr
-    assert invoke("convert", model, "--tiers", "original", "--force").stdout.endswith(f"next: moeoff run -m {shlex.quote(model)}\n")
+    assert (
+        done.returncode == 0
+        and "lossless, though the sidecar has Q4_0: give --tier Q4_0, or --max-loss" in done.stderr
+    ), done.stderr
+    assert invoke("convert", model, "--tiers", "original", "--force").stdout.endswith(
+        f"next: moeoff run -m {shlex.quote(model)}\n"
+    )
 
 
 def test_a_sidecar_of_another_format_is_refused(demo, tmp_path):
-    """Of the first format, say, in which the tier of the model's own bytes had another name."""
+    """Of the first format, say, in which the tier of the model's own bytes had another
+    name.
+    """
     path = convert(demo, output=tmp_path / "old.gguf", tiers="original").path
     key, data = b"moeoff.format_version", bytearray(Path(path).read_bytes())
     at = data.index(key) + len(key) + 4
     assert data[at] == FORMAT_VERSION
     data[at] = FORMAT_VERSION - 1
     Path(path).write_bytes(data)
-    with pytest.raises(ModelError, match=f"expected sidecar format {FORMAT_VERSION}, got {FORMAT_VERSION - 1}: convert the model again"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            f"expected sidecar format {FORMAT_VERSION}, got {FORMAT_VERSION - 1}: convert the model"
+            " again"
+        ),
+    ):
         Sidecar(path)

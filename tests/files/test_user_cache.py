@@ -1,4 +1,6 @@
-"""What was measured is found again where all that it depends on is the same, and nowhere else."""
+"""What was measured is found again where all that it depends on is the same, and
+nowhere else.
+"""
 
 import pwd
 from dataclasses import dataclass
@@ -40,7 +42,18 @@ def test_an_entry_is_of_what_it_depends_on(cache):
     assert CacheEntry("others.json", model="a", threads=2).load(Facts) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"n": 3}', '{"n": 3.0, "rate": 0.5, "reason": ""}', '{"n": true, "rate": 0.5, "reason": ""}', "[" * 10_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"n": 3}',
+        '{"n": 3.0, "rate": 0.5, "reason": ""}',
+        '{"n": true, "rate": 0.5, "reason": ""}',
+        "[" * 10_000,
+    ],
+)
 def test_damaged_facts_are_none(cache, text):
     entry = CacheEntry("facts.json")
     entry.path().write_text(text)
@@ -52,7 +65,10 @@ def test_arrays(cache):
     assert entry.load_arrays(LAYOUTS, 1000) is None
     entry.save_arrays(**ARRAYS)
     np.testing.assert_array_equal(entry.load_arrays(LAYOUTS, 1000)["a"], ARRAYS["a"])
-    assert entry.load_arrays(LAYOUTS, 10) is None and entry.load_arrays({"a": ("i", (3, 2))}, 1000) is None
+    assert (
+        entry.load_arrays(LAYOUTS, 10) is None
+        and entry.load_arrays({"a": ("i", (3, 2))}, 1000) is None
+    )
     entry.path().write_bytes(b"damaged")
     assert entry.load_arrays(LAYOUTS, 1000) is None
 
@@ -62,7 +78,11 @@ def test_without_a_folder_nothing_is_saved(cache):
     entry = CacheEntry("facts.json")
     entry.save(FACTS)
     entry.save_arrays(**ARRAYS)
-    assert entry.load(Facts) is None and entry.load_arrays(LAYOUTS, 1000) is None and cache.read_text() == "a file"
+    assert (
+        entry.load(Facts) is None
+        and entry.load_arrays(LAYOUTS, 1000) is None
+        and cache.read_text() == "a file"
+    )
 
 
 def test_a_user_without_a_home(monkeypatch):
@@ -81,7 +101,9 @@ def test_a_user_without_a_home(monkeypatch):
 
 
 def test_a_checkpoint_of_other_options_has_no_parts(demo, cache):
-    """An interrupted calibration goes on with what the same model measured with the same options."""
+    """An interrupted calibration goes on with what the same model measured with the
+    same options.
+    """
     model_index, options = ModelIndex.read(demo), {"n_threads": 2, "rope_freq_base": 0.0}
 
     def parts(options: dict, **depends) -> bool:

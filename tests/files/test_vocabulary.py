@@ -1,4 +1,6 @@
-"""Vocabularies and architectures that llama.cpp takes and then ends the process over: refused with the reason, by whatever looks at the file."""
+"""Vocabularies and architectures that llama.cpp takes and then ends the process over:
+refused with the reason, by whatever looks at the file.
+"""
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +13,9 @@ from moeoff.cli.main import main
 @pytest.fixture(scope="module")
 def wrong(demo, tmp_path_factory):
     """The demo model, whose tokenizer is said to be another one."""
-    return rewritten(demo, tmp_path_factory.mktemp("wrong") / "model.gguf", {"tokenizer.ggml.model": "llama"})
+    return rewritten(
+        demo, tmp_path_factory.mktemp("wrong") / "model.gguf", {"tokenizer.ggml.model": "llama"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -19,11 +23,19 @@ def wrong(demo, tmp_path_factory):
     [
         ("rwkv", {}, r"no token for byte 0x\w\w, which its tokenizer \(rwkv\) needs"),
         ("gemma4", {"bos_token_id": 1 << 20}, "puts a BOS token around every text"),
-        ("t5", {"bos_token_id": 1 << 20, "add_bos_token": True}, "puts a BOS token around every text"),
+        (
+            "t5",
+            {"bos_token_id": 1 << 20, "add_bos_token": True},
+            "puts a BOS token around every text",
+        ),
     ],
 )
 def test_a_tokenizer_that_lacks_tokens(demo, tmp_path, model, more, message):
-    path = rewritten(demo, tmp_path / "model.gguf", {f"tokenizer.ggml.{name}": value for name, value in ({"model": model} | more).items()})
+    path = rewritten(
+        demo,
+        tmp_path / "model.gguf",
+        {f"tokenizer.ggml.{name}": value for name, value in ({"model": model} | more).items()},
+    )
     with pytest.raises(ModelError, match=message):
         Llama(path, expert_memory="1M")
 
@@ -41,7 +53,10 @@ def test_every_command_refuses_it(wrong):
 
 
 def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path):
-    path, other = (rewritten(demo, tmp_path / f"{name}.gguf", {"general.architecture": name}) for name in ("llada-moe", "rnd1"))
+    path, other = (
+        rewritten(demo, tmp_path / f"{name}.gguf", {"general.architecture": name})
+        for name in ("llada-moe", "rnd1")
+    )
     text = tmp_path / "text"
     text.write_text("Once upon a time. " * 100)
     before, calibrate = sorted(tmp_path.iterdir()), ["calibrate", path, "--text", text]
@@ -54,7 +69,9 @@ def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path):
         [*calibrate, "--bits-plan"],
         ["eval", "-m", path, "--text", text],
     ):
-        assert f"a diffusion model ({'rnd1' if other in command else 'llada-moe'})" in refusal(*command)
+        assert f"a diffusion model ({'rnd1' if other in command else 'llada-moe'})" in refusal(
+            *command
+        )
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -1,4 +1,6 @@
-"""The memory that a model needs in a process of its own, as its refusal says: one machine's libraries and threads take more than another's."""
+"""The memory that a model needs in a process of its own, as its refusal says: one
+machine's libraries and threads take more than another's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ except moeoff.BudgetError as error:
 
 
 def needed(model: str, **options) -> int:
-    """MiB that are enough for `moeoff.Llama`: up to 16 of them, which its libraries may still take, go to experts."""
+    """MiB that are enough for `moeoff.Llama`: up to 16 of them, which its libraries may
+    still take, go to experts.
+    """
     return named(run_python(_REFUSED, model, json.dumps(options)))
 
 

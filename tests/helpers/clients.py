@@ -1,7 +1,10 @@
-"""Nine clients of other people's, each asked for the same seven things with its default settings; and what some of them cannot do, with the reason.
+"""Nine clients of other people's, each asked for the same seven things with its default
+settings; and what some of them cannot do, with the reason.
 
-The libraries are imported where they are used: those of the extra nightly belong to slow clients, which `make test` leaves out. docs/guides/serving.md has the table
-(scripts/build/docs.py cli), so this imports nothing that is not there without the extras.
+The libraries are imported where they are used: those of the extra nightly belong to
+slow clients, which `make test` leaves out. docs/guides/serving.md has the table
+(scripts/build/docs.py cli), so this imports nothing that is not there without the
+extras.
 """
 
 from __future__ import annotations
@@ -19,9 +22,22 @@ from typing import Any
 
 WHAT = ("chat", "stream", "tools", "schema", "embeddings", "list", "cancel")
 KEY = "none"
-SCHEMA = {"title": "Answer", "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
-PARAMETERS = {"type": "object", "properties": {"unit": {"type": "string", "enum": ["metres"]}}, "required": ["unit"]}
-TOOL = {"type": "function", "function": {"name": "measure", "description": "Measures the room", "parameters": PARAMETERS}}
+SCHEMA = {
+    "title": "Answer",
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"unit": {"type": "string", "enum": ["metres"]}},
+    "required": ["unit"],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "measure", "description": "Measures the room", "parameters": PARAMETERS},
+}
 RESULT = "5 by 4"
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -29,8 +45,9 @@ Calls = list[tuple[str, dict[str, Any]]]
 class Client:
     """What is asked of each. url: the server's. model: its name there.
 
-    chat, stream: the answer to a question, whole and in pieces. tools: what was called, and then once the result was told. schema: JSON text.
-    embeddings: a vector for each text. list: names of models. cancel: an answer of which some has come is given up.
+    chat, stream: the answer to a question, whole and in pieces. tools: what was called,
+    and then once the result was told. schema: JSON text. embeddings: a vector for each
+    text. list: names of models. cancel: an answer of which some has come is given up.
     """
 
     cannot: dict[str, str] = {}
@@ -72,13 +89,23 @@ class _ChatCompletions(Client):
             choice = self.complete(messages=messages, tools=[TOOL]).choices[0]
             assert choice.finish_reason == "tool_calls"
             calls = choice.message.tool_calls
-            replies.append([(call.function.name, json.loads(call.function.arguments)) for call in calls])
-            messages += [choice.message, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in calls)]
+            replies.append(
+                [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+            )
+            messages += [
+                choice.message,
+                *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in calls),
+            ]
         return replies
 
     def schema(self, text: str) -> str:
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-        return self.complete(messages=self.user(text), response_format=form).choices[0].message.content
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+        }
+        return (
+            self.complete(messages=self.user(text), response_format=form).choices[0].message.content
+        )
 
 
 class OpenAI(_ChatCompletions):
@@ -92,7 +119,10 @@ class OpenAI(_ChatCompletions):
         return self.client.chat.completions.create(model=self.model, **body)
 
     def embeddings(self, texts: list[str]) -> list[list[float]]:
-        return [item.embedding for item in self.client.embeddings.create(model=self.model, input=texts).data]
+        return [
+            item.embedding
+            for item in self.client.embeddings.create(model=self.model, input=texts).data
+        ]
 
     def list(self) -> list[str]:
         return [model.id for model in self.client.models.list()]
@@ -132,8 +162,13 @@ class Anthropic(Client):
             assert reply.stop_reason == "tool_use"
             calls = [block for block in reply.content if block.type == "tool_use"]
             replies.append([(call.name, call.input) for call in calls])
-            results = [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT} for call in calls]
-            messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": results}]
+            results = [
+                {"type": "tool_result", "tool_use_id": call.id, "content": RESULT} for call in calls
+            ]
+            messages += [
+                {"role": "assistant", "content": reply.content},
+                {"role": "user", "content": results},
+            ]
         return replies
 
     def list(self) -> list[str]:
@@ -165,7 +200,13 @@ class Ollama(Client):
             message = self.client.chat(self.model, messages, tools=[TOOL]).message
             calls = message.tool_calls or []
             replies.append([(call.function.name, dict(call.function.arguments)) for call in calls])
-            messages += [message, *({"role": "tool", "tool_name": call.function.name, "content": RESULT} for call in calls)]
+            messages += [
+                message,
+                *(
+                    {"role": "tool", "tool_name": call.function.name, "content": RESULT}
+                    for call in calls
+                ),
+            ]
         return replies
 
     def schema(self, text: str) -> str:
@@ -178,7 +219,9 @@ class Ollama(Client):
         return [model.model for model in self.client.list().models]
 
     def cancel(self, text: str) -> None:
-        with contextlib.closing(self.client.chat(self.model, self.user(text), stream=True)) as stream:
+        with contextlib.closing(
+            self.client.chat(self.model, self.user(text), stream=True)
+        ) as stream:
             _first(part.message.content for part in stream)
 
 
@@ -204,7 +247,10 @@ class _LangChain(Client):
         for _ in range(2):
             message = model.invoke(messages)
             replies.append([(call["name"], call["args"]) for call in message.tool_calls])
-            messages += [message, *(ToolMessage(RESULT, tool_call_id=call["id"]) for call in message.tool_calls)]
+            messages += [
+                message,
+                *(ToolMessage(RESULT, tool_call_id=call["id"]) for call in message.tool_calls),
+            ]
         return replies
 
     def schema(self, text: str) -> str:
@@ -222,13 +268,21 @@ class LangChainOpenAI(_LangChain):
         super().__init__(*args)
         import langchain_openai
 
-        self.chat_model = langchain_openai.ChatOpenAI(base_url=f"{self.url}/v1", api_key=KEY, model=self.model)
+        self.chat_model = langchain_openai.ChatOpenAI(
+            base_url=f"{self.url}/v1", api_key=KEY, model=self.model
+        )
 
     def embeddings(self, texts: list[str]) -> list[list[float]]:
         from langchain_openai import OpenAIEmbeddings
 
-        # else it sends OpenAI's own tokens in the place of the text, whose numbers mean other words to this model
-        return OpenAIEmbeddings(base_url=f"{self.url}/v1", api_key=KEY, model=self.model, check_embedding_ctx_length=False).embed_documents(texts)
+        # else it sends OpenAI's own tokens in the place of the text, whose numbers mean
+        # other words to this model
+        return OpenAIEmbeddings(
+            base_url=f"{self.url}/v1",
+            api_key=KEY,
+            model=self.model,
+            check_embedding_ctx_length=False,
+        ).embed_documents(texts)
 
 
 class LangChainOllama(_LangChain):
@@ -251,7 +305,8 @@ class LiteLLM(_ChatCompletions):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices when it is imported
+        # else it asks the network for prices when it is imported
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
         import litellm
 
         self.module = litellm
@@ -264,7 +319,12 @@ class LiteLLM(_ChatCompletions):
         return [item["embedding"] for item in self.module.embedding(**self.where, input=texts).data]
 
     def list(self) -> list[str]:
-        names = self.module.get_valid_models(check_provider_endpoint=True, custom_llm_provider="openai", api_key=KEY, api_base=self.where["api_base"])
+        names = self.module.get_valid_models(
+            check_provider_endpoint=True,
+            custom_llm_provider="openai",
+            api_key=KEY,
+            api_base=self.where["api_base"],
+        )
         return [name.removeprefix("openai/") for name in names]
 
     def cancel(self, text: str) -> None:
@@ -286,45 +346,80 @@ class LLM(Client):
         super().__init__(*args)
         import llm  # noqa: F401
 
-        more = {"model_id": self.model, "model_name": self.model, "api_base": f"{self.url}/v1", "supports_tools": True, "supports_schema": True}
-        (self.folder / "extra-openai-models.yaml").write_text(json.dumps([more]))  # which is YAML, too
+        more = {
+            "model_id": self.model,
+            "model_name": self.model,
+            "api_base": f"{self.url}/v1",
+            "supports_tools": True,
+            "supports_schema": True,
+        }
+        # which is YAML, too
+        (self.folder / "extra-openai-models.yaml").write_text(json.dumps([more]))
         self.environment = os.environ | {"LLM_USER_PATH": str(self.folder)}
 
     def command(self, *args: str) -> list[str]:
         return [os.path.join(os.path.dirname(sys.executable), "llm"), "-m", self.model, *args]
 
     def run(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*args), env=self.environment, capture_output=True, text=True, timeout=300, check=check, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            self.command(*args),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=check,
+            stdin=subprocess.DEVNULL,
+        )
 
     def chat(self, text: str) -> str:
         return self.run("--no-stream", text).stdout
 
     def stream(self, text: str) -> Iterator[str]:
-        with subprocess.Popen(self.command(text), env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            self.command(text),
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        ) as process:
             while piece := os.read(process.stdout.fileno(), 1 << 16):
                 yield piece.decode()
         assert process.returncode == 0
 
     def tools(self, text: str) -> list[Calls]:
         """It calls by itself, and gives up with an error what goes on calling."""
-        code = f"from typing import Literal as _L\ndef measure(unit: _L['metres']) -> str:\n    'Measures the room'\n    return {RESULT!r}\n"
+        code = (
+            "from typing import Literal as _L\ndef measure(unit: _L['metres']) -> str:\n   "
+            f" 'Measures the room'\n    return {RESULT!r}\n"
+        )
         done = self.run("--functions", code, "--td", "--no-stream", text, check=False)
-        calls = (line.removeprefix("Tool call: ").partition("(") for line in done.stderr.splitlines() if line.startswith("Tool call: "))
+        calls = (
+            line.removeprefix("Tool call: ").partition("(")
+            for line in done.stderr.splitlines()
+            if line.startswith("Tool call: ")
+        )
         return [[(name, json.loads(args.rstrip(")").replace("'", '"')))] for name, _, args in calls]
 
     def schema(self, text: str) -> str:
         return self.run("--schema", json.dumps(SCHEMA), text).stdout
 
     def cancel(self, text: str) -> None:
-        with subprocess.Popen(self.command(text), env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            self.command(text),
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
             _first(iter(lambda: os.read(process.stdout.fileno(), 1 << 16), b""))
             process.send_signal(signal.SIGINT)
             process.stdout.read()
 
 
 class OpenWebUI(Client):
-    """The requests that its backend sends to a connection of OpenAI's kind: routers/openai.py, retrieval/utils.py. A chat is always streamed;
-    titles and tags are not."""
+    """The requests that its backend sends to a connection of OpenAI's kind:
+    routers/openai.py, retrieval/utils.py. A chat is always streamed; titles and tags
+    are not.
+    """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -335,19 +430,29 @@ class OpenWebUI(Client):
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.http.post(path, json={"model": self.model} | body)
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith("application/json"), answer.text
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith(
+            "application/json"
+        ), answer.text
         return answer.json()
 
     def deltas(self, **body: Any) -> Iterator[dict[str, Any]]:
-        sent = {"stream": True, "model": self.model, "stream_options": {"include_usage": True}} | body
+        sent = {
+            "stream": True,
+            "model": self.model,
+            "stream_options": {"include_usage": True},
+        } | body
         with self.http.stream("POST", "/chat/completions", json=sent) as answer:
-            assert answer.status_code == 200 and "text/event-stream" in answer.headers["content-type"]
+            assert (
+                answer.status_code == 200 and "text/event-stream" in answer.headers["content-type"]
+            )
             for line in answer.iter_lines():
                 if line.startswith("data: {") and (choices := json.loads(line[6:])["choices"]):
                     yield choices[0]["delta"]
 
     def chat(self, text: str) -> str:
-        return self.post("/chat/completions", messages=self.user(text), stream=False)["choices"][0]["message"]["content"]
+        return self.post("/chat/completions", messages=self.user(text), stream=False)["choices"][0][
+            "message"
+        ]["content"]
 
     def stream(self, text: str) -> Iterator[str]:
         for delta in self.deltas(messages=self.user(text)):
@@ -361,18 +466,33 @@ class OpenWebUI(Client):
             for delta in self.deltas(messages=messages, tools=[TOOL]):
                 for part in delta.get("tool_calls") or []:
                     if part["index"] in calls:
-                        calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+                        calls[part["index"]]["function"]["arguments"] += part["function"][
+                            "arguments"
+                        ]
                     else:
                         calls[part["index"]] = part
             made = list(calls.values())
-            replies.append([(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in made])
+            replies.append(
+                [
+                    (call["function"]["name"], json.loads(call["function"]["arguments"]))
+                    for call in made
+                ]
+            )
             messages += [{"role": "assistant", "content": "", "tool_calls": made}]
-            messages += [{"role": "tool", "tool_call_id": call["id"], "content": RESULT} for call in made]
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": RESULT} for call in made
+            ]
         return replies
 
     def schema(self, text: str) -> str:
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-        return "".join(delta.get("content") or "" for delta in self.deltas(messages=self.user(text), response_format=form))
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+        }
+        return "".join(
+            delta.get("content") or ""
+            for delta in self.deltas(messages=self.user(text), response_format=form)
+        )
 
     def embeddings(self, texts: list[str]) -> list[list[float]]:
         return [item["embedding"] for item in self.post("/embeddings", input=texts)["data"]]
@@ -412,7 +532,10 @@ class Page(Client):
     def conversation(self) -> Iterator[Any]:
         from helpers.browser import Browser, Chat
 
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(self.program, Path(profile)) as browser:
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+            Browser(self.program, Path(profile)) as browser,
+        ):
             yield Chat(browser, self.url)
 
     def chat(self, text: str) -> str:
@@ -443,7 +566,12 @@ CLIENTS: dict[str, type[Client]] = {
 
 def table() -> str:
     """In Markdown, with the reasons below it; without what all can do."""
-    names = {"tools": "tools", "schema": "JSON schema", "embeddings": "embeddings", "list": "list of models"}
+    names = {
+        "tools": "tools",
+        "schema": "JSON schema",
+        "embeddings": "embeddings",
+        "list": "list of models",
+    }
     some = [what for what in WHAT if any(what in kind.cannot for kind in CLIENTS.values())]
     rows, reasons = [], []
     for name, kind in CLIENTS.items():
@@ -457,7 +585,13 @@ def table() -> str:
                 cells.append("yes")
         rows.append(f"| {name} | {' | '.join(cells)} |")
     head = f"| | {' | '.join(names[what] for what in some)} |\n|---|{'---|' * len(some)}\n"
-    return head + "\n".join(rows) + "\n\n" + "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)) + "\n"
+    return (
+        head
+        + "\n".join(rows)
+        + "\n\n"
+        + "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
+        + "\n"
+    )
 
 
 # A template with thoughts that a request can switch off.

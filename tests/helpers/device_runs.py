@@ -1,7 +1,10 @@
-"""Runs on a device, in a process of their own: ggml looks for devices once, and a software driver has to be asked for.
+"""Runs on a device, in a process of their own: ggml looks for devices once, and a
+software driver has to be asked for.
 
-As a program it takes {"model": path, "runs": {name: run}} on stdin and writes the runs' results to the files that it is given: logits as
-.npz, the rest as JSON. A run has the options of `moeoff.Llama`, or of stock llama.cpp with "stock": where the experts are, "CPU" or "device".
+As a program it takes {"model": path, "runs": {name: run}} on stdin and writes the runs'
+results to the files that it is given: logits as .npz, the rest as JSON. A run has the
+options of `moeoff.Llama`, or of stock llama.cpp with "stock": where the experts are,
+"CPU" or "device".
 """
 
 from __future__ import annotations
@@ -18,8 +21,17 @@ from typing import Any
 import numpy as np
 
 TESTS = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {"GGML_VK_VISIBLE_DEVICES": "0"}  # ggml leaves software drivers out, unless they are named
-COMMON = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "n_gpu_layers": 99, "logits_all": True, "op_offload": False, "flash_attn": False}
+# ggml leaves software drivers out, unless they are named
+ENVIRONMENT = {"GGML_VK_VISIBLE_DEVICES": "0"}
+COMMON = {
+    "n_ctx": 256,
+    "n_threads": 2,
+    "n_threads_batch": 2,
+    "n_gpu_layers": 99,
+    "logits_all": True,
+    "op_offload": False,
+    "flash_attn": False,
+}
 
 
 def several(n: int) -> dict[str, str]:
@@ -30,29 +42,58 @@ def several(n: int) -> dict[str, str]:
 @cache
 def why_no_device() -> str:
     """Empty, or what is missing on this machine."""
-    code = "from moeoff.llamacpp.llama import supports_gpu; from moeoff.llamacpp.devices import buffer_types; print(supports_gpu(), [n for n in buffer_types() if n != 'CPU'])"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    code = (
+        "from moeoff.llamacpp.llama import supports_gpu; from moeoff.llamacpp.devices import"
+        " buffer_types; print(supports_gpu(), [n for n in buffer_types() if n != 'CPU'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True
+    )
     if done.returncode:
         return f"devices cannot be listed: {done.stderr[-200:]}"
     if not done.stdout.startswith("True"):
         return "this build has no GPU backend (CMAKE_ARGS=-DGGML_VULKAN=ON make env)"
-    return "" if "['" in done.stdout else "no device and no software driver (Debian: mesa-vulkan-drivers)"
+    return (
+        ""
+        if "['" in done.stdout
+        else "no device and no software driver (Debian: mesa-vulkan-drivers)"
+    )
 
 
 def device_runs(
-    model: str, folder: Path, runs: dict[str, dict[str, Any]], timeout: float = 600, n_devices: int = 1
+    model: str,
+    folder: Path,
+    runs: dict[str, dict[str, Any]],
+    timeout: float = 600,
+    n_devices: int = 1,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(logits [positions, n_vocab], stats) of each run by its name.
 
     Args:
         n_devices: Devices, which may be one device several times.
-        runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, one number or a list, instead of what vram has room for, "capacity": the same of all layers together, as the policy divides it, "stage": slots of a stage and stages, likewise, by default none, "uploads": by default as many as end in time, at
-            each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "precision": fields of `Precision`; "versions": what serves each use of an expert, in the order of gate events; "trace" and "replay": files; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
+        runs: options, "batches": how many tokens each batch has; of ours "slots": of
+            each layer, one number or a list, instead of what vram has room for,
+            "capacity": the same of all layers together, as the policy divides it,
+            "stage": slots of a stage and stages, likewise, by default none, "uploads":
+            by default as many as end in time, at each step, "block": tokens that
+            vram_mode auto compares, "room": slots of a layer that the device has memory
+            for, whatever its driver says, and "passes": the text is computed so often
+            at most, until a device has served everything, and its last pass counts;
+            "precision": fields of `Precision`; "versions": what serves each use of an
+            expert, in the order of gate events; "trace" and "replay": files; "count":
+            "counts" of the stats has for each batch what `counted_devices` counts, of
+            stock, too; "second": every batch is computed in another context of the
+            model first, and with "other" its logits count.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
     job = json.dumps({"model": model, "runs": runs})
     done = subprocess.run(
-        [sys.executable, __file__, str(out), str(stats)], input=job, env=os.environ | several(n_devices), capture_output=True, text=True, timeout=timeout
+        [sys.executable, __file__, str(out), str(stats)],
+        input=job,
+        env=os.environ | several(n_devices),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     with np.load(out) as arrays:
@@ -72,7 +113,12 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     from moeoff.llamacpp.native import TensorOverrides, cpu_buffer_type
     from moeoff.precision import Precision
 
-    where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
+    where, batches, slots, passes = (
+        run.pop("stock", None),
+        run.pop("batches"),
+        run.pop("slots", None),
+        run.pop("passes", 1),
+    )
     capacity = run.pop("capacity", None)
     second, versions = run.pop("second", False), run.pop("versions", [])
     if precision := run.pop("precision", None):
@@ -83,7 +129,9 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
         comparison._BLOCK, comparison._SKIP = block, 0
     if slots or capacity:
 
-        def slots_that_fit(_: Any, bytes_of: Any, n_experts: int, divide: Any, *, least: int, **__: Any) -> list[int]:
+        def slots_that_fit(
+            _: Any, bytes_of: Any, n_experts: int, divide: Any, *, least: int, **__: Any
+        ) -> list[int]:
             if capacity:
                 return [max(n, least) for n in divide(capacity)]
             return slots if isinstance(slots, list) else [slots] * len(bytes_of)
@@ -96,8 +144,12 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     options = COMMON | run
     ours = {"memory": "6G", "strategy": "lru", "vram_mode": "cooperative"} | options
     try:
-        overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type())]) if where == "CPU" else None
-        llm: Any = Stock(model, overrides=overrides, **options) if where else moeoff.Llama(model, **ours)
+        overrides = (
+            TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type())]) if where == "CPU" else None
+        )
+        llm: Any = (
+            Stock(model, overrides=overrides, **options) if where else moeoff.Llama(model, **ours)
+        )
     except (moeoff.BudgetError, moeoff.OptionError) as error:
         return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.hint.get("vram")}
     if devices and not where:
@@ -125,7 +177,9 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     if second:
         llama_cpp.llama_free(ctx)
         rows = elsewhere if second == "other" else rows
-    stats = None if where else asdict(llm.stats()) | {"device_hit_rate": llm.stats().device_hit_rate}
+    stats = (
+        None if where else asdict(llm.stats()) | {"device_hit_rate": llm.stats().device_hit_rate}
+    )
     llm.close()
     return np.concatenate(rows), (stats or {}) | {"counts": counts}
 

@@ -1,11 +1,15 @@
-"""Models that show every node of their graphs while they are computed: for tests, it is slow."""
+"""Models that show every node of their graphs while they are computed: for tests, it is
+slow.
+"""
 
 import llama_cpp
 
 
 class WithCallback:
-    """Before a class of `moeoff.llamacpp.llama`: calls `_watch(node, ask, user)` as llama.cpp's cb_eval does: with ask, whether the node's data is wanted; then
-    with the data."""
+    """Before a class of `moeoff.llamacpp.llama`: calls `_watch(node, ask, user)` as
+    llama.cpp's cb_eval does: with ask, whether the node's data is wanted; then with the
+    data.
+    """
 
     def __init__(self, *args, **kwargs):
         self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._watch)

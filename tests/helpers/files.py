@@ -8,8 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"
 SMALL_TRACE = ROOT / "tests" / "data" / "small.trace"
-# words and code of this project as they once were: what is measured on them must not change with the docs
-PROSE, MORE_PROSE, CODE = (ROOT / "tests" / "data" / name for name in ("prose.txt", "prose-2.txt", "code.txt"))
+# words and code of this project as they once were: what is measured on them must not
+# change with the docs
+PROSE, MORE_PROSE, CODE = (
+    ROOT / "tests" / "data" / name for name in ("prose.txt", "prose-2.txt", "code.txt")
+)
 COMMAND = str(Path(sys.executable).with_name("moeoff"))  # as it is installed
 CALIBRATION_TEXTS = [str(PROSE), str(CODE)]
 

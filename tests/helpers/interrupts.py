@@ -1,8 +1,11 @@
-"""Interrupts: an exception between any two instructions of Python ends an answer, and the next one is that of a fresh process.
+"""Interrupts: an exception between any two instructions of Python ends an answer, and
+the next one is that of a fresh process.
 
-Two ways to come between: `at_event` raises at the n-th place at which Python itself would (where a function begins, and behind every call into C), so that
-a case can be repeated; `at_time` is Ctrl-C as it is, a signal that arrives somewhere in the time of an answer, inside llama.cpp or outside. `within_graph`
-cancels what llama.cpp computes, in the middle of a graph.
+Two ways to come between: `at_event` raises at the n-th place at which Python itself
+would (where a function begins, and behind every call into C), so that a case can be
+repeated; `at_time` is Ctrl-C as it is, a signal that arrives somewhere in the time of
+an answer, inside llama.cpp or outside. `within_graph` cancels what llama.cpp computes,
+in the middle of a graph.
 """
 
 from __future__ import annotations
@@ -18,7 +21,16 @@ from typing import Any
 from moeoff.llamacpp import native
 from moeoff.llamacpp.llama import api
 
-OPTIONS = {"expert_memory": "1M", "n_ctx": 128, "n_batch": 16, "n_threads": 2, "warm": False, "profile": False, "experts": False, "seed": 1}
+OPTIONS = {
+    "expert_memory": "1M",
+    "n_ctx": 128,
+    "n_batch": 16,
+    "n_threads": 2,
+    "warm": False,
+    "profile": False,
+    "experts": False,
+    "seed": 1,
+}
 N = 6  # tokens of an answer
 
 
@@ -27,15 +39,24 @@ def _text(reply: Any) -> str:
 
 
 def _stream(llm: Any, prompt: str) -> str:
-    return "".join(_text(chunk) for chunk in llm.create_completion(prompt, max_tokens=N, temperature=0, stream=True))
+    return "".join(
+        _text(chunk)
+        for chunk in llm.create_completion(prompt, max_tokens=N, temperature=0, stream=True)
+    )
 
 
 def _processed(llm: Any, prompt: str) -> str:
-    return _text(llm.create_completion(prompt, max_tokens=N, temperature=0, logits_processor=[lambda _ids, scores: -scores]))
+    return _text(
+        llm.create_completion(
+            prompt, max_tokens=N, temperature=0, logits_processor=[lambda _ids, scores: -scores]
+        )
+    )
 
 
 def _tokens(llm: Any, prompt: str) -> list[int]:
-    return [token for token, _ in zip(llm.generate(llm.tokenize(prompt.encode()), temp=0), range(N))]
+    return [
+        token for token, _ in zip(llm.generate(llm.tokenize(prompt.encode()), temp=0), range(N))
+    ]
 
 
 def _by_hand(llm: Any, prompt: str) -> list[int]:
@@ -59,8 +80,14 @@ def _restored(llm: Any, prompt: str) -> list[int]:
 
 # each gives the same however often and behind whatever it is asked
 KINDS: dict[str, Callable[[Any, str], Any]] = {
-    "completion": lambda llm, prompt: _text(llm.create_completion(prompt, max_tokens=N, temperature=0)),
-    "sampled": lambda llm, prompt: _text(llm.create_completion(prompt, max_tokens=N, temperature=0.9, top_k=20, seed=11, repeat_penalty=1.1)),
+    "completion": lambda llm, prompt: _text(
+        llm.create_completion(prompt, max_tokens=N, temperature=0)
+    ),
+    "sampled": lambda llm, prompt: _text(
+        llm.create_completion(
+            prompt, max_tokens=N, temperature=0.9, top_k=20, seed=11, repeat_penalty=1.1
+        )
+    ),
     "stream": _stream,
     "processed": _processed,
     "tokens": _tokens,
@@ -83,16 +110,22 @@ class Places:
 
 @contextmanager
 def at_event(nth: int) -> Iterator[Places]:
-    """Raises `Interrupt` at the n-th place of this thread at which Python looks for signals. 0: never, they are counted."""
+    """Raises `Interrupt` at the n-th place of this thread at which Python looks for
+    signals. 0: never, they are counted.
+    """
     counted = Places()
 
     def watch(frame: FrameType, event: str, argument: object) -> None:
-        if event not in ("call", "c_return") or frame.f_code.co_name == "__del__":  # what is raised in one goes nowhere
+        # what is raised in one goes nowhere
+        if event not in ("call", "c_return") or frame.f_code.co_name == "__del__":
             return
         counted.places += 1
         if counted.places == nth:
             sys.setprofile(None)
-            counted.where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name} {event}"
+            counted.where = (
+                f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+                f" {frame.f_code.co_name} {event}"
+            )
             raise Interrupt
 
     sys.setprofile(watch)
@@ -104,12 +137,17 @@ def at_event(nth: int) -> Iterator[Places]:
 
 @contextmanager
 def at_time(seconds: float) -> Iterator[Places]:
-    """Raises `Interrupt` after this time, wherever the main thread is then, as Ctrl-C would: from a signal."""
+    """Raises `Interrupt` after this time, wherever the main thread is then, as Ctrl-C
+    would: from a signal.
+    """
     counted = Places()
 
     def arrive(_signum: int, frame: FrameType | None) -> None:
         if counted.where is None and frame is not None and frame.f_code.co_name != "__del__":
-            counted.where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+            counted.where = (
+                f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+                f" {frame.f_code.co_name}"
+            )
             raise Interrupt
 
     before = signal.signal(signal.SIGALRM, arrive)
@@ -122,8 +160,12 @@ def at_time(seconds: float) -> Iterator[Places]:
 
 
 @contextmanager
-def within_graph(llm: Any, is_time: Callable[[], bool] = lambda: True, cancel: Callable[[], object] | None = None) -> Iterator[None]:
-    """Call `cancel`, by default the model's, once, in the middle of the first graph in which is_time() is true."""
+def within_graph(
+    llm: Any, is_time: Callable[[], bool] = lambda: True, cancel: Callable[[], object] | None = None
+) -> Iterator[None]:
+    """Call `cancel`, by default the model's, once, in the middle of the first graph in
+    which is_time() is true.
+    """
     nodes = 0
 
     def look(handle: int | None) -> bool:

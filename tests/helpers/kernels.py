@@ -1,4 +1,6 @@
-"""MUL_MAT_ID on experts in memory and on the same experts in an expert buffer, one ggml graph each."""
+"""MUL_MAT_ID on experts in memory and on the same experts in an expert buffer, one ggml
+graph each.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ class BufferTensor:
         n_slots: the arena in slots of the largest slice.
     """
 
-    def __init__(self, path: Path, slices: list, types: list[int], n_slots: float = 3, shape=(N_COLS, N_ROWS), **options):
+    def __init__(
+        self,
+        path: Path,
+        slices: list,
+        types: list[int],
+        n_slots: float = 3,
+        shape=(N_COLS, N_ROWS),
+        **options,
+    ):
         self.path = path
         self.shape = shape
         self.slot = max(slot_bytes(s.nbytes) for s in slices if s is not None)
@@ -34,13 +44,16 @@ class BufferTensor:
                 if data is None:
                     self.sources.append(native.Source(-1, NONE, 0, 0))
                     continue
-                file.write(b"\xff" * (32 * (2 * i + 1)))  # a multiple of 32, never of a page; what lies between is no weight
+                # a multiple of 32, never of a page; what lies between is no weight
+                file.write(b"\xff" * (32 * (2 * i + 1)))
                 file.write(b"\xff" * (-file.tell() % 32))
                 self.sources.append(native.Source(0, types[i], file.tell(), data.nbytes))
                 file.write(data.tobytes())
         self.buffer = ExpertBuffer(**options)
         self._context = Context()
-        self.tensor = self._context.tensor(types[0], *shape, len(slices), name="blk.0.ffn_up_exps.weight")
+        self.tensor = self._context.tensor(
+            types[0], *shape, len(slices), name="blk.0.ffn_up_exps.weight"
+        )
         with self.buffer.loading():
             self._context.allocate(native.buffer_type())
         assert native.n_tensors(self.buffer.handle) == 1
@@ -81,9 +94,12 @@ class Op:
     """MUL_MAT_ID of one or more tensors of experts with the same rows and ids.
 
     Args:
-        n_rows_in: rows of the right operand for each token: 1, or one for each of the token's experts.
-        padded_ids: ids are a view of the first columns of [n_tokens, n_expert], as a top-k of argsort gives them.
-        padded_rows: the right operand is a view of the second half of rows twice as long.
+        n_rows_in: rows of the right operand for each token: 1, or one for each of the
+            token's experts.
+        padded_ids: ids are a view of the first columns of [n_tokens, n_expert], as a
+            top-k of argsort gives them.
+        padded_rows: the right operand is a view of the second half of rows twice as
+            long.
     """
 
     def __init__(
@@ -103,10 +119,16 @@ class Op:
         self._context = Context(4 + len(experts), len(experts))
         self._rows = self._context.tensor(F32, *self.rows_shape[::-1])
         self.id_tensor = self._context.tensor(I32, *self.ids_shape[::-1])
-        ids = self._context.view_2d(self.id_tensor, n_used, n_tokens, 4 * N_EXPERT) if padded_ids else self.id_tensor
+        ids = (
+            self._context.view_2d(self.id_tensor, n_used, n_tokens, 4 * N_EXPERT)
+            if padded_ids
+            else self.id_tensor
+        )
         rows = self._rows
         if padded_rows:
-            rows = self._context.view_3d(rows, n_cols, n_rows_in, n_tokens, 8 * n_cols, 8 * n_cols * n_rows_in, 4 * n_cols)
+            rows = self._context.view_3d(
+                rows, n_cols, n_rows_in, n_tokens, 8 * n_cols, 8 * n_cols * n_rows_in, 4 * n_cols
+            )
         self._outputs = [self._context.mul_mat_id(e.tensor, rows, ids) for e in experts]
         self._graphs = [self._context.graph(out) for out in self._outputs]
         self._context.allocate(cpu_buffer_type())
@@ -118,7 +140,9 @@ class Op:
         self._context.close()
 
     def choose(self, rng: np.random.Generator) -> np.ndarray:
-        """New random rows, and new experts: each token's are distinct, and some are chosen much more often."""
+        """New random rows, and new experts: each token's are distinct, and some are
+        chosen much more often.
+        """
         write(self._rows, rng.standard_normal(self.rows_shape, np.float32) * np.float32(3))
         popularity = rng.exponential(1.5, N_EXPERT)
         scores = rng.gumbel(size=(self.ids_shape[0], N_EXPERT)) + popularity
@@ -131,9 +155,12 @@ class Op:
         write(self._rows, rows)
         write(self.id_tensor, ids)
 
-    def compute(self, backend: Backend, i: int, n_threads: int = 2, status: int = SUCCESS) -> np.ndarray:
+    def compute(
+        self, backend: Backend, i: int, n_threads: int = 2, status: int = SUCCESS
+    ) -> np.ndarray:
         """uint32 bits [n_tokens, n_used, n_rows] of the i-th tensor's result."""
-        write(self._outputs[i], np.full(self.out_shape, 0x7FBADBAD, np.uint32))  # a NaN where nothing is written
+        # a NaN where nothing is written
+        write(self._outputs[i], np.full(self.out_shape, 0x7FBADBAD, np.uint32))
         assert backend.compute(self._graphs[i], n_threads) == status
         return read(self._outputs[i], self.out_shape)
 

@@ -23,8 +23,12 @@ def resident() -> int:
     return rss()
 
 
-def check_leaves_nothing(cycle: Callable[[], object], n: int, nbytes: int, warm_ups: int = 1) -> None:
-    """After n cycles there are as many threads and descriptors as before, and at most so many bytes more."""
+def check_leaves_nothing(
+    cycle: Callable[[], object], n: int, nbytes: int, warm_ups: int = 1
+) -> None:
+    """After n cycles there are as many threads and descriptors as before, and at most
+    so many bytes more.
+    """
     for _ in range(warm_ups):  # libraries keep what they allocate once
         cycle()
     gc.collect()
@@ -32,7 +36,8 @@ def check_leaves_nothing(cycle: Callable[[], object], n: int, nbytes: int, warm_
     before, memory = held(), resident()
     for _ in range(n):
         cycle()
-    # OpenMP's second thread stays where cores were not bound, as when another process of ours has them; a leak is one for each cycle. A thread
-    # that has ended is listed for a moment still.
+    # OpenMP's second thread stays where cores were not bound, as when another process
+    # of ours has them; a leak is one for each cycle. A thread that has ended is listed
+    # for a moment still.
     wait_until(lambda: held()[0] <= before[0] + 1 and held()[1] <= before[1], 60)
     assert resident() - memory < nbytes

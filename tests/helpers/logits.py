@@ -1,4 +1,6 @@
-"""Logits of a run, whether two are the same, and stock llama.cpp, which says what they should be."""
+"""Logits of a run, whether two are the same, and stock llama.cpp, which says what they
+should be.
+"""
 
 import contextlib
 
@@ -9,7 +11,9 @@ from moeoff.llamacpp.llama import StockLlama
 
 
 def greedy_logits(llm, tokens: list[int], n_steps: int) -> np.ndarray:
-    """[len(tokens) + n_steps, n_vocab] float32 of a prefill and greedy steps; needs logits_all."""
+    """[len(tokens) + n_steps, n_vocab] float32 of a prefill and greedy steps; needs
+    logits_all.
+    """
     llm.reset()
     llm.eval(tokens)
     rows = [llm.scores[: len(tokens)].copy()]
@@ -27,7 +31,9 @@ def stock_logits(model: str, tokens: list[int], n_steps: int, n_ctx: int) -> np.
 
 def assert_bit_equal(a: np.ndarray, b: np.ndarray) -> None:
     different = a.view(np.uint32) != b.view(np.uint32)
-    assert not different.any(), f"{different.sum()} of {different.size} differ, by {np.abs(a - b).max()} at most"
+    assert not different.any(), (
+        f"{different.sum()} of {different.size} differ, by {np.abs(a - b).max()} at most"
+    )
 
 
 def decode_in(ctx, tokens: list[int], first: int, n_vocab: int) -> np.ndarray:
@@ -44,9 +50,20 @@ def decode_in(ctx, tokens: list[int], first: int, n_vocab: int) -> np.ndarray:
 
 
 class Stock(StockLlama):
-    """Plain kernels and flash attention by default, as moeoff: repacked kernels round differently from those that experts are computed with."""
+    """Plain kernels and flash attention by default, as moeoff: repacked kernels round
+    differently from those that experts are computed with.
+    """
 
     def __init__(self, path: str, use_extra_bufts: bool = False, **kwargs):
         super().__init__(
-            path, use_extra_bufts=use_extra_bufts, **{"use_mmap": False, "verbose": False, "flash_attn": True, "n_threads": 2, "n_threads_batch": 2} | kwargs
+            path,
+            use_extra_bufts=use_extra_bufts,
+            **{
+                "use_mmap": False,
+                "verbose": False,
+                "flash_attn": True,
+                "n_threads": 2,
+                "n_threads_batch": 2,
+            }
+            | kwargs,
         )

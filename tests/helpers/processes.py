@@ -1,4 +1,6 @@
-"""Processes: functions of tests in some of their own, since memory that other tests have freed is neither theirs to plan with nor to use; and what one takes."""
+"""Processes: functions of tests in some of their own, since memory that other tests
+have freed is neither theirs to plan with nor to use; and what one takes.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,18 @@ def in_process_of_its_own(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def run_python(code: str, *args: object, **environment: str) -> str:
-    """What a new interpreter, which knows these helpers, writes to its standard output. It must end well."""
+    """What a new interpreter, which knows these helpers, writes to its standard output.
+    It must end well.
+    """
     folders = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-c", code, *map(str, args)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": folders} | environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": folders} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -1,4 +1,6 @@
-"""A Ray cluster of several nodes on this machine, each in a memory cgroup of its own, with a Serve application and its address."""
+"""A Ray cluster of several nodes on this machine, each in a memory cgroup of its own,
+with a Serve application and its address.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ from helpers.waiting import wait_until
 from moeoff.system.cgroup import memory_cgroup
 
 _MARK = "MOEOFF_RAY_CLUSTER"
-_STORE = 80_000_000  # bytes of Ray's object store, about the least that it takes; requests do not go through it
+# bytes of Ray's object store, about the least that it takes; requests do not go through
+# it
+_STORE = 80_000_000
 _SECONDS = 180.0  # for anything to come up, on a machine that is busy
 
 
 @dataclass(frozen=True)
 class Replica:
-    """node: number of the node. pid, server_pid: of the actor, and of the process that serves."""
+    """node: number of the node. pid, server_pid: of the actor, and of the process that
+    serves.
+    """
 
     node: int
     pid: int
@@ -37,8 +43,10 @@ class Replica:
 
 @dataclass(frozen=True)
 class Cluster:
-    """url: where Serve listens. address: Ray's. cgroups: folders of the nodes', or None. mark: in the environment of a node's processes, with its number.
-    add: starts another node with these labels."""
+    """url: where Serve listens. address: Ray's. cgroups: folders of the nodes', or
+    None. mark: in the environment of a node's processes, with its number. add: starts
+    another node with these labels.
+    """
 
     url: str
     address: str
@@ -57,7 +65,18 @@ class Cluster:
             for pid in _marked(f"{self.mark}-{node}\0"):
                 with contextlib.suppress(OSError):
                     if b"moeoff.server.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        out.append(Replica(node, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), pid))
+                        out.append(
+                            Replica(
+                                node,
+                                int(
+                                    Path(f"/proc/{pid}/stat")
+                                    .read_text()
+                                    .rpartition(")")[2]
+                                    .split()[1]
+                                ),
+                                pid,
+                            )
+                        )
         return out
 
     def replicas(self, n: int) -> list[Replica]:
@@ -74,14 +93,20 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(labels: list[Mapping[str, str]], memory: int, limit: int | None) -> Iterator[Cluster]:
-    """A node for each of these labels; this process is connected to it, and Serve runs on the first.
+    """A node for each of these labels; this process is connected to it, and Serve runs
+    on the first.
 
     Args:
         memory: bytes that a node tells Ray it has.
         limit: bytes of each node's cgroup; None: no cgroup.
     """
-    mark, folder, port = uuid.uuid4().hex, tempfile.mkdtemp(prefix="ray-"), free_port()  # a short path: it goes into names of sockets
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"}
+    # a short path: it goes into names of sockets
+    mark, folder, port = uuid.uuid4().hex, tempfile.mkdtemp(prefix="ray-"), free_port()
+    environment = os.environ | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_raylet_start_wait_time_s": "120",
+    }
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folders: list[str | None] = []
@@ -89,11 +114,33 @@ def cluster(labels: list[Mapping[str, str]], memory: int, limit: int | None) -> 
         stack.callback(lambda: _kill(mark, [f"{group}/cgroup.procs" for group in folders if group]))
 
         def add(label: Mapping[str, str]) -> None:
-            number, group = len(folders), groups.enter_context(memory_cgroup(limit)) if limit else None
+            number, group = (
+                len(folders),
+                groups.enter_context(memory_cgroup(limit)) if limit else None,
+            )
             folders.append(group and group.folder)
-            where = [f"--address=127.0.0.1:{port}"] if number else ["--head", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
-            command = [os.path.join(os.path.dirname(sys.executable), "ray"), "start", "--block", *where, "--num-cpus=2", f"--memory={memory}"]
-            command += [f"--object-store-memory={_STORE}", "--labels=" + ",".join(f"{k}={v}" for k, v in label.items())]
+            where = (
+                [f"--address=127.0.0.1:{port}"]
+                if number
+                else [
+                    "--head",
+                    f"--port={port}",
+                    f"--temp-dir={folder}",
+                    "--include-dashboard=false",
+                ]
+            )
+            command = [
+                os.path.join(os.path.dirname(sys.executable), "ray"),
+                "start",
+                "--block",
+                *where,
+                "--num-cpus=2",
+                f"--memory={memory}",
+            ]
+            command += [
+                f"--object-store-memory={_STORE}",
+                "--labels=" + ",".join(f"{k}={v}" for k, v in label.items()),
+            ]
             with open(os.path.join(folder, f"node-{number}.log"), "wb") as log:
                 process = subprocess.Popen(command, env=environment | {_MARK: f"{mark}-{number}"}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                            start_new_session=True, preexec_fn=group and group.enter)  # fmt: skip
@@ -121,9 +168,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(mark: str, groups: list[str]) -> None:
-    """Whatever is left: of the cgroups, or with the mark in the environment, which Ray's agents write their names over."""
+    """Whatever is left: of the cgroups, or with the mark in the environment, which
+    Ray's agents write their names over.
+    """
 
-    wait_until(lambda: not _killed([*_marked(mark), *(int(pid) for group in groups for pid in open(group))]))
+    wait_until(
+        lambda: (
+            not _killed([*_marked(mark), *(int(pid) for group in groups for pid in open(group))])
+        )
+    )
 
 
 def _killed(pids: list[int]) -> list[int]:

@@ -1,4 +1,6 @@
-"""GET_ROWS by itself: the same rows of a file from a map of it, by ggml, and from a table that stays on disk."""
+"""GET_ROWS by itself: the same rows of a file from a map of it, by ggml, and from a
+table that stays on disk.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,24 @@ class Rows:
         direct_io: reads go around the page cache.
     """
 
-    def __init__(self, path: Path, type: int, shape: tuple[int, int], n_tokens: int, offset: int = 0, direct_io: bool = True):
-        self.path, self.row_bytes, self.buffer = path, row_bytes(type, shape[1]), ExpertBuffer(direct_io=direct_io)
+    def __init__(
+        self,
+        path: Path,
+        type: int,
+        shape: tuple[int, int],
+        n_tokens: int,
+        offset: int = 0,
+        direct_io: bool = True,
+    ):
+        self.path, self.row_bytes, self.buffer = (
+            path,
+            row_bytes(type, shape[1]),
+            ExpertBuffer(direct_io=direct_io),
+        )
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._map.madvise(mmap.MADV_RANDOM)  # as llama.cpp advises it of tables that it reads by row
+        # as llama.cpp advises it of tables that it reads by row
+        self._map.madvise(mmap.MADV_RANDOM)
         self._weights, self._reserved, self._ops = Context(), Context(), Context(8, 4)
         mapped = self._weights.tensor(type, *reversed(shape))
         self._weights.place(mapped, np.frombuffer(self._map, np.uint8), offset)
@@ -39,11 +54,21 @@ class Rows:
         with self.buffer.loading():
             self._reserved.allocate(native.buffer_type())
         assert native.add_file(self.buffer.handle, os.fsencode(path)) == 0
-        assert native.set_row_table_source(self.buffer.handle, 1, native.Source(0, type, offset, shape[0] * self.row_bytes, 0)) == 0
+        assert (
+            native.set_row_table_source(
+                self.buffer.handle, 1, native.Source(0, type, offset, shape[0] * self.row_bytes, 0)
+            )
+            == 0
+        )
         self._shape = (n_tokens, shape[1])
         self._ids = self._ops.tensor(I32, n_tokens)
         self._outputs = [self._ops.get_rows(tensor, self._ids) for tensor in (mapped, on_disk)]
-        self._casts = [self._ops.cast(self._ops.view_2d(tensor, shape[1], 1, self.row_bytes, 3 * self.row_bytes), F32) for tensor in (mapped, on_disk)]
+        self._casts = [
+            self._ops.cast(
+                self._ops.view_2d(tensor, shape[1], 1, self.row_bytes, 3 * self.row_bytes), F32
+            )
+            for tensor in (mapped, on_disk)
+        ]
         self._graphs = [self._ops.graph(out) for out in (*self._outputs, *self._casts)]
         self._ops.allocate(cpu_buffer_type())
 
@@ -58,9 +83,12 @@ class Rows:
     def prepare(self, ids: np.ndarray) -> None:
         write(self._ids, ids.astype(np.int32))
         for out in self._outputs:
-            write(out, np.full(self._shape, 0x7FBADBAD, np.uint32))  # a NaN where nothing is written
+            # a NaN where nothing is written
+            write(out, np.full(self._shape, 0x7FBADBAD, np.uint32))
 
-    def compute(self, backend: Backend, way: int, n_threads: int = 2, status: int = SUCCESS) -> None:
+    def compute(
+        self, backend: Backend, way: int, n_threads: int = 2, status: int = SUCCESS
+    ) -> None:
         assert self.status(backend, way, n_threads) == status
 
     def status(self, backend: Backend, way: int, n_threads: int = 2) -> int:

@@ -1,4 +1,6 @@
-"""Servers in processes of their own: ours with OpenAI's client for it, and llama-server of the same build, which says what an answer should be."""
+"""Servers in processes of their own: ours with OpenAI's client for it, and llama-server
+of the same build, which says what an answer should be.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,22 @@ print("stopped", flush=True)
 
 
 class Service:
-    """A process that serves until it is told to stop. first: code that it runs before all else. Nothing is kept on disk unless it is said."""
+    """A process that serves until it is told to stop. first: code that it runs before
+    all else. Nothing is kept on disk unless it is said.
+    """
 
     def __init__(self, model: str, first: str = "", **options):
-        command = [sys.executable, "-c", first + SCRIPT, model, json.dumps({"kv_disk": 0} | options)]
+        command = [
+            sys.executable,
+            "-c",
+            first + SCRIPT,
+            model,
+            json.dumps({"kv_disk": 0} | options),
+        ]
         self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
         self.url = self.process.stdout.readline().strip()
         if not self.url.startswith("http"):
             self.process.wait()
@@ -58,7 +70,13 @@ class Service:
     def client(self):
         import openai
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=300, http_client=single_use())
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=self._key,
+            max_retries=0,
+            timeout=300,
+            http_client=single_use(),
+        )
 
     def __enter__(self) -> Service:
         return self
@@ -74,18 +92,31 @@ class Service:
 
     def metrics(self) -> dict[str, float]:
         lines = httpx.get(f"{self.url}/metrics", timeout=300).text.splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+        return {
+            name: float(value)
+            for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        }
 
     def complete(self, text: str | list[str], n: int):
-        return self.client.completions.create(model="x", prompt=text, max_tokens=n, temperature=0, extra_body={"ignore_eos": True})
+        return self.client.completions.create(
+            model="x", prompt=text, max_tokens=n, temperature=0, extra_body={"ignore_eos": True}
+        )
 
     def ask(self, text: str, **options):
-        return self.client.chat.completions.create(model="x", messages=[{"role": "user", "content": text}], temperature=0, **{"max_tokens": 24} | options)
+        return self.client.chat.completions.create(
+            model="x",
+            messages=[{"role": "user", "content": text}],
+            temperature=0,
+            **{"max_tokens": 24} | options,
+        )
 
 
-# The demo model's template knows no tools, and by itself it would call none. With this one it calls a tool whenever there is one: what a call begins with is what it
-# would say first and always, and from there on llama-server's grammar of calls leads it. Of line ends in a call it would write as many as that allows.
-BEGINS, LINE_ENDS = "<<", "\u010a\u0109"  # the latter as byte-pair vocabularies spell line feeds and tabs
+# The demo model's template knows no tools, and by itself it would call none. With this
+# one it calls a tool whenever there is one: what a call begins with is what it would
+# say first and always, and from there on llama-server's grammar of calls leads it. Of
+# line ends in a call it would write as many as that allows. the latter as byte-pair
+# vocabularies spell line feeds and tabs
+BEGINS, LINE_ENDS = "<<", "\u010a\u0109"
 TEMPLATE = """
 {%- if tools %}
     {{- '<|im_start|>system\\nTools:\\n' }}
@@ -116,8 +147,23 @@ def calling_service(model: str, folder: Path, **options) -> Service:
     template.write_text(TEMPLATE.strip())
     with ModelFile(model) as file:
         pieces = unpack(file.metadata["tokenizer.ggml.tokens"])
-    biases = [f"{pieces.index(BEGINS[0])}+40", *(f"{token}-40" for token, piece in enumerate(pieces) if piece and set(piece) <= set(LINE_ENDS))]
-    args = ["--chat-template-file", str(template), "--temp", "0", "-n", "128", *(word for bias in biases for word in ("--logit-bias", bias))]
+    biases = [
+        f"{pieces.index(BEGINS[0])}+40",
+        *(
+            f"{token}-40"
+            for token, piece in enumerate(pieces)
+            if piece and set(piece) <= set(LINE_ENDS)
+        ),
+    ]
+    args = [
+        "--chat-template-file",
+        str(template),
+        "--temp",
+        "0",
+        "-n",
+        "128",
+        *(word for bias in biases for word in ("--logit-bias", bias)),
+    ]
     return Service(model, expert_memory=4 << 20, n_ctx=2048, args=args, **options)
 
 
@@ -135,12 +181,16 @@ def words(seed: int, n: int) -> list[int]:
 
 
 def single_use() -> httpx.Client:
-    """A new connection for each request: one that is kept may be closed by the server just when the next request is sent on it."""
+    """A new connection for each request: one that is kept may be closed by the server
+    just when the next request is sent on it.
+    """
     return httpx.Client(timeout=300, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def free_port() -> int:
-    """For programs that take no 0. Below those that the system gives to others, who would have it before it is bound again."""
+    """For programs that take no 0. Below those that the system gives to others, who
+    would have it before it is bound again.
+    """
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         end = int(file.read().split()[0])
     for port in random.SystemRandom().sample(range(20_000, max(end, 30_000)), 100):
@@ -162,7 +212,9 @@ for args in sys.argv[2:]:
 
 @contextlib.contextmanager
 def client_of(model: str, *words: str, **options) -> Iterator[Client]:
-    """A conversation with a model, as `moeoff run` has it with these words on its command line."""
+    """A conversation with a model, as `moeoff run` has it with these words on its
+    command line.
+    """
     line = CommandLine.read(words, "run")
     with PrivateServer(model, args=line, **options) as server:
         yield Client(server)
@@ -192,16 +244,40 @@ def _needed(model: str, options: str) -> int:
 
 
 def llama_server() -> str:
-    """Path of the program that is built with our library's sources; the first time it is compiled."""
-    built = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "llama-server"], check=True, text=True, stdout=subprocess.PIPE)
+    """Path of the program that is built with our library's sources; the first time it
+    is compiled.
+    """
+    built = subprocess.run(
+        [sys.executable, ROOT / "scripts/build/fork.py", "llama-server"],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
     return built.stdout.splitlines()[-1]
 
 
 @contextlib.contextmanager
 def stock_server(model: str, *args: str) -> Iterator[str]:
-    """Its URL. It computes as our kernels do: without repacking, with flash attention, one answer at a time on two threads."""
+    """Its URL. It computes as our kernels do: without repacking, with flash attention,
+    one answer at a time on two threads.
+    """
     port = free_port()
-    command = [llama_server(), "-m", model, "--port", str(port), "--no-repack", "-fa", "on", "-t", "2", "-np", "1", "--no-warmup", *args]
+    command = [
+        llama_server(),
+        "-m",
+        model,
+        "--port",
+        str(port),
+        "--no-repack",
+        "-fa",
+        "on",
+        "-t",
+        "2",
+        "-np",
+        "1",
+        "--no-warmup",
+        *args,
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             wait_until(lambda: process.poll() is not None or _is_ready(port))

@@ -1,4 +1,6 @@
-"""Programs in a real terminal: a `moeoff run` driven by a program, for the chat's tests; and bars."""
+"""Programs in a real terminal: a `moeoff run` driven by a program, for the chat's
+tests; and bars.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import pexpect.fdpexpect
 
 from helpers.files import COMMAND
 
-# prompt_toolkit switches bracketed paste on when it begins to read and off when it has a line; redraws do neither
+# prompt_toolkit switches bracketed paste on when it begins to read and off when it has
+# a line; redraws do neither
 READING = r"\x1b\[\?2004h.*?>>>.*?\x1b\[\?25h"
 ENTERED = r"\x1b\[\?2004l"
 STATS = r"prompt \d+ tokens.*?\| memory [^\n\x1b]*"
@@ -25,8 +28,12 @@ def plain(text: str) -> str:
     return _ESCAPES.sub("", text)
 
 
-def start_with_bars(command: list[str], **kwargs) -> tuple[subprocess.Popen, pexpect.fdpexpect.fdspawn]:
-    """A program whose standard error is a terminal, and what reads there: its progress bars say how far it has come."""
+def start_with_bars(
+    command: list[str], **kwargs
+) -> tuple[subprocess.Popen, pexpect.fdpexpect.fdspawn]:
+    """A program whose standard error is a terminal, and what reads there: its progress
+    bars say how far it has come.
+    """
     ours, theirs = os.openpty()
     process = subprocess.Popen(command, stderr=theirs, text=True, **kwargs)
     os.close(theirs)
@@ -34,12 +41,26 @@ def start_with_bars(command: list[str], **kwargs) -> tuple[subprocess.Popen, pex
 
 
 class Terminal:
-    """A chat on a pseudo terminal. Keys go in with `say` and `press`; `read_to` waits for what comes out."""
+    """A chat on a pseudo terminal. Keys go in with `say` and `press`; `read_to` waits
+    for what comes out.
+    """
 
     def __init__(self, *args: str, cache: Path, columns: int = 160, timeout: float = 300):
-        # a pseudo terminal does not answer prompt_toolkit's question where the cursor is
-        env = os.environ | {"XDG_CACHE_HOME": str(cache), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        self.child = pexpect.spawn(COMMAND, ["run", *args], env=env, encoding="utf-8", dimensions=(50, columns), timeout=timeout)
+        # a pseudo terminal does not answer prompt_toolkit's question where the cursor
+        # is
+        env = os.environ | {
+            "XDG_CACHE_HOME": str(cache),
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+        }
+        self.child = pexpect.spawn(
+            COMMAND,
+            ["run", *args],
+            env=env,
+            encoding="utf-8",
+            dimensions=(50, columns),
+            timeout=timeout,
+        )
 
     def __enter__(self) -> Terminal:
         return self
@@ -60,7 +81,9 @@ class Terminal:
         return self.read_to(READING)
 
     def say(self, text: str) -> None:
-        """Types a line, which has been taken when this returns; the answer is yet to be read."""
+        """Types a line, which has been taken when this returns; the answer is yet to be
+        read.
+        """
         self.child.send(text + "\r")
         self.child.expect(ENTERED)
 

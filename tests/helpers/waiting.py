@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 300) -> None:
-    """Returns as soon as the condition holds; an AssertionError after `timeout` seconds without it."""
+    """Returns as soon as the condition holds; an AssertionError after `timeout` seconds
+    without it.
+    """
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not so after {timeout:g} s"
@@ -15,7 +17,9 @@ def wait_until(condition: Callable[[], object], timeout: float = 300) -> None:
 
 
 def wait_until_still(value: Callable[[], object], seconds: float = 1.0) -> None:
-    """Returns when the value has not changed for this long: for what must not happen, and so cannot be waited for."""
+    """Returns when the value has not changed for this long: for what must not happen,
+    and so cannot be waited for.
+    """
     last, since = value(), time.monotonic()
     while time.monotonic() - since < seconds:
         time.sleep(0.01)

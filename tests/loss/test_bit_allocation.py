@@ -1,4 +1,6 @@
-"""EdgeMoE's plans: bounds, order, tolerance; what is tried is what convert makes of the plan."""
+"""EdgeMoE's plans: bounds, order, tolerance; what is tried is what convert makes of the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_plan(planner, plan):
     assert uniform["Q2_0"][0] < plan.n_bytes < uniform["Q4_0"][0]
     per_expert = [uniform[name][0] // 384 for name in ("Q4_0", "Q2_0")]
     assert plan.n_bytes == per_expert[0] * (384 - len(plan.low)) + per_expert[1] * len(plan.low)
-    # the least important come first, and one more would be too much for the bisection's last trial
+    # the least important come first, and one more would be too much for the bisection's
+    # last trial
     rest = [plan.importance[key] for key in planner.experts if key not in set(plan.low)]
     assert max(plan.importance[key] for key in plan.low) <= min(rest)
 
@@ -58,7 +61,9 @@ def test_plan(planner, plan):
 def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
     model = shutil.copy(demo, tmp_path / "model.gguf")
     (tmp_path / "plan.json").write_text(plan.to_json())
-    assert len(read_plan(tmp_path / "plan.json", ModelIndex.read(model).experts).plan) == 1 + len(plan.low)
+    assert len(read_plan(tmp_path / "plan.json", ModelIndex.read(model).experts).plan) == 1 + len(
+        plan.low
+    )
     made = convert(model, bits=tmp_path / "plan.json")
     assert made.tiers["bits"] == plan.n_bytes
     composite = CompositeSidecar(planner.sidecar, plan.upper, dict.fromkeys(plan.low, plan.lower))
@@ -73,16 +78,26 @@ def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
 
 @pytest.mark.slow
 def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
-    """EdgeMoE §3.2: an expert whose lower version saves more is lowered earlier than one that is as important; what saves nothing never is."""
+    """EdgeMoE §3.2: an expert whose lower version saves more is lowered earlier than
+    one that is as important; what saves nothing never is.
+    """
     gained = planner.gained(plan.upper, plan.lower)
-    assert sum(gained.values()) == planner.n_bytes(plan.upper) - planner.n_bytes(plan.lower) and min(gained.values()) > 0
+    assert (
+        sum(gained.values()) == planner.n_bytes(plan.upper) - planner.n_bytes(plan.lower)
+        and min(gained.values()) > 0
+    )
     ranked = sorted(planner.experts, key=lambda key: plan.importance[key])
     used = [key for key in ranked if plan.importance[key] > 0]
     large, useless = used[-1], ranked[0]
     others = gained | {large: gained[large] * 10**6, useless: 0}
     monkeypatch.setattr(planner, "gained", lambda upper, lower: others)
     other = planner.plan(TOLERANCE)
-    assert large in other.low and large not in plan.low and useless in plan.low and useless not in other.low
+    assert (
+        large in other.low
+        and large not in plan.low
+        and useless in plan.low
+        and useless not in other.low
+    )
 
 
 @pytest.mark.slow
@@ -104,7 +119,9 @@ def test_one_type_is_enough_or_none_is(planner):
 
 @pytest.mark.slow
 def test_estimate_against_measurement(planner, plan):
-    """Of one expert in eight: the estimate ranks them much as quantizing one at a time does. Unused experts matter nothing in both."""
+    """Of one expert in eight: the estimate ranks them much as quantizing one at a time
+    does. Unused experts matter nothing in both.
+    """
     keys = planner.experts[::8]
     measured = np.array([planner.quality(ORIGINAL, {key: "Q2_0"}).kl.value for key in keys])
     estimated = np.array([plan.importance[key] for key in keys])
@@ -119,12 +136,30 @@ def test_a_type_that_needs_more_than_weights(grown, text):
 
 def test_command(demo, text, tmp_path, invoke):
     model = shutil.copy(demo, tmp_path / "model.gguf")
-    ask = ["calibrate", "-m", str(model), "--text", text, "--bits-plan", "--tolerance", "20%", "--types", "Q4_0,Q2_0", "--tokens", "1024", "-t", "1"]
+    ask = [
+        "calibrate",
+        "-m",
+        str(model),
+        "--text",
+        text,
+        "--bits-plan",
+        "--tolerance",
+        "20%",
+        "--types",
+        "Q4_0,Q2_0",
+        "--tokens",
+        "1024",
+        "-t",
+        "1",
+    ]
     done = invoke(*ask)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "model.bits.json"
     assert str(path) in done.stdout and "plan:" in done.stdout
-    assert type_name(read_plan(path, ModelIndex.read(model).experts).plan[None, None]) == json.loads(path.read_text())["default"]
+    assert (
+        type_name(read_plan(path, ModelIndex.read(model).experts).plan[None, None])
+        == json.loads(path.read_text())["default"]
+    )
     again = invoke(*ask)
     assert again.returncode == 1 and "exists" in again.stderr
     both = invoke(*ask, "--max-loss", "1%")

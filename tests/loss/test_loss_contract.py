@@ -1,4 +1,6 @@
-"""The quality contract: measured on this very model, kept at any budget, refused for any other."""
+"""The quality contract: measured on this very model, kept at any budget, refused for
+any other.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,16 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
 from moeoff.measure import precision_search
 from moeoff.measure.perplexity import Reference, Window, evaluate, open_model, read_windows
-from moeoff.measure.precision_search import OPENING, DivergenceModel, RuleEvaluator, SearchResult, keep_on_own_text, score, search_precision, write_freely
+from moeoff.measure.precision_search import (
+    OPENING,
+    DivergenceModel,
+    RuleEvaluator,
+    SearchResult,
+    keep_on_own_text,
+    score,
+    search_precision,
+    write_freely,
+)
 from moeoff.measure.recorded_routing import RecordedRouting
 from moeoff.measure.statistics import Estimate, one_sided, upper_loss
 from moeoff.options import parse_loss
@@ -44,7 +55,14 @@ WHOLE_OWN_TEXT_LOSS = RuleEvaluator.own_text_loss
 def smaller():
     """A search of fewer steps, which writes no text of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"SHARES": (0.25, 0.5), "STEP": 1.3, "QUANTILES": (0.2, 0.5), "SAMPLE": 2, "OWN_TOKENS": 512, "MOST_OWN_TOKENS": 512}.items():
+        for name, value in {
+            "SHARES": (0.25, 0.5),
+            "STEP": 1.3,
+            "QUANTILES": (0.2, 0.5),
+            "SAMPLE": 2,
+            "OWN_TOKENS": 512,
+            "MOST_OWN_TOKENS": 512,
+        }.items():
             patch.setattr(precision_search, name, value)
         patch.setattr(RuleEvaluator, "own_text_loss", lambda *_: Estimate(0.0, None, None))
         yield
@@ -52,7 +70,9 @@ def smaller():
 
 @pytest.fixture(scope="module")
 def measured(demo, text, tmp_path_factory) -> tuple[str, SearchResult]:
-    """A copy of the demo model with a sidecar and a contract, alone in its folder; and what was found."""
+    """A copy of the demo model with a sidecar and a contract, alone in its folder; and
+    what was found.
+    """
     model = shutil.copy(demo, tmp_path_factory.mktemp("model") / "model.gguf")
     convert(model, tiers="Q4_0,Q2_0")
     return str(model), search_precision(model, [text], BOUND, tokens=TOKENS, **OPTIONS)
@@ -60,15 +80,26 @@ def measured(demo, text, tmp_path_factory) -> tuple[str, SearchResult]:
 
 @pytest.fixture(scope="module")
 def tau_alone(measured, tmp_path_factory) -> tuple[str, LossContract]:
-    """The same model without its sidecar, and a contract that has what was measured without."""
+    """The same model without its sidecar, and a contract that has what was measured
+    without.
+    """
     model = str(shutil.copy(measured[0], tmp_path_factory.mktemp("alone") / "model.gguf"))
-    contract = replace(measured[1].contract, sidecar=0, candidates=tuple(c for c in measured[1].contract.candidates if c.tier == "original"))
+    contract = replace(
+        measured[1].contract,
+        sidecar=0,
+        candidates=tuple(c for c in measured[1].contract.candidates if c.tier == "original"),
+    )
     Profile.write(profile_path(model), ModelIndex.read(model), {SECTION: contract.to_section()})
     return model, contract
 
 
 def test_parse_loss():
-    assert (parse_loss("1%"), parse_loss("0.5 %".replace(" ", "")), parse_loss("0.02"), parse_loss(0.03)) == pytest.approx((0.01, 0.005, 0.02, 0.03))
+    assert (
+        parse_loss("1%"),
+        parse_loss("0.5 %".replace(" ", "")),
+        parse_loss("0.02"),
+        parse_loss(0.03),
+    ) == pytest.approx((0.01, 0.005, 0.02, 0.03))
     for bad in ("", "x", "0", "-1%", "100%", "nan", 0.0, 1):
         with pytest.raises(OptionError, match="expected an increase of perplexity"):
             parse_loss(bad)
@@ -90,15 +121,36 @@ def contract_of(*candidates: Candidate) -> LossContract:
 
 
 def test_what_held_with_fewer_resident_holds_with_more():
-    c = [of_tau(0.1, 0.25, 0.004, 0.7), of_tau(0.12, 0.25, 0.02, 0.6), of_tau(0.2, 0.5, 0.005, 0.5), of_tau(0.22, 0.5, 0.012, 0.4)]
+    c = [
+        of_tau(0.1, 0.25, 0.004, 0.7),
+        of_tau(0.12, 0.25, 0.02, 0.6),
+        of_tau(0.2, 0.5, 0.005, 0.5),
+        of_tau(0.22, 0.5, 0.012, 0.4),
+    ]
     contract = contract_of(*c)
     assert contract.choose(0.01, 0.2) is None  # not measured with so little
-    assert [contract.choose(0.01, share) for share in (0.25, 0.49, 0.5, 0.8)] == [c[0], c[0], c[2], c[2]]
-    assert contract.choose(0.03, 0.3) is c[1] and contract.choose(0.03, 0.6) is c[3] and contract.choose(0.001, 0.6) is None
+    assert [contract.choose(0.01, share) for share in (0.25, 0.49, 0.5, 0.8)] == [
+        c[0],
+        c[0],
+        c[2],
+        c[2],
+    ]
+    assert (
+        contract.choose(0.03, 0.3) is c[1]
+        and contract.choose(0.03, 0.6) is c[3]
+        and contract.choose(0.001, 0.6) is None
+    )
     assert contract.choose(0.01, 0.97) is None  # nothing is to be gained
     chosen = contract.select(0.01, 0.3)
-    assert (chosen.tier, chosen.precision, chosen.estimated_loss) == ("original", Precision(tau=0.1, resident=0.25), 0.002)
-    assert contract.select(0.0005).precision.lossless and contract.select(0.01, 0.5, lambda c: not c.tau).precision.lossless
+    assert (chosen.tier, chosen.precision, chosen.estimated_loss) == (
+        "original",
+        Precision(tau=0.1, resident=0.25),
+        0.002,
+    )
+    assert (
+        contract.select(0.0005).precision.lossless
+        and contract.select(0.01, 0.5, lambda c: not c.tau).precision.lossless
+    )
     assert LossContract.from_section(contract.to_section()) == contract
     version = contract.to_section()["version"]
     for other in (version + 1, version.astype(float), version[None]):
@@ -110,7 +162,8 @@ def test_what_held_with_fewer_resident_holds_with_more():
 def test_memory_decides_what_reads_the_least():
     tier, rule = whole(0.004, 0.5), of_tau(0.1, 0.1, 0.004, 0.3)
     contract = contract_of(rule, tier, whole(0.02, 0.2))
-    assert contract.choose(0.01, 0.0) is tier and contract.choose(0.01, 0.1) is rule  # though twice as many fit in the tier
+    # though twice as many fit in the tier
+    assert contract.choose(0.01, 0.0) is tier and contract.choose(0.01, 0.1) is rule
     assert contract.choose(0.01, 0.4) is tier  # nearly all fit
     assert contract.choose(0.05, 0.1).cost == 0.2
     selected = contract.select(0.01, 0.4)
@@ -120,9 +173,17 @@ def test_memory_decides_what_reads_the_least():
 def test_tau_inside_a_tier():
     tier, both = whole(0.004, 0.5), of_tau(0.1, 0.5, 0.006, 0.3, "Q0.5", 0.5)
     contract = contract_of(tier, both, of_tau(0.1, 0.5, 0.006, 0.9))
-    assert contract.choose(0.01, 0.3) is both and contract.select(0.01, 0.3).tier == "Q0.5" and contract.select(0.01, 0.3).precision.tau == 0.1
-    assert contract.choose(0.01, 0.2) is tier  # in the tier that is 40 %, and it was measured with 50
-    assert contract.select(0.005, 0.3).precision.lossless and contract.select(0.005, 0.3).tier == "Q0.5"
+    assert (
+        contract.choose(0.01, 0.3) is both
+        and contract.select(0.01, 0.3).tier == "Q0.5"
+        and contract.select(0.01, 0.3).precision.tau == 0.1
+    )
+    # in the tier that is 40 %, and it was measured with 50
+    assert contract.choose(0.01, 0.2) is tier
+    assert (
+        contract.select(0.005, 0.3).precision.lossless
+        and contract.select(0.005, 0.3).tier == "Q0.5"
+    )
 
 
 # --- searching ---
@@ -134,36 +195,56 @@ def test_bounds_hold_together():
     assert upper_loss(Estimate(0.0, None, None), 1) == math.inf
     for at_once in (1, 4):
         ratio = math.log1p(upper_loss(interval, 10_000, at_once)) / math.log1p(0.0065)
-        assert ratio == pytest.approx(NormalDist().inv_cdf(1 - 0.05 / at_once) / NormalDist().inv_cdf(0.975), rel=1e-3)
+        assert ratio == pytest.approx(
+            NormalDist().inv_cdf(1 - 0.05 / at_once) / NormalDist().inv_cdf(0.975), rel=1e-3
+        )
 
 
 def test_how_far_a_search_goes_depends_on_the_divergence_alone():
-    """KL of 2 τ³ (1 - s)²: τ whose loss should be well within the bound; what is measured corrects how the divergence and the bound grow."""
+    """KL of 2 τ³ (1 - s)²: τ whose loss should be well within the bound; what is
+    measured corrects how the divergence and the bound grow.
+    """
     limit, measured = math.log1p(0.01), [(tau, 2 * tau**3) for tau in (0.02, 0.05, 0.1)]
 
     def candidate(tau, share, factor, loss=0.0):
         kl = factor * 2 * tau**3 * (1 - share) ** 2
-        return replace(of_tau(tau, share, math.expm1(math.log1p(loss) + 0.06 * kl**0.5), 0.5), loss=loss, kl=kl)
+        return replace(
+            of_tau(tau, share, math.expm1(math.log1p(loss) + 0.06 * kl**0.5), 0.5), loss=loss, kl=kl
+        )
 
     growth = DivergenceModel(measured, limit, 10, 500, 4)
     first = growth.tau(0.5)
     bound = 2 * first**3 * 0.25 / precision_search.START
-    assert bound + precision_search._SPREAD * one_sided(10, 4) * math.sqrt(2 * bound / 5000) == pytest.approx(limit)
+    assert bound + precision_search._SPREAD * one_sided(10, 4) * math.sqrt(
+        2 * bound / 5000
+    ) == pytest.approx(limit)
     others = [DivergenceModel(measured, limit, 10, 500, 4) for _ in range(2)]
     for other, loss in zip(others, (0.0, 0.009)):
         other.learn(candidate(first, 0.5, 1 / 8, loss))
     assert others[0].tau(0.75) == pytest.approx(others[1].tau(0.75))
     growth.learn(candidate(first, 0.5, 1.0))
-    assert others[0].tau(0.5) == pytest.approx(2 * growth.tau(0.5)) and others[0].tau(0.5) > 1.8 * first  # an eighth of the divergence: twice the τ
+    # an eighth of the divergence: twice the τ
+    assert (
+        others[0].tau(0.5) == pytest.approx(2 * growth.tau(0.5))
+        and others[0].tau(0.5) > 1.8 * first
+    )
     for unknown in ([], [(0.02, 0.0), (0.05, 1e-3)], [(0.02, 1e-3), (0.05, 9e-4)]):
         assert math.isnan(DivergenceModel(unknown, limit, 10, 500, 4).tau(0.5))
-    assert DivergenceModel([(0.02, 1e-3), (0.05, 9e-4), (0.1, 8e-3)], limit, 10, 500, 4).tau(0.5) > 0  # noise at the low end
+    # noise at the low end
+    assert (
+        DivergenceModel([(0.02, 1e-3), (0.05, 9e-4), (0.1, 8e-3)], limit, 10, 500, 4).tau(0.5) > 0
+    )
 
 
 def test_searched_tau(measured, text):
-    """At each share τ grows by steps while the bound holds, and ends at the first that does not; the more is resident, the more may be left out."""
+    """At each share τ grows by steps while the bound holds, and ends at the first that
+    does not; the more is resident, the more may be left out.
+    """
     model, result = measured
-    rules = {share: [c for c in result.measured if c.tier == "original" and c.resident == share] for share in precision_search.SHARES}
+    rules = {
+        share: [c for c in result.measured if c.tier == "original" and c.resident == share]
+        for share in precision_search.SHARES
+    }
     boldest = [0.0]
     for of_share in rules.values():
         assert all(c.upper_loss <= BOUND for c in of_share[:-1])
@@ -175,22 +256,33 @@ def test_searched_tau(measured, text):
     best = result.contract.choose(BOUND, 0.5, lambda c: c.tier == "original")
     assert best is not None and best.cost < 0.6 and 0.1 < best.skipped < 0.6
     assert [(c.loss, c.upper_loss) for c in result.contract.candidates] == [
-        (m.distance.loss.value, upper_loss(m.distance.loss, result.contract.n_windows, 2 * 2 + 2)) for m in result.measured
+        (m.distance.loss.value, upper_loss(m.distance.loss, result.contract.n_windows, 2 * 2 + 2))
+        for m in result.measured
     ]
     # and a run of its own finds the same loss
     ctx = result.contract.ctx
-    with open_model(model, ctx, precision=best.precision, experts=False, deterministic=True, **OPTIONS) as llm:
+    with open_model(
+        model, ctx, precision=best.precision, experts=False, deterministic=True, **OPTIONS
+    ) as llm:
         windows = read_windows(llm, [text], ctx, result.contract.n_windows)
         llm.engine.quality.use(Precision())
-        with Reference.record(llm, windows, "simulated", n_prompt=precision_search.PROMPT) as reference:
+        with Reference.record(
+            llm, windows, "simulated", n_prompt=precision_search.PROMPT
+        ) as reference:
             llm.engine.quality.use(best.precision)
-            quality = evaluate(llm, windows, reference, mode="simulated", n_prompt=precision_search.PROMPT).quality()
+            quality = evaluate(
+                llm, windows, reference, mode="simulated", n_prompt=precision_search.PROMPT
+            ).quality()
     assert (quality.loss.value, quality.kl.value) == pytest.approx((best.loss, best.kl), abs=1e-6)
 
 
 def test_bytes_are_compared_on_the_same_tokens(demo, text):
-    """What is missed where nothing is left out comes from the choices of the lossless pass, for every share: as a simulated cache in the gate node counts it."""
-    with open_model(demo, 128, precision=Precision(tau=0.1, resident=0.25), deterministic=True, **OPTIONS) as llm:
+    """What is missed where nothing is left out comes from the choices of the lossless
+    pass, for every share: as a simulated cache in the gate node counts it.
+    """
+    with open_model(
+        demo, 128, precision=Precision(tau=0.1, resident=0.25), deterministic=True, **OPTIONS
+    ) as llm:
         evaluator = RuleEvaluator(llm, read_windows(llm, [text], 128, 4), n_prompt=40)
         with evaluator.reference() as reference:
             for share in (0.0, 0.1, 0.25, 0.6):
@@ -198,7 +290,9 @@ def test_bytes_are_compared_on_the_same_tokens(demo, text):
                 llm.reset_stats()
                 evaluate(llm, evaluator.windows, mode="simulated", n_prompt=40)
                 stats = llm.stats()
-                assert evaluator.choices.misses(share) == stats.simulated_misses and stats.skipped == 0
+                assert (
+                    evaluator.choices.misses(share) == stats.simulated_misses and stats.skipped == 0
+                )
             assert evaluator.measure(reference, Precision(tau=1e-9, resident=0.25)).cost == 1.0
             some = evaluator.measure(reference, Precision(tau=0.1, resident=0.25))
             assert some.cost == llm.stats().simulated_misses / evaluator.choices.misses(0.25) < 0.9
@@ -206,7 +300,9 @@ def test_bytes_are_compared_on_the_same_tokens(demo, text):
 
 
 def test_all_experts_in_a_tier(measured, text):
-    """Where more memory makes that read less: the measured loss is that of the tier, and so are the logits."""
+    """Where more memory makes that read less: the measured loss is that of the tier,
+    and so are the logits.
+    """
     model, result = measured
     tiers = {c.tier: c for c in result.contract.candidates if not c.tau}
     assert (
@@ -214,24 +310,37 @@ def test_all_experts_in_a_tier(measured, text):
         and tiers["Q4_0"].upper_loss < BOUND < tiers["Q2_0"].loss
         and tiers["Q4_0"].cost == tiers["Q4_0"].size == pytest.approx(18 / 34)
     )
-    assert {c.tier for c in result.contract.candidates if c.tau} == {"original", "Q4_0"}  # in the smallest tier that keeps the bound, τ as well
+    # in the smallest tier that keeps the bound, τ as well
+    assert {c.tier for c in result.contract.candidates if c.tau} == {"original", "Q4_0"}
     logits = []
     for how in ({"max_loss": BOUND}, {"tier": "Q4_0"}):
-        with moeoff.Llama(model, n_ctx=64, logits_all=True, **how, **OPTIONS | {"expert_memory": 5 << 20}) as llm:
+        with moeoff.Llama(
+            model, n_ctx=64, logits_all=True, **how, **OPTIONS | {"expert_memory": 5 << 20}
+        ) as llm:
             llm.eval(llm.tokenize(b"Natalia sold 48 clips"))
             logits.append(np.array(llm.scores[: llm.n_tokens]))
             stats = llm.stats()
-            assert stats.tier == "Q4_0" and stats.served_low == 0 < stats.expert_uses and "all experts in Q4_0" in stats.precision_summary
+            assert (
+                stats.tier == "Q4_0"
+                and stats.served_low == 0 < stats.expert_uses
+                and "all experts in Q4_0" in stats.precision_summary
+            )
             assert ("bound 5.00%" in stats.precision_summary) == ("max_loss" in how)
     assert np.array_equal(*logits)  # nothing is left out of a prompt
     # with room for everything nothing is given up
     with moeoff.Llama(model, n_ctx=64, max_loss=BOUND, **OPTIONS) as llm:
         llm.eval([10, 300, 500])
-        assert llm.engine.quality.selected.tier == "original" and llm.engine.quality.precision.lossless and llm.stats().precision_summary == ""
+        assert (
+            llm.engine.quality.selected.tier == "original"
+            and llm.engine.quality.precision.lossless
+            and llm.stats().precision_summary == ""
+        )
 
 
 def test_what_loses_more_on_own_text_is_given_up():
-    """If it certainly does: the lower end of its interval is above the bound. The boldest goes first, in each share, and what would lose too much as well."""
+    """If it certainly does: the lower end of its interval is above the bound. The
+    boldest goes first, in each share, and what would lose too much as well.
+    """
     asked = []
 
     def own_text_loss(c, *_):
@@ -239,29 +348,63 @@ def test_what_loses_more_on_own_text_is_given_up():
         return Estimate(0.4, 0.31 if len(asked) == 1 else 0.2, 0.5)
 
     evaluator = SimpleNamespace(windows=[Window(tuple(range(64)), 0)], own_text_loss=own_text_loss)
-    by_share = [[replace(of_tau(tau, share, tau, 0.5), kl=tau) for tau in (0.05, 0.1, 0.17, 0.2, 0.4)] for share in (0.25, 0.5)]  # the last breaks the bound
-    kl = 0.2 * math.log(1.3) / math.log(1.4)  # of what loses as much as the bound, if loss grows with it
+    # the last breaks the bound
+    by_share = [
+        [replace(of_tau(tau, share, tau, 0.5), kl=tau) for tau in (0.05, 0.1, 0.17, 0.2, 0.4)]
+        for share in (0.25, 0.5)
+    ]
+    # of what loses as much as the bound, if loss grows with it
+    kl = 0.2 * math.log(1.3) / math.log(1.4)
     assert 0.1 < kl < 0.17
-    assert [(c.tau, c.resident) for c in keep_on_own_text(evaluator, by_share, 0.3)] == [(0.05, 0.25), (0.1, 0.25), (0.05, 0.5), (0.1, 0.5)]
+    assert [(c.tau, c.resident) for c in keep_on_own_text(evaluator, by_share, 0.3)] == [
+        (0.05, 0.25),
+        (0.1, 0.25),
+        (0.05, 0.5),
+        (0.1, 0.5),
+    ]
     assert asked == [(0.2, 0.5), (0.1, 0.5)]
 
 
 def test_a_search_out_of_time_measures_the_least(tau_alone, text, tmp_path, monkeypatch):
-    """The fewest windows, one τ behind each share, and the fewest texts of its own; not even these after the deadline."""
-    for name, value in {"SHARES": (0.5,), "OWN_TOKENS": 500, "MOST_OWN_TOKENS": 500, "SEARCHING": 0}.items():
+    """The fewest windows, one τ behind each share, and the fewest texts of its own; not
+    even these after the deadline.
+    """
+    for name, value in {
+        "SHARES": (0.5,),
+        "OWN_TOKENS": 500,
+        "MOST_OWN_TOKENS": 500,
+        "SEARCHING": 0,
+    }.items():
         monkeypatch.setattr(precision_search, name, value)
     model, written, own_text = str(shutil.copy(tau_alone[0], tmp_path)), [], RuleEvaluator.own_text
     monkeypatch.setattr(RuleEvaluator, "own_text_loss", WHOLE_OWN_TEXT_LOSS)
-    monkeypatch.setattr(RuleEvaluator, "own_text", lambda self, c, opening, seed, tell: (written.append(seed), own_text(self, c, opening, seed, tell))[1])
-    contract = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=60, **OPTIONS).contract
-    assert (contract.n_windows, len(contract.candidates), written) == (precision_search.MIN_WINDOWS, 1, [0, 1, 2])
-    with pytest.raises(OptionError, match="no time to read 8 windows of 256 tokens: give more minutes"):
+    monkeypatch.setattr(
+        RuleEvaluator,
+        "own_text",
+        lambda self, c, opening, seed, tell: (
+            written.append(seed),
+            own_text(self, c, opening, seed, tell),
+        )[1],
+    )
+    contract = search_precision(
+        model, [text], BOUND, tokens=2 * TOKENS, minutes=60, **OPTIONS
+    ).contract
+    assert (contract.n_windows, len(contract.candidates), written) == (
+        precision_search.MIN_WINDOWS,
+        1,
+        [0, 1, 2],
+    )
+    with pytest.raises(
+        OptionError, match="no time to read 8 windows of 256 tokens: give more minutes"
+    ):
         search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS)
 
 
 @pytest.mark.parametrize("n_texts", [0, 1, 2, 3])
 def test_own_text_ends_at_the_deadline(demo, text, monkeypatch, n_texts):
-    """In the middle of a text, which does not count. Fewer texts than wanted must keep the bound by their mean; of one nothing is known."""
+    """In the middle of a text, which does not count. Fewer texts than wanted must keep
+    the bound by their mean; of one nothing is known.
+    """
     ticks = itertools.count()
     monkeypatch.setattr(precision_search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     monkeypatch.setattr(RuleEvaluator, "own_text_loss", WHOLE_OWN_TEXT_LOSS)
@@ -291,32 +434,51 @@ def test_a_search_ends_at_the_deadline():
 
     choices = SimpleNamespace(weights=np.linspace(0, 1, 100))
     evaluator = SimpleNamespace(
-        windows=[Window(tuple(range(64)), 0)] * 8, n_prompt=None, choices=choices, at_once=1, seconds=0.0, measure=measure, divergence=lambda _, tau: tau**2
+        windows=[Window(tuple(range(64)), 0)] * 8,
+        n_prompt=None,
+        choices=choices,
+        at_once=1,
+        seconds=0.0,
+        measure=measure,
+        divergence=lambda _, tau: tau**2,
     )
     measured = precision_search.search_tau(evaluator, None, BOUND)
     assert [len(candidates) for candidates in measured] == [1, 0]
 
 
 def test_own_text(demo, text):
-    """A rule that leaves out all that is missing writes what the lossless model does not follow; one that leaves out nothing loses nothing."""
-    with open_model(demo, 128, precision=Precision(tau=1.0, resident=0.25), deterministic=True, **OPTIONS) as llm:
+    """A rule that leaves out all that is missing writes what the lossless model does
+    not follow; one that leaves out nothing loses nothing.
+    """
+    with open_model(
+        demo, 128, precision=Precision(tau=1.0, resident=0.25), deterministic=True, **OPTIONS
+    ) as llm:
         windows = read_windows(llm, [text], 128, 4)
         lost = {}
-        for name, precision in (("lossless", Precision()), ("wild", Precision(tau=1.0, resident=0.25))):
+        for name, precision in (
+            ("lossless", Precision()),
+            ("wild", Precision(tau=1.0, resident=0.25)),
+        ):
             for window in windows:
                 llm.engine.quality.use(precision)
                 text, log_p = write_freely(llm, window.tokens)
                 llm.engine.quality.use(Precision())
                 lost.setdefault(name, []).append(np.mean(log_p - score(llm, text)))
                 assert tuple(text[:OPENING]) == window.tokens[:OPENING]
-        own = RuleEvaluator(llm, windows).own_text(Candidate("original", 1.0, 0.25, 0.0, 0.0, 0.0, 0.0), 2, 7)
+        own = RuleEvaluator(llm, windows).own_text(
+            Candidate("original", 1.0, 0.25, 0.0, 0.0, 0.0, 0.0), 2, 7
+        )
     assert own.shape == (128 - OPENING,) and own.mean() > 0.02
     assert abs(np.mean(lost["lossless"])) < 5e-3 and np.mean(lost["wild"]) > 0.02
 
 
 def test_shares_are_of_what_decoded_tokens_chose(demo, text):
-    """With nothing resident and every weight below tau all of that is left out; the last layer of a prompt, which nobody wants, is none of it."""
-    with open_model(demo, 128, precision=Precision(tau=1e-9, resident=0.25), deterministic=True, **OPTIONS) as llm:
+    """With nothing resident and every weight below tau all of that is left out; the
+    last layer of a prompt, which nobody wants, is none of it.
+    """
+    with open_model(
+        demo, 128, precision=Precision(tau=1e-9, resident=0.25), deterministic=True, **OPTIONS
+    ) as llm:
         evaluator = RuleEvaluator(llm, read_windows(llm, [text], 128, 2))
         with evaluator.reference() as reference:
             assert evaluator.measure(reference, Precision(tau=1.0, resident=1e-9)).skipped == 1.0
@@ -331,7 +493,8 @@ def test_lossless_unless_asked(measured):
         assert llm.engine.quality.precision.lossless and llm.engine.quality.selected is None
         llm.eval([10, 300, 500])
         assert llm.stats().skipped == 0 and llm.stats().max_loss is None
-    with moeoff.Llama(model, n_ctx=64, max_loss="0.0001%", **OPTIONS) as llm:  # nothing was measured to lose so little
+    # nothing was measured to lose so little
+    with moeoff.Llama(model, n_ctx=64, max_loss="0.0001%", **OPTIONS) as llm:
         assert llm.engine.quality.precision.lossless and llm.stats().max_loss == pytest.approx(1e-6)
 
 
@@ -339,11 +502,18 @@ def test_a_run_says_what_it_leaves_out(tau_alone):
     model, contract = tau_alone
     with moeoff.Llama(model, n_ctx=256, max_loss=BOUND, **OPTIONS | {"expert_memory": SOME}) as llm:
         share = SOME / llm.engine.buffer.arena_full
-        assert 0.5 < share < 0.75 and llm.engine.quality.precision == contract.select(BOUND, share).precision and llm.engine.quality.precision.tau > 0
+        assert (
+            0.5 < share < 0.75
+            and llm.engine.quality.precision == contract.select(BOUND, share).precision
+            and llm.engine.quality.precision.tau > 0
+        )
         llm("Natalia sold 48 clips", max_tokens=40, temperature=0)
         stats = llm.stats()
     assert stats.skipped > 10 and stats.served_low == 0 and stats.estimated_loss <= BOUND
-    assert f"left out below a weight of {stats.tau:.3g}" in stats.precision_summary and "bound 5.00%" in stats.precision_summary
+    assert (
+        f"left out below a weight of {stats.tau:.3g}" in stats.precision_summary
+        and "bound 5.00%" in stats.precision_summary
+    )
 
 
 def test_refusals(measured, demo, text, tmp_path):
@@ -369,14 +539,22 @@ def test_refusals(measured, demo, text, tmp_path):
         moeoff.Llama(str(bare), max_loss="1%", experts=False, **OPTIONS)
     contract = result.contract.to_section()
     for version in (1, 2):
-        Profile.write(profile_path(bare), ModelIndex.read(bare), {SECTION: contract | {"version": np.array(version)}})
+        Profile.write(
+            profile_path(bare),
+            ModelIndex.read(bare),
+            {SECTION: contract | {"version": np.array(version)}},
+        )
         with pytest.raises(OptionError, match="earlier moeoff"):
             moeoff.Llama(str(bare), max_loss="1%", **OPTIONS)
     with pytest.raises(OptionError, match="give no other"):
         moeoff.Llama(model, max_loss="1%", tier="Q4_0", **OPTIONS)
     with pytest.raises(OptionError, match="at least 8"):
         search_precision(model, [text], 0.01, tokens=600, **OPTIONS)
-    assert np.array_equal(Profile.find(ModelIndex.read(model)).section(SECTION)["tau"], result.contract.to_section()["tau"])  # still there
+    # still there
+    assert np.array_equal(
+        Profile.find(ModelIndex.read(model)).section(SECTION)["tau"],
+        result.contract.to_section()["tau"],
+    )
 
 
 def test_the_same_budget_makes_the_same_choice(measured):
@@ -434,7 +612,10 @@ print(*found)
 
 
 def test_a_moved_budget_keeps_the_bound(tau_alone):
-    """What was measured with half resident is not promised with next to nothing, nor needed where all fit; it comes back with its budget.
-    In a process of its own, whose size nothing else changes."""
+    """What was measured with half resident is not promised with next to nothing, nor
+    needed where all fit; it comes back with its budget. In a process of its own, whose
+    size nothing else changes.
+    """
     first, *moved = map(float, run_python(MOVED, tau_alone[0]).split())
-    assert first > 0 and moved == [0, first, 0, first, 0, first]  # the last two: what is read ahead follows
+    # the last two: what is read ahead follows
+    assert first > 0 and moved == [0, first, 0, first, 0, first]

@@ -1,4 +1,6 @@
-"""What a person gives up by hand: the same options wherever a model is opened, and in the simulator; each does something, or is refused."""
+"""What a person gives up by hand: the same options wherever a model is opened, and in
+the simulator; each does something, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from moeoff.precision import INT4, LOSSLESS, LOWEST, Precision
 
 @pytest.fixture(scope="module")
 def model(demo, tmp_path_factory) -> str:
-    """The demo model with a sidecar of every tier that is asked for here, which nobody changes."""
+    """The demo model with a sidecar of every tier that is asked for here, which nobody
+    changes.
+    """
     path = str(shutil.copy(demo, tmp_path_factory.mktemp("tiers") / "model.gguf"))
     convert(path, tiers="Q4_0,Q2_0,Q2_K")
     return path
@@ -35,7 +39,12 @@ def model(demo, tmp_path_factory) -> str:
 def test_what_they_make():
     assert Precision.pop({"t1": None}) is None
     precision = Precision.pop({"t1": 0.6, "t2": 0.9, "low_tier": "Q2_0"})
-    assert (precision.t1, precision.t2, precision.low_tier, precision.prefill_low_fraction) == (0.6, 0.9, "Q2_0", 0)
+    assert (precision.t1, precision.t2, precision.low_tier, precision.prefill_low_fraction) == (
+        0.6,
+        0.9,
+        "Q2_0",
+        0,
+    )
     skipping = Precision.pop({"t2": 0.9})  # nothing is read low: T1 follows
     assert (skipping.t1, skipping.t2, skipping.uses_low) == (0.9, 0.9, False)
     for wrong, why in (
@@ -46,7 +55,10 @@ def test_what_they_make():
         ({"mispredicted_low": True}, "needs a tier of the sidecar"),
         ({"mispredicted_low": True, "t1": 0.5, "low_tier": "Q2_0"}, "excludes t1 and t2"),
         ({"weigh_prompts": True}, "needs t1 or t2"),
-        ({"weigh_prompts": True, "t1": 0.5, "prefill_low_fraction": 0.5, "low_tier": "Q2_0"}, "excludes prefill_low_fraction"),
+        (
+            {"weigh_prompts": True, "t1": 0.5, "prefill_low_fraction": 0.5, "low_tier": "Q2_0"},
+            "excludes prefill_low_fraction",
+        ),
     ):
         with pytest.raises(OptionError, match=why):
             Precision.pop(wrong)
@@ -57,23 +69,64 @@ def test_stride_reaches_the_predictor(demo):
     assert Config.make(demo, strategy="promoe", stride=1).strategy.options == {"stride": 1}
     assert Config.make(demo, strategy="lru+learned", stride=2).strategy.options == {"stride": 2}
     assert PRESETS["promoe"].options == {"stride": 2}, "the preset itself stays"
-    for strategy, stride, why in (("auto", 2, "has no stride"), ("lru", 1, "has no stride"), ("promoe", 3, "one of 1, 2, not 3")):
+    for strategy, stride, why in (
+        ("auto", 2, "has no stride"),
+        ("lru", 1, "has no stride"),
+        ("promoe", 3, "one of 1, 2, not 3"),
+    ):
         with pytest.raises(OptionError, match=why):
             Config.make(demo, strategy=strategy, stride=stride)
 
 
 def test_thresholds_on_the_command_line(model, invoke):
-    """run and eval give up what was asked for and say so; p acts in prompts, T1 and T2 where tokens are decoded."""
+    """run and eval give up what was asked for and say so; p acts in prompts, T1 and T2
+    where tokens are decoded.
+    """
     options = ("-m", model, "--expert-memory", "6M", "--low-tier", "Q2_0")
-    done = invoke("run", *options, "-p", "Once", "-n", "12", "--temp", "0", "--json", "--t1", "0.4", "--t2", "0.7", "--strategy", "hobbit")
+    done = invoke(
+        "run",
+        *options,
+        "-p",
+        "Once",
+        "-n",
+        "12",
+        "--temp",
+        "0",
+        "--json",
+        "--t1",
+        "0.4",
+        "--t2",
+        "0.7",
+        "--strategy",
+        "hobbit",
+    )
     stats = json.loads(done.stdout)["stats"]
     assert stats["served_low"] > 0 and stats["skipped"] > 0, done.stderr
-    done = invoke("eval", *options, "--text", str(PROSE), "--ctx", "64", "--chunks", "2", "--prefill-low-fraction", "0.5", "--json")
+    done = invoke(
+        "eval",
+        *options,
+        "--text",
+        str(PROSE),
+        "--ctx",
+        "64",
+        "--chunks",
+        "2",
+        "--prefill-low-fraction",
+        "0.5",
+        "--json",
+    )
     result = json.loads(done.stdout)
-    assert result["served_low"] > 0 == result["skipped"] and result["precision"]["prefill_low_fraction"] == 0.5 and result["kl"] is not None
+    assert (
+        result["served_low"] > 0 == result["skipped"]
+        and result["precision"]["prefill_low_fraction"] == 0.5
+        and result["kl"] is not None
+    )
     weighed = [json.loads(invoke("eval", *options, "--text", str(PROSE), "--ctx", "8", "--chunks", "2", "--t1", "0.4", "--t2", "0.7", "--json", *flags).stdout)
                for flags in ((), ("--weigh-prompts",))]  # fmt: skip
-    assert [(w["served_low"] > 0, w["skipped"] > 0) for w in weighed] == [(False, False), (True, True)]
+    assert [(w["served_low"] > 0, w["skipped"] > 0) for w in weighed] == [
+        (False, False),
+        (True, True),
+    ]
 
 
 def test_a_bound_that_was_measured_without_the_sidecar(model, tmp_path, invoke):
@@ -81,91 +134,219 @@ def test_a_bound_that_was_measured_without_the_sidecar(model, tmp_path, invoke):
     profile = str(tmp_path / "profile.npz")
     Profile.write(profile, index, {"precision": LossContract(0, 0, 1, 1, 1, (tried,)).to_section()})
     done = invoke("run", model, "--profile", profile, "--max-loss", "1%", "-p", "x", "-n", "1")
-    assert done.returncode == 0 and "measured without Q4_0, Q2_0, Q2_K: repeat calibrate --max-loss" in done.stderr
+    assert (
+        done.returncode == 0
+        and "measured without Q4_0, Q2_0, Q2_K: repeat calibrate --max-loss" in done.stderr
+    )
 
 
 def test_tiers_by_their_bits(model):
-    """Of Q4_0, Q2_0 and Q2_K; a model in four bits needs no tier of four, and has no lower one of them."""
+    """Of Q4_0, Q2_0 and Q2_K; a model in four bits needs no tier of four, and has no
+    lower one of them.
+    """
     index = ModelIndex.read(model)
     source = ExpertSource.make(index, tier=INT4, low_tier=LOWEST)
     assert (source.tier, source.low(LOWEST, index).tier) == ("Q4_0", "Q2_0")
-    in_four = replace(index, experts={name: replace(span, nbytes=span.nbytes // 2) for name, span in index.experts.items()})
+    in_four = replace(
+        index,
+        experts={
+            name: replace(span, nbytes=span.nbytes // 2) for name, span in index.experts.items()
+        },
+    )
     assert ExpertSource.make(in_four, False, INT4) == ExpertSource()
     with pytest.raises(OptionError, match="no lower precision of four bits"):
         ExpertSource().low(INT4, in_four)
 
 
-@pytest.mark.parametrize("strategy, tiers", [("fate-lossy", "Q4_0,Q2_K"), ("hobbit-lossy", "Q4_0"), ("hobbit-jetson", "Q2_K")])
+@pytest.mark.parametrize(
+    "strategy, tiers",
+    [("fate-lossy", "Q4_0,Q2_K"), ("hobbit-lossy", "Q4_0"), ("hobbit-jetson", "Q2_K")],
+)
 def test_a_preset_names_the_command_that_makes_its_tiers(strategy, tiers, demo, tmp_path, invoke):
     """Where there is no sidecar; and where there is one without them, whose tiers stay."""
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
     done = invoke("run", model, "--strategy", strategy, "-p", "x")
-    assert done.returncode == 1 and f"moeoff convert {model} --tiers {tiers} makes one" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and f"moeoff convert {model} --tiers {tiers} makes one" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     if strategy == "fate-lossy":
         convert(model, tiers="Q5_0")
         done = invoke("run", model, "--strategy", strategy, "-p", "x")
         command = f"moeoff convert {model} --tiers Q5_0,{tiers} --force"
-        assert done.returncode == 1 and f"no tier int4; there are Q5_0, original; {command} makes one" in done.stderr
-        for words in (command.split()[1:], ["run", model, "--strategy", strategy, "-p", "x", "-n", "1"]):
+        assert (
+            done.returncode == 1
+            and f"no tier int4; there are Q5_0, original; {command} makes one" in done.stderr
+        )
+        for words in (
+            command.split()[1:],
+            ["run", model, "--strategy", strategy, "-p", "x", "-n", "1"],
+        ):
             assert invoke(*words).returncode == 0
 
 
 def test_hobbits_lossy_presets(demo, model, tmp_path, invoke):
-    """§5: its thresholds by naming the preset, which is as good as asking for them one by one; those of a calibration, where there is one. A bound of the
-    loss is another way to ask."""
-    options = ("--expert-memory", "6M", "--strategy", "hobbit-jetson", "-p", "Once", "-n", "12", "--temp", "0", "--json")
+    """§5: its thresholds by naming the preset, which is as good as asking for them one
+    by one; those of a calibration, where there is one. A bound of the loss is another
+    way to ask.
+    """
+    options = (
+        "--expert-memory",
+        "6M",
+        "--strategy",
+        "hobbit-jetson",
+        "-p",
+        "Once",
+        "-n",
+        "12",
+        "--temp",
+        "0",
+        "--json",
+    )
     stats = json.loads(invoke("run", model, *options).stdout)["stats"]
     assert stats["served_low"] > 0
-    for strategy, asked, tier in (("hobbit-jetson", LOWEST, "Q2_0"), ("hobbit-lossy", INT4, "Q4_0")):
+    for strategy, asked, tier in (
+        ("hobbit-jetson", LOWEST, "Q2_0"),
+        ("hobbit-lossy", INT4, "Q4_0"),
+    ):
         config = Config.make(model, strategy=strategy)
         assert config.precision == Precision(0.6, 0.9, low_tier=asked, weigh_prompts=True)
         profile = tmp_path / f"{strategy}.npz"
-        Profile.write(profile, ModelIndex.read(model), {"thresholds": {"t1": np.array(0.7), "t2": np.array(0.95)}})
+        Profile.write(
+            profile,
+            ModelIndex.read(model),
+            {"thresholds": {"t1": np.array(0.7), "t2": np.array(0.95)}},
+        )
         for path, thresholds in ((profile, (0.7, 0.95)), (False, (0.6, 0.9))):
-            with moeoff.Llama(model, strategy=strategy, profile=path, expert_memory="6M", n_ctx=64) as llm:
-                assert llm.engine.quality.precision == Precision(*thresholds, low_tier=tier, weigh_prompts=True)
-    with moeoff.Llama(model, strategy="hobbit-lossy", t2=0.9, profile=profile, expert_memory="6M", n_ctx=64) as llm:
+            with moeoff.Llama(
+                model, strategy=strategy, profile=path, expert_memory="6M", n_ctx=64
+            ) as llm:
+                assert llm.engine.quality.precision == Precision(
+                    *thresholds, low_tier=tier, weigh_prompts=True
+                )
+    with moeoff.Llama(
+        model, strategy="hobbit-lossy", t2=0.9, profile=profile, expert_memory="6M", n_ctx=64
+    ) as llm:
         assert llm.engine.quality.precision == Precision(0.9, 0.9)
     assert Config.make(demo, strategy="hobbit-jetson", precision=LOSSLESS).precision is LOSSLESS
-    lossy = {name for name, s in PRESETS.items() if s.precision is not LOSSLESS or s.tier is not None}
+    lossy = {
+        name for name, s in PRESETS.items() if s.precision is not LOSSLESS or s.tier is not None
+    }
     assert lossy == {"fate-lossy", "edgemoe-lossy", "hobbit-lossy", "hobbit-jetson"}
     with pytest.raises(OptionError, match="give no other"):
         Config.make(demo, strategy="hobbit-jetson", max_loss="1%")
 
 
 def test_fates_preset_with_four_and_two_bits(demo, model, invoke):
-    """§4.5 by name: what `fate` computes with, all of it in four bits, and in prompts in two; what it has mispredicted in four (§5.3 is the low-end PC's)."""
-    prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
-    options = ("-m", model, "--expert-memory", "3M", "--raw", "--temp", "0", "--json", "--warm", "off", "-p", prompt)
-    fate, lossy = (json.loads(invoke("run", *options, "--strategy", name, "-n", "16").stdout)["stats"] for name in ("fate", "fate-lossy"))
-    assert (fate["tier"], lossy["tier"]) == ("original", "Q4_0") and fate["low_bytes_read"] == 0 < lossy["low_bytes_read"]
+    """§4.5 by name: what `fate` computes with, all of it in four bits, and in prompts
+    in two; what it has mispredicted in four (§5.3 is the low-end PC's).
+    """
+    prompt = (
+        "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
+    )
+    options = (
+        "-m",
+        model,
+        "--expert-memory",
+        "3M",
+        "--raw",
+        "--temp",
+        "0",
+        "--json",
+        "--warm",
+        "off",
+        "-p",
+        prompt,
+    )
+    fate, lossy = (
+        json.loads(invoke("run", *options, "--strategy", name, "-n", "16").stdout)["stats"]
+        for name in ("fate", "fate-lossy")
+    )
+    assert (fate["tier"], lossy["tier"]) == ("original", "Q4_0") and fate[
+        "low_bytes_read"
+    ] == 0 < lossy["low_bytes_read"]
     config = Config.make(demo, strategy="fate-lossy")
     assert config.precision == Precision(prefill_low_fraction=0.25, low_tier=LOWEST)
-    assert replace(config.strategy, name="fate", summary="", precision=LOSSLESS, tier=None) == replace(PRESETS["fate"], summary="")
+    assert replace(
+        config.strategy, name="fate", summary="", precision=LOSSLESS, tier=None
+    ) == replace(PRESETS["fate"], summary="")
 
 
 def test_edgemoes_widths(demo, invoke, tmp_path):
-    """§3.2 by name: a plan's widths for all experts, where a sidecar has them; another tier, and the model's own, can still be asked for."""
+    """§3.2 by name: a plan's widths for all experts, where a sidecar has them; another
+    tier, and the model's own, can still be asked for.
+    """
     model = str(shutil.copy(demo, tmp_path / "model.gguf"))
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"default": "Q4_0", "layers": {"0": {"default": "Q2_0", "3": "Q4_0"}}}))
-    options = ("-m", model, "--expert-memory", "6M", "--strategy", "edgemoe-lossy", "-p", "Once", "-n", "8", "--temp", "0", "--json")
+    plan.write_text(
+        json.dumps({"default": "Q4_0", "layers": {"0": {"default": "Q2_0", "3": "Q4_0"}}})
+    )
+    options = (
+        "-m",
+        model,
+        "--expert-memory",
+        "6M",
+        "--strategy",
+        "edgemoe-lossy",
+        "-p",
+        "Once",
+        "-n",
+        "8",
+        "--temp",
+        "0",
+        "--json",
+    )
     done = invoke("run", *options)
-    assert done.returncode == 1 and "tier bits needs a sidecar" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and "tier bits needs a sidecar" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     convert(model, tiers="Q4_0", bits=str(plan))
-    runs = [json.loads(invoke("run", *options, *flags).stdout)["stats"] for flags in ((), ("--tier", "Q4_0"), ("--tier", "original"))]
+    runs = [
+        json.loads(invoke("run", *options, *flags).stdout)["stats"]
+        for flags in ((), ("--tier", "Q4_0"), ("--tier", "original"))
+    ]
     assert [stats["tier"] for stats in runs] == ["bits", "Q4_0", "original"]
-    assert replace(PRESETS["edgemoe-lossy"], name="edgemoe", summary="", tier=None) == replace(PRESETS["edgemoe"], summary="")
+    assert replace(PRESETS["edgemoe-lossy"], name="edgemoe", summary="", tier=None) == replace(
+        PRESETS["edgemoe"], summary=""
+    )
     with pytest.raises(OptionError, match="give no other"):
         Config.make(demo, strategy="edgemoe-lossy", max_loss="1%")
 
 
 def test_only_what_was_mispredicted(model, invoke):
-    """Fate §5.3 on a model: some of decode is served low, less than where every miss is, and no prompt is."""
-    options = ("-m", model, "--expert-memory", "6M", "--strategy", "fate", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
+    """Fate §5.3 on a model: some of decode is served low, less than where every miss
+    is, and no prompt is.
+    """
+    options = (
+        "-m",
+        model,
+        "--expert-memory",
+        "6M",
+        "--strategy",
+        "fate",
+        "--low-tier",
+        "Q2_0",
+        "--raw",
+        "--temp",
+        "0",
+        "--json",
+    )
 
     def served_low(*flags, n=48):
-        done = invoke("run", *options, "--warm", "off", "-p", "The quick brown fox jumps over the lazy dog.", "-n", str(n), *flags)
+        done = invoke(
+            "run",
+            *options,
+            "--warm",
+            "off",
+            "-p",
+            "The quick brown fox jumps over the lazy dog.",
+            "-n",
+            str(n),
+            *flags,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["stats"]["served_low"]
 
@@ -177,12 +358,26 @@ def test_only_what_was_mispredicted(model, invoke):
         ({"deterministic": True}, "depends on timing"),
     ):
         with pytest.raises(OptionError, match=why):
-            Config.make(model, **{"strategy": "fate", "low_tier": "Q2_0", "mispredicted_low": True} | wrong)
+            Config.make(
+                model, **{"strategy": "fate", "low_tier": "Q2_0", "mispredicted_low": True} | wrong
+            )
 
 
 def test_the_simulator_prices_misses_by_them():
     def penalty(*options):
-        done = CliRunner().invoke(main, ["simulate", str(SMALL_TRACE), "--strategy", "hobbit", "--memory", "50%", "--json", *options])
+        done = CliRunner().invoke(
+            main,
+            [
+                "simulate",
+                str(SMALL_TRACE),
+                "--strategy",
+                "hobbit",
+                "--memory",
+                "50%",
+                "--json",
+                *options,
+            ],
+        )
         assert done.exit_code == 0, done.output
         return [row["miss_penalty_per_token"] for row in json.loads(done.output)["results"]]
 

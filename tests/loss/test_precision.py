@@ -1,5 +1,6 @@
-"""Whole models in two precisions: what is given up is what was asked for, replays bit for bit, does not depend on timing, and is there
-again after a warm start."""
+"""Whole models in two precisions: what is given up is what was asked for, replays bit
+for bit, does not depend on timing, and is there again after a warm start.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ LOSSY = Precision(0.4, 0.8, 0.4, "Q4_0")
         ({"t1": 0.5}, "needs a tier of the sidecar"),
         *(({"tau": tau}, "tau is a weight") for tau in (-0.1, math.nan, math.inf)),
         *(({"resident": share}, "resident: expected 0 to 1") for share in (-1, 1.1, math.nan)),
-        *(({"tau": 0.1, "low_tier": "Q4_0", name: value}, "tau is a weight") for name, value in (("t1", 0.5), ("mispredicted_low", True))),
+        *(
+            ({"tau": 0.1, "low_tier": "Q4_0", name: value}, "tau is a weight")
+            for name, value in (("t1", 0.5), ("mispredicted_low", True))
+        ),
     ],
 )
 def test_bad_precision(fields, words):
@@ -63,13 +67,17 @@ def logits(model, n=16, prompt=PROMPT, **options):
 
 
 def test_forced_low_is_the_low_model(model):
-    """All experts forced low: bit for bit the model that runs with that tier alone. All high: the model itself."""
+    """All experts forced low: bit for bit the model that runs with that tier alone. All
+    high: the model itself.
+    """
     tier, _ = logits(model, tier="Q4_0")
     own, _ = logits(model)
     assert (tier != own).any()
     n_uses = 12 * 4 * (len(PROMPT) + 16)
     for version, expected in ((LOW, tier), (HIGH, own)):
-        with moeoff.Llama(model, expert_memory="1M", precision=Precision(low_tier="q4_0"), **OPTIONS) as llm:
+        with moeoff.Llama(
+            model, expert_memory="1M", precision=Precision(low_tier="q4_0"), **OPTIONS
+        ) as llm:
             llm.engine.buffer.force(np.full(n_uses, version, np.uint8))
             assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
             assert llm.engine.buffer.force() == 0
@@ -88,27 +96,50 @@ def test_lossless_with_a_low_pool(model):
     own, _ = logits(model)
     with_pool, stats = logits(model, precision=Precision(low_tier="Q4_0"))
     assert_bit_equal(with_pool, own)
-    assert stats.served_low == stats.skipped == 0 and stats.low_cache_bytes > 0 and stats.precision_summary == ""
+    assert (
+        stats.served_low == stats.skipped == 0
+        and stats.low_cache_bytes > 0
+        and stats.precision_summary == ""
+    )
 
 
 def test_replay_is_bit_identical(model, tmp_path):
-    """What a lossy run computed comes back from its trace, whatever is resident, prefetched or asked by the rule."""
+    """What a lossy run computed comes back from its trace, whatever is resident,
+    prefetched or asked by the rule.
+    """
     trace = tmp_path / "trace"
     recorded, stats = logits(model, precision=LOSSY, trace=trace, strategy="hobbit")
-    assert stats.served_low > 50 and stats.skipped > 10 and "low precision" in stats.precision_summary
+    assert (
+        stats.served_low > 50 and stats.skipped > 10 and "low precision" in stats.precision_summary
+    )
     versions = np.frombuffer(Trace.read(trace).decisions(), np.uint8)
-    assert np.bincount(versions).tolist() == [stats.expert_uses - stats.served_low - stats.skipped, stats.served_low, stats.skipped]
+    assert np.bincount(versions).tolist() == [
+        stats.expert_uses - stats.served_low - stats.skipped,
+        stats.served_low,
+        stats.skipped,
+    ]
     elsewhere, _ = logits(model, precision=LOSSY, expert_memory="3M")
     assert (elsewhere != recorded).any()  # decisions depend on what is resident
     for memory, precision in (("700K", LOSSY), ("3M", LOSSY), ("12M", Precision(low_tier="Q4_0"))):
-        again, replayed = logits(model, precision=precision, replay=trace, expert_memory=memory, strategy="hobbit", io_threads=1)
+        again, replayed = logits(
+            model,
+            precision=precision,
+            replay=trace,
+            expert_memory=memory,
+            strategy="hobbit",
+            io_threads=1,
+        )
         assert_bit_equal(again, recorded)
         assert (replayed.served_low, replayed.skipped) == (stats.served_low, stats.skipped)
 
 
 def test_a_trace_tells_low_reads(model, tmp_path):
-    """Every read of a lossy run: which version it was for, as its size and the counters say too."""
-    with moeoff.Llama(model, **OPTIONS, expert_memory="1M", precision=LOSSY, trace=tmp_path / "trace") as llm:
+    """Every read of a lossy run: which version it was for, as its size and the counters
+    say too.
+    """
+    with moeoff.Llama(
+        model, **OPTIONS, expert_memory="1M", precision=LOSSY, trace=tmp_path / "trace"
+    ) as llm:
         greedy_logits(llm, PROMPT, 16)
         wait_until_still(lambda: llm.engine.buffer.stats().reads)
         stats = llm.engine.buffer.stats()
@@ -118,7 +149,8 @@ def test_a_trace_tells_low_reads(model, tmp_path):
     assert 20 < low.sum() < len(reads) - 20 and trace.reads_lost == 0
     assert reads["nbytes"][low].sum() == stats.low_bytes_read == trace.notes[-1]["low_bytes_read"]
     assert reads["nbytes"].sum() == stats.bytes_read
-    whole = np.array([t.nbytes for t in trace.model.tensors])[reads["tensor"]]  # Q8_0: 34 bytes for 32 values, Q4_0: 18
+    # Q8_0: 34 bytes for 32 values, Q4_0: 18
+    whole = np.array([t.nbytes for t in trace.model.tensors])[reads["tensor"]]
     np.testing.assert_array_equal(reads["nbytes"], np.where(low, whole * 18 // 34, whole))
 
 
@@ -134,7 +166,9 @@ def test_replay_of_another_run_is_refused(model, demo, tmp_path):
 
 
 def test_deterministic(model):
-    """Same text for any budget, number of I/O threads or policy; without the flag it is not."""
+    """Same text for any budget, number of I/O threads or policy; without the flag it is
+    not.
+    """
     expected, stats = logits(model, precision=LOSSY, deterministic=True)
     assert stats.served_low > 50 and stats.skipped > 10
     for options in (
@@ -149,9 +183,13 @@ def test_deterministic(model):
 
 
 def test_more_precision_is_closer(model):
-    """Thresholds that give up less change the logits less, and skipping everything that may be skipped most."""
+    """Thresholds that give up less change the logits less, and skipping everything that
+    may be skipped most.
+    """
     own, _ = logits(model, n=0)
-    with moeoff.Llama(model, expert_memory="1M", precision=LOSSY, deterministic=True, **OPTIONS) as llm:
+    with moeoff.Llama(
+        model, expert_memory="1M", precision=LOSSY, deterministic=True, **OPTIONS
+    ) as llm:
         distance = []
         for t1, t2 in ((1, 1), (0.8, 1), (0, 1), (0, 0)):
             llm.engine.buffer.set_precision(Precision(t1, t2, low_tier="Q4_0"), blind=True)
@@ -165,7 +203,9 @@ def test_more_precision_is_closer(model):
 
 @pytest.fixture
 def remembered(model, tmp_path, monkeypatch):
-    """After a lossy run with room for everything: options of another, what was resident in both versions, and the warm start's file."""
+    """After a lossy run with room for everything: options of another, what was resident
+    in both versions, and the warm start's file.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = OPTIONS | {"warm": True, "precision": LOSSY, "deterministic": True}
     with moeoff.Llama(model, expert_memory="100M", **options) as llm:
@@ -179,18 +219,31 @@ def remembered(model, tmp_path, monkeypatch):
 def test_warm_start_with_low_versions(model, remembered):
     options, (high, low), _, expected = remembered
     with moeoff.Llama(model, expert_memory="100M", **options) as llm:
-        wait_until(lambda: np.array_equal(llm.engine.buffer.residency(), high) and np.array_equal(llm.engine.buffer.residency(low=True), low))
+        wait_until(
+            lambda: (
+                np.array_equal(llm.engine.buffer.residency(), high)
+                and np.array_equal(llm.engine.buffer.residency(low=True), low)
+            )
+        )
         before = llm.engine.buffer.stats()
         assert before.low_bytes_read > 0 and before.prefetch_issued == 0
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
         stats = llm.stats()
-        assert stats.served_low > 50 and stats.demand_misses == 0 and stats.bytes_read == before.bytes_read
+        assert (
+            stats.served_low > 50
+            and stats.demand_misses == 0
+            and stats.bytes_read == before.bytes_read
+        )
 
 
 def test_warm_start_fills_smaller_arenas(model, remembered):
-    """As far as each arena goes, and no further: nothing that was preloaded is evicted for something else of it."""
+    """As far as each arena goes, and no further: nothing that was preloaded is evicted
+    for something else of it.
+    """
     options, (high, low), _, expected = remembered
-    with moeoff.Llama(model, expert_memory="3M", **options | {"precision": replace(LOSSY, low_share=0.2)}) as llm:
+    with moeoff.Llama(
+        model, expert_memory="3M", **options | {"precision": replace(LOSSY, low_share=0.2)}
+    ) as llm:
         buffer = llm.engine.buffer
         stats = buffer.stats()
         high_arena, low_arena = stats.cache_bytes - stats.low_cache_bytes, stats.low_cache_bytes
@@ -210,13 +263,19 @@ def test_warm_start_fills_smaller_arenas(model, remembered):
 
 
 def test_warm_start_between_lossless_and_lossy(model, remembered):
-    """A run without low versions takes the high ones alone, all if all fit, and what it leaves serves a lossy run as far as it goes."""
+    """A run without low versions takes the high ones alone, all if all fit, and what it
+    leaves serves a lossy run as far as it goes.
+    """
     options, (high, _), _, _ = remembered
     with moeoff.Llama(model, expert_memory="9M", warm=True, **OPTIONS) as llm:
         wait_until(lambda: llm.engine.buffer.residency().any())
         wait_until_still(lambda: llm.engine.buffer.stats().reads)
         resident = llm.engine.buffer.residency()
-        assert resident.any() and not (resident & ~high).any() and llm.engine.buffer.stats().low_bytes_read == 0
+        assert (
+            resident.any()
+            and not (resident & ~high).any()
+            and llm.engine.buffer.stats().low_bytes_read == 0
+        )
     with moeoff.Llama(model, expert_memory="100M", warm=True, **OPTIONS) as llm:
         everything = len(llm.engine.buffer.tensors) * high.shape[1]
         wait_until(lambda: llm.engine.buffer.stats().resident_slices == everything)
@@ -240,7 +299,11 @@ def test_options_that_make_no_sense(model, demo):
     with pytest.raises(OptionError, match="no tier Q2_K below original; there are: Q4_0"):
         moeoff.Llama(model, precision=Precision(0, 1, low_tier="Q2_K"))
     with pytest.raises(OptionError, match="on-demand.* supports neither lower precision"):
-        moeoff.Llama(model, precision=LOSSY, strategy=Strategy("on-demand", "keeps nothing", keep=False, eager=False))
+        moeoff.Llama(
+            model,
+            precision=LOSSY,
+            strategy=Strategy("on-demand", "keeps nothing", keep=False, eager=False),
+        )
 
 
 @pytest.mark.slow

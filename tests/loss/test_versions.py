@@ -1,5 +1,7 @@
-"""Two versions of every expert in an expert buffer: the rule against a brute-force one, the kernel against ggml's own on the version
-that was decided, and the eviction order of a pool."""
+"""Two versions of every expert in an expert buffer: the rule against a brute-force one,
+the kernel against ggml's own on the version that was decided, and the eviction order of
+a pool.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ from moeoff.precision import Precision
 from moeoff.system.memory import slot_bytes
 
 HIGH, LOW, SKIP = native.HIGH, native.LOW, native.SKIP
-Q8_0, Q4_0, Q4_K, Q2_K, F16 = (type_from_name(name) for name in ("Q8_0", "Q4_0", "Q4_K", "Q2_K", "F16"))
+Q8_0, Q4_0, Q4_K, Q2_K, F16 = (
+    type_from_name(name) for name in ("Q8_0", "Q4_0", "Q4_K", "Q2_K", "F16")
+)
 MATRICES = ("up", "gate")
 
 
 class Block:
-    """A MoE block of two matrices in a file, each expert in two versions, and the same in memory for ggml's own kernel.
+    """A MoE block of two matrices in a file, each expert in two versions, and the same
+    in memory for ggml's own kernel.
 
     Args:
         n_slots, n_low: the arenas in experts.
@@ -46,16 +51,23 @@ class Block:
                     sources[version].append([])
                     for row in data[version]:
                         file.write(b"\xff" * 96)
-                        sources[version][-1].append(native.Source(0, self.types[version], file.tell(), row.nbytes))
+                        sources[version][-1].append(
+                            native.Source(0, self.types[version], file.tell(), row.nbytes)
+                        )
                         file.write(row.tobytes())
-        self.tensors = [self._context.tensor(high, N_COLS, N_ROWS, N_EXPERT, name=f"blk.0.ffn_{m}_exps.weight") for m in MATRICES]
+        self.tensors = [
+            self._context.tensor(high, N_COLS, N_ROWS, N_EXPERT, name=f"blk.0.ffn_{m}_exps.weight")
+            for m in MATRICES
+        ]
         with self.buffer.loading():
             self._context.allocate(native.buffer_type())
         assert native.add_file(self.buffer.handle, str(path).encode()) == 0
         for i in range(len(MATRICES)):
             self.buffer.set_sources(i, sources[HIGH][i])
             self.buffer.set_sources(i, sources[LOW][i], low=True)
-        self.slots = [len(MATRICES) * slot_bytes(s[0][0].nbytes) for s in (sources[HIGH], sources[LOW])]
+        self.slots = [
+            len(MATRICES) * slot_bytes(s[0][0].nbytes) for s in (sources[HIGH], sources[LOW])
+        ]
         self.buffer.start(n_slots * self.slots[HIGH], n_low * self.slots[LOW])
         self.events = []
         self.buffer.set_gate_callback(self.events.append)
@@ -63,7 +75,10 @@ class Block:
     def close(self):
         stats = self.buffer.stats()
         assert stats.low_arena_committed <= stats.low_cache_bytes
-        assert stats.arena_committed - stats.low_arena_committed <= stats.cache_bytes - stats.low_cache_bytes
+        assert (
+            stats.arena_committed - stats.low_arena_committed
+            <= stats.cache_bytes - stats.low_cache_bytes
+        )
         assert stats.arena_peak <= stats.cache_bytes
         self.buffer.close()
         self._context.close()
@@ -94,8 +109,13 @@ class Graph:
         self.id_tensor = self._context.tensor(I32, N_USED, n_tokens)
         self._weights = self._context.tensor(F32, 1, N_USED, n_tokens)
         node = self._context.gate_node(block.tensors[0], self.id_tensor, self._weights)
-        self._outs = [self._context.mul_mat_id(t, self._rows, self.id_tensor) for t in block.tensors]
-        self._plain_outs = [[self._context.mul_mat_id(p.tensor, self._rows, self.id_tensor) for p in pair] for pair in block.plain]
+        self._outs = [
+            self._context.mul_mat_id(t, self._rows, self.id_tensor) for t in block.tensors
+        ]
+        self._plain_outs = [
+            [self._context.mul_mat_id(p.tensor, self._rows, self.id_tensor) for p in pair]
+            for pair in block.plain
+        ]
         self._gate, self._ops = self._context.graph(node), self._context.graph(*self._outs)
         self._plain = self._context.graph(*[out for pair in self._plain_outs for out in pair])
         self._context.allocate(cpu_buffer_type())
@@ -107,11 +127,15 @@ class Graph:
         self._context.close()
 
     def choose(self, rng) -> None:
-        """Random rows, experts (some much more popular than others) and weights (some of them equal)."""
+        """Random rows, experts (some much more popular than others) and weights (some
+        of them equal).
+        """
         write(self._rows, rng.standard_normal((self.n_tokens, 1, N_COLS), np.float32))
         scores = rng.gumbel(size=(self.n_tokens, N_EXPERT)) + rng.exponential(1.5, N_EXPERT)
         self.ids = np.argsort(-scores, axis=1)[:, :N_USED].astype(np.int32)
-        self.weights = np.sort(rng.dirichlet(np.ones(N_USED), self.n_tokens).astype(np.float32))[:, ::-1].copy()
+        self.weights = np.sort(rng.dirichlet(np.ones(N_USED), self.n_tokens).astype(np.float32))[
+            :, ::-1
+        ].copy()
         if rng.random() < 0.3:
             self.weights[:, 1:] = self.weights[:, 1:2]
         if rng.random() < 0.5:  # a router need not list the largest first
@@ -129,8 +153,13 @@ class Graph:
         return event.versions
 
     def compute(self, backend, versions: np.ndarray, n_threads: int = 2) -> None:
-        """Runs the matrix ops: each row is what ggml's own kernel gives for the version that was decided."""
-        assert backend.compute(self._plain, n_threads) == 0 and backend.compute(self._ops, n_threads) == 0
+        """Runs the matrix ops: each row is what ggml's own kernel gives for the version
+        that was decided.
+        """
+        assert (
+            backend.compute(self._plain, n_threads) == 0
+            and backend.compute(self._ops, n_threads) == 0
+        )
         shape = (self.n_tokens, N_USED, N_ROWS)
         for out, pair in zip(self._outs, self._plain_outs):
             expected = np.zeros(shape, np.uint32)
@@ -161,7 +190,9 @@ def decide(graph: Graph, t1, t2, share, blind, weighed) -> np.ndarray:
 @pytest.mark.parametrize("types", [(Q8_0, Q4_0), (Q4_K, Q2_K), pytest.param((F16, Q8_0), marks=pytest.mark.slow)],
                          ids=["Q8_0-Q4_0", "Q4_K-Q2_K", "F16-Q8_0"])  # fmt: skip
 def test_rule_and_kernel(types, blind, tmp_path, backend):
-    """Decisions equal a brute-force rule's, and results the stock kernel's on the versions decided, in arenas that evict all the time."""
+    """Decisions equal a brute-force rule's, and results the stock kernel's on the
+    versions decided, in arenas that evict all the time.
+    """
     rng = np.random.default_rng(1)
     seen = np.zeros(3, int)
     with Block(tmp_path / "experts", rng, *types, n_slots=4, n_low=3) as block:
@@ -171,7 +202,9 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
                     t1, t2 = sorted(rng.choice([0, 0.2, 0.5, 0.8, 1], 2))
                     share = rng.choice([0, 0.25, 0.4, 1])
                     weighed = t1 < 1 and share == 0  # a prompt, too
-                    block.buffer.set_precision(Precision(t1, t2, share, "low", weigh_prompts=weighed), blind=blind)
+                    block.buffer.set_precision(
+                        Precision(t1, t2, share, "low", weigh_prompts=weighed), blind=blind
+                    )
                     graph.choose(rng)
                     before = block.buffer.stats()
                     expected = decide(graph, t1, t2, share, blind, weighed)
@@ -187,11 +220,17 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
                     assert after.expert_uses - before.expert_uses == versions.size
                     seen += np.bincount(versions.ravel(), minlength=3)
         stats = block.buffer.stats()
-        assert (seen > 20).all() and stats.evictions > 50 and 0 < stats.low_bytes_read < stats.bytes_read
+        assert (
+            (seen > 20).all()
+            and stats.evictions > 50
+            and 0 < stats.low_bytes_read < stats.bytes_read
+        )
 
 
 def leave_out(graph: Graph, tau: float, blind: bool) -> np.ndarray:
-    """The rule of `Precision.tau` in numpy, from what is resident now: [n_tokens, n_used]. Nothing is read between two of these events."""
+    """The rule of `Precision.tau` in numpy, from what is resident now: [n_tokens,
+    n_used]. Nothing is read between two of these events.
+    """
     computed = np.zeros(N_EXPERT, bool) if blind else graph.block.resident(False)
     if len(graph.ids) == 1:
         computed[graph.ids[graph.weights >= np.float32(tau)]] = True
@@ -202,7 +241,9 @@ def leave_out(graph: Graph, tau: float, blind: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("blind", [False, True])
 def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
-    """Of tokens that are decoded alone; the first expert has no privilege, a weight that equals tau is enough, and what is left out is not read."""
+    """Of tokens that are decoded alone; the first expert has no privilege, a weight
+    that equals tau is enough, and what is left out is not read.
+    """
     rng = np.random.default_rng(3)
     seen = np.zeros(3, int)
     with Block(tmp_path / "experts", rng, n_slots=4, n_low=0) as block:
@@ -219,7 +260,9 @@ def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
                     graph.compute(backend, versions)
                     after = block.buffer.stats()
                     assert after.skipped - before.skipped == (versions == SKIP).sum()
-                    assert after.reads - before.reads <= 2 * len(np.unique(graph.ids[versions == HIGH]))
+                    assert after.reads - before.reads <= 2 * len(
+                        np.unique(graph.ids[versions == HIGH])
+                    )
                     seen += np.bincount(versions.ravel(), minlength=3)
         assert seen[HIGH] > 100 and seen[SKIP] > 100 and not seen[LOW]
 
@@ -236,7 +279,9 @@ def test_what_is_on_its_way_is_not_left_out(tmp_path, backend):
 
 
 def test_unimportance_is_the_native_one_to_the_last_bit(tmp_path, backend):
-    """A threshold that equals an expert's score keeps it high, the next smaller number does not."""
+    """A threshold that equals an expert's score keeps it high, the next smaller number
+    does not.
+    """
     rng = np.random.default_rng(6)
     with Block(tmp_path / "experts", rng) as block, Graph(block, 1) as graph:
         for _ in range(60):
@@ -245,11 +290,15 @@ def test_unimportance_is_the_native_one_to_the_last_bit(tmp_path, backend):
             for score in scores[scores > 0]:
                 for t1 in (score, np.nextafter(score, np.float32(0))):
                     block.buffer.set_precision(Precision(float(t1), low_tier="low"), blind=True)
-                    np.testing.assert_array_equal(graph.speak(backend)[0], np.where(scores <= t1, HIGH, LOW))
+                    np.testing.assert_array_equal(
+                        graph.speak(backend)[0], np.where(scores <= t1, HIGH, LOW)
+                    )
 
 
 def test_forced_decisions(tmp_path, backend):
-    """Recorded decisions beat rule and residency; when they do not suffice for an event, the rule is back."""
+    """Recorded decisions beat rule and residency; when they do not suffice for an
+    event, the rule is back.
+    """
     rng = np.random.default_rng(3)
     with Block(tmp_path / "experts", rng) as block, Graph(block, 1) as one, Graph(block, 4) as many:
         for graph in (one, many, one):
@@ -271,9 +320,15 @@ def test_forced_decisions(tmp_path, backend):
 
 
 def test_two_graphs_in_the_same_block(tmp_path, backend):
-    """Each graph's ops get what its own gate event decided, though another event of the same gate came between."""
+    """Each graph's ops get what its own gate event decided, though another event of the
+    same gate came between.
+    """
     rng = np.random.default_rng(4)
-    with Block(tmp_path / "experts", rng, n_slots=8, n_low=8) as block, Graph(block, 3) as a, Graph(block, 3) as b:
+    with (
+        Block(tmp_path / "experts", rng, n_slots=8, n_low=8) as block,
+        Graph(block, 3) as a,
+        Graph(block, 3) as b,
+    ):
         different = 0
         for _ in range(10):
             a.choose(rng)
@@ -289,7 +344,9 @@ def test_two_graphs_in_the_same_block(tmp_path, backend):
 
 
 def test_prefetch_by_version(tmp_path, backend):
-    """A prefetch counts as useful if the gate chose that version, and is given up if it chose the other."""
+    """A prefetch counts as useful if the gate chose that version, and is given up if it
+    chose the other.
+    """
     rng = np.random.default_rng(5)
     with Block(tmp_path / "experts", rng, n_slots=8, n_low=8) as block, Graph(block, 1) as graph:
         buffer = block.buffer
@@ -305,7 +362,12 @@ def test_prefetch_by_version(tmp_path, backend):
         buffer.force(np.full(N_USED, LOW, np.uint8))
         graph.compute(backend, graph.speak(backend))
         stats = buffer.stats()
-        assert (stats.prefetch_issued, stats.prefetch_useful, stats.demand_misses, stats.reads) == (2 * N_USED, 2 * N_USED, 0, 2 * N_USED)
+        assert (stats.prefetch_issued, stats.prefetch_useful, stats.demand_misses, stats.reads) == (
+            2 * N_USED,
+            2 * N_USED,
+            0,
+            2 * N_USED,
+        )
 
         buffer.clear()
         settle.reads = 4 * N_USED
@@ -316,13 +378,19 @@ def test_prefetch_by_version(tmp_path, backend):
         stats = buffer.stats()
         assert (stats.prefetch_useful, stats.demand_misses) == (2 * N_USED, 2 * N_USED)
         assert block.resident(False).sum() == N_USED  # passed over, but resident all the same
-        assert buffer.prefetch(0, range(N_EXPERT), low=True) == 2 * (N_EXPERT - N_USED)  # the others are served high
+        # the others are served high
+        assert buffer.prefetch(0, range(N_EXPERT), low=True) == 2 * (N_EXPERT - N_USED)
 
 
 def test_low_versions_of_resident_experts_go_first(tmp_path, backend):
-    """What is resident in high precision does not need its low version: of a full low pool that one is evicted."""
+    """What is resident in high precision does not need its low version: of a full low
+    pool that one is evicted.
+    """
     rng = np.random.default_rng(6)
-    with Block(tmp_path / "experts", rng, n_slots=8, n_low=N_USED) as block, Graph(block, 1) as graph:
+    with (
+        Block(tmp_path / "experts", rng, n_slots=8, n_low=N_USED) as block,
+        Graph(block, 1) as graph,
+    ):
         buffer = block.buffer
 
         def use(ids, version):
@@ -341,11 +409,16 @@ def test_low_versions_of_resident_experts_go_first(tmp_path, backend):
 
 @pytest.mark.parametrize("n_tokens", [1, 3])
 def test_what_was_not_predicted_is_served_low(n_tokens, tmp_path, backend):
-    """Fate §5.3: low versions serve those that are neither resident nor asked for by a prefetch, read or not, whatever their weight; where tokens are
-    decoded, and not in a prompt."""
+    """Fate §5.3: low versions serve those that are neither resident nor asked for by a
+    prefetch, read or not, whatever their weight; where tokens are decoded, and not in a
+    prompt.
+    """
     rng = np.random.default_rng(8)
     seen, predicted_late = np.zeros(2, int), 0
-    with Block(tmp_path / "experts", rng, n_slots=4, n_low=3) as block, Graph(block, n_tokens) as graph:
+    with (
+        Block(tmp_path / "experts", rng, n_slots=4, n_low=3) as block,
+        Graph(block, n_tokens) as graph,
+    ):
         buffer = block.buffer
         buffer.set_precision(Precision(mispredicted_low=True, low_tier="low"))
         for i in range(300):
@@ -359,7 +432,9 @@ def test_what_was_not_predicted_is_served_low(n_tokens, tmp_path, backend):
             expected = np.where(high[graph.ids], HIGH, LOW)
             np.testing.assert_array_equal(versions, expected)
             graph.compute(backend, versions, n_threads=1 + i % 2)
-            if late and guess not in graph.ids:  # given up, but perhaps being read: it would end between the next two questions
+            # given up, but perhaps being read: it would end between the next two
+            # questions
+            if late and guess not in graph.ids:
                 buffer.prefetch(0, [guess])
                 wait_until(lambda guess=guess: block.resident(False)[guess])
             seen += np.bincount(versions.ravel(), minlength=2)
@@ -375,7 +450,10 @@ def test_what_was_not_predicted_is_served_low(n_tokens, tmp_path, backend):
 def test_native_refusals(tmp_path):
     with Block(tmp_path / "experts", np.random.default_rng(7), n_slots=2, n_low=2) as block:
         buffer = block.buffer
-        assert buffer.low_arena_floor == 2 * block.slots[LOW] and buffer.low_arena_full == N_EXPERT * block.slots[LOW]
+        assert (
+            buffer.low_arena_floor == 2 * block.slots[LOW]
+            and buffer.low_arena_full == N_EXPERT * block.slots[LOW]
+        )
         buffer.set_precision(Precision(0, 1, low_tier="low"))
         for low in (0, 2 * block.slots[LOW] - 1):
             with pytest.raises(MoeoffError, match="for low versions is below the floor"):

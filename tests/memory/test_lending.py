@@ -1,4 +1,6 @@
-"""What a batch leaves untouched of the buffers for the largest one is lent to the experts, and taken back before a larger one is computed."""
+"""What a batch leaves untouched of the buffers for the largest one is lent to the
+experts, and taken back before a larger one is computed.
+"""
 
 import json
 import re
@@ -26,7 +28,9 @@ REOPENED = 12 * MIB  # at most, that a model takes in addition when it is opened
 
 
 class Sizes:
-    """A buffer of a MiB for each eight tokens and a work area of half as much; what was given back."""
+    """A buffer of a MiB for each eight tokens and a work area of half as much; what was
+    given back.
+    """
 
     def __init__(self):
         self.asked, self.given_back, self.refuses = [], [], False
@@ -51,7 +55,8 @@ def test_borrowed_buffers():
 
     assert buffers.borrowed == 0
     batches(512, 300, 1, 1, 1)
-    assert buffers.bound == 512 and buffers.borrowed == 0  # the next piece of the prompt may be large again
+    # the next piece of the prompt may be large again
+    assert buffers.bound == 512 and buffers.borrowed == 0
     batches(1)
     assert buffers.bound == LEAST and sizes.given_back == [LEAST]
     assert buffers.borrowed == (64 - 1) * MIB  # the work area was as large as it gets, and stays
@@ -67,11 +72,17 @@ def test_a_work_area_that_was_never_used_is_borrowed():
     for _ in range(4):
         buffers.grow_bound(30)
         buffers.shrink_bound()
-    assert buffers.bound == 32 and buffers.borrowed == (64 - 4 + 32 - 2) * MIB and buffers.untouched == 6 * MIB
+    assert (
+        buffers.bound == 32
+        and buffers.borrowed == (64 - 4 + 32 - 2) * MIB
+        and buffers.untouched == 6 * MIB
+    )
 
 
 def test_a_batch_is_planned_before_it_is_computed():
-    """Budgets move from other threads while it is computed: plans made then took its tensors away."""
+    """Budgets move from other threads while it is computed: plans made then took its
+    tensors away.
+    """
     sizes = Sizes()
     buffers = BorrowedBuffers(sizes, 512)
     for n in (1, 30, 500):
@@ -122,7 +133,8 @@ def test_a_borrowed_cache():
         cache.used += 1
     assert borrowing.borrowed > size and cache.given_back == 2
     assert borrowing.return_all() and borrowing.borrowed == 0 and not borrowing.return_all()
-    assert not borrowing.reclaim(500) and borrowing.borrowed == 0  # llama.cpp moves what is cached when the next batch comes
+    # llama.cpp moves what is cached when the next batch comes
+    assert not borrowing.reclaim(500) and borrowing.borrowed == 0
     borrowing.reclaim(1)
     assert borrowing.borrowed == cache(1 + CELLS, False) and cache.given_back == 3
     borrowing.reclaim(2000)
@@ -134,7 +146,8 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 
 
 class Outcome:
-    """What comes of turns: the arena as each batch is about to be computed, each batch's outputs, and the experts in memory after each turn.
+    """What comes of turns: the arena as each batch is about to be computed, each
+    batch's outputs, and the experts in memory after each turn.
 
     Its numbers are the process's: one at a time.
     """
@@ -179,10 +192,16 @@ def test_experts_have_what_short_prompts_leave(grown):
     assert len(lent.arenas) == len(batches)
     for n, arena in zip(batches, lent.arenas, strict=True):
         if n > 256:
-            assert arena <= plan.arena + plan.state // 2, "what a large batch touches had been taken back before it was computed"
+            assert arena <= plan.arena + plan.state // 2, (
+                "what a large batch touches had been taken back before it was computed"
+            )
     assert all(lent.arenas[end] > plan.arena + 0.8 * plan.compute for end in ends)
-    assert lent.arenas[ends[1] + 1] > plan.arena + 0.5 * plan.compute, "of a short prompt hardly anything is taken back"
-    assert all(more > 1.2 * fewer for more, fewer in zip(lent.residents, without.residents, strict=True))
+    assert lent.arenas[ends[1] + 1] > plan.arena + 0.5 * plan.compute, (
+        "of a short prompt hardly anything is taken back"
+    )
+    assert all(
+        more > 1.2 * fewer for more, fewer in zip(lent.residents, without.residents, strict=True)
+    )
     assert all(np.array_equal(a, b) for a, b in zip(lent.outputs, without.outputs, strict=True))
 
 
@@ -193,7 +212,9 @@ def resident(llm: moeoff.Llama) -> int:
 
 @pytest.mark.parametrize("flash_attn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
-    """Of a long context's KV cache, until it gets there; without flash attention of its keys alone."""
+    """Of a long context's KV cache, until it gets there; without flash attention of its
+    keys alone.
+    """
     in_process_of_its_own(converse, grown, flash_attn)
 
 
@@ -207,17 +228,25 @@ def converse(grown, flash_attn):
             llm.reset()
             for begin in range(0, len(turn), 128):
                 llm.eval(turn[begin : begin + 128])
-                rows.append(np.ctypeslib.as_array(api.llama_get_logits_ith(llm.context_handle, -1), (llm.n_vocab(),)).copy())
+                rows.append(
+                    np.ctypeslib.as_array(
+                        api.llama_get_logits_ith(llm.context_handle, -1), (llm.n_vocab(),)
+                    ).copy()
+                )
         return np.array(rows)
 
     with moeoff.Llama(grown, expert_memory=ROOM, **options) as llm:
         expected = logits(llm)
-    with moeoff.Llama(grown, memory="4G", **options) as llm:  # now: what closed models leave to the process counts
+    # now: what closed models leave to the process counts
+    with moeoff.Llama(grown, memory="4G", **options) as llm:
         fixed = llm.engine.plan.fixed
     with moeoff.Llama(grown, memory=fixed + ROOM, **options) as llm:
         plan, arena = llm.engine.plan, lambda: llm.engine.buffer.stats().cache_bytes
         lendable = plan.state if flash_attn else plan.state // 2
-        assert plan.state > 8 * MIB and min(0.9 * lendable, plan.arena_full - plan.arena) <= arena() - plan.arena, "nothing of it is resident yet"
+        assert (
+            plan.state > 8 * MIB
+            and min(0.9 * lendable, plan.arena_full - plan.arena) <= arena() - plan.arena
+        ), "nothing of it is resident yet"
         llm.eval(text[:20])
         beginning, before = arena(), resident(llm)
         for first in range(20, 1500, 128):
@@ -229,13 +258,17 @@ def converse(grown, flash_attn):
         llm.clear_context()
         assert resident(llm) < end - 0.5 * lendable, "emptied, it is the system's"
         llm.load_state(state)
-        assert llm.n_tokens == 20 + 128 * 12 and arena() <= plan.arena, "its place had been taken back"
+        assert llm.n_tokens == 20 + 128 * 12 and arena() <= plan.arena, (
+            "its place had been taken back"
+        )
         llm.clear_context()
         assert np.array_equal(logits(llm), expected)
 
 
 class Conversations:
-    """Prompts for a server, asked by number; what was lent of its KV cache when a batch was about to be computed, and of that what is not touched."""
+    """Prompts for a server, asked by number; what was lent of its KV cache when a batch
+    was about to be computed, and of that what is not touched.
+    """
 
     N = 220  # tokens, of the 256 that the model was trained with
 
@@ -258,7 +291,13 @@ class Conversations:
         engine.begin, engine.sizer.fill = watched, filled
 
     def ask(self, seed: int, n: int = N, **more) -> list[int]:
-        body = {"prompt": tokens(n, seed), "n_predict": 8, "ignore_eos": True, "temperature": 0, "return_tokens": True}
+        body = {
+            "prompt": tokens(n, seed),
+            "n_predict": 8,
+            "ignore_eos": True,
+            "temperature": 0,
+            "return_tokens": True,
+        }
         return self.post("/completion", **body, **more)["tokens"]
 
     def post(self, path: str, **body) -> dict:
@@ -268,18 +307,37 @@ class Conversations:
 
 
 def test_experts_of_a_server_have_what_its_conversations_do_not_fill(grown, tmp_path):
-    """Prompts that come back from the prompt cache, or from a slot's file, take their cells back before they are written there."""
-    options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "n_threads": 2, "parallel": 8, "cache_ram": "64M", "kv_disk": 0}
-    turns = [(0, Conversations.N), *((seed, 30) for seed in range(1, 6)), (0, Conversations.N)]  # the first gives way, and comes back
+    """Prompts that come back from the prompt cache, or from a slot's file, take their
+    cells back before they are written there.
+    """
+    options = {
+        "n_ctx": 2048,
+        "n_ubatch": 128,
+        "n_batch": 128,
+        "n_threads": 2,
+        "parallel": 8,
+        "cache_ram": "64M",
+        "kv_disk": 0,
+    }
+    # the first gives way, and comes back
+    turns = [(0, Conversations.N), *((seed, 30) for seed in range(1, 6)), (0, Conversations.N)]
     with moeoff.Server(grown, port=0, expert_memory=2 * ROOM, **options) as server:
         conversations = Conversations(server)
         expected = [conversations.ask(*turn) for turn in turns]
         assert Conversations.N < conversations.fills[0] < 256
     with pytest.raises(moeoff.BudgetError) as refused:
         moeoff.Server(grown, port=0, memory="10M", **options)
-    with moeoff.Server(grown, port=0, memory=refused.value.hint["memory"] + 2 * ROOM, args=["--slot-save-path", str(tmp_path)], **options) as server:
+    with moeoff.Server(
+        grown,
+        port=0,
+        memory=refused.value.hint["memory"] + 2 * ROOM,
+        args=["--slot-save-path", str(tmp_path)],
+        **options,
+    ) as server:
         conversations, plan = Conversations(server), server.engine.plan
-        assert [conversations.ask(*turn) for turn in turns] == expected and Conversations.N in (n - 7 for n in conversations.fills)
+        assert [conversations.ask(*turn) for turn in turns] == expected and Conversations.N in (
+            n - 7 for n in conversations.fills
+        )
         most = max(conversations.arenas)
         assert most - plan.arena >= min(0.8 * plan.state, 0.9 * (plan.arena_full - plan.arena))
         conversations.ask(50, id_slot=3)
@@ -293,29 +351,49 @@ def test_experts_of_a_server_have_what_its_conversations_do_not_fill(grown, tmp_
         for seed in range(40, 44):
             conversations.ask(seed, 30, id_slot=1)
         assert conversations.arenas[-1] > filled + 0.2 * plan.state
-        assert conversations.post("/slots/3?action=restore", filename="kept")["n_restored"] > 0 and conversations.fills[-1] == 2048
+        assert (
+            conversations.post("/slots/3?action=restore", filename="kept")["n_restored"] > 0
+            and conversations.fills[-1] == 2048
+        )
         conversations.ask(44, 30, id_slot=1)
         assert all(lent <= untouched for lent, untouched in conversations.lent)
 
 
 def test_a_server_that_moves_what_is_cached_gets_all_of_it_back_first(grown):
-    """With --cache-reuse llama-server moves keys, in every cell, when a prompt goes on as another one did behind a gap."""
-    options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "n_threads": 2, "parallel": 1, "cache_ram": 0, "kv_disk": 0}
-    with moeoff.Server(grown, port=0, memory="1G", args=["--cache-reuse", "16"], **options) as server:
+    """With --cache-reuse llama-server moves keys, in every cell, when a prompt goes on
+    as another one did behind a gap.
+    """
+    options = {
+        "n_ctx": 2048,
+        "n_ubatch": 128,
+        "n_batch": 128,
+        "n_threads": 2,
+        "parallel": 1,
+        "cache_ram": 0,
+        "kv_disk": 0,
+    }
+    with moeoff.Server(
+        grown, port=0, memory="1G", args=["--cache-reuse", "16"], **options
+    ) as server:
         conversations = Conversations(server)
         text = tokens(200)
         for prompt in (text, text[:40] + text[80:]):
-            conversations.post("/completion", prompt=prompt, n_predict=2, ignore_eos=True, temperature=0)
+            conversations.post(
+                "/completion", prompt=prompt, n_predict=2, ignore_eos=True, temperature=0
+            )
         assert conversations.lent[0][0] > 0 and 0 in [lent for lent, _ in conversations.lent]
 
 
 def test_slots_that_nothing_was_read_into_are_no_room(grown):
-    """As of a warm start that a prompt has ended: what they do not hold is not what the process does not need."""
+    """As of a warm start that a prompt has ended: what they do not hold is not what the
+    process does not need.
+    """
     in_process_of_its_own(leave_slots_unread, grown)
 
 
 def leave_slots_unread(grown):
-    options = OPTIONS | {"n_batch": 64, "n_ubatch": 64, "n_ctx": 256}  # little to lend: the arena stays far below what could fill
+    # little to lend: the arena stays far below what could fill
+    options = OPTIONS | {"n_batch": 64, "n_ubatch": 64, "n_ctx": 256}
     with moeoff.Llama(grown, memory="4G", **options) as llm:
         fixed = llm.engine.plan.fixed
     with moeoff.Llama(grown, memory=fixed + ROOM // 2 + REOPENED, **options) as llm:
@@ -332,7 +410,9 @@ def leave_slots_unread(grown):
 
 
 def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
-    """As for a prompt that a server is about to read, while another one's memory is given back."""
+    """As for a prompt that a server is about to read, while another one's memory is
+    given back.
+    """
     budget = needs(grown) + ROOM + REOPENED
     with moeoff.Llama(grown, memory=budget, **OPTIONS) as llm:
         for n in (20, *[1] * 8):
@@ -342,7 +422,14 @@ def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
             sizer.reserve(nbytes)
             sizer.fit_budget()
             stats, reserved = llm.engine.buffer.stats(), reserved + nbytes
-            assert rss() - stats.arena_committed + sum(part.untouched for part in sizer._borrowed) + reserved + stats.cache_bytes <= budget
+            assert (
+                rss()
+                - stats.arena_committed
+                + sum(part.untouched for part in sizer._borrowed)
+                + reserved
+                + stats.cache_bytes
+                <= budget
+            )
         sizer.reserve(-reserved)
         assert llm.engine.buffer.stats().cache_bytes > stats.cache_bytes
 
@@ -352,7 +439,8 @@ def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):
     assert set(run.arenas) == {run.arenas[0]}
 
 
-# In a process of its own, because peaks are the process's: prompts long and short in turn; what the process held, and how many experts.
+# In a process of its own, because peaks are the process's: prompts long and short in
+# turn; what the process held, and how many experts.
 LLAMA = """
 import json, sys
 import moeoff
@@ -388,12 +476,20 @@ with moeoff.Server(model, port=0, memory=int(sys.argv[3]), n_ctx=1024, n_threads
 
 @pytest.mark.cgroup
 @in_cgroup
-@pytest.mark.parametrize("script, longest", [(LLAMA, 900), (SERVER, 230)], ids=["Llama", "Server"])  # the server keeps to what the model was trained with
+# the server keeps to what the model was trained with
+@pytest.mark.parametrize("script, longest", [(LLAMA, 900), (SERVER, 230)], ids=["Llama", "Server"])
 def test_budget_holds_while_it_is_lent(grown, script, longest):
-    """In a cgroup of no more than the budget: prompts long and short in turn, no process is killed, and the peak is below."""
+    """In a cgroup of no more than the budget: prompts long and short in turn, no
+    process is killed, and the peak is below.
+    """
     turns = [20, longest // 2, 30, longest, 12, longest // 3, 20]
     run = [sys.executable, "-c", script, grown, json.dumps(turns)]
-    least = int(re.search(r"give memory=(\d+)", subprocess.run([*run, str(100 * MIB)], capture_output=True, text=True).stderr)[1])
+    least = int(
+        re.search(
+            r"give memory=(\d+)",
+            subprocess.run([*run, str(100 * MIB)], capture_output=True, text=True).stderr,
+        )[1]
+    )
     memory = least + ROOM // 2
     with cgroup.memory_cgroup(memory) as group:
         done = group.run([*run, str(memory)], capture_output=True, text=True, timeout=600)
@@ -402,4 +498,6 @@ def test_budget_holds_while_it_is_lent(grown, script, longest):
     for turn, seen in zip(turns, report["seen"], strict=True):
         assert seen["peak"] <= memory
         assert seen["arena"] > report["planned"] + 0.8 * report["compute"], turn
-    assert report["seen"][-1]["peak"] > memory - 16 * MIB - report["held"], "the budget is used, but for chat templates where none was"
+    assert report["seen"][-1]["peak"] > memory - 16 * MIB - report["held"], (
+        "the budget is used, but for chat templates where none was"
+    )

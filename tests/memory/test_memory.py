@@ -1,4 +1,6 @@
-"""Sizes, limits, and the promise: peak memory stays below --memory, or the program refuses with the numbers."""
+"""Sizes, limits, and the promise: peak memory stays below --memory, or the program
+refuses with the numbers.
+"""
 
 import contextlib
 import functools
@@ -29,20 +31,32 @@ in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
 
 @pytest.mark.parametrize(
     "text, size",
-    [("6G", 6 << 30), ("6GiB", 6 << 30), ("6GB", 6 * 10**9), ("700M", 700 << 20), ("1.5k", 1536), ("2000000", 2_000_000), (" 2 MiB ", 2 << 20), (4096, 4096)],
+    [
+        ("6G", 6 << 30),
+        ("6GiB", 6 << 30),
+        ("6GB", 6 * 10**9),
+        ("700M", 700 << 20),
+        ("1.5k", 1536),
+        ("2000000", 2_000_000),
+        (" 2 MiB ", 2 << 20),
+        (4096, 4096),
+    ],
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "lots", "-1G", "0", "0%", "101%", "nan%", "inf%", "x%", "1.2.3G", "5 P", "6"])
+@pytest.mark.parametrize(
+    "text", ["", "G", "lots", "-1G", "0", "0%", "101%", "nan%", "inf%", "x%", "1.2.3G", "5 P", "6"]
+)
 def test_not_a_size(text):
     with pytest.raises(OptionError):
         parse_size(text)
 
 
 def test_share_of_available(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 3000)  # what there is in truth others change all the time
+    # what there is in truth others change all the time
+    monkeypatch.setattr(memory, "available", lambda: 3000)
     assert parse_size("50%") == 1500 and parse_size("50%", 2000) == 1000
     assert Budget.of() == Budget(2400, is_default=True) and Budget.of("50%") == Budget(1500)
 
@@ -73,9 +87,14 @@ def test_a_system_that_does_not_say_needs_a_budget(tmp_path, monkeypatch):
 @pytest.mark.cgroup
 @in_cgroup
 def test_cgroup_limit_is_seen():
-    code = "from moeoff.system.memory import available, cgroup_limit; print(cgroup_limit(), available())"
+    code = (
+        "from moeoff.system.memory import available, cgroup_limit; print(cgroup_limit(),"
+        " available())"
+    )
     with cgroup.memory_cgroup(300 * MIB) as group:
-        out = group.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        out = group.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
     limit, free = map(int, out)
     assert limit == 300 * MIB
     assert 295 * MIB <= free <= 300 * MIB  # the kernel books in batches
@@ -86,12 +105,25 @@ def test_cgroup_limit_is_seen():
 @in_cgroup
 def test_what_others_in_the_cgroup_hold_is_not_available():
     """Their files in memory, too: nothing can be taken back from either without swap."""
-    other = "import sys, mmap; kept = bytearray(b'x') * (60 << 20); shared = mmap.mmap(-1, 40 << 20); shared.write(b'y' * (40 << 20)); print('there', flush=True); input()"
+    other = (
+        "import sys, mmap; kept = bytearray(b'x') * (60 << 20); shared = mmap.mmap(-1, 40 << 20);"
+        " shared.write(b'y' * (40 << 20)); print('there', flush=True); input()"
+    )
     code = "from moeoff.system.memory import available; print(available())"
     with cgroup.memory_cgroup(300 * MIB) as group:
-        with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=group.enter) as holder:
+        with subprocess.Popen(
+            [sys.executable, "-c", other],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=group.enter,
+        ) as holder:
             assert holder.stdout.readline() == "there\n"
-            free = int(group.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+            free = int(
+                group.run(
+                    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+                ).stdout
+            )
             holder.communicate("\n")
     assert 180 * MIB <= free <= 202 * MIB
 
@@ -99,21 +131,42 @@ def test_what_others_in_the_cgroup_hold_is_not_available():
 @pytest.mark.cgroup
 @in_cgroup
 def test_a_container_sees_its_own_limit(tmp_path):
-    """As an engine sets it up: a namespace of cgroups, and at /sys/fs/cgroup nothing but its own."""
+    """As an engine sets it up: a namespace of cgroups, and at /sys/fs/cgroup nothing
+    but its own.
+    """
     v1 = os.path.isdir("/sys/fs/cgroup/memory")
-    mount = "mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && mount -t cgroup -o memory none /sys/fs/cgroup/memory"
+    mount = (
+        "mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && mount -t cgroup -o"
+        " memory none /sys/fs/cgroup/memory"
+    )
     mount = mount if v1 else "mount -t cgroup2 none /sys/fs/cgroup"
-    code = "from moeoff.system.memory import cgroup_limit, parse_size; print(cgroup_limit(), parse_size('80%'))"
+    code = (
+        "from moeoff.system.memory import cgroup_limit, parse_size; print(cgroup_limit(),"
+        " parse_size('80%'))"
+    )
     with cgroup.memory_cgroup(400 * MIB) as group:
-        command = ["unshare", "--cgroup", "--mount", "sh", "-c", f'{mount} && cat /proc/self/cgroup >&2 && exec "$0" -c "$1"', sys.executable, code]
+        command = [
+            "unshare",
+            "--cgroup",
+            "--mount",
+            "sh",
+            "-c",
+            f'{mount} && cat /proc/self/cgroup >&2 && exec "$0" -c "$1"',
+            sys.executable,
+            code,
+        ]
         done = group.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "moeoff-" not in done.stderr.partition("memory:" if v1 else "0::")[2].partition("\n")[0], "no namespace"
+    assert (
+        "moeoff-" not in done.stderr.partition("memory:" if v1 else "0::")[2].partition("\n")[0]
+    ), "no namespace"
     limit, share = map(int, done.stdout.split())
     assert limit == 400 * MIB and share == pytest.approx(0.8 * limit, rel=0.02)
 
 
-def run_in_cgroup(model: str, limit: int, memory: int, n: int, stats: Path, prompt: str) -> tuple[subprocess.CompletedProcess, dict]:
+def run_in_cgroup(
+    model: str, limit: int, memory: int, n: int, stats: Path, prompt: str
+) -> tuple[subprocess.CompletedProcess, dict]:
     command = [COMMAND, "run", "-m", model, "--raw", "-p", prompt, "-n", str(n), "--ignore-eos"]
     command += ["--memory", f"{memory}M", "-c", "1024", "--temp", "0", "--stats-json", str(stats)]
     with cgroup.memory_cgroup(limit * MIB) as group:
@@ -121,7 +174,10 @@ def run_in_cgroup(model: str, limit: int, memory: int, n: int, stats: Path, prom
     return done, json.loads(stats.read_text()) if done.returncode == 0 else {}
 
 
-PROMPT = "The sun had set behind the hills, and the travellers, weary of the road, began to speak of the day. " * 12
+PROMPT = (
+    "The sun had set behind the hills, and the travellers, weary of the road, began to speak of the"
+    " day. " * 12
+)
 
 
 @pytest.mark.cgroup
@@ -141,7 +197,10 @@ def test_budget_holds_small(grown, tmp_path, limit):
 def test_below_the_floor_is_refused(grown, tmp_path):
     done, _ = run_in_cgroup(grown, 400, 120, 8, tmp_path / "stats.json", PROMPT)
     assert done.returncode == 1
-    assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+    assert (
+        sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
+        and "Traceback" not in done.stderr
+    )
     enough = int(re.search(r"give --memory (\d+)M", done.stderr)[1])
     done, stats = run_in_cgroup(grown, 400, enough, 8, tmp_path / "stats.json", PROMPT)
     assert done.returncode == 0, done.stderr
@@ -149,7 +208,9 @@ def test_below_the_floor_is_refused(grown, tmp_path):
 
 
 class Machine:
-    """What a process could have on it, in bytes, and how long others wait for memory, as a share."""
+    """What a process could have on it, in bytes, and how long others wait for memory,
+    as a share.
+    """
 
     def __init__(self, monkeypatch):
         self.could_have, self.stalled = 1 << 40, 0.0
@@ -159,7 +220,9 @@ class Machine:
         monkeypatch.setattr(budget_follower, "_GROWS", 0.01)
 
     def leave(self, llm, share: float) -> None:
-        """Other programs take so much that this share of what all but the experts may need remains."""
+        """Other programs take so much that this share of what all but the experts may
+        need remains.
+        """
         self.could_have = int(share * llm.engine.plan.fixed / memory.DEFAULT_SHARE)
 
 
@@ -221,7 +284,9 @@ def test_a_default_budget_follows_within_a_batch(grown, monkeypatch):
 
 
 def test_a_default_budget_goes_down_to_what_computes(grown, monkeypatch):
-    """What smaller batches have left to experts goes, too, and the largest prompt is still read."""
+    """What smaller batches have left to experts goes, too, and the largest prompt is
+    still read.
+    """
     machine = Machine(monkeypatch)
     with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
         text = answer(llm)
@@ -236,7 +301,9 @@ def test_a_default_budget_goes_down_to_what_computes(grown, monkeypatch):
 
 
 def test_programs_that_wait_for_memory_get_some(grown, monkeypatch):
-    """Step by step while they wait, although there seems to be enough in the page cache."""
+    """Step by step while they wait, although there seems to be enough in the page
+    cache.
+    """
     machine = Machine(monkeypatch)
     with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
         machine.stalled = 0.05
@@ -281,7 +348,9 @@ def test_a_server_says_that_its_budget_moves(grown, monkeypatch):
         machine.could_have = 1 << 40
         said = []
         wait_until(lambda: said.extend(server.take_remarks()) or said)
-        assert len(said) == 1 and said[0].startswith("memory is free again") and cache_of(server) == 1
+        assert (
+            len(said) == 1 and said[0].startswith("memory is free again") and cache_of(server) == 1
+        )
 
 
 def test_pressure_is_the_time_in_which_something_is_reclaimed(tmp_path, monkeypatch):
@@ -311,7 +380,8 @@ def test_pressure_is_the_time_in_which_something_is_reclaimed(tmp_path, monkeypa
     assert pressure.Pressure().share() < 1
 
 
-# takes so many MiB in so many seconds, says how long the writing took, and holds them until the end
+# takes so many MiB in so many seconds, says how long the writing took, and holds them
+# until the end
 COMPETITOR = """
 import json, sys, time
 n, seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -391,7 +461,9 @@ def served(model: str, group: cgroup.Cgroup):
 @pytest.mark.perf
 @in_cgroup
 def test_a_program_that_takes_most_of_the_memory_beside_a_server(grown):
-    """Neither is killed, the program is not slowed down, the text is the same; speed comes back."""
+    """Neither is killed, the program is not slowed down, the text is the same; speed
+    comes back.
+    """
     body = {"prompt": PROMPT, "n_predict": 200, "temperature": 0}
     body |= {"ignore_eos": True, "cache_prompt": False}
 
@@ -461,9 +533,21 @@ def test_a_program_that_takes_most_of_the_memory_beside_a_run(grown, tmp_path):
 @in_cgroup
 @pytest.mark.timeout(1800)
 def test_budget_holds_at_gigabytes(tmp_path):
-    """The reference model at 1.63 GiB finishes 256 tokens in 1400, 1100 and 800 MiB, with --memory 5 % below."""
+    """The reference model at 1.63 GiB finishes 256 tokens in 1400, 1100 and 800 MiB,
+    with --memory 5 % below.
+    """
     model = tmp_path / "grown.gguf"
-    grow = [sys.executable, str(ROOT / "scripts" / "models" / "grow_model.py"), str(DEMO), "-o", str(model), "--width", "16", "--ff", "16"]
+    grow = [
+        sys.executable,
+        str(ROOT / "scripts" / "models" / "grow_model.py"),
+        str(DEMO),
+        "-o",
+        str(model),
+        "--width",
+        "16",
+        "--ff",
+        "16",
+    ]
     subprocess.run(grow, check=True, capture_output=True)
     for limit in (1400, 1100, 800):
         memory = int(limit * 0.95)

@@ -1,4 +1,6 @@
-"""Tables on disk, as the token embedding: their rows against ggml's own of the same bytes in memory, and models that have some or need one whole."""
+"""Tables on disk, as the token embedding: their rows against ggml's own of the same
+bytes in memory, and models that have some or need one whole.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,15 @@ def rows(tmp_path):
         def open_rows(type: int, n_tokens: int, **options) -> Rows:
             path = tmp_path / str(type)
             if not path.exists():
-                path.write_bytes(np.random.default_rng(type).bytes(OFFSET + N_ROWS * row_bytes(type, N_COLS) + 100))  # all bits mean something
-            return stack.enter_context(Rows(path, type, (N_ROWS, N_COLS), n_tokens, OFFSET, **options))
+                # all bits mean something
+                path.write_bytes(
+                    np.random.default_rng(type).bytes(
+                        OFFSET + N_ROWS * row_bytes(type, N_COLS) + 100
+                    )
+                )
+            return stack.enter_context(
+                Rows(path, type, (N_ROWS, N_COLS), n_tokens, OFFSET, **options)
+            )
 
         yield open_rows
 
@@ -55,7 +64,10 @@ def test_a_row_that_is_cast(name, rows, backend):
     """As gemma4 takes the first one in the place of a picture's."""
     table = rows(TYPES[name], 1)
     for n_threads in (1, 2):
-        np.testing.assert_array_equal(table.cast_third(backend, ON_DISK, n_threads), table.cast_third(backend, MAPPED, n_threads))
+        np.testing.assert_array_equal(
+            table.cast_third(backend, ON_DISK, n_threads),
+            table.cast_third(backend, MAPPED, n_threads),
+        )
 
 
 def assert_same(table: Rows, backend, ids: np.ndarray, n_threads: int) -> None:
@@ -71,7 +83,11 @@ def test_every_type(name, rows, backend):
     for n_tokens in (1, 2, 7, 400):
         table = rows(TYPES[name], n_tokens)
         for n_threads in (1, 2, 4):
-            for ids in (rng.integers(0, N_ROWS, n_tokens), np.full(n_tokens, N_ROWS - 1), np.arange(n_tokens)[::-1] % N_ROWS):
+            for ids in (
+                rng.integers(0, N_ROWS, n_tokens),
+                np.full(n_tokens, N_ROWS - 1),
+                np.arange(n_tokens)[::-1] % N_ROWS,
+            ):
                 assert_same(table, backend, ids, n_threads)
 
 
@@ -82,7 +98,8 @@ def test_through_the_page_cache(rows, backend):
 
 def test_what_lookups_are_counted(rows, backend):
     """A row once a batch; those on one page are one read."""
-    table, ids = rows(TYPES["Q8_0"], 32), np.repeat(np.arange(0, 128, 8), 2) % N_ROWS  # two rows of each page, each twice
+    # two rows of each page, each twice
+    table, ids = rows(TYPES["Q8_0"], 32), np.repeat(np.arange(0, 128, 8), 2) % N_ROWS
     for hits in (0, 15):
         assert_same(table, backend, ids, 2)
         stats = table.buffer.stats()
@@ -91,7 +108,9 @@ def test_what_lookups_are_counted(rows, backend):
 
 @pytest.mark.parametrize("n_threads", [1, 2, 4])
 def test_a_graph_that_cannot_be_computed(n_threads, rows, backend):
-    """A file cut off, or a row that is not in the table: the graph ends with a message, and the next one is right."""
+    """A file cut off, or a row that is not in the table: the graph ends with a message,
+    and the next one is right.
+    """
     table = rows(TYPES["Q8_0"], 8)
     content = table.path.read_bytes()
     ids = np.array([1, 2, 3, 4, 5, 6, 7, 100])
@@ -100,7 +119,13 @@ def test_a_graph_that_cannot_be_computed(n_threads, rows, backend):
     with open(table.path, "r+b") as file:
         file.truncate(begin + 10)
     for batch, message in (
-        (ids, f"^{table.path}: read of {table.row_bytes} bytes at offset {begin} failed: the file ends at {begin + 10} "),
+        (
+            ids,
+            (
+                f"^{table.path}: read of {table.row_bytes} bytes at offset {begin} failed: the file"
+                f" ends at {begin + 10} "
+            ),
+        ),
         (ids + N_ROWS - 100, f"^table.weight: a token names row {N_ROWS} of {N_ROWS}"),
         (ids - 5, f"^table.weight: a token names row -4 of {N_ROWS}"),
     ):
@@ -114,15 +139,29 @@ def test_a_graph_that_cannot_be_computed(n_threads, rows, backend):
 
 
 def logits(model, n_steps: int = 6) -> np.ndarray:
-    return greedy_logits(model, model.tokenize(b"A heron stood in the shallow water, and nothing moved but the light."), n_steps)
+    return greedy_logits(
+        model,
+        model.tokenize(b"A heron stood in the shallow water, and nothing moved but the light."),
+        n_steps,
+    )
 
 
 def test_it_is_not_in_memory(demo):
     model_index = ModelIndex.read(demo)
-    with contextlib.closing(Stock(demo, **OPTIONS)) as stock, moeoff.Llama(demo, expert_memory="1G", **OPTIONS) as model:
+    with (
+        contextlib.closing(Stock(demo, **OPTIONS)) as stock,
+        moeoff.Llama(demo, expert_memory="1G", **OPTIONS) as model,
+    ):
         assert_bit_equal(logits(model), logits(stock))
-        assert memory_sizes(model).weights == model_index.dense_bytes - model_index.dense[EMBEDDING].nbytes
-        assert model.engine.plan.on_disk == model.stats().row_table_bytes == model_index.dense[EMBEDDING].nbytes
+        assert (
+            memory_sizes(model).weights
+            == model_index.dense_bytes - model_index.dense[EMBEDDING].nbytes
+        )
+        assert (
+            model.engine.plan.on_disk
+            == model.stats().row_table_bytes
+            == model_index.dense[EMBEDDING].nbytes
+        )
 
 
 def test_it_lies_in_a_later_part(demo, tmp_path):
@@ -134,7 +173,10 @@ def test_it_lies_in_a_later_part(demo, tmp_path):
                 file.write(model.data(tensor.name))
     first = str(split_model(str(backwards), tmp_path, 3)[0])
     assert ModelIndex.read(first).row_tables[EMBEDDING].file == 2
-    with contextlib.closing(Stock(demo, **OPTIONS)) as stock, moeoff.Llama(first, expert_memory="1G", **OPTIONS) as model:
+    with (
+        contextlib.closing(Stock(demo, **OPTIONS)) as stock,
+        moeoff.Llama(first, expert_memory="1G", **OPTIONS) as model,
+    ):
         assert_bit_equal(logits(model), logits(stock))
 
 
@@ -166,10 +208,21 @@ def test_a_row_for_each_layer(per_layer):
     """Of a model whose token embedding is its output matrix, too."""
     model_index = ModelIndex.read(per_layer)
     assert list(model_index.row_tables) == [PER_LAYER]
-    with contextlib.closing(Stock(per_layer, **OPTIONS)) as stock, moeoff.Llama(per_layer, expert_memory="1M", **OPTIONS) as model:
+    with (
+        contextlib.closing(Stock(per_layer, **OPTIONS)) as stock,
+        moeoff.Llama(per_layer, expert_memory="1M", **OPTIONS) as model,
+    ):
         assert_bit_equal(logits(model), logits(stock))
-        assert model.engine.plan.on_disk == model.stats().row_table_bytes == model_index.dense[PER_LAYER].nbytes
-        assert model.engine.planned.weights == memory_sizes(model).weights < model_index.dense[PER_LAYER].nbytes
+        assert (
+            model.engine.plan.on_disk
+            == model.stats().row_table_bytes
+            == model_index.dense[PER_LAYER].nbytes
+        )
+        assert (
+            model.engine.planned.weights
+            == memory_sizes(model).weights
+            < model_index.dense[PER_LAYER].nbytes
+        )
 
 
 _WRITES = """
@@ -184,9 +237,17 @@ with moeoff.Llama(sys.argv[1], memory=sys.argv[2], n_ctx=256, verbose=False) as 
 @pytest.mark.skipif(cgroup.unavailable() is not None, reason=str(cgroup.unavailable()))
 def test_a_table_is_never_in_memory(per_layer):
     """In a cgroup of no more than a budget that the table alone exceeds."""
-    table, memory = ModelIndex.read(per_layer).dense[PER_LAYER].nbytes, needed(per_layer, n_ctx=256, verbose=False) << 20
+    table, memory = (
+        ModelIndex.read(per_layer).dense[PER_LAYER].nbytes,
+        needed(per_layer, n_ctx=256, verbose=False) << 20,
+    )
     with cgroup.memory_cgroup(memory) as group:
-        done = group.run([sys.executable, "-c", _WRITES, per_layer, str(memory)], capture_output=True, text=True, timeout=300)
+        done = group.run(
+            [sys.executable, "-c", _WRITES, per_layer, str(memory)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= memory < table + 100 * MIB
 
@@ -196,20 +257,32 @@ def with_longer_table(path: Path, out: Path, n_rows: int) -> Path:
     with ModelFile(path) as model:
         heads = len(unpack(model.metadata["qwen4exp.ple.head_vocab_sizes"]))
         sizes = np.full(heads, n_rows // heads, np.uint64)
-        changed = {"qwen4exp.ple.head_vocab_sizes": sizes, "qwen4exp.ple.head_offsets": np.arange(heads, dtype=np.uint64) * sizes}
+        changed = {
+            "qwen4exp.ple.head_vocab_sizes": sizes,
+            "qwen4exp.ple.head_offsets": np.arange(heads, dtype=np.uint64) * sizes,
+        }
         shape = n_rows, model.tensors[PER_LAYER].shape[-1]
-    rewritten(path, out, changed, arrays={PER_LAYER: np.random.default_rng(0).standard_normal(shape, np.float32)})
+    rewritten(
+        path,
+        out,
+        changed,
+        arrays={PER_LAYER: np.random.default_rng(0).standard_normal(shape, np.float32)},
+    )
     return out
 
 
 def test_rows_for_n_grams(writer, folder):
     """Of several heads for each token, in a table of two hundred thousand rows."""
-    path = with_longer_table(write_model(writer, folder, "qwen4exp", "Q8_0"), folder / "longer.gguf", 200_000)
+    path = with_longer_table(
+        write_model(writer, folder, "qwen4exp", "Q8_0"), folder / "longer.gguf", 200_000
+    )
     model_index = ModelIndex.read(path)
     assert set(model_index.row_tables) == {EMBEDDING, PER_LAYER}
     with open_stock(path) as stock, open_moeoff(path, floor=True) as model:
         np.testing.assert_array_equal(run(model), run(stock))
-        assert model.stats().row_table_bytes == sum(model_index.dense[name].nbytes for name in (EMBEDDING, PER_LAYER))
+        assert model.stats().row_table_bytes == sum(
+            model_index.dense[name].nbytes for name in (EMBEDDING, PER_LAYER)
+        )
 
 
 def test_a_model_whose_file_was_replaced(demo):
@@ -225,7 +298,11 @@ def test_a_model_whose_file_was_replaced(demo):
 def test_an_embedding_that_the_user_places_is_planned_in_memory(demo):
     with moeoff.Llama(demo, n_ctx=64, memory="2G", override_tensor="token_embd=CPU") as llm:
         assert llm.stats().row_table_bytes == llm.engine.planned.on_disk == 0
-        assert llm.engine.planned.weights == memory_sizes(llm).weights == ModelIndex.read(demo).dense_bytes
+        assert (
+            llm.engine.planned.weights
+            == memory_sizes(llm).weights
+            == ModelIndex.read(demo).dense_bytes
+        )
 
 
 _HANGING_DISK = r"""
@@ -287,7 +364,9 @@ def test_a_read_that_hangs_is_cancelled(tmp_path):
     source, library, table = tmp_path / "disk.c", tmp_path / "disk.so", tmp_path / "table"
     source.write_text(_HANGING_DISK)
     subprocess.run(["gcc", "-shared", "-fPIC", source, "-ldl", "-o", library], check=True)
-    table.write_bytes(np.random.default_rng(1).standard_normal((N_ROWS, N_COLS), np.float32).tobytes())
+    table.write_bytes(
+        np.random.default_rng(1).standard_normal((N_ROWS, N_COLS), np.float32).tobytes()
+    )
     path = os.pathsep.join(str(folder) for folder in (ROOT / "tests", ROOT))
     done = subprocess.run([sys.executable, "-c", _CANCELLED, table, library], env=os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": path},
                           capture_output=True, text=True, timeout=60)  # fmt: skip

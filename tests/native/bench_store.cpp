@@ -1,7 +1,7 @@
-// What the store costs a compute thread, for one shape of model: gate events that evict, with new priorities before each, and what
-// else takes the store's mutex on the way of a token. Reads end at once and bring nothing, so no disk is measured, and each event
-// begins when the reads of the one before are over: the time of gate_event() is an upper bound of how long it holds the mutex.
-// Built and run by scripts/bench/micro.py.
+// What the store costs a compute thread, for one shape of model: gate events that evict, with new priorities before
+// each, and what else takes the store's mutex on the way of a token. Reads end at once and bring nothing, so no disk is
+// measured, and each event begins when the reads of the one before are over: the time of gate_event() is an upper bound
+// of how long it holds the mutex. Built and run by scripts/bench/micro.py.
 //
 // usage: bench_store GATES EXPERTS USED TOKENS EVENTS; prints one JSON object, times in ns
 
@@ -33,21 +33,22 @@ static double ns_of(const std::function<void()> & f) {
 
 struct series {
     std::vector<double> ns;
-    void print(const char * name) {
+    void                print(const char * name) {
         std::sort(ns.begin(), ns.end());
         printf("\"%s\": {\"median\": %.0f, \"p99\": %.0f}, ", name, ns[ns.size() / 2], ns[ns.size() * 99 / 100]);
     }
 };
 
 struct bench {
-    const int n_gates, n_experts, n_used, n_tokens, n_events;
-    slice_file   file { 1 << 16 };
-    store        s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
-    std::mt19937 rng { 1 };
+    const int            n_gates, n_experts, n_used, n_tokens, n_events;
+    slice_file           file { 1 << 16 };
+    store                s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
+    std::mt19937         rng { 1 };
     std::vector<int32_t> ids;
     std::vector<float>   weights;
 
-    bench(int gates, int experts, int used, int tokens, int events) : n_gates(gates), n_experts(experts), n_used(used), n_tokens(tokens), n_events(events) {
+    bench(int gates, int experts, int used, int tokens, int events)
+        : n_gates(gates), n_experts(experts), n_used(used), n_tokens(tokens), n_events(events) {
         std::string error;
         REQUIRE(s.add_file(file.path, error) == 0);
         for (int g = 0; g < n_gates; g++) {
@@ -57,15 +58,19 @@ struct bench {
                 REQUIRE(s.set_sources(g * n_matrix + m, HIGH, sources.data(), n_experts, error));
             }
         }
-        s.set_reader(one_by_one([](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) { return 0; }));
+        s.set_reader(one_by_one(
+            [](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) { return 0; }));
         const uint64_t slot = s.experts().arena_full(HIGH) / (uint64_t) (n_gates * n_matrix * n_experts);
-        REQUIRE(s.set_limits(std::max((uint64_t) (share * (double) s.experts().arena_full(HIGH)), slot * (uint64_t) (n_matrix * n_used * 2)), 0, error));
+        REQUIRE(s.set_limits(std::max((uint64_t) (share * (double) s.experts().arena_full(HIGH)),
+                                 slot * (uint64_t) (n_matrix * n_used * 2)),
+            0, error));
         REQUIRE(s.start(error));
         ids.resize((size_t) n_tokens * n_used);
         weights.assign(ids.size(), 1.0f / (float) n_used);
     }
 
-    // the arena is nearly full from the start, and full after a few events; what did not fit would evict what is half read, and never be read
+    // the arena is nearly full from the start, and full after a few events; what did not fit would evict what is half
+    // read, and never be read
     void fill() {
         std::vector<int32_t> experts;
         for (int32_t e = 0; e < (int32_t) (share * n_experts); e++) {
@@ -73,7 +78,9 @@ struct bench {
         }
         moeoff_stats stats;
         for (int32_t g = 0; g < n_gates; g++) {
-            REQUIRE(s.prefetch(g, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), ~0u, HIGH, false, -1) > 0);
+            REQUIRE(
+                s.prefetch(g, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), ~0u, HIGH, false, -1)
+                > 0);
             s.get_stats(stats);
         }
         const uint64_t all = (uint64_t) n_gates * n_matrix * experts.size();
@@ -91,9 +98,9 @@ struct bench {
                 int32_t e;
                 do {
                     const double x = std::uniform_real_distribution<>()(rng);
-                    e = (int32_t) (x * x * n_experts);
+                    e              = (int32_t) (x * x * n_experts);
                 } while (taken[e]);
-                taken[e] = 1;
+                taken[e]                       = 1;
                 ids[(size_t) (t * n_used + k)] = e;
             }
         }
@@ -111,7 +118,7 @@ struct bench {
     }
 
     void run(const char * name, int n_rows, bool expects) {
-        series publish, event, pin, unpin, prefetch, gap;
+        series       publish, event, pin, unpin, prefetch, gap;
         moeoff_stats before, after;
         s.get_stats(before);
         for (int i = 0; i < n_events; i++) {
@@ -126,13 +133,18 @@ struct bench {
             if (expects) { // most of it right
                 std::vector<int32_t> guess(chosen);
                 guess[0] = (int32_t) (rng() % (unsigned) n_experts);
-                prefetch.ns.push_back(ns_of([&] { s.prefetch(gi, guess.data(), (int32_t) guess.size(), 0, ~0u, HIGH, true, -1); }));
+                prefetch.ns.push_back(
+                    ns_of([&] { s.prefetch(gi, guess.data(), (int32_t) guess.size(), 0, ~0u, HIGH, true, -1); }));
             }
             publish.ns.push_back(ns_of([&] { s.publish(); }));
             moeoff_gate_event e = {};
-            e.gate = gi; e.n_tokens = n_tokens; e.n_used = n_used;
-            e.ids = ids.data(); e.weights = weights.data();
-            event.ns.push_back(ns_of([&] { s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float) }); }));
+            e.gate              = gi;
+            e.n_tokens          = n_tokens;
+            e.n_used            = n_used;
+            e.ids               = ids.data();
+            e.weights           = weights.data();
+            event.ns.push_back(ns_of(
+                [&] { s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float) }); }));
             for (const int32_t ti : g.tensors) {
                 if (ti < 0) {
                     continue;
@@ -162,9 +174,9 @@ struct bench {
     // one eviction and one arrival, without anything else
     void evictions() {
         const uint32_t n = (uint32_t) (n_gates * n_experts);
-        catalog    all;
-        monitor    sync;
-        store_lock lock(sync);
+        catalog        all;
+        monitor        sync;
+        store_lock     lock(sync);
         all.experts   = std::vector<expert_state>(n);
         all.n_high    = n;
         all.n_experts = n_experts;
@@ -176,16 +188,16 @@ struct bench {
         pool p(all, HIGH);
         for (uint32_t i = 0; i < n; i++) {
             expert_state & x = all.experts[i];
-            x.gate       = (int32_t) i / n_experts;
-            x.expert     = (int32_t) i % n_experts;
-            x.has        = set_of(MOEOFF_MATRIX_UP);
-            x.size_class = p.slots.add_class(page_size, 1);
+            x.gate           = (int32_t) i / n_experts;
+            x.expert         = (int32_t) i % n_experts;
+            x.has            = set_of(MOEOFF_MATRIX_UP);
+            x.size_class     = p.slots.add_class(page_size, 1);
         }
         REQUIRE(p.reserve(n, page_size * n));
         std::vector<uint32_t> absent;
-        const auto enter = [&](uint32_t i, uint64_t last_use) {
+        const auto            enter = [&](uint32_t i, uint64_t last_use) {
             expert_state & x = all.experts[i];
-            x.last_use = last_use;
+            x.last_use       = last_use;
             REQUIRE(p.take_slot(x, false));
             p.enter(x, MOEOFF_MATRIX_UP);
         };
@@ -197,8 +209,8 @@ struct bench {
             }
         }
         REQUIRE(p.victim(GATE));
-        const int n_done = 200000;
-        const auto t0 = std::chrono::steady_clock::now();
+        const int  n_done = 200000;
+        const auto t0     = std::chrono::steady_clock::now();
         for (int i = 0; i < n_done; i++) {
             expert_state & out = *p.victim(GATE);
             uint32_t &     in  = absent[rng() % absent.size()];

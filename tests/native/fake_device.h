@@ -1,6 +1,7 @@
 #pragma once
 
-// A device whose memory is ordinary memory, and that can be read. What is pinned it copies only when it is waited for. All gates share its stages.
+// A device whose memory is ordinary memory, and that can be read. What is pinned it copies only when it is waited for.
+// All gates share its stages.
 
 #include "check.h"
 
@@ -29,7 +30,8 @@ class fake_device : public moeoff::slot_memory {
         std::lock_guard<std::mutex> lock(mutex);
         REQUIRE(pinned.erase((uintptr_t) data) == 1);
     }
-    void write(int32_t gate, moeoff::slot_set set, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes, bool is_ahead, bool is_pinned) override {
+    void write(int32_t gate, moeoff::slot_set set, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes,
+        bool is_ahead, bool is_pinned) override {
         std::lock_guard<std::mutex> lock(mutex);
         queues[is_ahead].push_back({ place_of(gate, set, matrix, slot), {}, data, nbytes, is_pinned });
         n_writes++;
@@ -40,7 +42,8 @@ class fake_device : public moeoff::slot_memory {
     }
     void copy(int32_t gate, int32_t matrix, int32_t slot, int32_t stage, bool to_stage) override {
         std::lock_guard<std::mutex> lock(mutex);
-        const place own = place_of(gate, moeoff::HIGH_SLOTS, matrix, slot), staged = place_of(gate, moeoff::STAGE, matrix, stage);
+        const place                 own    = place_of(gate, moeoff::HIGH_SLOTS, matrix, slot),
+                                    staged = place_of(gate, moeoff::STAGE, matrix, stage);
         queues[false].push_back({ to_stage ? staged : own, to_stage ? own : staged, nullptr, 0, false });
         n_copies++;
     }
@@ -50,9 +53,10 @@ class fake_device : public moeoff::slot_memory {
     }
     void wait_on_device(int32_t gate) override { wait(gate, false); }
     void set_computing(int32_t, void *) override {}
-    void read(int32_t gate, moeoff::slot_set set, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override {
+    void read(int32_t gate, moeoff::slot_set set, int32_t matrix, int32_t slot, uint8_t * data,
+        size_t nbytes) const override {
         std::lock_guard<std::mutex> lock(mutex);
-        const auto & bytes = slots.at(place_of(gate, set, matrix, slot));
+        const auto &                bytes = slots.at(place_of(gate, set, matrix, slot));
         REQUIRE(bytes.size() == nbytes);
         memcpy(data, bytes.data(), nbytes);
     }
@@ -64,11 +68,11 @@ class fake_device : public moeoff::slot_memory {
         return slots[place_of(gate, set, matrix, slot)];
     }
 
-    bool    pins = false; // it can
+    bool                  pins = false; // it can
     std::function<void()> on_pin; // or unpin
-    int32_t n_stages = 1;
-    std::atomic<uint64_t> n_writes {0}, n_pinned {0}, n_copies {0}; // the second: of the first
-    std::atomic<uint64_t> n_unpinned {0};                           // chunks
+    int32_t               n_stages = 1;
+    std::atomic<uint64_t> n_writes { 0 }, n_pinned { 0 }, n_copies { 0 }; // the second: of the first
+    std::atomic<uint64_t> n_unpinned { 0 };                           // chunks
 
   private:
     using place = std::tuple<int32_t, int32_t, int32_t, int32_t>;
@@ -106,8 +110,8 @@ class fake_device : public moeoff::slot_memory {
         return true;
     }
 
-    mutable std::mutex mutex;
+    mutable std::mutex                    mutex;
     std::map<place, std::vector<uint8_t>> slots;
-    std::vector<queued>         queues[2];
-    std::map<uintptr_t, size_t> pinned;
+    std::vector<queued>                   queues[2];
+    std::map<uintptr_t, size_t>           pinned;
 };

@@ -1,5 +1,6 @@
 // ggml's tiled matrix products on random shapes: those of blocks of 256 against sums of integers, of blocks of 32
-// against vec_dot, bit for bit. Built and run by scripts/build/fuzz_row_kernels.sh, for any processor that has a tiled kernel.
+// against vec_dot, bit for bit. Built and run by scripts/build/fuzz_row_kernels.sh, for any processor that has a tiled
+// kernel.
 //
 // usage: fuzz_tiled [CASES of each type]; fails if a number differs
 //        fuzz_tiled speed; 10^9 products per second of one thread, by the number of columns
@@ -37,7 +38,7 @@ struct product_case {
     size_t               row_bytes, column_bytes;
     std::vector<uint8_t> weights;
     std::vector<uint8_t> activations; // [n_columns][column_bytes]
-    std::vector<int32_t> pairs;       // as MUL_MAT_ID groups an expert's rows: which of a token's experts, which token
+    std::vector<int32_t> pairs; // as MUL_MAT_ID groups an expert's rows: which of a token's experts, which token
     std::vector<float>   out;
     std::vector<char>    workspace;
     ggml_tensor          src0 = {}, src1 = {}, dst = {};
@@ -47,7 +48,8 @@ struct product_case {
         : n_blocks(n_blocks), n_rows(n_rows), n_columns(n_columns), n_used(1 + below(3)),
           column_type(ggml_get_type_traits_cpu(type)->vec_dot_type), row_bytes(n_blocks * ggml_type_size(type)),
           column_bytes(ggml_row_size(column_type, n_blocks * ggml_blck_size(type))), weights(n_rows * row_bytes),
-          activations(n_columns * column_bytes), out((size_t) n_columns * n_used * n_rows), workspace(64 + TILED_WS_SLOT) {
+          activations(n_columns * column_bytes), out((size_t) n_columns * n_used * n_rows),
+          workspace(64 + TILED_WS_SLOT) {
         for (uint8_t & byte : weights) {
             byte = (uint8_t) rng();
         }
@@ -55,7 +57,7 @@ struct product_case {
             std::fill(weights.begin(), weights.end(), one_of<uint8_t>({ 0x00, 0x7f, 0x80, 0xff }));
         }
         const ggml_type_traits & traits = *ggml_get_type_traits(type);
-        float numbers[QK_K];
+        float                    numbers[QK_K];
         for (size_t at = 0; at < weights.size(); at += ggml_type_size(type)) {
             // a scale is the first or the last half of a block, its neighbour, or spread over the scales (iq1_m)
             do {
@@ -73,7 +75,7 @@ struct product_case {
         }
         const int kind = below(4);
         for (size_t at = 0; at < activations.size(); at += ggml_type_size(column_type)) {
-            const float d = kind == 0 ? 0.f : 1e-3f * (float) (below(2001) - 1000);
+            const float d    = kind == 0 ? 0.f : 1e-3f * (float) (below(2001) - 1000);
             const auto  fill = [&](int8_t * q, int n) {
                 for (int i = 0; i < n; i++) {
                     q[i] = (int8_t) (kind == 1 ? one_of({ -127, 127 }) : kind == 2 ? 127 : below(255) - 127);
@@ -81,12 +83,12 @@ struct product_case {
             };
             if (column_type == GGML_TYPE_Q8_0) {
                 block_q8_0 & x = *(block_q8_0 *) &activations[at];
-                x.d = GGML_CPU_FP32_TO_FP16(d);
+                x.d            = GGML_CPU_FP32_TO_FP16(d);
                 fill(x.qs, QK8_0);
                 continue;
             }
             block_q8_K & x = *(block_q8_K *) &activations[at];
-            x.d = d;
+            x.d            = d;
             fill(x.qs, QK_K);
             for (int s = 0; s < QK_K / 16; s++) {
                 x.bsums[s] = 0;
@@ -148,7 +150,7 @@ struct product_case {
 template <typename B, int SUBBLK, bool HAS_MIN, int BIAS> struct format {
     static void expect(const product_case & p, std::vector<float> & out) {
         static tiled_tile_src0 tile;
-        float numbers[QK_K];
+        float                  numbers[QK_K];
         std::fill(out.begin(), out.end(), 0.f);
         for (int r = 0; r < p.n_rows; r++) {
             const auto * row = (const B *) (p.weights.data() + r * p.row_bytes);
@@ -160,14 +162,15 @@ template <typename B, int SUBBLK, bool HAS_MIN, int BIAS> struct format {
                         const double min = HAS_MIN ? (double) tile.dmin[0] * tile.mins[i / SUBBLK] : 0.;
                         const double w   = (double) tile.d[0] * tile.scales[i / SUBBLK] * (tile.q[i] - BIAS);
                         if (std::abs(w - min - numbers[i]) > 1e-5 * (std::abs(w) + std::abs(min))) {
-                            printf("%s: weight %d is %g, not %g\n", ggml_type_name(p.src0.type), i, w - min, numbers[i]);
+                            printf(
+                                "%s: weight %d is %g, not %g\n", ggml_type_name(p.src0.type), i, w - min, numbers[i]);
                             exit(1);
                         }
                     }
                 }
                 for (int c = 0; c < p.n_columns; c++) {
-                    const block_q8_K & x = ((const block_q8_K *) &p.activations[c * p.column_bytes])[b];
-                    int32_t s1 = 0, s2 = 0;
+                    const block_q8_K & x  = ((const block_q8_K *) &p.activations[c * p.column_bytes])[b];
+                    int32_t            s1 = 0, s2 = 0;
                     for (int s = 0; s < QK_K / SUBBLK; s++) {
                         int32_t dot = 0, sum = 0;
                         for (int i = s * SUBBLK; i < (s + 1) * SUBBLK; i++) {
@@ -182,19 +185,19 @@ template <typename B, int SUBBLK, bool HAS_MIN, int BIAS> struct format {
                         product = add_product(-tile.dmin[0], (float) s2, product);
                     }
                     float & y = out[(size_t) c * p.n_rows + r];
-                    y = add_product(product, x.d, y);
+                    y         = add_product(product, x.d, y);
                 }
             }
         }
     }
-
 };
 
 static void expect_vec_dot(const product_case & p, std::vector<float> & out) {
     for (int c = 0; c < p.n_columns; c++) {
         for (int r = 0; r < p.n_rows; r++) {
-            ggml_get_type_traits_cpu(p.src0.type)->vec_dot((int) p.src0.ne[0], &out[(size_t) c * p.n_rows + r], 0, &p.weights[r * p.row_bytes], 0,
-                                                           &p.activations[c * p.column_bytes], 0, 1);
+            ggml_get_type_traits_cpu(p.src0.type)
+                ->vec_dot((int) p.src0.ne[0], &out[(size_t) c * p.n_rows + r], 0, &p.weights[r * p.row_bytes], 0,
+                    &p.activations[c * p.column_bytes], 0, 1);
         }
     }
 }
@@ -252,7 +255,8 @@ static bool compare(const type_test & test, int n_cases) {
         }
         for (int c = 0; c < p.n_columns; c++) {
             if (memcmp(p.column(c), &expected[(size_t) c * p.n_rows], p.n_rows * sizeof(float)) != 0) {
-                printf("%s: column %d of %d, %d rows, %d blocks differs\n", ggml_type_name(test.type), c, p.n_columns, p.n_rows, p.n_blocks);
+                printf("%s: column %d of %d, %d rows, %d blocks differs\n", ggml_type_name(test.type), c, p.n_columns,
+                    p.n_rows, p.n_blocks);
                 return false;
             }
         }
@@ -265,7 +269,7 @@ static void print_speed(const type_test & test) {
     printf("%-8s", ggml_type_name(test.type));
     for (const int n_columns : { 8, 16, 24, 32, 64, 256 }) {
         product_case p(test.type, (int) (8 * QK_K / ggml_blck_size(test.type)), 768, n_columns);
-        double best = 1e9;
+        double       best = 1e9;
         for (int i = 0; i < 20; i++) {
             const auto began = std::chrono::steady_clock::now();
             p.compute(1);

@@ -1,5 +1,5 @@
-// The C interface when memory runs out: no exception crosses it, each function says what has failed, and what it was asked for
-// can be asked for again.
+// The C interface when memory runs out: no exception crosses it, each function says what has failed, and what it was
+// asked for can be asked for again.
 
 #include "check.h"
 #include "slice_file.h"
@@ -26,21 +26,20 @@ void * operator new(size_t n) {
 }
 
 void * operator new(size_t n, const std::nothrow_t &) noexcept { return malloc(n); }
-void operator delete(void * p) noexcept { free(p); }
-void operator delete(void * p, size_t) noexcept { free(p); }
+void   operator delete(void * p) noexcept { free(p); }
+void   operator delete(void * p, size_t) noexcept { free(p); }
 
 static constexpr int      n_expert = 4;
 static constexpr uint64_t nbytes   = 5000;
 
 // Calls f with its first allocation failing, then with its second, until nothing fails; returns how often it failed.
-template <typename F>
-static int calls_until_success(F f) {
+template <typename F> static int calls_until_success(F f) {
     for (int n = 0;; n++) {
         REQUIRE(n < 1000);
-        allocations_left = n;
-        const bool ok = f();
+        allocations_left   = n;
+        const bool ok      = f();
         const bool ran_out = allocations_left == 0;
-        allocations_left = -1;
+        allocations_left   = -1;
         if (ok) {
             return n;
         }
@@ -49,8 +48,8 @@ static int calls_until_success(F f) {
 }
 
 struct buffer {
-    moeoff_expert_buffer * eb = nullptr;
-    slice_file file { 1 << 16 };
+    moeoff_expert_buffer *     eb = nullptr;
+    slice_file                 file { 1 << 16 };
     std::vector<moeoff_source> sources, low;
 
     buffer() {
@@ -66,8 +65,9 @@ struct buffer {
 
     bool add() { return moeoff_add_file(eb, file.path.c_str()) == 0; }
     bool set_all() {
-        return moeoff_set_sources(eb, 0, sources.data(), n_expert) == 0 && moeoff_set_low_sources(eb, 0, low.data(), n_expert) == 0 &&
-               moeoff_set_cache_bytes(eb, moeoff_arena_full(eb, 0), moeoff_arena_full(eb, 1)) == 0;
+        return moeoff_set_sources(eb, 0, sources.data(), n_expert) == 0
+               && moeoff_set_low_sources(eb, 0, low.data(), n_expert) == 0
+               && moeoff_set_cache_bytes(eb, moeoff_arena_full(eb, 0), moeoff_arena_full(eb, 1)) == 0;
     }
 };
 
@@ -89,12 +89,20 @@ TEST(set_up_without_memory_fails_and_can_be_repeated) {
     const uint8_t low = MOEOFF_VERSION_LOW;
     REQUIRE(calls_until_success([&] { return moeoff_force_versions(b.eb, &low, 1) == 1; }) >= 0);
     const std::vector<uint8_t> many(100000, low);
-    REQUIRE(calls_until_success([&] { return moeoff_force_versions(b.eb, many.data(), (int64_t) many.size()) == 1 + (int64_t) many.size(); }) > 1);
-    REQUIRE(calls_until_success([&] { return moeoff_set_gate_callback(b.eb, [](const moeoff_gate_event *, void *) {}, nullptr, 4096, nullptr) == 0; }) > 0);
+    REQUIRE(calls_until_success([&] {
+        return moeoff_force_versions(b.eb, many.data(), (int64_t) many.size()) == 1 + (int64_t) many.size();
+    }) > 1);
+    REQUIRE(calls_until_success([&] {
+        return moeoff_set_gate_callback(b.eb, [](const moeoff_gate_event *, void *) {}, nullptr, 4096, nullptr) == 0;
+    }) > 0);
     moeoff_tensor_info info;
     moeoff_gate_stats  gate;
-    REQUIRE(calls_until_success([&] { return moeoff_tensor(b.eb, 99, &info) == -1 && strstr(moeoff_last_error(), "no tensor"); }) >= 0);
-    REQUIRE(calls_until_success([&] { return moeoff_get_gate_stats(b.eb, &gate, 99) == -1 && strstr(moeoff_last_error(), "gates"); }) > 0);
+    REQUIRE(calls_until_success([&] {
+        return moeoff_tensor(b.eb, 99, &info) == -1 && strstr(moeoff_last_error(), "no tensor");
+    }) >= 0);
+    REQUIRE(calls_until_success([&] {
+        return moeoff_get_gate_stats(b.eb, &gate, 99) == -1 && strstr(moeoff_last_error(), "gates");
+    }) > 0);
 }
 
 TEST(start_without_memory_fails_for_good) {
@@ -122,10 +130,10 @@ TEST(a_file_without_a_name_is_refused) {
 TEST(what_runs_while_the_model_computes_takes_no_memory) {
     buffer b;
     REQUIRE(b.add() && b.set_all() && moeoff_start(b.eb) == 0);
-    const int32_t experts[n_expert] = { 0, 1, 2, 3 };
-    const uint8_t versions[n_expert] = { 0, 0, 1, 2 };
-    moeoff::store &        s = *b.eb->store;
-    const moeoff::tensor & t = s.experts().tensor_at(0);
+    const int32_t          experts[n_expert]  = { 0, 1, 2, 3 };
+    const uint8_t          versions[n_expert] = { 0, 0, 1, 2 };
+    moeoff::store &        s                  = *b.eb->store;
+    const moeoff::tensor & t                  = s.experts().tensor_at(0);
     std::vector<uint8_t>   residency(n_expert), decided(n_expert);
     std::vector<float>     weights(n_expert, 0.25f);
     moeoff_stats           stats;

@@ -1,4 +1,6 @@
-"""Every MoE architecture of llama.cpp gives the same logits, bit for bit, from an arena that cannot hold its experts."""
+"""Every MoE architecture of llama.cpp gives the same logits, bit for bit, from an arena
+that cannot hold its experts.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,14 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), pytest.param("Q8_0", marks=pytest.mark.slow), "4-bit"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("F32", marks=pytest.mark.slow),
+        pytest.param("Q8_0", marks=pytest.mark.slow),
+        "4-bit",
+    ],
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_equal_stock(architecture, kind, writer, folder):
     path = write_model(writer, folder, architecture, kind)
@@ -100,14 +109,20 @@ def test_logits_equal_stock(architecture, kind, writer, folder):
             continue
         n_graphs = (1 if architecture in WITHOUT_MEMORY else 2) + N_STEPS
         assert stats.gate_events == n_gates * n_graphs
-        if floor:  # some of these random routers use so few experts that an arena of two holds most of what they need
+        # some of these random routers use so few experts that an arena of two holds
+        # most of what they need
+        if floor:
             assert stats.evictions > n_graphs // 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in WITHOUT_BLOCK])
+@pytest.mark.parametrize(
+    "architecture", [name for name in ARCHITECTURES if name not in WITHOUT_BLOCK]
+)
 def test_a_large_batch(architecture, writer, folder):
-    """Its experts are computed 512 tokens at a time, each read once, with the bits of all at once."""
+    """Its experts are computed 512 tokens at a time, each read once, with the bits of
+    all at once.
+    """
     path, n = write_model(writer, folder, architecture, "4-bit"), 1100
     large = {"n_ctx": 1280, "n_batch": 1280, "n_ubatch": 1280}
     with kernels(False), open_stock(path, **large) as stock:
@@ -122,13 +137,24 @@ def test_a_large_batch(architecture, writer, folder):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_attention_is_timed(architecture, writer, folder):
     """Whatever heads, windows, sinks and caches a graph has, from its header alone."""
-    seconds = attention_seconds(ModelIndex.read(write_model(writer, folder, architecture, "F32")), 300, {"flash_attn": True}, 2, 0.0)
-    assert seconds is None if architecture == "grok" else seconds > 0  # which has no flash attention
+    seconds = attention_seconds(
+        ModelIndex.read(write_model(writer, folder, architecture, "F32")),
+        300,
+        {"flash_attn": True},
+        2,
+        0.0,
+    )
+    # which has no flash attention
+    assert seconds is None if architecture == "grok" else seconds > 0
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in WITHOUT_BLOCK])
+@pytest.mark.parametrize(
+    "architecture", [name for name in ARCHITECTURES if name not in WITHOUT_BLOCK]
+)
 def test_gate_events(architecture, writer, folder):
-    """Events come in the order of the graph, with the ids that its matrix ops read and the operand of the router."""
+    """Events come in the order of the graph, with the ids that its matrix ops read and
+    the operand of the router.
+    """
     path = write_model(writer, folder, architecture, "F32")
     events = []
     with open_moeoff(path, cls=Watcher, gate_input=True) as model:
@@ -142,7 +168,9 @@ def test_gate_events(architecture, writer, folder):
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     layers = expert_layers(path)
     per_layer = len(layer_of) // len(layers)
-    assert [event.layer for event in events] == [layer for layer in layers for _ in range(per_layer)] * 4
+    assert [event.layer for event in events] == [
+        layer for layer in layers for _ in range(per_layer)
+    ] * 4
     for event, block in zip(events, blocks):
         assert {layer_of[gate_of[name]] for name in block.tensors} == {event.layer}
         assert event.ids.shape == event.weights.shape
@@ -153,7 +181,9 @@ def test_gate_events(architecture, writer, folder):
         if architecture in ROUTED_OUTSIDE:
             assert event.gate_input is None
         else:
-            np.testing.assert_array_equal(event.gate_input.view(np.uint32), block.router_input.view(np.uint32))
+            np.testing.assert_array_equal(
+                event.gate_input.view(np.uint32), block.router_input.view(np.uint32)
+            )
 
 
 def test_two_gates_per_layer(writer, folder):
@@ -166,7 +196,9 @@ def test_two_gates_per_layer(writer, folder):
         model.engine.buffer.drain()
         tensors = model.engine.buffer.tensors
         assert model.engine.buffer.priorities.shape == (4, N_EXPERT)
-    names = {gate: [info.name.decode() for info in tensors if info.gate == gate] for gate in range(4)}
+    names = {
+        gate: [info.name.decode() for info in tensors if info.gate == gate] for gate in range(4)
+    }
     second = [gate for gate in names if all("chexps" in name for name in names[gate])]
     assert len(second) == 2 and all(len(names[gate]) == 3 for gate in names)
     assert [event.layer for event in events] == [0, 0, 1, 1]
@@ -175,9 +207,9 @@ def test_two_gates_per_layer(writer, folder):
 
 
 def page() -> str:
-    remarks = dict.fromkeys(WITHOUT_MEMORY, "diffusion: the logits of one step; commands refuse it") | dict.fromkeys(
-        WITHOUT_BLOCK, "its experts are never read"
-    )
+    remarks = dict.fromkeys(
+        WITHOUT_MEMORY, "diffusion: the logits of one step; commands refuse it"
+    ) | dict.fromkeys(WITHOUT_BLOCK, "its experts are never read")
     names = sorted({*ARCHITECTURES, "gemma4"})
     assert set(NAMES) <= set(names)
     lines = [f"| `{name}` | {NAMES.get(name, '')} | {remarks.get(name, '')} |" for name in names]
@@ -205,7 +237,11 @@ def test_the_page_lists_them():
 def test_the_list_is_complete(writer, folder):
     """Writes everything: 1.6 GB."""
     write_models(writer, folder)
-    names = [path.name.removesuffix("-moe.gguf") for path in folder.glob("*-moe.gguf") if expert_layers(path)]
+    names = [
+        path.name.removesuffix("-moe.gguf")
+        for path in folder.glob("*-moe.gguf")
+        if expert_layers(path)
+    ]
     assert sorted(names) == sorted(ARCHITECTURES)
     dense = [path.name for path in folder.glob("*-dense.gguf") if expert_layers(path)]
     assert dense == []

@@ -30,7 +30,7 @@ TEST(a_slot_has_room_for_a_slice_that_begins_anywhere_in_its_first_page) {
 }
 
 TEST(an_arena_never_commits_more_than_its_limit) {
-    arena a;
+    arena     a;
     const int cls = a.add_class(arena::slot_bytes(1), 3);
     REQUIRE(a.full_bytes() == 3 * small && a.reserve(2 * small));
     const int32_t first = a.take(cls), second = a.take(cls);
@@ -44,7 +44,7 @@ TEST(an_arena_never_commits_more_than_its_limit) {
 }
 
 TEST(a_smaller_limit_trims_free_slots_and_waits_for_the_others) {
-    arena a;
+    arena     a;
     const int cls = a.add_class(arena::slot_bytes(1), 4);
     REQUIRE(a.reserve(4 * small));
     int32_t slots[4];
@@ -62,7 +62,7 @@ TEST(a_smaller_limit_trims_free_slots_and_waits_for_the_others) {
 }
 
 TEST(size_classes_lend_bytes_to_each_other) {
-    arena a;
+    arena     a;
     const int s = a.add_class(arena::slot_bytes(page_size), 4), l = a.add_class(arena::slot_bytes(3 * page_size), 1);
     REQUIRE(a.add_class(arena::slot_bytes(page_size - 100), 1) == s); // the same size of slots
     REQUIRE(a.slot_bytes_of(s) == small && a.slot_bytes_of(l) == large && a.reserve(2 * small));
@@ -75,7 +75,7 @@ TEST(size_classes_lend_bytes_to_each_other) {
 }
 
 TEST(a_few_free_slots_wait_for_the_next_of_their_class) {
-    arena a;
+    arena          a;
     const uint32_t n = 256;
     const int s = a.add_class(arena::slot_bytes(page_size), n), l = a.add_class(arena::slot_bytes(3 * page_size), n);
     REQUIRE(a.reserve(n * small) && a.spare_bytes() == 2 * small);
@@ -98,7 +98,7 @@ TEST(a_few_free_slots_wait_for_the_next_of_their_class) {
 }
 
 TEST(more_free_slots_wait_where_many_come_at_once) {
-    arena a;
+    arena          a;
     const uint32_t n = 256;
     const int s = a.add_class(arena::slot_bytes(page_size), n), l = a.add_class(arena::slot_bytes(3 * page_size), n);
     REQUIRE(a.reserve(n * small) && a.spare_bytes(true) == 16 * small);
@@ -117,15 +117,17 @@ TEST(more_free_slots_wait_where_many_come_at_once) {
     REQUIRE(a.committed_bytes() == n * small);
 }
 
-// Slots that are taken and given back at random under a limit that moves, and are moved, unless chance keeps them where they are
-static void slots_keep_their_bytes(const std::vector<std::pair<uint64_t, uint32_t>> & sizes, uint64_t reserved, uint64_t largest_limit, int n_steps) {
+// Slots that are taken and given back at random under a limit that moves, and are moved, unless chance keeps them where
+// they are
+static void slots_keep_their_bytes(
+    const std::vector<std::pair<uint64_t, uint32_t>> & sizes, uint64_t reserved, uint64_t largest_limit, int n_steps) {
     struct taken_slot {
         int     cls;
         int32_t slot;
         uint8_t mark;
     };
-    arena        a;
-    std::mt19937 rng(1);
+    arena                   a;
+    std::mt19937            rng(1);
     std::vector<int>        classes;
     std::vector<taken_slot> taken;
     for (const auto & [slice_bytes, n] : sizes) {
@@ -133,7 +135,8 @@ static void slots_keep_their_bytes(const std::vector<std::pair<uint64_t, uint32_
     }
     uint64_t n_moved = 0;
     REQUIRE(a.reserve(reserved, [&](int cls, int32_t from, int32_t to) {
-        const auto owner = std::find_if(taken.begin(), taken.end(), [&](const taken_slot & t) { return t.cls == cls && t.slot == from; });
+        const auto owner = std::find_if(
+            taken.begin(), taken.end(), [&](const taken_slot & t) { return t.cls == cls && t.slot == from; });
         REQUIRE(owner != taken.end() && from > to);
         if (rng() % 4 == 0) {
             return false;
@@ -149,7 +152,8 @@ static void slots_keep_their_bytes(const std::vector<std::pair<uint64_t, uint32_
         for (const auto & t : taken) {
             held += a.slot_bytes_of(t.cls);
         }
-        REQUIRE(a.committed_bytes() == held + a.free_bytes() + a.ahead_bytes() && a.committed_bytes() <= a.peak_bytes());
+        REQUIRE(
+            a.committed_bytes() == held + a.free_bytes() + a.ahead_bytes() && a.committed_bytes() <= a.peak_bytes());
         if (rng() % 50 == 0) {
             a.set_limit(rng() % (largest_limit + 1));
             const bool fits = a.trim(0, rng() % 2);
@@ -165,7 +169,7 @@ static void slots_keep_their_bytes(const std::vector<std::pair<uint64_t, uint32_
                 memset(a.data(cls, slot), (uint8_t) step, a.slot_bytes_of(cls));
             }
         } else if (!taken.empty()) {
-            const size_t i = rng() % taken.size();
+            const size_t     i = rng() % taken.size();
             const taken_slot t = taken[i];
             const uint8_t *  p = a.data(t.cls, t.slot);
             REQUIRE(p[0] == t.mark && memcmp(p, p + 1, a.slot_bytes_of(t.cls) - 1) == 0);
@@ -191,9 +195,11 @@ TEST(slots_do_not_overlap_and_keep_their_bytes) {
 #ifdef __linux__
 
 TEST(slots_of_a_large_arena_keep_their_bytes_when_they_move) {
-    slots_keep_their_bytes({ { 99 * page_size, 400 }, { 699 * page_size, 100 }, { 9 * page_size, 50 } }, 3 * 64 * arena::huge_page, 16 * arena::huge_page, 4000);
+    slots_keep_their_bytes({ { 99 * page_size, 400 }, { 699 * page_size, 100 }, { 9 * page_size, 50 } },
+        3 * 64 * arena::huge_page, 16 * arena::huge_page, 4000);
     arena::huge_page = 4 * page_size;
-    slots_keep_their_bytes({ { 9 * page_size, 40 }, { 3 * page_size, 60 } }, 2 * 64 * arena::huge_page, 32 * arena::huge_page, 20000);
+    slots_keep_their_bytes(
+        { { 9 * page_size, 40 }, { 3 * page_size, 60 } }, 2 * 64 * arena::huge_page, 32 * arena::huge_page, 20000);
 }
 
 // what the system says of the mapping that p lies in: its permissions, or the line of its flags
@@ -230,7 +236,7 @@ static uint64_t told_bytes(const char * path, const std::string & name) {
 }
 
 TEST(a_slot_can_be_written_to_from_its_first_use_on) {
-    arena a;
+    arena     a;
     const int cls = a.add_class(arena::slot_bytes(1), 64), other = a.add_class(arena::slot_bytes(page_size + 1), 64);
     REQUIRE(a.reserve(a.full_bytes()));
     for (int i = 0; i < 8; i++) {
@@ -251,13 +257,14 @@ TEST(a_slot_can_be_written_to_from_its_first_use_on) {
 static uint64_t resident_bytes(const uint8_t * begin, uint64_t bytes) {
     std::vector<unsigned char> pages(bytes / page_size);
     REQUIRE(mincore((void *) begin, bytes, pages.data()) == 0);
-    return page_size * (uint64_t) std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return (page & 1) != 0; });
+    return page_size
+           * (uint64_t) std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return (page & 1) != 0; });
 }
 
 TEST(where_the_systems_pages_are_larger_a_slot_takes_whole_ones_and_gives_all_of_it_back) {
     arena::system_page = 16 * page_size;
     arena          a;
-    const int      cls = a.add_class(arena::slot_bytes(20 * page_size), 4);
+    const int      cls        = a.add_class(arena::slot_bytes(20 * page_size), 4);
     const uint64_t slot_bytes = 2 * arena::system_page;
     REQUIRE(a.slot_bytes_of(cls) == slot_bytes && a.reserve(4 * slot_bytes));
     for (int32_t slot = 0; slot < 4; slot++) {
@@ -266,18 +273,19 @@ TEST(where_the_systems_pages_are_larger_a_slot_takes_whole_ones_and_gives_all_of
     a.give(cls, 1);
     a.set_limit(3 * slot_bytes);
     REQUIRE(a.trim() && a.committed_bytes() == 3 * slot_bytes);
-    REQUIRE(resident_bytes(a.data(cls, 1), slot_bytes) == 0 && resident_bytes(a.data(cls, 0), 4 * slot_bytes) == 3 * slot_bytes);
+    REQUIRE(resident_bytes(a.data(cls, 1), slot_bytes) == 0
+            && resident_bytes(a.data(cls, 0), 4 * slot_bytes) == 3 * slot_bytes);
 }
 
 // slots of 100 pages, which lie across the borders of huge pages
 TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) {
     std::map<uint8_t *, size_t> pinned;
-    bool can_pin = true;
-    const uint64_t default_page = arena::huge_page, default_chunk = arena::pin_bytes;
+    bool                        can_pin      = true;
+    const uint64_t              default_page = arena::huge_page, default_chunk = arena::pin_bytes;
     arena::huge_page = 4 * page_size;
     arena::pin_bytes = 16 * page_size;
     {
-        arena a;
+        arena     a;
         const int cls = a.add_class(3 * page_size, 200);
         REQUIRE(a.reserve(64 * arena::huge_page, [](int, int32_t, int32_t) { return true; }) && !a.begin_read(cls, 0));
         a.set_pinning(true);
@@ -313,7 +321,8 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
         for (const int32_t slot : slots) {
             n += begin_read(slot);
         }
-        REQUIRE(n > slots.size() - 8 && n < slots.size()); // all but those in the last chunk, of which a part has memory
+        // all but those in the last chunk, of which a part has memory
+        REQUIRE(n > slots.size() - 8 && n < slots.size());
         size_t nbytes = 0;
         for (const auto & [data, size] : pinned) {
             REQUIRE((uintptr_t) (data + size) % arena::pin_bytes == 0 && size <= arena::pin_bytes);
@@ -350,28 +359,30 @@ TEST(a_chunk_is_pinned_while_it_has_memory_and_given_back_when_nobody_reads_it) 
 }
 
 TEST(a_large_arena_has_huge_pages_and_counts_them_whole) {
-    arena a;
-    const int      cls = a.add_class(arena::slot_bytes(99 * page_size), 1000);
+    arena          a;
+    const int      cls        = a.add_class(arena::slot_bytes(99 * page_size), 1000);
     const uint64_t slot_bytes = 100 * page_size, limit = 64 * arena::huge_page;
     REQUIRE(a.reserve(limit));
     uint64_t n = 0;
     for (; a.take(cls) >= 0; n++) {
         memset(a.data(cls, (int32_t) n), 1, page_size); // as much as the first bytes of a read do
         REQUIRE(a.committed_bytes() == n * slot_bytes + slot_bytes + a.ahead_bytes() && a.committed_bytes() <= limit);
-        REQUIRE(a.ahead_bytes() < arena::huge_page && resident_bytes(a.data(cls, 0), 1000 * slot_bytes) <= a.committed_bytes());
+        REQUIRE(a.ahead_bytes() < arena::huge_page
+                && resident_bytes(a.data(cls, 0), 1000 * slot_bytes) <= a.committed_bytes());
         if (n == 0) {
             REQUIRE((uintptr_t) a.data(cls, 0) % arena::huge_page == 0 && a.committed_bytes() == arena::huge_page);
             REQUIRE(mapping_of(a.data(cls, 0), true).find(" hg ") != std::string::npos);
         }
     }
-    REQUIRE(n == limit / slot_bytes && a.ahead_bytes() == limit % slot_bytes); // not a slot less than with ordinary pages
+    // not a slot less than with ordinary pages
+    REQUIRE(n == limit / slot_bytes && a.ahead_bytes() == limit % slot_bytes);
 }
 
 TEST(a_large_arena_gives_back_whole_huge_pages_and_cuts_one_where_it_must) {
-    arena a;
-    const int      cls = a.add_class(arena::slot_bytes(99 * page_size), 1000);
+    arena          a;
+    const int      cls        = a.add_class(arena::slot_bytes(99 * page_size), 1000);
     const uint64_t slot_bytes = 100 * page_size;
-    bool           stays = true;
+    bool           stays      = true;
     REQUIRE(a.reserve(64 * arena::huge_page, [&](int, int32_t from, int32_t to) {
         memcpy(a.data(cls, to), a.data(cls, from), stays ? 0 : slot_bytes);
         return !stays;
@@ -385,14 +396,16 @@ TEST(a_large_arena_gives_back_whole_huge_pages_and_cuts_one_where_it_must) {
     a.set_limit(2 * arena::huge_page);
     REQUIRE(!a.trim() && !a.is_blocked() && a.committed_bytes() == 3 * arena::huge_page); // the last one is in use
     stays = false;
-    REQUIRE(a.trim() && a.committed_bytes() == 2 * arena::huge_page && a.data(cls, 5)[slot_bytes - 1] == 11); // was in slot 10
+    // was in slot 10
+    REQUIRE(a.trim() && a.committed_bytes() == 2 * arena::huge_page && a.data(cls, 5)[slot_bytes - 1] == 11);
     REQUIRE(resident_bytes(a.data(cls, 0), 3 * arena::huge_page) == 2 * arena::huge_page);
     REQUIRE(mapping_of(a.data(cls, 9), true).find(" hg ") != std::string::npos);
     a.set_limit(10 * slot_bytes);
     REQUIRE(!a.trim() && a.trim(0, true) && a.committed_bytes() == 10 * slot_bytes && a.ahead_bytes() == 0);
     memset(a.data(cls, 9), 2, slot_bytes); // brings nothing back
     REQUIRE(resident_bytes(a.data(cls, 0), 3 * arena::huge_page) == 10 * slot_bytes);
-    REQUIRE(mapping_of(a.data(cls, 9), true).find(" nh ") != std::string::npos && mapping_of(a.data(cls, 0), true).find(" hg ") != std::string::npos);
+    REQUIRE(mapping_of(a.data(cls, 9), true).find(" nh ") != std::string::npos
+            && mapping_of(a.data(cls, 0), true).find(" hg ") != std::string::npos);
     a.set_limit(64 * arena::huge_page);
     REQUIRE(a.take(cls) == 10 && a.committed_bytes() == 3 * arena::huge_page);
     REQUIRE(mapping_of(a.data(cls, 10) + slot_bytes - 1, true).find(" hg ") != std::string::npos);
@@ -409,8 +422,9 @@ TEST(a_large_arena_gives_back_whole_huge_pages_and_cuts_one_where_it_must) {
 }
 
 TEST(free_slots_behind_one_that_must_stay_are_not_added_to) {
-    arena a;
-    const int      one = a.add_class(arena::slot_bytes(599 * page_size), 200), other = a.add_class(arena::slot_bytes(499 * page_size), 100);
+    arena          a;
+    const int      one   = a.add_class(arena::slot_bytes(599 * page_size), 200),
+                   other = a.add_class(arena::slot_bytes(499 * page_size), 100);
     const uint64_t limit = 2 * 64 * arena::huge_page;
     REQUIRE(a.reserve(limit));
     int32_t n = 0;
@@ -428,16 +442,17 @@ TEST(free_slots_behind_one_that_must_stay_are_not_added_to) {
 }
 
 TEST(huge_pages_outlast_moves_of_the_limit_and_exchanges_between_sizes) {
-    arena a;
+    arena                                a;
     std::vector<std::pair<int, int32_t>> taken;
-    const int      classes[] = { a.add_class(arena::slot_bytes(749 * page_size), 200), a.add_class(arena::slot_bytes(650 * page_size), 200) };
+    const int                            classes[] = { a.add_class(arena::slot_bytes(749 * page_size), 200),
+        a.add_class(arena::slot_bytes(650 * page_size), 200) };
     const uint64_t limit = 2 * 64 * arena::huge_page, before = told_bytes("/proc/self/smaps_rollup", "AnonHugePages");
     REQUIRE(a.reserve(limit, [&](int cls, int32_t from, int32_t to) {
         std::find(taken.begin(), taken.end(), std::pair<int, int32_t>(cls, from))->second = to;
         return true;
     }));
     std::mt19937 rng(1);
-    const auto give_one = [&] {
+    const auto   give_one = [&] {
         std::swap(taken[rng() % taken.size()], taken.back());
         const auto [cls, slot] = taken.back();
         taken.pop_back();
@@ -468,14 +483,15 @@ TEST(huge_pages_outlast_moves_of_the_limit_and_exchanges_between_sizes) {
             a.set_limit(limit);
         }
     }
-    REQUIRE(told_bytes("/proc/self/smaps_rollup", "AnonHugePages") - before + 6 * arena::huge_page >= n_first); // 0 of them where the system has none to give
+    // 0 of them where the system has none to give
+    REQUIRE(told_bytes("/proc/self/smaps_rollup", "AnonHugePages") - before + 6 * arena::huge_page >= n_first);
 }
 
 // RLIMIT_DATA counts what may be written, as vm.overcommit_memory=2 does for the whole system
 TEST(address_space_is_no_memory_and_what_is_refused_is_not_handed_out) {
-    arena a;
+    arena          a;
     const uint64_t slice = 1 << 20, n = 1 << 12;
-    const int      cls   = a.add_class(arena::slot_bytes(slice), n);
+    const int      cls = a.add_class(arena::slot_bytes(slice), n);
     rlimit         bound;
     REQUIRE(getrlimit(RLIMIT_DATA, &bound) == 0);
     bound.rlim_cur = told_bytes("/proc/self/status", "VmData") + 32 * slice;
@@ -485,7 +501,8 @@ TEST(address_space_is_no_memory_and_what_is_refused_is_not_handed_out) {
     for (int32_t slot; (slot = a.take(cls)) >= 0; taken.push_back(slot)) {
         memset(a.data(cls, slot), 1, a.slot_bytes_of(cls));
     }
-    REQUIRE(taken.size() > 8 && taken.size() <= 32 && a.committed_bytes() == taken.size() * a.slot_bytes_of(cls) + a.ahead_bytes());
+    REQUIRE(taken.size() > 8 && taken.size() <= 32
+            && a.committed_bytes() == taken.size() * a.slot_bytes_of(cls) + a.ahead_bytes());
     a.give(cls, taken.back());
     REQUIRE(a.take(cls) == taken.back() && a.take(cls) == -1);
 }
@@ -501,14 +518,15 @@ TEST(an_arena_without_memory_for_two_slots_is_refused) {
 }
 
 TEST(a_forked_process_and_a_core_file_have_nothing_of_the_arena) {
-    arena a;
+    arena     a;
     const int cls = a.add_class(arena::slot_bytes(page_size), 16);
     REQUIRE(a.reserve(a.full_bytes()));
     const int32_t slot = a.take(cls);
     memset(a.data(cls, slot), 1, a.slot_bytes_of(cls));
     for (const uint8_t * p : { a.data(cls, slot), a.data(cls, 15) }) {
         const std::string flags = mapping_of(p, true);
-        REQUIRE(flags.find(" dc ") != std::string::npos && flags.find(" dd ") != std::string::npos && flags.find(" nh ") != std::string::npos);
+        REQUIRE(flags.find(" dc ") != std::string::npos && flags.find(" dd ") != std::string::npos
+                && flags.find(" nh ") != std::string::npos);
     }
     const pid_t child = fork();
     if (child == 0) {
@@ -522,7 +540,7 @@ TEST(a_forked_process_and_a_core_file_have_nothing_of_the_arena) {
 extern "C" int munlock(const void * p, size_t n) noexcept { return (int) syscall(SYS_munlock, p, n); }
 
 TEST(what_is_locked_in_memory_is_given_back_too) {
-    arena a;
+    arena     a;
     const int cls = a.add_class(arena::slot_bytes(page_size), 4);
     REQUIRE(a.reserve(a.full_bytes()));
     const int32_t slot = a.take(cls);

@@ -1,4 +1,6 @@
-"""What a file says beyond its shapes and types: tables of experts, numbers, adapters for another model; and what ggml asserts while several threads compute."""
+"""What a file says beyond its shapes and types: tables of experts, numbers, adapters
+for another model; and what ggml asserts while several threads compute.
+"""
 
 import subprocess
 import sys
@@ -28,22 +30,36 @@ with ThreadPoolExecutor(4) as pool:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == -6
-    assert done.stderr == "llama.cpp ends this process, as something that it relies on does not hold: ops.cpp:1: GGML_ASSERT(x) failed\n"
+    assert (
+        done.stderr
+        == "llama.cpp ends this process, as something that it relies on does not hold: ops.cpp:1:"
+        " GGML_ASSERT(x) failed\n"
+    )
 
 
 @pytest.mark.parametrize("expert", [-1, N_EXPERT, 1_000_000, 0])
 def test_a_table_that_names_experts_that_are_not(expert: int, tmp_path: Path) -> None:
     """deepseek4's: llama.cpp's threads meet an assertion over it."""
     table = np.full((7, 2), expert, np.int32)
-    index = ModelIndex.read(rewritten(DEMO, tmp_path / "table.gguf", arrays={"blk.0.ffn_gate_tid2eid.weight": table}))
+    index = ModelIndex.read(
+        rewritten(DEMO, tmp_path / "table.gguf", arrays={"blk.0.ffn_gate_tid2eid.weight": table})
+    )
     if expert == 0:
         return preflight(index)
-    with pytest.raises(moeoff.ModelError, match=rf"blk.0.ffn_gate_tid2eid.weight names expert {expert}, expected 0 to 31: the file is damaged"):
+    with pytest.raises(
+        moeoff.ModelError,
+        match=(
+            rf"blk.0.ffn_gate_tid2eid.weight names expert {expert}, expected 0 to 31: the file is"
+            r" damaged"
+        ),
+    ):
         preflight(index)
 
 
 @pytest.mark.parametrize("name", ["blk.5.ffn_gate_inp.weight", "blk.5.ffn_norm.weight"])
-def test_a_router_of_numbers_that_are_not_finite(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_router_of_numbers_that_are_not_finite(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It computes as stock does, with a sentence; nothing is predicted for it."""
     with ModelFile(DEMO) as file:
         shape = file.tensors[name].shape
@@ -65,17 +81,24 @@ def test_a_router_of_numbers_that_are_not_finite(name: str, tmp_path: Path, capf
         ((N_EXPERT, 4, N_EMBD), (N_EXPERT, N_FF, 3)),
     ],
 )
-def test_an_adapter_of_other_shapes_than_the_model(a: tuple[int, ...], b: tuple[int, ...], tmp_path: Path) -> None:
+def test_an_adapter_of_other_shapes_than_the_model(
+    a: tuple[int, ...], b: tuple[int, ...], tmp_path: Path
+) -> None:
     path = str(tmp_path / "adapter.gguf")
     writer = gguf.GGUFWriter(path, ModelIndex.read(DEMO).architecture)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", 4.0)
     for suffix, shape in (("a", a), ("b", b)):
-        writer.add_tensor(f"blk.3.ffn_up_exps.weight.lora_{suffix}", np.full(shape, 0.1, np.float32))
+        writer.add_tensor(
+            f"blk.3.ffn_up_exps.weight.lora_{suffix}", np.full(shape, 0.1, np.float32)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(moeoff.ModelError, match=r"tensor (of )?'blk\.3\.ffn_up_exps\.weight' (has incorrect shape|is not transposed)"):
+    with pytest.raises(
+        moeoff.ModelError,
+        match=r"tensor (of )?'blk\.3\.ffn_up_exps\.weight' (has incorrect shape|is not transposed)",
+    ):
         moeoff.Llama(str(DEMO), n_ctx=64, expert_memory="4M", lora_path=path)

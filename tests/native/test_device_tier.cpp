@@ -15,10 +15,10 @@ static constexpr uint64_t nbytes   = 5000;
 static const std::vector<uint32_t> equal_keys(n_expert, eviction_rank::key_of(0.0f));
 
 TEST(a_slot_serves_once_its_upload_has_ended) {
-    device_slots s(n_expert, 2);
+    device_slots               s(n_expert, 2);
     const std::vector<uint8_t> needed(n_expert, 0);
-    int32_t displaced;
-    const int32_t slot = s.take(3, equal_keys.data(), needed.data(), false, displaced);
+    int32_t                    displaced;
+    const int32_t              slot = s.take(3, equal_keys.data(), needed.data(), false, displaced);
     REQUIRE(slot >= 0 && displaced < 0 && s.find(3) < 0);
     REQUIRE(s.take(3, equal_keys.data(), needed.data(), true, displaced) < 0); // on its way
     s.finish({ 3, slot }, true);
@@ -27,20 +27,20 @@ TEST(a_slot_serves_once_its_upload_has_ended) {
 }
 
 TEST(a_failed_upload_gives_its_slot_back) {
-    device_slots s(n_expert, 1);
+    device_slots               s(n_expert, 1);
     const std::vector<uint8_t> needed(n_expert, 0);
-    int32_t displaced;
-    const int32_t slot = s.take(0, equal_keys.data(), needed.data(), false, displaced);
+    int32_t                    displaced;
+    const int32_t              slot = s.take(0, equal_keys.data(), needed.data(), false, displaced);
     REQUIRE(s.take(1, equal_keys.data(), needed.data(), true, displaced) < 0); // the only slot is being written
     s.finish({ 0, slot }, false);
     REQUIRE(s.find(0) < 0 && s.take(1, equal_keys.data(), needed.data(), false, displaced) == slot);
 }
 
 TEST(the_lowest_gives_way_by_priority_then_by_heat_and_only_to_a_higher_one) {
-    device_slots s(n_expert, 2);
+    device_slots          s(n_expert, 2);
     std::vector<uint8_t>  needed(n_expert, 0);
     std::vector<uint32_t> keys(n_expert, eviction_rank::key_of(1.0f));
-    int32_t displaced;
+    int32_t               displaced;
     for (const int32_t e : { 0, 1 }) {
         s.next_step();
         s.use(e);
@@ -52,8 +52,8 @@ TEST(the_lowest_gives_way_by_priority_then_by_heat_and_only_to_a_higher_one) {
         s.use(2);
     }
     REQUIRE(s.take(2, keys.data(), needed.data(), false, displaced) < 0 && displaced < 0); // of lower priority
-    keys[2] = keys[0];
-    needed[0] = 1;
+    keys[2]      = keys[0];
+    needed[0]    = 1;
     int32_t slot = s.take(2, keys.data(), needed.data(), false, displaced); // 0 is older, but needed
     REQUIRE(slot >= 0 && displaced == 1 && s.find(1) < 0 && s.find(0) >= 0);
     s.finish({ 2, slot }, true);
@@ -76,13 +76,16 @@ TEST(the_lowest_gives_way_by_priority_then_by_heat_and_only_to_a_higher_one) {
 }
 
 // The event of a gate whose tokens choose these experts, n_used each, at equal weights
-static moeoff_gate_event choose(store & s, gate & g, const std::vector<int32_t> & ids, int32_t n_used,
-                                const device_ids & out) {
+static moeoff_gate_event choose(
+    store & s, gate & g, const std::vector<int32_t> & ids, int32_t n_used, const device_ids & out) {
     const std::vector<float> weights(ids.size(), 0.5f);
     const size_t             stride = (size_t) n_used * sizeof(int32_t); // as of the weights
     moeoff_gate_event        e      = {};
-    e.gate = e.layer = g.index; e.n_tokens = (int32_t) ids.size() / n_used; e.n_used = n_used;
-    e.ids = ids.data(); e.weights = weights.data();
+    e.gate = e.layer = g.index;
+    e.n_tokens       = (int32_t) ids.size() / n_used;
+    e.n_used         = n_used;
+    e.ids            = ids.data();
+    e.weights        = weights.data();
     s.gate_event(g, e, { stride, stride, sizeof(float), 0, 0 }, &out);
     return e;
 }
@@ -91,10 +94,11 @@ static moeoff_gate_event choose(store & s, gate & g, const std::vector<int32_t> 
 struct device_store {
     slice_file    file { 1 << 17 };
     store         s;
-    fake_device * device = nullptr;
+    fake_device * device  = nullptr;
     const int     n_spare = 2;
 
-    explicit device_store(moeoff_device_mode mode, int n_slots, int n_uploads, uint64_t arena = 0, int n_gates = 1, int n_low_slots = 0)
+    explicit device_store(
+        moeoff_device_mode mode, int n_slots, int n_uploads, uint64_t arena = 0, int n_gates = 1, int n_low_slots = 0)
         : s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 2, 0, page_size }) {
         std::string error;
         REQUIRE(s.add_file(file.path, error) == 0);
@@ -109,37 +113,41 @@ struct device_store {
             for (auto & source : sources) { // the first half of the same bytes
                 source.nbytes /= 2;
             }
-            REQUIRE(n_low_slots == 0 || s.set_sources(s.experts().n_tensors() - 1, LOW, sources.data(), n_expert, error));
+            REQUIRE(
+                n_low_slots == 0 || s.set_sources(s.experts().n_tensors() - 1, LOW, sources.data(), n_expert, error));
         }
         REQUIRE(s.set_limits(arena ? arena : s.experts().arena_full(HIGH), s.experts().arena_full(LOW), error));
         REQUIRE(s.start(error));
         auto memory = std::make_unique<fake_device>();
-        device = memory.get();
-        s.set_device(mode, n_uploads, n_spare, std::vector<int32_t>((size_t) n_gates, n_slots), std::move(memory), std::vector<int32_t>((size_t) n_gates, n_low_slots));
+        device      = memory.get();
+        s.set_device(mode, n_uploads, n_spare, std::vector<int32_t>((size_t) n_gates, n_slots), std::move(memory),
+            std::vector<int32_t>((size_t) n_gates, n_low_slots));
     }
 
     // other slots in the place of these
     void renew(moeoff_device_mode mode, int n_slots, int n_uploads) {
         auto memory = std::make_unique<fake_device>();
-        device = memory.get();
+        device      = memory.get();
         s.set_device(mode, n_uploads, n_spare, { n_slots }, std::move(memory));
     }
 
-    static uint64_t offset(int matrix, int expert) { return (uint64_t) ((matrix == MOEOFF_MATRIX_DOWN ? n_expert : 0) + expert) * nbytes; }
+    static uint64_t offset(int matrix, int expert) {
+        return (uint64_t) ((matrix == MOEOFF_MATRIX_DOWN ? n_expert : 0) + expert) * nbytes;
+    }
 
     gate & g(int i = 0) { return s.experts().gate_at(i); }
 
     struct told {
         std::vector<int32_t> slots, host;
-        int32_t n_hit, n_miss;
+        int32_t              n_hit, n_miss;
     };
 
     // one token's gate event; the ops that compute on the CPU follow it
     told event(std::vector<int32_t> ids, int gate = 0) {
-        told t { std::vector<int32_t>(ids.size()), std::vector<int32_t>(ids.size()), 0, 0 };
+        told                    t { std::vector<int32_t>(ids.size()), std::vector<int32_t>(ids.size()), 0, 0 };
         const moeoff_gate_event e = choose(s, g(gate), ids, (int32_t) ids.size(), { t.slots.data(), t.host.data() });
-        t.n_hit = e.n_hit;
-        t.n_miss = e.n_miss;
+        t.n_hit                   = e.n_hit;
+        t.n_miss                  = e.n_miss;
         for (size_t i = 0; i < ids.size(); i++) {
             REQUIRE((t.host[i] < 0) == (t.slots[i] < s.n_device_slots(g(gate), HIGH, (int64_t) ids.size(), 1)));
             REQUIRE(t.host[i] < 0 || t.host[i] == ids[i]);
@@ -210,9 +218,10 @@ TEST(centric_uploads_every_chosen_expert_before_its_use) {
 static void low_event(device_store & x, std::vector<int32_t> ids, const std::vector<uint8_t> & versions) {
     std::string error;
     REQUIRE(x.s.force(versions.data(), (int64_t) versions.size(), error) == (int64_t) versions.size());
-    std::vector<int32_t> slots(2 * ids.size()), host(ids.size());
+    std::vector<int32_t>    slots(2 * ids.size()), host(ids.size());
     const moeoff_gate_event e = choose(x.s, x.g(), ids, 2, { slots.data(), host.data(), slots.data() + ids.size() });
-    const int n_waves = std::max(x.s.device_waves(x.g(), HIGH, 2, e.n_tokens), x.s.device_waves(x.g(), LOW, 2, e.n_tokens));
+    const int               n_waves =
+        std::max(x.s.device_waves(x.g(), HIGH, 2, e.n_tokens), x.s.device_waves(x.g(), LOW, 2, e.n_tokens));
     std::vector<int> n_served(ids.size(), 0);
     for (int wave = 0; wave < n_waves; wave++) {
         if (wave > 0) {
@@ -220,7 +229,8 @@ static void low_event(device_store & x, std::vector<int32_t> ids, const std::vec
         }
         for (const version v : { HIGH, LOW }) {
             for (size_t i = 0; i < ids.size(); i++) {
-                const int32_t slot = slots[(v == LOW ? ids.size() : 0) + i], n = x.s.n_device_slots(x.g(), v, 2, e.n_tokens);
+                const int32_t slot = slots[(v == LOW ? ids.size() : 0) + i],
+                              n    = x.s.n_device_slots(x.g(), v, 2, e.n_tokens);
                 REQUIRE(slot < n || slot == n + (int32_t) i % 2);
                 if (slot < n) {
                     REQUIRE(versions[i] == v);
@@ -255,18 +265,20 @@ TEST(low_versions_have_slots_of_their_own) {
 
 TEST(without_slots_for_low_versions_the_cpu_computes_all) {
     static const int user = 0;
-    device_store x(MOEOFF_DEVICE_CENTRIC, 3, 0, 0, 1, 2);
+    device_store     x(MOEOFF_DEVICE_CENTRIC, 3, 0, 0, 1, 2);
     x.s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::make_unique<fake_device>());
     REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_OFF);
-    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE) && x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
+    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE)
+            && x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
 }
 
 // a batch of two experts a token on the stage, wave by wave, while the next gate's experts are written
 static void staged_event(device_store & x, std::vector<int32_t> ids, int gate) {
-    static const int     user = 0;
+    static const int     user     = 0;
     const int32_t        n_tokens = (int32_t) ids.size() / 2;
     std::vector<int32_t> slots(ids.size()), host(ids.size()), n_served(ids.size(), 0);
-    REQUIRE(x.s.device_mode(x.g(gate), &user, 2, n_tokens) == MOEOFF_DEVICE_WAVES && x.s.is_staged(x.g(gate), 2, n_tokens));
+    REQUIRE(
+        x.s.device_mode(x.g(gate), &user, 2, n_tokens) == MOEOFF_DEVICE_WAVES && x.s.is_staged(x.g(gate), 2, n_tokens));
     choose(x.s, x.g(gate), ids, 2, { slots.data(), host.data() });
     for (int wave = 0; wave < x.s.device_waves(x.g(gate), HIGH, 2, n_tokens); wave++) {
         if (wave > 0) {
@@ -285,15 +297,17 @@ static void staged_event(device_store & x, std::vector<int32_t> ids, int gate) {
 }
 
 TEST(a_batch_that_needs_more_than_its_gates_slots_is_computed_on_the_stage) {
-    const std::vector<std::vector<int32_t>> prompts { { 0, 1, 2, 3, 4, 5 }, { 5, 4, 3, 2, 1, 0 }, { 0, 1, 1, 2, 2, 3, 3, 0 }, { 4, 5, 0, 1, 4, 0 } };
+    const std::vector<std::vector<int32_t>> prompts { { 0, 1, 2, 3, 4, 5 }, { 5, 4, 3, 2, 1, 0 },
+        { 0, 1, 1, 2, 2, 3, 3, 0 }, { 4, 5, 0, 1, 4, 0 } };
     for (const auto & [n_stage, n_stages] : std::vector<std::pair<int, int>> { { 6, 2 }, { 6, 1 }, { 4, 1 } }) {
         device_store x(MOEOFF_DEVICE_WAVES, 2, 0, 0, 3);
-        auto memory = std::make_unique<fake_device>();
-        x.device = memory.get();
-        x.device->pins     = true;
-        x.device->n_stages = n_stages;
+        auto         memory = std::make_unique<fake_device>();
+        x.device            = memory.get();
+        x.device->pins      = true;
+        x.device->n_stages  = n_stages;
         x.s.set_device(MOEOFF_DEVICE_WAVES, 0, x.n_spare, { 2, 2, 2 }, std::move(memory), {}, n_stage, n_stages);
-        for (int round = 0; round < 50 && (round == 0 || (n_stages == 2 && x.stats().device_ahead == 0)); round++) { // on a busy machine nothing may come ahead
+        // on a busy machine nothing may come ahead
+        for (int round = 0; round < 50 && (round == 0 || (n_stages == 2 && x.stats().device_ahead == 0)); round++) {
             for (const auto & ids : prompts) {
                 for (int gate = 0; gate < 3; gate++) {
                     staged_event(x, ids, gate);
@@ -305,7 +319,8 @@ TEST(a_batch_that_needs_more_than_its_gates_slots_is_computed_on_the_stage) {
         const moeoff_stats before = x.stats();
         REQUIRE((before.device_ahead > 0) == (n_stages == 2) && before.device_ahead_used <= before.device_ahead);
         REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 })); // from their own slots
-        REQUIRE(x.stats().device_hits == before.device_hits + 2 * 2 && x.stats().device_uploads == before.device_uploads);
+        REQUIRE(
+            x.stats().device_hits == before.device_hits + 2 * 2 && x.stats().device_uploads == before.device_uploads);
     }
 }
 
@@ -331,7 +346,7 @@ TEST(cooperative_uploads_what_is_in_memory_and_the_next_graph_finds_it) {
 }
 
 TEST(events_say_what_a_device_computes_with) {
-    device_store x(MOEOFF_DEVICE_COOPERATIVE, 1, 1);
+    device_store     x(MOEOFF_DEVICE_COOPERATIVE, 1, 1);
     std::vector<int> told; // of each event's experts, -1: the event says nothing of devices
     x.s.set_gate_callback(
         [](const moeoff_gate_event * event, void * user) {
@@ -365,9 +380,10 @@ TEST(events_say_what_a_device_computes_with) {
 
 TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
     device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2, 0, 2);
-    const int user = 0;
-    const auto predict = [&x](int gate, const std::vector<int32_t> & experts) {
-        return x.s.prefetch(gate, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), 15, HIGH, true, -1);
+    const int    user    = 0;
+    const auto   predict = [&x](int gate, const std::vector<int32_t> & experts) {
+        return x.s.prefetch(
+            gate, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), 15, HIGH, true, -1);
     };
     REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
     for (const int gate : { 0, 1 }) {
@@ -399,8 +415,10 @@ TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
 
 TEST(what_is_predicted_is_uploaded_where_every_chosen_expert_is) {
     device_store x(MOEOFF_DEVICE_CENTRIC, 2, 2, 0, 2);
-    const int user = 0;
-    const auto predict = [&x](const std::vector<int32_t> & experts) { x.s.prefetch(0, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), 15, HIGH, true, -1); };
+    const int    user    = 0;
+    const auto   predict = [&x](const std::vector<int32_t> & experts) {
+        x.s.prefetch(0, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), 15, HIGH, true, -1);
+    };
     const auto idle = [&x] {
         while (x.s.n_pending_uploads() > 0) {
             std::this_thread::yield();
@@ -428,7 +446,7 @@ TEST(what_is_predicted_is_uploaded_where_every_chosen_expert_is) {
 
 TEST(an_upload_that_the_router_overtakes_is_taken_back) {
     device_store x(MOEOFF_DEVICE_CENTRIC, 2, 2, 0, 2);
-    const int user = 0;
+    const int    user = 0;
     REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_CENTRIC);
     for (const int e : { 0, 2, 4 }) {
         x.event({ e, e + 1 });
@@ -450,9 +468,9 @@ TEST(an_upload_that_the_router_overtakes_is_taken_back) {
 }
 
 TEST(an_upload_that_has_not_begun_gives_its_slot_back_to_whose_it_was) {
-    device_slots s(n_expert, 1);
+    device_slots               s(n_expert, 1);
     const std::vector<uint8_t> needed(n_expert, 0);
-    int32_t displaced;
+    int32_t                    displaced;
     s.finish({ 0, s.take(0, equal_keys.data(), needed.data(), false, displaced) }, true);
     const int32_t slot = s.take(1, equal_keys.data(), needed.data(), true, displaced);
     s.take_back({ 1, slot, displaced });
@@ -464,7 +482,7 @@ TEST(an_upload_that_has_not_begun_gives_its_slot_back_to_whose_it_was) {
 
 TEST(slots_that_are_off_keep_what_they_hold) {
     device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2, 2 * 2 * arena::slot_bytes(nbytes)); // two experts in memory
-    const int user = 0;
+    const int    user = 0;
     REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
     x.event({ 0, 1 });
     x.event({ 0, 1 });
@@ -477,7 +495,8 @@ TEST(slots_that_are_off_keep_what_they_hold) {
     const int32_t absent[] = { 0 };
     REQUIRE(x.s.prefetch(0, absent, 1, 1, 15, HIGH, true, -1) == 2); // for the CPU it has to be read
     const uint64_t n_writes = x.device->n_writes;
-    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE) && x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
+    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE)
+            && x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
     REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 }) && x.device->n_writes == n_writes);
     device_store none(MOEOFF_DEVICE_OFF, 0, 0);
     none.s.set_device(MOEOFF_DEVICE_OFF, 0, 0, {}, nullptr);
@@ -487,11 +506,12 @@ TEST(slots_that_are_off_keep_what_they_hold) {
 TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
     for (const uint64_t arena : { (uint64_t) 0, 2 * 2 * arena::slot_bytes(nbytes) }) { // everything, and the smallest
         device_store x(MOEOFF_DEVICE_WAVES, 2, 0, arena);
-        const int user = 0;
-        REQUIRE(x.s.device_mode(x.g(), &user, 2, 3) == MOEOFF_DEVICE_WAVES && x.s.device_waves(x.g(), HIGH, 2, 3) == 3 && x.s.device_waves(x.g(), HIGH, 2, 1) == 1);
+        const int    user = 0;
+        REQUIRE(x.s.device_mode(x.g(), &user, 2, 3) == MOEOFF_DEVICE_WAVES && x.s.device_waves(x.g(), HIGH, 2, 3) == 3
+                && x.s.device_waves(x.g(), HIGH, 2, 1) == 1);
         x.event({ 4, 5 }); // they have the slots
-        std::vector<int32_t> ids = { 0, 1, 2, 3, 4, 0 }; // three tokens
-        std::vector<int32_t> slots(ids.size()), host(ids.size()), n_served(n_expert, 0);
+        std::vector<int32_t>    ids = { 0, 1, 2, 3, 4, 0 }; // three tokens
+        std::vector<int32_t>    slots(ids.size()), host(ids.size()), n_served(n_expert, 0);
         const moeoff_gate_event e = choose(x.s, x.g(), ids, 2, { slots.data(), host.data() });
         REQUIRE(e.n_hit >= 2); // 4 is there
         for (size_t i = 0; i < ids.size(); i++) { // those of later waves too: 4 is there, the others come
@@ -511,8 +531,9 @@ TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
         x.s.check_invariants();
     }
     device_store few(MOEOFF_DEVICE_WAVES, 1, 0);
-    const int user = 0;
-    REQUIRE(few.s.device_mode(few.g(), &user, 2, 2) == MOEOFF_DEVICE_WAVES && few.s.device_waves(few.g(), HIGH, 2, 3) == 6);
+    const int    user = 0;
+    REQUIRE(
+        few.s.device_mode(few.g(), &user, 2, 2) == MOEOFF_DEVICE_WAVES && few.s.device_waves(few.g(), HIGH, 2, 3) == 6);
 }
 
 TEST(another_mode_begins_when_the_uploads_of_the_last_one_have_ended) {
@@ -541,15 +562,17 @@ TEST(what_a_device_holds_leaves_memory_first) {
     y.wait_for(1);
     std::vector<uint8_t> resident(n_expert);
     y.s.residency(HIGH, resident.data());
-    REQUIRE(resident[0] == resident[1] && resident[0] == (1u << MOEOFF_MATRIX_UP | 1u << MOEOFF_MATRIX_DOWN) && resident[2] == 0);
-    const auto t = y.event({ 0, 1 });
+    REQUIRE(resident[0] == resident[1] && resident[0] == (1u << MOEOFF_MATRIX_UP | 1u << MOEOFF_MATRIX_DOWN)
+            && resident[2] == 0);
+    const auto    t     = y.event({ 0, 1 });
     const int32_t there = t.host[0] < 0 ? 0 : 1;
     y.event({ 2, 1 - there }); // needs two slices: those of the expert on the device go
-    REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).is_ready() == false && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).is_ready());
+    REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).is_ready() == false
+            && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).is_ready());
 }
 
 TEST(what_a_device_lacks_is_lacking_though_host_memory_has_it) {
-    device_store x(MOEOFF_DEVICE_CENTRIC, 3, 0);
+    device_store  x(MOEOFF_DEVICE_CENTRIC, 3, 0);
     const int32_t both[] = { 0, 1 }, first[] = { 0 };
     REQUIRE(x.s.lacks(0, both, 2, HIGH));
     x.event({ 0, 1 });
@@ -566,13 +589,14 @@ TEST(what_a_device_lacks_is_lacking_though_host_memory_has_it) {
 
 TEST(low_versions_are_uploaded_ahead_into_their_slots) {
     device_store x(MOEOFF_DEVICE_CENTRIC, 3, 2, 0, 2, 2);
-    const int user = 0;
+    const int    user = 0;
     REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_CENTRIC);
     low_event(x, { 0, 1 }, { LOW, LOW });
     low_event(x, { 2, 3 }, { LOW, LOW }); // the first two are in memory alone
     x.event({ 0, 1 }, 1);
     const int32_t ahead[] = { 0, 1 };
-    REQUIRE(x.s.lacks(0, ahead, 2, LOW) && x.s.prefetch(0, ahead, 2, 2, 15, LOW, true, -1) == 0); // nothing has to be read
+    // nothing has to be read
+    REQUIRE(x.s.lacks(0, ahead, 2, LOW) && x.s.prefetch(0, ahead, 2, 2, 15, LOW, true, -1) == 0);
     while (x.s.n_pending_uploads() > 0) {
         std::this_thread::yield();
     }
@@ -585,15 +609,19 @@ TEST(low_versions_are_uploaded_ahead_into_their_slots) {
 
 TEST(as_many_are_uploaded_as_end_in_time) {
     upload_pace pace;
-    REQUIRE(pace.n_behind(1000, 0) == 1 && pace.n_behind(1000, 1) == 0 && pace.n_ahead(1, 1000, 0, 0) == 1); // nothing is known: one, to measure
+    // nothing is known: one, to measure
+    REQUIRE(pace.n_behind(1000, 0) == 1 && pace.n_behind(1000, 1) == 0 && pace.n_ahead(1, 1000, 0, 0) == 1);
     pace.uploaded(4000, 400); // 100 ns for each 1000 bytes
     for (int gate = 0; gate < 4; gate++) {
         pace.selected(gate, 8, 1, gate * 1000);
     }
     REQUIRE(pace.n_behind(1000, 0) == 10 && pace.n_behind(1000, 4) == 6 && pace.n_behind(1000, 10) == 0);
-    REQUIRE(pace.n_ahead(4, 1000, 3000, 0) == 10 && pace.n_ahead(4, 1000, 3500, 0) == 5 && pace.n_ahead(4, 1000, 3500, 3) == 2 && pace.n_ahead(4, 1000, 4500, 0) == 0);
-    REQUIRE(pace.n_ahead(6, 1000, 3500, 0) == 25 && pace.n_ahead(1, 1000, 3500, 0) == 55); // two gates later; and of the next token
-    REQUIRE(pace.n_behind(100000, 0) == 1 && pace.n_behind(100000, 1) == 0 && pace.n_ahead(4, 100000, 3000, 0) == 0); // longer than a gate: one by one, and not ahead
+    REQUIRE(pace.n_ahead(4, 1000, 3000, 0) == 10 && pace.n_ahead(4, 1000, 3500, 0) == 5
+            && pace.n_ahead(4, 1000, 3500, 3) == 2 && pace.n_ahead(4, 1000, 4500, 0) == 0);
+    // two gates later; and of the next token
+    REQUIRE(pace.n_ahead(6, 1000, 3500, 0) == 25 && pace.n_ahead(1, 1000, 3500, 0) == 55);
+    // longer than a gate: one by one, and not ahead
+    REQUIRE(pace.n_behind(100000, 0) == 1 && pace.n_behind(100000, 1) == 0 && pace.n_ahead(4, 100000, 3000, 0) == 0);
     pace.selected(0, 8, 16, 9000); // a batch of another size takes its own time
     REQUIRE(pace.n_behind(1000, 0) == 1 && pace.n_behind(1000, 1) == 0);
     pace.selected(1, 8, 16, 19000);
@@ -601,7 +629,8 @@ TEST(as_many_are_uploaded_as_end_in_time) {
     for (int i = 0; i < 2000; i++) {
         pace.selected(1, 8, 16, 19000);
     }
-    REQUIRE(pace.n_ahead(2, 1000000, 19000, 0) == 1 && pace.n_ahead(2, 1000000, 19000, 1) == 0); // what was measured long ago is measured again
+    // what was measured long ago is measured again
+    REQUIRE(pace.n_ahead(2, 1000000, 19000, 0) == 1 && pace.n_ahead(2, 1000000, 19000, 1) == 0);
 }
 
 TEST(uploads_are_bounded_by_time_unless_a_number_is_given) {
@@ -616,12 +645,13 @@ TEST(uploads_are_bounded_by_time_unless_a_number_is_given) {
 
 TEST(what_is_there_is_computed_before_what_is_uploaded_meanwhile) {
     device_store x(MOEOFF_DEVICE_REORDERED, 3, 0);
-    const int user = 0;
-    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_REORDERED && x.s.device_mode(x.g(), &user, 2, 2) == MOEOFF_DEVICE_OFF);
+    const int    user = 0;
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_REORDERED
+            && x.s.device_mode(x.g(), &user, 2, 2) == MOEOFF_DEVICE_OFF);
     REQUIRE(x.s.device_waves(x.g(), HIGH, 2, 1) == 2 && x.s.device_waves(x.g(), LOW, 2, 1) == 0);
     const auto compute = [&x](const std::vector<int32_t> & ids, const std::vector<bool> & is_there, bool ends = false) {
         std::vector<int32_t> slots(2), host(2), later(2);
-        const uint64_t n_writes = x.device->n_writes;
+        const uint64_t       n_writes = x.device->n_writes;
         choose(x.s, x.g(), ids, 2, { slots.data(), host.data() });
         REQUIRE(x.device->n_writes == n_writes); // the device begins first
         if (ends) {
@@ -630,7 +660,8 @@ TEST(what_is_there_is_computed_before_what_is_uploaded_meanwhile) {
         x.s.next_wave(x.g(), ids.data(), 2 * sizeof(int32_t), 1, 2, later.data());
         for (int k = 0; k < 2; k++) {
             REQUIRE((slots[k] < 3) == is_there[(size_t) k] && (later[k] < 3) == !is_there[(size_t) k]);
-            x.check(ids[(size_t) k], is_there[(size_t) k] ? slots[k] : later[k], 0); // the upload has not taken the other's slot
+            // the upload has not taken the other's slot
+            x.check(ids[(size_t) k], is_there[(size_t) k] ? slots[k] : later[k], 0);
         }
     };
     compute({ 0, 1 }, { false, false });
@@ -645,11 +676,11 @@ TEST(what_is_there_is_computed_before_what_is_uploaded_meanwhile) {
 }
 
 TEST(slots_may_have_priorities_of_their_own) {
-    device_store x(MOEOFF_DEVICE_COOPERATIVE, 1, 1, 3 * 2 * arena::slot_bytes(nbytes)); // three experts in memory
+    device_store  x(MOEOFF_DEVICE_COOPERATIVE, 1, 1, 3 * 2 * arena::slot_bytes(nbytes)); // three experts in memory
     float * const own = x.s.device_priorities();
     std::fill_n(x.s.priorities(), n_expert, 1.0f);
     x.s.priorities()[0] = 0.0f; // the lowest of host memory, the highest of the device
-    own[0] = 1.0f;
+    own[0]              = 1.0f;
     x.s.publish();
     x.event({ 0 });
     x.event({ 0 });
@@ -692,10 +723,12 @@ static void use_all(device_store & x, int n_rounds) {
 
 TEST(what_loses_its_slot_goes_back_to_memory) {
     const uint64_t expert = 2 * arena::slot_bytes(nbytes);
-    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 1, 5 * expert); // six experts: two there, and four here beside one that is on its way
+    // six experts: two there, and four here beside one that is on its way
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 1, 5 * expert);
     use_all(x, 4);
     const auto before = x.stats();
-    REQUIRE(before.device_downloads > 0 && before.device_bytes_down == before.device_downloads * nbytes && before.device_wait_ns == 0);
+    REQUIRE(before.device_downloads > 0 && before.device_bytes_down == before.device_downloads * nbytes
+            && before.device_wait_ns == 0);
     use_all(x, 20);
     const auto after = x.stats();
     REQUIRE(after.device_downloads > before.device_downloads && after.device_uploads > before.device_uploads);
@@ -728,7 +761,7 @@ TEST(what_loses_its_slot_evicts_only_what_ranks_lower) {
 
 TEST(one_user_has_the_device_and_a_batch_that_may_need_more_than_its_slots_does_not) {
     device_store x(MOEOFF_DEVICE_CENTRIC, 3, 0);
-    const int user = 0, other = 0;
+    const int    user = 0, other = 0;
     REQUIRE(x.s.device_mode(x.g(), nullptr, 2, 1) == MOEOFF_DEVICE_OFF);
     REQUIRE(x.s.device_mode(x.g(), &user, 2, 2) == MOEOFF_DEVICE_OFF); // four experts
     REQUIRE(x.s.device_mode(x.g(), &user, 3, 1) == MOEOFF_DEVICE_OFF); // more than slots of zeros
@@ -740,20 +773,22 @@ TEST(one_user_has_the_device_and_a_batch_that_may_need_more_than_its_slots_does_
 
 TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
     device_store x(MOEOFF_DEVICE_OFF, 0, 0);
-    slice_file other { 1 << 17 };
-    store s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size });
-    std::string error;
+    slice_file   other { 1 << 17 };
+    store        s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size });
+    std::string  error;
     REQUIRE(s.add_file(other.path, error) == 0);
     s.add_tensor(tensor_info(0, MOEOFF_MATRIX_UP, n_expert), false);
     std::vector<moeoff_source> sources;
     for (int e = 0; e < n_expert; e++) {
         sources.push_back({ 0, 1, (uint64_t) e * nbytes, nbytes, 0 });
     }
-    REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error) && s.set_limits(s.experts().arena_full(HIGH), 0, error));
-    s.set_reader(one_by_one([](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
-        message = "scripted";
-        return source.offset == 0 ? 5 : 0;
-    }));
+    REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error)
+            && s.set_limits(s.experts().arena_full(HIGH), 0, error));
+    s.set_reader(one_by_one(
+        [](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
+            message = "scripted";
+            return source.offset == 0 ? 5 : 0;
+        }));
     REQUIRE(s.start(error));
     s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::make_unique<fake_device>());
     int32_t slots[2], host[2];
@@ -764,7 +799,7 @@ TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
 }
 
 TEST(memory_is_pinned_and_unpinned_while_others_have_the_mutex) {
-    constexpr int n = 64;
+    constexpr int  n            = 64;
     const uint64_t default_page = arena::huge_page, default_chunk = arena::pin_bytes;
     arena::huge_page = 3 * page_size;
     arena::pin_bytes = 8 * page_size;
@@ -773,12 +808,13 @@ TEST(memory_is_pinned_and_unpinned_while_others_have_the_mutex) {
         store       s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
         std::string error;
         REQUIRE(s.add_file(file.path, error) == 0);
-        const tensor & t = *s.add_tensor(tensor_info(0, MOEOFF_MATRIX_UP, n), false);
+        const tensor &             t = *s.add_tensor(tensor_info(0, MOEOFF_MATRIX_UP, n), false);
         std::vector<moeoff_source> sources;
         for (int e = 0; e < n; e++) {
             sources.push_back({ 0, 1, (uint64_t) e * 20000, 20000, 0 });
         }
-        REQUIRE(s.set_sources(0, HIGH, sources.data(), n, error) && s.set_limits(s.experts().arena_full(HIGH), 0, error) && s.start(error));
+        REQUIRE(s.set_sources(0, HIGH, sources.data(), n, error) && s.set_limits(s.experts().arena_full(HIGH), 0, error)
+                && s.start(error));
         for (int32_t e = 0; e < n; e++) {
             const uint8_t high = HIGH;
             s.pin(t, &e, &high, 1);
@@ -787,8 +823,8 @@ TEST(memory_is_pinned_and_unpinned_while_others_have_the_mutex) {
         }
         auto          memory = std::make_unique<fake_device>();
         fake_device & device = *memory;
-        device.pins   = true;
-        device.on_pin = [&s] {
+        device.pins          = true;
+        device.on_pin        = [&s] {
             std::promise<void> is_free;
             std::thread([&] {
                 moeoff_stats stats;
@@ -800,7 +836,8 @@ TEST(memory_is_pinned_and_unpinned_while_others_have_the_mutex) {
         s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::move(memory));
         int32_t slots[2], host[2];
         choose(s, s.experts().gate_at(0), { 5, 9 }, 2, { slots, host });
-        REQUIRE(device.n_pinned == 2 && host[0] == -1 && device.read(0, HIGH_SLOTS, MOEOFF_MATRIX_UP, slots[0])[7] == byte_at(5 * 20000 + 7));
+        REQUIRE(device.n_pinned == 2 && host[0] == -1
+                && device.read(0, HIGH_SLOTS, MOEOFF_MATRIX_UP, slots[0])[7] == byte_at(5 * 20000 + 7));
         REQUIRE(s.set_limits(s.experts().arena_floor(HIGH), 0, error) && device.n_unpinned > 0);
     }
     arena::huge_page = default_page;
@@ -809,7 +846,7 @@ TEST(memory_is_pinned_and_unpinned_while_others_have_the_mutex) {
 
 TEST(who_waits_for_uploads_wakes_when_one_ends_after_the_stop) {
     uploader          uploads;
-    std::atomic<bool> drains {false};
+    std::atomic<bool> drains { false };
     uploads.start([&](gate &, const std::vector<upload> &) {
         while (!drains) {
             std::this_thread::yield();

@@ -13,8 +13,8 @@ using namespace moeoff;
 
 struct received {
     std::vector<uint64_t> seqs;
-    std::atomic<bool>     hold {false};    // the callback waits
-    std::atomic<bool>     inside {false};
+    std::atomic<bool>     hold { false };    // the callback waits
+    std::atomic<bool>     inside { false };
     int                   n_ends = 0;
     int                   n_rows = 0;
     std::string           thread;          // its name
@@ -53,16 +53,17 @@ static void on_gate(const moeoff_gate_event * e, void * user) {
 }
 
 // an event whose rows are wider than what counts
-static void post(event_driver & driver, uint64_t seq, int32_t n_tokens, int32_t n_embd, int32_t row_step = 1, int32_t n_expert = 0) {
-    constexpr int32_t n_used = 3, row = 5;
+static void post(
+    event_driver & driver, uint64_t seq, int32_t n_tokens, int32_t n_embd, int32_t row_step = 1, int32_t n_expert = 0) {
+    constexpr int32_t    n_used = 3, row = 5;
     std::vector<int32_t> ids((size_t) (n_tokens * row), -1);
-    std::vector<float>   weights((size_t) (n_tokens * row * 2), -1.0f), input((size_t) (n_tokens * (n_embd + 1)), -1.0f),
-                         logits((size_t) (n_tokens * (n_expert + 2)), -1.0f);
+    std::vector<float> weights((size_t) (n_tokens * row * 2), -1.0f), input((size_t) (n_tokens * (n_embd + 1)), -1.0f),
+        logits((size_t) (n_tokens * (n_expert + 2)), -1.0f);
     std::vector<uint8_t> versions;
     for (int32_t t = 0; t < n_tokens; t++) {
         for (int32_t k = 0; k < n_used; k++) {
-            ids[(size_t) (t * row + k)]           = t * 10 + k;
-            weights[(size_t) (t * row + k) * 2]   = (float) (t + k);
+            ids[(size_t) (t * row + k)]         = t * 10 + k;
+            weights[(size_t) (t * row + k) * 2] = (float) (t + k);
             versions.push_back((uint8_t) ((t + k) % 3));
         }
         for (int32_t i = 0; i < n_embd; i++) {
@@ -73,20 +74,20 @@ static void post(event_driver & driver, uint64_t seq, int32_t n_tokens, int32_t 
         }
     }
     moeoff_gate_event e = {};
-    e.seq      = seq;
-    e.n_tokens = n_tokens;
-    e.n_used   = n_used;
-    e.n_embd   = n_embd;
-    e.ids        = ids.data();
-    e.weights    = weights.data();
-    e.gate_input = n_embd ? input.data() : nullptr;
-    e.n_expert   = n_expert;
-    e.row_step   = row_step;
-    e.n_rows     = (n_tokens + row_step - 1) / row_step;
-    e.logits     = n_expert ? logits.data() : nullptr;
-    e.versions   = versions.data();
-    driver.post(e, { row * sizeof(int32_t), row * 2 * sizeof(float), 2 * sizeof(float), (size_t) (n_embd + 1) * sizeof(float),
-                     (size_t) (n_expert + 2) * sizeof(float) });
+    e.seq               = seq;
+    e.n_tokens          = n_tokens;
+    e.n_used            = n_used;
+    e.n_embd            = n_embd;
+    e.ids               = ids.data();
+    e.weights           = weights.data();
+    e.gate_input        = n_embd ? input.data() : nullptr;
+    e.n_expert          = n_expert;
+    e.row_step          = row_step;
+    e.n_rows            = (n_tokens + row_step - 1) / row_step;
+    e.logits            = n_expert ? logits.data() : nullptr;
+    e.versions          = versions.data();
+    driver.post(e, { row * sizeof(int32_t), row * 2 * sizeof(float), 2 * sizeof(float),
+                       (size_t) (n_embd + 1) * sizeof(float), (size_t) (n_expert + 2) * sizeof(float) });
 }
 
 TEST(events_arrive_in_order_and_dense) {
@@ -94,7 +95,8 @@ TEST(events_arrive_in_order_and_dense) {
     event_driver driver;
     driver.start(on_gate, &r, 1500);
     for (uint64_t seq = 0; seq < 2000; seq++) {
-        post(driver, seq, 1 + (int32_t) (seq % 4), (int32_t) (seq % 3) * 7, 1 + (int32_t) (seq % 2), (int32_t) (seq % 5));
+        post(driver, seq, 1 + (int32_t) (seq % 4), (int32_t) (seq % 3) * 7, 1 + (int32_t) (seq % 2),
+            (int32_t) (seq % 5));
         if (seq % 4 == 3) {
             driver.drain();
         }

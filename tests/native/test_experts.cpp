@@ -1,4 +1,5 @@
-// The expert as the unit: one slot, evicted whole, wanted until the last op of its block; read and waited for matrix by matrix.
+// The expert as the unit: one slot, evicted whole, wanted until the last op of its block; read and waited for matrix by
+// matrix.
 
 #include "check.h"
 #include "slice_file.h"
@@ -15,26 +16,28 @@ using namespace moeoff;
 
 static constexpr int      n_expert = 5;
 static constexpr uint64_t nbytes   = 5000;
-static constexpr std::array<int32_t, 3> used { MOEOFF_MATRIX_GATE, MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }; // as a graph does
+// as a graph does
+static constexpr std::array<int32_t, 3> used { MOEOFF_MATRIX_GATE, MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN };
 
-// One layer of three matrices, added in an order of their own, each tensor in one piece or an expert's matrices side by side. A read waits until its
-// matrix is released
+// One layer of three matrices, added in an order of their own, each tensor in one piece or an expert's matrices side by
+// side. A read waits until its matrix is released
 struct one_layer {
-    slice_file file { 1 << 17 };
-    store      s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
+    slice_file                                     file { 1 << 17 };
+    store                                          s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
     std::array<std::atomic<bool>, MOEOFF_N_MATRIX> released {};
     std::array<const tensor *, MOEOFF_N_MATRIX>    tensors {};
-    std::mutex       mutex;
-    std::vector<int> reads; // matrix * n_expert + expert
-    std::vector<int> calls; // slices of each
+    std::mutex                                     mutex;
+    std::vector<int>                               reads; // matrix * n_expert + expert
+    std::vector<int>                               calls; // slices of each
 
     explicit one_layer(int n_slots, bool release = true, bool side_by_side = false) {
         const auto offset_of = [=](int32_t matrix, int e) {
             const auto place = std::find(used.begin(), used.end(), matrix) - used.begin();
-            return side_by_side ? ((uint64_t) e * used.size() + (uint64_t) place) * page_ceil(nbytes) : (uint64_t) (matrix * n_expert + e) * nbytes;
+            return side_by_side ? ((uint64_t) e * used.size() + (uint64_t) place) * page_ceil(nbytes)
+                                : (uint64_t) (matrix * n_expert + e) * nbytes;
         };
         std::map<uint64_t, int> number_at;
-        std::string error;
+        std::string             error;
         REQUIRE(s.add_file(file.path, error) == 0);
         for (const int32_t matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN, MOEOFF_MATRIX_GATE }) {
             tensors[(size_t) matrix] = s.add_tensor(tensor_info(0, matrix, n_expert), false);
@@ -49,7 +52,8 @@ struct one_layer {
         const uint64_t slot = 3 * arena::slot_bytes(nbytes);
         REQUIRE(s.experts().arena_floor(HIGH) == 2 * slot && s.experts().arena_full(HIGH) == n_expert * slot);
         REQUIRE(s.set_limits((uint64_t) n_slots * slot, 0, error));
-        s.set_reader([this, number_at, plain = s.reader()](const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
+        s.set_reader([this, number_at, plain = s.reader()](const slice_target * slices, int n,
+                         const std::atomic<bool> * cancel, bool & direct, std::string & message) {
             for (int i = 0; i < n; i++) {
                 const int number = number_at.at(slices[i].source->offset);
                 {
@@ -69,9 +73,13 @@ struct one_layer {
 
     void event(std::vector<int32_t> ids) {
         std::vector<float> weights(ids.size(), 1.0f);
-        moeoff_gate_event e = {};
-        e.n_tokens = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
-        s.gate_event(s.experts().gate_at(0), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float) });
+        moeoff_gate_event  e = {};
+        e.n_tokens           = 1;
+        e.n_used             = (int32_t) ids.size();
+        e.ids                = ids.data();
+        e.weights            = weights.data();
+        s.gate_event(
+            s.experts().gate_at(0), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float) });
     }
 
     void compute(int32_t matrix, const std::vector<int32_t> & ids) {
@@ -80,9 +88,10 @@ struct one_layer {
         for (size_t i = 0; i < ids.size(); i++) {
             items[i].expert  = ids[i];
             items[i].version = HIGH;
-            items[i].n_rows  = items[i].n_parts = 1;
+            items[i].n_rows = items[i].n_parts = 1;
         }
-        op_run run(s, *tensors[(size_t) matrix], graph_of_this_thread(), items.data(), ids.data(), versions.data(), (int32_t) ids.size(), 1);
+        op_run run(s, *tensors[(size_t) matrix], graph_of_this_thread(), items.data(), ids.data(), versions.data(),
+            (int32_t) ids.size(), 1);
         run.compute(0, [&](const op_item &, const slice & sl, const uint8_t * data, int32_t) {
             REQUIRE(data && sl.matrix == matrix);
             for (uint64_t b = 0; b < nbytes; b++) {
@@ -99,7 +108,9 @@ struct one_layer {
         }
     }
 
-    slice_state state(int32_t matrix, int32_t expert) const { return state_of(s.at(*tensors[(size_t) matrix], expert, HIGH)); }
+    slice_state state(int32_t matrix, int32_t expert) const {
+        return state_of(s.at(*tensors[(size_t) matrix], expert, HIGH));
+    }
 
     // of all matrices, if they have the same
     slice_state state(int32_t expert) const {
@@ -147,7 +158,8 @@ TEST(only_what_is_asked_for_is_read_with_it) {
     one_layer x(n_expert, false, true);
     x.released[MOEOFF_MATRIX_UP] = true;
     x.compute(MOEOFF_MATRIX_UP, { 2 }); // of which no gate event has told
-    REQUIRE((x.calls == std::vector<int> { 1 }) && x.state(MOEOFF_MATRIX_GATE, 2) == ABSENT && x.state(MOEOFF_MATRIX_DOWN, 2) == ABSENT);
+    REQUIRE((x.calls == std::vector<int> { 1 }) && x.state(MOEOFF_MATRIX_GATE, 2) == ABSENT
+            && x.state(MOEOFF_MATRIX_DOWN, 2) == ABSENT);
 }
 
 TEST(an_op_waits_for_its_own_matrix_alone) {
@@ -189,25 +201,29 @@ TEST(an_expert_is_wanted_until_the_last_op_of_its_block) {
     REQUIRE(x.state(0) == ABSENT && x.state(1) == READY && x.state(2) == READY);
 }
 
-// All of an event's experts but one take turns in one slot, matrix by matrix, and what is read ahead of its op stays for it
+// All of an event's experts but one take turns in one slot, matrix by matrix, and what is read ahead of its op stays
+// for it
 TEST(the_smallest_arena_computes_a_layer_of_many_experts) {
     one_layer x(2);
     for (int i = 0; i < 20; i++) {
         x.compute_all({ 0, 1, 2, 3, 4 });
     }
-    REQUIRE(x.stats().reads <= 20 * 15 * 3 / 2 && x.stats().read_errors == 0); // but for what was read ahead of the first op: the more, the later that began
+    // but for what was read ahead of the first op: the more, the later that began
+    REQUIRE(x.stats().reads <= 20 * 15 * 3 / 2 && x.stats().read_errors == 0);
 }
 
 TEST(a_limit_of_prefetched_slices_takes_whole_experts) {
-    one_layer x(n_expert, false);
+    one_layer     x(n_expert, false);
     const int32_t guess[] = { 4, 2, 0 };
     REQUIRE(x.s.prefetch(0, guess, 3, 3, ~0u, HIGH, true, 4) == 4);
-    REQUIRE(x.state(MOEOFF_MATRIX_GATE, 4) != ABSENT && x.state(MOEOFF_MATRIX_UP, 4) == QUEUED && x.state(MOEOFF_MATRIX_DOWN, 4) == QUEUED);
+    REQUIRE(x.state(MOEOFF_MATRIX_GATE, 4) != ABSENT && x.state(MOEOFF_MATRIX_UP, 4) == QUEUED
+            && x.state(MOEOFF_MATRIX_DOWN, 4) == QUEUED);
     REQUIRE(x.state(MOEOFF_MATRIX_GATE, 2) == QUEUED && x.state(MOEOFF_MATRIX_UP, 2) == ABSENT && x.state(0) == ABSENT);
     REQUIRE(x.stats().arena_committed == 2 * 3 * arena::slot_bytes(nbytes));
     wait_until([&] { return x.state(MOEOFF_MATRIX_GATE, 4) == LOADING; });
     x.event({ 1 });
-    REQUIRE(x.state(MOEOFF_MATRIX_UP, 4) == ABSENT && x.state(2) == ABSENT && x.stats().prefetch_dropped == 3); // all but what is being read
+    // all but what is being read
+    REQUIRE(x.state(MOEOFF_MATRIX_UP, 4) == ABSENT && x.state(2) == ABSENT && x.stats().prefetch_dropped == 3);
     for (auto & r : x.released) {
         r = true;
     }
@@ -216,8 +232,8 @@ TEST(a_limit_of_prefetched_slices_takes_whole_experts) {
 }
 
 TEST(a_simulation_reads_what_the_store_would_read) {
-    simulation  s;
-    std::string error;
+    simulation                      s;
+    std::string                     error;
     std::vector<moeoff_tensor_info> tensors;
     for (int32_t gate = 0; gate < 2; gate++) {
         for (const int32_t matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
@@ -229,7 +245,7 @@ TEST(a_simulation_reads_what_the_store_would_read) {
     REQUIRE(s.start(tensors.data(), (int32_t) tensors.size(), 3 * 2 * arena::slot_bytes(nbytes), error));
     std::vector<float>         priorities(2 * n_expert, 0.0f);
     const std::vector<int32_t> first { 0, 1 }, second { 2, 3 }, all { 4, 3, 2, 1, 0 };
-    const auto content = [&] {
+    const auto                 content = [&] {
         std::vector<uint8_t> out(2 * n_expert);
         s.residency(out.data());
         std::vector<int> in;
@@ -244,7 +260,11 @@ TEST(a_simulation_reads_what_the_store_would_read) {
     const auto take = [&](int32_t gate, const std::vector<int32_t> & ids, float tau = 0.0f) {
         std::vector<float> weights(ids.size(), 0.25f);
         moeoff_gate_event  e = {};
-        e.gate = gate; e.n_tokens = e.decode = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
+        e.gate               = gate;
+        e.n_tokens = e.decode    = 1;
+        e.n_used                 = (int32_t) ids.size();
+        e.ids                    = ids.data();
+        e.weights                = weights.data();
         const uint64_t n_evicted = s.take(e, priorities.data(), tau);
         REQUIRE(e.n_hit + e.n_miss == (tau > 0.0f ? 2 : 2 * e.n_used) && (e.versions != nullptr) == (tau > 0.0f));
         return n_evicted;
@@ -255,8 +275,8 @@ TEST(a_simulation_reads_what_the_store_would_read) {
     // more than fit: each takes the place of what is computed before it, of equals of the one used longest ago
     REQUIRE(take(1, all) == 2 * 3 && content().size() == 3);
     const std::vector<int> before = content();
-    const int32_t there = before[0] - n_expert;
-    int32_t       gone  = 0;
+    const int32_t          there  = before[0] - n_expert;
+    int32_t                gone   = 0;
     while (std::find(before.begin(), before.end(), n_expert + gone) != before.end()) {
         gone++;
     }

@@ -1,4 +1,5 @@
-// Copies of a process (fork) and what outlives a buffer: nobody waits for threads that are not there, and nothing is touched that is gone.
+// Copies of a process (fork) and what outlives a buffer: nobody waits for threads that are not there, and nothing is
+// touched that is gone.
 
 #include "check.h"
 #include "slice_file.h"
@@ -68,7 +69,7 @@ static bool ends_in_a_copy(const std::function<bool()> & what) {
 
 TEST(a_copy_of_the_process_frees_a_buffer_whatever_its_threads_did) {
     small_buffer      x;
-    std::atomic<bool> ends {false};
+    std::atomic<bool> ends { false };
     std::thread       busy([&] {
         for (int e = 0; !ends; e = (e + 1) % n_expert) {
             x.compute(e);
@@ -92,8 +93,8 @@ TEST(a_graph_in_a_copy_of_the_process_ends_and_says_why) {
     REQUIRE(x.s.started() && !x.s.is_copy() && !moeoff_should_abort(x.eb));
     REQUIRE(ends_in_a_copy([&] {
         char message[256] = "";
-        return x.s.is_copy() && !x.s.started() && moeoff_should_abort(x.eb) && moeoff_take_error(x.eb, message, sizeof(message)) == 1 &&
-               strstr(message, "another process");
+        return x.s.is_copy() && !x.s.started() && moeoff_should_abort(x.eb)
+               && moeoff_take_error(x.eb, message, sizeof(message)) == 1 && strstr(message, "another process");
     }));
     REQUIRE(x.s.started() && !moeoff_should_abort(x.eb));
     moeoff_expert_buffer_free(x.eb);

@@ -1,5 +1,6 @@
-"""MUL_MAT_ID on experts that an expert buffer serves from a file, against ggml's own on the same bytes in memory: equal
-bit for bit, whatever is resident."""
+"""MUL_MAT_ID on experts that an expert buffer serves from a file, against ggml's own on
+the same bytes in memory: equal bit for bit, whatever is resident.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +26,18 @@ from moeoff.llamacpp import native
 
 TYPES = quantizable_types()
 Q8_0, Q4_K = type_from_name("Q8_0"), type_from_name("Q4_K")
-ROW_KERNELS = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "Q4_0", "IQ4_NL", "MXFP4", "Q5_0", "Q8_0")  # where the processor has them
+# where the processor has them
+ROW_KERNELS = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "Q4_0", "IQ4_NL", "MXFP4", "Q5_0", "Q8_0")
 
 
-def pair(tmp_path: Path, type: int, rng: np.random.Generator, **options) -> tuple[CpuTensor, BufferTensor]:
+def pair(
+    tmp_path: Path, type: int, rng: np.random.Generator, **options
+) -> tuple[CpuTensor, BufferTensor]:
     shape = options.get("shape", (N_COLS, N_ROWS))
     data = random_experts(type, (N_EXPERT, *shape[::-1]), rng)
-    return CpuTensor(data, type, shape), BufferTensor(tmp_path / "experts", list(data), [type] * N_EXPERT, **options)
+    return CpuTensor(data, type, shape), BufferTensor(
+        tmp_path / "experts", list(data), [type] * N_EXPERT, **options
+    )
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -69,8 +75,21 @@ def test_one_wrong_bit_is_noticed(tmp_path, backend):
 
 
 def test_the_list_of_types_is_not_empty_by_accident():
-    assert {"F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q6_K", "IQ1_S", "IQ4_XS", "TQ1_0", "MXFP4"} <= set(TYPES)
-    assert len({activation_type(t) for t in TYPES.values() if has_cpu_kernel(t)}) >= 4  # F32, F16, Q8_0, Q8_K and more
+    assert {
+        "F32",
+        "F16",
+        "BF16",
+        "Q4_0",
+        "Q8_0",
+        "Q2_K",
+        "Q6_K",
+        "IQ1_S",
+        "IQ4_XS",
+        "TQ1_0",
+        "MXFP4",
+    } <= set(TYPES)
+    # F32, F16, Q8_0, Q8_K and more
+    assert len({activation_type(t) for t in TYPES.values() if has_cpu_kernel(t)}) >= 4
 
 
 @pytest.mark.parametrize("shape", [(256, 1), (256, 15), (512, 64), (1024, 65), (256, 200)], ids=str)
@@ -86,14 +105,21 @@ def test_shapes(name, shape, tmp_path, backend):
 
 
 SMALL = [(512, n_rows) for n_rows in (1, 2, 3, 5, 11, 34)]
-LARGER = [(256, 1), (256, 7), (512, 65), (768, 130), (256, 1027), (2048, 258)]  # from 1024 rows on a single token's are dealt in chunks of 64, too
+# from 1024 rows on a single token's are dealt in chunks of 64, too
+LARGER = [(256, 1), (256, 7), (512, 65), (768, 130), (256, 1027), (2048, 258)]
 
 
-@pytest.mark.parametrize("shape", [*SMALL, (96, 23), *(pytest.param(shape, marks=pytest.mark.slow) for shape in LARGER)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [*SMALL, (96, 23), *(pytest.param(shape, marks=pytest.mark.slow) for shape in LARGER)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ROW_KERNELS)
 def test_rows_that_four_does_not_divide(name, shape, tmp_path, backend):
-    """By one to four threads, of one token and of several: also a thread's share of less than four rows, columns that four do not divide, and rows of an odd
-    number of blocks."""
+    """By one to four threads, of one token and of several: also a thread's share of
+    less than four rows, columns that four do not divide, and rows of an odd number of
+    blocks.
+    """
     if shape[0] < 256 and name.endswith("_K"):
         return
     rng = np.random.default_rng(shape[1])
@@ -115,16 +141,29 @@ def test_operand_layouts(name, padded_rows, padded_ids, n_rows_in, tmp_path, bac
     plain, reserved = pair(tmp_path, TYPES[name], rng)
     with plain, reserved:
         for n_tokens in (1, 8, 33):
-            with Op(plain, reserved, n_tokens=n_tokens, n_rows_in=n_rows_in, padded_ids=padded_ids, padded_rows=padded_rows) as op:
+            with Op(
+                plain,
+                reserved,
+                n_tokens=n_tokens,
+                n_rows_in=n_rows_in,
+                padded_ids=padded_ids,
+                padded_rows=padded_rows,
+            ) as op:
                 for n_threads in (1, 2, 4):
                     op.assert_equal(backend, rng, n_threads)
         assert reserved.buffer.stats().evictions > 0
 
 
-@pytest.mark.parametrize("names", [("Q8_0", "Q4_K", "F16"), ("F32", "BF16", "IQ2_XXS", "Q4_1"), ("F16", "F16", "Q5_K")], ids="-".join)
+@pytest.mark.parametrize(
+    "names",
+    [("Q8_0", "Q4_K", "F16"), ("F32", "BF16", "IQ2_XXS", "Q4_1"), ("F16", "F16", "Q5_K")],
+    ids="-".join,
+)
 @pytest.mark.parametrize("n_none", [0, 2, N_EXPERT - 1])
 def test_mixed_types_and_none(names, n_none, tmp_path, backend):
-    """Experts of several types in one tensor: each row is what a plain tensor of its expert's type gives; none gives 0."""
+    """Experts of several types in one tensor: each row is what a plain tensor of its
+    expert's type gives; none gives 0.
+    """
     rng = np.random.default_rng(3)
     weights = rng.standard_normal((N_EXPERT, N_ROWS, N_COLS), np.float32)
     types = [TYPES[name] for name in names]
@@ -135,7 +174,9 @@ def test_mixed_types_and_none(names, n_none, tmp_path, backend):
     assert len({activation_type(t) for t in types}) >= 2
     with contextlib.ExitStack() as stack:
         plains = [stack.enter_context(CpuTensor(data[t], t)) for t in data]
-        reserved = stack.enter_context(BufferTensor(tmp_path / "experts", slices, type_of.tolist(), n_slots=2))
+        reserved = stack.enter_context(
+            BufferTensor(tmp_path / "experts", slices, type_of.tolist(), n_slots=2)
+        )
         for n_tokens in (1, 8, 40):
             for n_rows_in in (1, N_USED):
                 with Op(*plains, reserved, n_tokens=n_tokens, n_rows_in=n_rows_in) as op:
@@ -145,8 +186,11 @@ def test_mixed_types_and_none(names, n_none, tmp_path, backend):
                         for i, t in enumerate(data):
                             out = op.compute(backend, i, n_threads)
                             expected[row_types == t] = out[row_types == t]
-                        np.testing.assert_array_equal(op.compute(backend, len(plains), n_threads), expected)
-        assert (reserved.buffer.stats().evictions > 0) == (n_none < N_EXPERT - 1)  # one expert has room, and some tokens have none
+                        np.testing.assert_array_equal(
+                            op.compute(backend, len(plains), n_threads), expected
+                        )
+        # one expert has room, and some tokens have none
+        assert (reserved.buffer.stats().evictions > 0) == (n_none < N_EXPERT - 1)
 
 
 @pytest.mark.parametrize("name", ["F32", "Q4_K"])
@@ -182,20 +226,28 @@ def test_resizing_with_classes_of_different_sizes(tmp_path, backend):
     weights = rng.standard_normal((N_EXPERT, N_ROWS, N_COLS), np.float32)
     data = {t: quantized(weights, t) for t in set(types)}
     slices = [data[t][e] for e, t in enumerate(types)]
-    with CpuTensor(data[F32], F32) as f32, CpuTensor(data[Q4_K], Q4_K) as q4_k, BufferTensor(tmp_path / "experts", slices, types, n_slots=2) as reserved:
+    with (
+        CpuTensor(data[F32], F32) as f32,
+        CpuTensor(data[Q4_K], Q4_K) as q4_k,
+        BufferTensor(tmp_path / "experts", slices, types, n_slots=2) as reserved,
+    ):
         with Op(f32, q4_k, reserved, n_tokens=12) as op:
             for n_slots in (2, 4.5, 2.25, 3, 2, 8):
                 reserved.buffer.set_cache_bytes(int(n_slots * reserved.slot))
                 for _ in range(4):
                     is_f32 = op.choose(rng) % 2 == 0
-                    expected = np.where(is_f32[:, :, None], op.compute(backend, 0), op.compute(backend, 1))
+                    expected = np.where(
+                        is_f32[:, :, None], op.compute(backend, 0), op.compute(backend, 1)
+                    )
                     np.testing.assert_array_equal(op.compute(backend, 2), expected)
                     stats = reserved.buffer.stats()
                     assert stats.arena_committed <= stats.cache_bytes
 
 
 def test_cancelled(tmp_path, backend):
-    """What is cancelled ends without what is not there, and is nobody's error; then all is as before."""
+    """What is cancelled ends without what is not there, and is nobody's error; then all
+    is as before.
+    """
     rng = np.random.default_rng(14)
     plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=2)
     buffer = reserved.buffer
@@ -213,7 +265,9 @@ def test_cancelled(tmp_path, backend):
 
 @pytest.mark.parametrize("direct_io", [True, False])
 def test_read_error_and_recovery(direct_io, tmp_path, backend):
-    """A file cut off under the buffer ends the graph with a message; once it is whole again, so are the results."""
+    """A file cut off under the buffer ends the graph with a message; once it is whole
+    again, so are the results.
+    """
     rng = np.random.default_rng(13)
     plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=2, direct_io=direct_io)
     buffer = reserved.buffer
@@ -233,7 +287,9 @@ def test_read_error_and_recovery(direct_io, tmp_path, backend):
                 buffer.check()
             offsets = [str(s.offset) for s in reserved.sources[2:]]
             assert str(reserved.path) in str(error.value) and "truncated" in str(error.value)
-            assert any(f"at offset {offset} " in str(error.value) for offset in offsets), str(error.value)
+            assert any(f"at offset {offset} " in str(error.value) for offset in offsets), str(
+                error.value
+            )
             assert not native.should_abort(buffer.handle)
             buffer.check()  # taken: nothing is left
         assert buffer.stats().read_errors >= 3

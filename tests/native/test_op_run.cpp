@@ -17,13 +17,13 @@ static constexpr uint64_t nbytes    = 5000;
 
 // One matrix of one layer; a read waits until its expert is released
 struct one_matrix {
-    slice_file file { 1 << 16 };
-    store      s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 2, 0, page_size } };
+    slice_file                              file { 1 << 16 };
+    store                                   s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 2, 0, page_size } };
     std::array<std::atomic<bool>, n_expert> released {};
-    const tensor * t = nullptr;
-    std::vector<op_item> items { n_expert };
+    const tensor *                          t = nullptr;
+    std::vector<op_item>                    items { n_expert };
     std::array<std::array<std::atomic<int>, n_threads>, n_expert> by {}; // thread that computed each part, from 1 on
-    std::unique_ptr<op_run> run;
+    std::unique_ptr<op_run>                                       run;
 
     explicit one_matrix(uint64_t arena_slots) {
         std::string error;
@@ -35,10 +35,11 @@ struct one_matrix {
         }
         REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
         REQUIRE(s.set_limits(arena_slots * arena::slot_bytes(nbytes), 0, error));
-        s.set_reader(one_by_one([this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
-            wait_until([&] { return released[source.offset / nbytes].load(); });
-            return 0;
-        }));
+        s.set_reader(one_by_one(
+            [this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
+                wait_until([&] { return released[source.offset / nbytes].load(); });
+                return 0;
+            }));
         REQUIRE(s.start(error));
     }
 
@@ -53,7 +54,8 @@ struct one_matrix {
                 thread = 0;
             }
         }
-        run = std::make_unique<op_run>(s, *t, graph_of_this_thread(), items.data(), experts.data(), versions.data(), (int32_t) experts.size(), n_threads);
+        run = std::make_unique<op_run>(s, *t, graph_of_this_thread(), items.data(), experts.data(), versions.data(),
+            (int32_t) experts.size(), n_threads);
     }
 
     std::vector<std::thread> compute() {
@@ -140,9 +142,9 @@ TEST(an_op_that_waits_has_nothing_pinned_but_what_it_waits_for) {
 TEST(a_prefetch_that_nobody_waits_for_wakes_nobody) {
     one_matrix x(n_expert);
     x.begin({ 0 });
-    auto threads = x.compute();
-    const uint32_t before = x.s.generation();
-    const int32_t guess[] = { 3, 4 };
+    auto           threads = x.compute();
+    const uint32_t before  = x.s.generation();
+    const int32_t  guess[] = { 3, 4 };
     x.released[3] = x.released[4] = true;
     REQUIRE(x.s.prefetch(0, guess, 2, 2, ~0u, HIGH, true, -1) == 2);
     wait_until([&] { return x.s.at(*x.t, 3, HIGH).settled() && x.s.at(*x.t, 4, HIGH).settled(); });
@@ -176,20 +178,20 @@ TEST(a_cancelled_op_ends_though_its_read_hangs) {
 
 // More ops than there are places for at once: their threads are still woken
 TEST(any_number_of_ops_computes_at_once) {
-    one_matrix x(n_expert);
-    constexpr int n_ops = 40;
+    one_matrix                        x(n_expert);
+    constexpr int                     n_ops = 40;
     std::vector<std::vector<op_item>> items(n_ops);
-    std::vector<std::thread> threads;
-    std::atomic<int> n_computed { 0 };
+    std::vector<std::thread>          threads;
+    std::atomic<int>                  n_computed { 0 };
     for (int i = 0; i < n_ops; i++) {
         threads.emplace_back([&, i] {
-            items[(size_t) i] = std::vector<op_item>(2);
-            const int32_t experts[] = { i % n_expert, (i + 1) % n_expert };
+            items[(size_t) i]        = std::vector<op_item>(2);
+            const int32_t experts[]  = { i % n_expert, (i + 1) % n_expert };
             const uint8_t versions[] = { HIGH, HIGH };
             for (int k = 0; k < 2; k++) {
                 op_item & item = items[(size_t) i][(size_t) k];
-                item.expert  = experts[k];
-                item.version = HIGH;
+                item.expert    = experts[k];
+                item.version   = HIGH;
                 item.n_rows = item.n_parts = 1;
             }
             op_run op(x.s, *x.t, graph_of_this_thread(), items[(size_t) i].data(), experts, versions, 2, 1);
@@ -211,13 +213,13 @@ TEST(any_number_of_ops_computes_at_once) {
 }
 
 TEST(no_thread_sleeps_through_a_change) {
-    event_count count;
+    event_count      count;
     std::atomic<int> n_made { 0 }, n_taken { 0 };
-    constexpr int n = 20000;
-    const auto take = [&] {
+    constexpr int    n    = 20000;
+    const auto       take = [&] {
         while (true) {
             const uint32_t seen = count.now();
-            int made = n_made, taken = n_taken;
+            int            made = n_made, taken = n_taken;
             while (taken < made && !n_taken.compare_exchange_weak(taken, taken + 1)) {
             }
             if (taken == n) {

@@ -27,8 +27,8 @@ void read_at(read_depth & depth, int64_t & now, int n, double rate) {
     }
 }
 
-// A disk whose reads share one rate and have another at most (bytes per ns), while their number changes. Most are prefetches; the others are as many as
-// threads are there, or as may read
+// A disk whose reads share one rate and have another at most (bytes per ns), while their number changes. Most are
+// prefetches; the others are as many as threads are there, or as may read
 void watch(read_depth & depth, double & now, double rate, double of_one, int n_threads, bool follows) {
     struct read {
         read_depth::start began;
@@ -43,14 +43,16 @@ void watch(read_depth & depth, double & now, double rate, double of_one, int n_t
             wanted = 1 + random() % (unsigned) n_threads;
         }
         const bool is_demanded = random() % 4 == 0;
-        while (under_way.size() < wanted && (is_demanded ? !follows || depth.now() < depth.limit() : depth.has_room())) {
+        while (
+            under_way.size() < wanted && (is_demanded ? !follows || depth.now() < depth.limit() : depth.has_room())) {
             const uint64_t nbytes = (1 + random() % 16) << 16;
             under_way.push_back({ depth.begin((int64_t) now), (double) nbytes, nbytes });
         }
         if (under_way.empty()) {
             continue;
         }
-        const auto first = std::min_element(under_way.begin(), under_way.end(), [](const read & a, const read & b) { return a.left < b.left; });
+        const auto first = std::min_element(
+            under_way.begin(), under_way.end(), [](const read & a, const read & b) { return a.left < b.left; });
         const read ended = *first;
         now += ended.left / std::min(of_one, rate / (double) under_way.size());
         under_way.erase(first);
@@ -71,7 +73,8 @@ int enough_of(double rate, double of_one, int n_threads) {
     return depth.enough();
 }
 
-// A disk with a clock of its own, so that a busy machine does not change its rates. Its reads share one rate, or each has its own.
+// A disk with a clock of its own, so that a busy machine does not change its rates. Its reads share one rate, or each
+// has its own.
 class disk {
   public:
     void read(bool shares_rate) {
@@ -85,8 +88,8 @@ class disk {
         n_under_way--;
     }
 
-    std::atomic<int>     n_under_way {0}, most {0}; // reads
-    std::atomic<int64_t> ns {0};
+    std::atomic<int>     n_under_way { 0 }, most { 0 }; // reads
+    std::atomic<int64_t> ns { 0 };
 };
 
 } // namespace
@@ -133,7 +136,7 @@ TEST(reads_of_any_size_that_come_and_go_tell_what_a_disk_shares) {
 
 TEST(as_many_threads_read_as_the_disk_gains_from) {
     read_depth depth;
-    double     now = 0;
+    double     now      = 0;
     const auto limit_of = [&](double rate, double of_one) {
         for (const int again : { 0, 1 }) { // what is seldom so deep is forgotten late
             (void) again;
@@ -150,13 +153,13 @@ TEST(as_many_threads_read_as_the_disk_gains_from) {
 
 TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {
     constexpr int      n_expert = 64, n_threads = 4;
-    constexpr uint64_t nbytes   = 5000;
+    constexpr uint64_t nbytes = 5000;
     for (const bool is_shared : { true, false }) {
         slice_file  file { n_expert * nbytes };
         store       s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, n_threads, 0, page_size });
         std::string error;
         REQUIRE(s.add_file(file.path, error) == 0);
-        const tensor * t = s.add_tensor(tensor_info(0, MOEOFF_MATRIX_UP, n_expert), false);
+        const tensor *             t = s.add_tensor(tensor_info(0, MOEOFF_MATRIX_UP, n_expert), false);
         std::vector<moeoff_source> sources;
         std::vector<int32_t>       experts;
         for (int e = 0; e < n_expert; e++) {
@@ -165,7 +168,7 @@ TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {
         }
         REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
         REQUIRE(s.set_limits(s.experts().arena_full(HIGH), 0, error));
-        disk d;
+        disk       d;
         const auto reader = [&](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
             d.read(is_shared);
             return 0;
@@ -174,7 +177,8 @@ TEST(prefetches_wait_while_the_disk_gains_nothing_from_more_reads) {
         REQUIRE(s.start(error));
         const auto read = [&](const int32_t * e, int32_t n) {
             REQUIRE(s.prefetch(0, e, n, n, ~0u, HIGH, false, -1) == n);
-            wait_until([&] { return std::all_of(e, e + n, [&](int32_t one) { return s.at(*t, one, HIGH).is_ready(); }); });
+            wait_until(
+                [&] { return std::all_of(e, e + n, [&](int32_t one) { return s.at(*t, one, HIGH).is_ready(); }); });
         };
         for (int round = 0; round < 50 && !(round > 2 && (d.most <= 2) == is_shared); round++) {
             for (int32_t e = 0; e < 16; e++) {

@@ -40,7 +40,7 @@ TEST(a_queue_keeps_the_order_of_each_level) {
         const uint32_t i = rng() % n_slices;
         if (level_of[i] < 0) {
             const request_level level = levels[rng() % 3];
-            level_of[i] = level;
+            level_of[i]               = level;
             if (rng() % 3) {
                 queue.push_back(level, i);
                 expected[level].push_back(i);

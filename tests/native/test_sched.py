@@ -1,4 +1,6 @@
-"""ggml's scheduler with a device that copies when it is waited for, as one with a queue of its own may."""
+"""ggml's scheduler with a device that copies when it is waited for, as one with a queue
+of its own may.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,21 @@ _GPU = 1  # enum ggml_backend_dev_type
 
 _cpu_init = function("ggml_backend_cpu_init", c_void_p)
 _backend_free = function("ggml_backend_free", None, c_void_p)
-_sched_new = function("ggml_backend_sched_new", c_void_p, POINTER(c_void_p), POINTER(c_void_p), c_int, c_size_t, c_bool, c_bool)
+_sched_new = function(
+    "ggml_backend_sched_new",
+    c_void_p,
+    POINTER(c_void_p),
+    POINTER(c_void_p),
+    c_int,
+    c_size_t,
+    c_bool,
+    c_bool,
+)
 _sched_free = function("ggml_backend_sched_free", None, c_void_p)
 _set_backend = function("ggml_backend_sched_set_tensor_backend", None, c_void_p, c_void_p, c_void_p)
-_set_eval_callback = function("ggml_backend_sched_set_eval_callback", None, c_void_p, c_void_p, c_void_p)
+_set_eval_callback = function(
+    "ggml_backend_sched_set_eval_callback", None, c_void_p, c_void_p, c_void_p
+)
 _alloc_graph = function("ggml_backend_sched_alloc_graph", c_bool, c_void_p, c_void_p)
 _compute = function("ggml_backend_sched_graph_compute_async", c_int, c_void_p, c_void_p)
 _set_input = function("ggml_set_input", None, c_void_p)
@@ -45,7 +58,9 @@ class QueueingDevice:
         self.handle = _cpu_init()
         backend = cast(self.handle, POINTER(Backend)).contents
         self._device = Device.from_buffer_copy(cast(backend.device, POINTER(Device)).contents)
-        self._buffer_type = BufferType.from_buffer_copy(cast(cpu_buffer_type(), POINTER(BufferType)).contents)
+        self._buffer_type = BufferType.from_buffer_copy(
+            cast(cpu_buffer_type(), POINTER(BufferType)).contents
+        )
         self.buffer_type = ctypes.addressof(self._buffer_type)
         alloc = CFUNCTYPE(c_void_p, c_void_p, c_size_t)(self._buffer_type.alloc_buffer)
 
@@ -54,17 +69,31 @@ class QueueingDevice:
             cast(buffer, POINTER(Buffer)).contents.buft = self.buffer_type
             return buffer
 
-        self._set(self._buffer_type, "alloc_buffer", CFUNCTYPE(c_void_p, c_void_p, c_size_t), alloc_buffer)
+        self._set(
+            self._buffer_type, "alloc_buffer", CFUNCTYPE(c_void_p, c_void_p, c_size_t), alloc_buffer
+        )
         self._set(self._buffer_type, "is_host", CFUNCTYPE(c_bool, c_void_p), lambda _type: False)
         self._set(self._device, "get_type", CFUNCTYPE(c_int, c_void_p), lambda _device: _GPU)
-        self._set(self._device, "supports_buft", CFUNCTYPE(c_bool, c_void_p, c_void_p), lambda _device, type: type == self.buffer_type)
+        self._set(
+            self._device,
+            "supports_buft",
+            CFUNCTYPE(c_bool, c_void_p, c_void_p),
+            lambda _device, type: type == self.buffer_type,
+        )
         backend.device = ctypes.addressof(self._device)
 
         copy = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t)
         for name, now in (("set_tensor_async", _tensor_set), ("get_tensor_async", _tensor_get)):
-            self._set(backend, name, copy, lambda _backend, *arguments, now=now: self.queue.append(partial(now, *arguments)))
+            self._set(
+                backend,
+                name,
+                copy,
+                lambda _backend, *arguments, now=now: self.queue.append(partial(now, *arguments)),
+            )
         backend.cpy_tensor_async = None
-        self._set(backend, "synchronize", CFUNCTYPE(None, c_void_p), lambda _backend: self._finish())
+        self._set(
+            backend, "synchronize", CFUNCTYPE(None, c_void_p), lambda _backend: self._finish()
+        )
         graph = CFUNCTYPE(c_int, c_void_p, c_void_p)
         compute = graph(backend.graph_compute)
 
@@ -98,7 +127,10 @@ def test_no_copy_is_in_flight_after_an_aborted_graph(watched: bool, device: Queu
     """The caller may free what a copy reads."""
     watch = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)(lambda _tensor, _asks, _user: False)
     cpu = _cpu_init()
-    backends, types = (c_void_p * 2)(device.handle, cpu), (c_void_p * 2)(device.buffer_type, cpu_buffer_type())
+    backends, types = (
+        (c_void_p * 2)(device.handle, cpu),
+        (c_void_p * 2)(device.buffer_type, cpu_buffer_type()),
+    )
     scheduler = _sched_new(backends, types, 2, 64, False, False)
     try:
         with Context(8, 2) as context:

@@ -18,16 +18,16 @@ static constexpr uint64_t nbytes   = 5000;
 
 // what the reads of one expert do; the test opens each step
 struct scripted_read {
-    std::atomic<bool> started {false};
-    std::atomic<bool> released {false};
-    std::atomic<int>  result {0};
+    std::atomic<bool> started { false };
+    std::atomic<bool> released { false };
+    std::atomic<int>  result { 0 };
 };
 
 // One layer of one matrix, read by n workers. Each read waits until its expert is released.
 struct scripted_store {
-    slice_file    file { 1 << 16 };
-    store         s;
-    scripted_read reads[n_expert];
+    slice_file     file { 1 << 16 };
+    store          s;
+    scripted_read  reads[n_expert];
     const tensor * t = nullptr;
 
     explicit scripted_store(int n_workers) : s(params_of(n_workers)) {
@@ -40,13 +40,14 @@ struct scripted_store {
         }
         REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
         REQUIRE(s.set_limits(s.experts().arena_full(HIGH), 0, error));
-        s.set_reader(one_by_one([this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
-            scripted_read & read = reads[source.offset / nbytes];
-            read.started = true;
-            wait_until([&] { return read.released.load(); });
-            message = read.result ? "scripted" : "";
-            return read.result.load();
-        }));
+        s.set_reader(one_by_one(
+            [this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
+                scripted_read & read = reads[source.offset / nbytes];
+                read.started         = true;
+                wait_until([&] { return read.released.load(); });
+                message = read.result ? "scripted" : "";
+                return read.result.load();
+            }));
         REQUIRE(s.start(error));
     }
 
@@ -60,15 +61,16 @@ struct scripted_store {
     }
 
     void event(int32_t id) {
-        const float weight = 1.0f;
-        moeoff_gate_event e = {};
-        e.n_tokens = 1; e.n_used = 1; e.ids = &id; e.weights = &weight;
+        const float       weight = 1.0f;
+        moeoff_gate_event e      = {};
+        e.n_tokens               = 1;
+        e.n_used                 = 1;
+        e.ids                    = &id;
+        e.weights                = &weight;
         s.gate_event(s.experts().gate_at(0), e, { sizeof(id), sizeof(weight), sizeof(float) });
     }
 
-    uint8_t state(int expert) const {
-        return state_of(s.at(*t, expert, HIGH));
-    }
+    uint8_t state(int expert) const { return state_of(s.at(*t, expert, HIGH)); }
 
     // as the kernel waits, but not for ever
     bool settles(int expert) {
@@ -112,7 +114,7 @@ TEST(a_stop_fails_what_is_queued_and_pinned) {
 
 TEST(a_read_that_was_given_up_and_wanted_again_fails_at_the_stop) {
     scripted_store x(1);
-    const int32_t expert = 0;
+    const int32_t  expert = 0;
     REQUIRE(x.s.prefetch(0, &expert, 1, 1, ~0u, HIGH, true, -1) == 1);
     wait_until([&] { return x.reads[0].started.load(); });
     x.event(1);
@@ -129,7 +131,7 @@ TEST(a_read_that_was_given_up_and_wanted_again_fails_at_the_stop) {
 
 TEST(a_prefetch_evicts_no_other_candidate) {
     scripted_store x(1);
-    std::string error;
+    std::string    error;
     for (auto & read : x.reads) {
         read.released = true;
     }
@@ -193,7 +195,7 @@ TEST(a_failure_belongs_to_the_graph_whose_op_it_was) {
     scripted_store x(2);
     x.reads[0].result   = EIO;
     x.reads[0].released = x.reads[1].released = true;
-    std::thread other_context([&] { // which has one of its own, and takes it
+    std::thread    other_context([&] { // which has one of its own, and takes it
         x.pin({ 1 });
         REQUIRE(x.settles(1));
         x.s.fail(graph_of_this_thread(), x.s.at(*x.t, 1, HIGH)); // no failure
@@ -208,9 +210,8 @@ TEST(a_failure_belongs_to_the_graph_whose_op_it_was) {
     x.s.unpin(*x.t, 0, HIGH);
     other_context.join();
     std::string message;
-    std::thread third([&] {
-        REQUIRE(graph_of_this_thread() != mine && !x.s.should_abort() && !x.s.take_error(message));
-    });
+    std::thread third(
+        [&] { REQUIRE(graph_of_this_thread() != mine && !x.s.should_abort() && !x.s.take_error(message)); });
     third.join();
     REQUIRE(x.s.should_abort());
     REQUIRE(x.s.take_error(message) && message == "scripted");
@@ -222,7 +223,7 @@ TEST(a_cancelled_wait_ends_though_its_read_hangs) {
     x.pin({ 0, 1 });
     wait_until([&] { return x.reads[0].started.load(); });
     std::atomic<bool> has_ended { false };
-    std::thread op([&] {
+    std::thread       op([&] {
         const uint64_t seen = x.s.generation();
         REQUIRE(!x.s.wait(seen, *x.t, 1));
         x.s.fail(graph_of_this_thread(), nullptr);
@@ -245,19 +246,24 @@ TEST(a_cancelled_wait_ends_though_its_read_hangs) {
 }
 
 TEST(sources_have_the_size_of_their_type_and_shape) {
-    slice_file file { 1 << 16 };
-    store s(scripted_store::params_of(1));
+    slice_file  file { 1 << 16 };
+    store       s(scripted_store::params_of(1));
     std::string error;
     REQUIRE(s.add_file(file.path, error) == 0);
-    s.set_type_size([](int32_t type, const int64_t * ne) -> uint64_t { return type == 1 && ne[0] % 4 == 0 ? (uint64_t) (2 * ne[0] * ne[1]) : 0; });
+    s.set_type_size([](int32_t type, const int64_t * ne) -> uint64_t {
+        return type == 1 && ne[0] % 4 == 0 ? (uint64_t) (2 * ne[0] * ne[1]) : 0;
+    });
     moeoff_tensor_info info = tensor_info(0, MOEOFF_MATRIX_UP, 1);
-    info.ne[0] = 8;
-    info.ne[1] = 3;
+    info.ne[0]              = 8;
+    info.ne[1]              = 3;
     s.add_tensor(info, false);
-    const moeoff_source good = { 0, 1, 100, 48, 0 }, small = { 0, 1, 100, 47, 0 }, unknown = { 0, 2, 100, 48, 0 }, none = { -1, -1, 0, 0, 0 };
+    const moeoff_source good = { 0, 1, 100, 48, 0 }, small = { 0, 1, 100, 47, 0 }, unknown = { 0, 2, 100, 48, 0 },
+                        none = { -1, -1, 0, 0, 0 };
     REQUIRE(s.set_sources(0, HIGH, &good, 1, error) && s.set_sources(0, HIGH, &none, 1, error));
-    REQUIRE(!s.set_sources(0, HIGH, &small, 1, error) && error == "blk.0.1: expert 0 has 47 bytes, and 3 rows of 8 values of type 1 take 48");
-    REQUIRE(!s.set_sources(0, HIGH, &unknown, 1, error) && error == "blk.0.1: expert 0 has 48 bytes, and 3 rows of 8 values of type 2 do not exist");
+    REQUIRE(!s.set_sources(0, HIGH, &small, 1, error)
+            && error == "blk.0.1: expert 0 has 47 bytes, and 3 rows of 8 values of type 1 take 48");
+    REQUIRE(!s.set_sources(0, HIGH, &unknown, 1, error)
+            && error == "blk.0.1: expert 0 has 48 bytes, and 3 rows of 8 values of type 2 do not exist");
 }
 
 TEST(evictions_go_by_the_priorities_that_were_published) {
@@ -266,7 +272,7 @@ TEST(evictions_go_by_the_priorities_that_were_published) {
         read.released = true;
     }
     std::string error;
-    const auto load = [&](int32_t e) {
+    const auto  load = [&](int32_t e) {
         REQUIRE(x.s.prefetch(0, &e, 1, 1, ~0u, HIGH, false, -1) == 1);
         wait_until([&] { return x.state(e) == READY; });
     };
@@ -296,12 +302,14 @@ TEST(events_tell_the_kind_of_their_batch_and_every_nth_row) {
         std::vector<moeoff_gate_event> events;
         std::vector<float>             first; // of each event's last row
     } got;
-    x.s.set_gate_callback([](const moeoff_gate_event * e, void * user) {
-        if (e) {
-            ((seen *) user)->events.push_back(*e);
-            ((seen *) user)->first.push_back(e->logits[(e->n_rows - 1) * e->n_expert]);
-        }
-    }, &got, 1 << 16);
+    x.s.set_gate_callback(
+        [](const moeoff_gate_event * e, void * user) {
+            if (e) {
+                ((seen *) user)->events.push_back(*e);
+                ((seen *) user)->first.push_back(e->logits[(e->n_rows - 1) * e->n_expert]);
+            }
+        },
+        &got, 1 << 16);
     std::vector<int32_t> ids(10, 1);
     std::vector<float>   weights(10, 1.0f), logits;
     for (int t = 0; t < 10; t++) {
@@ -309,13 +317,14 @@ TEST(events_tell_the_kind_of_their_batch_and_every_nth_row) {
     }
     const auto post = [&](int32_t n_tokens) {
         moeoff_gate_event e = {};
-        e.n_tokens = n_tokens;
-        e.n_used   = 1;
-        e.n_expert = n_expert;
-        e.ids      = ids.data();
-        e.weights  = weights.data();
-        e.logits   = logits.data();
-        x.s.gate_event(x.s.experts().gate_at(0), e, { sizeof(int32_t), sizeof(float), sizeof(float), 0, n_expert * sizeof(float) });
+        e.n_tokens          = n_tokens;
+        e.n_used            = 1;
+        e.n_expert          = n_expert;
+        e.ids               = ids.data();
+        e.weights           = weights.data();
+        e.logits            = logits.data();
+        x.s.gate_event(x.s.experts().gate_at(0), e,
+            { sizeof(int32_t), sizeof(float), sizeof(float), 0, n_expert * sizeof(float) });
     };
     std::string    error;
     moeoff_options options = x.s.get_options();
@@ -330,7 +339,8 @@ TEST(events_tell_the_kind_of_their_batch_and_every_nth_row) {
     post(1);
     x.s.drain();
     x.s.set_gate_callback(nullptr, nullptr, 0);
-    const std::vector<std::array<int32_t, 3>> expected { { 1, 1, 1 }, { 0, 1, 10 }, { 1, 3, 4 }, { 0, 1, 1 } }; // decode, row_step, n_rows
+    // decode, row_step, n_rows
+    const std::vector<std::array<int32_t, 3>> expected { { 1, 1, 1 }, { 0, 1, 10 }, { 1, 3, 4 }, { 0, 1, 1 } };
     for (size_t i = 0; i < expected.size(); i++) {
         const moeoff_gate_event & e = got.events[i];
         REQUIRE((std::array<int32_t, 3> { e.decode, e.row_step, e.n_rows }) == expected[i]);
@@ -342,7 +352,8 @@ TEST(options_are_taken_as_a_whole_or_not_at_all) {
     scripted_store       x(1);
     std::string          error;
     const moeoff_options before = x.s.get_options();
-    REQUIRE(before.flags == (MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER) && before.batch_kind == MOEOFF_BATCH_BY_SIZE && before.max_gate_rows == 0);
+    REQUIRE(before.flags == (MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER) && before.batch_kind == MOEOFF_BATCH_BY_SIZE
+            && before.max_gate_rows == 0);
     REQUIRE(before.simulated_share < 0.0f && before.thresholds.t1 == 1.0f);
     const auto same = [&](const moeoff_options & other) { // no padding
         const moeoff_options now = x.s.get_options();
@@ -350,19 +361,20 @@ TEST(options_are_taken_as_a_whole_or_not_at_all) {
     };
     const std::vector<std::pair<std::function<void(moeoff_options &)>, std::string>> wrong {
         { [](auto & o) { o.flags |= MOEOFF_FLAG_DIRECT_IO; }, "may change after init" },
-        { [](auto & o) { o.batch_kind = 3; }, "no kind of batch: 3" },
-        { [](auto & o) { o.thresholds.t2 = 0.5f; }, "0 <= t1 <= t2 <= 1" },
+        { [](auto & o) { o.batch_kind                      = 3; }, "no kind of batch: 3" },
+        { [](auto & o) { o.thresholds.t2                   = 0.5f; }, "0 <= t1 <= t2 <= 1" },
         { [](auto & o) { o.thresholds.prefill_low_fraction = NAN; }, "0 <= t1 <= t2 <= 1" },
-        { [](auto & o) { o.thresholds.t1 = 0.5f; }, "need low versions" },
-        { [](auto & o) { o.thresholds.tau = -1.0f; }, "tau is a weight" },
-        { [](auto & o) { o.thresholds.flags = MOEOFF_THRESHOLDS_MISPREDICTED | MOEOFF_THRESHOLDS_BLIND; }, "was not predicted" },
+        { [](auto & o) { o.thresholds.t1                   = 0.5f; }, "need low versions" },
+        { [](auto & o) { o.thresholds.tau                  = -1.0f; }, "tau is a weight" },
+        { [](auto & o) { o.thresholds.flags = MOEOFF_THRESHOLDS_MISPREDICTED | MOEOFF_THRESHOLDS_BLIND; },
+            "was not predicted" },
         { [](auto & o) { o.thresholds.flags = MOEOFF_THRESHOLDS_PROMPTS; }, "weighed by t1 and t2" },
-        { [](auto & o) { o.simulated_share = NAN; }, "at most 1" },
+        { [](auto & o) { o.simulated_share  = NAN; }, "at most 1" },
     };
-    moeoff_options right = before;
-    right.flags          = MOEOFF_FLAG_EAGER | MOEOFF_FLAG_LOG_READS;
-    right.batch_kind     = MOEOFF_BATCH_DECODE;
-    right.max_gate_rows  = 7;
+    moeoff_options right  = before;
+    right.flags           = MOEOFF_FLAG_EAGER | MOEOFF_FLAG_LOG_READS;
+    right.batch_kind      = MOEOFF_BATCH_DECODE;
+    right.max_gate_rows   = 7;
     right.simulated_share = 0.5f;
     for (const auto & [change, complaint] : wrong) {
         moeoff_options next = right;
@@ -376,8 +388,8 @@ TEST(options_are_taken_as_a_whole_or_not_at_all) {
 struct large_store {
     slice_file        file { 1 << 16 };
     store             s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 4, 0, page_size } };
-    std::atomic<bool> hangs {false};
-    std::atomic<int>  n_reads {0};
+    std::atomic<bool> hangs { false };
+    std::atomic<int>  n_reads { 0 };
     std::string       error;
 
     large_store() {
@@ -423,13 +435,13 @@ TEST(a_smaller_arena_has_no_more_memory_when_it_is_said_to_have_shrunk) {
 TEST(others_get_the_mutex_while_an_arena_shrinks) {
     large_store       x;
     const uint64_t    full = x.s.experts().arena_full(HIGH), floor = x.s.experts().arena_floor(HIGH);
-    std::atomic<int>  n_moves {0}; // odd: it shrinks
-    std::atomic<bool> seen {false};
+    std::atomic<int>  n_moves { 0 }; // odd: it shrinks
+    std::atomic<bool> seen { false };
     std::thread       other([&] {
         while (!seen) {
             const int      before = n_moves;
             const uint64_t n      = x.committed();
-            seen = before % 2 == 1 && n_moves == before && n > floor && n < full;
+            seen                  = before % 2 == 1 && n_moves == before && n > floor && n < full;
         }
     });
     while (!seen) {
@@ -443,14 +455,15 @@ TEST(others_get_the_mutex_while_an_arena_shrinks) {
     other.join();
 }
 
-// Two layers of experts of two sizes, in an arena that is large for its huge pages and has no room for both. One thread reads
+// Two layers of experts of two sizes, in an arena that is large for its huge pages and has no room for both. One thread
+// reads
 struct two_sizes {
-    static constexpr int32_t  n       = 64, last = n - 1;
+    static constexpr int32_t  n = 64, last = n - 1;
     static constexpr uint64_t bytes[] = { 20000, 30000 };
 
     slice_file        file { 1 << 22 };
     store             s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
-    std::atomic<bool> hangs {false}; // every read
+    std::atomic<bool> hangs { false }; // every read
     const uint64_t    slot = arena::slot_bytes(bytes[0]);
 
     two_sizes() {
@@ -465,7 +478,8 @@ struct two_sizes {
             }
             REQUIRE(s.set_sources(layer, HIGH, sources.data(), n, error));
         }
-        s.set_reader([this, plain = s.reader()](const slice_target * slices, int count, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
+        s.set_reader([this, plain = s.reader()](const slice_target * slices, int count,
+                         const std::atomic<bool> * cancel, bool & direct, std::string & message) {
             wait_until([this] { return !hangs; });
             return plain(slices, count, cancel, direct, message);
         });
@@ -532,7 +546,8 @@ TEST(experts_keep_their_bytes_when_memory_changes_its_size) {
         }
         x.unpin(1, e);
     }
-    REQUIRE(e < x.n && x.state(1, e) == QUEUED && x.stats().evictions <= 4); // what is free would do, and the last slot is pinned
+    // what is free would do, and the last slot is pinned
+    REQUIRE(e < x.n && x.state(1, e) == QUEUED && x.stats().evictions <= 4);
     x.check(0, x.last);
     x.unpin(0, x.last);
     wait_until([&] { return x.state(1, e) == READY; });

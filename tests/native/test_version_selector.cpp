@@ -25,8 +25,8 @@ struct batch {
     }
 
     // the version of each expert; 9 for those that no token chose
-    std::vector<uint8_t> select(version_selector & selector, std::vector<int32_t> resident_high = {}, std::vector<int32_t> resident_low = {},
-                                std::vector<int32_t> predicted = {}) const {
+    std::vector<uint8_t> select(version_selector & selector, std::vector<int32_t> resident_high = {},
+        std::vector<int32_t> resident_low = {}, std::vector<int32_t> predicted = {}) const {
         std::vector<uint8_t> version_of(n_expert, 9);
         std::vector<int32_t> chosen;
         for (const int32_t e : ids) {
@@ -38,9 +38,12 @@ struct batch {
             const auto & list = v == HIGH ? resident_high : resident_low;
             return std::find(list.begin(), list.end(), e) != list.end();
         };
-        const auto is_predicted = [&](int32_t e) { return std::find(predicted.begin(), predicted.end(), e) != predicted.end(); };
+        const auto is_predicted = [&](int32_t e) {
+            return std::find(predicted.begin(), predicted.end(), e) != predicted.end();
+        };
         const size_t row = (size_t) event.n_used;
-        selector.select({ event, row * sizeof(int32_t), row * sizeof(float), sizeof(float) }, chosen, is_resident, is_predicted, version_of.data());
+        selector.select({ event, row * sizeof(int32_t), row * sizeof(float), sizeof(float) }, chosen, is_resident,
+            is_predicted, version_of.data());
         return version_of;
     }
 };
@@ -62,7 +65,7 @@ TEST(the_default_loses_nothing_and_need_not_be_called) {
 
 TEST(a_single_token_is_served_by_the_weight_that_lies_before_each_expert) {
     // in descending order: 4 (0.5), 1 (0.3), 6 (0.2); unimportance 0, 0.5, 0.8
-    const batch b(1, { 1, 4, 6 }, { 0.3f, 0.5f, 0.2f });
+    const batch      b(1, { 1, 4, 6 }, { 0.3f, 0.5f, 0.2f });
     version_selector s = selector_of(0.4f, 0.6f, 0);
     REQUIRE(b.select(s) == (versions { 9, LOW, 9, 9, HIGH, 9, SKIP, 9 }));
     s = selector_of(0.55f, 0.85f, 0);
@@ -72,19 +75,19 @@ TEST(a_single_token_is_served_by_the_weight_that_lies_before_each_expert) {
 }
 
 TEST(equal_weights_count_in_the_order_of_the_router) {
-    const batch b(1, { 5, 2, 7 }, { 1.0f, 1.0f, 1.0f }); // unimportance 0, 1/3, 2/3
+    const batch      b(1, { 5, 2, 7 }, { 1.0f, 1.0f, 1.0f }); // unimportance 0, 1/3, 2/3
     version_selector s = selector_of(0.0f, 0.5f, 0);
     REQUIRE(b.select(s) == (versions { 9, 9, LOW, 9, 9, HIGH, 9, SKIP }));
 }
 
 TEST(weights_without_a_sum_make_everything_important) {
-    const batch b(1, { 0, 1 }, { 0.0f, 0.0f });
+    const batch      b(1, { 0, 1 }, { 0.0f, 0.0f });
     version_selector s = selector_of(0.0f, 0.0f, 0);
     REQUIRE(b.select(s) == (versions { HIGH, HIGH, 9, 9, 9, 9, 9, 9 }));
 }
 
 TEST(only_a_miss_is_served_by_less_unless_the_thresholds_are_blind) {
-    const batch b(1, { 1, 4, 6 }, { 0.3f, 0.5f, 0.2f });
+    const batch      b(1, { 1, 4, 6 }, { 0.3f, 0.5f, 0.2f });
     version_selector s = selector_of(0.0f, 0.0f, 0);
     REQUIRE(b.select(s, { 1 }, { 6 }) == (versions { 9, HIGH, 9, 9, HIGH, 9, LOW, 9 }));
     s = selector_of(0.0f, 0.0f, 0, MOEOFF_THRESHOLDS_BLIND);
@@ -93,7 +96,7 @@ TEST(only_a_miss_is_served_by_less_unless_the_thresholds_are_blind) {
 
 TEST(of_a_batch_the_share_that_the_fewest_tokens_chose_is_served_low) {
     // chosen: 0 three times, 3 twice, 1 once
-    const batch b(3, { 0, 3, 0, 1, 0, 3 }, std::vector<float>(6, 0.5f));
+    const batch      b(3, { 0, 3, 0, 1, 0, 3 }, std::vector<float>(6, 0.5f));
     version_selector s = selector_of(0, 0, 0.5f); // of three: one
     REQUIRE(b.select(s) == (versions { HIGH, LOW, 9, HIGH, 9, 9, 9, 9 }));
     const batch c(4, { 0, 3, 0, 1, 0, 3, 0, 2 }, std::vector<float>(8, 0.5f));
@@ -106,7 +109,7 @@ TEST(of_a_batch_the_share_that_the_fewest_tokens_chose_is_served_low) {
 TEST(of_several_tokens_that_are_decoded_each_says_what_it_wants) {
     // token 0: 4 (0), 1 (0.5), 6 (0.8); token 1: 6 (0), 2 (0.7), 1 (0.9)
     batch b(2, { 1, 4, 6, 6, 2, 1 }, { 0.3f, 0.5f, 0.2f, 0.7f, 0.2f, 0.1f });
-    b.event.decode = 1;
+    b.event.decode     = 1;
     version_selector s = selector_of(0.4f, 0.6f, 0.5f);
     REQUIRE(b.select(s) == (versions { 9, LOW, SKIP, 9, HIGH, 9, HIGH, 9 }));
     b.event.decode = 0; // chosen twice 1 and 6, once 2 and 4: of four, two are low
@@ -118,18 +121,19 @@ TEST(of_several_tokens_that_are_decoded_each_says_what_it_wants) {
 
 TEST(what_is_neither_resident_nor_predicted_is_served_low) {
     batch b(2, { 1, 4, 6, 6, 2, 1 }, { 0.3f, 0.5f, 0.2f, 0.7f, 0.2f, 0.1f });
-    b.event.decode = 1;
+    b.event.decode     = 1;
     version_selector s = selector_of(1, 1, 0.5f, MOEOFF_THRESHOLDS_MISPREDICTED);
     REQUIRE(s.active() && s.uses_low());
-    REQUIRE(b.select(s, { 2 }, { 2, 4 }, { 1, 3 }) == (versions { 9, HIGH, HIGH, 9, LOW, 9, LOW, 9 })); // 4 is its token's heaviest
+    // 4 is its token's heaviest
+    REQUIRE(b.select(s, { 2 }, { 2, 4 }, { 1, 3 }) == (versions { 9, HIGH, HIGH, 9, LOW, 9, LOW, 9 }));
     b.event.decode = 0;
     REQUIRE(b.select(s) == (versions { 9, HIGH, LOW, 9, LOW, 9, HIGH, 9 })); // in a prompt the share decides
 }
 
 TEST(several_tokens_experts_are_collected_by_popularity) {
-    const batch b(3, { 0, 3, 5, 1, 5, 3 }, std::vector<float>(6, 0.5f)); // twice 3 and 5, once 0 and 1
+    const batch  b(3, { 0, 3, 5, 1, 5, 3 }, std::vector<float>(6, 0.5f)); // twice 3 and 5, once 0 and 1
     const choice c { b.event, 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float) };
-    selection all;
+    selection    all;
     for (int i = 0; i < 2; i++) { // it is used again
         all.collect(c, n_expert);
         REQUIRE(all.chosen == (std::vector<int32_t> { 3, 5, 0, 1 })); // among equals as the tokens name them
@@ -142,32 +146,34 @@ TEST(several_tokens_experts_are_collected_by_popularity) {
 
 TEST(a_single_token_of_a_prompt_is_a_prompt) {
     batch b(1, { 1, 4 }, { 0.9f, 0.1f });
-    b.event.decode = 0;
+    b.event.decode     = 0;
     version_selector s = selector_of(0.0f, 0.0f, 0.5f);
-    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, 9, LOW, 9, 9, 9 })); // among equals the higher index, and nothing is skipped
+    // among equals the higher index, and nothing is skipped
+    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, 9, LOW, 9, 9, 9 }));
 }
 
 TEST(forced_versions_are_taken_in_order_and_dropped_when_too_few_are_left) {
     version_selector s;
-    const uint8_t forced[] = { LOW, SKIP, HIGH, SKIP, LOW };
+    const uint8_t    forced[] = { LOW, SKIP, HIGH, SKIP, LOW };
     s.force(forced, 5);
     REQUIRE(s.active() && s.n_forced() == 5);
     const batch b(1, { 3, 1 }, { 0.1f, 0.9f });
     REQUIRE(b.select(s, { 3, 1 }) == (versions { 9, SKIP, 9, LOW, 9, 9, 9, 9 }) && s.n_forced() == 3);
     const batch twice(2, { 2, 2 }, { 1.0f, 1.0f }); // the first place of an expert decides
     REQUIRE(twice.select(s) == (versions { 9, 9, HIGH, 9, 9, 9, 9, 9 }) && s.n_forced() == 1);
-    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, HIGH, 9, 9, 9, 9 }) && s.n_forced() == 0); // one is too few: the thresholds select
+    // one is too few: the thresholds select
+    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, HIGH, 9, 9, 9, 9 }) && s.n_forced() == 0);
 }
 
 TEST(rows_of_a_gate_event_may_be_strided) {
     // two tokens, rows of four of which two count; weights with a gap after each
     const std::vector<int32_t> ids     = { 1, 2, -1, -1, 1, 3, -1, -1 };
     const std::vector<float>   weights = { 0.9f, 0, 0.1f, 0, 0.5f, 0, 0.4f, 0 };
-    moeoff_gate_event event = {};
-    event.n_tokens = 2;
-    event.n_used   = 2;
-    event.ids      = ids.data();
-    event.weights  = weights.data();
+    moeoff_gate_event          event   = {};
+    event.n_tokens                     = 2;
+    event.n_used                       = 2;
+    event.ids                          = ids.data();
+    event.weights                      = weights.data();
     const choice c { event, 4 * sizeof(int32_t), 4 * sizeof(float), 2 * sizeof(float) };
     REQUIRE(c.id(0, 1) == 2 && c.id(1, 0) == 1 && c.id(1, 1) == 3);
     REQUIRE(c.weight(0, 1) == 0.1f && c.weight(1, 0) == 0.5f && c.weight(1, 1) == 0.4f);

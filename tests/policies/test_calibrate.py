@@ -28,7 +28,16 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure import profile_fit as module
 from moeoff.measure.precision_search import SearchResult
 from moeoff.measure.profile_fit import calibrate, cap_hidden, fit
-from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor
+from moeoff.policies import (
+    POLICIES,
+    PREDICTORS,
+    CacheShape,
+    FitOptions,
+    Policy,
+    Predictor,
+    get_policy,
+    get_predictor,
+)
 from moeoff.policies.base import Section
 from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.strategy import fits
@@ -39,11 +48,19 @@ def test_profile(calibrated):
     model, result, _ = calibrated
     profile = Profile.find(ModelIndex.read(model))
     assert profile.path == result.path == profile_path(model)
-    expected = {section.name for predictor in PREDICTORS.values() for section in predictor.sections[:1]}
+    expected = {
+        section.name for predictor in PREDICTORS.values() for section in predictor.sections[:1]
+    }
     assert set(result.sections) >= expected | {"popularity", "score", "thresholds"}
     assert set(profile.sections) == set(result.sections) | {"precision"}
     assert np.array_equal(profile.section("precision")["bits"], np.arange(3))
-    assert profile.info.items() >= {"tokens": result.n_tokens, "texts": ["prose.txt", "code.txt"]}.items()
+    assert (
+        profile.info.items()
+        >= {
+            "tokens": result.n_tokens,
+            "texts": ["prose.txt", "code.txt"],
+        }.items()
+    )
     assert abs(result.n_tokens - 1024) < 300
     counts = profile.section("popularity")["counts"]
     assert counts.shape == (12, 32) and (counts.sum(axis=1) == 4 * result.n_tokens).all()
@@ -60,35 +77,51 @@ def test_progress(calibrated):
 
 
 def test_what_does_not_help_is_left_out(monkeypatch):
-    """A policy's fit is written where it reads less on text that it has not seen, and nowhere else."""
+    """A policy's fit is written where it reads less on text that it has not seen, and
+    nowhere else.
+    """
 
     class MyPolicy(Policy):
         def fit(recording, options, progress):
             order = np.tile(np.arange(recording.router.n_experts), (recording.model.n_gates, 1))
             return {"order": order if MyPolicy.good else 0 * order}
 
-        name, defaults, compared, good, sections = "mine", {"order": None}, True, True, (Section("mine", fit),)
+        name, defaults, compared, good, sections = (
+            "mine",
+            {"order": None},
+            True,
+            True,
+            (Section("mine", fit),),
+        )
 
         def start(self):
             if self.options["order"] is not None:
                 self.priorities[:] = self.options["order"]
 
     recording, warnings = random_recording(800, n_experts=16), []
-    recording.ids[:] = (2 * np.arange(800)[:, None, None] + np.arange(2)) % 16  # in turn, of which LRU has none when it comes back
+    # in turn, of which LRU has none when it comes back
+    recording.ids[:] = (2 * np.arange(800)[:, None, None] + np.arange(2)) % 16
     try:
         moeoff.register(MyPolicy)
         monkeypatch.setattr(module, "_LEAST_HELD", 64)
-        assert "mine" in fit(recording, FitOptions(), only=["mine"], warn=warnings.append) and not warnings
+        assert (
+            "mine" in fit(recording, FitOptions(), only=["mine"], warn=warnings.append)
+            and not warnings
+        )
         MyPolicy.good = False
         assert fit(recording, FitOptions(), only=["mine"], warn=warnings.append) == {}
-        assert warnings == ["mine: on text that it was not fitted to it keeps no more than the defaults, and is left out"]
+        assert warnings == [
+            "mine: on text that it was not fitted to it keeps no more than the defaults, and is"
+            " left out"
+        ]
     finally:
         POLICIES.pop("mine", None)
 
 
 def test_what_foresees_no_more_is_left_out(monkeypatch):
-    """A predictor's fit, too. The text's end is of another kind: what followed what in its beginning does not there, and the predictor learns more of it
-    while it runs."""
+    """A predictor's fit, too. The text's end is of another kind: what followed what in
+    its beginning does not there, and the predictor learns more of it while it runs.
+    """
     monkeypatch.setattr(module, "_LEAST_HELD", 64)
     recording, warnings, names = random_recording(1600, n_experts=16), [], ["first", "path"]
     steps = np.arange(1600)[:, None] * 4 + np.arange(4)  # gate after gate
@@ -101,7 +134,11 @@ def test_what_foresees_no_more_is_left_out(monkeypatch):
     recording.ids %= 16
     warnings.clear()
     assert fit(recording, FitOptions(), only=names, warn=warnings.append) == {}
-    assert warnings == [f"{name}: on text that it was not fitted to no more is predicted with it, and it is left out" for name in ("path", "first")]
+    assert warnings == [
+        f"{name}: on text that it was not fitted to no more is predicted with it, and it is"
+        " left out"
+        for name in ("path", "first")
+    ]
     assert set(fit(recording, FitOptions(), only=names, compare=False)) == set(names)
 
 
@@ -110,17 +147,30 @@ def test_the_norm_is_chosen_only_where_that_helps(monkeypatch):
     monkeypatch.setattr(module, "_LEAST_HELD", 64)
     recording, warnings = random_recording(800), []
     always = CrossLayerGate.fit(recording) | {"next_norm": np.ones(4, bool)}
-    monkeypatch.setattr(module, "fits", lambda: {"gate": replace(CrossLayerGate.sections[0], fit=lambda *_: always)})
+    monkeypatch.setattr(
+        module, "fits", lambda: {"gate": replace(CrossLayerGate.sections[0], fit=lambda *_: always)}
+    )
     assert "gate" not in fit(recording, FitOptions(), only=["gate"], warn=warnings.append)
-    assert warnings == ["gate: on text that it was not fitted to no more is predicted with it, and it is left out"]
+    assert warnings == [
+        "gate: on text that it was not fitted to no more is predicted with it, and it is left out"
+    ]
 
 
 def test_what_is_left_out_leaves_an_earlier_profile(demo, tmp_path, monkeypatch):
     model = shutil.copy(demo, tmp_path / "model.gguf")
-    how = {"text": CALIBRATION_TEXTS[:1], "tokens": 512, "only": {"gate", "popularity"}, "n_threads": 1}
+    how = {
+        "text": CALIBRATION_TEXTS[:1],
+        "tokens": 512,
+        "only": {"gate", "popularity"},
+        "n_threads": 1,
+    }
     assert calibrate(model, **how).sections == ("popularity", "gate")
     fit = module.fit
-    monkeypatch.setattr(module, "fit", lambda *args: {name: arrays for name, arrays in fit(*args).items() if name != "gate"})
+    monkeypatch.setattr(
+        module,
+        "fit",
+        lambda *args: {name: arrays for name, arrays in fit(*args).items() if name != "gate"},
+    )
     assert calibrate(model, **how).recall is None
     assert Profile.find(ModelIndex.read(model)).sections == ["popularity"]
 
@@ -143,17 +193,32 @@ class TestFitsOfUsers:
     def test_is_fitted(self):
         moeoff.register(self.MyPredictor)
         recording, stages = random_recording(), []
-        sections = fit(recording, FitOptions(7, 16), lambda stage, n, total: stages.append((stage, n, total)), only=["gate", "mine"])
+        sections = fit(
+            recording,
+            FitOptions(7, 16),
+            lambda stage, n, total: stages.append((stage, n, total)),
+            only=["gate", "mine"],
+        )
         assert set(sections) == {"gate", "mine"} < set(fits())
-        assert sections["mine"]["seed"] == [7] and any(re.fullmatch(r"fitting mine \(\d+ of \d+\)", stage) for stage, *_ in stages)
+        assert sections["mine"]["seed"] == [7] and any(
+            re.fullmatch(r"fitting mine \(\d+ of \d+\)", stage) for stage, *_ in stages
+        )
         mine = get_predictor("mine")(recording.router, sections["mine"])
         assert np.array_equal(mine.arrays["used"], recording.popularity())
 
     @pytest.mark.parametrize("section", ["path", "score", "popularity"])
     def test_needs_a_section_of_its_own(self, section, demo):
-        moeoff.register(type("Other", (self.MyPredictor,), {"sections": (replace(self.MyPredictor.sections[0], name=section),)}))
+        moeoff.register(
+            type(
+                "Other",
+                (self.MyPredictor,),
+                {"sections": (replace(self.MyPredictor.sections[0], name=section),)},
+            )
+        )
         with pytest.raises(OptionError, match=f"^mine: .*'{section}'"):
-            calibrate(demo, text=CALIBRATION_TEXTS, progress=lambda *_: pytest.fail("the work has begun"))
+            calibrate(
+                demo, text=CALIBRATION_TEXTS, progress=lambda *_: pytest.fail("the work has begun")
+            )
 
     def test_may_share_the_fit_of_its_base(self):
         moeoff.register(type("Other", (CrossLayerGate,), {"name": "mine"}))
@@ -167,13 +232,20 @@ def test_policies_take_their_sections(calibrated):
     shape = CacheShape(12, 32, 4, 100.0)
 
     def made(name, **options):
-        return get_policy(name).from_profile(profile.section(get_policy(name).sections[0].name), shape, **options)
+        return get_policy(name).from_profile(
+            profile.section(get_policy(name).sections[0].name), shape, **options
+        )
 
     assert made("score")._weights is not None
     assert made("edgemoe").options["counts"].sum() == 12 * 4 * result.n_tokens
     hobbit, fitted = made("hobbit", lru=0.5).options, profile.section("hobbit")
-    assert hobbit["lru"] == 0.5 and all(hobbit[name] == fitted[name] for name in ("lfu", "lhu", "fld"))
-    assert [made("arc", **options).options["shallow"] for options in ({}, {"shallow": 5})] == [result.shallow, 5]
+    assert hobbit["lru"] == 0.5 and all(
+        hobbit[name] == fitted[name] for name in ("lfu", "lhu", "fld")
+    )
+    assert [made("arc", **options).options["shallow"] for options in ({}, {"shallow": 5})] == [
+        result.shallow,
+        5,
+    ]
 
 
 def test_a_users_policy_takes_its_sections(calibrated):
@@ -190,9 +262,20 @@ def test_a_users_policy_takes_its_sections(calibrated):
     try:
         moeoff.register(Popularity)
         for profile, expected in (("auto", counts), (False, np.zeros_like(counts))):
-            with moeoff.Llama(model, expert_memory="4M", strategy="popular", profile=profile, n_ctx=64, n_threads=2) as llm:
+            with moeoff.Llama(
+                model,
+                expert_memory="4M",
+                strategy="popular",
+                profile=profile,
+                n_ctx=64,
+                n_threads=2,
+            ) as llm:
                 assert np.array_equal(llm.engine.buffer.priorities, expected)
-                assert profile is False or "popularity" in llm.engine.profile.sections and "score" not in llm.engine.profile.sections
+                assert (
+                    profile is False
+                    or "popularity" in llm.engine.profile.sections
+                    and "score" not in llm.engine.profile.sections
+                )
     finally:
         POLICIES.pop("popular", None)
 
@@ -200,8 +283,15 @@ def test_a_users_policy_takes_its_sections(calibrated):
 def test_hidden_units_cost_their_share(demo):
     model_index = ModelIndex.read(demo)
     router = Router.read(model_index, list(range(12)), SOFTMAX)
-    assert cap_hidden(model_index, router) == 2 * 32  # of a model this small even the least is more than the share
-    big = replace(model_index, experts={n: replace(s, shape=(s.shape[0] * 100, *s.shape[1:])) for n, s in model_index.experts.items()})
+    # of a model this small even the least is more than the share
+    assert cap_hidden(model_index, router) == 2 * 32
+    big = replace(
+        model_index,
+        experts={
+            n: replace(s, shape=(s.shape[0] * 100, *s.shape[1:]))
+            for n, s in model_index.experts.items()
+        },
+    )
     units = cap_hidden(big, router)
     active = 100 * sum(np.prod(s.shape) for s in model_index.experts.values()) * 4 / 32
     assert units == 256 and units * 11 * (128 + 32) <= module.HIDDEN_SHARE * active * 1.1
@@ -227,7 +317,9 @@ def test_refuses(demo, tmp_path, monkeypatch, change, message):
 
 
 def test_ends_with_what_was_read_in_time(demo, tmp_path, monkeypatch):
-    """But 8 sequences take time of the fits, and what is short of 8 is kept for the next try. Of what was read the fits follow."""
+    """But 8 sequences take time of the fits, and what is short of 8 is kept for the
+    next try. Of what was read the fits follow.
+    """
     model, fitted, ends = shutil.copy(demo, tmp_path / "model.gguf"), [], []
 
     def fit(recording, options, *_):
@@ -239,19 +331,33 @@ def test_ends_with_what_was_read_in_time(demo, tmp_path, monkeypatch):
     for reading, n_sequences in ((module._READING, 12), (0, 8)):
         monkeypatch.setattr(module, "_READING", reading)
         before = time.monotonic()
-        assert calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=60).n_tokens <= 256 * n_sequences
+        assert (
+            calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=60).n_tokens
+            <= 256 * n_sequences
+        )
         assert before <= ends[-1] - 60 * 60 <= time.monotonic()
-    with pytest.raises(OptionError, match=r"read [0-7] of at least 8 sequences in 0\.001 minutes: give more, or the same command again"):
+    with pytest.raises(
+        OptionError,
+        match=(
+            r"read [0-7] of at least 8 sequences in 0\.001 minutes: give more, or the same command"
+            r" again"
+        ),
+    ):
         calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=1e-3)
     assert len(fitted) == 2
     whole, part = fitted
     assert part.n_tokens < whole.n_tokens and part.starts.sum() == 8
     for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "input_tokens"):
-        assert np.array_equal(getattr(part, name), getattr(whole, name)[: len(getattr(part, name))]), name
+        assert np.array_equal(
+            getattr(part, name), getattr(whole, name)[: len(getattr(part, name))]
+        ), name
 
 
 def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
-    recording, names = random_recording(40_000, n_gates=8, n_experts=32, n_embd=64), ("popularity", "first", "gate", "path", "pairs")
+    recording, names = (
+        random_recording(40_000, n_gates=8, n_experts=32, n_embd=64),
+        ("popularity", "first", "gate", "path", "pairs"),
+    )
     room = module._FIXED + (8 << 20)
     tracemalloc.start()
     try:
@@ -262,9 +368,15 @@ def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
     assert set(sections) == {"popularity", "first", "gate", "path", "pairs"}
     assert 256 < sections["popularity"]["n_tokens"][0] < 10_000
     assert fit(recording, FitOptions(), only=("popularity",))["popularity"]["n_tokens"][0] == 40_000
-    assert fit(recording, FitOptions(room=1 << 20), only=("popularity",))["popularity"]["n_tokens"][0] == 256
+    assert (
+        fit(recording, FitOptions(room=1 << 20), only=("popularity",))["popularity"]["n_tokens"][0]
+        == 256
+    )
     part, whole = recording.part(0, 100), recording.take(np.arange(40_000) < 100)
-    assert all(np.array_equal(getattr(part, name), getattr(whole, name)) for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "input_tokens"))
+    assert all(
+        np.array_equal(getattr(part, name), getattr(whole, name))
+        for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "input_tokens")
+    )
     assert get_predictor("learned").fit(recording, FitOptions(hidden=1 << 16, room=room)) is None
 
 
@@ -273,7 +385,14 @@ def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
 def test_little_text_warns_of_nothing(demo, tmp_path):
     """Some experts are never chosen, and a layer's inputs may all be the same."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
-    result = calibrate(model, text=CALIBRATION_TEXTS[:1], tokens=512, n_threads=1, hidden=16, only=set(fits()) - {"score", "hobbit"})
+    result = calibrate(
+        model,
+        text=CALIBRATION_TEXTS[:1],
+        tokens=512,
+        n_threads=1,
+        hidden=16,
+        only=set(fits()) - {"score", "hobbit"},
+    )
     assert "learned" in result.sections and result.recall > 0.3
 
 
@@ -282,7 +401,12 @@ def test_another_models_profile_is_in_the_way(demo, tmp_path):
     model = shutil.copy(demo, tmp_path / "model.gguf")
     Path(profile_path(model)).write_bytes(b"something else")
     with pytest.raises(ModelError, match="is no profile: name another file, or move it away"):
-        calibrate(model, text=CALIBRATION_TEXTS, tokens=1 << 20, progress=lambda *_: pytest.fail("the work has begun"))
+        calibrate(
+            model,
+            text=CALIBRATION_TEXTS,
+            tokens=1 << 20,
+            progress=lambda *_: pytest.fail("the work has begun"),
+        )
     assert Path(profile_path(model)).read_bytes() == b"something else"
 
 
@@ -291,15 +415,31 @@ def test_command(calibrated, invoke, monkeypatch):
     model, result, _ = calibrated
     options = {}
     with monkeypatch.context() as patched:
-        patched.setattr("moeoff.measure.profile_fit.calibrate", lambda *args, **kwargs: options.update(kwargs) or result)
-        shown = CliRunner().invoke(command, ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"])
+        patched.setattr(
+            "moeoff.measure.profile_fit.calibrate",
+            lambda *args, **kwargs: options.update(kwargs) or result,
+        )
+        shown = CliRunner().invoke(
+            command,
+            ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"],
+        )
     assert shown.exit_code == 0, shown.output
-    assert shown.stdout.startswith(f"{result.path}: {', '.join(result.sections)}; ") and "are predicted to" in shown.stderr
-    assert options["model"] == model and options["text"] == ("a.txt", "b.txt") and (options["tokens"], options["seed"]) == (1024, 7)
+    assert (
+        shown.stdout.startswith(f"{result.path}: {', '.join(result.sections)}; ")
+        and "are predicted to" in shown.stderr
+    )
+    assert (
+        options["model"] == model
+        and options["text"] == ("a.txt", "b.txt")
+        and (options["tokens"], options["seed"]) == (1024, 7)
+    )
     twice = CliRunner().invoke(command, [model, "-m", model])
     assert twice.exit_code == 1 and "give MODEL or -m, not both" in twice.stderr
     refused = invoke("calibrate", model, "--text", "/nowhere.txt")
-    assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: cannot be read: No such file or directory\n"
+    assert (
+        refused.returncode == 1
+        and refused.stderr == "Error: /nowhere.txt: cannot be read: No such file or directory\n"
+    )
 
 
 def test_command_fits_and_searches_in_the_same_minutes(calibrated, monkeypatch):
@@ -316,14 +456,21 @@ def test_command_fits_and_searches_in_the_same_minutes(calibrated, monkeypatch):
     def search(model, text, bound, **options):
         order.append("search")
         minutes["search"] = options["minutes"]
-        assert bound == 0.01 and "seed" not in options and options["tokens"] == 1024 and options["memory"] == 1 << 30
+        assert (
+            bound == 0.01
+            and "seed" not in options
+            and options["tokens"] == 1024
+            and options["memory"] == 1 << 30
+        )
         return SearchResult(result.path, LossContract(0, 0, 8, 8, 256, ()), bound, ())
 
     monkeypatch.setattr("moeoff.measure.profile_fit.calibrate", fit)
     monkeypatch.setattr("moeoff.measure.precision_search.search_precision", search)
     for typed in (["--max-loss", "1%", "--minutes", "10"], ["--minutes", "10"], []):
         minutes.clear()
-        shown = CliRunner().invoke(command, ["-m", model, "--tokens", "1024", "--seed", "7", "--memory", "1G", *typed])
+        shown = CliRunner().invoke(
+            command, ["-m", model, "--tokens", "1024", "--seed", "7", "--memory", "1G", *typed]
+        )
         assert shown.exit_code == 0, shown.output
         if "--max-loss" in typed:
             assert order == ["fit", "search"] and "leaves the model lossless" in shown.stdout
@@ -331,7 +478,11 @@ def test_command_fits_and_searches_in_the_same_minutes(calibrated, monkeypatch):
         else:
             assert minutes == {"fit": 10 if typed else 60}
     order.clear()
-    for typed in (["--max-loss", "one"], ["--max-loss", "1%", "--tier", "Q4_0"], ["--max-loss", "1%", "--experts", "/none"]):
+    for typed in (
+        ["--max-loss", "one"],
+        ["--max-loss", "1%", "--tier", "Q4_0"],
+        ["--max-loss", "1%", "--experts", "/none"],
+    ):
         assert CliRunner().invoke(command, ["-m", model, *typed]).exit_code == 1 and not order
 
 
@@ -343,11 +494,16 @@ def test_a_model_is_not_fitted_twice(demo, tmp_path):
     assert first.sections == ("popularity",)
     again = calibrate(model, renew=False, **how)
     assert (again.sections, again.n_tokens, again.path) == ((), first.n_tokens, first.path)
-    assert calibrate(model, **how).sections and calibrate(model, renew=False, **how | {"tokens": 768}).sections
+    assert (
+        calibrate(model, **how).sections
+        and calibrate(model, renew=False, **how | {"tokens": 768}).sections
+    )
 
 
 def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
-    """A part that was damaged meanwhile is made again. The profile is that of one go. Without a text the default ones are read."""
+    """A part that was damaged meanwhile is made again. The profile is that of one go.
+    Without a text the default ones are read.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     whole, parts = (shutil.copy(demo, tmp_path / f"{name}.gguf") for name in ("whole", "parts"))
     how = {"tokens": 1024, "hidden": 16, "n_threads": 2, "only": {"popularity", "first", "gate"}}
@@ -373,15 +529,25 @@ def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
     profiles = [Profile.find(ModelIndex.read(model)) for model in (whole, parts)]
     assert profiles[0].sections == profiles[1].sections == ["first", "gate", "popularity"]
     for info in (profile.info for profile in profiles):
-        assert info.items() >= {"tokens": result.n_tokens, "texts": ["calibration.txt", "python-help.txt"]}.items()
+        assert (
+            info.items()
+            >= {
+                "tokens": result.n_tokens,
+                "texts": ["calibration.txt", "python-help.txt"],
+            }.items()
+        )
     for section in profiles[0].sections:
         a, b = (profile.section(section) for profile in profiles)
         assert all(np.array_equal(a[name], b[name]) for name in a), section
 
 
 def test_writes_nothing_into_the_package(invoke):
-    """Its demo model's profile goes to the cache folder; and without a model there is nothing to calibrate."""
-    assert not profile_output(ModelIndex.read(moeoff.demo_model())).startswith(os.path.dirname(moeoff.demo_model()))
+    """Its demo model's profile goes to the cache folder; and without a model there is
+    nothing to calibrate.
+    """
+    assert not profile_output(ModelIndex.read(moeoff.demo_model())).startswith(
+        os.path.dirname(moeoff.demo_model())
+    )
     refused = invoke("calibrate")
     assert refused.returncode == 2 and "Missing MODEL" in refused.stderr
 
@@ -391,9 +557,17 @@ def test_ctrl_c_leaves_no_profile(demo, tmp_path):
     big = tmp_path / "text.txt"
     big.write_text(Path(CALIBRATION_TEXTS[1]).read_text() * 40)
     command = [COMMAND, "calibrate", "-m", model, "--text", str(big), "--tokens", "200000"]
-    process, shown = start_with_bars(command, stdout=subprocess.PIPE, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    process, shown = start_with_bars(
+        command,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
     shown.expect("reading text")
     process.send_signal(signal.SIGINT)
     text = shown.read()
-    assert "Traceback" not in text and "the same command goes on from here" in text and process.wait(300) == 130
+    assert (
+        "Traceback" not in text
+        and "the same command goes on from here" in text
+        and process.wait(300) == 130
+    )
     assert sorted(os.listdir(tmp_path)) == ["cache", "model.gguf", "text.txt"]

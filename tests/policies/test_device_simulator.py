@@ -1,4 +1,6 @@
-"""The simulated device of the papers' comparison: by hand, against brute force, and with the live policies and predictors on it."""
+"""The simulated device of the papers' comparison: by hand, against brute force, and
+with the live policies and predictors on it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ import numpy as np
 import pytest
 
 import baselines  # registers what the papers are compared with
-from device_simulator import AS_NAMED, BY_ID, NEVER, PROMPTS, Bandwidths, DeviceBuffer, Execution, LowVersions, decode, on_device
+from device_simulator import (
+    AS_NAMED,
+    BY_ID,
+    NEVER,
+    PROMPTS,
+    Bandwidths,
+    DeviceBuffer,
+    Execution,
+    LowVersions,
+    decode,
+    on_device,
+)
 from helpers.gate_events import random_recording
 from moeoff import BudgetError, OptionError
 from moeoff.engine.driver import Driver
@@ -35,15 +48,25 @@ def learned(recording, demo, tmp_path_factory) -> tuple[Recording, Profile]:
     path = str(tmp_path_factory.mktemp("device") / "demo.profile.npz")
     model_index = ModelIndex.read(demo)
     names = {"gate", "shallow", "path", "pairs", "learned", "popularity", "tokens"}
-    Profile.write(path, model_index, fit(recording.take(train), FitOptions(hidden=64), only=names, compare=False))
+    Profile.write(
+        path,
+        model_index,
+        fit(recording.take(train), FitOptions(hidden=64), only=names, compare=False),
+    )
     return recording.take(held), Profile.read(path, model_index)
 
 
 def attached(demo, learned, strategy, *, share=0.5, read=1 / 8):
-    """A device and what `Llama` would put together for it; read: sending a matrix of an expert, as a share of what a layer takes."""
+    """A device and what `Llama` would put together for it; read: sending a matrix of an
+    expert, as a share of what a layer takes.
+    """
     held, profile = learned
-    speeds = Bandwidths(link=held.model.tensors[0].nbytes / (1000 * read * LAYER_US), device=1e9, layer_us=LAYER_US)
-    buffer = DeviceBuffer(held.model, speeds, int(sum(t.nbytes * t.n_experts for t in held.model.tensors) * share))
+    speeds = Bandwidths(
+        link=held.model.tensors[0].nbytes / (1000 * read * LAYER_US), device=1e9, layer_us=LAYER_US
+    )
+    buffer = DeviceBuffer(
+        held.model, speeds, int(sum(t.nbytes * t.n_experts for t in held.model.tensors) * share)
+    )
     driver = Driver(buffer)
     driver.attach(strategy, ModelIndex.read(demo), profile=profile)
     return buffer, driver
@@ -56,38 +79,67 @@ def meter(demo, learned, strategy, **options):
     return driver.prefetcher.meter
 
 
-SLOW_LINK = Bandwidths(link=1.0)  # the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
+# the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
+SLOW_LINK = Bandwidths(link=1.0)
 
 
 @pytest.mark.slow
 def test_papers_on_a_device(demo, learned):
-    """What is absent is sent to a GPU: the papers' systems beat sending everything, a larger GPU and smaller copies help, and a run repeats."""
+    """What is absent is sent to a GPU: the papers' systems beat sending everything, a
+    larger GPU and smaller copies help, and a run repeats.
+    """
     held, profile = learned
 
     def decode(name, share=0.25, **options):
         strategy = replace(get_strategy(name), ab_tested=False)
-        return on_device(held, strategy, ModelIndex.read(demo), SLOW_LINK, share=share, profile=profile, tokens=96, **options)
+        return on_device(
+            held,
+            strategy,
+            ModelIndex.read(demo),
+            SLOW_LINK,
+            share=share,
+            profile=profile,
+            tokens=96,
+            **options,
+        )
 
     results = {name: decode(name) for name in ("on-demand", "lru", "fate", "hobbit", "promoe")}
     assert decode("hobbit") == results["hobbit"]
-    assert all(result.n_tokens == 96 and result.device + result.host == 96 * 12 * 4 for result in results.values())
+    assert all(
+        result.n_tokens == 96 and result.device + result.host == 96 * 12 * 4
+        for result in results.values()
+    )
     assert results["on-demand"].device == 0 and results["on-demand"].uploads == 96 * 12 * 4
     # LRU's hits are those of the simulator without a clock, which knows no device
     events = held.events(0, 96, inputs=False)
-    hits = simulate(Trace(held.model, events, np.zeros(len(events), bool)), "lru", held.model.full_bytes // 4).hit_rate
-    assert results["lru"].device / (96 * 12 * 4) == pytest.approx(hits, abs=0.01) and results["lru"].uploads == results["lru"].host
-    for name in ("fate", "hobbit", "promoe"):  # prediction sends more and waits less than the same cache without it
+    hits = simulate(
+        Trace(held.model, events, np.zeros(len(events), bool)), "lru", held.model.full_bytes // 4
+    ).hit_rate
+    assert (
+        results["lru"].device / (96 * 12 * 4) == pytest.approx(hits, abs=0.01)
+        and results["lru"].uploads == results["lru"].host
+    )
+    # prediction sends more and waits less than the same cache without it
+    for name in ("fate", "hobbit", "promoe"):
         strategy = replace(get_strategy(name), ab_tested=False, predictor=None)
-        without = on_device(held, strategy, ModelIndex.read(demo), SLOW_LINK, share=0.25, profile=profile, tokens=96)
-        assert results[name].tps > 1.02 * without.tps and results[name].uploads > without.uploads, name
-        assert results[name].uploads < 1.6 * without.uploads, "what was sent ahead was thrown out before its use"
+        without = on_device(
+            held, strategy, ModelIndex.read(demo), SLOW_LINK, share=0.25, profile=profile, tokens=96
+        )
+        assert results[name].tps > 1.02 * without.tps and results[name].uploads > without.uploads, (
+            name
+        )
+        assert results[name].uploads < 1.6 * without.uploads, (
+            "what was sent ahead was thrown out before its use"
+        )
     assert decode("lru", share=0.5).uploads < 0.8 * results["lru"].uploads
     mixed = decode("hobbit", low=LowVersions(0.25, 0.6, 0.9))
     assert mixed.tps > results["hobbit"].tps and mixed.low > 0 < mixed.skipped
 
 
 def test_lru_layer_by_brute_force(recording):
-    """As many experts in each layer, the last used of it: once the arena is full, what each layer has is what its own LRU would have."""
+    """As many experts in each layer, the last used of it: once the arena is full, what
+    each layer has is what its own LRU would have.
+    """
     model, quota = recording.model, 10
     events = recording.events(0, 200, inputs=False)
     arena = quota * model.n_gates * model.expert_slots[0]
@@ -110,21 +162,37 @@ class TwoAhead(Predictor):
 
     def observe(self, event):
         scores = np.tile(np.linspace(1, 0, 8, dtype=np.float32), (len(event.ids), 1))
-        return [Prediction(event.gate + ahead, scores) for ahead in (1, 2) if event.gate + ahead < 3]
+        return [
+            Prediction(event.gate + ahead, scores) for ahead in (1, 2) if event.gate + ahead < 3
+        ]
 
 
 def two_ahead(n_tokens, resident, credit, **options):
-    """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each, experts 0 and 1."""
-    model = TraceHeader("three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2)))
+    """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each,
+    experts 0 and 1.
+    """
+    model = TraceHeader(
+        "three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2))
+    )
     buffer = DeviceBuffer(model, Bandwidths(link=500, layer_us=1), model.full_bytes)
-    prefetcher = Prefetcher(buffer, TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)), n_used=2, ab_tested=False, **options)
+    prefetcher = Prefetcher(
+        buffer,
+        TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)),
+        n_used=2,
+        ab_tested=False,
+        **options,
+    )
     for gate, experts in resident.items():
         buffer.prefetch(gate, experts)
-        buffer.compute(GateEvent(gate, np.array([experts + [6]])[:, :2], np.ones((1, 2), np.float32)))
+        buffer.compute(
+            GateEvent(gate, np.array([experts + [6]])[:, :2], np.ones((1, 2), np.float32))
+        )
     buffer.set_gate_callback(prefetcher.observe)
     prefetcher._credit = prefetcher._earned = credit
     before = buffer.counts["prefetched"]
-    buffer.compute(GateEvent(0, np.tile([[6, 7]], (n_tokens, 1)), np.ones((n_tokens, 2), np.float32)))
+    buffer.compute(
+        GateEvent(0, np.tile([[6, 7]], (n_tokens, 1)), np.ones((n_tokens, 2), np.float32))
+    )
     return buffer.counts["prefetched"] - before, buffer._keeps.reshape(3, 8).any(axis=1).tolist()
 
 
@@ -142,46 +210,85 @@ def test_looks_further_only_if_all_that_is_predicted_is_there(n_tokens):
 
 def test_the_oracle_looks_as_far_ahead_as_it_is_asked_to():
     recording = random_recording(3, n_gates=4)
-    for options, gates in (({}, [1]), ({"stride": 2}, [2]), ({"p": 3}, [1, 2, 3]), ({"stride": 3, "p": 3}, [3])):
+    for options, gates in (
+        ({}, [1]),
+        ({"stride": 2}, [2]),
+        ({"p": 3}, [1, 2, 3]),
+        ({"stride": 3, "p": 3}, [3]),
+    ):
         oracle = baselines.Oracle(recording.router, **options)
         oracle.text = recording
         oracle.begin(recording.tokens[:2])
         predictions = oracle.observe(recording.events(1, 2, inputs=False)[0])
         assert [p.gate for p in predictions] == gates
-        assert all(set(np.flatnonzero(p.scores[0])) == set(recording.ids[1, p.gate]) for p in predictions)
+        assert all(
+            set(np.flatnonzero(p.scores[0])) == set(recording.ids[1, p.gate]) for p in predictions
+        )
 
 
 def read_order(demo, learned, strategy, n_tokens=128):
-    """Of the gates of a prompt's first batch: what the strategy reads ahead of each, in order, and how many of its tokens select each expert."""
+    """Of the gates of a prompt's first batch: what the strategy reads ahead of each, in
+    order, and how many of its tokens select each expert.
+    """
     held, _ = learned
     buffer, driver = attached(demo, learned, strategy)
     driver.begin(held.tokens[:n_tokens], {0: Span(0, n_tokens, n_tokens, False)}, False)
     asked, prefetch = {}, buffer.prefetch
-    buffer.prefetch = lambda gate, experts, *rest, **options: [asked.setdefault(gate, list(experts)), prefetch(gate, experts, *rest, **options)][1]
+    buffer.prefetch = lambda gate, experts, *rest, **options: [
+        asked.setdefault(gate, list(experts)),
+        prefetch(gate, experts, *rest, **options),
+    ][1]
     for g in range(held.model.n_gates):
         part = slice(0, n_tokens)
-        buffer.compute(GateEvent(g, held.ids[part, g], held.weights[part, g], None, held.inputs[part, g].astype(np.float32)))
-    return {g: (order, np.bincount(held.ids[:n_tokens, g].ravel(), minlength=32)) for g, order in asked.items() if g}
+        buffer.compute(
+            GateEvent(
+                g,
+                held.ids[part, g],
+                held.weights[part, g],
+                None,
+                held.inputs[part, g].astype(np.float32),
+            )
+        )
+    return {
+        g: (order, np.bincount(held.ids[:n_tokens, g].ravel(), minlength=32))
+        for g, order in asked.items()
+        if g
+    }
 
 
 @pytest.mark.slow
 def test_a_prompts_popular_experts_are_read_first(demo, learned):
-    """Fate §4.3, in the first prompt of a process, of which nothing is known but the layer before: the experts of the most tokens come first."""
+    """Fate §4.3, in the first prompt of a process, of which nothing is known but the
+    layer before: the experts of the most tokens come first.
+    """
     share = {}
     for name in ("fate", "lru+gate"):
         orders = read_order(demo, learned, get_strategy(name))
         assert len(orders) > 8 and all(len(order) == 32 for order, _ in orders.values())
-        share[name] = np.mean([count[order[:8]].sum() / count.sum() for order, count in orders.values()])
-    best = np.mean([np.sort(count)[-8:].sum() / count.sum() for _, count in read_order(demo, learned, PRESETS["fate"]).values()])
+        share[name] = np.mean(
+            [count[order[:8]].sum() / count.sum() for order, count in orders.values()]
+        )
+    best = np.mean(
+        [
+            np.sort(count)[-8:].sum() / count.sum()
+            for _, count in read_order(demo, learned, PRESETS["fate"]).values()
+        ]
+    )
     assert share["fate"] > 0.85 * best and share["fate"] > 1.4 * share["lru+gate"]
 
 
 @pytest.mark.slow
 def test_the_meter_counts_what_was_there_in_time(demo, learned):
-    """GoodPred's two factors are counts: over a link that takes no time everything predicted is there, over a slow one little, and accuracy is the
-    predictor's own whatever the link. One layer more of distance costs accuracy and leaves more time (ProMoE §4.4)."""
-    promoe = replace(PRESETS["promoe"], bounded=True)  # else all but the slowest of these links bring nearly everything in time
-    meters = {read: meter(demo, learned, promoe, share=0.25, read=read) for read in (1 / 64, 1 / 8, 3)}
+    """GoodPred's two factors are counts: over a link that takes no time everything
+    predicted is there, over a slow one little, and accuracy is the predictor's own
+    whatever the link. One layer more of distance costs accuracy and leaves more time
+    (ProMoE §4.4).
+    """
+    # else all but the slowest of these links bring nearly everything in time
+    promoe = replace(PRESETS["promoe"], bounded=True)
+    meters = {
+        read: meter(demo, learned, promoe, share=0.25, read=read) for read in (1 / 64, 1 / 8, 3)
+    }
     accuracies = [m.accuracy for m in meters.values()]
     assert max(accuracies) - min(accuracies) < 1e-9 and 0.4 < accuracies[0] < 0.95
     assert all(m.good_pred == pytest.approx(m.accuracy * m.fetch_rate) for m in meters.values())
@@ -192,18 +299,25 @@ def test_the_meter_counts_what_was_there_in_time(demo, learned):
 
 @pytest.mark.slow
 def test_presets_are_what_their_papers_say(demo, learned):
-    """By what they do: EAP keeps what Fate keeps (§5.1) and predicts otherwise; ProMoE keeps as many of each layer, and foresees the layer after the next."""
+    """By what they do: EAP keeps what Fate keeps (§5.1) and predicts otherwise; ProMoE
+    keeps as many of each layer, and foresees the layer after the next.
+    """
     held, profile = learned
     arena = held.model.full_bytes // 2
     tables = {}
     for name in ("eap", "fate", "promoe"):
         strategy = PRESETS[name]
         arrays = next((profile.section(section.name) for section in strategy.policy.sections), None)
-        policy = strategy.policy.from_profile(arrays, CacheShape.of(held.model, arena), np.zeros((12, 32), np.float32))
+        policy = strategy.policy.from_profile(
+            arrays, CacheShape.of(held.model, arena), np.zeros((12, 32), np.float32)
+        )
         for event in held.events(0, 64, inputs=False):
             policy.update(event)
         tables[name] = policy.priorities.copy()
-    assert np.array_equal(tables["eap"], tables["fate"]) and PRESETS["eap"].predictor != PRESETS["fate"].predictor
+    assert (
+        np.array_equal(tables["eap"], tables["fate"])
+        and PRESETS["eap"].predictor != PRESETS["fate"].predictor
+    )
     n_foreseen = (tables["promoe"] > -1.5).sum(axis=1)  # those beyond a layer's quota lie below
     assert n_foreseen.tolist() == [16] * 12
     targets = {}
@@ -214,7 +328,8 @@ def test_presets_are_what_their_papers_say(demo, learned):
     assert targets == {"promoe": [5], "fate": [4], "eap": [4]}
 
 
-# one matrix of 5000 bytes, two layers of four experts; a byte takes 2 ns over the link, a tenth on the device
+# one matrix of 5000 bytes, two layers of four experts; a byte takes 2 ns over the link,
+# a tenth on the device
 ONE = TraceHeader("one", 1, tuple(TensorInfo(g, g, 0, 4, 5000) for g in range(2)))
 SPEEDS = Bandwidths(link=0.5, device=10, layer_us=3)
 LINK, DEVICE, LAYER = 10_000, 500, 3_000
@@ -231,13 +346,30 @@ def took(buffer, *events):
 
 
 def test_a_device_by_hand():
-    """Link and device one after the other; then the device alone; a third expert takes the place of the one used longest ago."""
+    """Link and device one after the other; then the device alone; a third expert takes
+    the place of the one used longest ago.
+    """
     buffer = DeviceBuffer(ONE, SPEEDS, 2 * 5000)
     assert took(buffer, (0, 1), (0, 1)) == [LINK + DEVICE + LAYER, DEVICE + LAYER]
-    assert took(buffer, (1, 2), (0, 1), (0, 3), (1, 2)) == [LINK + DEVICE + LAYER, DEVICE + LAYER, LINK + DEVICE + LAYER, LINK + DEVICE + LAYER]
+    assert took(buffer, (1, 2), (0, 1), (0, 3), (1, 2)) == [
+        LINK + DEVICE + LAYER,
+        DEVICE + LAYER,
+        LINK + DEVICE + LAYER,
+        LINK + DEVICE + LAYER,
+    ]
     assert buffer.residency().tolist() == [[0, 0, 0, 1], [0, 0, 1, 0]]
     assert (
-        buffer.sent == {"device": 2, "host": 4, "low": 0, "skipped": 0, "uploads": 4, "up_bytes": 20_000, "ahead": 0} and buffer.counts["stall_ns"] == 4 * LINK
+        buffer.sent
+        == {
+            "device": 2,
+            "host": 4,
+            "low": 0,
+            "skipped": 0,
+            "uploads": 4,
+            "up_bytes": 20_000,
+            "ahead": 0,
+        }
+        and buffer.counts["stall_ns"] == 4 * LINK
     )
     assert (buffer.counts["hits"], buffer.counts["misses"]) == (2, 4)
 
@@ -250,29 +382,42 @@ def test_a_devices_priorities_rank_above_recency():
 
 
 def test_a_devices_prefetch_by_hand():
-    """What was sent ahead is not waited for; what comes late is waited for by the rest; what is not chosen is given up."""
+    """What was sent ahead is not waited for; what comes late is waited for by the rest;
+    what is not chosen is given up.
+    """
     buffer = DeviceBuffer(ONE, SPEEDS, 4 * 5000)
     assert took(buffer, (0, 0)) == [LINK + DEVICE + LAYER]
     assert buffer.prefetch(1, [2, 3]) == 2
     assert took(buffer, (0, 0)) == [DEVICE + LAYER]
     assert took(buffer, (1, 2)) == [LINK - DEVICE - LAYER + DEVICE + LAYER]
-    assert buffer.sent["uploads"] == 2 and buffer.sent["ahead"] == 1 and buffer.residency().tolist() == [[1, 0, 0, 0], [0, 0, 1, 0]]
+    assert (
+        buffer.sent["uploads"] == 2
+        and buffer.sent["ahead"] == 1
+        and buffer.residency().tolist() == [[1, 0, 0, 0], [0, 0, 1, 0]]
+    )
     assert buffer.prefetch(1, [3], limit=0) == 0
 
 
 def test_what_was_sent_ahead_outlives_what_comes_meanwhile():
-    """On a device of two slots, too: it has not been used yet, and would be the least recently used."""
+    """On a device of two slots, too: it has not been used yet, and would be the least
+    recently used.
+    """
     buffer = DeviceBuffer(ONE, SPEEDS, 2 * 5000)
     took(buffer, (0, 0))
     buffer.prefetch(1, [2])
     took(buffer, (0, 0), (0, 0), (0, 0))  # time to send it
     assert buffer.sent["ahead"] == 1
     assert took(buffer, (0, 1), (1, 2)) == [LINK + DEVICE + LAYER, DEVICE + LAYER]
-    assert buffer.sent["uploads"] == 3 and buffer.residency().tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+    assert buffer.sent["uploads"] == 3 and buffer.residency().tolist() == [
+        [0, 1, 0, 0],
+        [0, 0, 1, 0],
+    ]
 
 
 def test_smaller_copies():
-    """An absent expert of little weight comes as a copy or not at all, and is not kept; one that is there serves as it is."""
+    """An absent expert of little weight comes as a copy or not at all, and is not kept;
+    one that is there serves as it is.
+    """
     buffer = DeviceBuffer(replace(ONE, n_used=2), SPEEDS, 9 * 5000, low=LowVersions(0.25, 0.6, 0.9))
 
     def took_pair(*weights):
@@ -281,12 +426,27 @@ def test_smaller_copies():
         return buffer.now - before
 
     assert took_pair(0.8, 0.2) == LINK + LINK // 4 + DEVICE // 4 + LAYER
-    assert took_pair(0.8, 0.2) == LINK // 4 + DEVICE // 4 + LAYER  # the device has computed with the other meanwhile
+    # the device has computed with the other meanwhile
+    assert took_pair(0.8, 0.2) == LINK // 4 + DEVICE // 4 + LAYER
     assert took_pair(0.95, 0.05) == DEVICE + LAYER
-    assert buffer.sent == {"device": 2, "host": 4, "low": 2, "skipped": 1, "uploads": 3, "up_bytes": 7500, "ahead": 0}
+    assert buffer.sent == {
+        "device": 2,
+        "host": 4,
+        "low": 2,
+        "skipped": 1,
+        "uploads": 3,
+        "up_bytes": 7500,
+        "ahead": 0,
+    }
 
 
-@pytest.mark.parametrize("change, words", [({"link": 0}, "link of a simulated machine"), ({"layer_us": -1}, "layer_us of a simulated machine")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"link": 0}, "link of a simulated machine"),
+        ({"layer_us": -1}, "layer_us of a simulated machine"),
+    ],
+)
 def test_speeds_are_positive(change, words):
     with pytest.raises(OptionError, match=words):
         replace(SPEEDS, **change)
@@ -298,7 +458,10 @@ def test_a_device_that_is_too_small():
 
 
 TWO_STEPS = Execution(eager=False, reordered=NEVER, chunked=False)
-WIDE = TraceHeader("wide", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(2) for m in range(2)))  # two matrices: two pieces an expert
+# two matrices: two pieces an expert
+WIDE = TraceHeader(
+    "wide", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(2) for m in range(2))
+)
 
 
 def compute(buffer, gate, *rows):
@@ -311,7 +474,8 @@ def compute(buffer, gate, *rows):
 @pytest.mark.parametrize(
     "execution, ns",
     [
-        # 1 is there, 5 and 3 are not: all three sent behind each other beside the computing of what is there and of what has come
+        # 1 is there, 5 and 3 are not: all three sent behind each other beside the
+        # computing of what is there and of what has come
         (Execution(), 4 * LINK + 2 * DEVICE + LAYER),
         # the first has to be waited for, and the second is sent beside its computing
         (Execution(reordered=NEVER), 4 * LINK + 2 * DEVICE + LAYER),
@@ -322,33 +486,48 @@ def compute(buffer, gate, *rows):
     ids=["native", "in order", "one after the other", "neither"],
 )
 def test_execution_by_hand(execution, ns):
-    """Twice as long as any prompt's experts take to compute, an expert is on its way: what overlaps shows."""
+    """Twice as long as any prompt's experts take to compute, an expert is on its way:
+    what overlaps shows.
+    """
     buffer = DeviceBuffer(replace(WIDE, n_used=3), SPEEDS, 8 * 10_000, execution=execution)
     compute(buffer, 0, [1, 1, 1])
     assert compute(buffer, 0, [5, 1, 3]) == ns
 
 
 def test_a_prefetch_gives_way_after_a_piece_or_after_the_expert():
-    """While 4 is sent ahead, 2 is selected: it waits for the rest of a matrix, or of the whole expert; and what was not selected is given up, or not."""
+    """While 4 is sent ahead, 2 is selected: it waits for the rest of a matrix, or of
+    the whole expert; and what was not selected is given up, or not.
+    """
     times = {}
     for chunked in (True, False):
         for eager in (True, False):
-            buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 8 * 10_000, execution=Execution(chunked=chunked, eager=eager))
+            buffer = DeviceBuffer(
+                replace(WIDE, n_used=1),
+                SPEEDS,
+                8 * 10_000,
+                execution=Execution(chunked=chunked, eager=eager),
+            )
             compute(buffer, 0, [0])
             buffer.prefetch(1, [4])
-            compute(buffer, 0, [0])  # 2 * DEVICE + LAYER later: of the first piece LINK - 4000 are left
+            # 2 * DEVICE + LAYER later: of the first piece LINK - 4000 are left
+            compute(buffer, 0, [0])
             times[chunked, eager] = compute(buffer, 1, [2])
             compute(buffer, 0, [1])
-            assert (buffer.sent["uploads"], bool(buffer._resident[8 + 4])) == ((3, False) if chunked and eager else (4, True)), (chunked, eager)
+            assert (buffer.sent["uploads"], bool(buffer._resident[8 + 4])) == (
+                (3, False) if chunked and eager else (4, True)
+            ), (chunked, eager)
     late = LINK - 4000
     assert times[True, True] == times[True, False] == late + 2 * LINK + 2 * DEVICE + LAYER
     assert times[False, True] == times[False, False] == late + 3 * LINK + 2 * DEVICE + LAYER
 
 
 def test_a_layers_room_is_its_own():
-    """Two layers with a room of two experts each: what one misses takes nothing from the other, and what it cannot keep goes again."""
+    """Two layers with a room of two experts each: what one misses takes nothing from
+    the other, and what it cannot keep goes again.
+    """
     for by_layer in (True, False):
-        buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 6 * 10_000)  # two of which are held free where layers have rooms
+        # two of which are held free where layers have rooms
+        buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 6 * 10_000)
         if by_layer:
             buffer.divide(None)
             assert buffer.rooms == [2, 2] and buffer.capacity == 4
@@ -371,9 +550,14 @@ def test_a_layer_without_room_keeps_nothing():
 
 
 def test_a_prompt_by_number_throws_out_what_it_is_about_to_need():
-    """ProMoE §7.2: of a layer's eight experts four are there, the last used of them the last by number; by number none of them is there when it is its turn."""
+    """ProMoE §7.2: of a layer's eight experts four are there, the last used of them the
+    last by number; by number none of them is there when it is its turn.
+    """
     uploads = {}
-    for name, execution in (("by number", Execution(eager=False, reordered=NEVER, order=BY_ID)), ("reordered", Execution(order=BY_ID))):
+    for name, execution in (
+        ("by number", Execution(eager=False, reordered=NEVER, order=BY_ID)),
+        ("reordered", Execution(order=BY_ID)),
+    ):
         buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 4 * 10_000, execution=execution)
         compute(buffer, 0, *[[e] for e in range(8)])
         before = buffer.sent["uploads"]
@@ -384,29 +568,50 @@ def test_a_prompt_by_number_throws_out_what_it_is_about_to_need():
 
 def test_what_is_eager_in_its_own_order_ends():
     """Everything that could make room is needed later in the same layer."""
-    buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 4 * 10_000, execution=Execution(reordered=NEVER, order=BY_ID))
+    buffer = DeviceBuffer(
+        replace(WIDE, n_used=1),
+        SPEEDS,
+        4 * 10_000,
+        execution=Execution(reordered=NEVER, order=BY_ID),
+    )
     compute(buffer, 0, *[[e] for e in (4, 5, 6, 7)])
     compute(buffer, 0, *[[e] for e in range(8)])
     assert buffer.sent["uploads"] >= 8
 
 
 def test_orders_of_a_prompt():
-    event = GateEvent(0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32))
+    event = GateEvent(
+        0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32)
+    )
     assert Execution().arranged(event).tolist() == [5, 3, 7, 1, 0]
     assert Execution(order=AS_NAMED).arranged(event).tolist() == [7, 3, 5, 1, 0]
     assert Execution(order=BY_ID).arranged(event).tolist() == [0, 1, 3, 5, 7]
 
 
 def test_copies_of_a_prompt_and_of_what_was_not_foreseen():
-    """Fate: of a prompt's experts those of the fewest tokens (§4.5), in decode what is absent and not on its way (§5.3). HOBBIT: by the dearest token."""
-    event = GateEvent(0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32), decode=False)
+    """Fate: of a prompt's experts those of the fewest tokens (§4.5), in decode what is
+    absent and not on its way (§5.3). HOBBIT: by the dearest token.
+    """
+    event = GateEvent(
+        0,
+        np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32),
+        np.ones((4, 2), np.float32),
+        decode=False,
+    )
     experts = np.array([0, 1, 3, 5, 7])
     fate = LowVersions(0.5, prefill=0.4, mispredicted=True)
     assert fate.serving(event, experts, np.zeros(5, bool), 8).tolist() == [1, 1, 0, 0, 0]
     one = GateEvent(0, np.array([[0, 1]], np.int32), np.array([[0.9, 0.1]], np.float32))
     assert fate.serving(one, np.array([0, 1]), np.array([True, False]), 8).tolist() == [0, 1]
-    weighed = GateEvent(0, np.array([[0, 1], [1, 2]], np.int32), np.array([[0.7, 0.3], [0.95, 0.05]], np.float32), decode=False)
-    assert LowVersions(0.5, 0.6, 0.9).serving(weighed, np.array([0, 1, 2]), np.zeros(3, bool), 8).tolist() == [0, 0, 2]
+    weighed = GateEvent(
+        0,
+        np.array([[0, 1], [1, 2]], np.int32),
+        np.array([[0.7, 0.3], [0.95, 0.05]], np.float32),
+        decode=False,
+    )
+    assert LowVersions(0.5, 0.6, 0.9).serving(
+        weighed, np.array([0, 1, 2]), np.zeros(3, bool), 8
+    ).tolist() == [0, 0, 2]
 
 
 def test_widths_make_room():
@@ -424,7 +629,12 @@ def test_only_prompts_reordered():
     times = {}
     for reordered in (PROMPTS, NEVER):
         for rows in ([[5, 1]], [[5], [1]]):
-            buffer = DeviceBuffer(replace(WIDE, n_used=len(rows[0])), SPEEDS, 8 * 10_000, execution=Execution(eager=False, reordered=reordered, order=AS_NAMED))
+            buffer = DeviceBuffer(
+                replace(WIDE, n_used=len(rows[0])),
+                SPEEDS,
+                8 * 10_000,
+                execution=Execution(eager=False, reordered=reordered, order=AS_NAMED),
+            )
             compute(buffer, 0, [1] * len(rows[0]))
             buffer._request((5, False), 0)  # on its way
             times[reordered, len(rows)] = compute(buffer, 0, *rows)
@@ -432,14 +642,24 @@ def test_only_prompts_reordered():
 
 
 def test_the_processor_computes_with_what_is_absent():
-    """Beside the device, and nothing is sent; what was predicted is, and is then the device's. Whole layers begin there."""
+    """Beside the device, and nothing is sent; what was predicted is, and is then the
+    device's. Whole layers begin there.
+    """
     speeds = replace(SPEEDS, host=2)  # a fifth of the device's rate
-    buffer = DeviceBuffer(replace(WIDE, n_used=2), speeds, 8 * 10_000, execution=Execution(cooperative=True))
+    buffer = DeviceBuffer(
+        replace(WIDE, n_used=2), speeds, 8 * 10_000, execution=Execution(cooperative=True)
+    )
     assert compute(buffer, 0, [1, 2]) == 2 * 5_000 + LAYER and buffer.sent["uploads"] == 0
     buffer.prefetch(1, [3])
     for _ in range(3):
         compute(buffer, 0, [1, 2])
-    assert buffer.sent["uploads"] == 1 and compute(buffer, 1, [3, 4]) == 5_000 + LAYER  # the device has ended by then
-    whole = DeviceBuffer(replace(WIDE, n_used=2), speeds, 8 * 10_000, execution=Execution(cooperative=True))
+    # the device has ended by then
+    assert buffer.sent["uploads"] == 1 and compute(buffer, 1, [3, 4]) == 5_000 + LAYER
+    whole = DeviceBuffer(
+        replace(WIDE, n_used=2), speeds, 8 * 10_000, execution=Execution(cooperative=True)
+    )
     whole.fill_layers()
-    assert (compute(whole, 0, [1, 2]), compute(whole, 1, [1, 2])) == (2 * 2 * DEVICE + LAYER, 2 * 5_000 + LAYER)
+    assert (compute(whole, 0, [1, 2]), compute(whole, 1, [1, 2])) == (
+        2 * 2 * DEVICE + LAYER,
+        2 * 5_000 + LAYER,
+    )

@@ -1,4 +1,6 @@
-"""Profiles: what one command writes stays when another writes; another model's, a damaged or a later one is refused."""
+"""Profiles: what one command writes stays when another writes; another model's, a
+damaged or a later one is refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def arrays(seed: int) -> dict[str, np.ndarray]:
 
 
 def same(section, expected) -> bool:
-    return section.keys() == expected.keys() and all(np.array_equal(section[k], expected[k]) and section[k].dtype == expected[k].dtype for k in expected)
+    return section.keys() == expected.keys() and all(
+        np.array_equal(section[k], expected[k]) and section[k].dtype == expected[k].dtype
+        for k in expected
+    )
 
 
 def test_name():
@@ -54,12 +59,19 @@ def test_another_model_is_refused(model_index, tmp_path):
     span = next(iter(model_index.experts.values()))
     changed = tmp_path / "trained-further.gguf"
     shutil.copy(model_index.files[0], changed)
-    with open(changed, "r+b") as file:  # all of one tensor: a model trained further differs everywhere
+    # all of one tensor: a model trained further differs everywhere
+    with open(changed, "r+b") as file:
         file.seek(span.offset)
         file.write(os.urandom(span.nbytes))
     other = ModelIndex.read(changed)
-    for attempt in (lambda: Profile.read(path, other), lambda: Profile.write(path, other, {"two": arrays(2)})):
-        with pytest.raises(ModelError, match=r"was made of another model \(model.gguf\), not of .*trained-further.gguf"):
+    for attempt in (
+        lambda: Profile.read(path, other),
+        lambda: Profile.write(path, other, {"two": arrays(2)}),
+    ):
+        with pytest.raises(
+            ModelError,
+            match=r"was made of another model \(model.gguf\), not of .*trained-further.gguf",
+        ):
             attempt()
     assert Profile.read(path, model_index).sections == ["one"]
 
@@ -77,11 +89,16 @@ def test_another_version_is_refused(model_index, monkeypatch):
     monkeypatch.setattr(profile, "VERSION", VERSION + 1)
     Profile.write(path, model_index, {"one": arrays(1)})
     monkeypatch.undo()
-    with pytest.raises(ModelError, match=f"expected profile version {VERSION}, got {VERSION + 1}: run moeoff calibrate again"):
+    with pytest.raises(
+        ModelError,
+        match=f"expected profile version {VERSION}, got {VERSION + 1}: run moeoff calibrate again",
+    ):
         Profile.find(model_index)
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "flipped", "pickle", "other npz", "no json"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "cut", "garbage", "flipped", "pickle", "other npz", "no json"]
+)
 def test_damage_is_one_sentence(model_index, damage):
     path = profile_path(model_index.files[0])
     Profile.write(path, model_index, {"one": {"a": np.arange(10_000)}})
@@ -132,7 +149,9 @@ def test_nothing_half_written(model_index, monkeypatch, error):
 
 def test_objects_are_not_written(model_index):
     with pytest.raises(TypeError, match="expected arrays of numbers"):
-        Profile.write(profile_path(model_index.files[0]), model_index, {"one": {"a": np.array([{}], object)}})
+        Profile.write(
+            profile_path(model_index.files[0]), model_index, {"one": {"a": np.array([{}], object)}}
+        )
     assert Profile.find(model_index) is None
 
 

@@ -1,4 +1,6 @@
-"""Route traces of other programs: what is read from them, and what replays of the published ones give."""
+"""Route traces of other programs: what is read from them, and what replays of the
+published ones give.
+"""
 
 import gzip
 
@@ -25,7 +27,10 @@ def rows(*events):
     out = []
     for turn, phase, layer, tokens in events:
         for step, experts in tokens.items():
-            out += [f"{turn},{phase},{step},{layer},{slot},{e},{0.6 - 0.2 * slot:g},{int(e == 0)},{0 if e == 0 else 5000}" for slot, e in enumerate(experts)]
+            out += [
+                f"{turn},{phase},{step},{layer},{slot},{e},{0.6 - 0.2 * slot:g},{int(e == 0)},{0 if e == 0 else 5000}"
+                for slot, e in enumerate(experts)
+            ]
     return "\n".join(out) + "\n"
 
 
@@ -42,7 +47,9 @@ def test_every_row_is_in_an_event(tmp_path):
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(TEXT.encode()))
     trace = read_route_trace(path)
-    assert trace.model == TraceHeader("Model-Q4_K_M.gguf", 2, (TensorInfo(0, 1, 0, 8, 5000), TensorInfo(1, 2, 0, 8, 4000)))
+    assert trace.model == TraceHeader(
+        "Model-Q4_K_M.gguf", 2, (TensorInfo(0, 1, 0, 8, 5000), TensorInfo(1, 2, 0, 8, 4000))
+    )
     assert [(e.gate, e.layer, e.ids.tolist(), e.decode) for e in trace.events] == [
         (0, 1, [[1, 2], [0, 3]], False), (1, 2, [[4, 5]], False),
         (0, 1, [[0, 7]], True), (1, 2, [[6, 0]], True),
@@ -50,28 +57,50 @@ def test_every_row_is_in_an_event(tmp_path):
         (0, 1, [[1, 2]], False), (1, 2, [[1, 2]], False),
     ]  # fmt: skip
     assert [(e.n_hit, e.n_miss) for e in trace.events][:3] == [(1, 3), (0, 2), (1, 1)]
-    assert all(np.allclose(e.weights, [[0.6, 0.4]] * len(e.ids)) and e.probs is None for e in trace.events)
+    assert all(
+        np.allclose(e.weights, [[0.6, 0.4]] * len(e.ids)) and e.probs is None for e in trace.events
+    )
     assert trace.starts.tolist() == [True] + [False] * 7
 
 
-# counted when the traces came in, by a program of its own: as the token before, LRU at 12, 24 and 36 %, touched, and the mean weights
+# counted when the traces came in, by a program of its own: as the token before, LRU at
+# 12, 24 and 36 %, touched, and the mean weights
 COUNTED = {
-    "qwen3-30b-a3b": (0.380, (0.567, 0.796, 0.899), 0.498, (0.265, 0.201, 0.166, 0.141, 0.121, 0.106)),
-    "gemma-4-26b-a4b": (0.357, (0.567, 0.769, 0.874), 0.523, (0.311, 0.200, 0.153, 0.127, 0.110, 0.098)),
+    "qwen3-30b-a3b": (
+        0.380,
+        (0.567, 0.796, 0.899),
+        0.498,
+        (0.265, 0.201, 0.166, 0.141, 0.121, 0.106),
+    ),
+    "gemma-4-26b-a4b": (
+        0.357,
+        (0.567, 0.769, 0.874),
+        0.523,
+        (0.311, 0.200, 0.153, 0.127, 0.110, 0.098),
+    ),
     "gpt-oss-120b": (0.179, (0.609, 0.716, 0.720), 0.280, (0.577, 0.423)),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt-oss-120b")) for name in COUNTED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt-oss-120b")) for name in COUNTED],
+)
 def test_published_traces_say_what_their_source_says(name):
     trace = read_route_trace(PUBLISHED[name])
     repeats, lru, touched, weights = COUNTED[name]
     measured = measure_answer(trace)
-    assert measured.repeats == pytest.approx(repeats, abs=6e-4) and measured.touched == pytest.approx(touched, abs=6e-4)
+    assert measured.repeats == pytest.approx(
+        repeats, abs=6e-4
+    ) and measured.touched == pytest.approx(touched, abs=6e-4)
     assert measured.weights == pytest.approx(weights, abs=6e-4)
-    assert measured.lru == pytest.approx(lru, abs=3e-3)  # which slices of one event go first is each program's own
+    # which slices of one event go first is each program's own
+    assert measured.lru == pytest.approx(lru, abs=3e-3)
     answer = answer_of(trace)
-    assert simulate(answer, "lru", answer.model.full_bytes // 4).hit_rate < simulate(answer, "belady", answer.model.full_bytes // 4).hit_rate
+    assert (
+        simulate(answer, "lru", answer.model.full_bytes // 4).hit_rate
+        < simulate(answer, "belady", answer.model.full_bytes // 4).hit_rate
+    )
 
 
 def test_the_heaviest_alone():

@@ -1,4 +1,6 @@
-"""The routers choose what the models' gates choose, for every gating function of llama.cpp."""
+"""The routers choose what the models' gates choose, for every gating function of
+llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ import contextlib
 import numpy as np
 import pytest
 
-from helpers.arch_models import ARCHITECTURES, N_EXPERT, OPTIONS, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, run, tokens, write_model
+from helpers.arch_models import (
+    ARCHITECTURES,
+    N_EXPERT,
+    OPTIONS,
+    ROUTED_OUTSIDE,
+    WITHOUT_BLOCK,
+    decode,
+    open_moeoff,
+    run,
+    tokens,
+    write_model,
+)
 from helpers.logits import Stock
 from helpers.models import write_one_expert_model
 from moeoff import Llama
@@ -36,13 +49,19 @@ def test_fresh_gate_control(demo):
         model.engine.buffer.drain()
     assert router.gating == SOFTMAX and len(events) > 12 * 10
     for event in events:
-        np.testing.assert_array_equal(np.sort(router.choose(event.gate, event.gate_input)), np.sort(event.ids))
+        np.testing.assert_array_equal(
+            np.sort(router.choose(event.gate, event.gate_input)), np.sort(event.ids)
+        )
         probs = router.probs(event.gate, event.gate_input)
-        np.testing.assert_allclose(np.take_along_axis(probs, event.ids, axis=1), event.weights, rtol=1e-4)
+        np.testing.assert_allclose(
+            np.take_along_axis(probs, event.ids, axis=1), event.weights, rtol=1e-4
+        )
 
 
 def test_gemmas_routers_norm_the_stream_themselves(tmp_path):
-    """What they read is told, and between two of them stand their own scales, not the norms of the experts."""
+    """What they read is told, and between two of them stand their own scales, not the
+    norms of the experts.
+    """
     path, events = tmp_path / "model.gguf", []
     shape_model(SHAPES["gemma-4-26b-a4b"].cut(layers=6, shrink=8), path)
     with Llama(str(path), gate_input=True, n_ctx=256, verbose=False) as model:
@@ -52,7 +71,9 @@ def test_gemmas_routers_norm_the_stream_themselves(tmp_path):
         model.engine.buffer.drain()
     assert {event.gate for event in events} == set(range(6))
     for event in events:
-        np.testing.assert_array_equal(np.sort(router.choose(event.gate, event.gate_input)), np.sort(event.ids))
+        np.testing.assert_array_equal(
+            np.sort(router.choose(event.gate, event.gate_input)), np.sort(event.ids)
+        )
     with ModelFile(path) as file:
         scales = [file.rows(f"blk.{layer}.ffn_gate_inp.scale", 0, 1)[0] for layer in (2, 3)]
     weight, bias = router.ahead(2, 3, True)
@@ -66,7 +87,10 @@ def test_one_expert(tmp_path, lazy):
     path, options = tmp_path / "model.gguf", OPTIONS
     write_one_expert_model(path)
     with ModelFile(path) as file:
-        assert len(file.tensors["blk.0.ffn_up_exps.weight"].shape) == 2 and len(file.tensors["blk.0.ffn_gate_inp.weight"].shape) == 1
+        assert (
+            len(file.tensors["blk.0.ffn_up_exps.weight"].shape) == 2
+            and len(file.tensors["blk.0.ffn_gate_inp.weight"].shape) == 1
+        )
     convert(path, tiers="Q8_0")
     assert verify(tmp_path / "model.experts.gguf").n_slices == 9
     with contextlib.closing(Stock(str(path), **options)) as stock:
@@ -76,7 +100,9 @@ def test_one_expert(tmp_path, lazy):
         with Llama(str(path), expert_memory="1G", tier=tier, gate_input=True, **options) as model:
             model.set_gate_callback(events.append)
             np.testing.assert_array_equal(run(model), expected)
-            router = Router.read(ModelIndex.read(path), layers_of(model), model.engine.buffer.gating, lazy=lazy)
+            router = Router.read(
+                ModelIndex.read(path), layers_of(model), model.engine.buffer.gating, lazy=lazy
+            )
             model.engine.buffer.drain()
     assert router.weights[0].shape == (1, 256) and router.n_experts == 1 and events
     for event in events:
@@ -85,30 +111,50 @@ def test_one_expert(tmp_path, lazy):
 
 def test_a_lazy_router_keeps_no_weights(demo):
     model_index = ModelIndex.read(demo)
-    eager, lazy = (Router.read(model_index, [3, 4, 5], SOFTMAX, 32, lazy=lazy) for lazy in (False, True))
-    assert lazy.n_gates == 3 and lazy.n_experts == 32 and lazy.knows(2) and lazy.weights[1] is not lazy.weights[1]
+    eager, lazy = (
+        Router.read(model_index, [3, 4, 5], SOFTMAX, 32, lazy=lazy) for lazy in (False, True)
+    )
+    assert (
+        lazy.n_gates == 3
+        and lazy.n_experts == 32
+        and lazy.knows(2)
+        and lazy.weights[1] is not lazy.weights[1]
+    )
     for gate in range(3):
         np.testing.assert_array_equal(lazy.weights[gate], eager.weights[gate])
     for source, target in ((0, 1), (0, 2)):
-        for scores, expected in zip(lazy.ahead(source, target, True), eager.ahead(source, target, True)):
+        for scores, expected in zip(
+            lazy.ahead(source, target, True), eager.ahead(source, target, True)
+        ):
             assert (scores is None and expected is None) or np.array_equal(scores, expected)
 
 
 @pytest.mark.parametrize("n_cols", [64, 2048, 33])
 def test_products_of_rows(n_cols):
-    """Within what Q8_0 rounds; rows that are no whole blocks exactly. Any number of vectors, strided ones too."""
+    """Within what Q8_0 rounds; rows that are no whole blocks exactly. Any number of
+    vectors, strided ones too.
+    """
     rng = np.random.default_rng(n_cols)
-    weight, x = rng.standard_normal((24, n_cols), np.float32), rng.standard_normal((10, n_cols), np.float32)[::2]
+    weight, x = (
+        rng.standard_normal((24, n_cols), np.float32),
+        rng.standard_normal((10, n_cols), np.float32)[::2],
+    )
     rows = Rows(weight)
     assert (rows.nbytes < 0.3 * weight.nbytes) == (n_cols != 33)
     exact = x @ weight.T
-    np.testing.assert_allclose(rows.product(x), exact, atol=1e-4 if n_cols == 33 else 0.03 * exact.std())
+    np.testing.assert_allclose(
+        rows.product(x), exact, atol=1e-4 if n_cols == 33 else 0.03 * exact.std()
+    )
     assert rows.product(x[:0]).shape == (0, 24)
 
 
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in WITHOUT_BLOCK | ROUTED_OUTSIDE])
+@pytest.mark.parametrize(
+    "architecture", [a for a in ARCHITECTURES if a not in WITHOUT_BLOCK | ROUTED_OUTSIDE]
+)
 def test_fresh_gate_control_of_every_architecture(architecture, writer, folder):
-    """ids are the model's, and probabilities of the chosen in the proportions of the model's weights."""
+    """ids are the model's, and probabilities of the chosen in the proportions of the
+    model's weights.
+    """
     path = write_model(writer, folder, architecture, "F32")
     events, text = [], tokens(24)
     with open_moeoff(path, gate_input=True, flash_attn=False) as model:
@@ -124,11 +170,17 @@ def test_fresh_gate_control_of_every_architecture(architecture, writer, folder):
             assert not router.knows(gate)
             np.testing.assert_array_equal(ids, router.tables[gate][text[-len(ids) :]])
         else:
-            np.testing.assert_array_equal(np.sort(router.choose(gate, event.gate_input)), np.sort(ids))
+            np.testing.assert_array_equal(
+                np.sort(router.choose(gate, event.gate_input)), np.sort(ids)
+            )
         mine = np.take_along_axis(router.probs(gate, event.gate_input), ids, axis=1)
         if architecture == "gpt-oss":  # no sum over the others in it, but the same proportions
             assert router.gating == SOFTMAX_WEIGHT
-        np.testing.assert_allclose(mine / mine.sum(axis=1, keepdims=True), event.weights / event.weights.sum(axis=1, keepdims=True), rtol=2e-3)
+        np.testing.assert_allclose(
+            mine / mine.sum(axis=1, keepdims=True),
+            event.weights / event.weights.sum(axis=1, keepdims=True),
+            rtol=2e-3,
+        )
 
 
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in WITHOUT_BLOCK])
@@ -146,13 +198,16 @@ def test_logits_of_events(architecture, writer, folder, tmp_path):
     for event in events:
         gate = event.gate
         if event.logits is None:
-            assert architecture == "grovemoe" and n_experts[gate] < N_EXPERT  # its chunks are chosen by their experts' logits
+            # its chunks are chosen by their experts' logits
+            assert architecture == "grovemoe" and n_experts[gate] < N_EXPERT
             continue
         assert event.logits.shape == (len(event.ids), n_experts[gate]) and event.row_step == 1
         np.testing.assert_allclose(event.probs, router.gated(event.logits))
         if router.tables[gate] is None:
             chosen = router.select(gate, event.logits if architecture == "llama4" else event.probs)
-            np.testing.assert_array_equal(np.sort(chosen[:, : event.ids.shape[1]]), np.sort(event.ids))
+            np.testing.assert_array_equal(
+                np.sort(chosen[:, : event.ids.shape[1]]), np.sort(event.ids)
+            )
 
 
 def test_gating_functions_differ(writer, folder):
@@ -163,29 +218,51 @@ def test_gating_functions_differ(writer, folder):
         with open_moeoff(path) as model:
             gatings[architecture] = model.engine.buffer.gating
         path.unlink()
-    assert gatings == {"qwen3moe": SOFTMAX, "glm4moe": SIGMOID, "gpt-oss": SOFTMAX_WEIGHT, "deepseek4": SQRT_SOFTPLUS, "llama4": SIGMOID}
+    assert gatings == {
+        "qwen3moe": SOFTMAX,
+        "glm4moe": SIGMOID,
+        "gpt-oss": SOFTMAX_WEIGHT,
+        "deepseek4": SQRT_SOFTPLUS,
+        "llama4": SIGMOID,
+    }
 
 
 @pytest.mark.parametrize("gating", [SOFTMAX, SIGMOID, SQRT_SOFTPLUS])
 def test_the_selection_bias_is_added_to_probabilities(gating):
     """Where the choice is made before the function, there is none."""
     rng = np.random.default_rng(0)
-    weight, bias, x = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 4), (6,), (50, 4)))
+    weight, bias, x = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((6, 4), (6,), (50, 4))
+    )
     router = Router([weight], [2], gating=gating, selection_bias=[bias])
     logits = x @ weight.T
     chosen = router.choose(0, x)
-    np.testing.assert_array_equal(chosen, np.argsort(-(router.gated(logits) + bias), axis=1, kind="stable")[:, :2])
+    np.testing.assert_array_equal(
+        chosen, np.argsort(-(router.gated(logits) + bias), axis=1, kind="stable")[:, :2]
+    )
     assert (chosen != np.argsort(-(logits + bias), axis=1, kind="stable")[:, :2]).any()
     early = Router([weight], [2], gating=gating, selection_bias=[bias], by_logits=True)
-    np.testing.assert_array_equal(early.choose(0, x), np.argsort(-logits, axis=1, kind="stable")[:, :2])
+    np.testing.assert_array_equal(
+        early.choose(0, x), np.argsort(-logits, axis=1, kind="stable")[:, :2]
+    )
 
 
 def test_groups_by_brute_force():
-    """DeepSeek V3: only the best groups by their two best experts take part, the selection bias counts for the choice alone."""
+    """DeepSeek V3: only the best groups by their two best experts take part, the
+    selection bias counts for the choice alone.
+    """
     rng = np.random.default_rng(3)
     n_experts, n_groups, n_groups_used, k = 32, 8, 3, 6
     bias = rng.normal(0, 0.1, n_experts).astype(np.float32)
-    router = Router([rng.normal(size=(n_experts, 16)).astype(np.float32)], [k], SIGMOID, None, [bias], n_groups=n_groups, n_groups_used=n_groups_used)
+    router = Router(
+        [rng.normal(size=(n_experts, 16)).astype(np.float32)],
+        [k],
+        SIGMOID,
+        None,
+        [bias],
+        n_groups=n_groups,
+        n_groups_used=n_groups_used,
+    )
     x = rng.normal(size=(50, 16)).astype(np.float32)
     probs = router.probs(0, x)
     np.testing.assert_allclose(probs, 1 / (1 + np.exp(-(x @ router.weights[0].T))), rtol=1e-5)
@@ -199,11 +276,18 @@ def test_groups_by_brute_force():
 
 
 def test_ahead_with_the_next_norm():
-    """A stream that does not change between two layers is routed by the next layer exactly as if it had been there."""
+    """A stream that does not change between two layers is routed by the next layer
+    exactly as if it had been there.
+    """
     rng = np.random.default_rng(4)
     weights = [rng.normal(size=(N_EXPERT, 12)).astype(np.float32) for _ in range(2)]
-    norms = [(rng.uniform(0.5, 2, 12).astype(np.float32), rng.normal(size=12).astype(np.float32)) for _ in range(2)]
-    router = Router(weights, [2, 2], bias=[None, rng.normal(size=N_EXPERT).astype(np.float32)], norms=norms)
+    norms = [
+        (rng.uniform(0.5, 2, 12).astype(np.float32), rng.normal(size=12).astype(np.float32))
+        for _ in range(2)
+    ]
+    router = Router(
+        weights, [2, 2], bias=[None, rng.normal(size=N_EXPERT).astype(np.float32)], norms=norms
+    )
     stream = rng.normal(size=(7, 12)).astype(np.float32)
     inputs = [stream * w + b for w, b in norms]
     folded, bias = router.ahead(0, 1, True)

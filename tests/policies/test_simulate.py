@@ -18,12 +18,20 @@ from moeoff.routing.event import GateEvent, Observer
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader, TraceWriter
 
 SMALL = Trace.read(SMALL_TRACE)
-ONE = TraceHeader("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
+ONE = TraceHeader(
+    "one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3))
+)
 
 
 def two_sizes(n: int) -> TraceHeader:
-    """A model with n experts in each of three layers, of which the second layer's are larger."""
-    tensors = (TensorInfo(g, g, m, n, 5000 + 6000 * (g == 1 and m == 3)) for g in range(3) for m in (2, 1, 3))
+    """A model with n experts in each of three layers, of which the second layer's are
+    larger.
+    """
+    tensors = (
+        TensorInfo(g, g, m, n, 5000 + 6000 * (g == 1 and m == 3))
+        for g in range(3)
+        for m in (2, 1, 3)
+    )
     return TraceHeader(f"two, {n}", 2, tuple(tensors))
 
 
@@ -44,7 +52,9 @@ def random_trace(model, n=400, seed=0):
 
 
 def brute(trace, policy, arena):
-    """Native's rules one expert at a time: expert_table::take_slot, pool::first and arena::take."""
+    """Native's rules one expert at a time: expert_table::take_slot, pool::first and
+    arena::take.
+    """
     model = trace.model
     resident, last, hits, evictions, nbytes = set(), {}, [], 0, 0
     committed, free = 0, dict.fromkeys(model.expert_slots, 0)
@@ -87,13 +97,22 @@ def brute(trace, policy, arena):
 @pytest.mark.parametrize("name", policy_names())
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_brute_force(model, name, share):
-    """Hits, evictions and bytes of every policy; the experts in the arena fit into it, and none is lost."""
+    """Hits, evictions and bytes of every policy; the experts in the arena fit into it,
+    and none is lost.
+    """
     trace, arena = random_trace(model), int(model.full_bytes * share)
     result = simulate(trace, name, arena)
-    hits, evictions, nbytes, resident = brute(trace, get_policy(name)(CacheShape.of(model, arena)), arena)
-    assert result.event_hits.tolist() == hits and (result.evictions, result.bytes_read) == (evictions, nbytes)
+    hits, evictions, nbytes, resident = brute(
+        trace, get_policy(name)(CacheShape.of(model, arena)), arena
+    )
+    assert result.event_hits.tolist() == hits and (result.evictions, result.bytes_read) == (
+        evictions,
+        nbytes,
+    )
     assert set(zip(*np.nonzero(result.resident.reshape(model.n_gates, -1)))) == resident
-    assert result.gate_hits.sum() == sum(hits) and result.gate_misses.sum() - result.evictions == 3 * len(resident)
+    assert result.gate_hits.sum() == sum(
+        hits
+    ) and result.gate_misses.sum() - result.evictions == 3 * len(resident)
     assert sum(model.expert_slots[gate] for gate, _ in resident) <= arena
 
 
@@ -102,7 +121,10 @@ def test_nothing_beats_belady_on_one_size_class():
     for share in (0.2, 0.4, 0.8):
         arena = int(ONE.full_bytes * share)
         best = simulate(trace, "belady", arena).hit_rate
-        assert all(simulate(trace, name, arena).hit_rate <= best for name in ("lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "score"))
+        assert all(
+            simulate(trace, name, arena).hit_rate <= best
+            for name in ("lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "score")
+        )
 
 
 def test_the_checked_in_run_comes_out_as_it_happened():
@@ -121,13 +143,34 @@ def test_exact_counts():
     assert set(counts) == set(policy_names())
     for name, expected in counts.items():
         result = simulate(trace, name, arena)
-        assert [int(result.gate_hits.sum()), int(result.gate_misses.sum()), result.evictions] == expected, name
+        assert [
+            int(result.gate_hits.sum()),
+            int(result.gate_misses.sum()),
+            result.evictions,
+        ] == expected, name
 
 
 def test_a_result_as_a_dictionary():
-    """A layer that was used once has its own hit rate, and one that was not used has none of its hits."""
-    counts = {"gate_hits": np.array([1, 3, 0]), "gate_misses": np.array([0, 9, 0]), "evictions": 7, "bytes_read": 50, "miss_penalty": 2.5}
-    result = Result("score", 1000, 4, **counts, resident=np.zeros(1, bool), event_hits=np.zeros(1, int), skipped=1, decoded=8)
+    """A layer that was used once has its own hit rate, and one that was not used has
+    none of its hits.
+    """
+    counts = {
+        "gate_hits": np.array([1, 3, 0]),
+        "gate_misses": np.array([0, 9, 0]),
+        "evictions": 7,
+        "bytes_read": 50,
+        "miss_penalty": 2.5,
+    }
+    result = Result(
+        "score",
+        1000,
+        4,
+        **counts,
+        resident=np.zeros(1, bool),
+        event_hits=np.zeros(1, int),
+        skipped=1,
+        decoded=8,
+    )
     assert result.to_dict() == {
         "strategy": "score",
         "cache_bytes": 1000,
@@ -143,17 +186,27 @@ def test_a_result_as_a_dictionary():
 
 
 def test_policies_compared_on_a_trace():
-    """Between LRU and Belady's optimum, size by size; the gap is that size's own. What reads probabilities that a trace has not is left out."""
+    """Between LRU and Belady's optimum, size by size; the gap is that size's own. What
+    reads probabilities that a trace has not is left out.
+    """
     trace = random_trace(ONE, 240)
     small, half = ONE.full_bytes // 4, ONE.full_bytes // 2
     results = compare(trace, ["decay", "lru"], [small, half, ONE.full_bytes])
-    assert [(r.policy, r.cache_bytes) for r in results] == [(p, a) for a in (small, half, ONE.full_bytes) for p in ("lru", "decay", "belady")]
+    assert [(r.policy, r.cache_bytes) for r in results] == [
+        (p, a) for a in (small, half, ONE.full_bytes) for p in ("lru", "decay", "belady")
+    ]
     for r in results:
         again = simulate(trace, r.policy, r.cache_bytes)
-        assert (r.hit_rate, r.evictions, r.bytes_read) == (again.hit_rate, again.evictions, again.bytes_read)
+        assert (r.hit_rate, r.evictions, r.bytes_read) == (
+            again.hit_rate,
+            again.evictions,
+            again.bytes_read,
+        )
     lru, decay, belady = results[:3]
     assert lru.hit_rate < decay.hit_rate < belady.hit_rate
-    assert gap_recovered(decay, results) == pytest.approx((decay.hit_rate - lru.hit_rate) / (belady.hit_rate - lru.hit_rate))
+    assert gap_recovered(decay, results) == pytest.approx(
+        (decay.hit_rate - lru.hit_rate) / (belady.hit_rate - lru.hit_rate)
+    )
     assert [gap_recovered(r, results) for r in (lru, belady)] == [0, 1]
     assert gap_recovered(results[-2], results) is None  # where all fit, there is none
     with pytest.raises(OptionError, match="no gate event"):
@@ -162,7 +215,9 @@ def test_policies_compared_on_a_trace():
 
 
 def test_batches_larger_than_the_arena():
-    events = [GateEvent(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)] * 3
+    events = [
+        GateEvent(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)
+    ] * 3
     for model in (ONE, TWO):
         trace = Trace(model, events, np.zeros(9, bool))
         for arena in (model.arena_floor, model.full_bytes // 4, model.full_bytes):
@@ -177,15 +232,28 @@ def test_below_the_floor():
 
 
 class HeldUpdates(Observer):
-    """Updates a policy between tokens, so that what is evicted does not depend on the threads' timing, by numbers as a trace keeps them."""
+    """Updates a policy between tokens, so that what is evicted does not depend on the
+    threads' timing, by numbers as a trace keeps them.
+    """
 
     def __init__(self, llm):
-        (at,) = (i for i, observer in enumerate(llm.engine.driver.observers) if isinstance(observer, PolicyUpdates))
-        self._updates, self._drain, self._held = llm.engine.driver.observers[at], llm.engine.buffer.drain, []
+        (at,) = (
+            i
+            for i, observer in enumerate(llm.engine.driver.observers)
+            if isinstance(observer, PolicyUpdates)
+        )
+        self._updates, self._drain, self._held = (
+            llm.engine.driver.observers[at],
+            llm.engine.buffer.drain,
+            [],
+        )
         llm.engine.driver.observers[at] = self
 
     def observe(self, event):
-        halved = [None if x is None else x.astype(np.float16).astype(np.float32) for x in (event.weights, event.probs)]
+        halved = [
+            None if x is None else x.astype(np.float16).astype(np.float32)
+            for x in (event.weights, event.probs)
+        ]
         self._held.append(replace(event, weights=halved[0], probs=halved[1]))
 
     def new_sequence(self):
@@ -199,7 +267,9 @@ class HeldUpdates(Observer):
 
 
 def decode(llm, n=48, held=None, n_seq=2):
-    """Token by token, a fixed text; the policy is updated between tokens if its updates are `held`."""
+    """Token by token, a fixed text; the policy is updated between tokens if its updates
+    are `held`.
+    """
     rng = np.random.default_rng(5)
     for _ in range(n_seq):
         llm.reset()
@@ -214,14 +284,21 @@ OPTIONS = {"n_ctx": 64, "n_threads": 2}
 
 @pytest.mark.parametrize("name", ["lru", "arc", "score"])
 def test_replay_of_a_live_run(demo, tmp_path, name):
-    """Without the presets' prefetching. All hits and evictions agree: LRU's as it runs, a policy's held between tokens, so that its timing is not the threads'."""
+    """Without the presets' prefetching. All hits and evictions agree: LRU's as it runs,
+    a policy's held between tokens, so that its timing is not the threads'.
+    """
     arena = int(ModelIndex.read(demo).expert_bytes * 0.8)
-    with Llama(demo, expert_memory=arena, strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
+    with Llama(
+        demo, expert_memory=arena, strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS
+    ) as llm:
         decode(llm, held=None if name == "lru" else HeldUpdates(llm))
         stats, residency = llm.stats(), llm.engine.buffer.residency()
     trace = Trace.read(tmp_path / "t")
     result = simulate(trace, name, stats.cache_bytes, lag="event" if name == "lru" else "token")
-    assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
+    assert (
+        result.event_hits.tolist() == [e.n_hit for e in trace.events]
+        and stats.evictions == result.evictions > 0
+    )
     assert residency_of(trace, result).tolist() == residency.tolist()
 
 
@@ -234,15 +311,29 @@ class TwoSequences(Llama):
         batch = self._batch.batch
         batch.n_tokens = len(ends)
         for i, (sequence, end) in enumerate(ends.items()):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = tokens[i], end, 1, True
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = (
+                tokens[i],
+                end,
+                1,
+                True,
+            )
             batch.seq_id[i][0] = sequence
         self._ctx.decode(self._batch)
 
 
 def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path):
-    """They begin at different times, one again while the other goes on, and last both: the trace says where a text begins alone, and what is decoded."""
+    """They begin at different times, one again while the other goes on, and last both:
+    the trace says where a text begins alone, and what is decoded.
+    """
     arena = int(ModelIndex.read(demo).expert_bytes * 0.9)
-    with TwoSequences(demo, expert_memory=arena, strategy="hobbit+none", trace=tmp_path / "t", n_ctx=256, n_threads=2) as llm:
+    with TwoSequences(
+        demo,
+        expert_memory=arena,
+        strategy="hobbit+none",
+        trace=tmp_path / "t",
+        n_ctx=256,
+        n_threads=2,
+    ) as llm:
         held = HeldUpdates(llm)
         rng = np.random.default_rng(5)
         ends = {}
@@ -255,9 +346,14 @@ def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path):
             held.release()
         stats, residency = llm.stats(), llm.engine.buffer.residency()
     trace = Trace.read(tmp_path / "t")
-    assert [n // trace.model.n_gates for n in np.flatnonzero(trace.starts)] == [0, 48] and all(e.decode for e in trace.events)
+    assert [n // trace.model.n_gates for n in np.flatnonzero(trace.starts)] == [0, 48] and all(
+        e.decode for e in trace.events
+    )
     result = simulate(trace, "hobbit", stats.cache_bytes, lag="token")
-    assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
+    assert (
+        result.event_hits.tolist() == [e.n_hit for e in trace.events]
+        and stats.evictions == result.evictions > 0
+    )
     assert residency_of(trace, result).tolist() == residency.tolist()
 
 
@@ -271,8 +367,16 @@ def residency_of(trace, result):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lru", "score", "lfu", "decay", "edgemoe", "hobbit", "arc"])
 def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
-    """Without prefetching. Free running, the policy is late by however long Python takes: within three points all the same, over 512 tokens."""
-    with Llama(demo, expert_memory=int(ModelIndex.read(demo).expert_bytes * 0.8), strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
+    """Without prefetching. Free running, the policy is late by however long Python
+    takes: within three points all the same, over 512 tokens.
+    """
+    with Llama(
+        demo,
+        expert_memory=int(ModelIndex.read(demo).expert_bytes * 0.8),
+        strategy=f"{name}+none",
+        trace=tmp_path / "t",
+        **OPTIONS,
+    ) as llm:
         decode(llm, 64, n_seq=8)
         stats = llm.stats()
     trace = Trace.read(tmp_path / "t")
@@ -291,7 +395,8 @@ def test_more_memory_is_never_a_lower_hit_rate(demo, name):
             decode(llm, 32)
             rates.append(llm.stats().hit_rate)
             reads.append(llm.stats().bytes_read)
-    hair = 0.005 if name == "lru" else 0.03  # a policy that the threads' timing touches may be off by a bit more
+    # a policy that the threads' timing touches may be off by a bit more
+    hair = 0.005 if name == "lru" else 0.03
     assert all(b >= a - hair for a, b in zip(rates, rates[1:], strict=False)), rates
     assert all(b <= a * (1 + 2 * hair) for a, b in zip(reads, reads[1:], strict=False)), reads
 
@@ -299,10 +404,12 @@ def test_more_memory_is_never_a_lower_hit_rate(demo, name):
 @pytest.mark.perf
 @pytest.mark.parametrize("name", ["lru", "score"])
 def test_more_memory_is_never_slower(demo, name):
-    """Tokens per second over a sweep of budgets; the best of five sweeps, because others use the machine too.
+    """Tokens per second over a sweep of budgets; the best of five sweeps, because
+    others use the machine too.
 
-    The two smallest arenas do the same work, hit nothing, and differ by 20 % from one run to the next: up to ten more sweeps
-    may show that a slower one was only disturbed.
+    The two smallest arenas do the same work, hit nothing, and differ by 20 % from one
+    run to the next: up to ten more sweeps may show that a slower one was only
+    disturbed.
     """
     full = ModelIndex.read(demo).expert_bytes * 2
     shares = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
@@ -329,27 +436,67 @@ def test_command(invoke, tmp_path):
     with TraceWriter(tmp_path / "t", SMALL.model) as writer:
         for event in SMALL.events[:600]:
             writer.write(replace(event, probs=None))
-    done = invoke("simulate", str(tmp_path / "t"), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json")
+    done = invoke(
+        "simulate",
+        str(tmp_path / "t"),
+        "--strategy",
+        "decay,score",
+        "--memory",
+        "50%",
+        "--memory",
+        "8M",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     rows = told["results"]
-    assert [r["strategy"] for r in rows] == ["lru", "decay", "belady"] * 2 and list(told["left_out"]) == ["score"]
+    assert [r["strategy"] for r in rows] == ["lru", "decay", "belady"] * 2 and list(
+        told["left_out"]
+    ) == ["score"]
     assert rows[2]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
     text = " ".join(invoke("simulate", str(tmp_path / "t")).stdout.split())
-    assert "of the gap" in text and "auto: not replayed, needs the router's probabilities of all experts, which the trace lacks" in text
-    for arguments, message in ((("--strategy", "fifo"), "unknown strategy 'fifo'"), (("--memory", "nan%"), "between 0% and 100%")):
+    assert (
+        "of the gap" in text
+        and "auto: not replayed, needs the router's probabilities of all experts, which the trace lacks"
+        in text
+    )
+    for arguments, message in (
+        (("--strategy", "fifo"), "unknown strategy 'fifo'"),
+        (("--memory", "nan%"), "between 0% and 100%"),
+    ):
         failed = invoke("simulate", str(SMALL_TRACE), *arguments)
-        assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
-    told = json.loads(invoke("simulate", str(SMALL_TRACE), "--strategy", "fate,lfu+gate", "--memory", "50%", "--json").stdout)
+        assert (
+            failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
+        )
+    told = json.loads(
+        invoke(
+            "simulate", str(SMALL_TRACE), "--strategy", "fate,lfu+gate", "--memory", "50%", "--json"
+        ).stdout
+    )
     assert [r["strategy"] for r in told["results"]] == ["lru", "fate", "lfu+gate", "belady"]
 
 
 def test_run_records(invoke, tmp_path):
     for _ in range(2):  # the second run goes on in the same file
-        done = invoke("run", "-p", "Hello", "-n", "5", "--ignore-eos", "--strategy", "score", "--trace", str(tmp_path / "t"))
+        done = invoke(
+            "run",
+            "-p",
+            "Hello",
+            "-n",
+            "5",
+            "--ignore-eos",
+            "--strategy",
+            "score",
+            "--trace",
+            str(tmp_path / "t"),
+        )
         assert done.returncode == 0, done.stderr
     trace = Trace.read(tmp_path / "t")
-    assert trace.starts.sum() == 2 and trace.notes[0]["strategy"] == "score" and trace.events[0].probs is not None
+    assert (
+        trace.starts.sum() == 2
+        and trace.notes[0]["strategy"] == "score"
+        and trace.events[0].probs is not None
+    )
 
 
 def test_refuses(demo, tmp_path):

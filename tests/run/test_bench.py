@@ -1,4 +1,6 @@
-"""`moeoff bench`: real runs of the demo model, every form of output parsed by somebody else, stock beside it."""
+"""`moeoff bench`: real runs of the demo model, every form of output parsed by somebody
+else, stock beside it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from speed import cold, in_time, prompt_then_tokens, take_turns
 @pytest.fixture(scope="module")
 def small(invoke, grown) -> int:
     """MiB in which about a tenth of the grown model's experts stay."""
-    return named(invoke("bench", "-m", grown, "-p", "16", "-n", "8", "-r", "1", "--memory", "1M").stdout)
+    return named(
+        invoke("bench", "-m", grown, "-p", "16", "-n", "8", "-r", "1", "--memory", "1M").stdout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +57,35 @@ def measured(invoke, *args: str) -> list[dict[str, Any]]:
 def test_rows_and_their_table(invoke, quick, small):
     measurements = measured(invoke, *quick, "--strategy", "lru,auto")
     for row in measurements:
-        assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
+        assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(
+            sum(row["samples_ts"]) / 2
+        )
         assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
         assert row["peak_rss"] < row["memory"] == small << 20
         assert row["n_prompt"] in (0, 16) and row["model_n_params"] > 1e6
     table = "".join(FORMATS["md"]([measurements[:2], measurements[2:]]))
     lines = table.splitlines()
-    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [*("memory", "strategy", "test", "t/s", "MB/tok", "hits")]
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
+        *("memory", "strategy", "test", "t/s", "MB/tok", "hits")
+    ]
     assert [line.split("|")[3].strip() for line in lines[2:6]] == ["pp16", "tg8"] * 2
     assert [line.split("|")[2].strip() for line in lines[2:6]] == ["lru"] * 2 + ["auto"] * 2
     assert "\nmodel: qwen2moe 12 x 32" in table and max(map(len, lines[:6])) <= 80
     assert len({len(line) for line in lines[:6]}) == 1  # columns stand below each other
-    assert len(re.findall(r"^mode: .* direct reads by \d+ I/O threads", table, re.MULTILINE)) == 2  # as many as the disk is fastest with
+    # as many as the disk is fastest with
+    assert len(re.findall(r"^mode: .* direct reads by \d+ I/O threads", table, re.MULTILINE)) == 2
 
 
 def test_forms_for_programs(demo):
     """One measurement, written in each form, is read back by somebody else."""
-    measured = measure(Job(demo, options={"memory": 200 << 20, "n_ctx": 256}, tests=(BenchTest(16, 0),), repetitions=1))
+    measured = measure(
+        Job(
+            demo,
+            options={"memory": 200 << 20, "n_ctx": 256},
+            tests=(BenchTest(16, 0),),
+            repetitions=1,
+        )
+    )
     written = rows(measured, 200 << 20)
 
     def text(name: str) -> str:
@@ -78,7 +94,11 @@ def test_forms_for_programs(demo):
     read = [*csv.DictReader(io.StringIO(text("csv"))), *json.loads(text("json"))]
     assert len(read) == 4
     for row in read:
-        assert row["test"] == "pp16" and float(row["avg_ts"]) == pytest.approx(written[0]["avg_ts"]) and float(row["stddev_ts"]) == 0
+        assert (
+            row["test"] == "pp16"
+            and float(row["avg_ts"]) == pytest.approx(written[0]["avg_ts"])
+            and float(row["stddev_ts"]) == 0
+        )
         assert int(row["memory"]) == 200 << 20
 
 
@@ -90,7 +110,17 @@ def test_values_between_commas_and_ranges():
     assert _read_axis(TABLE["n_gpu_layers"], "all,1-3,-1") == [-1, 1, 2, 3, -1]
 
 
-@pytest.mark.parametrize("bad", [("-p", "x"), ("--strategy", "nonsense"), ("--text", "missing.txt"), ("-t", "0"), ("--memory", "1M"), ("-fa", "2")])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ("-p", "x"),
+        ("--strategy", "nonsense"),
+        ("--text", "missing.txt"),
+        ("-t", "0"),
+        ("--memory", "1M"),
+        ("-fa", "2"),
+    ],
+)
 def test_nonsense_is_one_sentence(bad):
     done = CliRunner().invoke(main, ["bench", "-r", "1", *bad])
     assert done.exit_code != 0 and not isinstance(done.exception, Exception)
@@ -98,9 +128,26 @@ def test_nonsense_is_one_sentence(bad):
 
 
 def test_depth_and_one_table_for_several_memories(invoke):
-    done = invoke("bench", "-p", "0", "-n", "4", "-d", "0,64", "-r", "1", "--memory", "200M,250M", "--no-warmup", "-o", "json")
+    done = invoke(
+        "bench",
+        "-p",
+        "0",
+        "-n",
+        "4",
+        "-d",
+        "0,64",
+        "-r",
+        "1",
+        "--memory",
+        "200M,250M",
+        "--no-warmup",
+        "-o",
+        "json",
+    )
     assert done.returncode == 0, done.stderr
-    assert [(row["test"], row["memory"] >> 20) for row in json.loads(done.stdout)] == [*(("tg4", 200), ("tg4 @ d64", 200), ("tg4", 250), ("tg4 @ d64", 250))]
+    assert [(row["test"], row["memory"] >> 20) for row in json.loads(done.stdout)] == [
+        *(("tg4", 200), ("tg4 @ d64", 200), ("tg4", 250), ("tg4 @ d64", 250))
+    ]
 
 
 def test_same_tokens_for_every_engine(demo):
@@ -131,11 +178,27 @@ def test_a_process_that_fails_says_why(demo):
     assert row["avg_ts"] is None and row["error"] == result.error
     result.closed["cgroup_peak_bytes"] = 1 << 20  # known of any process that had a limit
     assert rows(result, 1 << 20)[0]["error"] == result.error
-    assert "not finished after" in measure(Job(demo, options={"n_ctx": 512}, tests=(BenchTest(0, 512),), repetitions=1000), timeout=2.0).error
+    assert (
+        "not finished after"
+        in measure(
+            Job(demo, options={"n_ctx": 512}, tests=(BenchTest(0, 512),), repetitions=1000),
+            timeout=2.0,
+        ).error
+    )
 
 
 def test_time_limit_cuts_a_test_short(demo):
-    result = measure(Job(demo, options={"n_ctx": 4096}, tests=(BenchTest(0, 4000),), repetitions=3, warm_up=False, seconds=0.2, probe_seconds=0))
+    result = measure(
+        Job(
+            demo,
+            options={"n_ctx": 4096},
+            tests=(BenchTest(0, 4000),),
+            repetitions=3,
+            warm_up=False,
+            seconds=0.2,
+            probe_seconds=0,
+        )
+    )
     assert len(result.samples) == 1 and 0 < result.samples[0].n_tokens < 4000
     assert rows(result, 0)[0]["error"].startswith("cut off after")
 
@@ -144,19 +207,33 @@ def test_ceiling_is_the_longer_of_both():
     def sample(seconds: float, bytes_read: int, stalled: float) -> Sample:
         return Sample(0, 10, seconds, counters={"bytes_read": bytes_read, "stall_seconds": stalled})
 
-    assert ceiling_share([sample(2.0, 1000, 0.5)], 1000.0) == pytest.approx(0.75)  # computing 1.5 s, reading 1 s
+    # computing 1.5 s, reading 1 s
+    assert ceiling_share([sample(2.0, 1000, 0.5)], 1000.0) == pytest.approx(0.75)
     assert ceiling_share([sample(2.0, 1800, 0.5)], 1000.0) == pytest.approx(0.9)
-    # a disk that gave the run more than it gave beside it: never more than all of what there is
+    # a disk that gave the run more than it gave beside it: never more than all of what
+    # there is
     fast, slow = sample(1.0, 3000, 0.5), sample(3.0, 3000, 2.0)
     assert ceiling_share([fast], 1000.0) == 1
-    assert ceiling_share([fast, slow], 1000.0) == pytest.approx(0.5)  # reading 6000 bytes in 2 of 4 s, computing 1.5 s
+    # reading 6000 bytes in 2 of 4 s, computing 1.5 s
+    assert ceiling_share([fast, slow], 1000.0) == pytest.approx(0.5)
 
 
 @pytest.mark.slow
 def test_jobs_in_rounds(grown, small, tmp_path):
-    """Paired and in turn; an answer goes on behind its prompt; what a script registers is known, and what fails is a row that says so."""
-    (tmp_path / "mine.py").write_text("import moeoff\n\n\n@moeoff.register\nclass Mine(moeoff.policies.get_policy('lru')):\n    name = 'mine'\n")
-    common = {"tests": prompt_then_tokens(16, 8), "repetitions": 1, "warm_up": False, "probe_seconds": 0, "registers": (str(tmp_path / "mine.py"),)}
+    """Paired and in turn; an answer goes on behind its prompt; what a script registers
+    is known, and what fails is a row that says so.
+    """
+    (tmp_path / "mine.py").write_text(
+        "import moeoff\n\n\n@moeoff.register\nclass Mine(moeoff.policies.get_policy('lru')):\n   "
+        " name = 'mine'\n"
+    )
+    common = {
+        "tests": prompt_then_tokens(16, 8),
+        "repetitions": 1,
+        "warm_up": False,
+        "probe_seconds": 0,
+        "registers": (str(tmp_path / "mine.py"),),
+    }
     options = {"memory": f"{small}M", "n_ctx": 256, "flash_attn": True}
     jobs = {
         "lru": Job(grown, options=options | {"strategy": "lru"}, **common),
@@ -169,19 +246,43 @@ def test_jobs_in_rounds(grown, small, tmp_path):
         return lambda index: order.append((index, name)) or cold(jobs[name], 300.0)(index)
 
     compared = take_turns({name: noted(name) for name in jobs}, 2)
-    assert order == [(0, "lru"), (0, "mine"), (0, "too small"), (1, "too small"), (1, "mine"), (1, "lru")]
-    assert [(row.name, row.test.name) for row in compared] == [(name, test) for name in jobs for test in ("pp16", "tg8 @ d16")]
+    assert order == [
+        (0, "lru"),
+        (0, "mine"),
+        (0, "too small"),
+        (1, "too small"),
+        (1, "mine"),
+        (1, "lru"),
+    ]
+    assert [(row.name, row.test.name) for row in compared] == [
+        (name, test) for name in jobs for test in ("pp16", "tg8 @ d16")
+    ]
     for row in compared[:4]:
-        assert not row.error and row.figures["tps"].low <= row.figures["tps"].median <= row.figures["tps"].high
+        assert (
+            not row.error
+            and row.figures["tps"].low <= row.figures["tps"].median <= row.figures["tps"].high
+        )
         assert row.figures["mb_per_token"].median > 0 and row.figures["hit_rate"].median < 1
         assert [sample.n_tokens for sample in row.measurements[0].samples] == [16, 8]
     assert compared[0].ratio == (1, 1, 1) and compared[2].ratio.low > 0
-    assert "too small" in compared[4].error and compared[4].ratio is None and not compared[4].figures
+    assert (
+        "too small" in compared[4].error and compared[4].ratio is None and not compared[4].figures
+    )
 
 
 def test_an_answer_of_its_own(demo):
-    """The model's greedy answer, which others then decode, whoever they are; behind what is given the model goes on by itself."""
-    job = Job(demo, options={"n_ctx": 256}, tests=prompt_then_tokens(16, 8), repetitions=1, warm_up=False, probe_seconds=0, answer=())
+    """The model's greedy answer, which others then decode, whoever they are; behind
+    what is given the model goes on by itself.
+    """
+    job = Job(
+        demo,
+        options={"n_ctx": 256},
+        tests=prompt_then_tokens(16, 8),
+        repetitions=1,
+        warm_up=False,
+        probe_seconds=0,
+        answer=(),
+    )
     result = measure(job)
     assert [(sample.test, sample.n_tokens) for sample in result.samples] == [(0, 16), (1, 8)]
     with Llama(demo, n_ctx=256) as llm:
@@ -201,53 +302,97 @@ def test_an_answer_of_its_own(demo):
 
 @pytest.mark.slow
 def test_a_context_is_computed_once(demo, tmp_path):
-    """Read by jobs that are behind the same tokens, gone on from by one that is behind more: with the answers of one that computes all of it."""
+    """Read by jobs that are behind the same tokens, gone on from by one that is behind
+    more: with the answers of one that computes all of it.
+    """
 
     def answer(depth, contexts="", **engine):
-        job = Job(demo, options={"n_ctx": 256, "flash_attn": True}, tests=prompt_then_tokens(4, 6, depth), repetitions=1, warm_up=False, probe_seconds=0)
+        job = Job(
+            demo,
+            options={"n_ctx": 256, "flash_attn": True},
+            tests=prompt_then_tokens(4, 6, depth),
+            repetitions=1,
+            warm_up=False,
+            probe_seconds=0,
+        )
         result = measure(replace(job, answer=(), contexts=contexts, **engine))
         return result.error or result.closed["answer"]
 
     expected, folder = answer(48), str(tmp_path)
     answer(32, folder)
     assert [answer(48, folder), answer(48, folder, engine=STOCK)] == [expected, expected]
-    assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == ["32.context", "48.context"]
+    assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == [
+        "32.context",
+        "48.context",
+    ]
 
 
 def test_prefetches_in_time():
-    """Of the prefetched slices that were used, those that compute did not wait for; unknown where no meter has counted reads."""
-    counted = Sample(1, 4, 1.0, counters={"prefetch_useful": 8}, parts={"reads_waited_prefetch": 2.0})
-    assert in_time([counted, counted]) == {"in_time": 0.75} and in_time([replace(counted, parts={})]) == {} == in_time([replace(counted, counters={})])
+    """Of the prefetched slices that were used, those that compute did not wait for;
+    unknown where no meter has counted reads.
+    """
+    counted = Sample(
+        1, 4, 1.0, counters={"prefetch_useful": 8}, parts={"reads_waited_prefetch": 2.0}
+    )
+    assert in_time([counted, counted]) == {"in_time": 0.75} and in_time(
+        [replace(counted, parts={})]
+    ) == {} == in_time([replace(counted, counters={})])
 
 
 @pytest.mark.slow  # stock thrashes in the cgroup
 def test_stock_beside_it(invoke, quick, small):
     measurements = measured(invoke, *quick, "--compare-stock")
-    assert [row["strategy"] for row in measurements] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
+    assert [row["strategy"] for row in measurements] == [
+        "auto",
+        "auto",
+        STOCK_NAME,
+        STOCK_NAME,
+        PLAIN_NAME,
+        PLAIN_NAME,
+    ]
     where = f"in a cgroup of {small} MiB" if unavailable() is None else "no limit around it"
     assert all(where in row["mode"] for row in measurements), measurements
-    assert "memory map, repacked kernels" in measurements[2]["mode"] and "memory map, plain kernels" in measurements[4]["mode"]
-    assert measurements[4]["avg_ts"] > 0 and (measurements[2]["avg_ts"] or measurements[2]["error"] == KILLED_TEXT)  # which needs the weights twice
+    assert (
+        "memory map, repacked kernels" in measurements[2]["mode"]
+        and "memory map, plain kernels" in measurements[4]["mode"]
+    )
+    # which needs the weights twice
+    assert measurements[4]["avg_ts"] > 0 and (
+        measurements[2]["avg_ts"] or measurements[2]["error"] == KILLED_TEXT
+    )
 
 
 def test_what_stays_in_the_page_cache_is_reported(demo, tmp_path):
-    """Stock would run from what others have read, as if it had no limit: what is mapped cannot be dropped."""
+    """Stock would run from what others have read, as if it had no limit: what is mapped
+    cannot be dropped.
+    """
     path = shutil.copy(demo, tmp_path / "model.gguf")  # which no other process has mapped
     if not cached_bytes(path):
         pytest.skip("this system does not tell what is cached")
-    job = Job(path, tests=(BenchTest(1, 0),), repetitions=1, warm_up=False, options={"n_threads": 1}, probe_seconds=0)
+    job = Job(
+        path,
+        tests=(BenchTest(1, 0),),
+        repetitions=1,
+        warm_up=False,
+        options={"n_threads": 1},
+        probe_seconds=0,
+    )
     grid = Grid(job, {"memory": ["400M"]}, compare_stock=True)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert len(mapped[: len(mapped) // 2 : mmap.PAGESIZE])
         modes = [row["mode"] for rows in grid.run() for row in rows]
-    assert [bool(re.search(r"\d MiB of model.gguf were in the page cache", mode)) for mode in modes] == [False, True, True]
+    assert [
+        bool(re.search(r"\d MiB of model.gguf were in the page cache", mode)) for mode in modes
+    ] == [False, True, True]
     assert drop_from_page_cache(path) == "" and cached_bytes(path) == 0
 
 
 @pytest.mark.cgroup
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_stock_inside_a_cgroup(quick, small):
-    """As in a container that is hardly larger than the budget: both run as they are, and say in how much memory."""
+    """As in a container that is hardly larger than the budget: both run as they are,
+    and say in how much memory.
+    """
     command = [sys.executable, "-m", "moeoff.cli", "bench", *quick, "--compare-stock", "-o", "json"]
     with memory_cgroup(small + 6 << 20) as group:
         done = group.run(command, capture_output=True, text=True, timeout=300)
@@ -257,17 +402,26 @@ def test_stock_inside_a_cgroup(quick, small):
 
 
 def test_stock_without_the_right_to_make_a_cgroup(monkeypatch, demo):
-    monkeypatch.setattr(module, "unavailable", lambda: "no memory cgroup can be made here: Permission denied")
-    grid = Grid(Job(demo, tests=(BenchTest(8, 0),), repetitions=1, warm_up=False), {"memory": ["120M"]}, compare_stock=True)
+    monkeypatch.setattr(
+        module, "unavailable", lambda: "no memory cgroup can be made here: Permission denied"
+    )
+    grid = Grid(
+        Job(demo, tests=(BenchTest(8, 0),), repetitions=1, warm_up=False),
+        {"memory": ["120M"]},
+        compare_stock=True,
+    )
     jobs = grid.jobs()
     assert [job.engine for job, _, _ in jobs] == ["moeoff", STOCK, STOCK]
     assert all(job.limit_bytes is None and "Permission denied" in note for job, _, note in jobs)
-    monkeypatch.setattr(module, "cgroup_limit", lambda: 125 << 20)  # as inside a container of about this size
+    # as inside a container of about this size
+    monkeypatch.setattr(module, "cgroup_limit", lambda: 125 << 20)
     assert all("in this container's 125 MiB" in note for _, _, note in grid.jobs())
 
 
 def test_stock_computes_attention_itself(demo):
-    """Our kernels serve every model of a process, stock llama.cpp's, too, unless they are turned off."""
+    """Our kernels serve every model of a process, stock llama.cpp's, too, unless they
+    are turned off.
+    """
     try:
         engine = worker._Engine(Job(demo, STOCK, {"n_ctx": 64}))
         assert native.attention_kernels() == 0

@@ -57,7 +57,15 @@ def test_answers_and_leaves(chat):
     terminal = chat("-n", "24")
     output = terminal.ask("How many apples are there?")
     line = re.search(STATS, output)[0]
-    for words in ("prompt ", "tok/s", "generated 24", "hit rate", "MB/token read", "stalled", " of "):
+    for words in (
+        "prompt ",
+        "tok/s",
+        "generated 24",
+        "hit rate",
+        "MB/token read",
+        "stalled",
+        " of ",
+    ):
         assert words in line
     assert len(output[: output.index(line)].split()) > 5
     assert terminal.leave() == 0
@@ -81,7 +89,9 @@ def test_experts_are_read_while_the_person_types(demo):
 
 
 def test_what_prompts_need_is_known_to_a_chat(demo):
-    """So that it can be read where the arena is full, too, as between a server's requests. Not with --warm off."""
+    """So that it can be read where the arena is full, too, as between a server's
+    requests. Not with --warm off.
+    """
     needed = []
     for warm in (False, True):
         with client_of(demo, "-c", "256", "-n", "8", warm=warm, expert_memory="8M") as client:
@@ -96,7 +106,10 @@ def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
     second = terminal.ask("And how many pears?")
     messages = saved(terminal, tmp_path / "chat.json")
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert messages[1]["content"] == "How many apples are there?" and messages[2]["content"].split()[0] in first
+    assert (
+        messages[1]["content"] == "How many apples are there?"
+        and messages[2]["content"].split()[0] in first
+    )
     with client_of(demo, "-c", "256", "-n", "1") as client:
         n_prompt = client.ask(messages[:-1], lambda *_: None).prompt_tokens
     computed, reused = prompt_counts(second)
@@ -114,24 +127,32 @@ def test_many_lines(chat, tmp_path):
     terminal.ask('"""')
     terminal.child.send("\x1b[200~seven\neight\x1b[201~")  # what a terminal sends for a paste
     terminal.ask("")
-    questions = [m["content"] for m in saved(terminal, tmp_path / "chat.json") if m["role"] == "user"]
+    questions = [
+        m["content"] for m in saved(terminal, tmp_path / "chat.json") if m["role"] == "user"
+    ]
     assert questions == ["one\ntwo", "three\nfour", "five\nsix", "seven\neight"]
 
 
 def test_what_is_typed_ahead_waits_as_its_own_messages(chat, tmp_path):
-    """Two lines typed while an answer is written are two questions, and stand nowhere in it."""
+    """Two lines typed while an answer is written are two questions, and stand nowhere
+    in it.
+    """
     terminal = chat("-n", "96", "--ignore-eos", "-c", "1024")
     terminal.say("Tell a story.")
     terminal.child.send("Xylo?\rZebra?\r")
     answers = [terminal.read_to(STATS) for _ in range(3)]
     assert "Xylo" not in answers[0] and "Xylo" in answers[1] and "Zebra" in answers[2], answers
     terminal.ready()
-    questions = [m["content"] for m in saved(terminal, tmp_path / "chat.json") if m["role"] == "user"]
+    questions = [
+        m["content"] for m in saved(terminal, tmp_path / "chat.json") if m["role"] == "user"
+    ]
     assert questions == ["Tell a story.", "Xylo?", "Zebra?"]
 
 
 def test_what_is_typed_while_the_model_is_loaded_waits_too(demo, monkeypatch):
-    """Enter ends a message there, and is no new line of the first one; nothing is echoed."""
+    """Enter ends a message there, and is no new line of the first one; nothing is
+    echoed.
+    """
     ours, theirs = os.openpty()
     seen = []
 
@@ -139,7 +160,11 @@ def test_what_is_typed_while_the_model_is_loaded_waits_too(demo, monkeypatch):
         seen.append(termios.tcgetattr(theirs))
         raise MoeoffError("loaded enough")
 
-    with os.fdopen(ours, "rb"), os.fdopen(theirs, "r+b", buffering=0) as raw, io.TextIOWrapper(raw, write_through=True) as terminal:
+    with (
+        os.fdopen(ours, "rb"),
+        os.fdopen(theirs, "r+b", buffering=0) as raw,
+        io.TextIOWrapper(raw, write_through=True) as terminal,
+    ):
         before = termios.tcgetattr(theirs)
         monkeypatch.setattr("sys.stdin", terminal)
         monkeypatch.setattr("sys.stdout", terminal)
@@ -153,7 +178,9 @@ def test_what_is_typed_while_the_model_is_loaded_waits_too(demo, monkeypatch):
 def test_when_a_text_is_complete():
     assert is_open('"""') and is_open('"""a\nb') and is_open('  """a')
     assert not is_open("") and not is_open("a") and not is_open('"""a"""') and not is_open('a """')
-    assert unquote('"""a\nb"""') == "a\nb" and unquote('"""\na\n"""') == "a" and unquote(" a ") == "a"
+    assert (
+        unquote('"""a\nb"""') == "a\nb" and unquote('"""\na\n"""') == "a" and unquote(" a ") == "a"
+    )
 
 
 def test_a_model_without_a_template_chats_with_a_remark(chat, demo, tmp_path):
@@ -162,7 +189,10 @@ def test_a_model_without_a_template_chats_with_a_remark(chat, demo, tmp_path):
     terminal = Terminal("-m", bare, "-n", "24", "--temp", "0", cache=tmp_path / "other")
     with terminal:
         text = " ".join(terminal.ready().split())
-        assert "the model has no chat template, chatting in a plain transcript" in text and "--chat-template" in text
+        assert (
+            "the model has no chat template, chatting in a plain transcript" in text
+            and "--chat-template" in text
+        )
         first = sum(prompt_counts(terminal.ask("How many?")))
         assert prompt_counts(terminal.ask("And how many more?"))[1] >= first + 8
 
@@ -173,7 +203,10 @@ def test_commands(chat, tmp_path):
     terminal.ready()
     assert "there is no question yet" in terminal.ask("/regen")
     text = terminal.ask("/help")
-    assert all(name in text for name in "/help /clear /regen /system /think /save /load /memory /exit Ctrl-J".split())
+    assert all(
+        name in text
+        for name in "/help /clear /regen /system /think /save /load /memory /exit Ctrl-J".split()
+    )
     assert "/bogus: unknown command" in terminal.ask("/bogus")
 
     assert "there is no system prompt" in terminal.ask("/system")
@@ -183,7 +216,9 @@ def test_commands(chat, tmp_path):
 
     path = tmp_path / "chat"
     assert "2 messages" in terminal.ask(f"/save {path}")
-    assert "exists: repeat the command" in terminal.ask(f"/save {path}") and "2 messages" in terminal.ask(f"/save {path}")
+    assert "exists: repeat the command" in terminal.ask(
+        f"/save {path}"
+    ) and "2 messages" in terminal.ask(f"/save {path}")
     assert "expected FILE" in terminal.ask("/save") and "expected FILE" in terminal.ask("/load")
     assert "cannot be written" in terminal.ask("/save /nowhere/at/all")
     path.write_text("system: Be kind.")
@@ -191,9 +226,16 @@ def test_commands(chat, tmp_path):
     assert "missing.json: cannot be read: No such file" in terminal.ask("/load missing.json")
 
     before = saved(terminal, tmp_path / "before.json")
-    assert re.search(STATS, terminal.ask("/regen")) and [m["content"] for m in saved(terminal, tmp_path / "after.json")[:2]] == ["Be kind.", "Hello?"]
-    assert "conversation cleared" in terminal.ask("/clear") and "there is no question yet" in terminal.ask("/regen")
-    assert "2 messages" in terminal.ask(f"/load {tmp_path / 'before.json'}") and saved(terminal, tmp_path / "loaded.json") == before
+    assert re.search(STATS, terminal.ask("/regen")) and [
+        m["content"] for m in saved(terminal, tmp_path / "after.json")[:2]
+    ] == ["Be kind.", "Hello?"]
+    assert "conversation cleared" in terminal.ask(
+        "/clear"
+    ) and "there is no question yet" in terminal.ask("/regen")
+    assert (
+        "2 messages" in terminal.ask(f"/load {tmp_path / 'before.json'}")
+        and saved(terminal, tmp_path / "loaded.json") == before
+    )
     assert "conversation cleared" in terminal.ask("/clear")
     assert "system prompt removed" in terminal.ask("/system -")
     assert sum(prompt_counts(terminal.ask("Hello?"))) < with_system
@@ -204,10 +246,14 @@ def test_commands(chat, tmp_path):
 
 def test_memory(chat):
     terminal = chat("-n", "8")
-    assert re.search(r"experts at most .*, context 0 of 256 tokens", " ".join(terminal.ask("/memory").split()))
+    assert re.search(
+        r"experts at most .*, context 0 of 256 tokens", " ".join(terminal.ask("/memory").split())
+    )
     assert "of 200 MiB" in terminal.ask("/memory 200M")
     assert "of 200 MiB" in " ".join(terminal.ask("Hello?").split())
-    assert "is more than the" in terminal.ask("/memory 99999G") and "of 200 MiB" in terminal.ask("/memory 200M")
+    assert "is more than the" in terminal.ask("/memory 99999G") and "of 200 MiB" in terminal.ask(
+        "/memory 200M"
+    )
     assert "not a size" in terminal.ask("/memory soon")
     assert "too small" in terminal.ask("/memory 20M")
     assert "of 200 MiB" in " ".join(terminal.ask("Hello again?").split())
@@ -230,7 +276,9 @@ def test_full_context(chat):
     terminal = chat("-c", "256")
     assert "the question has" in terminal.ask("apples and pears " * 150)
     for _ in range(8):
-        output = terminal.ask("How many apples are there in a box of one hundred and fifty apples and pears?")
+        output = terminal.ask(
+            "How many apples are there in a box of one hundred and fifty apples and pears?"
+        )
         if "the conversation with this question" in output:
             break
     else:
@@ -264,7 +312,9 @@ def test_thoughts_can_be_turned_off(demo, capfd):
         counts = []
         for wish in ("on", "off"):
             talk(client, f"/think {wish}")
-            counts.append(client.ask([{"role": "user", "content": "Hi"}], lambda *_: None).prompt_tokens)
+            counts.append(
+                client.ask([{"role": "user", "content": "Hi"}], lambda *_: None).prompt_tokens
+            )
         assert counts[0] != counts[1]
 
 
@@ -272,7 +322,13 @@ def test_thoughts_can_be_turned_off(demo, capfd):
     "template, text",
     [
         (THINKS, r"<think>\nso it is\n</think>\n\nyes"),
-        (CHANNELS, "<|channel|>analysis<|message|>so it is<|end|><|start|>assistant<|channel|>final<|message|>yes"),
+        (
+            CHANNELS,
+            (
+                "<|channel|>analysis<|message|>so it"
+                " is<|end|><|start|>assistant<|channel|>final<|message|>yes"
+            ),
+        ),
     ],
     ids=["think", "gpt-oss"],
 )
@@ -281,7 +337,10 @@ def test_thoughts_stay_out_of_the_answer_and_the_next_turn(demo, capfd, template
     seen = []
     with client_of(demo, "-c", "512", "--chat-template", template, "--temp", "0") as client:
         client.settings["grammar"] = f'root ::= "{text}"'
-        answer = client.ask([{"role": "user", "content": "Hi"}], lambda text, is_thought: seen.append((text, is_thought)))
+        answer = client.ask(
+            [{"role": "user", "content": "Hi"}],
+            lambda text, is_thought: seen.append((text, is_thought)),
+        )
         assert (answer.thought.strip(), answer.text) == ("so it is", "yes")
         assert {is_thought for _, is_thought in seen} == {True, False}
         talk(client, "Is it?", "Really?")
@@ -290,7 +349,9 @@ def test_thoughts_stay_out_of_the_answer_and_the_next_turn(demo, capfd, template
 
 
 def test_a_deterministic_chat_repeats_in_any_memory(demo):
-    """The same question gets the same answer, too: nothing of what was asked before is gone on from."""
+    """The same question gets the same answer, too: nothing of what was asked before is
+    gone on from.
+    """
     rule = {"precision": Precision(tau=0.3, resident=0.5), "deterministic": True}
     answers = []
     for memory in ("2M", "8M"):
@@ -304,11 +365,26 @@ def test_a_deterministic_chat_repeats_in_any_memory(demo):
 
 def test_how_answers_are_drawn_can_be_changed(demo, capfd):
     with client_of(demo, "-c", "256", "--temp", "0.5") as client:
-        talk(client, "/set", "/set n_predict 3", "/set ignore_eos on", "/set top_p 7", "/set warmth 1", "Hello?")
+        talk(
+            client,
+            "/set",
+            "/set n_predict 3",
+            "/set ignore_eos on",
+            "/set top_p 7",
+            "/set warmth 1",
+            "Hello?",
+        )
         assert client.settings == {"n_predict": 3, "ignore_eos": True}
     text = capfd.readouterr().err
-    assert "| generated 3, " in text and "n_predict -1, temp 0.5, top_k 40" in text and "n_predict 3, temp 0.5" in text
-    assert "/set top_p: expected 0 to 1, got 7" in text and "expected a NAME of n_predict, temp, top_k" in text
+    assert (
+        "| generated 3, " in text
+        and "n_predict -1, temp 0.5, top_k 40" in text
+        and "n_predict 3, temp 0.5" in text
+    )
+    assert (
+        "/set top_p: expected 0 to 1, got 7" in text
+        and "expected a NAME of n_predict, temp, top_k" in text
+    )
 
 
 def _leave() -> str:

@@ -1,4 +1,6 @@
-"""The command as people type it: text on stdout, the rest on stderr, one sentence for everything that goes wrong."""
+"""The command as people type it: text on stdout, the rest on stderr, one sentence for
+everything that goes wrong.
+"""
 
 import io
 import json
@@ -45,7 +47,8 @@ def test_answers_without_a_model_or_a_prompt(moeoff_command):
 
 def test_seed_and_strategy_do_not_change_the_text(invoke):
     texts = {
-        invoke("run", "-n", "40", "--seed", "7", "-p", "How many apples?", *extra).stdout for extra in ([], ["--expert-memory", "400K", "--strategy", "lru"])
+        invoke("run", "-n", "40", "--seed", "7", "-p", "How many apples?", *extra).stdout
+        for extra in ([], ["--expert-memory", "400K", "--strategy", "lru"])
     }
     assert len(texts) == 1
     assert invoke("run", "-n", "40", "--seed", "8", "-p", "How many apples?").stdout not in texts
@@ -54,16 +57,38 @@ def test_seed_and_strategy_do_not_change_the_text(invoke):
 def test_stats_json(invoke, demo, tmp_path):
     path = tmp_path / "stats.json"
     done = invoke(
-        "run", "-m", demo, "--raw", "-p", "Once upon a time", "-n", "32", "--ignore-eos", "--warm", "off", "--expert-memory", "4M", "--stats-json", str(path)
+        "run",
+        "-m",
+        demo,
+        "--raw",
+        "-p",
+        "Once upon a time",
+        "-n",
+        "32",
+        "--ignore-eos",
+        "--warm",
+        "off",
+        "--expert-memory",
+        "4M",
+        "--stats-json",
+        str(path),
     )
     assert done.returncode == 0, done.stderr
     stats = json.loads(path.read_text())
     assert set(stats) == {field.name for field in fields(Stats)}
-    assert stats["gen_tokens"] == 31 and 3 <= stats["prompt_tokens"] <= 8  # the last token is sampled and not evaluated
-    assert stats["cache_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
-    names = "python token_embedding weights row_cache state compute_buffers work_area outputs extras reserve experts"
+    # the last token is sampled and not evaluated
+    assert stats["gen_tokens"] == 31 and 3 <= stats["prompt_tokens"] <= 8
+    assert (
+        stats["cache_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
+    )
+    names = (
+        "python token_embedding weights row_cache state compute_buffers work_area outputs extras"
+        " reserve experts"
+    )
     assert list(stats["memory"]) == names.split()
-    assert stats["memory"].pop("token_embedding") == 0 < stats["row_table_bytes"] and all(n > 0 for n in stats["memory"].values())
+    assert stats["memory"].pop("token_embedding") == 0 < stats["row_table_bytes"] and all(
+        n > 0 for n in stats["memory"].values()
+    )
     assert stats["memory"]["experts"] == stats["cache_bytes"]
     assert stats["demand_misses"] > 0 and stats["bytes_read"] > 0 and 0 < stats["hit_rate"] < 1
     assert stats["row_hits"] > 0 and stats["row_misses"] > 0 and stats["row_bytes_read"] > 0
@@ -71,7 +96,13 @@ def test_stats_json(invoke, demo, tmp_path):
 
 
 @pytest.mark.parametrize("layers", ["99", "all"])
-@pytest.mark.parametrize("command", [("run", "-n", "4", "-p", "x", "--temp", "0"), ("bench", "-n", "4", "-p", "0", "-r", "1", "--no-warmup", "-o", "json")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "-n", "4", "-p", "x", "--temp", "0"),
+        ("bench", "-n", "4", "-p", "0", "-r", "1", "--no-warmup", "-o", "json"),
+    ],
+)
 def test_layers_for_a_gpu_that_is_not_there_are_left_out(invoke, command, layers):
     """As by llama.cpp's programs."""
     done = invoke(*command, "-ngl", layers)
@@ -83,7 +114,9 @@ def test_layers_for_a_gpu_that_is_not_there_are_left_out(invoke, command, layers
 
 
 def test_a_prompt_of_megabytes_stays_within_the_budget(demo):
-    """It is refused before it is read as a whole, which takes llama.cpp's tokenizer dozens of bytes for each character."""
+    """It is refused before it is read as a whole, which takes llama.cpp's tokenizer
+    dozens of bytes for each character.
+    """
     code = """
 import sys
 from moeoff.system import memory
@@ -95,8 +128,15 @@ except SystemExit as end:
     sys.exit(end.code)
 """
     args = ("run", "-m", str(demo), "-c", "256", "--memory", "300M", "--warm", "off", "--raw")
-    done = subprocess.run([sys.executable, "-c", code, *args], input="word " * 2_000_000, capture_output=True, text=True)
-    assert done.returncode == 1 and "more than the server has room for: make it shorter" in done.stderr, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        input="word " * 2_000_000,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 1 and "more than the server has room for: make it shorter" in done.stderr
+    ), done.stderr
     assert int(done.stdout) < 300
 
 
@@ -117,30 +157,49 @@ def test_calibrate_refuses_what_it_would_ignore(invoke, options, words):
     assert done.returncode == 1 and done.stderr == f"Error: {words}\n" and done.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "bench", "inspect", "doctor", "convert", "eval", "calibrate"])
+@pytest.mark.parametrize(
+    "command", ["run", "serve", "bench", "inspect", "doctor", "convert", "eval", "calibrate"]
+)
 def test_the_model_in_both_forms(invoke, command):
-    """MODEL and -m MODEL, for every command that has a model; both at once are too many, and calibrate writes nothing beside the demo model."""
+    """MODEL and -m MODEL, for every command that has a model; both at once are too
+    many, and calibrate writes nothing beside the demo model.
+    """
     more = ("--text", "x.txt") if command == "eval" else ("-p", "x") if command == "run" else ()
-    results = [invoke(command, *model, *more) for model in (("missing.gguf",), ("-m", "missing.gguf"))]
-    assert all(done.returncode == 1 and "missing.gguf" in done.stdout + done.stderr for done in results), results
-    assert command == "doctor" or (results[0].stdout, results[0].stderr) == (results[1].stdout, results[1].stderr)
+    results = [
+        invoke(command, *model, *more) for model in (("missing.gguf",), ("-m", "missing.gguf"))
+    ]
+    assert all(
+        done.returncode == 1 and "missing.gguf" in done.stdout + done.stderr for done in results
+    ), results
+    assert command == "doctor" or (results[0].stdout, results[0].stderr) == (
+        results[1].stdout,
+        results[1].stderr,
+    )
     if command != "bench":
         done = invoke(command, "missing.gguf", "-m", "missing.gguf", *more)
         assert done.returncode == 1 and "give MODEL or -m, not both" in done.stderr
 
 
 def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
-    """In a pipe a line a minute, with the time left by its rate; nothing of a short one."""
+    """In a pipe a line a minute, with the time left by its rate; nothing of a short
+    one.
+    """
     now = iter([0.0, 0.0, 1.0, 61.0, 62.0, 130.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
     with progress_bar("tokens") as update:
         for n in (0, 100, 610, 620, 1000):
             update("evaluating", n, 2000)
-    assert capsys.readouterr().err == "evaluating: 610 of 2000 tokens, 10 tok/s, 2:19 left\nevaluating: 1000 of 2000 tokens, 7.69 tok/s, 2:10 left\n"
+    assert (
+        capsys.readouterr().err
+        == "evaluating: 610 of 2000 tokens, 10 tok/s, 2:19 left\nevaluating: 1000 of 2000 tokens,"
+        " 7.69 tok/s, 2:10 left\n"
+    )
 
 
 def test_the_time_left_of_what_slows_down(monkeypatch, capsys):
-    """A prompt's later tokens attend to more: n tokens take 0.02 n + 0.00004 n^2 seconds, and the second thousand longer than the first."""
+    """A prompt's later tokens attend to more: n tokens take 0.02 n + 0.00004 n^2
+    seconds, and the second thousand longer than the first.
+    """
     seconds = [0.02 * n + 4e-5 * n**2 for n in range(0, 1001, 250)]
     now = iter([0.0, *seconds])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
@@ -151,9 +210,14 @@ def test_the_time_left_of_what_slows_down(monkeypatch, capsys):
 
 
 def test_a_prompt_is_counted_within_a_batch(grown):
-    """By what its routers have selected, from another thread: a batch of a large model takes a minute."""
+    """By what its routers have selected, from another thread: a batch of a large model
+    takes a minute.
+    """
     seen = []
-    with Llama(grown, expert_memory="40M", n_ctx=512, n_batch=512, n_ubatch=512) as llm, ThreadPoolExecutor(1) as threads:
+    with (
+        Llama(grown, expert_memory="40M", n_ctx=512, n_batch=512, n_ubatch=512) as llm,
+        ThreadPoolExecutor(1) as threads,
+    ):
         for _ in range(20):  # until one was caught
             llm.reset()
             before = llm.engine.prompt_tokens
@@ -168,18 +232,31 @@ def test_a_prompt_is_counted_within_a_batch(grown):
 
 
 def test_bench_says_how_far_a_test_is(monkeypatch, capsys):
-    """Of its tokens, at what rate, and how long it will take; nothing of it stays on the screen."""
+    """Of its tokens, at what rate, and how long it will take; nothing of it stays on
+    the screen.
+    """
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(console, "LINE_DELAY", 0.0)
     monkeypatch.setattr(console, "LINE_INTERVAL", 0.0)
-    job = Job("m.gguf", options={"memory": 99 << 20, "strategy": "auto"}, tests=(BenchTest(64, 0), BenchTest(0, 128)), repetitions=2)
+    job = Job(
+        "m.gguf",
+        options={"memory": 99 << 20, "strategy": "auto"},
+        tests=(BenchTest(64, 0), BenchTest(0, 128)),
+        repetitions=2,
+    )
     listen = _listener(job)
-    for event in ({"test": 0, "repetition": None, "done": 16}, {"test": 1, "repetition": 1, "done": 2}, {"test": 1, "repetition": 1, "done": 64}):
+    for event in (
+        {"test": 0, "repetition": None, "done": 16},
+        {"test": 1, "repetition": 1, "done": 2},
+        {"test": 1, "repetition": 1, "done": 64},
+    ):
         listen({"kind": "progress"} | event)
     listen({"kind": "closed"})
     shown = capsys.readouterr().err
     assert "moeoff auto 99 MiB, pp64, warming up: 16 of 64 tokens" in shown
-    assert re.search(r"moeoff auto 99 MiB, tg128: 192 of 256 tokens, \S+ tok/s, 0:00 left", shown) and shown.endswith("\r\x1b[2K")
+    assert re.search(
+        r"moeoff auto 99 MiB, tg128: 192 of 256 tokens, \S+ tok/s, 0:00 left", shown
+    ) and shown.endswith("\r\x1b[2K")
 
 
 def summary(**figures) -> str:
@@ -187,39 +264,78 @@ def summary(**figures) -> str:
 
 
 def test_a_bound_that_finds_nothing_says_so():
-    assert "lossless: no measured lower precision is faster within 1.00%" in summary(max_loss=0.01, estimated_loss=0.0)
+    assert "lossless: no measured lower precision is faster within 1.00%" in summary(
+        max_loss=0.01, estimated_loss=0.0
+    )
     assert "lossless" not in summary()
 
 
 def test_a_bound_says_what_it_leaves_out():
-    """Also where nothing was left out, or was measured to cost something: τ is chosen all the same. The share is of decoded tokens' experts alone."""
+    """Also where nothing was left out, or was measured to cost something: τ is chosen
+    all the same. The share is of decoded tokens' experts alone.
+    """
     bound = {"max_loss": 0.01, "tau": 0.1}
-    assert " | 0.0% of experts left out below a weight of 0.1 (measured loss 0.00%, bound 1.00%) | " in summary(**bound, estimated_loss=0.0)
-    told = summary(**bound, estimated_loss=0.004, skipped=24, expert_uses=1000, prompt_tokens=23, gen_tokens=2, experts_per_token=40)
-    assert " | 30.0% of experts left out below a weight of 0.1 (measured loss 0.40%, bound 1.00%) | " in told
-    told = summary(**bound, tier="Q4_0", skipped=24, gen_tokens=2, experts_per_token=40, estimated_loss=0)
+    assert (
+        " | 0.0% of experts left out below a weight of 0.1 (measured loss 0.00%, bound 1.00%) | "
+        in summary(**bound, estimated_loss=0.0)
+    )
+    told = summary(
+        **bound,
+        estimated_loss=0.004,
+        skipped=24,
+        expert_uses=1000,
+        prompt_tokens=23,
+        gen_tokens=2,
+        experts_per_token=40,
+    )
+    assert (
+        " | 30.0% of experts left out below a weight of 0.1 (measured loss 0.40%, bound 1.00%) | "
+        in told
+    )
+    told = summary(
+        **bound, tier="Q4_0", skipped=24, gen_tokens=2, experts_per_token=40, estimated_loss=0
+    )
     assert "all experts in Q4_0, 30.0% of experts left out" in told
 
 
 def test_metrics_say_what_is_given_up():
-    lines = metrics_text(Stats(max_loss=0.01, estimated_loss=0.004, tau=0.1, tier="Q4_0").metrics()).splitlines()
-    assert {"moeoff_tau 0.1", 'moeoff_tier_info{tier="Q4_0"} 1', "moeoff_max_loss 0.01", "moeoff_estimated_loss 0.004"} <= set(lines)
+    lines = metrics_text(
+        Stats(max_loss=0.01, estimated_loss=0.004, tau=0.1, tier="Q4_0").metrics()
+    ).splitlines()
+    assert {
+        "moeoff_tau 0.1",
+        'moeoff_tier_info{tier="Q4_0"} 1',
+        "moeoff_max_loss 0.01",
+        "moeoff_estimated_loss 0.004",
+    } <= set(lines)
     plain = metrics_text(Stats().metrics())
     assert "moeoff_tau 0.0\n" in plain and 'tier="original"' in plain and "max_loss" not in plain
 
 
 def test_no_warning_of_numpy_reaches_a_person():
-    code = "import numpy as np, sys; from moeoff.cli.main import main; main(['--version'], standalone_mode=False); np.float64(1) / np.float64(0)"
+    code = (
+        "import numpy as np, sys; from moeoff.cli.main import main; main(['--version'],"
+        " standalone_mode=False); np.float64(1) / np.float64(0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_one_line_about_a_long_context(moeoff_command):
-    """That the model was trained on a shorter one is said in our words: llama.cpp's are not for everyone."""
+    """That the model was trained on a shorter one is said in our words: llama.cpp's are
+    not for everyone.
+    """
     done = moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024")
-    assert done.returncode == 0 and len(done.stderr.strip().splitlines()) == 2 and "the model was trained for 256" in done.stderr
+    assert (
+        done.returncode == 0
+        and len(done.stderr.strip().splitlines()) == 2
+        and "the model was trained for 256" in done.stderr
+    )
     assert "n_ctx_train" not in done.stderr
-    assert "n_ctx_train" in moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024", "--verbose").stderr
+    assert (
+        "n_ctx_train"
+        in moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024", "--verbose").stderr
+    )
 
 
 def test_prompt_from_wherever(tmp_path, monkeypatch):
@@ -230,7 +346,12 @@ def test_prompt_from_wherever(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
         return _prompt(prompt, file)
 
-    assert read(file=str(file)) == read(piped="How many apples?\n") == read("How many apples?") == "How many apples?"
+    assert (
+        read(file=str(file))
+        == read(piped="How many apples?\n")
+        == read("How many apples?")
+        == "How many apples?"
+    )
     assert read("How many?", piped="apples\n") == "How many?\n\napples" and read() is None
 
 
@@ -241,20 +362,36 @@ def test_json(invoke, demo):
     answer = json.loads(done.stdout)
     assert done.stderr == ""
     assert set(answer) == {"model", "text", "finish_reason", "usage", "stats"}
-    assert answer["text"].lstrip() + "\n" == text and answer["finish_reason"] == "length" and answer["model"] == demo
+    assert (
+        answer["text"].lstrip() + "\n" == text
+        and answer["finish_reason"] == "length"
+        and answer["model"] == demo
+    )
     usage = answer["usage"]
     assert usage["completion_tokens"] == 16 and usage["total_tokens"] == usage["prompt_tokens"] + 16
-    assert set(answer["stats"]) == {field.name for field in fields(Stats)} and answer["stats"]["prompt_tokens"] == usage["prompt_tokens"]
+    assert (
+        set(answer["stats"]) == {field.name for field in fields(Stats)}
+        and answer["stats"]["prompt_tokens"] == usage["prompt_tokens"]
+    )
 
 
 def test_sampling_options_reach_the_sampler(invoke):
     def answer(*words: str) -> str:
-        return invoke("run", "--raw", "-p", "How many apples are there?", "-n", "24", "-s", "3", *words).stdout
+        return invoke(
+            "run", "--raw", "-p", "How many apples are there?", "-n", "24", "-s", "3", *words
+        ).stdout
 
     greedy = answer("--temp", "0")
-    assert all(answer("--temp", "1", *likeliest) == greedy for likeliest in (("--top-k", "1"), ("--top-p", "0"), ("--min-p", "1")))
+    assert all(
+        answer("--temp", "1", *likeliest) == greedy
+        for likeliest in (("--top-k", "1"), ("--top-p", "0"), ("--min-p", "1"))
+    )
     assert answer("--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0") != greedy
-    for penalty in (("--repeat-penalty", "1.8"), ("--presence-penalty", "2"), ("--frequency-penalty", "2")):
+    for penalty in (
+        ("--repeat-penalty", "1.8"),
+        ("--presence-penalty", "2"),
+        ("--frequency-penalty", "2"),
+    ):
         assert answer("--temp", "0", *penalty) != greedy
 
 
@@ -263,17 +400,31 @@ def test_stop_texts(invoke):
     text = invoke(*options).stdout
     word = text.split()[3]
     stopped = json.loads(invoke(*options, "--stop", "never said", "-r", word, "--json").stdout)
-    assert stopped["text"].lstrip() == text[: text.index(word)] and stopped["finish_reason"] == "stop"
+    assert (
+        stopped["text"].lstrip() == text[: text.index(word)] and stopped["finish_reason"] == "stop"
+    )
 
 
 def test_help_and_import_load_nothing_heavy():
-    code = "import sys, moeoff; from moeoff.cli.main import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    code = (
+        "import sys, moeoff; from moeoff.cli.main import main; main(['--help'],"
+        " standalone_mode=False); print(*sys.modules)"
+    )
     loaded = run_python(code).split()
-    assert "moeoff.cli.main" in loaded and not {"llama_cpp", "numpy", "rich", "prompt_toolkit", "sklearn", "gguf"} & set(loaded)
+    assert "moeoff.cli.main" in loaded and not {
+        "llama_cpp",
+        "numpy",
+        "rich",
+        "prompt_toolkit",
+        "sklearn",
+        "gguf",
+    } & set(loaded)
 
 
 @pytest.mark.perf
-@pytest.mark.parametrize("command, limit", [(["-m", "moeoff.cli", "--help"], 0.3), (["-c", "import moeoff"], 0.4)])
+@pytest.mark.parametrize(
+    "command, limit", [(["-m", "moeoff.cli", "--help"], 0.3), (["-c", "import moeoff"], 0.4)]
+)
 def test_start_up_time(command, limit):
     seconds = []
     for _ in range(5):
@@ -284,8 +435,20 @@ def test_start_up_time(command, limit):
 
 
 def test_ctrl_c_ends_cleanly():
-    command = [COMMAND, "run", "-n", "100000", "-c", "100000", "--ignore-eos", "--expert-memory", "400K"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    command = [
+        COMMAND,
+        "run",
+        "-n",
+        "100000",
+        "-c",
+        "100000",
+        "--ignore-eos",
+        "--expert-memory",
+        "400K",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+    )
     process.stdout.read(20)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
@@ -297,24 +460,44 @@ def test_ctrl_c_ends_cleanly():
     ("run", 130, "planned"), ("run", 130, "loaded"), ("serve", 0, "planned"), pytest.param("serve", 0, "loaded", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_ctrl_c_while_a_model_is_loaded(command, code, phase, tmp_path):
-    """llama.cpp's errors are not said, and nothing is lost in what it calls of Python's. Of a model of 18 GB, from its header."""
+    """llama.cpp's errors are not said, and nothing is lost in what it calls of
+    Python's. Of a model of 18 GB, from its header.
+    """
     header_model("qwen3-30b-a3b", model := str(tmp_path / "model.gguf"))
-    words = [COMMAND, command, model, "--memory", "4G", *(["-p", "x"] if command == "run" else ["--port", "0"])]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [
+        COMMAND,
+        command,
+        model,
+        "--memory",
+        "4G",
+        *(["-p", "x"] if command == "run" else ["--port", "0"]),
+    ]
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     if phase == "planned":
-        wait_until(lambda: any(os.path.realpath(entry) == model for entry in Path(f"/proc/{process.pid}/fd").iterdir()))
+        wait_until(
+            lambda: any(
+                os.path.realpath(entry) == model
+                for entry in Path(f"/proc/{process.pid}/fd").iterdir()
+            )
+        )
     else:
         wait_until(lambda: status_bytes(pid=process.pid) > 600 << 20)  # of 1 GB outside the experts
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == code and out == "", err
-    assert err == ("SIGINT: stopping the server; repeat to exit at once\n" if command == "serve" else "")
+    assert err == (
+        "SIGINT: stopping the server; repeat to exit at once\n" if command == "serve" else ""
+    )
 
 
 def test_ctrl_c_in_the_middle_of_a_long_prompt(tmp_path):
     trace = tmp_path / "t"
     command = [COMMAND, "run", "-c", "32768", "--expert-memory", "400K", "--trace", str(trace)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdin.write("apples " * 30000)
     process.stdin.close()
     process.stdin = None
@@ -323,20 +506,35 @@ def test_ctrl_c_in_the_middle_of_a_long_prompt(tmp_path):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     remark, line = err.strip().splitlines()
-    assert out.strip() == "" and "the model was trained for 256" in remark and "generated 0" in line and "reused" not in err
+    assert (
+        out.strip() == ""
+        and "the model was trained for 256" in remark
+        and "generated 0" in line
+        and "reused" not in err
+    )
 
 
 def test_stock_binding_is_named(tmp_path):
-    """Beside a llama-cpp-python that is not the fork, importing says so and how to mend it."""
+    """Beside a llama-cpp-python that is not the fork, importing says so and how to mend
+    it.
+    """
     info = tmp_path / "llama_cpp_python-0.3.36.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n"
+    )
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", "import moeoff"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import moeoff"], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert "expected moeoff's build of llama-cpp-python, got 0.3.36: run `make env`" in done.stderr
     done = subprocess.run([COMMAND, "--help"], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1 and "make env" in done.stderr
+    assert (
+        done.returncode == 1
+        and len(done.stderr.strip().splitlines()) == 1
+        and "make env" in done.stderr
+    )
 
 
 def test_another_abi_is_refused():
@@ -355,13 +553,20 @@ import moeoff.llamacpp.native
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"has version 999 of the expert buffer's interface, expected {native.ABI_VERSION}" in done.stderr
+    assert (
+        f"has version 999 of the expert buffer's interface, expected {native.ABI_VERSION}"
+        in done.stderr
+    )
 
 
 # --- completion in real shells: what a person gets who types and presses Tab ---
 
 BIN = str(Path(sys.executable).parent)
-START = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"], "fish": ["fish", "--no-config", "-i"]}
+START = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
+    "fish": ["fish", "--no-config", "-i"],
+}
 LOAD = {
     "bash": 'eval "$(moeoff shell-completion bash)"',
     "zsh": 'autoload -U compinit && compinit -D -u; eval "$(moeoff shell-completion zsh)"',
@@ -370,7 +575,13 @@ LOAD = {
 
 
 def shell_environment(home: Path) -> dict[str, str]:
-    return {"HOME": str(home), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "TERM": "dumb", "LANG": "C.UTF-8", "XDG_CONFIG_HOME": str(home)}
+    return {
+        "HOME": str(home),
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "TERM": "dumb",
+        "LANG": "C.UTF-8",
+        "XDG_CONFIG_HOME": str(home),
+    }
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -380,13 +591,23 @@ def test_a_shell_completes(shell, tmp_path):
         pytest.skip(f"{shell} is not installed")
     (tmp_path / "remarkable.gguf").touch()
     child = pexpect.spawn(
-        START[shell][0], START[shell][1:], env=shell_environment(tmp_path), cwd=str(tmp_path), encoding="utf-8", timeout=300, dimensions=(40, 150)
+        START[shell][0],
+        START[shell][1:],
+        env=shell_environment(tmp_path),
+        cwd=str(tmp_path),
+        encoding="utf-8",
+        timeout=300,
+        dimensions=(40, 150),
     )
     try:
         child.sendline(LOAD[shell])
         child.sendline("echo loa''ded")
         child.expect("loaded")
-        for typed, rest in (("moeoff insp", "ect"), ("moeoff run --expert-mem", "ory"), ("moeoff inspect rema", "rkable.gguf")):
+        for typed, rest in (
+            ("moeoff insp", "ect"),
+            ("moeoff run --expert-mem", "ory"),
+            ("moeoff inspect rema", "rkable.gguf"),
+        ):
             child.send(f"{typed}\t")
             child.expect(f"{rest}")
             child.send("\x15")  # Ctrl-U; behind Ctrl-C, bash may lose what is typed at once

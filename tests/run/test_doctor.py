@@ -1,4 +1,6 @@
-"""`moeoff doctor`: every line is ok, a warning or a problem with the way out, and problems decide the exit code."""
+"""`moeoff doctor`: every line is ok, a warning or a problem with the way out, and
+problems decide the exit code.
+"""
 
 import fcntl
 import json
@@ -39,7 +41,10 @@ def test_this_machine(moeoff_command, demo):
         "disk rate",
         "I/O threads",
     }
-    assert "+moeoff." in by_name["fork"]["text"] and "GOMP_SPINCOUNT=10000, threads bound" in by_name["openmp"]["text"]
+    assert (
+        "+moeoff." in by_name["fork"]["text"]
+        and "GOMP_SPINCOUNT=10000, threads bound" in by_name["openmp"]["text"]
+    )
     assert all(finding["way_out"] for finding in by_name.values() if finding["state"] != "ok")
 
 
@@ -47,7 +52,12 @@ def test_text_and_a_folder(invoke, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
     done = invoke("doctor", "-m", str(tmp_path))
     assert done.returncode == 0, done.stdout
-    assert "disk rate" in done.stdout and "I/O threads" in done.stdout and str(tmp_path) in done.stdout and not list(tmp_path.iterdir())
+    assert (
+        "disk rate" in done.stdout
+        and "I/O threads" in done.stdout
+        and str(tmp_path) in done.stdout
+        and not list(tmp_path.iterdir())
+    )
 
 
 @pytest.mark.parametrize("path", ["missing.gguf", __file__])
@@ -62,7 +72,12 @@ def test_what_a_check_fails_over_is_a_finding_of_its_name(invoke, demo, monkeypa
 
     monkeypatch.setattr("moeoff.budget.dry_load.dry_load", refused)
     done = invoke("doctor", "-m", demo, "--json")
-    assert done.returncode == 1 and findings(done)["model"] == {"name": "model", "state": "problem", "text": "llama.cpp cannot load it", "way_out": ""}
+    assert done.returncode == 1 and findings(done)["model"] == {
+        "name": "model",
+        "state": "problem",
+        "text": "llama.cpp cannot load it",
+        "way_out": "",
+    }
 
 
 def test_the_disk_is_looked_at_where_the_usual_budget_is_too_small(invoke, demo, monkeypatch):
@@ -72,21 +87,29 @@ def test_the_disk_is_looked_at_where_the_usual_budget_is_too_small(invoke, demo,
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
     monkeypatch.setattr("moeoff.server.private.PrivateServer", refused)
     done = invoke("doctor", "-m", demo, "--json")
-    assert done.returncode == 1 and findings(done)["model"]["text"] == "80 % of what is available is too small"
+    assert (
+        done.returncode == 1
+        and findings(done)["model"]["text"] == "80 % of what is available is too small"
+    )
     assert {"file system", "direct reads", "disk rate"} <= set(findings(done))
 
 
 def test_warnings(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (100, 100))
-    assert [finding.state for check in (doctor.check_openmp, doctor.check_files) for finding in check()] == ["warning", "warning"]
+    assert [
+        finding.state for check in (doctor.check_openmp, doctor.check_files) for finding in check()
+    ] == ["warning", "warning"]
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs here")
 def test_tmpfs(monkeypatch):
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
     states = {finding.name: finding for finding in doctor.check_disk("/dev/shm")}
-    assert states["file system"].state == doctor.WARNING and "saves nothing" in states["file system"].text
+    assert (
+        states["file system"].state == doctor.WARNING
+        and "saves nothing" in states["file system"].text
+    )
 
 
 def test_row_kernels(monkeypatch):
@@ -100,7 +123,9 @@ def test_row_kernels(monkeypatch):
         ({"Q4_K": 1}, -1, doctor.WARNING, "attention: not bit-identical"),
     ):
         numbers = {type_from_name(name): value for name, value in states.items()}
-        monkeypatch.setattr(native, "row_kernel", lambda number, numbers=numbers: numbers.get(number, 0))
+        monkeypatch.setattr(
+            native, "row_kernel", lambda number, numbers=numbers: numbers.get(number, 0)
+        )
         monkeypatch.setattr(native, "attention_kernels", lambda answer=attention: answer)
         kernels = {finding.name: finding for finding in doctor.check_cpu()}["row kernels"]
         assert kernels.state == state and text in kernels.text
@@ -110,17 +135,30 @@ def test_row_kernels_that_are_off(moeoff_command, demo, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("MOEOFF_ROW_KERNELS", "off")
         (kernels,) = doctor._row_kernels()
-    assert kernels.state == "warning" and "off (MOEOFF_ROW_KERNELS is set)" in kernels.text and kernels.way_out == "unset MOEOFF_ROW_KERNELS"
-    show = "from moeoff.llamacpp import native; print({native.row_kernel(number) for number in range(64)})"
+    assert (
+        kernels.state == "warning"
+        and "off (MOEOFF_ROW_KERNELS is set)" in kernels.text
+        and kernels.way_out == "unset MOEOFF_ROW_KERNELS"
+    )
+    show = (
+        "from moeoff.llamacpp import native; print({native.row_kernel(number) for number in"
+        " range(64)})"
+    )
     assert run_python(show, MOEOFF_ROW_KERNELS="off") == "{0}\n"
     done = moeoff_command("doctor", "-m", demo, env=os.environ | {"MOEOFF_ROW_KERNELS": "no"})
-    assert done.returncode == 1 and "MOEOFF_ROW_KERNELS: expected on or off" in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and "MOEOFF_ROW_KERNELS: expected on or off" in done.stdout + done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_cpu_features(monkeypatch):
     from llama_cpp import llama_cpp as binding
 
-    monkeypatch.setattr(binding, "llama_print_system_info", lambda: b"CPU : SSE3 = 1 | AVX_NONE = 1 | OPENMP = 1 | ")
+    monkeypatch.setattr(
+        binding, "llama_print_system_info", lambda: b"CPU : SSE3 = 1 | AVX_NONE = 1 | OPENMP = 1 | "
+    )
     findings_of_cpu = {finding.name: finding for finding in doctor.check_cpu()}
     with open("/proc/cpuinfo") as file:
         has_avx2 = " avx2 " in file.read()
@@ -145,14 +183,17 @@ def test_probe_without_direct_reads(monkeypatch, tmp_path):
     rate = disk_probe.probe(path, 5000, seconds=0.1)
     assert not rate.direct_io and rate.bytes_per_second > 0 and rate.block_bytes == 8192
     assert not disk_probe.direct_io(path)
-    assert disk_probe.probe(path, 5000, seconds=0).bytes_per_second > 0  # also where a busy machine leaves the threads no time at all
+    # also where a busy machine leaves the threads no time at all
+    assert disk_probe.probe(path, 5000, seconds=0).bytes_per_second > 0
     (tmp_path / "empty").touch()
     with pytest.raises(disk_probe.ModelError, match="empty"):
         disk_probe.probe(tmp_path / "empty", 4096)
 
 
 def test_reads_around_the_cache_are_a_property_of_the_descriptor(tmp_path, monkeypatch):
-    """On macOS: F_NOCACHE, for which any command stands in that this kernel takes; one that it does not take is a disk with buffered reads only."""
+    """On macOS: F_NOCACHE, for which any command stands in that this kernel takes; one
+    that it does not take is a disk with buffered reads only.
+    """
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -165,7 +206,13 @@ def test_reads_around_the_cache_are_a_property_of_the_descriptor(tmp_path, monke
 @pytest.mark.parametrize("rate", [1e9, 1.6e9])
 def test_what_the_disk_gains_from_more_threads_is_told(demo, monkeypatch, rate):
     monkeypatch.setattr(
-        doctor, "probe", lambda path, block_bytes, seconds, n_threads: disk_probe.DiskRate(rate if n_threads == 16 else 1e9, block_bytes, True, seconds)
+        doctor,
+        "probe",
+        lambda path, block_bytes, seconds, n_threads: disk_probe.DiskRate(
+            rate if n_threads == 16 else 1e9, block_bytes, True, seconds
+        ),
     )
     threads = {finding.name: finding for finding in doctor.check_disk(demo)}["I/O threads"]
-    assert threads.text == f"4 to 16, tuned while a model runs; 16 read {rate / 1e9:.1f}x as fast now"
+    assert (
+        threads.text == f"4 to 16, tuned while a model runs; 16 read {rate / 1e9:.1f}x as fast now"
+    )

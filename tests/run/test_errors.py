@@ -1,6 +1,8 @@
-"""Everything that goes wrong is one sentence on stderr, an exit code, and no traceback, whatever the command.
+"""Everything that goes wrong is one sentence on stderr, an exit code, and no traceback,
+whatever the command.
 
-The table: what is given, which words the sentence has. `--debug` shows where it came from.
+The table: what is given, which words the sentence has. `--debug` shows where it came
+from.
 """
 
 import contextlib
@@ -96,54 +98,103 @@ def test_files(invoke, files, kind, words):
         check(invoke(*COMMANDS[command](files[kind])), words)
 
 
-# what llama.cpp asserts of a header, and ends the process over (exit code 134), or computes with (139)
+# what llama.cpp asserts of a header, and ends the process over (exit code 134), or
+# computes with (139)
 VALUES = [
     ({"block_count": 0}, "block_count is 0, expected 1 to 512"),
     ({"block_count": 513}, "block_count is 513, expected 1 to 512"),
     ({"block_count": 4_000_000_000}, "block_count is 4000000000, expected 1 to 512"),
     ({"context_length": 1 << 31}, "context_length is 2147483648, expected 1 to 2147483647"),
-    ({"context_length": 0}, "context_length is 0, expected 1 to 2147483647"),  # a server's first request ended it
-    ({"nextn_predict_layers": 13}, "nextn_predict_layers is 13, expected at most the 12 of block_count"),
+    # a server's first request ended it
+    ({"context_length": 0}, "context_length is 0, expected 1 to 2147483647"),
+    (
+        {"nextn_predict_layers": 13},
+        "nextn_predict_layers is 13, expected at most the 12 of block_count",
+    ),
     ({"expert_count": 0}, "expert_count is 0, expected 1 to 1024"),
     ({"expert_count": 1025}, "expert_count is 1025, expected 1 to 1024"),
-    ({"expert_count": 31}, "blk.0.ffn_gate_exps.weight holds 32 experts, expected the 31 of expert_count"),
-    ({"expert_used_count": None}, "expert_used_count is missing, expected 1 to the 32 of expert_count"),
+    (
+        {"expert_count": 31},
+        "blk.0.ffn_gate_exps.weight holds 32 experts, expected the 31 of expert_count",
+    ),
+    (
+        {"expert_used_count": None},
+        "expert_used_count is missing, expected 1 to the 32 of expert_count",
+    ),
     ({"expert_used_count": 0}, "expert_used_count is 0, expected 1 to the 32 of expert_count"),
     ({"expert_used_count": 33}, "expert_used_count is 33, expected 1 to the 32 of expert_count"),
     ({"expert_used_count": [4] * 11 + [33]}, "33), expected 1 to the 32 of expert_count"),
-    ({"expert_used_count": [4] * 11 + [0]}, "0), expected 1 to the 32 of expert_count in each layer"),
-    ({"attention.layer_norm_rms_epsilon": float("nan")}, "attention.layer_norm_rms_epsilon is nan, expected a small positive number"),
-    ({"rope.dimension_count": 64}, "rope.dimension_count is 64, expected at most the 32 numbers of a key"),
-    ({"attention.layer_norm_rms_epsilon": -1.0}, "attention.layer_norm_rms_epsilon is -1.0, expected a small positive number"),
+    (
+        {"expert_used_count": [4] * 11 + [0]},
+        "0), expected 1 to the 32 of expert_count in each layer",
+    ),
+    (
+        {"attention.layer_norm_rms_epsilon": float("nan")},
+        "attention.layer_norm_rms_epsilon is nan, expected a small positive number",
+    ),
+    (
+        {"rope.dimension_count": 64},
+        "rope.dimension_count is 64, expected at most the 32 numbers of a key",
+    ),
+    (
+        {"attention.layer_norm_rms_epsilon": -1.0},
+        "attention.layer_norm_rms_epsilon is -1.0, expected a small positive number",
+    ),
     ({"attention.key_length": 6}, "llama.cpp cannot load it: qwen2moe.cpp:"),
     ({"block_count": 11}, "llama.cpp cannot load it: wrong number of tensors"),
-    ({"expert_group_count": 32}, "expert_group_count is 32, expected a divisor of the 32 of expert_count"),
-    ({"expert_group_count": 5, "expert_group_used_count": 1}, "expert_group_count is 5, expected a divisor of the 32 of expert_count"),
+    (
+        {"expert_group_count": 32},
+        "expert_group_count is 32, expected a divisor of the 32 of expert_count",
+    ),
+    (
+        {"expert_group_count": 5, "expert_group_used_count": 1},
+        "expert_group_count is 5, expected a divisor of the 32 of expert_count",
+    ),
     ({"expert_group_count": 4}, "expert_group_used_count is missing, expected 1 to 3"),
-    ({"expert_group_count": 4, "expert_group_used_count": 4}, "expert_group_used_count is 4, expected 1 to 3"),
-    ({"rope.scaling.type": "odd"}, "rope.scaling.type is 'odd', expected none, linear, yarn, longrope"),
+    (
+        {"expert_group_count": 4, "expert_group_used_count": 4},
+        "expert_group_used_count is 4, expected 1 to 3",
+    ),
+    (
+        {"rope.scaling.type": "odd"},
+        "rope.scaling.type is 'odd', expected none, linear, yarn, longrope",
+    ),
 ]
 
 
 def test_a_chat_template_that_cannot_be_read(invoke, demo, tmp_path):
-    check(invoke(*COMMANDS["run"](with_template(demo, tmp_path / "patched.gguf", "{% if"))), "its chat template cannot be read")
+    check(
+        invoke(*COMMANDS["run"](with_template(demo, tmp_path / "patched.gguf", "{% if"))),
+        "its chat template cannot be read",
+    )
 
 
 def test_a_context_as_long_as_the_model_was_trained_with(invoke, demo, tmp_path):
     path = patched(demo, tmp_path / "patched.gguf", {"context_length": 5000})
     for asked, n_ctx in (None, 4096), (0, 5120), (64, 256):  # llama.cpp's steps
-        done = invoke(*COMMANDS["inspect"](path, *([] if asked is None else ["-c", str(asked)]), "--json"))
+        done = invoke(
+            *COMMANDS["inspect"](path, *([] if asked is None else ["-c", str(asked)]), "--json")
+        )
         assert json.loads(done.stdout)["ctx_size"] == n_ctx
-        with contextlib.closing(moeoff.Server(path, expert_memory="1M", parallel=1, n_ctx=asked).engine) as engine:
+        with contextlib.closing(
+            moeoff.Server(path, expert_memory="1M", parallel=1, n_ctx=asked).engine
+        ) as engine:
             assert engine.planned.n_ctx == n_ctx
     with moeoff.Llama(path, n_ctx=0, expert_memory="1M") as llm:
         assert llm.n_ctx() == 5120
 
 
 def patched(demo, out, values=(), types=()) -> str:
-    """The demo model with other hyperparameters (None: without), and some tensors stored in other types."""
-    metadata = {f"qwen2moe.{key}": np.array(value, np.uint32) if isinstance(value, list) else value for key, value in dict(values).items()}
-    return rewritten(demo, out, metadata, {name: type_from_name(kind) for name, kind in dict(types).items()})
+    """The demo model with other hyperparameters (None: without), and some tensors
+    stored in other types.
+    """
+    metadata = {
+        f"qwen2moe.{key}": np.array(value, np.uint32) if isinstance(value, list) else value
+        for key, value in dict(values).items()
+    }
+    return rewritten(
+        demo, out, metadata, {name: type_from_name(kind) for name, kind in dict(types).items()}
+    )
 
 
 @pytest.mark.parametrize("values, words", VALUES, ids=[str(values) for values, _ in VALUES])
@@ -161,7 +212,10 @@ def test_types_that_llama_cpp_cannot_compute_with(invoke, demo, tmp_path, name, 
     """Over some it would end the process while it computes."""
     path = patched(demo, tmp_path / "patched.gguf", types={name: kind})
     for command in ("run", "inspect"):
-        check(invoke(*COMMANDS[command](path)), f"{path}: llama.cpp cannot compute: {name!r} is stored as {kind}")
+        check(
+            invoke(*COMMANDS[command](path)),
+            f"{path}: llama.cpp cannot compute: {name!r} is stored as {kind}",
+        )
 
 
 def test_a_router_that_cannot_be_converted(demo, tmp_path):
@@ -174,7 +228,10 @@ def test_impossible_context(moeoff_command, demo):
     def limit() -> None:  # else the kernel ends it, and perhaps others, for memory
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 
-    check(moeoff_command(*COMMANDS["run"](demo, "-c", "2000000000"), preexec_fn=limit), "for the KV cache at 2000000000 tokens")
+    check(
+        moeoff_command(*COMMANDS["run"](demo, "-c", "2000000000"), preexec_fn=limit),
+        "for the KV cache at 2000000000 tokens",
+    )
 
 
 def test_debug_shows_where_it_came_from(moeoff_command, files):
@@ -199,10 +256,16 @@ def test_changed_file(demo, tmp_path, keeps_mtime):
     os.replace(shutil.copy(demo, tmp_path / "new.gguf"), path)
     model_index.check_unchanged()  # replaced: a process that has the old one open keeps it
     model_index, mtime = ModelIndex.read(path), os.stat(path).st_mtime_ns
-    for harmless in (lambda: path.chmod(0o600), lambda: os.link(path, tmp_path / "link"), lambda: path.chmod(0o644), (tmp_path / "link").unlink):
+    for harmless in (
+        lambda: path.chmod(0o600),
+        lambda: os.link(path, tmp_path / "link"),
+        lambda: path.chmod(0o644),
+        (tmp_path / "link").unlink,
+    ):
         harmless()
         model_index.check_unchanged()
-    wait_until(lambda: (path.touch(), os.stat(path).st_mtime_ns != mtime)[1])  # the clock of a file system may be coarse
+    # the clock of a file system may be coarse
+    wait_until(lambda: (path.touch(), os.stat(path).st_mtime_ns != mtime)[1])
     with open(path, "r+b") as file:
         file.seek(random.Random(1).randrange(1 << 20))
         file.write(b"changed")
@@ -227,7 +290,9 @@ def test_file_changed_while_running(demo, tmp_path, which):
 
 @pytest.mark.parametrize("which", ["model", "sidecar"])
 def test_file_replaced_while_it_is_loaded(demo, tmp_path, monkeypatch, which):
-    """By another one of the same layout: its experts do not belong to the dense weights that have been read."""
+    """By another one of the same layout: its experts do not belong to the dense weights
+    that have been read.
+    """
     model, other, attach = tmp_path / "model.gguf", tmp_path / "other.gguf", Engine.attach
     shutil.copy(demo, model)
     replaced = convert(model, tiers="original").path if which == "sidecar" else model
@@ -238,7 +303,10 @@ def test_file_replaced_while_it_is_loaded(demo, tmp_path, monkeypatch, which):
         attach(self, ctx)
 
     monkeypatch.setattr(Engine, "attach", attach_another)
-    with pytest.raises(moeoff.ModelError, match=f"{os.path.basename(replaced)}: the file was changed or replaced while it was loaded"):
+    with pytest.raises(
+        moeoff.ModelError,
+        match=f"{os.path.basename(replaced)}: the file was changed or replaced while it was loaded",
+    ):
         moeoff.Llama(str(model), expert_memory="1M", n_ctx=128)
     monkeypatch.undo()
     with moeoff.Llama(str(model), expert_memory="1M", n_ctx=128) as llm:

@@ -1,4 +1,6 @@
-"""Grammars: those that llama.cpp cannot read, or that nothing can follow, are an error; what follows the others is stock's text."""
+"""Grammars: those that llama.cpp cannot read, or that nothing can follow, are an error;
+what follows the others is stock's text.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,26 @@ def llm(demo):
 
 def complete(llm, grammar: str | None = None, temperature: float = 0.0) -> str:
     parsed = LlamaGrammar.from_string(grammar, verbose=False) if grammar is not None else None
-    return llm.create_completion(PROMPT, max_tokens=12, temperature=temperature, grammar=parsed, seed=3)["choices"][0]["text"]
+    return llm.create_completion(
+        PROMPT, max_tokens=12, temperature=temperature, grammar=parsed, seed=3
+    )["choices"][0]["text"]
 
 
-CHAIN = "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(100_000)) + "a100000 ::= [a-z]\n"
-WRONG = ["root ::= (", "x ::= y", "root ::= root", 'root ::= "a"{3,1}', "root ::= [z-a]", "root ::= <[99999999]>", "root ::= " + "(" * 200_000, CHAIN]
+CHAIN = (
+    "root ::= a0\n"
+    + "".join(f"a{i} ::= a{i + 1}\n" for i in range(100_000))
+    + "a100000 ::= [a-z]\n"
+)
+WRONG = [
+    "root ::= (",
+    "x ::= y",
+    "root ::= root",
+    'root ::= "a"{3,1}',
+    "root ::= [z-a]",
+    "root ::= <[99999999]>",
+    "root ::= " + "(" * 200_000,
+    CHAIN,
+]
 
 
 @pytest.mark.parametrize("grammar", WRONG, ids=lambda grammar: grammar[:20])
@@ -35,7 +52,14 @@ def test_one_that_leads_nowhere_is_an_error(llm, grammar):
     assert complete(llm) == before
 
 
-@pytest.mark.parametrize("grammar", ["root ::= [0-9]+", 'root ::= "{3,1}" [a-z]{2,9}', 'root ::= ("yes" | "no" | " " [a-z]+)+ # {3,1}'])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "root ::= [0-9]+",
+        'root ::= "{3,1}" [a-z]{2,9}',
+        'root ::= ("yes" | "no" | " " [a-z]+)+ # {3,1}',
+    ],
+)
 def test_the_text_is_stocks(llm, demo, grammar):
     stock = StockLlama(demo, use_extra_bufts=False, **OPTIONS)
     for temperature in (0.0, 0.9):

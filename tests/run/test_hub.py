@@ -1,4 +1,6 @@
-"""-hf: which files are meant, without a network; and the real client against a small server that speaks the hub's words."""
+"""-hf: which files are meant, without a network; and the real client against a small
+server that speaks the hub's words.
+"""
 
 import hashlib
 import http.server
@@ -26,8 +28,17 @@ Q8_0/Qwen3-30B-A3B-Q8_0-00002-of-00002.gguf Q8_0/Qwen3-30B-A3B-Q8_0-00001-of-000
         ("q4_k_s", ["Qwen3-30B-A3B-Q4_K_S.gguf"]),
         ("IQ4_XS", ["Qwen3-30B-A3B-IQ4_XS.gguf"]),
         ("UD-Q4_K_XL", ["Qwen3-30B-A3B-UD-Q4_K_XL.gguf"]),
-        ("Q8_0", ["Q8_0/Qwen3-30B-A3B-Q8_0-00001-of-00002.gguf", "Q8_0/Qwen3-30B-A3B-Q8_0-00002-of-00002.gguf"]),
-        ("BF16", ["Qwen3-30B-A3B-BF16-00001-of-00002.gguf", "Qwen3-30B-A3B-BF16-00002-of-00002.gguf"]),
+        (
+            "Q8_0",
+            [
+                "Q8_0/Qwen3-30B-A3B-Q8_0-00001-of-00002.gguf",
+                "Q8_0/Qwen3-30B-A3B-Q8_0-00002-of-00002.gguf",
+            ],
+        ),
+        (
+            "BF16",
+            ["Qwen3-30B-A3B-BF16-00001-of-00002.gguf", "Qwen3-30B-A3B-BF16-00002-of-00002.gguf"],
+        ),
     ],
 )
 def test_choice(quant, expected):
@@ -43,7 +54,11 @@ def test_choice_without_the_default_quant():
     [
         (["README.md", "mmproj-F16.gguf"], None, "no GGUF file"),
         (FILES, "Q4_K", "it has BF16, IQ4_XS, Q4_K_M, Q4_K_S, Q8_0, UD-Q4_K_XL"),
-        (["a-Q4_K_M-00001-of-00003.gguf", "a-Q4_K_M-00003-of-00003.gguf"], None, "2 of the 3 parts"),
+        (
+            ["a-Q4_K_M-00001-of-00003.gguf", "a-Q4_K_M-00003-of-00003.gguf"],
+            None,
+            "2 of the 3 parts",
+        ),
     ],
 )
 def test_no_choice(files, quant, words):
@@ -74,13 +89,23 @@ class Hub(http.server.BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": "c" * 40, "Content-Type": "application/json"}
         if path.startswith("/api/models/people/demo"):
             if "/tree/" in path:
-                answer = [{"type": "file", "path": f, "size": len(d), "oid": "0" * 40} for f, d in self.files.items()]
+                answer = [
+                    {"type": "file", "path": f, "size": len(d), "oid": "0" * 40}
+                    for f, d in self.files.items()
+                ]
             else:
-                answer = {"id": "people/demo", "sha": "c" * 40, "siblings": [{"rfilename": f} for f in self.files]}
+                answer = {
+                    "id": "people/demo",
+                    "sha": "c" * 40,
+                    "siblings": [{"rfilename": f} for f in self.files],
+                }
             status, data = 200, json.dumps(answer).encode()
         elif name in self.files:
             status, data = 200, self.files[name]
-            headers |= {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "Content-Type": "application/octet-stream"}
+            headers |= {
+                "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
+                "Content-Type": "application/octet-stream",
+            }
             if body:
                 self.fetched.append(name)
         else:
@@ -98,17 +123,30 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-PATIENT = {"HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300"}  # seconds; 10 may be too few on a busy machine
+# seconds; 10 may be too few on a busy machine
+PATIENT = {"HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300"}
 
 
 def moeoff_hf(spec: str, endpoint: str, home: Path, **env) -> subprocess.CompletedProcess:
-    env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | PATIENT | env
+    env = (
+        os.environ
+        | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+        | PATIENT
+        | env
+    )
     command = [COMMAND, "run", "-hf", spec, "-p", "How many?", "-n", "4"]
-    return subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+    )
 
 
 def test_download(demo, tmp_path):
-    Hub.files = {"README.md": b"x", "mmproj-F16.gguf": b"x", "demo-Q4_K_M.gguf": b"x", "demo-Q8_0.gguf": Path(demo).read_bytes()}
+    Hub.files = {
+        "README.md": b"x",
+        "mmproj-F16.gguf": b"x",
+        "demo-Q4_K_M.gguf": b"x",
+        "demo-Q8_0.gguf": Path(demo).read_bytes(),
+    }
     Hub.fetched.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()

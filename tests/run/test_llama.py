@@ -1,4 +1,6 @@
-"""moeoff.Llama as apps use it: what llama_cpp.Llama does it does alike, and what it adds works beside that."""
+"""moeoff.Llama as apps use it: what llama_cpp.Llama does it does alike, and what it
+adds works beside that.
+"""
 
 import copy
 import ctypes
@@ -24,7 +26,9 @@ from moeoff.llamacpp.llama import api
 from moeoff.system.memory import rss
 
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "seed": 3}
-QUESTION = [{"role": "user", "content": "Tom has 3 boxes with 12 apples each. How many apples has he?"}]
+QUESTION = [
+    {"role": "user", "content": "Tom has 3 boxes with 12 apples each. How many apples has he?"}
+]
 PROMPT = "User: How many apples?\nAssistant:"
 
 
@@ -40,36 +44,70 @@ def both(demo):
 def without_identity(reply):
     """Ids, times and names differ between any two calls."""
     if isinstance(reply, dict):
-        return {k: without_identity(v) for k, v in reply.items() if k not in ("id", "created", "model")}
+        return {
+            k: without_identity(v) for k, v in reply.items() if k not in ("id", "created", "model")
+        }
     return [without_identity(item) for item in reply] if isinstance(reply, list) else reply
 
 
 CALLS = {
     "completion": lambda m: m.create_completion(PROMPT, max_tokens=24, temperature=0),
-    "sampled": lambda m: m.create_completion(PROMPT, max_tokens=24, temperature=0.9, top_k=20, top_p=0.9, seed=11, repeat_penalty=1.1),
+    "sampled": lambda m: m.create_completion(
+        PROMPT, max_tokens=24, temperature=0.9, top_k=20, top_p=0.9, seed=11, repeat_penalty=1.1
+    ),
     "call": lambda m: m(PROMPT, max_tokens=8, temperature=0, echo=True),
     "stop": lambda m: m.create_completion(PROMPT, max_tokens=60, temperature=0, stop=["\n"]),
-    "stream": lambda m: list(m.create_completion(PROMPT, max_tokens=12, temperature=0, stream=True)),
+    "stream": lambda m: list(
+        m.create_completion(PROMPT, max_tokens=12, temperature=0, stream=True)
+    ),
     "logprobs": lambda m: m.create_completion(PROMPT, max_tokens=6, temperature=0, logprobs=3),
     "chat": lambda m: m.create_chat_completion(QUESTION, max_tokens=24, temperature=0),
-    "chat stream": lambda m: list(m.create_chat_completion(QUESTION, max_tokens=12, temperature=0, stream=True)),
-    "chat logprobs": lambda m: m.create_chat_completion(QUESTION, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2),
-    "json": lambda m: m.create_chat_completion(QUESTION, max_tokens=40, temperature=0, response_format={"type": "json_object"}),
+    "chat stream": lambda m: list(
+        m.create_chat_completion(QUESTION, max_tokens=12, temperature=0, stream=True)
+    ),
+    "chat logprobs": lambda m: m.create_chat_completion(
+        QUESTION, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+    ),
+    "json": lambda m: m.create_chat_completion(
+        QUESTION, max_tokens=40, temperature=0, response_format={"type": "json_object"}
+    ),
     "schema": lambda m: m.create_chat_completion(
         QUESTION,
         max_tokens=40,
         temperature=0,
-        response_format={"type": "json_object", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+        response_format={
+            "type": "json_object",
+            "schema": {
+                "type": "object",
+                "properties": {"n": {"type": "integer"}},
+                "required": ["n"],
+            },
+        },
     ),
     "tools": lambda m: m.create_chat_completion(
         QUESTION,
         max_tokens=40,
         temperature=0,
-        tools=[{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}],
+        tools=[
+            {
+                "type": "function",
+                "function": {
+                    "name": "add",
+                    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+                },
+            }
+        ],
         tool_choice={"type": "function", "function": {"name": "add"}},
     ),
-    "logit_bias": lambda m: m.create_completion(PROMPT, max_tokens=8, temperature=0, logit_bias={20: 5.0}),
-    "tokens": lambda m: [m.tokenize(b"Hello\tworld"), m.detokenize([72, 300, 901]).decode(errors="replace"), m.n_vocab(), m.token_eos()],
+    "logit_bias": lambda m: m.create_completion(
+        PROMPT, max_tokens=8, temperature=0, logit_bias={20: 5.0}
+    ),
+    "tokens": lambda m: [
+        m.tokenize(b"Hello\tworld"),
+        m.detokenize([72, 300, 901]).decode(errors="replace"),
+        m.n_vocab(),
+        m.token_eos(),
+    ],
 }
 
 
@@ -102,7 +140,9 @@ def test_save_and_load_state(both):
 
 @pytest.mark.parametrize("pooling", [{}, {"pooling_type": 1}], ids=["of tokens", "of texts"])
 def test_embeddings(demo, pooling):
-    """One for each text: llama.cpp then wants an output of every token, also when it only plans a graph."""
+    """One for each text: llama.cpp then wants an output of every token, also when it
+    only plans a graph.
+    """
     options, texts = OPTIONS | {"embedding": True} | pooling, ["an apple", "the sea"]
     stock = Stock(demo, **options)
     expected = stock.create_embedding(texts)["data"]
@@ -112,8 +152,13 @@ def test_embeddings(demo, pooling):
 
 
 def test_adapters_of_experts(demo, tmp_path):
-    """A LoRA adapter of every matrix of the experts, which stays in memory as a whole: as in stock llama.cpp."""
-    options = OPTIONS | {"lora_path": write_expert_adapter(demo, tmp_path / "adapter.gguf"), "logits_all": True}
+    """A LoRA adapter of every matrix of the experts, which stays in memory as a whole:
+    as in stock llama.cpp.
+    """
+    options = OPTIONS | {
+        "lora_path": write_expert_adapter(demo, tmp_path / "adapter.gguf"),
+        "logits_all": True,
+    }
     stock, tokens = Stock(demo, **options), list(range(3, 12))
     expected = greedy_logits(stock, tokens, 8)
     stock.close()
@@ -131,7 +176,12 @@ def test_new_plans_keep_a_control_vector(demo):
         n_embd = llm.n_embd()
         vector = np.full((llm.engine.model_index.n_layer, n_embd), 0.5, np.float32)
         data = vector.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        assert api.llama_set_adapter_cvec(llm.context_handle, data, vector.size, n_embd, 1, len(vector)) == 0
+        assert (
+            api.llama_set_adapter_cvec(
+                llm.context_handle, data, vector.size, n_embd, 1, len(vector)
+            )
+            == 0
+        )
         steered = greedy_logits(llm, tokens, 4)
         assert np.abs(steered - plain).max() > 0.1
         assert native.replan(llm.context_handle) == 0
@@ -139,20 +189,34 @@ def test_new_plans_keep_a_control_vector(demo):
 
 
 def test_no_tensor_is_mapped(demo):
-    """By default llama.cpp maps some that are larger than 4 GiB: no plan of memory would have them."""
+    """By default llama.cpp maps some that are larger than 4 GiB: no plan of memory
+    would have them.
+    """
     with moeoff.Llama(demo, expert_memory="3M", **OPTIONS) as llm:
         assert llm.model_params.lazy_mode == api.LLAMA_LAZY_MODE_OFF
 
 
 def test_a_copy_is_opened_with_the_same_options(demo):
-    options = OPTIONS | {"expert_memory": "2M", "strategy": "lfu", "split_mode": 1, "logits_all": True, "type_k": "q8_0", "yarn_attn_factor": 1.0}
+    options = OPTIONS | {
+        "expert_memory": "2M",
+        "strategy": "lfu",
+        "split_mode": 1,
+        "logits_all": True,
+        "type_k": "q8_0",
+        "yarn_attn_factor": 1.0,
+    }
     with moeoff.Llama(demo, **options) as llm, copy.deepcopy(llm) as other:
         assert other.engine.config == llm.engine.config
-        assert without_identity(CALLS["completion"](other)) == without_identity(CALLS["completion"](llm))
+        assert without_identity(CALLS["completion"](other)) == without_identity(
+            CALLS["completion"](llm)
+        )
 
 
 def test_a_spawned_process_opens_its_own(demo):
-    with moeoff.Llama(demo, expert_memory="2M", **OPTIONS) as llm, multiprocessing.get_context("spawn").Pool(1) as pool:
+    with (
+        moeoff.Llama(demo, expert_memory="2M", **OPTIONS) as llm,
+        multiprocessing.get_context("spawn").Pool(1) as pool,
+    ):
         assert pool.apply_async(llm.tokenize, (b"Hello",)).get(120) == llm.tokenize(b"Hello")
 
 
@@ -174,21 +238,30 @@ def test_cancel_from_another_thread(demo, capfd):
         canceller = threading.Thread(target=lambda: chosen.wait(300) and llm.cancel())
         canceller.start()
         with pytest.raises(Cancelled):
-            llm.create_completion(PROMPT, max_tokens=2000, temperature=0, logit_bias={llm.token_eos(): -100.0})
+            llm.create_completion(
+                PROMPT, max_tokens=2000, temperature=0, logit_bias={llm.token_eos(): -100.0}
+            )
         canceller.join()
         assert llm.n_tokens < 1500
         assert without_identity(CALLS["completion"](llm)) == expected
-    assert capfd.readouterr().err == ""  # llama.cpp takes a graph that was ended for one that has failed
+    # llama.cpp takes a graph that was ended for one that has failed
+    assert capfd.readouterr().err == ""
 
 
 def test_figures_of_a_prompt_that_was_cancelled(demo):
-    """What of it was computed counts, at once and not when the next one comes; and CPU time is counted."""
+    """What of it was computed counts, at once and not when the next one comes; and CPU
+    time is counted.
+    """
     with moeoff.Llama(demo, expert_memory="400K", strategy="lru", n_ctx=1024, n_threads=2) as llm:
         llm.set_gate_callback(lambda event: llm.cancel() if event.gate == 5 else None)
         with pytest.raises(Cancelled):
             llm.eval(list(range(300, 800)))
         counted = llm.engine.prompt_tokens
-        assert 0 < counted < 500 and llm.stats().prompt_tokens == counted and llm.stats().prompt_tps > 0
+        assert (
+            0 < counted < 500
+            and llm.stats().prompt_tokens == counted
+            and llm.stats().prompt_tps > 0
+        )
         assert llm.stats().cpu_seconds > 0
         llm.reset_stats()
         assert llm.engine.prompt_tokens == 0
@@ -199,7 +272,9 @@ def test_a_batch_that_llama_cpp_cannot_compute(demo):
         expected = llm.create_completion("Once", max_tokens=4, temperature=0)["choices"]
         llm.clear_context()
         llm.decode_batch([1] * 256, 0, 255)
-        with pytest.raises(moeoff.ComputeError, match="llama.cpp could not compute 8 tokens: .") as caught:
+        with pytest.raises(
+            moeoff.ComputeError, match="llama.cpp could not compute 8 tokens: ."
+        ) as caught:
             llm.decode_batch([1] * 8, 256, 263)
         assert isinstance(caught.value, RuntimeError)
         llm.clear_context()
@@ -279,7 +354,8 @@ def test_warm_start(demo, tmp_path, monkeypatch):
         wait_until(lambda: warm.engine.buffer.stats().resident_slices >= n_resident)
         assert (warm.engine.buffer.residency() == resident).all()
         assert without_identity(CALLS["completion"](warm)) == text
-        assert misses > 500 and warm.stats().demand_misses < misses / 10  # of those that went before the end
+        # of those that went before the end
+        assert misses > 500 and warm.stats().demand_misses < misses / 10
         assert warm.stats().prefetch_issued == 0
     (path,) = (tmp_path / "moeoff" / "warm").glob("*.npz")
     path.write_bytes(b"damaged")
@@ -289,15 +365,22 @@ def test_warm_start(demo, tmp_path, monkeypatch):
 
 def test_a_warm_start_loads_everything_where_it_fits(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with moeoff.Llama(demo, warm=True, **OPTIONS | {"expert_memory": "100M"}) as llm:  # never closed before
+    # never closed before
+    with moeoff.Llama(demo, warm=True, **OPTIONS | {"expert_memory": "100M"}) as llm:
         buffer = llm.engine.buffer
-        wait_until(lambda: buffer.stats().resident_slices == len(buffer.tensors) * buffer.priorities.shape[1])
+        wait_until(
+            lambda: (
+                buffer.stats().resident_slices == len(buffer.tensors) * buffer.priorities.shape[1]
+            )
+        )
         llm("Hello", max_tokens=8, temperature=0)
         assert llm.stats().demand_misses == 0
 
 
 def test_room_that_is_left_is_filled_while_nothing_computes(demo):
-    """A first prompt reads less, to the same bits; what is there already is not evicted for it, and every layer gets its share."""
+    """A first prompt reads less, to the same bits; what is there already is not evicted
+    for it, and every layer gets its share.
+    """
     options = OPTIONS | {"expert_memory": "12M", "strategy": "score", "logits_all": True}  # of 18
     misses, outputs = [], []
     for warm in (False, True):
@@ -310,7 +393,11 @@ def test_room_that_is_left_is_filled_while_nothing_computes(demo):
                 wait_until_still(lambda buffer=buffer: buffer.stats().reads, 0.3)
             stats, each = buffer.stats(), (buffer.residency() == 0b1110).sum(axis=1)
             assert stats.evictions == 0 and stats.arena_committed <= stats.cache_bytes
-            assert (stats.arena_committed > 0.95 * stats.cache_bytes and np.ptp(each) <= 1) if warm else stats.reads == 0
+            assert (
+                (stats.arena_committed > 0.95 * stats.cache_bytes and np.ptp(each) <= 1)
+                if warm
+                else stats.reads == 0
+            )
             outputs.append(greedy_logits(llm, llm.tokenize(PROMPT.encode()), 4))
             misses.append(llm.stats().demand_misses)
     assert_bit_equal(*outputs)
@@ -318,7 +405,9 @@ def test_room_that_is_left_is_filled_while_nothing_computes(demo):
 
 
 def test_what_prompts_need_comes_back_while_nothing_computes(demo):
-    """An answer takes the room of its prompt's experts: a next prompt that needs the same ones reads less, to the same bits."""
+    """An answer takes the room of its prompt's experts: a next prompt that needs the
+    same ones reads less, to the same bits.
+    """
     options = OPTIONS | {"expert_memory": "8M", "strategy": "score", "logits_all": True}  # of 18
     misses, outputs = [], []
     for watched in (False, True):
@@ -338,7 +427,9 @@ def test_what_prompts_need_comes_back_while_nothing_computes(demo):
 
 
 def test_a_warm_start_gives_way(grown):
-    """Once a prompt computes, what was not yet loaded of the last session is left out, and the prompt's experts come at once."""
+    """Once a prompt computes, what was not yet loaded of the last session is left out,
+    and the prompt's experts come at once.
+    """
     with moeoff.Llama(grown, expert_memory=1 << 30, io_threads=1, n_ctx=64, strategy="lru") as llm:
         buffer = llm.engine.buffer
         n_gates, n_experts = buffer.priorities.shape
@@ -346,14 +437,20 @@ def test_a_warm_start_gives_way(grown):
         def is_left_out() -> bool:
             buffer.clear()
             llm.reset_stats()
-            queued = sum(buffer.preload(gate, range(n_experts)) for gate in reversed(range(n_gates)))
+            queued = sum(
+                buffer.preload(gate, range(n_experts)) for gate in reversed(range(n_gates))
+            )
             assert queued == len(buffer.tensors) * n_experts
             llm.eval([5])
             wait_until_still(lambda: buffer.stats().reads)
-            assert llm.stats().demand_hits + llm.stats().demand_misses <= buffer.stats().resident_slices
+            assert (
+                llm.stats().demand_hits + llm.stats().demand_misses
+                <= buffer.stats().resident_slices
+            )
             return buffer.stats().resident_slices < queued
 
-        assert any(is_left_out() for _ in range(10))  # all may be loaded before a prompt on a busy machine computes
+        # all may be loaded before a prompt on a busy machine computes
+        assert any(is_left_out() for _ in range(10))
         buffer.preload(0, range(n_experts))  # later ones are loaded again while nothing computes
         wait_until(lambda: (buffer.residency()[0] == 0b1110).all())
 
@@ -369,13 +466,19 @@ def test_twenty_cycles_leave_nothing(demo):
 
 @pytest.mark.parametrize("order", ["a.close(); del b", "a.x = b; b.x = a"])
 def test_any_order_at_interpreter_exit(demo, order):
-    code = f"import moeoff\na = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\nb = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\na.eval([1, 2]); b.eval([3])\n{order}"
+    code = (
+        f"import moeoff\na = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\nb ="
+        f" moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\na.eval([1, 2]);"
+        f" b.eval([3])\n{order}"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
-    """Its tables come after the arena was sized: 13 MiB of router rows with 48 gates of 128 experts."""
+    """Its tables come after the arena was sized: 13 MiB of router rows with 48 gates of
+    128 experts.
+    """
     held = []
     budget = rss() + (100 << 20)
 

@@ -1,4 +1,6 @@
-"""Habits of llama.cpp's programs: their most used options are taken, or refused with the reason."""
+"""Habits of llama.cpp's programs: their most used options are taken, or refused with
+the reason.
+"""
 
 import os
 import re
@@ -39,8 +41,15 @@ WORK = [
 
 
 def test_every_option_of_llama_cli_works_or_says_why():
-    """By the table of the pinned llama-server, which has all of llama-cli's but its own few."""
-    own = {opt for param in main.commands["run"].params if param.name not in TABLE for opt in param.opts}
+    """By the table of the pinned llama-server, which has all of llama-cli's but its own
+    few.
+    """
+    own = {
+        opt
+        for param in main.commands["run"].params
+        if param.name not in TABLE
+        for opt in param.opts
+    }
     theirs = {name for name, option in server_options().items() if option.chats}
     assert len(theirs) > 200 and not own & set(options_of("run"))
     for name in theirs - own:
@@ -66,40 +75,94 @@ def files(demo, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("files")
     (folder / "g").write_text('root ::= "yes"')
     (folder / "s").write_text("{}")
-    write_control_vector(folder / "vector.gguf", "qwen2moe", np.zeros(ModelIndex.read(demo).hparams["embedding_length"]))
+    write_control_vector(
+        folder / "vector.gguf",
+        "qwen2moe",
+        np.zeros(ModelIndex.read(demo).hparams["embedding_length"]),
+    )
     adapter = write_expert_adapter(demo, folder / "adapter.gguf")
-    return {"GRAMMAR": str(folder / "g"), "SCHEMA": str(folder / "s"), "VECTOR": str(folder / "vector.gguf"), "ADAPTER": str(adapter)}
+    return {
+        "GRAMMAR": str(folder / "g"),
+        "SCHEMA": str(folder / "s"),
+        "VECTOR": str(folder / "vector.gguf"),
+        "ADAPTER": str(adapter),
+    }
 
 
 @pytest.mark.parametrize("words", WORK, ids=lambda words: words.split()[0])
 def test_options_of_llama_cli(invoke, files, words):
     for name, path in files.items():
         words = words.replace(name, path)
-    done = invoke("run", *([] if "-p " in words else ["-p", "How many?"]), "-n", "3", *words.split())
-    assert done.returncode == 0 and "no effect" not in done.stderr and done.stdout.strip(), done.stderr
+    done = invoke(
+        "run", *([] if "-p " in words else ["-p", "How many?"]), "-n", "3", *words.split()
+    )
+    assert done.returncode == 0 and "no effect" not in done.stderr and done.stdout.strip(), (
+        done.stderr
+    )
 
 
 def test_every_option_takes_as_many_values_as_in_llama_cpp():
-    """By the table of the pinned llama-server, which has most of llama-cli's; and what of a server's is refused or left out is there to be."""
+    """By the table of the pinned llama-server, which has most of llama-cli's; and what
+    of a server's is refused or left out is there to be.
+    """
     for program in ("run", "serve"):
-        theirs = {name: option for name, option in options_of(program).items() if name in server_options()}
-        assert {name for name, option in theirs.items() if option.takes_value != bool(server_options()[name].n_values)} == set()
-    flags = {"--mmap", "--no-mmap", "--mlock", "-dio", "--direct-io", "-ndio", "--no-direct-io"}  # which people still type
+        theirs = {
+            name: option for name, option in options_of(program).items() if name in server_options()
+        }
+        assert {
+            name
+            for name, option in theirs.items()
+            if option.takes_value != bool(server_options()[name].n_values)
+        } == set()
+    # which people still type
+    flags = {"--mmap", "--no-mmap", "--mlock", "-dio", "--direct-io", "-ndio", "--no-direct-io"}
     assert set(options_of("serve")) - set(server_options()) <= flags
-    ours = {opt: not param.is_flag for param in main.commands["run"].params for opt in param.opts if hasattr(param, "is_flag")}
+    ours = {
+        opt: not param.is_flag
+        for param in main.commands["run"].params
+        for opt in param.opts
+        if hasattr(param, "is_flag")
+    }
     optional = {"--swa-full", "--kv-unified"}  # on or off may follow
-    assert {name for name in ours.keys() & server_options().keys() - optional if ours[name] != bool(server_options()[name].n_values)} == set()
+    assert {
+        name
+        for name in ours.keys() & server_options().keys() - optional
+        if ours[name] != bool(server_options()[name].n_values)
+    } == set()
 
 
 def test_what_is_so_anyway(invoke):
-    anyway = [word for name, option in options_of("run").items() if option.verdict == ANYWAY for word in (name, *["on"] * option.takes_value)]
-    done = invoke("run", "-p", "x", "-n", "2", *anyway, "-fa", "auto", "-st", "-tb", "1", "-s", "1", "-r", "never")
+    anyway = [
+        word
+        for name, option in options_of("run").items()
+        if option.verdict == ANYWAY
+        for word in (name, *["on"] * option.takes_value)
+    ]
+    done = invoke(
+        "run",
+        "-p",
+        "x",
+        "-n",
+        "2",
+        *anyway,
+        "-fa",
+        "auto",
+        "-st",
+        "-tb",
+        "1",
+        "-s",
+        "1",
+        "-r",
+        "never",
+    )
     assert done.returncode == 0 and "no effect" not in done.stderr, done.stderr
 
 
 def test_what_has_no_effect_is_said(invoke):
     done = invoke("run", "--mlock", "-p", "--mmap", "-ncmoe", "4", "--fit-ctx=1", "-n", "2")
-    assert done.returncode == 0 and [line.partition(" has no effect")[0] for line in done.stderr.splitlines()[:-1]] == ["--mlock", "-ncmoe", "--fit-ctx"]
+    assert done.returncode == 0 and [
+        line.partition(" has no effect")[0] for line in done.stderr.splitlines()[:-1]
+    ] == ["--mlock", "-ncmoe", "--fit-ctx"]
 
 
 @pytest.mark.parametrize("args, words", [
@@ -113,7 +176,9 @@ def test_what_is_refused(invoke, args, words):
 
 
 def test_contexts(invoke):
-    """0 is the model's own; more than it was trained for is a remark, of what measures, too."""
+    """0 is the model's own; more than it was trained for is a remark, of what measures,
+    too.
+    """
     done = invoke("run", "-p", "x", "-n", "2", "-c", "0")
     assert "context 256 |" in done.stderr and "trained" not in done.stderr
     for command in (
@@ -122,7 +187,9 @@ def test_contexts(invoke):
         ("eval", "--text", str(PROSE), "--chunks", "1"),
     ):
         assert "context of 512 tokens: the model was trained for 256" in invoke(*command).stderr
-    done = invoke("run", "-p", "x", "-n", "2", "-c", "512", "--rope-scaling", "linear", "--rope-scale", "2")
+    done = invoke(
+        "run", "-p", "x", "-n", "2", "-c", "512", "--rope-scaling", "linear", "--rope-scale", "2"
+    )
     assert done.returncode == 0 and "the model was trained" not in done.stderr
 
 
@@ -139,12 +206,22 @@ def test_templates(invoke, demo, tmp_path):
 
 
 def test_outputs_are_looked_at_before_any_weight_is_read(invoke, tmp_path, monkeypatch):
-    """A folder, and one that is not there, are no places to write to; the model is not looked for."""
-    for path, words in ((str(tmp_path), "is a folder"), (str(tmp_path / "no" / "x"), "there is no such folder")):
+    """A folder, and one that is not there, are no places to write to; the model is not
+    looked for.
+    """
+    for path, words in (
+        (str(tmp_path), "is a folder"),
+        (str(tmp_path / "no" / "x"), "there is no such folder"),
+    ):
         done = invoke("run", "-m", "missing.gguf", "-p", "x", "--stats-json", path)
-        assert done.returncode in (1, 2) and (words in done.stderr or "is a directory" in done.stderr), done.stderr
+        assert done.returncode in (1, 2) and (
+            words in done.stderr or "is a directory" in done.stderr
+        ), done.stderr
     full = types.SimpleNamespace(f_blocks=100, f_bavail=0)
-    with monkeypatch.context() as patch, pytest.raises(OptionError, match=f"--output {tmp_path}/x: the disk of {tmp_path} is full"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OptionError, match=f"--output {tmp_path}/x: the disk of {tmp_path} is full"),
+    ):
         patch.setattr(os, "statvfs", lambda _path: full)
         require_new(tmp_path / "x", [], "--output")
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root may write anywhere
@@ -157,7 +234,8 @@ def test_what_is_wrong_is_said_before_any_weight_is_read(demo, tmp_path):
     (tmp_path / "damaged.jinja").write_text("{% for")
     run = ("run", demo, "-p", "x")
     with mock.patch.object(Engine, "loading", side_effect=AssertionError("weights are read")):
-        assert isinstance(CliRunner().invoke(main, run).exception, AssertionError)  # where nothing is wrong
+        # where nothing is wrong
+        assert isinstance(CliRunner().invoke(main, run).exception, AssertionError)
         for words, text in (
             (("--strategy", "magic"), "unknown strategy 'magic'"),
             (("--strategy", "promoe", "--expert-memory", "4M"), "moeoff calibrate"),
@@ -166,5 +244,7 @@ def test_what_is_wrong_is_said_before_any_weight_is_read(demo, tmp_path):
         ):
             done = CliRunner().invoke(main, [*run, *words])
             assert done.exit_code == 1 and text in done.stderr, (words, done.output, done.exception)
-        done = CliRunner().invoke(main, [*run, "--chat-template-file", str(tmp_path / "damaged.jinja")])
+        done = CliRunner().invoke(
+            main, [*run, "--chat-template-file", str(tmp_path / "damaged.jinja")]
+        )
         assert done.exit_code == 1 and "cannot be read" in done.stderr

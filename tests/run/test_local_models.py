@@ -1,4 +1,6 @@
-"""Models that other programs have downloaded: found where those keep them, listed, and run by a part of their name."""
+"""Models that other programs have downloaded: found where those keep them, listed, and
+run by a part of their name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from moeoff.gguf.local_models import find, local_models
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
     """A home folder without models, and no variables that lead elsewhere."""
-    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "LLAMA_CACHE", "OLLAMA_MODELS", "MOEOFF_MODELS"):
+    for name in (
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "LLAMA_CACHE",
+        "OLLAMA_MODELS",
+        "MOEOFF_MODELS",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
@@ -52,8 +61,14 @@ def test_where_each_program_keeps_its_models(home, monkeypatch):
         link.symlink_to(blob)
     put(hub / "snapshots/1/mmproj-F16.gguf")
     put(home / ".cache/llama.cpp/ggml-org_gpt-oss-20b-GGUF_gpt-oss-20b-mxfp4.gguf")
-    put(home / ".lmstudio/models/lmstudio-community/GLM-4.5-Air-GGUF/GLM-4.5-Air-Q4_K_M-00001-of-00002.gguf")
-    put(home / ".lmstudio/models/lmstudio-community/GLM-4.5-Air-GGUF/GLM-4.5-Air-Q4_K_M-00002-of-00002.gguf")
+    put(
+        home
+        / ".lmstudio/models/lmstudio-community/GLM-4.5-Air-GGUF/GLM-4.5-Air-Q4_K_M-00001-of-00002.gguf"
+    )
+    put(
+        home
+        / ".lmstudio/models/lmstudio-community/GLM-4.5-Air-GGUF/GLM-4.5-Air-Q4_K_M-00002-of-00002.gguf"
+    )
     store = home / ".ollama/models"
     put_in_ollama(store, "registry.ollama.ai/library/qwen3/30b", "sha256:1")
     put_in_ollama(store, "hf.co/bartowski/OLMoE-GGUF/Q8_0", "sha256:2")
@@ -70,7 +85,13 @@ def test_where_each_program_keeps_its_models(home, monkeypatch):
     }
     assert Path(find("gpt-OSS-20b")).name == "ggml-org_gpt-oss-20b-GGUF_gpt-oss-20b-mxfp4.gguf"
     assert find("qwen3:30b") == str(store / "blobs/sha256-1")
-    with pytest.raises(ModelError, match="more than one model.*qwen3:30b.*Qwen3-30B-A3B|more than one model.*Qwen3-30B-A3B.*qwen3:30b"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            "more than one model.*qwen3:30b.*Qwen3-30B-A3B|more than one"
+            " model.*Qwen3-30B-A3B.*qwen3:30b"
+        ),
+    ):
         find("qwen3")
 
 
@@ -79,7 +100,11 @@ def test_variables_lead_to_other_folders(home, monkeypatch):
     put(home / "llama/c.gguf")
     put_in_ollama(home / "ollama", "registry.ollama.ai/library/d/latest", "sha256:1")
     assert names() == {}
-    for variable, folder in {"HF_HOME": "hf", "LLAMA_CACHE": "llama", "OLLAMA_MODELS": "ollama"}.items():
+    for variable, folder in {
+        "HF_HOME": "hf",
+        "LLAMA_CACHE": "llama",
+        "OLLAMA_MODELS": "ollama",
+    }.items():
         monkeypatch.setenv(variable, str(home / folder))
     assert list(names()) == ["a/b:Q8_0", "c", "d:latest"]
 
@@ -93,7 +118,9 @@ def test_listed_with_what_they_need(home, moeoff_command, monkeypatch):
     listed = moeoff_command("models", "--memory", "1G")
     assert listed.returncode == 0 and "Demo " in listed.stdout and "Damaged" not in listed.stdout
     assert "100%" in listed.stdout and "tokens/s" in listed.stdout
-    small = json.loads(moeoff_command("models", "--memory", "50M", "--probe", "off", "--json").stdout)
+    small = json.loads(
+        moeoff_command("models", "--memory", "50M", "--probe", "off", "--json").stdout
+    )
     (model,) = small["models"]
     assert (model["name"], model["fits"], model["tps"]) == ("Demo", False, None)
     assert model["file_bytes"] == DEMO.stat().st_size and model["floor_bytes"] > 50 << 20
@@ -108,9 +135,14 @@ def test_run_by_a_part_of_the_name(home, moeoff_command, monkeypatch):
     ran = moeoff_command("run", "some-moe", "-p", "Hello", "-n", "2")
     assert ran.returncode == 0 and "generated 2" in ran.stderr
     missing = moeoff_command("run", "other", "-p", "Hello")
-    assert missing.returncode == 1 and "no model of this name is found; moeoff models lists others" in missing.stderr
+    assert (
+        missing.returncode == 1
+        and "no model of this name is found; moeoff models lists others" in missing.stderr
+    )
 
 
 def test_no_models(home, moeoff_command):
     none = moeoff_command("models")
-    assert none.returncode == 1 and "moeoff run -hf" in none.stderr and "Traceback" not in none.stderr
+    assert (
+        none.returncode == 1 and "moeoff run -hf" in none.stderr and "Traceback" not in none.stderr
+    )

@@ -1,4 +1,6 @@
-"""Ordinary mistakes of somebody's first hour: what was typed, the exit code, and the sentence. No traceback, no word of Python, one way out."""
+"""Ordinary mistakes of somebody's first hour: what was typed, the exit code, and the
+sentence. No traceback, no word of Python, one way out.
+"""
 
 import os
 import pwd
@@ -39,7 +41,11 @@ MISTAKES = [
     ("run -p x --memory 1G --expert-memory 1G", 1, "give --memory or --expert-memory, not both"),
     (f"bench {M} --memory soon", 2, "not a size"),
     (f"inspect {M} --memory 6 --probe off", 1, "was 6G meant?"),
-    ("run -p x --vram 2G", 1, "--vram has no effect while no layer goes to the GPU: give --n-gpu-layers N"),
+    (
+        "run -p x --vram 2G",
+        1,
+        "--vram has no effect while no layer goes to the GPU: give --n-gpu-layers N",
+    ),
     ("run -p x -ngl 1 --vram 1G", 1, "no GPU backend"),
     # the context
     ("run -p x -c -1", 1, "-c: expected at least 0, got -1"),
@@ -99,7 +105,11 @@ MISTAKES = [
     ("pull org/repo", 2, "Did you mean moeoff run -hf ORG/REPO?"),
     ("help", 2, "Did you mean moeoff --help?"),
     ("run 'What is 2 + 3?'", 1, "What is 2 + 3?: no such file; give a prompt with -p"),
-    (f"run {M} 'how many?' now", 2, "'how many?' now: unexpected argument: quote a path with spaces, give a prompt with -p"),
+    (
+        f"run {M} 'how many?' now",
+        2,
+        "'how many?' now: unexpected argument: quote a path with spaces, give a prompt with -p",
+    ),
     (f"run {M} ''", 2, "'': unexpected argument"),
     (f"inspect {M} {M}", 2, "unexpected argument: quote a path with spaces"),
     ("verify a.experts.gguf b.experts.gguf", 2, "b.experts.gguf: unexpected argument"),
@@ -110,17 +120,32 @@ MISTAKES = [
     ("run -memory 6G -p x", 2, "-memory: did you mean --memory?"),
     (f"run {M} -prompt x", 2, "-prompt: did you mean --prompt?"),
     ("run -temp=0.5 -p x", 2, "-temp: did you mean --temp?"),
-    ("run --model=~/m.gguf -p x", 1, "~/m.gguf: cannot be read: No such file or directory (the shell does not expand ~ in quotes"),
+    (
+        "run --model=~/m.gguf -p x",
+        1,
+        (
+            "~/m.gguf: cannot be read: No such file or directory (the shell does not expand ~ in"
+            " quotes"
+        ),
+    ),
     ("inspect '~/m.gguf'", 1, "write $HOME)"),
     # files of another kind
     (f"run -p x --profile {M}", 1, "is no profile: name another file, or move it away"),
     ("run -p x --profile .", 1, "cannot be read: Is a directory"),
     ("run -p x --profile tuned", 1, "tuned: cannot be read: No such file"),
     (f"calibrate {M} --text {M} -o p.npz", 1, "is not UTF-8 text"),
-    (f"calibrate {M} --text /dev/null -o p.npz", 1, "/dev/null: cannot be read: a device, expected a file"),
+    (
+        f"calibrate {M} --text /dev/null -o p.npz",
+        1,
+        "/dev/null: cannot be read: a device, expected a file",
+    ),
     (f"calibrate {M} --text missing.txt -o p.npz", 1, "missing.txt: cannot be read: No such file"),
     (f"simulate {__file__}", 1, "is not a trace of moeoff"),
-    ("inspect '\udcff.gguf' --probe off", 1, "expected a path in UTF-8; rename the file or its folder"),
+    (
+        "inspect '\udcff.gguf' --probe off",
+        1,
+        "expected a path in UTF-8; rename the file or its folder",
+    ),
     ("verify /dev/null", 1, "/dev/null: cannot be read: a device, expected a file"),
     ("run -p x --chat-template '{{ bad'", 1, "--chat-template: the template cannot be read: "),
     # numbers and units
@@ -128,9 +153,17 @@ MISTAKES = [
     ("run -p x --memory 0.8", 1, "--memory: 0.8 is a number of bytes: was 0.8G meant?"),
     ("run -p x --memory 99999999999999999999G", 1, "is more than any machine has"),
     ("run -p x -c 4k", 1, "-c: expected a whole number, got '4k'"),
-    ("run -p x --max-loss 1", 1, "--max-loss: expected an increase of perplexity, e.g. 1%, got '1'"),
+    (
+        "run -p x --max-loss 1",
+        1,
+        "--max-loss: expected an increase of perplexity, e.g. 1%, got '1'",
+    ),
     (f"serve {M} --host nowhere.invalid --port 0", 1, "cannot listen on nowhere.invalid:0"),
-    (f"serve {M} --port 0 --bogus", 1, "--bogus: neither moeoff serve nor llama-server has such an option"),
+    (
+        f"serve {M} --port 0 --bogus",
+        1,
+        "--bogus: neither moeoff serve nor llama-server has such an option",
+    ),
     (f"convert {M} -o {M}", 1, "lies in moeoff's own package"),
     (f"convert {M} --tier Q9", 2, "No such option '--tier'. Did you mean '--tiers'?"),
     ("run -p ''", 1, "the prompt is empty"),
@@ -146,13 +179,17 @@ def test_mistakes(typed, code, words, tmp_path, monkeypatch):
     done = CliRunner().invoke(main, shlex.split(typed), prog_name="moeoff")
     assert done.exit_code == code and words in done.output, done.output
     assert "Traceback" not in done.output and "`" not in done.output and "=..." not in done.output
-    assert [name for name in os.listdir(tmp_path) if name not in ("moeoff", "matplotlib")] == []  # nothing is left behind but in caches
+    # nothing is left behind but in caches
+    assert [name for name in os.listdir(tmp_path) if name not in ("moeoff", "matplotlib")] == []
 
 
 @pytest.mark.parametrize(
     "begins, words",
     [
-        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "fetch the file with git lfs pull"),
+        (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+            "fetch the file with git lfs pull",
+        ),
         ("<!DOCTYPE html><html>Sign in", "it looks like a web page"),
         ('\x10\0\0\0\0\0\0\0{"__metadata__":', "convert_hf_to_gguf.py"),
         ("", "not a GGUF file: it is empty"),
@@ -165,11 +202,15 @@ def test_what_a_download_left(begins, words, tmp_path):
     assert done.exit_code == 1 and words in done.output and "b'" not in done.output, done.output
 
 
-@pytest.mark.parametrize("typed", ["run -p x -n 4", f"inspect {M} --probe off", f"simulate {SMALL_TRACE}"])
+@pytest.mark.parametrize(
+    "typed", ["run -p x -n 4", f"inspect {M} --probe off", f"simulate {SMALL_TRACE}"]
+)
 def test_a_terminal_that_is_not_utf8(moeoff_command, typed):
     """What it has no sign for is a ?, whatever is printed."""
     done = moeoff_command(*shlex.split(typed), env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and done.stdout.isascii() and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0 and done.stdout.isascii() and "Traceback" not in done.stderr, (
+        done.stderr
+    )
 
 
 ANYWHERE = (f"inspect {M} --probe off", "run -p x -n 2", "bench -p 8 -n 0 -r 1 --no-warmup")
@@ -192,24 +233,51 @@ def no_temporary_folder(monkeypatch, folder):
     monkeypatch.setattr(tempfile, "tempdir", None)
 
 
-@pytest.mark.parametrize("machine, lacks", [(unknown_user, ()), (home_is_a_file, ()), (no_temporary_folder, ("bench",))])
+@pytest.mark.parametrize(
+    "machine, lacks", [(unknown_user, ()), (home_is_a_file, ()), (no_temporary_folder, ("bench",))]
+)
 def test_no_folder_of_the_users(machine, lacks, monkeypatch, tmp_path):
-    """Nothing is saved for the next time, and the answer comes all the same; what cannot be done without one is one sentence."""
+    """Nothing is saved for the next time, and the answer comes all the same; what
+    cannot be done without one is one sentence.
+    """
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     machine(monkeypatch, tmp_path)
     for typed in ANYWHERE:
         done = CliRunner().invoke(main, shlex.split(typed), prog_name="moeoff")
         if typed.split()[0] in lacks:
-            assert done.exit_code == 1 and done.output.endswith(f"Error: No usable temporary directory found in ['{tmp_path}/none']\n"), done.output
+            assert done.exit_code == 1 and done.output.endswith(
+                f"Error: No usable temporary directory found in ['{tmp_path}/none']\n"
+            ), done.output
         else:
-            assert done.exit_code == 0 and "Traceback" not in done.output, (typed, done.output, done.exception)
+            assert done.exit_code == 0 and "Traceback" not in done.output, (
+                typed,
+                done.output,
+                done.exception,
+            )
 
 
-MACHINES = {  # as containers have them: what is mounted where, and the commands that cannot do their work there
-    "read-only": ("mount -o remount,ro,bind / && mount -t tmpfs -o ro none /tmp && mount -t tmpfs -o ro none /dev/shm", ("bench",)),
-    "small shared memory": ("mount -t tmpfs -o size=64k none /dev/shm; head -c 64K /dev/zero > /dev/shm/full", ()),
-    "full disk": ("mount -t tmpfs -o size=64k none /tmp; head -c 64K /dev/zero > /tmp/full; export XDG_CACHE_HOME=/tmp", ()),
+# as containers have them: what is mounted where, and the commands that cannot do their
+# work there
+MACHINES = {
+    "read-only": (
+        (
+            "mount -o remount,ro,bind / && mount -t tmpfs -o ro none /tmp && mount -t tmpfs -o ro"
+            " none /dev/shm"
+        ),
+        ("bench",),
+    ),
+    "small shared memory": (
+        "mount -t tmpfs -o size=64k none /dev/shm; head -c 64K /dev/zero > /dev/shm/full",
+        (),
+    ),
+    "full disk": (
+        (
+            "mount -t tmpfs -o size=64k none /tmp; head -c 64K /dev/zero > /tmp/full; export"
+            " XDG_CACHE_HOME=/tmp"
+        ),
+        (),
+    ),
 }
 
 
@@ -217,12 +285,23 @@ MACHINES = {  # as containers have them: what is mounted where, and the commands
 @pytest.mark.parametrize("machine", MACHINES)
 def test_small_machines(machine):
     mounts, lacks = MACHINES[machine]
-    if subprocess.run(["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True
+    ).returncode:
         pytest.skip("nothing can be mounted here")
     for typed in (*ANYWHERE, f"doctor -m {M}", f"simulate {SMALL_TRACE}"):
-        done = subprocess.run(["unshare", "-m", "sh", "-c", f"{mounts}; {COMMAND} {typed}"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", f"{mounts}; {COMMAND} {typed}"],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
         expected = 1 if typed.split()[0] in lacks else 0
-        assert done.returncode == expected and "Traceback" not in done.stderr and "[Errno" not in done.stderr, (typed, done.stdout, done.stderr)
+        assert (
+            done.returncode == expected
+            and "Traceback" not in done.stderr
+            and "[Errno" not in done.stderr
+        ), (typed, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("columns", ["1", "40"])
@@ -231,4 +310,6 @@ def test_a_narrow_terminal(invoke, columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     for typed in (f"inspect {M} --probe off --memory 6G", f"simulate {SMALL_TRACE}"):
         done = invoke(*shlex.split(typed))
-        assert done.returncode == 0 and ("smallest --memory" in done.stdout or "belady" in done.stdout), done.stdout
+        assert done.returncode == 0 and (
+            "smallest --memory" in done.stdout or "belady" in done.stdout
+        ), done.stdout

@@ -1,4 +1,6 @@
-"""One object in the hands of several threads, of one that closes it, of a fork, and of whoever interrupts it: never a signal, a hang or a wrong answer."""
+"""One object in the hands of several threads, of one that closes it, of a fork, and of
+whoever interrupts it: never a signal, a hang or a wrong answer.
+"""
 
 import contextlib
 import inspect
@@ -75,7 +77,9 @@ def expected(demo):
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 5])
 def test_the_logits_of_an_interrupted_token_are_not_drawn_from(llm, expected, nth):
-    """An interrupt behind the first decode after the prompt: the context is the prompt's, and the logits are not."""
+    """An interrupt behind the first decode after the prompt: the context is the
+    prompt's, and the logits are not.
+    """
     engine, end, calls = llm.engine, llm.engine.end, []
 
     def interrupted(*args):
@@ -111,9 +115,17 @@ def test_an_interrupt_before_a_prompt_that_goes_on(llm, demo):
     assert llm.stats().prompt_tokens - before < len(llm.tokenize(PROMPT.encode()))
 
 
-@pytest.mark.parametrize("kind", [kind if kind in ("stream", "restored") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("stream", "restored") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_interrupts_at_given_places(demo, kind):
-    """Evenly over an answer, another set of places for each kind. (At random: scripts/faults/faults.py objects.)"""
+    """Evenly over an answer, another set of places for each kind. (At random:
+    scripts/faults/faults.py objects.)
+    """
     ask = KINDS[kind]
     with moeoff.Llama(demo, **OPTIONS) as llm:
         with at_event(0) as counted:
@@ -136,21 +148,40 @@ def fails(*_args):
     raise OwnError
 
 
-@pytest.mark.parametrize("keywords", [{"logits_processor": [fails]}, {"stopping_criteria": [fails]}])
+@pytest.mark.parametrize(
+    "keywords", [{"logits_processor": [fails]}, {"stopping_criteria": [fails]}]
+)
 def test_exceptions_of_callbacks_reach_the_caller(llm, expected, keywords):
-    kinds = {"logits_processor": llama_cpp.LogitsProcessorList, "stopping_criteria": llama_cpp.StoppingCriteriaList}
+    kinds = {
+        "logits_processor": llama_cpp.LogitsProcessorList,
+        "stopping_criteria": llama_cpp.StoppingCriteriaList,
+    }
     ((name, functions),) = keywords.items()
     for ask in (lambda: answer(llm), lambda: None):
         ask()
         with pytest.raises(OwnError):
-            llm.create_completion(PROMPT, max_tokens=8, temperature=0, **{name: kinds[name](functions)})
+            llm.create_completion(
+                PROMPT, max_tokens=8, temperature=0, **{name: kinds[name](functions)}
+            )
         with pytest.raises(OwnError):
-            list(llm.create_completion(PROMPT, max_tokens=8, temperature=0, stream=True, **{name: kinds[name](functions)}))
+            list(
+                llm.create_completion(
+                    PROMPT,
+                    max_tokens=8,
+                    temperature=0,
+                    stream=True,
+                    **{name: kinds[name](functions)},
+                )
+            )
         assert answer(llm) == expected[8]
 
 
 @pytest.mark.parametrize(
-    "processor, error", [(lambda _ids, scores: scores[:-1], ValueError), (lambda _ids, scores: np.full_like(scores, -np.inf), MoeoffError)]
+    "processor, error",
+    [
+        (lambda _ids, scores: scores[:-1], ValueError),
+        (lambda _ids, scores: np.full_like(scores, -np.inf), MoeoffError),
+    ],
 )
 def test_a_processor_that_gives_something_else_or_leaves_nothing(llm, expected, processor, error):
     with pytest.raises(error):
@@ -162,7 +193,10 @@ def test_processors_change_what_is_drawn_and_nothing_else(llm, demo):
     flip = llama_cpp.LogitsProcessorList([lambda _ids, scores: -scores])
     stock = llama_cpp.Llama(demo, n_ctx=256, n_threads=2, flash_attn=True, verbose=False)
     keywords = {"max_tokens": 6, "temperature": 0}
-    assert llm(PROMPT, **keywords, logits_processor=flip)["choices"] == stock(PROMPT, **keywords, logits_processor=flip)["choices"]
+    assert (
+        llm(PROMPT, **keywords, logits_processor=flip)["choices"]
+        == stock(PROMPT, **keywords, logits_processor=flip)["choices"]
+    )
     assert llm(PROMPT, **keywords)["choices"] == stock(PROMPT, **keywords)["choices"]
     stock.close()
 
@@ -185,7 +219,8 @@ class Kind:
     """A model, and a prompt for it.
 
     Attributes:
-        n: Number of tokens of a prompt: of a model whose windows are kept alone, more than a window.
+        n: Number of tokens of a prompt: of a model whose windows are kept alone, more
+            than a window.
         batch: Number of tokens of a micro-batch.
     """
 
@@ -198,7 +233,12 @@ class Kind:
         return self.n // 10
 
     def open(self, **more) -> moeoff.Llama:
-        options = OPTIONS | {"n_ctx": self.n + 256, "n_batch": self.batch, "n_ubatch": self.batch, "expert_memory": "64M"}
+        options = OPTIONS | {
+            "n_ctx": self.n + 256,
+            "n_batch": self.batch,
+            "n_ubatch": self.batch,
+            "expert_memory": "64M",
+        }
         return moeoff.Llama(self.path, **options | self.options | more)
 
     def words(self, seed: int, n: int | None = None) -> list[int]:
@@ -212,8 +252,13 @@ def kind(demo, request, tmp_path_factory):
     shape = {"recurrent": "qwen3.6-35b-a3b", "window": "gpt-oss-20b"}[request.param]
     path = tmp_path_factory.mktemp(request.param) / "model.gguf"
     shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), path)
-    # flash attention adds up a window's cells in the order in which they lie in the cache
-    return Kind(str(path), 400, {"swa_full": False, "flash_attn": False} if request.param == "window" else {})
+    # flash attention adds up a window's cells in the order in which they lie in the
+    # cache
+    return Kind(
+        str(path),
+        400,
+        {"swa_full": False, "flash_attn": False} if request.param == "window" else {},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +276,9 @@ def pair(opened):
 
 
 def turn(llm, prompt, n=4):
-    """The first tokens of an answer, the logits of the last one, and how many tokens of the prompt were computed."""
+    """The first tokens of an answer, the logits of the last one, and how many tokens of
+    the prompt were computed.
+    """
     before = llm.stats().prompt_tokens
     stream = llm.generate(prompt, temp=0)
     drawn = [next(stream) for _ in range(n)]
@@ -259,7 +306,10 @@ def test_a_batch_of_several_micro_batches_is_cut_to_the_last_complete_one(kind):
     prompt = kind.words(2)
     with kind.open(n_batch=kind.n) as llm, kind.open(n_batch=kind.n) as fresh:
         memory = api.llama_get_memory(llm.context_handle)
-        with within_graph(llm, lambda: api.llama_memory_seq_pos_max(memory, 0) >= 6 * kind.batch), pytest.raises(Cancelled):
+        with (
+            within_graph(llm, lambda: api.llama_memory_seq_pos_max(memory, 0) >= 6 * kind.batch),
+            pytest.raises(Cancelled),
+        ):
             turn(llm, prompt)
         again = turn(llm, prompt)
         assert again[2] == kind.n - 6 * kind.batch
@@ -272,11 +322,16 @@ def cancel_within_a_token(stream, llm):
 
 
 def interrupt_after_a_token(stream, llm):
-    with unittest.mock.patch.object(llm.engine, "end", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        unittest.mock.patch.object(llm.engine, "end", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         next(stream)
 
 
-@pytest.mark.parametrize("end", [lambda stream, _llm: stream.close(), cancel_within_a_token, interrupt_after_a_token])
+@pytest.mark.parametrize(
+    "end", [lambda stream, _llm: stream.close(), cancel_within_a_token, interrupt_after_a_token]
+)
 def test_the_turn_after_an_interrupted_answer_computes_what_is_new(kind, pair, end):
     (llm, fresh), prompt = pair, kind.words(3, kind.n // 2)
     stream = llm.generate(prompt, temp=0)
@@ -285,7 +340,8 @@ def test_the_turn_after_an_interrupted_answer_computes_what_is_new(kind, pair, e
     again = [*prompt, *drawn, *kind.words(4, 12)]
     reused = turn(llm, again)
     assert reused[2] <= 13
-    turn(fresh, prompt, 6 if reused[2] == 13 else 7)  # the same batches: the sixth token was computed, or not
+    # the same batches: the sixth token was computed, or not
+    turn(fresh, prompt, 6 if reused[2] == 13 else 7)
     assert_same([reused, turn(fresh, again)])
 
 
@@ -293,7 +349,12 @@ def test_an_exception_behind_the_prompt_leaves_all_of_it(kind, pair):
     """And the logits, which the same prompt draws from."""
     (llm, fresh), prompt = pair, kind.words(5, kind.n // 2)
     with pytest.raises(OwnError):
-        llm.create_completion(prompt, max_tokens=8, temperature=0, stopping_criteria=llama_cpp.StoppingCriteriaList([fails]))
+        llm.create_completion(
+            prompt,
+            max_tokens=8,
+            temperature=0,
+            stopping_criteria=llama_cpp.StoppingCriteriaList([fails]),
+        )
     again = turn(llm, prompt)
     assert again[2] == 0
     assert_same([again, turn(fresh, prompt)])
@@ -301,7 +362,11 @@ def test_an_exception_behind_the_prompt_leaves_all_of_it(kind, pair):
 
 def test_a_prompt_that_goes_back_sees_its_whole_window(kind, pair):
     """llama.cpp says that it can go back where the window's cells are overwritten."""
-    (llm, fresh), first, other = pair, kind.words(6), kind.words(6)[: kind.n // 4] + kind.words(7, 30)
+    (llm, fresh), first, other = (
+        pair,
+        kind.words(6),
+        kind.words(6)[: kind.n // 4] + kind.words(7, 30),
+    )
     turn(llm, first)
     (drawn, logits, _), (others, expected, _) = turn(llm, other), turn(fresh, other)
     assert drawn == others
@@ -321,7 +386,9 @@ def test_a_second_cancel_ends_a_token_of_recurrent_layers(kind, pair):
 
 
 def test_a_turn_that_goes_back_behind_a_prompt_reuses_most_of_it(kind, pair):
-    """As where a template drops a thought. Recurrent layers go back to the last micro-batch."""
+    """As where a template drops a thought. Recurrent layers go back to the last
+    micro-batch.
+    """
     (llm, fresh), prompt = pair, kind.words(9)
     turn(llm, prompt, 8)
     again = [*prompt, *kind.words(10, 12)]
@@ -334,7 +401,10 @@ def test_a_copy_of_a_state_is_part_of_the_budget(kind):
     with kind.open(expert_memory=None, memory="1G") as llm:
         before = llm.engine.plan.extras
         turn(llm, kind.words(11))
-        assert llm.engine.plan.extras - before == len(llm._state) and (len(llm._state) > 0) == llm._has_state
+        assert (
+            llm.engine.plan.extras - before == len(llm._state)
+            and (len(llm._state) > 0) == llm._has_state
+        )
 
 
 # --- several threads ---
@@ -344,7 +414,11 @@ def test_threads_take_turns(llm, expected):
     got = []
     with contextlib.ExitStack() as stack:
         for i in range(4):
-            stack.enter_context(thread(lambda n: [got.append((n, answer(llm, n=n))) for _ in range(3)], (8, 20)[i % 2]))
+            stack.enter_context(
+                thread(
+                    lambda n: [got.append((n, answer(llm, n=n))) for _ in range(3)], (8, 20)[i % 2]
+                )
+            )
     assert len(got) == 12 and all(text == expected[n] for n, text in got)
 
 
@@ -355,7 +429,14 @@ def test_a_stream_has_its_turn_to_its_end(llm, expected):
     got, meanwhile = [], []
 
     def other():
-        meanwhile.append((llm.tokenize(b"an apple"), llm.n_vocab(), llm.stats().gen_tokens, len(llm.save_state().llama_state)))
+        meanwhile.append(
+            (
+                llm.tokenize(b"an apple"),
+                llm.n_vocab(),
+                llm.stats().gen_tokens,
+                len(llm.save_state().llama_state),
+            )
+        )
         got.append(answer(llm))
 
     with thread(other):
@@ -365,7 +446,9 @@ def test_a_stream_has_its_turn_to_its_end(llm, expected):
     assert got == [expected[8]]
 
 
-@pytest.mark.parametrize("end", [lambda stream, llm: stream.close(), lambda stream, llm: llm.cancel()])
+@pytest.mark.parametrize(
+    "end", [lambda stream, llm: stream.close(), lambda stream, llm: llm.cancel()]
+)
 def test_a_stream_that_is_ended_lets_others_in(llm, expected, end):
     stream, got = tokens(llm), []
     next(stream)
@@ -412,12 +495,20 @@ def test_cancel_between_two_tokens(llm, expected):
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda llm: llm.create_completion(PROMPT, **LONG), lambda llm: list(tokens(llm)), lambda llm: [llm.eval([5]) for _ in range(2000)]]
+    "ask",
+    [
+        lambda llm: llm.create_completion(PROMPT, **LONG),
+        lambda llm: list(tokens(llm)),
+        lambda llm: [llm.eval([5]) for _ in range(2000)],
+    ],
 )
 def test_close_ends_what_another_thread_computes(demo, ask):
     llm, began = moeoff.Llama(demo, **OPTIONS | {"n_ctx": 512}), threading.Event()
     llm.set_gate_callback(lambda _event: began.set())
-    with thread(ask, llm) as (_, raised), thread(lambda: began.wait() and answer(llm)) as (_, waited):
+    with (
+        thread(ask, llm) as (_, raised),
+        thread(lambda: began.wait() and answer(llm)) as (_, waited),
+    ):
         assert began.wait(300)
         llm.close()
     assert isinstance(raised[0], MoeoffError) and isinstance(waited[0], MoeoffError)
@@ -445,13 +536,18 @@ def test_close_from_inside(demo):
         return False
 
     with pytest.raises(MoeoffError):
-        llm.create_completion(PROMPT, max_tokens=8, stopping_criteria=llama_cpp.StoppingCriteriaList([close]))
+        llm.create_completion(
+            PROMPT, max_tokens=8, stopping_criteria=llama_cpp.StoppingCriteriaList([close])
+        )
     assert not llm.engine.buffer.running
 
 
 def test_close_with_a_half_read_stream(demo):
     llm = moeoff.Llama(demo, on_stats=lambda _stats: None, **OPTIONS)
-    streams = tokens(llm), llm.create_chat_completion([{"role": "user", "content": "Hello"}], stream=True)
+    streams = (
+        tokens(llm),
+        llm.create_chat_completion([{"role": "user", "content": "Hello"}], stream=True),
+    )
     next(streams[0])
     llm.close()
     for stream in streams:
@@ -470,12 +566,21 @@ HARMLESS = {"close", "cancel", "set_cache", "set_seed", "on_close", "batches_as"
 
 
 def methods():
-    return sorted({name for name, f in inspect.getmembers(moeoff.Llama, inspect.isfunction) if not name.startswith("_")} | {"__call__"})
+    return sorted(
+        {
+            name
+            for name, f in inspect.getmembers(moeoff.Llama, inspect.isfunction)
+            if not name.startswith("_")
+        }
+        | {"__call__"}
+    )
 
 
 @pytest.mark.parametrize("closes", ["close", "fork"])
 def test_every_method_after_the_end(demo, closes):
-    """Also of the tokenizer that it gave out, and of a property. In a fork the same, of which the exit code tells."""
+    """Also of the tokenizer that it gave out, and of a property. In a fork the same, of
+    which the exit code tells.
+    """
     llm = moeoff.Llama(demo, embedding=False, **OPTIONS)
     llm.eval(llm.tokenize(PROMPT.encode()))
     state, tokenizer = llm.save_state(), llm.tokenizer()
@@ -543,7 +648,9 @@ print(*before, *state())
 
 
 def test_a_fork_gets_a_sentence(demo):
-    """Its copy of the model computes nothing, a new one would wait for OpenMP's threads, and it ends as any process does."""
+    """Its copy of the model computes nothing, a new one would wait for OpenMP's
+    threads, and it ends as any process does.
+    """
     code = f"""
 import os, sys, moeoff
 def sentence(function):
@@ -579,8 +686,12 @@ assert llm.create_completion("Hello", max_tokens=4, temperature=0)["choices"] ==
 
 @pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_budget_moves_whole_or_not_at_all(demo, step):
-    """Wherever the move is interrupted: the arenas have what the plan says, and the next move and answer are as ever."""
-    with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20)}) as llm:
+    """Wherever the move is interrupted: the arenas have what the plan says, and the
+    next move and answer are as ever.
+    """
+    with moeoff.Llama(
+        demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20)}
+    ) as llm:
         text, needs, wrong, nth = answer(llm), llm.engine.plan.fixed, [], 0
         llm.set_memory(needs + (11 << 20))  # attaches what the first move attaches
         while True:
@@ -590,7 +701,11 @@ def test_a_budget_moves_whole_or_not_at_all(demo, step):
             with contextlib.suppress(Interrupt), at_event(nth) as counted:
                 llm.set_memory(budget)
             plan, stats = llm.engine.plan, llm.engine.buffer.stats()
-            if plan.budget not in (before, budget) or stats.cache_bytes != sum(llm.engine.sizer.arenas) or stats.arena_committed > stats.cache_bytes:
+            if (
+                plan.budget not in (before, budget)
+                or stats.cache_bytes != sum(llm.engine.sizer.arenas)
+                or stats.arena_committed > stats.cache_bytes
+            ):
                 wrong.append(f"{counted.where}: plan {plan.arena}, arenas {stats.cache_bytes}")
             if counted.where is None:
                 break
@@ -599,8 +714,12 @@ def test_a_budget_moves_whole_or_not_at_all(demo, step):
 
 
 def test_a_budget_without_room_for_the_driver_is_refused(demo, monkeypatch):
-    """It holds the experts that compute and not the tables of what chooses them, which the first smaller budget brings: the old one stays."""
-    with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20), "strategy": "fate"}) as llm:
+    """It holds the experts that compute and not the tables of what chooses them, which
+    the first smaller budget brings: the old one stays.
+    """
+    with moeoff.Llama(
+        demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20), "strategy": "fate"}
+    ) as llm:
         text, plan, attach = answer(llm), llm.engine.plan, llm.engine.attach_strategy
         small = plan.floor + (4 << 20)
 

@@ -1,4 +1,6 @@
-"""The process of a running model: which packages and how much memory it holds beside the model, how it ends, and what its forks can do."""
+"""The process of a running model: which packages and how much memory it holds beside
+the model, how it ends, and what its forks can do.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from moeoff.budget.plan import RESERVE
 from moeoff.system.memory import MIB
 
 # each takes megabytes, and nothing that answers a prompt uses it
-FORBIDDEN = "fastapi gguf huggingface_hub matplotlib numpy.fft numpy.random pandas prompt_toolkit pydantic rich scipy sklearn tqdm uvicorn".split()
+FORBIDDEN = (
+    "fastapi gguf huggingface_hub matplotlib numpy.fft numpy.random pandas prompt_toolkit pydantic"
+    " rich scipy sklearn tqdm uvicorn".split()
+)
 CHAT = """
 import json, sys, moeoff
 with moeoff.Llama(sys.argv[1], n_ctx=256, memory="200M", seed=1) as llm:
@@ -32,9 +37,27 @@ def test_packages_of_a_running_model(demo, runs):
     if runs == "Llama":
         command = [sys.executable, "-c", CHAT, demo]
     else:
-        code = "import atexit, json, sys; atexit.register(lambda: print(json.dumps(sorted(sys.modules)))); from moeoff.cli.main import main; main()"
-        command = [sys.executable, "-c", code, "run", "-m", demo, "-p", "What is 2 + 3?", "-n", "4", "-c", "256"]
-    out = subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+        code = (
+            "import atexit, json, sys; atexit.register(lambda:"
+            " print(json.dumps(sorted(sys.modules)))); from moeoff.cli.main import main; main()"
+        )
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "run",
+            "-m",
+            demo,
+            "-p",
+            "What is 2 + 3?",
+            "-n",
+            "4",
+            "-c",
+            "256",
+        ]
+    out = subprocess.run(
+        command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    ).stdout
     modules = json.loads(out.splitlines()[-1])
     assert ("moeoff.engine.llama" if command[2] == CHAT else "moeoff.server.server") in modules
     assert [name for name in FORBIDDEN if name in modules] == []
@@ -42,13 +65,25 @@ def test_packages_of_a_running_model(demo, runs):
 
 @pytest.fixture(scope="module")
 def measured(grown) -> dict:
-    """What bench_process.py finds of the grown model: more than a hundred times what the process holds beside it."""
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "bench_process.py"), grown, "-c", "512", "--memory", "200M"]
+    """What bench_process.py finds of the grown model: more than a hundred times what
+    the process holds beside it.
+    """
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "bench" / "bench_process.py"),
+        grown,
+        "-c",
+        "512",
+        "--memory",
+        "200M",
+    ]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def test_what_the_process_holds_beside_the_model(measured):
-    """llama.cpp's vocabulary and graphs, the driver, the queue of gate events: what comes with opening it, beyond the packages."""
+    """llama.cpp's vocabulary and graphs, the driver, the queue of gate events: what
+    comes with opening it, beyond the packages.
+    """
     rss = measured["rss"]
     opened = rss["opened"] - measured["needed"]["weights"] - measured["needed"]["state"]
     assert opened - rss["imported"] < 20 * MIB
@@ -56,15 +91,25 @@ def test_what_the_process_holds_beside_the_model(measured):
 
 
 def test_the_plan_holds(measured):
-    """What was planned for everything but the reserve, and what is there after an answer: the difference is what the reserve is for."""
+    """What was planned for everything but the reserve, and what is there after an
+    answer: the difference is what the reserve is for.
+    """
     plan, rss = measured["plan"], measured["rss"]["answered"]
-    planned = plan["process"] + plan["weights"] + plan["state"] + plan["compute"] + measured["needed"]["arena"]
+    planned = (
+        plan["process"]
+        + plan["weights"]
+        + plan["state"]
+        + plan["compute"]
+        + measured["needed"]["arena"]
+    )
     assert rss - planned < RESERVE
     assert rss <= plan["budget"]
 
 
 def test_logits_of_one_token_are_planned(demo):
-    """llama.cpp plans compute buffers for the logits of every token of a micro-batch, which nothing wants but logits_all."""
+    """llama.cpp plans compute buffers for the logits of every token of a micro-batch,
+    which nothing wants but logits_all.
+    """
     compute = {}
     for all_tokens in (False, True):
         with moeoff.Llama(demo, n_ctx=512, expert_memory="1M", logits_all=all_tokens) as llm:
@@ -77,7 +122,9 @@ def test_logits_that_are_not_there(demo):
     """llama.cpp would end the process."""
     with moeoff.Llama(demo, n_ctx=256, expert_memory="1M") as llm:
         llm.decode_batch([1, 2, 3], 0, first_output=2)
-        with pytest.raises(OptionError, match="logits of 2 tokens of a batch: open the model with logits_all=True"):
+        with pytest.raises(
+            OptionError, match="logits of 2 tokens of a batch: open the model with logits_all=True"
+        ):
             llm.decode_batch([1, 2, 3], 3, first_output=4)
         assert llm("A", max_tokens=2)["usage"]["completion_tokens"] > 0
     with moeoff.Llama(demo, n_ctx=256, expert_memory="1M", gate_input=True) as llm:
@@ -86,11 +133,15 @@ def test_logits_that_are_not_there(demo):
 
 
 def test_samplers_of_earlier_answers_are_freed(demo):
-    """Not by the garbage collector, which comes by when it has counted objects enough, however large they are."""
+    """Not by the garbage collector, which comes by when it has counted objects enough,
+    however large they are.
+    """
     from llama_cpp._internals import LlamaSampler
 
     def alive():
-        return {id(x) for x in gc.get_objects() if isinstance(x, LlamaSampler) and x.sampler is not None}
+        return {
+            id(x) for x in gc.get_objects() if isinstance(x, LlamaSampler) and x.sampler is not None
+        }
 
     gc.collect()
     gc.disable()
@@ -108,7 +159,9 @@ def test_samplers_of_earlier_answers_are_freed(demo):
 
 
 def run(code: str, model: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, "-c", code, model], capture_output=True, text=True, timeout=600
+    )
 
 
 ENDS = """
@@ -121,12 +174,15 @@ while llm.stats().demand_misses == 0:
 
 
 def test_it_may_end_while_a_thread_computes(demo):
-    """The buffer is freed then, and the model is not: what llama.cpp asks while it computes still has to be there."""
+    """The buffer is freed then, and the model is not: what llama.cpp asks while it
+    computes still has to be there.
+    """
     done = run(ENDS, demo)
     assert done.returncode == 0, done.stderr
 
 
-# A fork in which something does not end is killed by its alarm; what a fork raises ends it with 1.
+# A fork in which something does not end is killed by its alarm; what a fork raises ends
+# it with 1.
 FORKS = """
 import os, signal, sys, threading, moeoff
 from moeoff.llamacpp.llama import api
@@ -173,7 +229,12 @@ assert llm("The heron", max_tokens=8, temperature=0)["choices"][0]["text"] == ex
 
 
 def test_forks_end_and_say_what_they_cannot(demo):
-    """Whatever the threads did that they do not have; and the process that was copied goes on."""
+    """Whatever the threads did that they do not have; and the process that was copied
+    goes on.
+    """
     done = run(FORKS, demo)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == ["{'answer': 0, 'compute': 0, 'close': 0}", str([0] * 9)], done.stderr
+    assert done.stdout.splitlines() == [
+        "{'answer': 0, 'compute': 0, 'close': 0}",
+        str([0] * 9),
+    ], done.stderr

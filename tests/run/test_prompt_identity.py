@@ -1,4 +1,6 @@
-"""A computed prompt is only gone on from where it means the same: by the model, and with the options, that it was computed with."""
+"""A computed prompt is only gone on from where it means the same: by the model, and
+with the options, that it was computed with.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,13 @@ def changed(model, tmp_path_factory) -> str:
 
 
 def test_servers(model, changed):
-    """Their context is as long as memory allows, and changes a state only with factors for positions that depend on it."""
+    """Their context is as long as memory allows, and changes a state only with factors
+    for positions that depend on it.
+    """
 
-    def of(path: str = model, long_factors: bool = False, args: tuple[str, ...] = (), **options) -> bytes:
+    def of(
+        path: str = model, long_factors: bool = False, args: tuple[str, ...] = (), **options
+    ) -> bytes:
         server = {name: options.pop(name) for name in ("kv_unified", "parallel") if name in options}
         engine = Engine(plan(Config.make(path, **{"expert_memory": "4M"} | options)))
         if long_factors:
@@ -58,14 +64,22 @@ def test_servers(model, changed):
         return identity(engine, ServerOptions.make(args=args, **server), [path])
 
     same = of()
-    assert {of(memory="1G", expert_memory=None), of(n_ctx=512), of(strategy="lru"), of(parallel=2), of(args=("--log-file", "x"))} == {same}
+    assert {
+        of(memory="1G", expert_memory=None),
+        of(n_ctx=512),
+        of(strategy="lru"),
+        of(parallel=2),
+        of(args=("--log-file", "x")),
+    } == {same}
     others = [of(changed), of(draft=changed), of(kv_unified=False), of(args=("--control-vector", "x.gguf")), of(long_factors=True, n_ctx=256),
               of(long_factors=True, n_ctx=512), *(of(**other) for other in OTHERS.values())]  # fmt: skip
     assert len({same, *others}) == 1 + len(others)
 
 
 def test_threads_count_where_they_share_positions(model):
-    """ggml's threads add up a token's attention to halves in an order that their number decides."""
+    """ggml's threads add up a token's attention to halves in an order that their number
+    decides.
+    """
 
     def of(**options) -> bytes:
         return state_identity(Engine(plan(Config.make(model, **OPTIONS | options))))
@@ -108,7 +122,8 @@ def test_a_model_that_was_written_to(model):
         return state_identity(Engine(plan(Config.make(model, **OPTIONS))))
 
     states, state = {of()}, os.stat(model)
-    for mtime in (state.st_mtime_ns + 1, state.st_mtime_ns):  # the old time does not make it the old file
+    # the old time does not make it the old file
+    for mtime in (state.st_mtime_ns + 1, state.st_mtime_ns):
         os.utime(model, ns=(state.st_atime_ns, mtime))
         states.add(of())
     assert len(states) == 3

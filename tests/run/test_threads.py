@@ -19,9 +19,11 @@ CORES = sorted(os.sched_getaffinity(0))[:2]
 pytestmark = pytest.mark.cores
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core")
 
-# Decodes on two cores, and answers each line of its standard input: "decode" with the cores of the model's thread and of all
-# others while it computes, or "none" if no mask was asked for, "look" with those at the moment, "cores A B" by having no
-# others, "hold" by computing until the next line comes, "cancel" by cancelling a decode, "close" by closing the model.
+# Decodes on two cores, and answers each line of its standard input: "decode" with the
+# cores of the model's thread and of all others while it computes, or "none" if no mask
+# was asked for, "look" with those at the moment, "cores A B" by having no others,
+# "hold" by computing until the next line comes, "cancel" by cancelling a decode,
+# "close" by closing the model.
 CHILD = """
 import contextlib, json, os, sys
 import moeoff
@@ -88,11 +90,16 @@ for line in sys.stdin:
 
 
 class Child:
-    """Of two cores; `env` is added to an environment in which OpenMP is the program's own affair."""
+    """Of two cores; `env` is added to an environment in which OpenMP is the program's
+    own affair.
+    """
 
     def __init__(self, lock: str, n_threads: int = 2, cores=CORES, preexec_fn=None, **env: str):
         code = CHILD.replace(
-            "from moeoff.llamacpp import threads", f"from moeoff.llamacpp import threads\nthreads.machine_wide_file = lambda name: {lock!r}", 1
+            "from moeoff.llamacpp import threads",
+            "from moeoff.llamacpp import threads\nthreads.machine_wide_file = lambda name:"
+            f" {lock!r}",
+            1,
         )
         clean = {name: value for name, value in os.environ.items() if name not in threads.USERS_OWN}
         command = [sys.executable, "-c", code, str(DEMO), json.dumps(list(cores)), str(n_threads)]
@@ -123,7 +130,9 @@ def lock(tmp_path) -> str:
 
 def listed(*cores: int) -> str:
     """As /proc writes it."""
-    return ",".join(str(first) if n == 1 else f"{first}-{first + n - 1}" for first, n in runs(cores))
+    return ",".join(
+        str(first) if n == 1 else f"{first}-{first + n - 1}" for first, n in runs(cores)
+    )
 
 
 BOTH = listed(*CORES)
@@ -146,7 +155,10 @@ def test_one_thread_for_each_core(n_threads, cores, bound):
     assert one_each(n_threads, cores) is bound
 
 
-@pytest.mark.parametrize("cores, expected", [([], []), ([3], [(3, 1)]), (range(4), [(0, 4)]), ([7, 1, 2, 5, 6], [(1, 2), (5, 3)])])
+@pytest.mark.parametrize(
+    "cores, expected",
+    [([], []), ([3], [(3, 1)]), (range(4), [(0, 4)]), ([7, 1, 2, 5, 6], [(1, 2), (5, 3)])],
+)
 def test_runs(cores, expected):
     assert runs(cores) == expected
 
@@ -154,7 +166,9 @@ def test_runs(cores, expected):
 def test_the_users_word(monkeypatch):
     assert why_not({}) is None
     assert all(name in why_not({name: "false"}) for name in threads.USERS_OWN)
-    monkeypatch.setattr(threads.api, "llama_print_system_info", lambda: b"CPU : AVX = 1 | REPACK = 1 | ")
+    monkeypatch.setattr(
+        threads.api, "llama_print_system_info", lambda: b"CPU : AVX = 1 | REPACK = 1 | "
+    )
     assert "OpenMP" in why_not({})
 
 
@@ -196,14 +210,18 @@ def test_only_compute_threads_and_only_while_they_compute(lock):
         assert caller == BOTH and others.count(BOTH) == len(others) - 1
         assert child.ask("cancel") == "cancelled" and child.ask("look")[0] == BOTH
         assert child.ask("close") == "closed"
-        wait_until(lambda: set(child.ask("look")[1]) <= {BOTH})  # OpenMP's thread, which was bound, ends; it is listed for a moment still
+        # OpenMP's thread, which was bound, ends; it is listed for a moment still
+        wait_until(lambda: set(child.ask("look")[1]) <= {BOTH})
         assert child.ask("look")[0] == BOTH
 
 
 @two_cores
 @pytest.mark.parametrize("name", ["OMP_PROC_BIND", "OMP_PLACES"])
 def test_nothing_is_bound_where_the_user_decides(lock, name):
-    with Child(lock, **{name: {"OMP_PROC_BIND": "false", "OMP_PLACES": f"{{{CORES[1]}}},{{{CORES[0]}}}"}[name]}) as child:
+    with Child(
+        lock,
+        **{name: {"OMP_PROC_BIND": "false", "OMP_PLACES": f"{{{CORES[1]}}},{{{CORES[0]}}}"}[name]},
+    ) as child:
         assert child.ask("decode") == "none"
         assert not os.path.exists(lock)
 
@@ -223,16 +241,22 @@ def test_no_two_processes_on_the_same_cores(lock):
         caller, others = second.ask("decode")
         assert caller == BOTH and set(others) == {BOTH}, "both are bound"
         assert first.ask("go") == "done"
-        assert second.ask("decode")[0] == str(CORES[0]), "the first computes nothing and keeps the cores"
+        assert second.ask("decode")[0] == str(CORES[0]), (
+            "the first computes nothing and keeps the cores"
+        )
         assert first.ask("hold") == "holding"
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
-        assert second.ask("decode")[0] == str(CORES[0]), "the first has been killed and keeps the cores"
+        assert second.ask("decode")[0] == str(CORES[0]), (
+            "the first has been killed and keeps the cores"
+        )
 
 
 @two_cores
 def test_cores_that_change(lock):
-    """As `taskset` changes them: what follows is on the new ones, and bound if there are as many as threads."""
+    """As `taskset` changes them: what follows is on the new ones, and bound if there
+    are as many as threads.
+    """
     one = CORES[1]
     with Child(lock) as child:
         assert child.ask("decode")[0] == str(CORES[0])
@@ -248,7 +272,9 @@ def test_cores_that_change(lock):
 
 @contextlib.contextmanager
 def cpuset():
-    """A function that gives a cgroup its cores, and one with which a process enters it. Raises OSError without rights or controller."""
+    """A function that gives a cgroup its cores, and one with which a process enters it.
+    Raises OSError without rights or controller.
+    """
     parent, _ = controller("cpuset", "cpuset")
     with make_folder(parent) as folder:
         set_value(folder, "cpuset.cpus", BOTH)
@@ -268,14 +294,23 @@ def _no_cpuset() -> str | None:
 @pytest.mark.cgroup
 @pytest.mark.skipif((why := _no_cpuset()) is not None, reason=str(why))
 def test_a_cpuset_that_changes(lock):
-    """A container's is left by no thread, and one that grows takes all along: nothing is left behind that was bound."""
+    """A container's is left by no thread, and one that grows takes all along: nothing
+    is left behind that was bound.
+    """
     one = CORES[1]
-    with cpuset() as (set_cores, enter), Child(lock, cores=os.sched_getaffinity(0), preexec_fn=enter) as child:
+    with (
+        cpuset() as (set_cores, enter),
+        Child(lock, cores=os.sched_getaffinity(0), preexec_fn=enter) as child,
+    ):
         assert child.ask("decode")[0] == str(CORES[0])
         set_cores(str(one))
         caller, others = child.ask("decode")
         assert {caller, *others} == {str(one)}
         set_cores(BOTH)
         caller, others = child.ask("decode")
-        assert caller == str(CORES[0]) and others.count(str(one)) == 1 and others.count(BOTH) == len(others) - 1
+        assert (
+            caller == str(CORES[0])
+            and others.count(str(one)) == 1
+            and others.count(BOTH) == len(others) - 1
+        )
         assert child.ask("look")[0] == BOTH

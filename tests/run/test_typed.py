@@ -1,4 +1,6 @@
-"""The commands of README and guides, page by page, typed as they stand there into a terminal of 80 columns: each does what the page says."""
+"""The commands of README and guides, page by page, typed as they stand there into a
+terminal of 80 columns: each does what the page says.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ from helpers.terminal import ENTERED, READING, plain
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md")))
 COLUMNS = 80
 MOEOFF = Path(sys.executable).with_name("moeoff")
-_ANSWERED = r"generated\s+\d+,\s+\S+\s+tok/s"  # of the line below an answer, which is broken between words
+# of the line below an answer, which is broken between words
+_ANSWERED = r"generated\s+\d+,\s+\S+\s+tok/s"
 
 # what is not typed, by a pattern of the command, and why
 EXCEPT = {
     r"-hf |pip install|scripts/build/wheels": "a network",
     r"^(docker|MODELS=)": "Docker",
-    r"^OPENAI_API_BASE_URL=": "a package of gigabytes: tests/server/test_clients.py sends its requests",
+    r"^OPENAI_API_BASE_URL=": (
+        "a package of gigabytes: tests/server/test_clients.py sends its requests"
+    ),
     r"^(ray|serve run) ": "a cluster: tests/server/test_ray.py has one",
     r"^make (test|env)|^\. ": "what has made the environment that this test runs in",
     r"^make run": "test_a_fresh_clone_answers",
@@ -40,10 +45,15 @@ SAYS = {
     r"^moeoff run .*-p ": _ANSWERED,
     r"^moeoff run .*--memory (6|12)G": r"context of \d+ tokens, (6|12)\.00 GiB of memory\. /help",
     r"^moeoff run": r"context of \d+ tokens, .* of memory \(80% of what is available\)",
-    r"^moeoff inspect .*--memory (6|12)G": r"(6|12)\.00 GiB is enough at a context of \d+: 100% of the experts in memory, (about|at most) \d+ tokens/s",
+    r"^moeoff inspect .*--memory (6|12)G": (
+        r"(6|12)\.00 GiB is enough at a context of \d+: 100% of the experts in memory, (about|at"
+        r" most) \d+ tokens/s"
+    ),
     r"^moeoff serve": r"serving MODEL\.gguf on http://\S+/v1",
     r"^moeoff doctor": r"needs \d+ MiB at a context of",
-    r"^moeoff calibrate .*--max-loss": r"for moeoff run -m MODEL\.gguf --max-loss 1%|leaves the model lossless",
+    r"^moeoff calibrate .*--max-loss": (
+        r"for moeoff run -m MODEL\.gguf --max-loss 1%|leaves the model lossless"
+    ),
     r"^moeoff eval .*--max-loss": r"perplexity .*loss",
     r"^moeoff convert": r"MODEL\.experts\.gguf",
     r"^moeoff simulate": r"belady .*hit rate: share of slices found in memory",
@@ -56,10 +66,16 @@ LONG = {r"^moeoff run": "an answer's lines are the model's"}
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page that are typed: indented, no code of another language, without comments, put together where a backslash ends one."""
+    """The lines of a page that are typed: indented, no code of another language,
+    without comments, put together where a backslash ends one.
+    """
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).replace("\\\n", " ")
     lines = re.findall(r"(?<=\n\n)(?: {4}\S.*\n)+", text)
-    return [re.sub(r"\s+", " ", re.sub(r"\s+#.*", "", line)).strip() for block in lines for line in block.splitlines()]
+    return [
+        re.sub(r"\s+", " ", re.sub(r"\s+#.*", "", line)).strip()
+        for block in lines
+        for line in block.splitlines()
+    ]
 
 
 def first(table: dict, line: str):
@@ -73,7 +89,9 @@ def test_every_command_is_typed_or_has_a_reason():
     assert not lost, lost
     for table in (EXCEPT, SAYS):
         for pattern in table:
-            assert any(re.search(pattern, line) for line in pages), f"{pattern}: no page has such a command"
+            assert any(re.search(pattern, line) for line in pages), (
+                f"{pattern}: no page has such a command"
+            )
 
 
 def fences(page: Path, language: str) -> list[str]:
@@ -87,7 +105,9 @@ FENCED = [page for page in PAGES if fences(page, "python") or fences(page, "sh")
 
 @pytest.mark.parametrize("page", FENCED, ids=lambda page: page.stem)
 def test_fenced_code_runs(page, demo, tmp_path):
-    """The Python of a page as one program, and its shell lines, beside a server if one is asked."""
+    """The Python of a page as one program, and its shell lines, beside a server if one
+    is asked.
+    """
     for name in ("MODEL.gguf", "model.gguf"):
         os.symlink(demo, tmp_path / name)
     python, shell = "\n".join(fences(page, "python")), "\n".join(fences(page, "sh"))
@@ -119,7 +139,11 @@ def test_fenced_code_runs(page, demo, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)  # a calibration within a loss tries every tier, minutes of one core each
-@pytest.mark.parametrize("page", [page for page in PAGES if any(first(EXCEPT, line) is None for line in commands(page))], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(first(EXCEPT, line) is None for line in commands(page))],
+    ids=lambda page: page.stem,
+)
 def test_typed(page, grown, tmp_path):
     """One after the other, in one folder: what a command leaves the next one finds."""
     for name, source in (("MODEL.gguf", grown), ("OTHER", PROSE)):
@@ -132,12 +156,23 @@ def test_typed(page, grown, tmp_path):
 def _type(line: str, folder: Path) -> None:
     words = shlex.split(line)
     words += next((more for name, more in ADDED.items() if line.startswith(name)), [])
-    env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    env = os.environ | {
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "TERM": "xterm",
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+    }
     child = pexpect.spawn(
-        str(Path(sys.executable).with_name(words[0])), words[1:], cwd=folder, dimensions=(40, COLUMNS), encoding="utf-8", timeout=2400, env=env
+        str(Path(sys.executable).with_name(words[0])),
+        words[1:],
+        cwd=folder,
+        dimensions=(40, COLUMNS),
+        encoding="utf-8",
+        timeout=2400,
+        env=env,
     )
     ending, output = child.expect([r"Ctrl-D\s+leaves", r"Ctrl-C\s+ends", pexpect.EOF]), ""
-    output = child.before + (child.after + "\n" if ending < 2 else "")  # what is drawn over later begins a line of its own
+    # what is drawn over later begins a line of its own
+    output = child.before + (child.after + "\n" if ending < 2 else "")
     if ending == 0:  # a chat
         child.expect(READING)
         child.send("How many apples?\r")
@@ -155,7 +190,12 @@ def _type(line: str, folder: Path) -> None:
     output = plain(re.sub(r"[^\n]*\r(?!\n)", "", output))  # without what was drawn over
     assert child.exitstatus == 0 and "Traceback" not in output, f"{line}\n{output}"
     assert re.search(first(SAYS, line), " ".join(output.split())), f"{line}\n{output}"
-    if (made := next((words[i + 1] for i, word in enumerate(words) if word in ("-o", "--plot", "--trace")), None)) is not None:
+    if (
+        made := next(
+            (words[i + 1] for i, word in enumerate(words) if word in ("-o", "--plot", "--trace")),
+            None,
+        )
+    ) is not None:
         assert (folder / made).exists(), line
     if first(LONG, line) is None:
         long = [text for text in output.splitlines() if len(text.rstrip()) > COLUMNS]
@@ -164,7 +204,16 @@ def _type(line: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_fresh_clone_answers(tmp_path):
-    """`make run`, as README has it: with what an earlier build has left in the cache it takes a minute."""
+    """`make run`, as README has it: with what an earlier build has left in the cache it
+    takes a minute.
+    """
     subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
-    done = subprocess.run(["make", "run"], cwd=tmp_path / "clone", stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        ["make", "run"],
+        cwd=tmp_path / "clone",
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     assert done.returncode == 0 and re.search(_ANSWERED, done.stderr), done.stdout + done.stderr

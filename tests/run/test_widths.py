@@ -1,4 +1,6 @@
-"""What commands print fits a terminal of 80 columns, whole; and a shell completes the values of options."""
+"""What commands print fits a terminal of 80 columns, whole; and a shell completes the
+values of options.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from moeoff.system.memory import available, format_size
 
 COLUMNS = 80
 M = str(DEMO)
-WITH_MORE = [name for name, command in main.commands.items() if any("--help-all" in param.opts for param in command.params)]
+WITH_MORE = [
+    name
+    for name, command in main.commands.items()
+    if any("--help-all" in param.opts for param in command.params)
+]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +39,8 @@ WITH_MORE = [name for name, command in main.commands.items() if any("--help-all"
 def test_eighty_columns(invoke, command):
     done = invoke(*command.split())
     assert done.returncode == 0, done.stderr
-    long = [line for line in done.stdout.splitlines() if len(line) > COLUMNS and M not in line]  # a path is not broken
+    # a path is not broken
+    long = [line for line in done.stdout.splitlines() if len(line) > COLUMNS and M not in line]
     assert not long and "…" not in done.stdout, long
     beyond = re.search(r"--memory 500.00 GiB is more than the \S+ GiB available here", done.stderr)
     assert bool(beyond) == ("500G" in command) and available() < 500 << 30
@@ -47,15 +54,39 @@ def test_help_shows_a_page_and_help_all_every_option(invoke, name):
     for param in main.commands[name].params:
         if isinstance(param, click.Option) and not param.hidden:
             line = re.compile(rf"^  (\S+, )*{re.escape(max(param.opts, key=len))}\b", re.MULTILINE)
-            assert line.search(everything) and bool(line.search(first)) == (not getattr(param, "group", "")), param.name
+            assert line.search(everything) and bool(line.search(first)) == (
+                not getattr(param, "group", "")
+            ), param.name
 
 
 def test_a_wide_table_is_folded_and_not_cut(capsys, monkeypatch):
     """calibrate's, of eight columns."""
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
-    columns = ["precision", "resident", "left out", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"]
-    row = ["all in Q4_K, τ 0.0123", "50%", "12.3%", "88.0%", "+0.51% (+0.32% to +0.70%)", "+0.70% no", "0.0123 (0.0100 to 0.0140)", "98.1%"]
-    _print("a-model-with-a-long-name.gguf, 8192 tokens scored; bytes: of the lossless model's", columns, [row])
+    columns = [
+        "precision",
+        "resident",
+        "left out",
+        "bytes",
+        "loss (95 %)",
+        "at most",
+        "KL (95 %)",
+        "same top",
+    ]
+    row = [
+        "all in Q4_K, τ 0.0123",
+        "50%",
+        "12.3%",
+        "88.0%",
+        "+0.51% (+0.32% to +0.70%)",
+        "+0.70% no",
+        "0.0123 (0.0100 to 0.0140)",
+        "98.1%",
+    ]
+    _print(
+        "a-model-with-a-long-name.gguf, 8192 tokens scored; bytes: of the lossless model's",
+        columns,
+        [row],
+    )
     shown = capsys.readouterr().out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= COLUMNS
     assert all(word in shown.split() for cell in row for word in cell.split())
@@ -63,12 +94,19 @@ def test_a_wide_table_is_folded_and_not_cut(capsys, monkeypatch):
 
 def test_large_sizes_keep_the_columns():
     titles, rule = next(as_markdown([])).splitlines()
-    assert len(titles) == len(rule) <= COLUMNS and len(format_size(500 << 30)) <= titles.index("|", 1) - 3
+    assert (
+        len(titles) == len(rule) <= COLUMNS
+        and len(format_size(500 << 30)) <= titles.index("|", 1) - 3
+    )
 
 
 def test_the_worker_names_the_flag_as_it_was_typed(invoke):
     for flag in ("-ctv", "--cache-type-v"):
-        text = " ".join(invoke("bench", M, "-p", "8", "-n", "0", "-r", "1", flag, "q4_0", "-fa", "off").stdout.split())
+        text = " ".join(
+            invoke(
+                "bench", M, "-p", "8", "-n", "0", "-r", "1", flag, "q4_0", "-fa", "off"
+            ).stdout.split()
+        )
         assert f"{flag} q4_0: needs flash attention" in text
 
 

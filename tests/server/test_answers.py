@@ -1,4 +1,6 @@
-"""Values of answers: log probabilities, usage, thoughts, tools, schemas, and the API's objects."""
+"""Values of answers: log probabilities, usage, thoughts, tools, schemas, and the API's
+objects.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A chat template is the model file's: it calls nothing, and takes neither for ever nor all memory. Another program runs it, which a run and a server
-outlive."""
+"""A chat template is the model file's: it calls nothing, and takes neither for ever nor
+all memory. Another program runs it, which a run and a server outlive.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,12 @@ HOSTILE = {
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "ends the program",
     "{{ 'x' * 99999999999 }}": "too much memory",
     "{{ range(999999999999)|length }}": "too much memory",
-    "{% set ns = namespace(x='aaaa') %}{% for i in range(90) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": "too much memory",
-    "{% for m in messages %}{{ 'xxxxxxxxxx' * 10000 }}{% endfor %}": "it makes 300000 characters of a few words",
+    "{% set ns = namespace(x='aaaa') %}{% for i in range(90) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": (
+        "too much memory"
+    ),
+    "{% for m in messages %}{{ 'xxxxxxxxxx' * 10000 }}{% endfor %}": (
+        "it makes 300000 characters of a few words"
+    ),
     SLOW: "it takes longer than 1 s",
 }
 REFUSALS = {
@@ -59,9 +64,18 @@ def test_refusals_are_no_bounds(template):
 
 
 def test_text():
-    template = "{% generation %}{% for m in messages %}<{{ m.role * 2 }}>{{ m['content'] | trim }}{% endfor %}{% endgeneration %}{{ 3 * 4 }}{{ tools is none }}"
+    template = (
+        "{% generation %}{% for m in messages %}<{{ m.role * 2 }}>{{ m['content'] | trim }}{%"
+        " endfor %}{% endgeneration %}{{ 3 * 4 }}{{ tools is none }}"
+    )
     templates.check(template)
-    assert templates.render(template, {"messages": [{"role": "user", "content": " H\u00ef "}], "tools": None, "now": print}) == "<useruser>H\u00ef12True"
+    assert (
+        templates.render(
+            template,
+            {"messages": [{"role": "user", "content": " H\u00ef "}], "tools": None, "now": print},
+        )
+        == "<useruser>H\u00ef12True"
+    )
 
 
 def test_a_model_goes_on(demo, tmp_path):
@@ -70,7 +84,9 @@ def test_a_model_goes_on(demo, tmp_path):
         assert llm.create_completion("Once", max_tokens=2)["choices"]
         with pytest.raises(moeoff.ModelError, match="too much memory"):
             llm.create_chat_completion([{"role": "user", "content": "Hi"}])
-    with pytest.raises(moeoff.ModelError, match="its chat template cannot be run: it takes too much memory"):
+    with pytest.raises(
+        moeoff.ModelError, match="its chat template cannot be run: it takes too much memory"
+    ):
         moeoff.Server(path, port=0)
 
 
@@ -79,11 +95,20 @@ def test_a_model_goes_on(demo, tmp_path):
 
 def ask(url: str, content: str = "Hi") -> httpx.Response:
     messages = [{"role": "user", "content": content}]
-    return httpx.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 4, "temperature": 0}, timeout=300)
+    return httpx.post(
+        f"{url}/v1/chat/completions",
+        json={"messages": messages, "max_tokens": 4, "temperature": 0},
+        timeout=300,
+    )
 
 
 def programs(pid: int) -> list[int]:
-    return [int(line) for line in subprocess.run(["pgrep", "-P", str(pid), "-f", "moeoff-templates"], capture_output=True, text=True).stdout.split()]
+    return [
+        int(line)
+        for line in subprocess.run(
+            ["pgrep", "-P", str(pid), "-f", "moeoff-templates"], capture_output=True, text=True
+        ).stdout.split()
+    ]
 
 
 def processor_ticks(pid: int) -> int:
@@ -101,14 +126,29 @@ def runs(pid: int) -> bool:
 
 
 BOUND = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-LATER = {"crash": CIRCLE, "memory": "{{ 'x' * 99999999999 }}", "length": "{{ 'hello world ' * 3000000 }}", "slow": SLOW}
-FAILS_LATER = "".join(f"{{% if messages[-1].content == '{name}' %}}{what}{{% endif %}}" for name, what in LATER.items()) + PLAIN
+LATER = {
+    "crash": CIRCLE,
+    "memory": "{{ 'x' * 99999999999 }}",
+    "length": "{{ 'hello world ' * 3000000 }}",
+    "slow": SLOW,
+}
+FAILS_LATER = (
+    "".join(
+        f"{{% if messages[-1].content == '{name}' %}}{what}{{% endif %}}"
+        for name, what in LATER.items()
+    )
+    + PLAIN
+)
 
 
-@pytest.mark.parametrize("first", ["", pytest.param(BOUND, marks=pytest.mark.slow)], ids=["free", "bound"])
+@pytest.mark.parametrize(
+    "first", ["", pytest.param(BOUND, marks=pytest.mark.slow)], ids=["free", "bound"]
+)
 def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, first):
     budget = 300 << 20
-    with Service(with_template(demo, tmp_path / "model.gguf", FAILS_LATER), first, memory=budget, n_ctx=512) as served:
+    with Service(
+        with_template(demo, tmp_path / "model.gguf", FAILS_LATER), first, memory=budget, n_ctx=512
+    ) as served:
         before = ask(served.url).json()["choices"]
         for what in ("crash", "memory", "length"):
             for _ in range(3):
@@ -120,18 +160,31 @@ def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, first):
 
 def begin_slow(served: Service, pool: ThreadPoolExecutor, n: int) -> list[Future]:
     late = [pool.submit(ask, served.url, "slow") for _ in range(n)]
-    wait_until(lambda: any(processor_ticks(program) > 20 for program in programs(served.process.pid)))
+    wait_until(
+        lambda: any(processor_ticks(program) > 20 for program in programs(served.process.pid))
+    )
     return late
 
 
 @pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_slow_ones_hold_nobody_up_and_a_stop_ends_them(demo, tmp_path, n):
-    """They take turns among themselves, and who is quick never waits for the end of one. A busy machine may take as long for an ordinary answer."""
-    with Service(with_template(demo, tmp_path / "model.gguf", FAILS_LATER), expert_memory=4 << 20, n_ctx=512) as served, ThreadPoolExecutor() as pool:
+    """They take turns among themselves, and who is quick never waits for the end of
+    one. A busy machine may take as long for an ordinary answer.
+    """
+    with (
+        Service(
+            with_template(demo, tmp_path / "model.gguf", FAILS_LATER),
+            expert_memory=4 << 20,
+            n_ctx=512,
+        ) as served,
+        ThreadPoolExecutor() as pool,
+    ):
         ask(served.url)
         for _ in range(4):
             late = begin_slow(served, pool, n)
-            in_time = all(ask(served.url).status_code == 200 for _ in range(n)) and not any(one.done() for one in late)
+            in_time = all(ask(served.url).status_code == 200 for _ in range(n)) and not any(
+                one.done() for one in late
+            )
             assert len(programs(served.process.pid)) <= 2
             if in_time:
                 break
@@ -140,7 +193,10 @@ def test_slow_ones_hold_nobody_up_and_a_stop_ends_them(demo, tmp_path, n):
         assert in_time
         if n > 1:
             answers = [one.result() for one in late]
-            assert all(one.status_code == 400 and "it takes longer than 10 s" in one.text for one in answers)
+            assert all(
+                one.status_code == 400 and "it takes longer than 10 s" in one.text
+                for one in answers
+            )
             late = begin_slow(served, pool, n)
         served.process.send_signal(signal.SIGTERM)
         for one in late:
@@ -152,7 +208,9 @@ def test_slow_ones_hold_nobody_up_and_a_stop_ends_them(demo, tmp_path, n):
 
 
 def test_the_program_ends_itself_where_nobody_else_does(tmp_path):
-    """Whoever asked has been killed while a template loops, and has left SIGALRM ignored and blocked."""
+    """Whoever asked has been killed while a template loops, and has left SIGALRM
+    ignored and blocked.
+    """
     ours, theirs = socket.socketpair()
     source = "{% for i in range(999) %}" * 4 + "{% endfor %}" * 4
     ignored = signal.signal(signal.SIGALRM, signal.SIG_IGN)
@@ -164,7 +222,11 @@ def test_the_program_ends_itself_where_nobody_else_does(tmp_path):
         signal.signal(signal.SIGALRM, ignored)
     theirs.close()
     render, seconds, conversation = 1, 1, b'{"messages": []}'  # struct template_question
-    ours.sendall(struct.pack("<IIQQQQ", render, 0, 32 << 20, seconds, len(source), len(conversation)) + source.encode() + conversation)
+    ours.sendall(
+        struct.pack("<IIQQQQ", render, 0, 32 << 20, seconds, len(source), len(conversation))
+        + source.encode()
+        + conversation
+    )
     ours.close()
     try:
         assert program.wait(timeout=300) == -signal.SIGALRM
@@ -191,8 +253,14 @@ def test_the_program_is_started_again_and_nothing_of_it_stays_after_a_stop(demo)
         os.kill(first, signal.SIGKILL)
         assert ask(served.url).json()["choices"] == before
         (second,) = programs(served.process.pid)
-        long = " ".join(["word"] * 200_000)  # the small bound is not enough: the text is as ever, and then far too long for the context
-        answer = httpx.post(f"{served.url}/apply-template", json={"messages": [{"role": "user", "content": long}]}, timeout=300)
+        # the small bound is not enough: the text is as ever, and then far too long for
+        # the context
+        long = " ".join(["word"] * 200_000)
+        answer = httpx.post(
+            f"{served.url}/apply-template",
+            json={"messages": [{"role": "user", "content": long}]},
+            timeout=300,
+        )
         assert answer.status_code == 200 and long in answer.json()["prompt"]
     wait_until(lambda: not runs(second) and not any(map(runs, programs(served.process.pid))))
     assert run_python(STOPPED, demo).split() == ["1", "0"]
@@ -200,5 +268,8 @@ def test_the_program_is_started_again_and_nothing_of_it_stays_after_a_stop(demo)
 
 def test_a_build_without_the_program(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(templates, "program", lambda: tmp_path / "nothing")
-    with pytest.raises(moeoff.ModelError, match="nothing: the program for chat templates does not start: No such file"):
+    with pytest.raises(
+        moeoff.ModelError,
+        match="nothing: the program for chat templates does not start: No such file",
+    ):
         moeoff.Server(demo, port=0)

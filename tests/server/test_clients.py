@@ -19,7 +19,9 @@ N = 4000  # tokens of an answer that nobody waits for
 
 @pytest.fixture(scope="module")
 def chatting(demo):
-    with Service(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--temp", "0", "-n", "256"]) as server:
+    with Service(
+        demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--temp", "0", "-n", "256"]
+    ) as server:
         yield server
 
 
@@ -55,19 +57,37 @@ def each(what: str) -> pytest.MarkDecorator:
     assert what in WHAT
     able = {name: kind for name, kind in CLIENTS.items() if what not in kind.cannot}
     return pytest.mark.parametrize(
-        "client", [pytest.param(kind, id=name, marks=pytest.mark.slow if kind.slow else ()) for name, kind in able.items()], indirect=True
+        "client",
+        [
+            pytest.param(kind, id=name, marks=pytest.mark.slow if kind.slow else ())
+            for name, kind in able.items()
+        ],
+        indirect=True,
     )
 
 
 def expected(served: Service) -> str:
-    """What the server says to a plain request. Asked twice: from then on the prompt is kept, and each answer computed from the same place."""
+    """What the server says to a plain request. Asked twice: from then on the prompt is
+    kept, and each answer computed from the same place.
+    """
     body = {"messages": [{"role": "user", "content": QUESTION}]}
-    texts = [httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300).json()["choices"][0]["message"]["content"] for _ in range(2)]
+    texts = [
+        httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300).json()["choices"][
+            0
+        ]["message"]["content"]
+        for _ in range(2)
+    ]
     return texts[1].strip()
 
 
 def metric(served: Service, name: str) -> float:
-    return float(re.search(rf"^llamacpp:{name} (\S+)$", httpx.get(f"{served.url}/metrics", timeout=300).text, re.MULTILINE)[1])
+    return float(
+        re.search(
+            rf"^llamacpp:{name} (\S+)$",
+            httpx.get(f"{served.url}/metrics", timeout=300).text,
+            re.MULTILINE,
+        )[1]
+    )
 
 
 @each("chat")
@@ -84,7 +104,9 @@ def test_stream(client, chatting):
 
 @each("tools")
 def test_tools(client, calling):
-    """What it calls is called by the client, and the result is read: this model calls it once more."""
+    """What it calls is called by the client, and the result is read: this model calls
+    it once more.
+    """
     replies = client(calling).tools(QUESTION)
     assert len(replies) > 1 and all(calls == [("measure", {"unit": "metres"})] for calls in replies)
 
@@ -98,7 +120,11 @@ def test_schema(client, chatting):
 @each("embeddings")
 def test_embeddings(client, embedding):
     one, same, other = client(embedding).embeddings(["a dog", "a dog", "seven"])
-    assert one == pytest.approx(same, abs=1e-4) and one != pytest.approx(other, abs=1e-2) and len(one) == 128
+    assert (
+        one == pytest.approx(same, abs=1e-4)
+        and one != pytest.approx(other, abs=1e-2)
+        and len(one) == 128
+    )
 
 
 @each("list")
@@ -118,4 +144,8 @@ def test_cancel(client, endless):
 def test_what_a_client_cannot_do_is_named_with_its_reason():
     for kind in CLIENTS.values():
         methods = {what for what in WHAT if hasattr(kind, what)}
-        assert methods | kind.cannot.keys() == set(WHAT) and not methods & kind.cannot.keys() and all(kind.cannot.values())
+        assert (
+            methods | kind.cannot.keys() == set(WHAT)
+            and not methods & kind.cannot.keys()
+            and all(kind.cannot.values())
+        )

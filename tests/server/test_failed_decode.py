@@ -1,4 +1,6 @@
-"""A decode that ends with an exception, which llama.cpp throws where memory is short, while nobody waits for its answer any more."""
+"""A decode that ends with an exception, which llama.cpp throws where memory is short,
+while nobody waits for its answer any more.
+"""
 
 import shutil
 import subprocess
@@ -40,11 +42,14 @@ def test_the_next_answer_is_right(demo, tmp_path, monkeypatch):
     with Service(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, args=LONGER) as server:
         expected = server.complete("One day", 16).choices[0].text
         armed.touch()
-        body = {"prompt": words(1, 4000), "cache_prompt": False}  # a batch of a prompt is ended, a token is decoded to its end
+        # a batch of a prompt is ended, a token is decoded to its end
+        body = {"prompt": words(1, 4000), "cache_prompt": False}
 
         def hang_up() -> bool:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{server.url}/completion", json=body, timeout=httpx.Timeout(60, read=0.2))
+                httpx.post(
+                    f"{server.url}/completion", json=body, timeout=httpx.Timeout(60, read=0.2)
+                )
             return not armed.exists()
 
         wait_until(hang_up)

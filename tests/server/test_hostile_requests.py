@@ -1,4 +1,5 @@
-"""Requests that would end the server, exceed its memory budget, or come from another site's page.
+"""Requests that would end the server, exceed its memory budget, or come from another
+site's page.
 
 `scripts/faults/faults.py http` sends more of them, at length.
 """

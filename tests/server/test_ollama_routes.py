@@ -31,14 +31,18 @@ def post(served: Service, path: str, **body) -> httpx.Response:
 def whole(served: Service, path: str, **body) -> dict:
     """The answer where nothing is streamed."""
     reply = post(served, path, stream=False, **body)
-    assert reply.status_code == 200 and reply.headers["content-type"].startswith("application/json"), reply.text
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith(
+        "application/json"
+    ), reply.text
     return reply.json()
 
 
 def lines(served: Service, path: str, **body) -> list[dict]:
     """Those of a stream, which is what one gets unasked."""
     reply = post(served, path, **body)
-    assert reply.status_code == 200 and reply.headers["content-type"] == "application/x-ndjson", reply.text
+    assert reply.status_code == 200 and reply.headers["content-type"] == "application/x-ndjson", (
+        reply.text
+    )
     parts = [json.loads(line) for line in reply.text.splitlines()]
     assert [line["done"] for line in parts] == [False] * (len(parts) - 1) + [True]
     return parts
@@ -62,21 +66,33 @@ def check_last(last: dict) -> None:
 
 
 def test_chat_is_the_same_in_every_form(served):
-    served.ask(QUESTION)  # from here on the prompt is kept, and each answer computed from the same place
+    # from here on the prompt is kept, and each answer computed from the same place
+    served.ask(QUESTION)
     expected = served.ask(QUESTION)
     answer = whole(served, "/api/chat", messages=MESSAGES, options=GREEDY)
     check_last(answer)
-    assert answer["message"] == {"role": "assistant", "content": expected.choices[0].message.content}
-    assert answer["prompt_eval_count"] == expected.usage.prompt_tokens and answer["eval_count"] == expected.usage.completion_tokens
+    assert answer["message"] == {
+        "role": "assistant",
+        "content": expected.choices[0].message.content,
+    }
+    assert (
+        answer["prompt_eval_count"] == expected.usage.prompt_tokens
+        and answer["eval_count"] == expected.usage.completion_tokens
+    )
 
     streamed = lines(served, "/api/chat", messages=MESSAGES, options=GREEDY)
     check_last(streamed[-1])
     assert len(streamed) > 5 and all(line["message"]["role"] == "assistant" for line in streamed)
-    assert all(line["message"]["content"] for line in streamed[:-1]) and streamed[-1]["message"]["content"] == ""
+    assert (
+        all(line["message"]["content"] for line in streamed[:-1])
+        and streamed[-1]["message"]["content"] == ""
+    )
     assert "".join(line["message"]["content"] for line in streamed) == answer["message"]["content"]
     assert not {"done_reason", "eval_count", "moeoff"} & set(streamed[0])
     for line in streamed:
-        assert line["model"] == "demo" and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}Z", line["created_at"])
+        assert line["model"] == "demo" and re.fullmatch(
+            r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}Z", line["created_at"]
+        )
 
 
 def test_generate_is_a_chat_of_one_message(served):
@@ -86,30 +102,52 @@ def test_generate_is_a_chat_of_one_message(served):
     assert "message" not in answer and answer["prompt_eval_count"] == chat["prompt_eval_count"]
     streamed = lines(served, "/api/generate", prompt=QUESTION, options=GREEDY)
     check_last(streamed[-1])
-    assert "".join(line["response"] for line in streamed) == whole(served, "/api/generate", prompt=QUESTION, options=GREEDY)["response"]
-    with_system = whole(served, "/api/generate", prompt=QUESTION, system="Numbers only.", options=GREEDY)
+    assert (
+        "".join(line["response"] for line in streamed)
+        == whole(served, "/api/generate", prompt=QUESTION, options=GREEDY)["response"]
+    )
+    with_system = whole(
+        served, "/api/generate", prompt=QUESTION, system="Numbers only.", options=GREEDY
+    )
     assert with_system["prompt_eval_count"] > answer["prompt_eval_count"]
 
 
 def test_raw_is_a_plain_completion(served):
     def complete():
-        return served.client.completions.create(model="x", prompt="The heron stood", max_tokens=24, temperature=0)
+        return served.client.completions.create(
+            model="x", prompt="The heron stood", max_tokens=24, temperature=0
+        )
 
     complete()
     expected = complete()
     answer = whole(served, "/api/generate", prompt="The heron stood", raw=True, options=GREEDY)
     check_last(answer)
-    assert answer["response"] == expected.choices[0].text and answer["prompt_eval_count"] == expected.usage.prompt_tokens
+    assert (
+        answer["response"] == expected.choices[0].text
+        and answer["prompt_eval_count"] == expected.usage.prompt_tokens
+    )
     streamed = lines(served, "/api/generate", prompt="The heron stood", raw=True, options=GREEDY)
     check_last(streamed[-1])
     assert "".join(line["response"] for line in streamed) == answer["response"]
 
 
-@pytest.mark.parametrize("path, body", [("/api/chat", {}), ("/api/chat", {"messages": []}), ("/api/generate", {}), ("/api/generate", {"prompt": ""})])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/api/chat", {}),
+        ("/api/chat", {"messages": []}),
+        ("/api/generate", {}),
+        ("/api/generate", {"prompt": ""}),
+    ],
+)
 def test_nothing_asked_loads_the_model(served, path, body):
     answer = post(served, path, keep_alive="5m", **body).json()
     assert answer["done"] is True and answer["done_reason"] == "load" and answer["model"] == "demo"
-    assert answer.get("message", {"role": "assistant", "content": ""}) == {"role": "assistant", "content": ""} and answer.get("response", "") == ""
+    assert (
+        answer.get("message", {"role": "assistant", "content": ""})
+        == {"role": "assistant", "content": ""}
+        and answer.get("response", "") == ""
+    )
 
 
 def test_any_name_means_the_model(served):
@@ -121,7 +159,9 @@ def test_any_name_means_the_model(served):
 
 
 def heron(served: Service, **options) -> dict:
-    return whole(served, "/api/generate", prompt="The heron stood", raw=True, options=GREEDY | options)
+    return whole(
+        served, "/api/generate", prompt="The heron stood", raw=True, options=GREEDY | options
+    )
 
 
 def test_num_predict(served):
@@ -141,16 +181,34 @@ def test_stop(served):
 
 def test_seed(served):
     heron(served)
-    one, again, other = (heron(served, temperature=1.5, seed=seed, num_predict=32)["response"] for seed in (7, 7, 8))
+    one, again, other = (
+        heron(served, temperature=1.5, seed=seed, num_predict=32)["response"] for seed in (7, 7, 8)
+    )
     assert one == again != other
 
 
 def test_options_of_every_kind(served):
-    """What the server has not got is left out; what has another range is translated; what is wrong is an error."""
+    """What the server has not got is left out; what has another range is translated;
+    what is wrong is an error.
+    """
     known = {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.7, "repeat_penalty": 1.2, "repeat_last_n": -1, "presence_penalty": 1.5,
              "frequency_penalty": 1.0, "mirostat": 1, "mirostat_tau": 0.8, "mirostat_eta": 0.6}  # fmt: skip
-    check_last(heron(served, **known, temperature=0.8, num_ctx=64, num_gpu=1, num_thread=8, numa=False, num_keep=5, penalize_newline=True))
-    assert "temperature" in error(post(served, "/api/generate", prompt="x", options={"temperature": "hot"}), 400)
+    check_last(
+        heron(
+            served,
+            **known,
+            temperature=0.8,
+            num_ctx=64,
+            num_gpu=1,
+            num_thread=8,
+            numa=False,
+            num_keep=5,
+            penalize_newline=True,
+        )
+    )
+    assert "temperature" in error(
+        post(served, "/api/generate", prompt="x", options={"temperature": "hot"}), 400
+    )
 
 
 @pytest.mark.parametrize("path, ask", [("/api/chat", {"messages": MESSAGES}), ("/api/generate", {"prompt": QUESTION}),
@@ -159,9 +217,19 @@ def test_format(served, path, ask):
     def text(answer: dict) -> str:
         return answer["message"]["content"] if "message" in answer else answer["response"]
 
-    assert isinstance(json.loads(text(whole(served, path, **ask, format=SCHEMA, options=GREEDY | {"num_predict": 48})))["n"], int)
-    assert re.match(r"\s*(```json\s*)?(\{|$)", text(whole(served, path, **ask, format="json", options=GREEDY)))  # a finished answer loses the fence
-    assert text(whole(served, path, **ask, format="", options=GREEDY)) == text(whole(served, path, **ask, format=None, options=GREEDY))
+    assert isinstance(
+        json.loads(
+            text(whole(served, path, **ask, format=SCHEMA, options=GREEDY | {"num_predict": 48}))
+        )["n"],
+        int,
+    )
+    # a finished answer loses the fence
+    assert re.match(
+        r"\s*(```json\s*)?(\{|$)", text(whole(served, path, **ask, format="json", options=GREEDY))
+    )
+    assert text(whole(served, path, **ask, format="", options=GREEDY)) == text(
+        whole(served, path, **ask, format=None, options=GREEDY)
+    )
     assert "format" in error(post(served, path, **ask, format="yaml"), 400)
 
 
@@ -183,7 +251,11 @@ def with_tools(demo, tmp_path_factory):
 def test_a_tool_is_called(with_tools):
     ask = {"messages": MESSAGES, "tools": [TOOL], "options": GREEDY | {"num_predict": 96}}
     (call,) = whole(with_tools, "/api/chat", **ask)["message"]["tool_calls"]
-    assert call["id"] and call["function"] == {"index": 0, "name": "measure", "arguments": {"unit": "metres"}}
+    assert call["id"] and call["function"] == {
+        "index": 0,
+        "name": "measure",
+        "arguments": {"unit": "metres"},
+    }
     streamed = lines(with_tools, "/api/chat", **ask)
     assert streamed[-1]["done_reason"] == "stop"
     (call,) = (call for line in streamed for call in line["message"].get("tool_calls", []))
@@ -192,13 +264,22 @@ def test_a_tool_is_called(with_tools):
 
 def test_calls_and_results_are_read_back(with_tools):
     """The same conversation takes the same prompt here and through OpenAI's route."""
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "measure", "arguments": {"unit": "metres"}}}]}
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "measure", "arguments": {"unit": "metres"}}}],
+    }
     messages = [*MESSAGES, called, {"role": "tool", "tool_name": "measure", "content": "5 by 4"}]
     answer = whole(with_tools, "/api/chat", messages=messages, tools=[TOOL], options=GREEDY)
-    function = {"name": "measure", "arguments": json.dumps({"unit": "metres"}, separators=(",", ":"))}
+    function = {
+        "name": "measure",
+        "arguments": json.dumps({"unit": "metres"}, separators=(",", ":")),
+    }
     as_openai = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": function}]},
                  {"role": "tool", "tool_call_id": "call00000", "content": "5 by 4"}]  # fmt: skip
-    expected = with_tools.client.chat.completions.create(model="x", messages=as_openai, tools=[TOOL], max_tokens=4)
+    expected = with_tools.client.chat.completions.create(
+        model="x", messages=as_openai, tools=[TOOL], max_tokens=4
+    )
     assert answer["prompt_eval_count"] == expected.usage.prompt_tokens
     assert "tools" in post(with_tools, "/api/show").json()["capabilities"]
 
@@ -208,31 +289,62 @@ def test_calls_and_results_are_read_back(with_tools):
 
 def test_models(served, demo):
     (model,) = httpx.get(f"{served.url}/api/tags", timeout=300).json()["models"]
-    assert model["name"] == model["model"] == "demo" and model["size"] > 1 << 20 and re.fullmatch("[0-9a-f]{64}", model["digest"])
+    assert (
+        model["name"] == model["model"] == "demo"
+        and model["size"] > 1 << 20
+        and re.fullmatch("[0-9a-f]{64}", model["digest"])
+    )
     assert re.fullmatch(r"20\d\d-.*Z", model["modified_at"])
     details = model["details"]
-    assert (details["format"], details["family"], details["families"], details["quantization_level"]) == ("gguf", "qwen2moe", ["qwen2moe"], "Q8_0")
+    assert (
+        details["format"],
+        details["family"],
+        details["families"],
+        details["quantization_level"],
+    ) == ("gguf", "qwen2moe", ["qwen2moe"], "Q8_0")
     assert re.fullmatch(r"\d+\.\dM", details["parameter_size"])
     (running,) = httpx.get(f"{served.url}/api/ps", timeout=300).json()["models"]
-    assert running["digest"] == model["digest"] and running["context_length"] == 256 and running["size_vram"] == 0
+    assert (
+        running["digest"] == model["digest"]
+        and running["context_length"] == 256
+        and running["size_vram"] == 0
+    )
 
 
 def test_show(served):
     for body in ({"model": "demo"}, {"name": "demo", "verbose": True}):
         shown = httpx.post(f"{served.url}/api/show", json=body, timeout=300).json()
         info = shown["model_info"]
-        assert info["general.architecture"] == "qwen2moe" and info["qwen2moe.context_length"] == 256 and info["qwen2moe.expert_count"] == 32
-        assert info["general.name"] == "moeoff demo MoE" and info["tokenizer.ggml.add_bos_token"] is False and info["general.parameter_count"] > 1e6
+        assert (
+            info["general.architecture"] == "qwen2moe"
+            and info["qwen2moe.context_length"] == 256
+            and info["qwen2moe.expert_count"] == 32
+        )
+        assert (
+            info["general.name"] == "moeoff demo MoE"
+            and info["tokenizer.ggml.add_bos_token"] is False
+            and info["general.parameter_count"] > 1e6
+        )
         assert info["general.file_type"] == 7
-        assert "Assistant:" in shown["template"] and shown["capabilities"] == ["completion"] and shown["license"] == "mit"
-        assert shown["parameters"].split() == ["num_ctx", "256"] and shown["details"]["family"] == "qwen2moe"
+        assert (
+            "Assistant:" in shown["template"]
+            and shown["capabilities"] == ["completion"]
+            and shown["license"] == "mit"
+        )
+        assert (
+            shown["parameters"].split() == ["num_ctx", "256"]
+            and shown["details"]["family"] == "qwen2moe"
+        )
 
 
 def test_version_and_the_page_at_the_root(served):
-    assert tuple(map(int, httpx.get(f"{served.url}/api/version", timeout=300).json()["version"].split("."))) >= (0, 12, 0)
+    assert tuple(
+        map(int, httpx.get(f"{served.url}/api/version", timeout=300).json()["version"].split("."))
+    ) >= (0, 12, 0)
     head = httpx.head(f"{served.url}/api/version", timeout=300)
     assert head.status_code == 200 and head.text == ""
-    assert httpx.get(f"{served.url}/", timeout=300).text != "Ollama is running"  # as Ollama says there
+    # as Ollama says there
+    assert httpx.get(f"{served.url}/", timeout=300).text != "Ollama is running"
 
 
 def test_a_server_without_embeddings(served):  # test_more_routes.py has one with them
@@ -251,15 +363,29 @@ def test_requests_that_are_no_good(served):
         assert "object" in error(send(path, "[1]"), 400)
     assert "role" in error(post(served, "/api/chat", messages=[{"content": "hi"}]), 400)
     error(post(served, "/api/chat", messages="hi"), 400)
-    assert "template" in error(post(served, "/api/generate", prompt="x", template="{{ .Prompt }}"), 400)
-    assert "images" in error(post(served, "/api/generate", prompt="x", raw=True, images=["aGk="]), 400)
-    assert "Infill" in error(post(served, "/api/generate", prompt="def f(", suffix="return"), 501)  # the demo model has no tokens for it
-    assert "image" in error(post(served, "/api/chat", messages=[{"role": "user", "content": "What is this?", "images": ["aGk="]}]), 400)
+    assert "template" in error(
+        post(served, "/api/generate", prompt="x", template="{{ .Prompt }}"), 400
+    )
+    assert "images" in error(
+        post(served, "/api/generate", prompt="x", raw=True, images=["aGk="]), 400
+    )
+    # the demo model has no tokens for it
+    assert "Infill" in error(post(served, "/api/generate", prompt="def f(", suffix="return"), 501)
+    assert "image" in error(
+        post(
+            served,
+            "/api/chat",
+            messages=[{"role": "user", "content": "What is this?", "images": ["aGk="]}],
+        ),
+        400,
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_prompt_that_is_too_long(served, stream):
-    assert "context" in error(post(served, "/api/generate", prompt="heron " * 3000, stream=stream), 400)
+    assert "context" in error(
+        post(served, "/api/generate", prompt="heron " * 3000, stream=stream), 400
+    )
 
 
 # --- Ollama's client ---
@@ -269,7 +395,11 @@ def test_the_client(served):
     """What helpers/clients.py does not ask of it."""
     client = ollama.Client(served.url)
     (model,) = client.list().models
-    assert model.model == "demo" and model.details.family == "qwen2moe" and model.modified_at.year >= 2020
+    assert (
+        model.model == "demo"
+        and model.details.family == "qwen2moe"
+        and model.modified_at.year >= 2020
+    )
     assert client.show("demo").modelinfo["general.architecture"] == "qwen2moe"
     (running,) = client.ps().models
     assert running.digest == model.digest
@@ -277,7 +407,9 @@ def test_the_client(served):
     answer = client.chat("demo", MESSAGES, options=GREEDY)
     assert answer.done and answer.eval_count > 0 and answer.total_duration >= answer.eval_duration
     generated = client.generate("demo", QUESTION, options=GREEDY)
-    assert generated.response and "".join(part.response for part in client.generate("demo", QUESTION, options=GREEDY, stream=True))
+    assert generated.response and "".join(
+        part.response for part in client.generate("demo", QUESTION, options=GREEDY, stream=True)
+    )
 
 
 def test_the_client_hears_of_errors(served):

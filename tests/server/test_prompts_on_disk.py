@@ -27,7 +27,14 @@ FILE = 56 + 4 * N + STATE + DRAFT + 16  # bytes
 class Disk(PromptsOnDisk):
     """In a folder of a test's, of a server that computes 1000 tokens a second."""
 
-    def __init__(self, place: Path, bound: int = 1 << 20, identity: bytes = IDENTITY, rate: float = 1000.0, **states):
+    def __init__(
+        self,
+        place: Path,
+        bound: int = 1 << 20,
+        identity: bytes = IDENTITY,
+        rate: float = 1000.0,
+        **states,
+    ):
         super().__init__(place, bound, identity, lambda: rate, **states)
 
     def keep(self, seed: int) -> bool:
@@ -35,7 +42,11 @@ class Disk(PromptsOnDisk):
         tokens = words(seed)
         if not self.accepts(tokens, STATE + DRAFT):
             return False
-        self.store(EvictedPrompt(tokens, (memoryview(state(seed)), memoryview(state(-seed)[:DRAFT])), lambda: None))
+        self.store(
+            EvictedPrompt(
+                tokens, (memoryview(state(seed)), memoryview(state(-seed)[:DRAFT])), lambda: None
+            )
+        )
         self._writer.join()
         return True
 
@@ -46,7 +57,11 @@ class Disk(PromptsOnDisk):
         into = memoryview(bytearray(STATE)), memoryview(bytearray(DRAFT))
         if not self.read(stored, into):
             return False
-        assert (stored.tokens == words(seed)).all() and into[0] == state(seed) and into[1] == state(-seed)[:DRAFT]
+        assert (
+            (stored.tokens == words(seed)).all()
+            and into[0] == state(seed)
+            and into[1] == state(-seed)[:DRAFT]
+        )
         return True
 
 
@@ -68,8 +83,11 @@ def test_it_comes_back_to_this_server_and_to_the_next(tmp_path):
     disk = Disk(place)
     assert files(place) == [] and disk.keep(1) and disk.comes_back(1) and not disk.comes_back(2)
     assert disk.n_written == disk.n_read == 1 and disk.read_seconds > 0 and disk.nbytes == FILE
-    assert place.stat().st_mode & 0o777 == 0o700 and [path.stat().st_mode & 0o777 for path in files(place)] == [0o600]
-    assert Disk(place, rate=0).comes_back(1)  # this one has computed nothing yet: the file says how fast that was
+    assert place.stat().st_mode & 0o777 == 0o700 and [
+        path.stat().st_mode & 0o777 for path in files(place)
+    ] == [0o600]
+    # this one has computed nothing yet: the file says how fast that was
+    assert Disk(place, rate=0).comes_back(1)
 
 
 def test_others_do_not_find_it(tmp_path):
@@ -82,13 +100,21 @@ def test_what_is_not_kept(tmp_path):
     assert not disk.accepts(words(1)[:-20], STATE), "the longer one serves for it"
     assert not disk.accepts(words(2, 63), STATE), "too short to be worth a file"
     assert not disk.accepts(words(2), 1 << 20), "beyond the bound"
-    assert not Disk(tmp_path, rate=0).accepts(words(2), STATE), "nobody knows how long it takes to compute"
+    assert not Disk(tmp_path, rate=0).accepts(words(2), STATE), (
+        "nobody knows how long it takes to compute"
+    )
 
 
 def test_a_longer_one_takes_the_place_of_its_beginning(tmp_path):
     disk = Disk(tmp_path)
     for n in (N - 100, N):
-        disk.store(EvictedPrompt(words(1)[:n].copy(), (memoryview(state(1)), memoryview(state(-1)[:DRAFT])), lambda: None))
+        disk.store(
+            EvictedPrompt(
+                words(1)[:n].copy(),
+                (memoryview(state(1)), memoryview(state(-1)[:DRAFT])),
+                lambda: None,
+            )
+        )
         disk._writer.join()
     assert len(files(tmp_path)) == 1 and disk.comes_back(1)
 
@@ -106,26 +132,49 @@ def test_reading_has_to_be_quicker(tmp_path, monkeypatch, read_rate):
 
 
 def test_a_state_that_cannot_be_cut_is_of_use_as_a_whole(tmp_path):
-    """To what begins with all of the prompt and goes on. A longer one does not take the place of its beginning."""
+    """To what begins with all of the prompt and goes on. A longer one does not take the
+    place of its beginning.
+    """
     disk = Disk(tmp_path, cuttable=N - 1)
     assert disk.keep(1) and not disk.keep(1) and disk.comes_back(1)
-    assert disk.find(words(1), 0) is None and disk.find(np.concatenate([words(1)[:-1], words(2)]), 0) is None
-    disk.store(EvictedPrompt(np.concatenate([words(1), words(2)]), (memoryview(state(2)), memoryview(b"")), lambda: None))
+    assert (
+        disk.find(words(1), 0) is None
+        and disk.find(np.concatenate([words(1)[:-1], words(2)]), 0) is None
+    )
+    disk.store(
+        EvictedPrompt(
+            np.concatenate([words(1), words(2)]),
+            (memoryview(state(2)), memoryview(b"")),
+            lambda: None,
+        )
+    )
     disk._writer.join()
     assert disk.comes_back(1) and len(files(tmp_path)) == 2
 
 
 def test_a_checkpoint_is_of_use_to_what_begins_with_it(tmp_path):
     """Also to another server, with room for it."""
-    parts = tuple(memoryview(state(seed)[:size]) for seed, size in enumerate((STATE, DRAFT, 500, 0, 7)))
-    disk, begins = Disk(tmp_path, cuttable=0, n_checkpoints=2), np.concatenate([words(1)[:210], words(2)])
+    parts = tuple(
+        memoryview(state(seed)[:size]) for seed, size in enumerate((STATE, DRAFT, 500, 0, 7))
+    )
+    disk, begins = (
+        Disk(tmp_path, cuttable=0, n_checkpoints=2),
+        np.concatenate([words(1)[:210], words(2)]),
+    )
     disk.store(EvictedPrompt(words(1), parts, lambda: None, (200, 0, 199)))
     disk._writer.join()
     for server in (disk, Disk(tmp_path, cuttable=0, n_checkpoints=1)):
         stored = server.find(begins, 0)
         into = [memoryview(bytearray(size)) for size in stored.sizes]
-        assert stored.checkpoints == (200, 0, 199) and server.read(stored, into) and into == list(parts)
-        assert server.find(begins, 150) is None and server.find(np.concatenate([words(1)[:199], words(2)]), 0) is None
+        assert (
+            stored.checkpoints == (200, 0, 199)
+            and server.read(stored, into)
+            and into == list(parts)
+        )
+        assert (
+            server.find(begins, 150) is None
+            and server.find(np.concatenate([words(1)[:199], words(2)]), 0) is None
+        )
     assert Disk(tmp_path, cuttable=0).find(begins, 0) is None
 
 
@@ -142,7 +191,9 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
     disk = Disk(tmp_path, bound=3 * FILE + 100)
     for seed in range(1, 6):
         assert disk.keep(seed)
-        for age, path in enumerate(sorted(files(tmp_path), key=lambda path: path.stat().st_mtime_ns, reverse=True)):
+        for age, path in enumerate(
+            sorted(files(tmp_path), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        ):
             os.utime(path, ns=(10**9 * (1000 - age),) * 2)
         if seed == 3:
             assert disk.comes_back(1)  # and has been used since the second
@@ -152,7 +203,9 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
 
 @pytest.mark.parametrize("hours, remain", [(25, False), (1, True)])
 def test_files_of_others_go_when_nobody_uses_them(tmp_path, hours, remain):
-    """Of another model, and of a server that was killed while it wrote: what is younger is another server's, whose bound is its own."""
+    """Of another model, and of a server that was killed while it wrote: what is younger
+    is another server's, whose bound is its own.
+    """
     assert Disk(tmp_path, identity=b"f" * 16).keep(1)
     (tmp_path / ".a.kv.1.part").write_bytes(bytes(FILE))
     others = files(tmp_path)
@@ -161,11 +214,16 @@ def test_files_of_others_go_when_nobody_uses_them(tmp_path, hours, remain):
     disk = Disk(tmp_path, bound=2 * FILE)
     assert disk.keep(2) and disk.keep(3)
     assert [path.exists() for path in others] == [remain] * 2
-    assert len(files(tmp_path)) == (4 if remain else 2) and disk.comes_back(2) and disk.comes_back(3)
+    assert (
+        len(files(tmp_path)) == (4 if remain else 2) and disk.comes_back(2) and disk.comes_back(3)
+    )
 
 
 # where each field begins
-@pytest.mark.parametrize("at", [0, 8, 24, 27, 28, 32, 40, 48, 52 + 4 * N, 56 + 4 * N, 56 + 4 * N + STATE, FILE - 16, FILE - 1])
+@pytest.mark.parametrize(
+    "at",
+    [0, 8, 24, 27, 28, 32, 40, 48, 52 + 4 * N, 56 + 4 * N, 56 + 4 * N + STATE, FILE - 16, FILE - 1],
+)
 def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
     assert Disk(tmp_path).keep(1)
     path = files(tmp_path)[0]
@@ -181,7 +239,10 @@ def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
 @pytest.mark.parametrize("known", [False, True])
 def test_so_is_one_of_another_length(tmp_path, monkeypatch, size, known):
     """Whether it was so at the start, or has become so since."""
-    monkeypatch.setattr(prompts_on_disk, "probe", lambda *_args: type("", (), {"bytes_per_second": 1e9}))  # of 51 bytes it would tell anything
+    # of 51 bytes it would tell anything
+    monkeypatch.setattr(
+        prompts_on_disk, "probe", lambda *_args: type("", (), {"bytes_per_second": 1e9})
+    )
     disk = Disk(tmp_path)
     assert disk.keep(1)
     os.truncate(files(tmp_path)[0], size)
@@ -220,7 +281,9 @@ def test_a_disk_that_is_nearly_full(tmp_path, monkeypatch, capfd):
 
 def test_what_is_written_when_the_server_ends_is_given_up(tmp_path):
     disk, forgotten = Disk(tmp_path), []
-    prompt = EvictedPrompt(words(1), (memoryview(state(1)), memoryview(b"")), lambda: forgotten.append(1))
+    prompt = EvictedPrompt(
+        words(1), (memoryview(state(1)), memoryview(b"")), lambda: forgotten.append(1)
+    )
     disk._closing = True
     disk._write(prompt)
     assert files(tmp_path) == [] and forgotten == [1]
@@ -232,7 +295,9 @@ def test_no_thread_to_write_with(tmp_path, monkeypatch):
 
     disk, freed = Disk(tmp_path), []
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    disk.store(EvictedPrompt(words(1), (memoryview(state(1)), memoryview(b"")), lambda: freed.append(1)))
+    disk.store(
+        EvictedPrompt(words(1), (memoryview(state(1)), memoryview(b"")), lambda: freed.append(1))
+    )
     disk.close()
     assert freed == [1] and disk.n_written == 0
 
@@ -247,7 +312,12 @@ def ask(served: Service, prompt: list[int], n: int = 16) -> tuple[str, dict]:
     return answer["content"], answer["timings"]
 
 
-OPTIONS = {"n_ctx": 2048, "parallel": 1, "cache_ram": 0, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
+OPTIONS = {
+    "n_ctx": 2048,
+    "parallel": 1,
+    "cache_ram": 0,
+    "args": ["--override-kv", "qwen2moe.context_length=int:4096"],
+}
 
 
 @pytest.fixture
@@ -258,14 +328,18 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def fill(served: Service, prompts: list[list[int]]) -> None:
-    """Asks for them in turn, each of which puts the one before out of the only slot, until that one is on disk."""
+    """Asks for them in turn, each of which puts the one before out of the only slot,
+    until that one is on disk.
+    """
     for n, prompt in enumerate(prompts):
         ask(served, prompt)
         wait_until(lambda n=n: served.metrics()["moeoff_prompts_disk_kept_total"] == n)
 
 
 def test_a_prompt_outlives_its_server(grown, cache):
-    """Which has ended in good order. The next one computes what is new, and says the same."""
+    """Which has ended in good order. The next one computes what is new, and says the
+    same.
+    """
     long, asked = words(1, 700).tolist(), words(1, 700).tolist() + words(3, 900).tolist()
     with Service(grown, expert_memory=60 << 20, **OPTIONS) as server:
         ask(server, long)
@@ -273,7 +347,11 @@ def test_a_prompt_outlives_its_server(grown, cache):
         assert timings["prompt_n"] == 900
     with Service(grown, expert_memory=60 << 20, kv_disk="1G", **OPTIONS) as server:
         fill(server, [words(4, 300).tolist(), long])
-        assert server.metrics()["moeoff_prompts_disk_bytes"] == sum(path.stat().st_size for path in files(cache)) > 1 << 20
+        assert (
+            server.metrics()["moeoff_prompts_disk_bytes"]
+            == sum(path.stat().st_size for path in files(cache))
+            > 1 << 20
+        )
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
     with Service(grown, expert_memory=80 << 20, kv_disk="1G", **OPTIONS) as server:
@@ -283,24 +361,45 @@ def test_a_prompt_outlives_its_server(grown, cache):
 
 
 def likely(served: Service, prompt: list[int], **more) -> tuple[dict[int, float], int]:
-    """Logarithms of the likeliest next tokens' probabilities, and how many of the prompt's tokens were computed."""
-    answer = httpx.post(f"{served.url}/completion", json={"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 10, **more}, timeout=300).json()
-    return {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}, answer["timings"]["prompt_n"]
+    """Logarithms of the likeliest next tokens' probabilities, and how many of the
+    prompt's tokens were computed.
+    """
+    answer = httpx.post(
+        f"{served.url}/completion",
+        json={"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 10, **more},
+        timeout=300,
+    ).json()
+    return {
+        one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]
+    }, answer["timings"]["prompt_n"]
 
 
 @pytest.mark.parametrize("shape, more, n_again", [
     ("qwen3.6-35b-a3b", {}, 117),
     ("gemma-4-26b-a4b", {}, 0),
-    # restored cells lie in another order than a window's ring that has come round: sums rounded to f16 differ by that, as they do between micro-batches
+    # restored cells lie in another order than a window's ring that has come round: sums
+    # rounded to f16 differ by that, as they do between micro-batches
     pytest.param("gemma-4-26b-a4b", {"swa_full": False, "attention": "f32"}, 117, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, more, n_again, tmp_path, cache):
-    """Recurrent layers, sliding windows: the next turn begins with all that was computed, another chat with all of its beginning, where a window keeps it, else
-    behind the first checkpoint, so many tokens before. Behind a part of its window a token would have other numbers."""
-    model, options = tmp_path / "model.gguf", {"n_ctx": 4096, "parallel": 1, "cache_ram": 0, "ctx_checkpoints": 2, **more}
+def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(
+    shape, more, n_again, tmp_path, cache
+):
+    """Recurrent layers, sliding windows: the next turn begins with all that was
+    computed, another chat with all of its beginning, where a window keeps it, else
+    behind the first checkpoint, so many tokens before. Behind a part of its window a
+    token would have other numbers.
+    """
+    model, options = (
+        tmp_path / "model.gguf",
+        {"n_ctx": 4096, "parallel": 1, "cache_ram": 0, "ctx_checkpoints": 2, **more},
+    )
     options |= {"expert_memory": 16 << 20, "kv_disk": "1G"}
     shape_model(SHAPES[shape].cut(layers=4, shrink=8, hidden=64), model)
-    first, turn, other = words(1, 1400).tolist(), words(1, 1400).tolist() + words(3, 300).tolist(), words(1, 1000).tolist() + words(4, 100).tolist()
+    first, turn, other = (
+        words(1, 1400).tolist(),
+        words(1, 1400).tolist() + words(3, 300).tolist(),
+        words(1, 1000).tolist() + words(4, 100).tolist(),
+    )
     with Service(model, **options) as server:
         ask(server, first, 1)
         expected, timings = ask(server, turn)
@@ -312,7 +411,10 @@ def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(shape, mor
         few = 5 if more else 0  # behind the last checkpoint: a window that is kept alone
         for prompt, n in ((other, 100 + n_again), ([*first, *words(5, 300).tolist()], 300 + few)):
             logprobs, n_computed = likely(server, prompt)
-            assert n_computed <= n and likely(server, prompt, cache_prompt=False) == (pytest.approx(logprobs, abs=1e-3), len(prompt))
+            assert n_computed <= n and likely(server, prompt, cache_prompt=False) == (
+                pytest.approx(logprobs, abs=1e-3),
+                len(prompt),
+            )
         text, timings = ask(server, turn)
         assert text == expected and timings["prompt_n"] <= 5
 
@@ -360,10 +462,17 @@ def test_a_server_that_is_killed_leaves_whole_files(grown, cache):
             for seed in range(n, n + 2):
                 ask(server, words(seed, 1500).tolist(), 1)
             if n:
-                wait_until(lambda: any(path.suffix == ".part" for path in files(cache)) or server.metrics()["moeoff_prompts_disk_kept_total"])
+                wait_until(
+                    lambda: (
+                        any(path.suffix == ".part" for path in files(cache))
+                        or server.metrics()["moeoff_prompts_disk_kept_total"]
+                    )
+                )
             os.kill(server.process.pid, signal.SIGKILL)
     whole = [path for path in files(cache) if path.suffix == ".kv"]
-    disk = PromptsOnDisk(cache, 1 << 30, bytes.fromhex(whole[0].name.partition("-")[0]), lambda: 1.0)
+    disk = PromptsOnDisk(
+        cache, 1 << 30, bytes.fromhex(whole[0].name.partition("-")[0]), lambda: 1.0
+    )
     assert len(disk._stored) == len(whole) > 0
     for one in disk._stored.values():
         assert disk.read(one, [memoryview(bytearray(size)) for size in one.sizes])

@@ -1,4 +1,6 @@
-"""moeoff.ray on a Ray cluster of two nodes, each in a memory cgroup where one can be made."""
+"""moeoff.ray on a Ray cluster of two nodes, each in a memory cgroup where one can be
+made.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from helpers.waiting import wait_until
 from moeoff.errors import OptionError
 from moeoff.system.cgroup import unavailable
 
-pytestmark = pytest.mark.slow  # Ray is of the extra nightly, and imported where it is used: `make test` has none
+# Ray is of the extra nightly, and imported where it is used: `make test` has none
+pytestmark = pytest.mark.slow
 GIB = 1 << 30
 KEY = "a-key"
 
@@ -35,19 +38,40 @@ def served(demo):
     from helpers.ray_cluster import cluster
 
     limit = 3 * GIB if unavailable() is None else None
-    with cluster([{"holds": "demo", "disk": "a"}, {"holds": "demo", "disk": "b"}], 2 * GIB, limit) as nodes:
-        application = moeoff.ray.deployment(demo, memory="200M", num_replicas=2, labels={"holds": "demo"}, api_key=KEY, n_threads=1, kv_disk=0)
+    with cluster(
+        [{"holds": "demo", "disk": "a"}, {"holds": "demo", "disk": "b"}], 2 * GIB, limit
+    ) as nodes:
+        application = moeoff.ray.deployment(
+            demo,
+            memory="200M",
+            num_replicas=2,
+            labels={"holds": "demo"},
+            api_key=KEY,
+            n_threads=1,
+            kv_disk=0,
+        )
         serve.run(application)
         yield nodes
 
 
 @pytest.fixture
 def client(served):
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=300, http_client=single_use())
+    return openai.OpenAI(
+        base_url=f"{served.url}/v1",
+        api_key=KEY,
+        max_retries=0,
+        timeout=300,
+        http_client=single_use(),
+    )
 
 
 def chat(text: str, n: int = 48, **options) -> dict:
-    body = {"model": "x", "messages": [{"role": "user", "content": text}], "max_tokens": n, "temperature": 0}
+    body = {
+        "model": "x",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": n,
+        "temperature": 0,
+    }
     return body | {"extra_body": {"ignore_eos": True}} | options
 
 
@@ -64,11 +88,24 @@ def test_a_replica_on_each_node_within_its_memory(served):
 def test_a_stream_comes_token_by_token_and_says_the_same(served, client):
     """Its first words are here while the replica still computes."""
     replica = {"x-session-id": "mine"}
-    asked = chat("How many apples?", 200, extra_headers=replica, extra_body={"ignore_eos": True, "cache_prompt": False})
+    asked = chat(
+        "How many apples?",
+        200,
+        extra_headers=replica,
+        extra_body={"ignore_eos": True, "cache_prompt": False},
+    )
     whole = client.chat.completions.create(**asked).choices[0].message.content
 
     def n_processing() -> float:
-        text = httpx.get(f"{served.url}/metrics", headers=replica | {"Authorization": f"Bearer {KEY}"}, timeout=300).raise_for_status().text
+        text = (
+            httpx.get(
+                f"{served.url}/metrics",
+                headers=replica | {"Authorization": f"Bearer {KEY}"},
+                timeout=300,
+            )
+            .raise_for_status()
+            .text
+        )
         return float(re.search(r"^llamacpp:requests_processing (\S+)$", text, re.MULTILINE)[1])
 
     def comes_while_it_is_computed() -> bool:
@@ -81,25 +118,40 @@ def test_a_stream_comes_token_by_token_and_says_the_same(served, client):
         return n > 0
 
     assert n_processing() == 0
-    assert any(comes_while_it_is_computed() for _ in range(20))  # on a busy machine the answer may have ended before this client comes to run
+    # on a busy machine the answer may have ended before this client comes to run
+    assert any(comes_while_it_is_computed() for _ in range(20))
 
 
 def test_a_conversation_stays_with_its_replica_and_its_prefix(client):
     for number in range(4):
-        messages, own = [{"role": "system", "content": "You count."}, {"role": "user", "content": f"Count to {number}, please"}], set()
+        messages, own = (
+            [
+                {"role": "system", "content": "You count."},
+                {"role": "user", "content": f"Count to {number}, please"},
+            ],
+            set(),
+        )
         for turn in range(3):
-            raw = client.chat.completions.with_raw_response.create(**chat("", 12, messages=messages))
+            raw = client.chat.completions.with_raw_response.create(
+                **chat("", 12, messages=messages)
+            )
             answer = raw.parse()
             own.add(raw.headers["x-moeoff-replica"])
             if turn:
                 assert answer.usage.prompt_tokens_details.cached_tokens > 10
-            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "Go on"}]
+            messages += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                {"role": "user", "content": "Go on"},
+            ]
         assert len(own) == 1
 
 
 def test_other_routes_and_the_key(served, client):
     assert client.models.list().data[0].id == "demo-moe-q8_0"
-    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=300).status_code == 401
+    assert (
+        httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=300).status_code
+        == 401
+    )
     assert httpx.get(f"{served.url}/health", timeout=300).json() == {"status": "ok"}
 
 
@@ -111,16 +163,28 @@ def test_what_makes_requests_belong_together(served):
         path = "chat/completions" if "messages" in body else "completions"
         names = set()
         for n in range(16):
-            sent = json.loads(json.dumps({"model": "x", "max_tokens": 1} | body).replace("NUMBER", str(n)))
+            sent = json.loads(
+                json.dumps({"model": "x", "max_tokens": 1} | body).replace("NUMBER", str(n))
+            )
             reply = httpx.post(f"{served.url}/v1/{path}", json=sent, headers=headers, timeout=300)
             names.add(reply.raise_for_status().headers["x-moeoff-replica"])
         return names
 
     differ = [{"role": "system", "content": "Count"}, {"role": "user", "content": "NUMBER"}]
-    same = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "NUMBER"}, {"role": "user", "content": "NUMBER"}]
+    same = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": "NUMBER"},
+        {"role": "user", "content": "NUMBER"},
+    ]
     assert len(replicas(messages=differ)) == 2 and len(replicas(messages=same)) == 1
-    assert len(replicas(prompt="NUMBER" + "word " * 60)) == 2 and len(replicas(prompt="word " * 60 + "NUMBER")) == 1
-    assert len(replicas(messages=differ, prompt_cache_key="mine")) == 1 and len(replicas("mine", messages=differ)) == 1
+    assert (
+        len(replicas(prompt="NUMBER" + "word " * 60)) == 2
+        and len(replicas(prompt="word " * 60 + "NUMBER")) == 1
+    )
+    assert (
+        len(replicas(messages=differ, prompt_cache_key="mine")) == 1
+        and len(replicas("mine", messages=differ)) == 1
+    )
 
 
 def test_metrics_of_the_servers_are_rays(served, client):
@@ -131,19 +195,38 @@ def test_metrics_of_the_servers_are_rays(served, client):
     ports = [node["MetricsExportPort"] for node in ray.nodes()]
 
     def texts() -> str:
-        return "".join(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=300).text for port in ports)
+        return "".join(
+            httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=300).text for port in ports
+        )
 
-    wait_until(lambda: len(set(re.findall(r'^ray_moeoff_expert_misses_total\{.*?replica="(\w+)"', texts(), re.MULTILINE))) == 2)
+    wait_until(
+        lambda: (
+            len(
+                set(
+                    re.findall(
+                        r'^ray_moeoff_expert_misses_total\{.*?replica="(\w+)"',
+                        texts(),
+                        re.MULTILINE,
+                    )
+                )
+            )
+            == 2
+        )
+    )
 
 
 @pytest.mark.parametrize("victim", ["pid", "server_pid"])
 def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
-    """Streams that had begun there end with an error that clients understand; every other chat is answered, and another replica comes."""
+    """Streams that had begun there end with an error that clients understand; every
+    other chat is answered, and another replica comes.
+    """
     dead, other = served.replicas(2)
     begun, ends = threading.Barrier(17, timeout=300), {}
 
     def stream(number: int) -> str:
-        with client.chat.completions.create(**chat(f"{number}: tell me a story", 400), stream=True) as chunks:
+        with client.chat.completions.create(
+            **chat(f"{number}: tell me a story", 400), stream=True
+        ) as chunks:
             next(iter(chunks))
             begun.wait()
             reasons = [chunk.choices[0].finish_reason for chunk in chunks]
@@ -151,7 +234,14 @@ def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
 
     def whole(number: int) -> str:
         begun.wait()
-        return "whole" if client.chat.completions.create(**chat(f"{number}: tell me a story", 200)).usage.completion_tokens == 200 else "short"
+        return (
+            "whole"
+            if client.chat.completions.create(
+                **chat(f"{number}: tell me a story", 200)
+            ).usage.completion_tokens
+            == 200
+            else "short"
+        )
 
     def ask(number: int) -> None:
         try:
@@ -169,21 +259,33 @@ def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
     for thread in threads:
         thread.join(300)
     counts = collections.Counter(ends.values())
-    assert len(ends) == 16 and set(counts) <= {"whole", "error: the replica that was answering has died: ask again"}, counts
-    assert all(ends[number] == "whole" for number in range(4, 16)), "nothing of these had been sent: they can be asked again"
+    assert len(ends) == 16 and set(counts) <= {
+        "whole",
+        "error: the replica that was answering has died: ask again",
+    }, counts
+    assert all(ends[number] == "whole" for number in range(4, 16)), (
+        "nothing of these had been sent: they can be asked again"
+    )
     wait_until(lambda: dead not in served.replicas(2))
     assert [replica.node for replica in served.replicas(2)] == [dead.node, other.node]
     assert client.chat.completions.create(**chat("Still there?")).usage.completion_tokens == 48
 
 
 def test_a_replica_that_hangs_is_replaced(served, client):
-    """Its server is stopped, and would outlive its actor: it is ended, and gives its memory back."""
+    """Its server is stopped, and would outlive its actor: it is ended, and gives its
+    memory back.
+    """
     hung, other = served.replicas(2)
     os.kill(hung.server_pid, signal.SIGSTOP)
     wait_until(lambda: not os.path.exists(f"/proc/{hung.server_pid}"))
     assert other in served.replicas(2) and hung not in served.replicas(2)
     for number in range(4):
-        assert client.chat.completions.create(**chat(f"{number}: still there?")).usage.completion_tokens == 48
+        assert (
+            client.chat.completions.create(
+                **chat(f"{number}: still there?")
+            ).usage.completion_tokens
+            == 48
+        )
 
 
 def test_a_model_that_is_on_no_machine(served):
@@ -192,7 +294,11 @@ def test_a_model_that_is_on_no_machine(served):
     import moeoff.ray
 
     with pytest.raises(RuntimeError):
-        serve.run(moeoff.ray.deployment("/nowhere/model.gguf", memory="200M", name="other"), name="other", route_prefix="/other")
+        serve.run(
+            moeoff.ray.deployment("/nowhere/model.gguf", memory="200M", name="other"),
+            name="other",
+            route_prefix="/other",
+        )
     message = serve.status().applications["other"].deployments["other"].message
     assert "/nowhere/model.gguf is not on" in message and "deployment(labels=...)" in message
     serve.delete("other")
@@ -223,7 +329,9 @@ def test_more_replicas_than_machines_are_refused(demo, monkeypatch):
     for options in ({"num_replicas": 2}, {"num_replicas": 3, "labels": None}, {"num_replicas": 1, "memory": "8G"}, {"memory": "8G"},
                     {"num_replicas": 3, "ray_options": {"max_replicas_per_node": 9}}, {"num_replicas": 2, "memory": "3G", **two},
                     {"num_replicas": 2, "ray_options": {"max_replicas_per_node": 2, "ray_actor_options": {"num_cpus": 2}}}):  # fmt: skip
-        with pytest.raises(OptionError, match=r"replicas of .*, at most \d on a machine, and Ray has 3 machines"):
+        with pytest.raises(
+            OptionError, match=r"replicas of .*, at most \d on a machine, and Ray has 3 machines"
+        ):
             moeoff.ray.deployment(demo, **({"memory": "2G", "labels": {"model": "a"}} | options))
     nodes.append(node(alive=False, model="a"))  # another may come for it
     moeoff.ray.deployment(demo, memory="2G", labels={"model": "a"}, num_replicas=2)
@@ -237,14 +345,44 @@ def test_more_replicas_than_machines_are_refused(demo, monkeypatch):
 
 
 def test_without_ray_it_says_what_to_install():
-    done = subprocess.run([sys.executable, "-c", "import sys; sys.modules['ray'] = None; import moeoff.ray"], capture_output=True, text=True)
-    assert done.returncode and done.stderr.splitlines()[-1].endswith("moeoff.ray needs Ray Serve: pip install 'moeoff[ray]'")
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['ray'] = None; import moeoff.ray"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode and done.stderr.splitlines()[-1].endswith(
+        "moeoff.ray needs Ray Serve: pip install 'moeoff[ray]'"
+    )
 
 
 def test_serve_run_says_that_there_are_too_many_replicas(served, demo, tmp_path):
-    """Ray's program makes the application before it knows a machine. The last test: when an application fails it shuts Serve down, and exits with 0."""
-    (tmp_path / "too_many.py").write_text(f"import moeoff.ray\napp = moeoff.ray.deployment({demo!r}, memory='200M', num_replicas=9, name='many')\n")
+    """Ray's program makes the application before it knows a machine. The last test:
+    when an application fails it shuts Serve down, and exits with 0.
+    """
+    (tmp_path / "too_many.py").write_text(
+        f"import moeoff.ray\napp = moeoff.ray.deployment({demo!r}, memory='200M', num_replicas=9,"
+        " name='many')\n"
+    )
     serve = os.path.join(os.path.dirname(sys.executable), "serve")
-    command = [serve, "run", "--name", "many", "--route-prefix", "/many", "--app-dir", str(tmp_path), "too_many:app"]
-    done = subprocess.run(command, env=os.environ | {"RAY_ADDRESS": served.address}, capture_output=True, text=True, timeout=300)
-    assert "9 replicas of 456 MiB of memory and 1 cores, at most 1 on a machine, and Ray has 2 machines" in done.stderr + done.stdout
+    command = [
+        serve,
+        "run",
+        "--name",
+        "many",
+        "--route-prefix",
+        "/many",
+        "--app-dir",
+        str(tmp_path),
+        "too_many:app",
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"RAY_ADDRESS": served.address},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (
+        "9 replicas of 456 MiB of memory and 1 cores, at most 1 on a machine, and Ray has 2"
+        " machines" in done.stderr + done.stdout
+    )

@@ -1,4 +1,6 @@
-"""`moeoff serve --models`: the models of a machine by their names, one of them open at a time."""
+"""`moeoff serve --models`: the models of a machine by their names, one of them open at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def asking(served: Served) -> openai.OpenAI:
 
 
 def test_lists(served):
-    """Under the names that `moeoff models` prints; what is no model of ours is left out."""
+    """Under the names that `moeoff models` prints; what is no model of ours is left
+    out.
+    """
     client = asking(served)
     assert [model.id for model in client.models.list()] == [FIRST, SECOND]
     assert client.models.retrieve(SECOND).id == SECOND and client.models.retrieve(FIRST).id == FIRST
@@ -125,7 +129,9 @@ def test_lists(served):
 
 
 def test_a_model_is_opened_on_request(served):
-    """The other one is closed, whichever API asks; the answers are the same, as the files are."""
+    """The other one is closed, whichever API asks; the answers are the same, as the
+    files are.
+    """
     client = asking(served)
 
     def ask(model: str) -> str:
@@ -164,7 +170,9 @@ def test_an_unknown_name(served):
 
 
 def test_answers_end_before_their_model_is_closed(served):
-    """Requests for both at once: each is answered, and in turn, so that neither waits forever."""
+    """Requests for both at once: each is answered, and in turn, so that neither waits
+    forever.
+    """
     served.post("/v1/chat/completions", model=FIRST, messages=MESSAGES)
 
     def ask(model: str) -> dict:

@@ -1,5 +1,7 @@
-"""`Server`, llama-server in this package's process, with real clients, and `ServerProcess`, the same in a process of its own, which never outlives the one
-who started it. Each server here is in a process of its own, as its globals want it."""
+"""`Server`, llama-server in this package's process, with real clients, and
+`ServerProcess`, the same in a process of its own, which never outlives the one who
+started it. Each server here is in a process of its own, as its globals want it.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,36 @@ from moeoff.server.process import ServerProcess
 def test_documents_are_ranked(demo):
     """By a model that was not made for it: the route works, whatever it finds."""
     with Service(demo, expert_memory=4 << 20, n_ctx=512, args=["--rerank"]) as server:
-        answer = httpx.post(f"{server.url}/rerank", json={"query": "a dog", "documents": ["a dog barks", "seven apples"]}, timeout=300).json()
+        answer = httpx.post(
+            f"{server.url}/rerank",
+            json={"query": "a dog", "documents": ["a dog barks", "seven apples"]},
+            timeout=300,
+        ).json()
     ranks = answer["results"]
-    assert {one["index"] for one in ranks} == {0, 1} and ranks[0]["relevance_score"] > ranks[1]["relevance_score"]
+    assert {one["index"] for one in ranks} == {0, 1} and ranks[0]["relevance_score"] > ranks[1][
+        "relevance_score"
+    ]
 
 
 def test_answers_say_what_was_left_out(demo, tmp_path):
     """Within a bound, for each of two that are decoded together; `/metrics` counts it."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
     rules = [Candidate("original", 0.15, share, 0.0, 0.0, 0.0, 0.5) for share in (0.25, 0.5, 0.75)]
-    Profile.write(profile_path(model), ModelIndex.read(model), {SECTION: LossContract(0, 1, 32, 100, 64, tuple(rules)).to_section()})
-    with Service(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as server, ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda text: server.complete(text, 64), ["The heron stood", "Count to a hundred, slowly:"]))
+    Profile.write(
+        profile_path(model),
+        ModelIndex.read(model),
+        {SECTION: LossContract(0, 1, 32, 100, 64, tuple(rules)).to_section()},
+    )
+    with (
+        Service(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        answers = list(
+            pool.map(
+                lambda text: server.complete(text, 64),
+                ["The heron stood", "Count to a hundred, slowly:"],
+            )
+        )
         counted = server.metrics()['moeoff_expert_uses_total{precision="none"}']
     blocks = [answer.moeoff for answer in answers]
     assert all(block["skipped"] > 10 for block in blocks)
@@ -57,13 +77,19 @@ def test_answers_say_what_was_left_out(demo, tmp_path):
 @pytest.mark.cores
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
-    """Each to a core of its own; in between the thread that serves is free again (docs/internals/design.md)."""
+    """Each to a core of its own; in between the thread that serves is free again
+    (docs/internals/design.md).
+    """
     mine = os.sched_getaffinity(0)
     cores = sorted(mine)[:2]
     os.sched_setaffinity(0, cores)  # what the server inherits
     try:
-        own_claims = f"from moeoff.llamacpp import threads\nthreads.machine_wide_file = lambda name: {str(tmp_path / 'cores.lock')!r}\n"
-        server = Service(demo, own_claims, n_ctx=1024, n_threads=2)  # whatever others on this machine compute
+        own_claims = (
+            "from moeoff.llamacpp import threads\nthreads.machine_wide_file = lambda name:"
+            f" {str(tmp_path / 'cores.lock')!r}\n"
+        )
+        # whatever others on this machine compute
+        server = Service(demo, own_claims, n_ctx=1024, n_threads=2)
     finally:
         os.sched_setaffinity(0, mine)
 
@@ -95,9 +121,19 @@ def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
 
 
 def test_a_trace_tells_where_a_conversation_begins_alone(demo, tmp_path):
-    """Answers that are written at once are decoded together; a slot's next conversation begins where it leaves what it had computed."""
-    with Service(demo, expert_memory=4 << 20, n_ctx=2048, parallel=2, strategy="score", trace=str(tmp_path / "t")) as server:
-        server.complete(["The heron stood", "Count to a hundred, slowly:"], 96)  # of one request: both begin before either has ended
+    """Answers that are written at once are decoded together; a slot's next conversation
+    begins where it leaves what it had computed.
+    """
+    with Service(
+        demo,
+        expert_memory=4 << 20,
+        n_ctx=2048,
+        parallel=2,
+        strategy="score",
+        trace=str(tmp_path / "t"),
+    ) as server:
+        # of one request: both begin before either has ended
+        server.complete(["The heron stood", "Count to a hundred, slowly:"], 96)
         for text in ("The heron stood in the water", "The heron stood on one leg"):
             server.complete(text, 4)
         server.process.send_signal(signal.SIGTERM)
@@ -111,7 +147,9 @@ def test_a_trace_tells_where_a_conversation_begins_alone(demo, tmp_path):
 
 @pytest.mark.slow
 def test_a_budget_moves_whole_or_not_at_all(demo):
-    """Wherever the move is interrupted: plan, arenas and what is kept for prompts belong together."""
+    """Wherever the move is interrupted: plan, arenas and what is kept for prompts
+    belong together.
+    """
     code = textwrap.dedent("""
         import contextlib, sys
         import httpx
@@ -168,7 +206,9 @@ def test_budget_moves_while_answers_are_written(grown):
 
 
 def test_a_model_that_is_written_to(demo, tmp_path):
-    """An error for those who ask, also when it has its old length and time, and not for the next ones once it is replaced."""
+    """An error for those who ask, also when it has its old length and time, and not for
+    the next ones once it is replaced.
+    """
     model = shutil.copy(demo, tmp_path / "model.gguf")
     before = os.stat(model)
     with Service(str(model), expert_memory=4 << 20, n_ctx=512) as server:
@@ -176,7 +216,11 @@ def test_a_model_that_is_written_to(demo, tmp_path):
         with open(model, "ab") as file:
             file.write(b"x")
         for _ in range(2):
-            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "The heron", "max_tokens": 4}, timeout=300)
+            answer = httpx.post(
+                f"{server.url}/v1/completions",
+                json={"prompt": "The heron", "max_tokens": 4},
+                timeout=300,
+            )
             assert answer.status_code == 500 and "model.gguf" in answer.json()["error"]["message"]
             os.truncate(model, before.st_size)
             os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -185,8 +229,10 @@ def test_a_model_that_is_written_to(demo, tmp_path):
 
 
 def test_one_at_a_time_and_each_once(demo, tmp_path):
-    """What is refused blocks no later one, and none leaves a descriptor or a thread behind: started, refused, or never started.
-    After it a model's refusal has llama.cpp's reason again, which the server's log takes for itself."""
+    """What is refused blocks no later one, and none leaves a descriptor or a thread
+    behind: started, refused, or never started. After it a model's refusal has
+    llama.cpp's reason again, which the server's log takes for itself.
+    """
     code = textwrap.dedent("""
         import gc, os, sys, threading
         import moeoff
@@ -236,7 +282,9 @@ def test_one_at_a_time_and_each_once(demo, tmp_path):
 
 
 def test_a_request_that_comes_too_early_waits_outside(demo):
-    """Until everything is allocated a server says 503, also to a request that is so long that it borrows memory."""
+    """Until everything is allocated a server says 503, also to a request that is so
+    long that it borrows memory.
+    """
     slow = textwrap.dedent("""
         import time
         from moeoff.server import server
@@ -253,9 +301,17 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
             if starting.done():
                 starting.result()  # which may raise
             with contextlib.suppress(httpx.TransportError):
-                answers.append(httpx.post(f"http://127.0.0.1:{port}/tokenize", json={"content": "," * 200_000}, timeout=300))
+                answers.append(
+                    httpx.post(
+                        f"http://127.0.0.1:{port}/tokenize",
+                        json={"content": "," * 200_000},
+                        timeout=300,
+                    )
+                )
         with starting.result():
-            assert {answer.status_code for answer in answers[:-1]} == {503} and answers[-1].status_code == 200
+            assert {answer.status_code for answer in answers[:-1]} == {503} and answers[
+                -1
+            ].status_code == 200
 
 
 @pytest.mark.parametrize("options, text", [({"args": ["--sleep-idle-seconds", "3"]}, "unloading an idle model"),
@@ -273,7 +329,10 @@ def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, text):
 def test_a_server_that_is_open_to_everyone_warns(demo, tmp_path):
     open_to_all = {"host": "0.0.0.0", "expert_memory": "4M", "n_ctx": 512}
     (tmp_path / "keys").write_text("one\ntwo\n")
-    assert any("warning: everyone who reaches 0.0.0.0" in remark for remark in Server(demo, **open_to_all).remarks)
+    assert any(
+        "warning: everyone who reaches 0.0.0.0" in remark
+        for remark in Server(demo, **open_to_all).remarks
+    )
     for key in ({"api_key": "x"}, {"api_key_file": str(tmp_path / "keys")}):
         assert not any("warning" in remark for remark in Server(demo, **key, **open_to_all).remarks)
 
@@ -314,27 +373,53 @@ def test_a_stop_while_it_ends_by_itself(demo):
 
 
 def test_progress_within_a_batch(demo):
-    """Of one that takes long: the process is stopped again and again, and computes for twentieths of a second."""
-    with Service(demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER) as server:
-        body, processed = {"prompt": words(1, 1900), "n_predict": 1, "stream": True, "return_progress": True}, []
+    """Of one that takes long: the process is stopped again and again, and computes for
+    twentieths of a second.
+    """
+    with Service(
+        demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER
+    ) as server:
+        body, processed = (
+            {"prompt": words(1, 1900), "n_predict": 1, "stream": True, "return_progress": True},
+            [],
+        )
         with httpx.stream("POST", f"{server.url}/completion", json=body, timeout=300) as answer:
             for line in answer.iter_lines():
-                if line.startswith("data: {") and (progress := json.loads(line[6:]).get("prompt_progress")):
+                if line.startswith("data: {") and (
+                    progress := json.loads(line[6:]).get("prompt_progress")
+                ):
                     processed.append(progress["processed"])
                     if len(processed) < 8:
                         threading.Event().wait(0.05)
                         server.process.send_signal(signal.SIGSTOP)
                         threading.Event().wait(0.3)
                         server.process.send_signal(signal.SIGCONT)
-        assert processed == sorted(processed) and processed[0] == 0 and processed[-1] == 1900 and any(0 < n < 1900 for n in processed), processed
+        assert (
+            processed == sorted(processed)
+            and processed[0] == 0
+            and processed[-1] == 1900
+            and any(0 < n < 1900 for n in processed)
+        ), processed
 
 
 @pytest.mark.slow
 def test_a_stream_that_nobody_listens_to_ends(demo):
     """Though it could be resumed: of a browser's tab that was closed."""
-    with Service(demo, expert_memory=400 << 10, n_ctx=8192, parallel=1, args=["--override-kv", "qwen2moe.context_length=int:8192"]) as server:
+    with Service(
+        demo,
+        expert_memory=400 << 10,
+        n_ctx=8192,
+        parallel=1,
+        args=["--override-kv", "qwen2moe.context_length=int:8192"],
+    ) as server:
         body = {"prompt": words(1, 20), "n_predict": -1, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/completion", json=body, headers={"X-Conversation-Id": "a"}, timeout=300) as answer:
+        with httpx.stream(
+            "POST",
+            f"{server.url}/completion",
+            json=body,
+            headers={"X-Conversation-Id": "a"},
+            timeout=300,
+        ) as answer:
             next(answer.iter_lines())
         wait_until_still(lambda: server.metrics()["moeoff_decoded_tokens_total"], 3)
         assert 0 < server.metrics()["moeoff_decoded_tokens_total"] < 8000
@@ -344,7 +429,13 @@ def test_a_stream_that_nobody_listens_to_ends(demo):
 def test_a_slots_file_that_the_context_has_no_room_for_is_refused(demo, tmp_path, cache):
     """Also with states of another length for each token; and the server goes on."""
     prompt = words(1, 700)
-    options = {"expert_memory": 2 << 20, "parallel": 1, "type_k": cache, "type_v": cache, "args": ["--slot-save-path", str(tmp_path), *LONGER]}
+    options = {
+        "expert_memory": 2 << 20,
+        "parallel": 1,
+        "type_k": cache,
+        "type_v": cache,
+        "args": ["--slot-save-path", str(tmp_path), *LONGER],
+    }
 
     def answer(url: str) -> str:
         return complete(url, prompt[:400], n_predict=4, id_slot=0)["content"]
@@ -352,11 +443,21 @@ def test_a_slots_file_that_the_context_has_no_room_for_is_refused(demo, tmp_path
     with Service(demo, n_ctx=1024, **options) as server:
         expected = answer(server.url)
         complete(server.url, prompt, n_predict=1, id_slot=0)
-        assert httpx.post(f"{server.url}/slots/0?action=save", json={"filename": cache}, timeout=300).json()["n_saved"] >= 700
+        assert (
+            httpx.post(
+                f"{server.url}/slots/0?action=save", json={"filename": cache}, timeout=300
+            ).json()["n_saved"]
+            >= 700
+        )
     with Service(demo, n_ctx=512, **options) as server:
         assert answer(server.url) == expected
-        refused = httpx.post(f"{server.url}/slots/0?action=restore", json={"filename": cache}, timeout=300)
-        assert refused.status_code == 400 and "Unable to restore slot: No available space" in refused.json()["error"]["message"]
+        refused = httpx.post(
+            f"{server.url}/slots/0?action=restore", json={"filename": cache}, timeout=300
+        )
+        assert (
+            refused.status_code == 400
+            and "Unable to restore slot: No available space" in refused.json()["error"]["message"]
+        )
         assert answer(server.url) == expected
 
 
@@ -385,7 +486,9 @@ def test_without_a_limit_prompts_take_what_experts_can_do_without(grown):
 
 
 def test_metrics_leave_no_observer(demo):
-    """Where all experts are resident nothing observes events, before and after a look at them."""
+    """Where all experts are resident nothing observes events, before and after a look
+    at them.
+    """
     code = textwrap.dedent("""
         import sys
         import httpx
@@ -400,9 +503,13 @@ def test_metrics_leave_no_observer(demo):
 
 
 def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path):
-    """Before the first request, and where the arena is full in the place of what only the answer needed."""
+    """Before the first request, and where the arena is full in the place of what only
+    the answer needed.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with Service(demo, warm=True, expert_memory=6 << 20, n_ctx=2048, strategy="score", args=LONGER) as server:
+    with Service(
+        demo, warm=True, expert_memory=6 << 20, n_ctx=2048, strategy="score", args=LONGER
+    ) as server:
         prompt = words(1, 24)
         wait_until(lambda: server.metrics()["moeoff_expert_read_bytes_total"] > 4 << 20)
         complete(server.url, prompt, n_predict=400, cache_prompt=False)
@@ -418,7 +525,8 @@ def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
     """What it was computed in, though no answer follows in which that would be seen."""
     options = {"n_ctx": 2048, "parallel": 1, "warm": False, "args": LONGER}
     with Service(grown, memory=needed(grown, **options) + 60 << 20, **options) as server:
-        complete(server.url, words(1, 1500), n_predict=12, cache_prompt=False)  # the work area of a long prompt stays as large as it is
+        # the work area of a long prompt stays as large as it is
+        complete(server.url, words(1, 1500), n_predict=12, cache_prompt=False)
         wait_until_still(lambda: server.metrics()["moeoff_expert_cache_bytes"])
         before = server.metrics()["moeoff_expert_cache_bytes"]
         complete(server.url, words(2, 1500), n_predict=1, cache_prompt=False)
@@ -426,11 +534,17 @@ def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
 
 
 def test_budget_is_kept_under_clients(grown):
-    options = {"n_ctx": 4096, "parallel": 4, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
+    options = {
+        "n_ctx": 4096,
+        "parallel": 4,
+        "args": ["--override-kv", "qwen2moe.context_length=int:4096"],
+    }
     budget = needed(grown, **options) + 25 << 20
     with Service(grown, memory=budget, **options) as server:
         with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda n: server.ask("word " * (100 + 20 * n), max_tokens=16), range(16)))
+            answers = list(
+                pool.map(lambda n: server.ask("word " * (100 + 20 * n), max_tokens=16), range(16))
+            )
         assert all(answer.usage.completion_tokens for answer in answers)
         assert server.peak <= budget
 
@@ -449,12 +563,17 @@ time.sleep(600)
 
 def test_answers_and_stops(demo):
     server = ServerProcess(demo, memory="200M", n_threads=1)
-    with httpx.Client(transport=httpx.HTTPTransport(uds=server.socket), base_url="http://server", timeout=300) as client:
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=server.socket), base_url="http://server", timeout=300
+    ) as client:
         reply = client.post("/v1/completions", json={"prompt": "One, two", "max_tokens": 4})
     assert reply.json()["usage"]["completion_tokens"] == 4 and server.popen.poll() is None
     server.stop()
     server.stop()
-    assert not os.path.exists(os.path.dirname(server.socket)) and server.ending() == "ended with code 0"
+    assert (
+        not os.path.exists(os.path.dirname(server.socket))
+        and server.ending() == "ended with code 0"
+    )
 
 
 def test_what_is_wrong_is_said_here(demo):
@@ -463,7 +582,9 @@ def test_what_is_wrong_is_said_here(demo):
 
 
 def test_ends_with_a_parent_that_is_killed(demo):
-    with subprocess.Popen([sys.executable, "-c", PARENT, demo], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, demo], stdout=subprocess.PIPE, text=True
+    ) as parent:
         pid, socket = parent.stdout.readline().split()
         assert os.path.exists(socket)
         for n in range(5000):  # that take a while to be removed

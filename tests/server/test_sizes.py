@@ -1,4 +1,6 @@
-"""How many tokens a server's conversations get where nobody said, and what is remembered of them outside the context, by plans of known sizes."""
+"""How many tokens a server's conversations get where nobody said, and what is
+remembered of them outside the context, by plans of known sizes.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,23 @@ from moeoff.options import Config, ServerOptions
 from moeoff.server.sizes import PromptMemory, choose
 from moeoff.system.memory import MIB
 
-TOKEN, OWN, OTHERS = 64 << 10, 2 * MIB, 300 * MIB  # bytes of a token, of each answer's own state, and of all but state and experts
+# bytes of a token, of each answer's own state, and of all but state and experts
+TOKEN, OWN, OTHERS = 64 << 10, 2 * MIB, 300 * MIB
 
 
 def plan(n_ctx: int, n: int) -> MemoryPlan:
-    return MemoryPlan(n_ctx=n_ctx, state=n_ctx * TOKEN + n * OWN, weights=OTHERS - RESERVE, arena_floor=4 * MIB, arena_full=4096 * MIB)
+    return MemoryPlan(
+        n_ctx=n_ctx,
+        state=n_ctx * TOKEN + n * OWN,
+        weights=OTHERS - RESERVE,
+        arena_floor=4 * MIB,
+        arena_full=4096 * MIB,
+    )
 
 
 @pytest.mark.parametrize("left, n_parallel, expected", [
-    (4096, None, (16384, 4)),  # bytes for context and experts: twice what the usual context takes, and more
+    # bytes for context and experts: twice what the usual context takes, and more
+    (4096, None, (16384, 4)),
     (1024, None, (8064 // 256 * 256, 4)),
     (512, None, (3840, 3)),  # four would have less than 1024 tokens each
     (40, None, (256, 1)),
@@ -42,7 +52,9 @@ def test_half_of_what_is_left(left, n_parallel, expected):
 @pytest.mark.parametrize("left", [1024, 700, 400, 200, 100, 60, 20])
 @pytest.mark.parametrize("n_parallel", [None, 1, 4])
 def test_what_is_chosen_was_planned_once_and_fits(left, n_parallel):
-    """Also where compute buffers grow with the context, and the number of answers had to shrink first. Each plan opens the model."""
+    """Also where compute buffers grow with the context, and the number of answers had
+    to shrink first. Each plan opens the model.
+    """
     asked = []
 
     def planned(n_ctx: int, n: int) -> MemoryPlan:
@@ -63,21 +75,47 @@ def remembered(room: int, sequence: int = 0, plan: MemoryPlan = PROMPTS, **optio
     return PromptMemory.of(plan, room * MIB, sequence * MIB, 4, ServerOptions.make(**options))
 
 
-@pytest.mark.parametrize("room, expected", [(-5, 0), (0, 0), (4, 0), (80, 10), (800, 100), (1600, 200), (1750, 218), (1850, 250), (3000, 256)])
+@pytest.mark.parametrize(
+    "room, expected",
+    [
+        (-5, 0),
+        (0, 0),
+        (4, 0),
+        (80, 10),
+        (800, 100),
+        (1600, 200),
+        (1750, 218),
+        (1850, 250),
+        (3000, 256),
+    ],
+)
 def test_an_eighth_of_the_experts_or_what_they_cannot_use_up_to_a_whole_context(room, expected):
     assert remembered(room).cache_ram == expected * MIB
 
 
 def test_what_was_asked_for():
-    assert remembered(80, cache_ram="64M").cache_ram == 64 * MIB and remembered(8000, cache_ram=0).cache_ram == 0
+    assert (
+        remembered(80, cache_ram="64M").cache_ram == 64 * MIB
+        and remembered(8000, cache_ram=0).cache_ram == 0
+    )
     floor = replace(PROMPTS, arena_floor=30 * MIB)
-    assert [remembered(room, 2, floor, cache_ram="-1", ctx_checkpoints=1).cache_ram for room in (800, 20)] == [(800 - 30 - 8) * MIB, 0]
-    assert remembered(80, 4, ctx_checkpoints=3).checkpoints == 3 * 4 * 4 * MIB and remembered(8000, 4, ctx_checkpoints=0).checkpoints == 0
+    assert [
+        remembered(room, 2, floor, cache_ram="-1", ctx_checkpoints=1).cache_ram
+        for room in (800, 20)
+    ] == [(800 - 30 - 8) * MIB, 0]
+    assert (
+        remembered(80, 4, ctx_checkpoints=3).checkpoints == 3 * 4 * 4 * MIB
+        and remembered(8000, 4, ctx_checkpoints=0).checkpoints == 0
+    )
 
 
 def test_states_to_go_back_to_come_first():
     prompts = remembered(1600, 2)
-    assert prompts.n_checkpoints == 8 and prompts.checkpoints == 64 * MIB and prompts.cache_ram == (200 - 64) * MIB
+    assert (
+        prompts.n_checkpoints == 8
+        and prompts.checkpoints == 64 * MIB
+        and prompts.cache_ram == (200 - 64) * MIB
+    )
     assert remembered(160, 2).n_checkpoints == 2 and remembered(32, 2).n_checkpoints == 0
 
 
@@ -99,8 +137,16 @@ with moeoff.Server(sys.argv[1], port=0, n_ctx=2048, parallel=4, memory="200M", k
     print(json.dumps(server.stats().memory))
 """
     memory = json.loads(run_python(code, demo))
-    plan = dry_load(ModelIndex.read(demo), 2048, Config.make(demo, n_ctx=2048, flash_attn=True).keywords, n_sequences=4, unified=False)
-    assert plan.state == memory["state"] and plan.compute == pytest.approx(memory["compute_buffers"], abs=1 << 20)
+    plan = dry_load(
+        ModelIndex.read(demo),
+        2048,
+        Config.make(demo, n_ctx=2048, flash_attn=True).keywords,
+        n_sequences=4,
+        unified=False,
+    )
+    assert plan.state == memory["state"] and plan.compute == pytest.approx(
+        memory["compute_buffers"], abs=1 << 20
+    )
     assert sum(memory.values()) <= 200 << 20
 
 
@@ -108,8 +154,15 @@ def test_a_context_that_is_divided_stays_within_the_budget(demo):
     """With four answers at a time, of which each fills its part."""
     more = ["--override-kv", "qwen2moe.context_length=int:4096"]
     memory = needed(demo, n_ctx=2048, parallel=4, kv_unified=False, args=more) + 8
-    with Service(demo, memory=f"{memory}M", n_ctx=2048, parallel=4, kv_unified=False, args=more) as server:
-        assert httpx.get(f"{server.url}/props", timeout=300).json()["default_generation_settings"]["n_ctx"] == 512
+    with Service(
+        demo, memory=f"{memory}M", n_ctx=2048, parallel=4, kv_unified=False, args=more
+    ) as server:
+        assert (
+            httpx.get(f"{server.url}/props", timeout=300).json()["default_generation_settings"][
+                "n_ctx"
+            ]
+            == 512
+        )
         answers = server.complete([f"Count to a hundred, {i}:" for i in range(4)], 480).choices
         assert all(answer.text for answer in answers)
         assert server.peak <= memory << 20

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #ifndef MSG_NOSIGNAL // macOS, where sockets are told
-#define MSG_NOSIGNAL 0
+#    define MSG_NOSIGNAL 0
 #endif
 
 namespace moeoff {

@@ -1,4 +1,5 @@
-// The program that runs chat templates: a question on descriptor 0, its answer, the next one, until the other side is gone.
+// The program that runs chat templates: a question on descriptor 0, its answer, the next one, until the other side is
+// gone.
 
 #include "moeoff-template-wire.h"
 #include "moeoff-templates.h"
@@ -21,9 +22,7 @@
 using namespace moeoff;
 
 // all that json.cpp takes of ggml
-void ggml_abort(const char *, int, const char *, ...) {
-    abort();
-}
+void ggml_abort(const char *, int, const char *, ...) { abort(); }
 
 static_assert(std::is_trivially_copyable<jinja::caps>::value, "capabilities are sent as they are");
 
@@ -94,7 +93,8 @@ static void bound_memory(uint64_t before, uint64_t nbytes) {
     setrlimit(RLIMIT_AS, &bound);
 }
 
-// The engine takes a failed allocation for an error of the template's, or for something that a template does not support.
+// The engine takes a failed allocation for an error of the template's, or for something that a template does not
+// support.
 static bool no_memory = false;
 
 static void on_no_memory() {
@@ -102,7 +102,8 @@ static void on_no_memory() {
     throw std::bad_alloc();
 }
 
-static template_answer answer(std::list<parsed_template> & kept, const template_question & question, std::string & text, jinja::caps & caps) {
+static template_answer answer(
+    std::list<parsed_template> & kept, const template_question & question, std::string & text, jinja::caps & caps) {
     template_answer said = { TEMPLATE_DONE, 0, 0 };
     try {
         std::string given(question.n_source, '\0');
@@ -158,8 +159,8 @@ int main() {
         std::string     text;
         jinja::caps     caps;
         template_answer said = answer(kept, question, text, caps);
-        if (!write_whole(&said, sizeof(said)) || !write_whole(&caps, said.n_caps) || !write_whole(text.data(), said.n_text) ||
-            said.status == TEMPLATE_NO_MEMORY) {
+        if (!write_whole(&said, sizeof(said)) || !write_whole(&caps, said.n_caps)
+            || !write_whole(text.data(), said.n_text) || said.status == TEMPLATE_NO_MEMORY) {
             break;
         }
         alarm(0);

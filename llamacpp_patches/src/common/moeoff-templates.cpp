@@ -20,8 +20,8 @@
 #include <mutex>
 
 #ifdef __APPLE__
-#include <crt_externs.h>
-#define environ (*_NSGetEnviron())
+#    include <crt_externs.h>
+#    define environ (*_NSGetEnviron())
 #else
 extern char ** environ;
 #endif
@@ -34,11 +34,13 @@ enum class io { done, late, gone };
 
 static const auto    PATIENCE = std::chrono::seconds(10);
 static const int64_t SMALL    = 4 << 20;  // bytes for an ordinary conversation, which the budget knows of
-static const int64_t LARGE    = 32 << 20; // for a longer one, from the experts, and the bytes of the input as often as below
-static const int64_t TIMES    = 64;       // bytes that tokenizers take for a character, too
-static const size_t  SHORT    = 1 << 16;  // characters of a text that need not be paid for
-static const size_t  LONGEST  = 1 << 17;  // of one that nobody can pay for; templates with instructions for tools write thousands
-static const auto    SOON     = std::chrono::milliseconds(100); // an ordinary conversation takes one
+// for a longer one, from the experts, and the bytes of the input as often as below
+static const int64_t LARGE = 32 << 20;
+static const int64_t TIMES = 64;       // bytes that tokenizers take for a character, too
+static const size_t  SHORT = 1 << 16;  // characters of a text that need not be paid for
+// of one that nobody can pay for; templates with instructions for tools write thousands
+static const size_t LONGEST = 1 << 17;
+static const auto   SOON    = std::chrono::milliseconds(100); // an ordinary conversation takes one
 
 // A process of the program.
 class helper {
@@ -52,7 +54,8 @@ class helper {
     void start(std::string path);
     void end();
     void interrupt(); // any thread: what is transferred is gone
-    io   transfer(char *& data, size_t & n, bool reads, steady::time_point until); // writes or reads n bytes, and moves on by those that it has
+    // writes or reads n bytes, and moves on by those that it has
+    io transfer(char *& data, size_t & n, bool reads, steady::time_point until);
 
   private:
     std::mutex guard; // of the channel, while it is opened, closed or interrupted
@@ -75,7 +78,8 @@ static std::string             program_path;
 static template_charge         charge = nullptr;
 static bool                    ending = false;
 static place                   quick; // where every question is asked
-static place                   slow;  // where those go on that are not answered soon: one after the other, and nobody else waits for them
+// where those go on that are not answered soon: one after the other, and nobody else waits for them
+static place slow;
 
 static thread_local bool too_late = false; // one request asks dozens of times
 
@@ -177,7 +181,9 @@ io helper::transfer(char *& data, size_t & n, bool reads, steady::time_point unt
         if (found == 0) {
             return io::late;
         }
-        const ssize_t moved = found < 0 ? -1 : reads ? recv(channel, data, n, MSG_DONTWAIT) : send(channel, data, n, MSG_DONTWAIT | MSG_NOSIGNAL);
+        const ssize_t moved = found < 0 ? -1
+                              : reads   ? recv(channel, data, n, MSG_DONTWAIT)
+                                        : send(channel, data, n, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (moved == 0 || (moved < 0 && errno != EINTR && errno != EAGAIN)) {
             return io::gone;
         }
@@ -206,7 +212,8 @@ class turn {
     }
 
     ~turn() {
-        if (mine && (!answered || at == &slow)) { // what it may still say is no answer to the next question; one idle program is enough
+        // what it may still say is no answer to the next question; one idle program is enough
+        if (mine && (!answered || at == &slow)) {
             mine->end();
         }
         std::lock_guard<std::mutex> lock(mutex);
@@ -284,8 +291,8 @@ void turn::begin() {
         check_ending(); // now, as from here on it is interrupted
     }
     if (fresh) { // a busy machine may take longer to start it than a conversation takes
-        char   ready = 0, * at_byte = &ready;
-        size_t n     = 1;
+        char   ready = 0, *at_byte = &ready;
+        size_t n = 1;
         mine->transfer(at_byte, n, true, steady::now() + PATIENCE);
     }
     since = steady::now();
@@ -354,7 +361,8 @@ static reply ask(template_task task, const std::string & source, const std::stri
     turn          mine;
     for (const int64_t memory : { SMALL, large }) {
         const uint64_t          seconds  = (uint64_t) PATIENCE.count() + 1;
-        const template_question question = { task, mark_input, (uint64_t) memory, seconds, source.size(), input.size() };
+        const template_question question = { task, mark_input, (uint64_t) memory, seconds, source.size(),
+            input.size() };
         reply                   got      = mine.ask(question, source, input);
         if (got.went == io::gone && !got.fresh) { // somebody may have ended it
             mine.end();
@@ -378,9 +386,7 @@ static reply ask(template_task task, const std::string & source, const std::stri
     throw template_bound_error("it takes too much memory");
 }
 
-void begin_template_request() {
-    too_late = false;
-}
+void begin_template_request() { too_late = false; }
 
 template_summary summarize_template(const std::string & source) {
     reply got = ask(TEMPLATE_SUMMARIZE, source, "", false);

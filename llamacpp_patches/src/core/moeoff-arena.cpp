@@ -1,5 +1,5 @@
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE // MAP_ANONYMOUS, madvise
+#    define _GNU_SOURCE // MAP_ANONYMOUS, madvise
 #endif
 
 #include "moeoff-arena.h"
@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #ifndef MAP_NORESERVE
-#define MAP_NORESERVE 0
+#    define MAP_NORESERVE 0
 #endif
 
 namespace moeoff {
@@ -46,7 +46,8 @@ void arena::give_back(size_class & c, uint64_t from, uint64_t to) {
     if (is_huge && from % huge_page != 0) { // the system would make what is left of a huge page whole again
         advise(c.base, from / huge_page * huge_page, std::min(next_huge_page(to), c.open), MADV_NOHUGEPAGE);
     }
-    if (madvise(c.base + from, to - from, MADV_DONTNEED) != 0) { // of a process that has locked all of its memory, these pages too
+    // of a process that has locked all of its memory, these pages too
+    if (madvise(c.base + from, to - from, MADV_DONTNEED) != 0) {
         munlock(c.base + from, to - from);
         madvise(c.base + from, to - from, MADV_DONTNEED);
     }
@@ -70,13 +71,9 @@ arena::~arena() {
     }
 }
 
-uint64_t arena::slot_bytes(uint64_t slice_bytes) {
-    return page_ceil(slice_bytes) + page_size;
-}
+uint64_t arena::slot_bytes(uint64_t slice_bytes) { return page_ceil(slice_bytes) + page_size; }
 
-uint64_t arena::whole_pages(uint64_t bytes) {
-    return (bytes + system_page - 1) / system_page * system_page;
-}
+uint64_t arena::whole_pages(uint64_t bytes) { return (bytes + system_page - 1) / system_page * system_page; }
 
 int arena::add_class(uint64_t slot_bytes, uint32_t n) {
     const uint64_t stride = whole_pages(slot_bytes);
@@ -124,10 +121,11 @@ bool arena::reserve(uint64_t limit_bytes, slot_mover mover) {
         return true;
     }
 #ifdef __linux__
-    is_huge = !is_simulated && limit >= 64 * huge_page * classes.size(); // the last one of each class may stay half empty
+    // the last one of each class may stay half empty
+    is_huge = !is_simulated && limit >= 64 * huge_page * classes.size();
 #endif
     const uint64_t alignment = is_huge ? huge_page : 1;
-    region_bytes = full_bytes() + classes.size() * alignment;
+    region_bytes             = full_bytes() + classes.size() * alignment;
     void * p = mmap(nullptr, region_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
         region_bytes = 0;
@@ -135,8 +133,9 @@ bool arena::reserve(uint64_t limit_bytes, slot_mover mover) {
     }
     region = (uint8_t *) p;
 #ifdef __linux__
-    // Where it is not asked for, a huge page would bring back memory that was just given up beside a slot, and break the bound. A forked
-    // process cannot use the slots, and would double what is written to from then on; a core file would be as large as the model.
+    // Where it is not asked for, a huge page would bring back memory that was just given up beside a slot, and break
+    // the bound. A forked process cannot use the slots, and would double what is written to from then on; a core file
+    // would be as large as the model.
     for (const int advice : { MADV_NOHUGEPAGE, MADV_DONTFORK, MADV_DONTDUMP }) {
         advise(region, 0, region_bytes, advice);
     }
@@ -300,14 +299,14 @@ bool arena::grow(size_class & c, int32_t slot) {
     }
 #endif
     committed += to - c.grown;
-    c.grown    = to;
+    c.grown = to;
     c.n_used++;
     return true;
 }
 
 int32_t arena::take(int cls, bool borrows, bool many) {
     size_class & c = classes[cls];
-    must_stay = false;
+    must_stay      = false;
     if (!c.committed_free.empty() && committed <= limit) {
         return take_free(c, (int32_t) c.committed_free.size() - 1);
     }
@@ -336,7 +335,7 @@ int32_t arena::take(int cls, bool borrows, bool many) {
 }
 
 void arena::give(int cls, int32_t slot) {
-    size_class & c = classes[cls];
+    size_class & c         = classes[cls];
     c.place[(size_t) slot] = (int32_t) c.committed_free.size();
     c.committed_free.push_back(slot);
 }
@@ -368,7 +367,7 @@ bool arena::give_back_slot(int cls) {
         if (end < c.grown) {
             give_back(c, end, c.grown);
             committed -= c.grown - end;
-            c.grown    = end;
+            c.grown = end;
         }
     } else {
         take_free(c, (int32_t) c.committed_free.size() - 1);

@@ -10,8 +10,8 @@
 #include <vector>
 
 #if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
+#    include <sys/syscall.h>
+#    include <unistd.h>
 #endif
 
 namespace moeoff {
@@ -29,17 +29,18 @@ async_reads::lease async_reads::borrow(size_t nbytes) {
 
 namespace {
 
-// All readers that no thread has borrowed. A fork's child starts with none: the system does not give it the parent's contexts.
+// All readers that no thread has borrowed. A fork's child starts with none: the system does not give it the parent's
+// contexts.
 struct reader_pool {
-    const uint32_t             made_at = n_forks();
-    checked_mutex              mutex;
-    std::vector<async_reads *> idle  GUARDED_BY(mutex);
-    size_t                     n_all GUARDED_BY(mutex) = 0;
+    const uint32_t                  made_at = n_forks();
+    checked_mutex                   mutex;
+    std::vector<async_reads *> idle GUARDED_BY(mutex);
+    size_t n_all                    GUARDED_BY(mutex) = 0;
 };
 
 reader_pool & pool_of_this_process() {
-    static std::atomic<reader_pool *> current {nullptr};
-    reader_pool * pool = current.load();
+    static std::atomic<reader_pool *> current { nullptr };
+    reader_pool *                     pool = current.load();
     while (!pool || pool->made_at != n_forks()) {
         auto made = std::make_unique<reader_pool>();
         if (current.compare_exchange_strong(pool, made.get())) {
@@ -92,8 +93,8 @@ bool async_reads::begin(size_t i, int fd, uint8_t * to, size_t nbytes, uint64_t 
         is_refused = true;
         return false;
     }
-    iocb & r = requests[i];
-    r = {};
+    iocb & r         = requests[i];
+    r                = {};
     r.aio_data       = i;
     r.aio_lio_opcode = IOCB_CMD_PREAD;
     r.aio_fildes     = (uint32_t) fd;
@@ -112,7 +113,7 @@ void async_reads::submit() {
         if (n_accepted > 0) {
             n += (size_t) n_accepted;
         } else if (n_accepted == 0 || errno != EINTR) { // the first is refused
-            const size_t i = (size_t) begun[n++]->aio_data;
+            const size_t i  = (size_t) begun[n++]->aio_data;
             results[i]      = n_accepted == 0 ? -EAGAIN : -errno;
             is_under_way[i] = false;
             n_under_way--;
@@ -154,10 +155,10 @@ ssize_t async_reads::end(size_t i, const std::function<bool()> & is_cancelled) {
 #else
 
 async_reads * async_reads::take_idle() { return new async_reads; }
-void    async_reads::give_back::operator()(async_reads * reads) const { delete reads; }
-bool    async_reads::begin(size_t, int, uint8_t *, size_t, uint64_t) { return false; }
-void    async_reads::submit() {}
-ssize_t async_reads::end(size_t, const std::function<bool()> &) { return -ENOSYS; }
+void          async_reads::give_back::operator()(async_reads * reads) const { delete reads; }
+bool          async_reads::begin(size_t, int, uint8_t *, size_t, uint64_t) { return false; }
+void          async_reads::submit() {}
+ssize_t       async_reads::end(size_t, const std::function<bool()> &) { return -ENOSYS; }
 
 #endif
 

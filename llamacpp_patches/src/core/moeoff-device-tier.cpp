@@ -11,7 +11,8 @@ namespace moeoff {
 // --- slots ---
 
 device_slots::device_slots(int32_t n_experts, int32_t n_slots)
-    : slot_of((size_t) n_experts, -1), heat((size_t) n_experts, 0.0f), last_use((size_t) n_experts, 0), expert_in((size_t) n_slots, free_slot), is_ahead((size_t) n_experts, 0) {
+    : slot_of((size_t) n_experts, -1), heat((size_t) n_experts, 0.0f), last_use((size_t) n_experts, 0),
+      expert_in((size_t) n_slots, free_slot), is_ahead((size_t) n_experts, 0) {
     for (int32_t slot = n_slots; slot-- > 0;) {
         free_list.push_back(slot);
     }
@@ -35,7 +36,8 @@ bool device_slots::displaces(int32_t expert, int32_t other, const uint32_t * key
     return keys[expert] != keys[other] ? keys[expert] > keys[other] : heat_of(expert) > heat_of(other) + 1.0f;
 }
 
-int32_t device_slots::take(int32_t expert, const uint32_t * keys, const uint8_t * is_needed, bool forced, int32_t & displaced) {
+int32_t device_slots::take(
+    int32_t expert, const uint32_t * keys, const uint8_t * is_needed, bool forced, int32_t & displaced) {
     displaced = -1;
     if (std::find(expert_in.begin(), expert_in.end(), expert) != expert_in.end()) {
         return -1; // served, or on its way
@@ -103,8 +105,8 @@ int32_t device_slots::count_ahead(const selection & all, version v) {
 void upload_pace::uploaded(uint64_t nbytes, uint64_t ns) {
     if (nbytes > 0) {
         const double now = (double) std::max<uint64_t>(ns, 1) / (double) nbytes;
-        ns_per_byte = ns_per_byte > 0 ? ns_per_byte + rate * (now - ns_per_byte) : now;
-        n_events    = 0;
+        ns_per_byte      = ns_per_byte > 0 ? ns_per_byte + rate * (now - ns_per_byte) : now;
+        n_events         = 0;
     }
 }
 
@@ -137,11 +139,12 @@ int32_t upload_pace::n_ahead(int32_t gate, uint64_t nbytes, int64_t now, int32_t
 // --- tier ---
 
 void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots,
-                        const std::vector<int32_t> & n_low_slots, int32_t stage_slots, int32_t n_stages, const expert_map & map, expert_table & table) {
+    const std::vector<int32_t> & n_low_slots, int32_t stage_slots, int32_t n_stages, const expert_map & map,
+    expert_table & table) {
     table.space.clear_on_device();
-    user        = nullptr;
-    has_low     = map.has_low();
-    last_gate   = -1;
+    user      = nullptr;
+    has_low   = map.has_low();
+    last_gate = -1;
     own_keys.clear();
     expected.assign((size_t) map.n_experts(), 0);
     mode        = next;
@@ -205,7 +208,8 @@ int32_t device_tier::n_served() const {
 }
 
 moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int64_t n_used, int64_t n_tokens) {
-    if (!is_on() || n_own_slots(g, HIGH) == 0 || n_used > n_spare || n_tokens == 0 || !asker || (user && user != asker)) {
+    if (!is_on() || n_own_slots(g, HIGH) == 0 || n_used > n_spare || n_tokens == 0 || !asker
+        || (user && user != asker)) {
         return MOEOFF_DEVICE_OFF;
     }
     if (uploads_all() && has_low && n_own_slots(g, LOW) == 0) {
@@ -227,8 +231,8 @@ void device_tier::drop_deferred(const expert_map & map, expert_table & table) {
     deferred.clear();
 }
 
-bool device_tier::begin_event(const gate & g, int64_t n_tokens, const expert_map & map, expert_table & table,
-                              int64_t now) {
+bool device_tier::begin_event(
+    const gate & g, int64_t n_tokens, const expert_map & map, expert_table & table, int64_t now) {
     drop_deferred(map, table);
     last_gate = g.index;
     pace.selected(g.index, map.n_gates(), n_tokens, now);
@@ -250,7 +254,8 @@ int32_t device_tier::n_fills(const gate & g, version v, int64_t n_used, int64_t 
 
 bool device_tier::is_staged(const gate & g, int64_t n_used, int64_t n_tokens) const {
     const int32_t n = n_own_slots(g, HIGH);
-    return mode == MOEOFF_DEVICE_WAVES && !stages.empty() && n > 0 && std::min<int64_t>(n_used * n_tokens, g.n_expert) > n;
+    return mode == MOEOFF_DEVICE_WAVES && !stages.empty() && n > 0
+           && std::min<int64_t>(n_used * n_tokens, g.n_expert) > n;
 }
 
 int32_t device_tier::n_slots(const gate & g, version v, int64_t n_used, int64_t n_tokens) const {
@@ -261,8 +266,9 @@ device_tier::staged * device_tier::ahead_of(const gate & g) {
     return stages.size() == 2 && n_stage >= g.n_expert ? &stages[(size_t) g.index % 2] : nullptr;
 }
 
-void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) {
-    int32_t displaced;
+void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool forced, const uint8_t * is_needed,
+    std::vector<upload> & uploads, expert_table & table) {
+    int32_t       displaced;
     const int32_t slot = slots_of(g, v)->take(expert, keys_of(g, table), is_needed, forced, displaced);
     if (displaced >= 0) {
         table.space.set_on_device(g, displaced, v, false);
@@ -272,8 +278,8 @@ void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool f
     }
 }
 
-void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table,
-                         int32_t n_pending) {
+void device_tier::assign(
+    const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) {
     on_stage = is_staged(g, event.n_used, event.n_tokens);
     all.is_there.assign((size_t) g.n_expert, 0);
     for (const version v : { HIGH, LOW }) {
@@ -287,8 +293,8 @@ void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & 
     }
 }
 
-void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table,
-                         int32_t n_pending) {
+void device_tier::assign(
+    const gate & g, version v, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_pending) {
     const int32_t  n = n_uploads(pace.n_behind(table.expert_bytes(g, 0, v), n_pending), n_pending);
     device_slots & s = *slots_of(g, v);
     candidates.clear();
@@ -314,7 +320,8 @@ void device_tier::assign(const gate & g, version v, moeoff_gate_event & event, s
     }
     if (!uploads_all() && (int32_t) candidates.size() > n) {
         const uint32_t * keys = keys_of(g, table);
-        std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
+        std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(),
+            [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
         candidates.resize((size_t) n);
     }
     std::vector<upload> & uploads = is_reordered() ? deferred : all.uploads;
@@ -336,7 +343,7 @@ void device_tier::next_wave(const gate & g, version v, expert_table & table, std
         return;
     }
     const bool   is_on_stage = v == HIGH && on_stage;
-    const size_t n = std::min(left[v].size(), (size_t) (is_on_stage ? n_stage : n_own_slots(g, v)));
+    const size_t n           = std::min(left[v].size(), (size_t) (is_on_stage ? n_stage : n_own_slots(g, v)));
     for (size_t i = 0; i < n; i++) {
         expected[(size_t) left[v][i]] = 1; // none of them gives its slot to another
     }
@@ -353,9 +360,9 @@ void device_tier::next_wave(const gate & g, version v, expert_table & table, std
 }
 
 void device_tier::stage(const gate & g, size_t n, expert_table & table, std::vector<upload> & uploads) {
-    staged *       ahead = ahead_of(g);
+    staged *       ahead    = ahead_of(g);
     const bool     is_there = ahead && ahead->gate == g.index;
-    device_slots & own   = *slots_of(g, HIGH);
+    device_slots & own      = *slots_of(g, HIGH);
     for (size_t i = 0; i < n; i++) {
         upload u { left[HIGH][i], own.find(left[HIGH][i]) };
         u.stage = ahead ? u.expert : (int32_t) i;
@@ -390,8 +397,8 @@ void device_tier::stage_ahead(const gate & g, expert_table & table, std::vector<
     }
 }
 
-void device_tier::prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read, expert_table & table,
-                           int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
+void device_tier::prefetch(const gate & g, version v, const int32_t * experts, int32_t n, int32_t n_read,
+    expert_table & table, int64_t now, int32_t n_pending, std::vector<upload> & uploads) {
     if (!computes_with(g, v) || !user || last_gate == g.index) {
         return;
     }
@@ -477,7 +484,8 @@ void uploader::take_back(const gate & g, std::vector<job> & out) {
         return;
     }
     checked_lock lock(mutex);
-    while (announced.load(std::memory_order_acquire) > 0 || current == &g || (current && stages)) { // whoever has announced one is about to add it
+    // whoever has announced one is about to add it
+    while (announced.load(std::memory_order_acquire) > 0 || current == &g || (current && stages)) {
         lock.wait(changed);
     }
     out.reserve(jobs.size()); // none is lost half way
@@ -506,7 +514,7 @@ void uploader::stop() {
 }
 
 void uploader::run() {
-    checked_lock lock(mutex);
+    checked_lock        lock(mutex);
     std::vector<upload> some;
     some.reserve(max_at_once);
     while (!jobs.empty() || !stopped) {
@@ -515,9 +523,10 @@ void uploader::run() {
             continue;
         }
         gate * const g = jobs.front().g;
-        stages = jobs.front().u.stage >= 0;
+        stages         = jobs.front().u.stage >= 0;
         some.clear();
-        while (!jobs.empty() && jobs.front().g == g && (jobs.front().u.stage >= 0) == stages && some.size() < max_at_once) {
+        while (!jobs.empty() && jobs.front().g == g && (jobs.front().u.stage >= 0) == stages
+               && some.size() < max_at_once) {
             some.push_back(jobs.front().u);
             jobs.pop_front();
         }

@@ -1,5 +1,5 @@
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE // pthread_setname_np
+#    define _GNU_SOURCE // pthread_setname_np
 #endif
 
 #include "moeoff-event-driver.h"
@@ -18,7 +18,7 @@ static int64_t clock_ns(clockid_t id) {
     return (int64_t) ts.tv_sec * 1000000000 + ts.tv_nsec;
 }
 
-int64_t now_ns()        { return clock_ns(CLOCK_MONOTONIC); }
+int64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
 int64_t thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }
 
 void name_thread(const char * name) {
@@ -31,9 +31,12 @@ void name_thread(const char * name) {
 
 static constexpr size_t n_always = 4; // events that may wait however large they are
 
-static const char * at(const void * rows, size_t stride, int32_t row) { return (const char *) rows + (size_t) row * stride; }
+static const char * at(const void * rows, size_t stride, int32_t row) {
+    return (const char *) rows + (size_t) row * stride;
+}
 
-void event_driver::start(moeoff_gate_callback cb, void * cb_user, uint64_t bytes, std::unique_ptr<gate_predictor> ahead) {
+void event_driver::start(
+    moeoff_gate_callback cb, void * cb_user, uint64_t bytes, std::unique_ptr<gate_predictor> ahead) {
     checked_lock control_lock(control);
     stop_thread();
     {
@@ -78,7 +81,8 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
     const size_t n_pairs  = (size_t) event.n_tokens * event.n_used;
     const size_t n_input  = event.gate_input ? (size_t) event.n_rows * event.n_embd : 0;
     const size_t n_logits = event.logits ? (size_t) event.n_rows * event.n_expert : 0;
-    const size_t nbytes   = n_pairs * sizeof(int32_t) + (n_pairs + n_input + n_logits) * sizeof(float) + (event.versions ? n_pairs : 0) + (event.on_device ? n_pairs : 0);
+    const size_t nbytes   = n_pairs * sizeof(int32_t) + (n_pairs + n_input + n_logits) * sizeof(float)
+                            + (event.versions ? n_pairs : 0) + (event.on_device ? n_pairs : 0);
     {
         checked_lock lock(mutex);
         if (stopping) {
@@ -97,24 +101,27 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
         return;
     }
     int32_t * ids     = (int32_t *) r.data.get();
-    float   * weights = (float *) (ids + n_pairs);
-    float   * input   = weights + n_pairs;
-    float   * logits  = input + n_input;
+    float *   weights = (float *) (ids + n_pairs);
+    float *   input   = weights + n_pairs;
+    float *   logits  = input + n_input;
     uint8_t * version = (uint8_t *) (logits + n_logits);
     uint8_t * device  = version + (event.versions ? n_pairs : 0);
     for (int32_t t = 0; t < event.n_tokens; t++) {
         memcpy(ids + (size_t) t * event.n_used, at(event.ids, strides.ids, t), event.n_used * sizeof(int32_t));
         for (int32_t k = 0; k < event.n_used; k++) {
-            weights[(size_t) t * event.n_used + k] = *(const float *) (at(event.weights, strides.weights, t) + k * strides.weights_step);
+            weights[(size_t) t * event.n_used + k] =
+                *(const float *) (at(event.weights, strides.weights, t) + k * strides.weights_step);
         }
     }
     for (int32_t i = 0; i < event.n_rows; i++) {
         const int32_t t = i * event.row_step;
         if (n_input) {
-            memcpy(input + (size_t) i * event.n_embd, at(event.gate_input, strides.input, t), event.n_embd * sizeof(float));
+            memcpy(input + (size_t) i * event.n_embd, at(event.gate_input, strides.input, t),
+                event.n_embd * sizeof(float));
         }
         if (n_logits) {
-            memcpy(logits + (size_t) i * event.n_expert, at(event.logits, strides.logits, t), event.n_expert * sizeof(float));
+            memcpy(logits + (size_t) i * event.n_expert, at(event.logits, strides.logits, t),
+                event.n_expert * sizeof(float));
         }
     }
     if (event.versions) {
@@ -148,7 +155,7 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
 
 void event_driver::run() {
     name_thread("moeoff-driver");
-    checked_lock lock(mutex);
+    checked_lock               lock(mutex);
     const moeoff_gate_callback deliver = callback;
     void * const               to      = user;
     const auto                 ahead   = std::move(predictor);
@@ -167,13 +174,14 @@ void event_driver::run() {
         const bool is_last = queue.empty();
         lock.unlock();
 
-        const moeoff_gate_event & newest   = untold.back().event;
-        const bool                predicts = is_new && ahead, is_first = newest.gate == 0; // whose callback decides about the token
+        const moeoff_gate_event & newest = untold.back().event;
+        // whose callback decides about the token
+        const bool predicts = is_new && ahead, is_first = newest.gate == 0;
         if (predicts) {
             ahead->count(newest);
         }
-        const bool                is_told  = !predicts || ahead->is_told(newest, untold.size());
-        const int64_t             t0       = thread_cpu_ns();
+        const bool    is_told = !predicts || ahead->is_told(newest, untold.size());
+        const int64_t t0      = thread_cpu_ns();
         if (predicts && !is_first) {
             ahead->predict(newest, is_last);
         }
@@ -185,7 +193,8 @@ void event_driver::run() {
         if (predicts && is_first) {
             ahead->predict(newest, is_last);
         }
-        const bool may_sleep = ahead && ahead->may_sleep(), ends = is_told || ahead->is_quiet(); // of the events that wait to be told
+        // of the events that wait to be told
+        const bool    may_sleep = ahead && ahead->may_sleep(), ends = is_told || ahead->is_quiet();
         const int64_t t1 = thread_cpu_ns();
 
         lock.lock();

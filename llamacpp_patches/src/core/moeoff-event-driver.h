@@ -1,8 +1,9 @@
 #pragma once
 
-// Gate events on their way to the driver: a bounded queue and the thread that predicts from them and delivers them. Posting never waits; when the queue
-// is full the event is counted as dropped. It takes memory for what waits only. Any thread may call any function; start() and stop() wait for each other, and
-// neither may be called from the callback, which runs while no lock is held.
+// Gate events on their way to the driver: a bounded queue and the thread that predicts from them and delivers them.
+// Posting never waits; when the queue is full the event is counted as dropped. It takes memory for what waits only. Any
+// thread may call any function; start() and stop() wait for each other, and neither may be called from the callback,
+// which runs while no lock is held.
 
 #include "moeoff-gate-predictor.h"
 #include "moeoff.h"
@@ -26,7 +27,8 @@ class event_driver {
     ~event_driver() { stop(); }
 
     // stops first. With a predictor, which sees each event at once unless it may sleep, it says which are told together
-    void start(moeoff_gate_callback callback, void * user, uint64_t max_bytes, std::unique_ptr<gate_predictor> predictor = nullptr) EXCLUDES(control, mutex);
+    void start(moeoff_gate_callback callback, void * user, uint64_t max_bytes,
+        std::unique_ptr<gate_predictor> predictor = nullptr) EXCLUDES(control, mutex);
     void stop() EXCLUDES(control, mutex); // delivers nothing more
     bool running() const { return active.load(std::memory_order_acquire); }
 
@@ -48,27 +50,30 @@ class event_driver {
     void stop_thread() REQUIRES(control) EXCLUDES(mutex);
     void run() EXCLUDES(mutex);
 
-    checked_mutex           control ACQUIRED_BEFORE(mutex); // held by start() and stop()
-    std::thread             thread GUARDED_BY(control);
-    std::atomic<bool>       active {false};   // a thread takes events: spares post() the mutex where nothing listens
+    checked_mutex control   ACQUIRED_BEFORE(mutex); // held by start() and stop()
+    std::thread thread      GUARDED_BY(control);
+    std::atomic<bool>       active { false }; // a thread takes events: spares post() the mutex where nothing listens
     mutable checked_mutex   mutex;
-    std::condition_variable work;             // the driver thread: an event, or the end
-    std::condition_variable idle;             // drain()
-    std::list<record>       queue     GUARDED_BY(mutex);
-    size_t                  used      GUARDED_BY(mutex) = 0; // bytes that wait, there or on the thread, or are being delivered
-    size_t                  max_bytes GUARDED_BY(mutex) = 0;
-    bool                    stopping  GUARDED_BY(mutex) = true; // no thread takes events, or the one that does is about to end
-    int                     n_draining GUARDED_BY(mutex) = 0; // callers of drain()
-    std::atomic<bool>       sleeps {false};   // the thread sleeps until an event misses slices, or n_asleep of them wait; nobody reads gate inputs
-    size_t                  n_asleep  GUARDED_BY(mutex) = 0;
-    uint64_t                dropped   GUARDED_BY(mutex) = 0;
-    uint64_t                cpu_ns    GUARDED_BY(mutex) = 0;
-    moeoff_gate_callback    callback  GUARDED_BY(mutex) = nullptr;
-    void *                  user      GUARDED_BY(mutex) = nullptr;
+    std::condition_variable work; // the driver thread: an event, or the end
+    std::condition_variable idle; // drain()
+    std::list<record> queue GUARDED_BY(mutex);
+    // bytes that wait, there or on the thread, or are being delivered
+    size_t used      GUARDED_BY(mutex) = 0;
+    size_t max_bytes GUARDED_BY(mutex) = 0;
+    // no thread takes events, or the one that does is about to end
+    bool stopping  GUARDED_BY(mutex) = true;
+    int n_draining GUARDED_BY(mutex) = 0; // callers of drain()
+    // the thread sleeps until an event misses slices, or n_asleep of them wait; nobody reads gate inputs
+    std::atomic<bool>                         sleeps { false };
+    size_t n_asleep                           GUARDED_BY(mutex) = 0;
+    uint64_t dropped                          GUARDED_BY(mutex) = 0;
+    uint64_t cpu_ns                           GUARDED_BY(mutex) = 0;
+    moeoff_gate_callback callback             GUARDED_BY(mutex) = nullptr;
+    void * user                               GUARDED_BY(mutex) = nullptr;
     std::unique_ptr<gate_predictor> predictor GUARDED_BY(mutex); // until the thread has it
 };
 
-int64_t now_ns();        // CLOCK_MONOTONIC
+int64_t now_ns(); // CLOCK_MONOTONIC
 int64_t thread_cpu_ns(); // of the calling thread
 void    name_thread(const char * name); // the calling one, for tools that list threads: at most 15 characters
 

@@ -20,16 +20,16 @@ tensor * expert_map::add_tensor(const moeoff_tensor_info & info, bool second_blo
     }
     if (!g) {
         gates.push_back(std::make_unique<gate>());
-        g = gates.back().get();
+        g               = gates.back().get();
         g->owner        = owner;
         g->index        = n_gates() - 1;
         g->layer        = info.layer;
         g->n_expert     = (int32_t) info.ne[2];
         g->second_block = second_block;
     }
-    t->info.gate = g->index;
+    t->info.gate            = g->index;
     g->tensors[info.matrix] = n_tensors();
-    max_experts = std::max(max_experts, g->n_expert);
+    max_experts             = std::max(max_experts, g->n_expert);
     for (auto & lists : sources) {
         lists.emplace_back();
     }
@@ -37,7 +37,8 @@ tensor * expert_map::add_tensor(const moeoff_tensor_info & info, bool second_blo
     return tensors.back().get();
 }
 
-bool expert_map::set_sources(int32_t i, version v, const moeoff_source * src, int32_t n, const files * in, std::string & error) {
+bool expert_map::set_sources(
+    int32_t i, version v, const moeoff_source * src, int32_t n, const files * in, std::string & error) {
     if (i < 0 || i >= n_tensors() || n != tensors[i]->info.ne[2]) {
         error = "no tensor " + std::to_string(i) + " with " + std::to_string(n) + " experts";
         return false;
@@ -53,9 +54,10 @@ bool expert_map::set_sources(int32_t i, version v, const moeoff_source * src, in
         }
         const uint64_t expected = size_of ? size_of(src[e].type, t.info.ne) : src[e].nbytes;
         if (src[e].nbytes != expected) {
-            error = std::string(t.info.name) + ": expert " + std::to_string(e) + " has " + std::to_string(src[e].nbytes) + " bytes, and " +
-                    std::to_string(t.info.ne[1]) + " rows of " + std::to_string(t.info.ne[0]) + " values of type " + std::to_string(src[e].type) +
-                    (expected ? " take " + std::to_string(expected) : " do not exist");
+            error = std::string(t.info.name) + ": expert " + std::to_string(e) + " has " + std::to_string(src[e].nbytes)
+                    + " bytes, and " + std::to_string(t.info.ne[1]) + " rows of " + std::to_string(t.info.ne[0])
+                    + " values of type " + std::to_string(src[e].type)
+                    + (expected ? " take " + std::to_string(expected) : " do not exist");
             return false;
         }
         const uint64_t size = in ? in->size(src[e].file) : UINT64_MAX;
@@ -95,7 +97,8 @@ bool expert_map::is_complete(std::string & error) const {
 
 const moeoff_source * expert_map::source_of(const gate & g, int32_t matrix, int32_t expert, version v) const {
     const int32_t i = g.tensors[(size_t) matrix];
-    return i >= 0 && (size_t) expert < sources[v][(size_t) i].size() ? &sources[v][(size_t) i][(size_t) expert] : nullptr;
+    return i >= 0 && (size_t) expert < sources[v][(size_t) i].size() ? &sources[v][(size_t) i][(size_t) expert]
+                                                                     : nullptr;
 }
 
 uint64_t expert_map::expert_bytes(const gate & g, int32_t expert, version v) const {

@@ -1,23 +1,26 @@
 #pragma once
 
-// An expert in its high or its low version, as the buffer keeps it: one slot for all of its matrices, one rank, pins of its own. What is read
-// is a slice, one matrix of it, and each has a state that takes nothing else to know than the bits of its expert:
+// An expert in its high or its low version, as the buffer keeps it: one slot for all of its matrices, one rank, pins of
+// its own. What is read is a slice, one matrix of it, and each has a state that takes nothing else to know than the
+// bits of its expert:
 //
 //     absent  -> queued   request                      loading -> ready    the read has succeeded
-//     absent  -> loading  comes down from a device     loading -> failed   error, or cancelled by the stop; an op waits for it
-//     absent  -> failed   an op asks after the stop    loading -> absent   the same, or cancelled; no op waits for it
-//     queued  -> loading  a worker begins to read      loading -> queued   cancelled, but wanted again
-//     queued  -> absent   unchosen, dropped, stop;     ready   -> absent   its expert is evicted; not pinned
+//     absent  -> loading  comes down from a device     loading -> failed   error, or cancelled by the stop; an op waits
+//     for it absent  -> failed   an op asks after the stop    loading -> absent   the same, or cancelled; no op waits
+//     for it queued  -> loading  a worker begins to read      loading -> queued   cancelled, but wanted again queued ->
+//     absent   unchosen, dropped, stop;     ready   -> absent   its expert is evicted; not pinned
 //                         no op waits for it           failed  -> absent   the last op unpins its expert
 //     queued  -> failed   stop; an op waits for it
 //
 // What holds whenever the store's mutex is free (expert_table::check_invariants):
 //  - a slice is in one of queued, loading, ready, failed at most; the queued ones are in the queue;
 //  - the expert has a slot if a slice of it is loading or ready, may have one if one is queued, and has none otherwise;
-//  - it is in its pool's residents if a slice of it is ready: then it may be evicted, unless it is pinned or a slice is loading;
+//  - it is in its pool's residents if a slice of it is ready: then it may be evicted, unless it is pinned or a slice is
+//  loading;
 //  - what has failed belongs to an expert with pins.
 //
-// A slice without bytes ("none": its output is zero) is ready for ever, and has no place in the slot. Only expert_table writes states.
+// A slice without bytes ("none": its output is zero) is ready for ever, and has no place in the slot. Only expert_table
+// writes states.
 
 #include "moeoff-files.h"
 #include "moeoff.h"
@@ -29,53 +32,62 @@
 namespace moeoff {
 
 enum request_level : uint8_t { PREFETCH, GATE, DEMAND, N_REQUEST_LEVEL }; // the least urgent first
-enum version       : uint8_t { HIGH = MOEOFF_VERSION_HIGH, LOW = MOEOFF_VERSION_LOW, SKIP = MOEOFF_VERSION_SKIP };
+enum version : uint8_t { HIGH = MOEOFF_VERSION_HIGH, LOW = MOEOFF_VERSION_LOW, SKIP = MOEOFF_VERSION_SKIP };
 constexpr int n_pools = 2; // high and low
 
 // the order in which a graph computes the matrices of a block
-constexpr std::array<int32_t, MOEOFF_N_MATRIX> graph_order { MOEOFF_MATRIX_GATE_UP, MOEOFF_MATRIX_GATE, MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN };
+constexpr std::array<int32_t, MOEOFF_N_MATRIX> graph_order { MOEOFF_MATRIX_GATE_UP, MOEOFF_MATRIX_GATE,
+    MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN };
 
 // sets of an expert's matrices: bit 1 << moeoff_matrix
 using matrix_set = uint8_t;
 constexpr matrix_set set_of(int32_t matrix) { return (matrix_set) (1u << matrix); }
-inline int n_in(matrix_set set) { return __builtin_popcount(set); }
+inline int           n_in(matrix_set set) { return __builtin_popcount(set); }
 
 struct expert_state {
     // without the mutex
-    std::atomic<uint8_t>   ended {0};          // the ready slices, and << MOEOFF_N_MATRIX the failed ones
-    std::atomic<bool>      cancel {false};     // what is being read of it is no longer wanted
-    uint8_t *              data       = nullptr; // of its slot; of use while pinned, to those who have seen a slice ready
+    std::atomic<uint8_t> ended { 0 }; // the ready slices, and << MOEOFF_N_MATRIX the failed ones
+    std::atomic<bool>    cancel { false }; // what is being read of it is no longer wanted
+    // of its slot; of use while pinned, to those who have seen a slice ready
+    uint8_t * data = nullptr;
     // written at the start and never again
-    uint8_t                version    = HIGH;
-    matrix_set             has        = 0;     // matrices with bytes
-    int32_t                gate       = 0;
-    int32_t                expert     = 0;
-    int32_t                size_class = -1;    // of its slot; -1: there is nothing to read
+    uint8_t                               version    = HIGH;
+    matrix_set                            has        = 0; // matrices with bytes
+    int32_t                               gate       = 0;
+    int32_t                               expert     = 0;
+    int32_t                               size_class = -1; // of its slot; -1: there is nothing to read
     std::array<uint32_t, MOEOFF_N_MATRIX> at {}; // page of the slot in which each matrix begins
 
     // with the mutex
-    matrix_set             queued     GUARDED_BY(store_mutex) = 0;
-    matrix_set             loading    GUARDED_BY(store_mutex) = 0;
-    matrix_set             chosen     GUARDED_BY(store_mutex) = 0;     // by the gate event chosen_seq, and not used yet by their ops
-    matrix_set             prefetched GUARDED_BY(store_mutex) = 0;     // read because it was expected, not chosen yet
-    bool                   expected   GUARDED_BY(store_mutex) = false; // by a prefetch; evicted last until its router selects
-    bool                   noted      GUARDED_BY(store_mutex) = false; // in its gate's list of what may be expected
-    uint16_t               pins       GUARDED_BY(store_mutex) = 0;     // ops that have begun and use it; it is not evicted
-    uint16_t               held       GUARDED_BY(store_mutex) = 0;     // of the pins, those of uploads to a device
-    int32_t                slot       GUARDED_BY(store_mutex) = -1;    // taken when something of it is queued, else by the worker
-    int32_t                resident_i GUARDED_BY(store_mutex) = -1;    // place in its pool's list of residents
-    uint64_t               chosen_seq   GUARDED_BY(store_mutex) = 0;     // gate event that chose it last
-    uint64_t               chosen_noted GUARDED_BY(store_mutex) = 0;     // gate event under which room::chosen_under has it last
-    uint64_t               last_use   GUARDED_BY(store_mutex) = 0;
+    matrix_set queued  GUARDED_BY(store_mutex) = 0;
+    matrix_set loading GUARDED_BY(store_mutex) = 0;
+    // by the gate event chosen_seq, and not used yet by their ops
+    matrix_set chosen     GUARDED_BY(store_mutex) = 0;
+    matrix_set prefetched GUARDED_BY(store_mutex) = 0; // read because it was expected, not chosen yet
+    // by a prefetch; evicted last until its router selects
+    bool expected GUARDED_BY(store_mutex) = false;
+    bool noted    GUARDED_BY(store_mutex) = false; // in its gate's list of what may be expected
+    // ops that have begun and use it; it is not evicted
+    uint16_t pins GUARDED_BY(store_mutex) = 0;
+    uint16_t held GUARDED_BY(store_mutex) = 0; // of the pins, those of uploads to a device
+    // taken when something of it is queued, else by the worker
+    int32_t slot        GUARDED_BY(store_mutex) = -1;
+    int32_t resident_i  GUARDED_BY(store_mutex) = -1; // place in its pool's list of residents
+    uint64_t chosen_seq GUARDED_BY(store_mutex) = 0; // gate event that chose it last
+    // gate event under which room::chosen_under has it last
+    uint64_t chosen_noted                         GUARDED_BY(store_mutex) = 0;
+    uint64_t last_use                             GUARDED_BY(store_mutex) = 0;
     std::array<uint8_t, MOEOFF_N_MATRIX> level    GUARDED_BY(store_mutex) {}; // of the pending request for each slice
     std::array<int64_t, MOEOFF_N_MATRIX> t_queued GUARDED_BY(store_mutex) {};
 
     // of all matrices, those of the model that it has none of too
-    matrix_set ready()  const { return ended.load(std::memory_order_acquire) & ((1u << MOEOFF_N_MATRIX) - 1); }
+    matrix_set ready() const { return ended.load(std::memory_order_acquire) & ((1u << MOEOFF_N_MATRIX) - 1); }
     matrix_set failed() const { return ended.load(std::memory_order_acquire) >> MOEOFF_N_MATRIX; }
     matrix_set resident() const { return ready() & has; }
     bool       is_whole() const { return resident() == has; } // all of it is ready
-    matrix_set absent() const REQUIRES(store_mutex) { return has & (matrix_set) ~(ready() | failed() | queued | loading); }
+    matrix_set absent() const REQUIRES(store_mutex) {
+        return has & (matrix_set) ~(ready() | failed() | queued | loading);
+    }
 };
 
 // One matrix of an expert, as an op uses it
@@ -89,7 +101,10 @@ struct slice {
     // nothing more is to come for the ops that have pinned it
     bool settled() const { return (of.ended.load(std::memory_order_acquire) >> matrix) & (1u | 1u << MOEOFF_N_MATRIX); }
     // nullptr: "none", or it is not ready. Valid while pinned
-    const uint8_t * data() const { return of.resident() & set_of(matrix) ? of.data + of.at[matrix] * page_size + source.offset % page_size : nullptr; }
+    const uint8_t * data() const {
+        return of.resident() & set_of(matrix) ? of.data + of.at[matrix] * page_size + source.offset % page_size
+                                              : nullptr;
+    }
 };
 
 } // namespace moeoff

@@ -10,7 +10,8 @@
 
 namespace moeoff {
 
-static constexpr const char * was_stopped = "the expert buffer was stopped while a graph needed experts that are not in memory";
+static constexpr const char * was_stopped =
+    "the expert buffer was stopped while a graph needed experts that are not in memory";
 
 // --- queue ---
 
@@ -19,21 +20,22 @@ bool request_queue::empty(int least) const {
 }
 
 void request_queue::insert(request_level level, uint32_t i, uint32_t before, uint32_t after) {
-    links[i] = { after, before };
-    (before == none ? ends[level] : links[before]).next = i;
+    links[i]                                              = { after, before };
+    (before == none ? ends[level] : links[before]).next   = i;
     (after == none ? ends[level] : links[after]).previous = i;
 }
 
 void request_queue::remove(request_level level, uint32_t i) {
-    const link l = links[i];
+    const link l                                                = links[i];
     (l.previous == none ? ends[level] : links[l.previous]).next = l.next;
-    (l.next == none ? ends[level] : links[l.next]).previous = l.previous;
-    links[i] = {};
+    (l.next == none ? ends[level] : links[l.next]).previous     = l.previous;
+    links[i]                                                    = {};
 }
 
 // --- life ---
 
-expert_table::expert_table(const expert_map & map, monitor & sync) : space(map, sync), map(map), sync(sync), all(space.all), pools(space.pools) {
+expert_table::expert_table(const expert_map & map, monitor & sync)
+    : space(map, sync), map(map), sync(sync), all(space.all), pools(space.pools) {
     skipped.ended = (1u << MOEOFF_N_MATRIX) - 1;
 }
 
@@ -63,7 +65,9 @@ void expert_table::stop() {
 
 slice expert_table::at(const tensor & t, int32_t expert, uint8_t v) const {
     static constexpr moeoff_source nothing = { -1, -1, 0, 0, 0 };
-    return v == SKIP ? slice { skipped, nothing, t.info.matrix } : slice { state_of(map.gate_of(t), expert, v), map.source_of(t, expert, (version) v), t.info.matrix };
+    return v == SKIP
+               ? slice { skipped, nothing, t.info.matrix }
+               : slice { state_of(map.gate_of(t), expert, v), map.source_of(t, expert, (version) v), t.info.matrix };
 }
 
 // this slice will not be read
@@ -74,7 +78,8 @@ void expert_table::give_up(expert_state & x, int32_t matrix, std::string_view me
         } catch (const std::bad_alloc &) {
             // failure_of() says so
         }
-        x.ended.store((uint8_t) (x.ended.load(std::memory_order_relaxed) | set_of(matrix) << MOEOFF_N_MATRIX), std::memory_order_release);
+        x.ended.store((uint8_t) (x.ended.load(std::memory_order_relaxed) | set_of(matrix) << MOEOFF_N_MATRIX),
+            std::memory_order_release);
         wake_ops_for(x, matrix);
     }
     x.prefetched &= (matrix_set) ~set_of(matrix);
@@ -100,7 +105,8 @@ void expert_table::wake_ops_for(const expert_state & x, int32_t matrix) {
 }
 
 running_op & expert_table::begin_op(const tensor & t) {
-    running_op & op = *std::min_element(ops.begin(), ops.end(), [](const auto & a, const auto & b) { return a.n_ops < b.n_ops; });
+    running_op & op =
+        *std::min_element(ops.begin(), ops.end(), [](const auto & a, const auto & b) { return a.n_ops < b.n_ops; });
     op.gate   = op.n_ops++ > 0 ? -1 : t.info.gate;
     op.matrix = t.info.matrix;
     return op;
@@ -143,7 +149,7 @@ void expert_table::expect(expert_state & x) {
     if (x.expected || all.is_superfluous(x) || !((x.queued | x.loading | x.resident()) && is_prefetch(x))) {
         return; // what an op or a gate is waiting for must not be cancelled as unchosen
     }
-    gate & g = map.gate_at(x.gate);
+    gate & g   = map.gate_at(x.gate);
     x.expected = true;
     g.n_expected++;
     if (!x.noted) {
@@ -167,13 +173,13 @@ void expert_table::mark_chosen(expert_state & x, matrix_set matrices, moeoff_gat
         return;
     }
     const int n = n_in(matrices), n_hit = n_in(matrices & x.ready());
-    gate & g = map.gate_at(x.gate);
-    g.n_hits              += (uint64_t) n_hit;
-    g.n_misses            += (uint64_t) (n - n_hit);
-    event.n_hit           += n_hit;
-    event.n_miss          += n - n_hit;
+    gate &    g = map.gate_at(x.gate);
+    g.n_hits += (uint64_t) n_hit;
+    g.n_misses += (uint64_t) (n - n_hit);
+    event.n_hit += n_hit;
+    event.n_miss += n - n_hit;
     stats.prefetch_useful += (uint64_t) n_in(matrices & x.prefetched);
-    x.prefetched          &= (matrix_set) ~matrices;
+    x.prefetched &= (matrix_set) ~matrices;
     clear_expected(x);
     x.last_use = clock;
     space.choose(x, matrices);
@@ -231,10 +237,10 @@ void expert_table::drop_queued(expert_state & x, request_level level) {
 }
 
 void expert_table::pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) {
-    moeoff_gate_event unused = {};
-    bool is_event = false; // an op whose gate event did not choose its slices counts as an event of its own
-    const gate &     g   = map.gate_of(t);
-    const matrix_set one = set_of(t.info.matrix);
+    moeoff_gate_event unused  = {};
+    bool             is_event = false; // an op whose gate event did not choose its slices counts as an event of its own
+    const gate &     g        = map.gate_of(t);
+    const matrix_set one      = set_of(t.info.matrix);
     for (int32_t i = 0; i < n; i++) {
         if (version_of[i] == SKIP) {
             continue;
@@ -268,7 +274,9 @@ void expert_table::unpin(const tensor & t, int32_t expert, uint8_t v, bool keep,
         return;
     }
     if (x.failed() != 0) {
-        failures.erase(std::remove_if(failures.begin(), failures.end(), [&](const auto & f) { return f.first / MOEOFF_N_MATRIX == all.index_of(x); }), failures.end());
+        failures.erase(std::remove_if(failures.begin(), failures.end(),
+                           [&](const auto & f) { return f.first / MOEOFF_N_MATRIX == all.index_of(x); }),
+            failures.end());
         x.ended.store(x.ready(), std::memory_order_release);
     }
     drop_queued(x, DEMAND); // their ops were cancelled
@@ -305,7 +313,7 @@ void expert_table::let_go(expert_state & x, bool keep) {
 
 void expert_table::prefetch(expert_state & x, int32_t matrix, bool is_expected, bool * may_evict) {
     x.prefetched |= is_expected ? set_of(matrix) : 0;
-    preloading    = preloading || !is_expected;
+    preloading = preloading || !is_expected;
     request(x, matrix, PREFETCH, may_evict);
     if (is_expected) {
         expect(x);
@@ -320,7 +328,8 @@ void expert_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
             stats.prefetch_dropped += (uint64_t) n_in(x.queued);
             drop_queued(x, PREFETCH);
             if (x.loading != 0) {
-                x.cancel.store(true, std::memory_order_relaxed); // still expected: end_read() sees whether it was wanted again
+                // still expected: end_read() sees whether it was wanted again
+                x.cancel.store(true, std::memory_order_relaxed);
             } else {
                 clear_expected(x);
                 x.prefetched = 0;
@@ -334,15 +343,15 @@ void expert_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
     g.noted.resize(n_noted);
 }
 
-// A warm start has the time in which nothing computes. Afterwards it would delay what is needed now and, with the arena full,
-// evict it for what was needed once.
+// A warm start has the time in which nothing computes. Afterwards it would delay what is needed now and, with the arena
+// full, evict it for what was needed once.
 void expert_table::drop_preloads() {
     if (!preloading) {
         return;
     }
     uint32_t next;
     for (uint32_t i = queue.first(PREFETCH); i != request_queue::none; i = next) {
-        next = queue.next(i);
+        next                 = queue.next(i);
         const read_request r = numbered(i);
         if (!r.of->expected) {
             unqueue(*r.of, r.matrix);
@@ -359,7 +368,9 @@ void expert_table::wake_workers() {
     }
 }
 
-bool expert_table::is_resident(const gate & g, int32_t expert, version v) const { return space.on_device(g, expert, v) || state_of(g, expert, v).is_whole(); }
+bool expert_table::is_resident(const gate & g, int32_t expert, version v) const {
+    return space.on_device(g, expert, v) || state_of(g, expert, v).is_whole();
+}
 
 bool expert_table::is_coming(const gate & g, int32_t expert) const {
     const expert_state & x = state_of(g, expert, HIGH);
@@ -370,13 +381,13 @@ bool expert_table::is_coming(const gate & g, int32_t expert) const {
 
 void expert_table::count_on_device(const gate & g, int32_t expert, version v, moeoff_gate_event & event) {
     expert_state & x = state_of(g, expert, v);
-    const int n = n_in(x.has);
+    const int      n = n_in(x.has);
     map.gate_at(x.gate).n_hits += (uint64_t) n;
     stats.device_hits += (uint64_t) n;
-    event.n_hit       += n;
+    event.n_hit += n;
     clear_expected(x); // it was not yet on the device when it was
     x.prefetched = 0;
-    x.last_use = clock;
+    x.last_use   = clock;
     space.reconsider(x);
 }
 
@@ -387,21 +398,23 @@ bool expert_table::next_read(read_request & r) {
         return false;
     }
     bool got_no_slot = false, has_read = false;
-    bool is_short_of[n_pools] = { false, false }; // an op waits for a slot of this pool, and may have any that nothing is being read into
+    // an op waits for a slot of this pool, and may have any that nothing is being read into
+    bool is_short_of[n_pools] = { false, false };
     for (const request_level level : { DEMAND, GATE, PREFETCH }) {
         if (level < least_urgent) {
             break;
         }
         bool may_evict[n_pools] = { true, true };
         for (uint32_t i = queue.first(level); i != request_queue::none && !has_read; i = queue.next(i)) {
-            r = numbered(i);
+            r                = numbered(i);
             expert_state & x = *r.of;
             if (level < DEMAND && is_short_of[x.version]) {
                 continue;
             }
             if (x.slot < 0 && !(may_evict[x.version] ? take_slot(x, level) : pool_of(x).take_slot(x, true))) {
-                may_evict[x.version] = false; // nor for the others of this level; a free slot of another class may still serve
-                got_no_slot = true;
+                // nor for the others of this level; a free slot of another class may still serve
+                may_evict[x.version]   = false;
+                got_no_slot            = true;
                 is_short_of[x.version] = is_short_of[x.version] || level == DEMAND;
                 continue;
             }
@@ -564,9 +577,11 @@ matrix_set expert_table::begin_download(expert_state & x) {
 
 // --- room ---
 
-// A free slot, or a victim's, or a free one of another class, or what the last resort frees. Where enough is free already and a slot that must stay keeps
-// it from the class, nothing more is evicted: whoever has that slot lets go of it, and the request is looked at again
-template <typename Victim, typename Resort> bool expert_table::take_slot(expert_state & x, Victim victim, Resort last_resort) {
+// A free slot, or a victim's, or a free one of another class, or what the last resort frees. Where enough is free
+// already and a slot that must stay keeps it from the class, nothing more is evicted: whoever has that slot lets go of
+// it, and the request is looked at again
+template <typename Victim, typename Resort>
+bool expert_table::take_slot(expert_state & x, Victim victim, Resort last_resort) {
     pool & p = pool_of(x);
     while (!p.take_slot(x, false)) {
         if (p.slots.is_blocked(p.slots.slot_bytes_of(x.size_class))) {
@@ -592,8 +607,8 @@ bool expert_table::take_slot(expert_state & x, request_level level) {
 bool expert_table::steal_queued_slot(uint8_t v, request_level level) {
     for (int below = PREFETCH; below < level; below++) {
         for (uint32_t i = queue.last((request_level) below); i != request_queue::none; i = queue.previous(i)) {
-            expert_state & x = *numbered(i).of;
-            bool is_urgent = false;
+            expert_state & x         = *numbered(i).of;
+            bool           is_urgent = false;
             for (int32_t matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
                 is_urgent = is_urgent || (x.queued & set_of(matrix) && x.level[(size_t) matrix] >= level);
             }
@@ -634,7 +649,7 @@ void expert_table::evict_for_room(expert_state & x) {
 
 bool expert_table::approach_limits(uint64_t high, uint64_t low) {
     static constexpr uint64_t step = 4 << 20; // bytes, that are moved and given to the system in about a millisecond
-    const uint64_t limits[n_pools] = { high, low };
+    const uint64_t            limits[n_pools] = { high, low };
     for (const version v : { HIGH, LOW }) {
         arena & slots = pools[v].slots;
         slots.set_limit(std::max(limits[v], slots.committed_bytes() - std::min(slots.committed_bytes(), step)));
@@ -642,7 +657,7 @@ bool expert_table::approach_limits(uint64_t high, uint64_t low) {
     fit_limits();
     bool is_there = true;
     for (const version v : { HIGH, LOW }) {
-        arena & slots = pools[v].slots;
+        arena &    slots    = pools[v].slots;
         const bool gets_way = slots.exceeds_limit() && (pools[v].must_make_way() || n_ways[v] > 0);
         if (slots.exceeds_limit() && !gets_way) {
             slots.set_limit(limits[v]); // all that is left is pinned or in flight
@@ -697,7 +712,7 @@ void expert_table::evict_unwanted() {
 void expert_table::get_stats(moeoff_stats & out) const {
     out = stats;
     for (int32_t i = 0; i < map.n_gates(); i++) {
-        out.demand_hits   += map.gate_at(i).n_hits;
+        out.demand_hits += map.gate_at(i).n_hits;
         out.demand_misses += map.gate_at(i).n_misses;
     }
     space.add_stats(out);
@@ -717,15 +732,16 @@ void expert_table::check_invariants() const {
         uint32_t before = request_queue::none;
         for (uint32_t i = queue.first(level); i != request_queue::none; before = i, i = queue.next(i)) {
             const uint32_t of = i / MOEOFF_N_MATRIX, matrix = i % MOEOFF_N_MATRIX;
-            assert(!(queued[of] & set_of((int32_t) matrix)) && all.experts[of].level[matrix] == level && queue.previous(i) == before);
+            assert(!(queued[of] & set_of((int32_t) matrix)) && all.experts[of].level[matrix] == level
+                   && queue.previous(i) == before);
             queued[of] |= set_of((int32_t) matrix);
         }
         assert(queue.last(level) == before);
     }
     std::vector<int32_t> n_expected((size_t) map.n_gates(), 0);
-    size_t   n_noted = 0;
-    uint64_t committed[n_pools] = { 0, 0 };
-    size_t   n_resident[n_pools] = { 0, 0 };
+    size_t               n_noted             = 0;
+    uint64_t             committed[n_pools]  = { 0, 0 };
+    size_t               n_resident[n_pools] = { 0, 0 };
     for (uint32_t i = 0; i < all.experts.size(); i++) {
         const expert_state & x = all.experts[i];
         n_expected[(size_t) x.gate] += x.expected;
@@ -733,7 +749,8 @@ void expert_table::check_invariants() const {
         n_noted += x.noted;
         assert((x.prefetched & ~(x.queued | x.loading | x.resident())) == 0);
         assert(x.queued == queued[i]);
-        assert(n_in(x.resident()) + n_in(x.failed()) + n_in(x.queued) + n_in(x.loading) == n_in(x.resident() | x.failed() | x.queued | x.loading));
+        assert(n_in(x.resident()) + n_in(x.failed()) + n_in(x.queued) + n_in(x.loading)
+               == n_in(x.resident() | x.failed() | x.queued | x.loading));
         assert(((x.failed() | x.queued | x.loading) & ~x.has) == 0);
         assert((x.resident() != 0) == (x.resident_i >= 0));
         assert(x.resident_i < 0 || pools[x.version].residents()[(size_t) x.resident_i] == i);
@@ -745,7 +762,7 @@ void expert_table::check_invariants() const {
         assert(!x.expected || is_prefetch(x));
         assert(!x.cancel.load() || x.loading != 0);
         n_resident[x.version] += x.resident_i >= 0;
-        committed[x.version]      += x.slot >= 0 ? pools[x.version].slots.slot_bytes_of(x.size_class) : 0;
+        committed[x.version] += x.slot >= 0 ? pools[x.version].slots.slot_bytes_of(x.size_class) : 0;
     }
     for (int32_t i = 0; i < map.n_gates(); i++) {
         assert(map.gate_at(i).n_expected == n_expected[(size_t) i]);
@@ -755,7 +772,8 @@ void expert_table::check_invariants() const {
     for (const version v : { HIGH, LOW }) {
         pools[v].check_invariants();
         assert(pools[v].residents().size() == n_resident[v]);
-        assert(pools[v].slots.committed_bytes() == committed[v] + pools[v].slots.free_bytes() + pools[v].slots.ahead_bytes());
+        assert(pools[v].slots.committed_bytes()
+               == committed[v] + pools[v].slots.free_bytes() + pools[v].slots.ahead_bytes());
     }
     assert(!stopped || queue.empty(PREFETCH));
     for (const auto & f : failures) {

@@ -1,5 +1,5 @@
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE // O_DIRECT
+#    define _GNU_SOURCE // O_DIRECT
 #endif
 
 #include "moeoff-files.h"
@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #if defined(__linux__) && !defined(RWF_DONTCACHE)
-#define RWF_DONTCACHE 0x80 // Linux 6.14
+#    define RWF_DONTCACHE 0x80 // Linux 6.14
 #endif
 
 namespace moeoff {
@@ -35,12 +35,14 @@ static int open_direct(const char * path) {
 #endif
 }
 
-// Whether direct reads of whole pages into whole pages are what the file takes. Disks with larger sectors refuse some of them and not others
+// Whether direct reads of whole pages into whole pages are what the file takes. Disks with larger sectors refuse some
+// of them and not others
 static bool takes_pages(int fd) {
 #ifdef STATX_DIOALIGN
     struct statx st = {};
     if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &st) == 0 && st.stx_mask & STATX_DIOALIGN) {
-        return st.stx_dio_offset_align > 0 && page_size % st.stx_dio_offset_align == 0 && page_size % st.stx_dio_mem_align == 0;
+        return st.stx_dio_offset_align > 0 && page_size % st.stx_dio_offset_align == 0
+               && page_size % st.stx_dio_mem_align == 0;
     }
 #else
     (void) fd;
@@ -57,7 +59,7 @@ files::entry::~entry() {
 }
 
 int files::add(const std::string & path, bool direct, std::string & error) {
-    auto e = std::make_unique<entry>();
+    auto e         = std::make_unique<entry>();
     e->path        = path;
     e->fd_buffered = open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (e->fd_buffered < 0) {
@@ -86,7 +88,8 @@ int files::add(const std::string & path, bool direct, std::string & error) {
 }
 
 bool files::any_buffered() const {
-    return std::any_of(entries.begin(), entries.end(), [](const auto & e) { return e->fd_direct < 0 || e->is_refused; });
+    return std::any_of(
+        entries.begin(), entries.end(), [](const auto & e) { return e->fd_direct < 0 || e->is_refused; });
 }
 
 // where the bytes [at, at + size) of the file go; returns how many places those are
@@ -95,8 +98,8 @@ static int places_of(const file_range * ranges, int n, uint64_t at, uint64_t siz
     for (const file_range * r = ranges; r < ranges + n && size > 0; r++) {
         if (at < r->end()) {
             const uint64_t part = std::min(size, r->end() - at);
-            out[n_out++] = { r->dst + (at - r->begin()), (size_t) part };
-            at   += part;
+            out[n_out++]        = { r->dst + (at - r->begin()), (size_t) part };
+            at += part;
             size -= part;
         }
     }
@@ -117,7 +120,8 @@ ssize_t files::entry::read_buffered(const iovec * to, int n, uint64_t at) {
     return preadv(fd_buffered, to, n, (off_t) at);
 }
 
-int files::read(int file, const file_range * ranges, int n, uint64_t chunk, const std::atomic<bool> * cancel, bool & was_direct, std::string & error) {
+int files::read(int file, const file_range * ranges, int n, uint64_t chunk, const std::atomic<bool> * cancel,
+    bool & was_direct, std::string & error) {
     entry & e = *entries[file];
 
     const file_range & last   = ranges[n - 1];
@@ -125,15 +129,17 @@ int files::read(int file, const file_range * ranges, int n, uint64_t chunk, cons
     const uint64_t     need   = last.offset + last.nbytes; // one past the last byte that matters
     const uint64_t     nbytes = need - offset;
 
-    was_direct = e.fd_direct >= 0 && !e.is_refused;
+    was_direct  = e.fd_direct >= 0 && !e.is_refused;
     uint64_t at = ranges[0].begin();
     while (at < need) {
         if (cancel && cancel->load(std::memory_order_relaxed)) {
             return ECANCELED;
         }
-        iovec         to[max_ranges];
-        const int     n_to = places_of(ranges, n, at, std::min(chunk, last.end() - at), to); // whole pages; at the end of the file they come back short
-        const ssize_t got  = was_direct ? preadv(e.fd_direct, to, n_to, (off_t) at) : e.read_buffered(to, n_to, at); // both stay open, whatever other threads find out
+        iovec to[max_ranges];
+        // whole pages; at the end of the file they come back short
+        const int n_to = places_of(ranges, n, at, std::min(chunk, last.end() - at), to);
+        // both stay open, whatever other threads find out
+        const ssize_t got = was_direct ? preadv(e.fd_direct, to, n_to, (off_t) at) : e.read_buffered(to, n_to, at);
         if (got < 0) {
             if (errno == EINTR) {
                 continue;
@@ -144,13 +150,13 @@ int files::read(int file, const file_range * ranges, int n, uint64_t chunk, cons
                 continue;
             }
             const int err = errno;
-            error = e.path + ": read of " + std::to_string(nbytes) + " bytes at offset " + std::to_string(offset) +
-                    " failed: " + strerror(err);
+            error = e.path + ": read of " + std::to_string(nbytes) + " bytes at offset " + std::to_string(offset)
+                    + " failed: " + strerror(err);
             return err;
         }
         if (got == 0) {
-            error = e.path + ": read of " + std::to_string(nbytes) + " bytes at offset " + std::to_string(offset) +
-                    " failed: the file ends at " + std::to_string(at) + " (was it truncated or replaced?)";
+            error = e.path + ": read of " + std::to_string(nbytes) + " bytes at offset " + std::to_string(offset)
+                    + " failed: the file ends at " + std::to_string(at) + " (was it truncated or replaced?)";
             return EIO;
         }
         at += (uint64_t) got;

@@ -70,7 +70,9 @@ void gate_events::follow(gate & g, const int32_t * ids, const uint8_t * versions
 
 // decisions of other graphs, long gone, that these addresses would lead to
 void gate_events::forget_others(gate & g, const void * graph, const void * ops) {
-    const auto is_stale = [&](const decision & d) { return d.graph != graph && ((ops && d.graph == ops) || (d.ops && (d.ops == graph || d.ops == ops))); };
+    const auto is_stale = [&](const decision & d) {
+        return d.graph != graph && ((ops && d.graph == ops) || (d.ops && (d.ops == graph || d.ops == ops)));
+    };
     g.decisions.erase(std::remove_if(g.decisions.begin(), g.decisions.end(), is_stale), g.decisions.end());
 }
 
@@ -97,9 +99,9 @@ void gate_events::decide_by_row(gate & g, const choice & c, std::vector<uint8_t>
 // fills version_of for the chosen experts and keeps it for the ops of this graph
 void gate_events::decide(gate & g, const choice & c, selection & all, const void * ops) {
     decision & d = decision_of(g, c.event.ids);
-    d.graph = c.event.ids;
-    d.ops   = ops;
-    d.seq   = table.n_events();
+    d.graph      = c.event.ids;
+    d.ops        = ops;
+    d.seq        = table.n_events();
     all.versions.clear();
     const bool is_simulated = simulated.is_on() && select.n_forced() == 0;
     const bool is_by_row    = is_simulated && c.event.decode;
@@ -130,7 +132,8 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
     }
     d.by_row.clear();
     const auto is_resident = [&](int32_t e, version v) REQUIRES(store_mutex) {
-        return v == HIGH && select.by_own_weight() ? table.is_coming(g, e) : (v == HIGH || table.has_low()) && table.is_resident(g, e, v);
+        return v == HIGH && select.by_own_weight() ? table.is_coming(g, e)
+                                                   : (v == HIGH || table.has_low()) && table.is_resident(g, e, v);
     };
     const auto is_predicted = [&](int32_t e) REQUIRES(store_mutex) { return table.is_expected(g, e); };
     select.select(c, all.chosen, is_resident, is_predicted, all.version_of.data());
@@ -147,7 +150,8 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
     decided.store(true, std::memory_order_release);
 }
 
-void gate_events::begin(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool is_requested, const void * device_ops) {
+void gate_events::begin(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool is_requested,
+    const void * device_ops) {
     moeoff_stats & stats = table.counters();
     table.next_event();
     forget_others(g, event.ids, device_ops);
@@ -155,7 +159,7 @@ void gate_events::begin(gate & g, moeoff_gate_event & event, const choice & c, s
         decide(g, c, all, device_ops);
         for (const uint8_t v : all.versions) {
             stats.served_low += v == LOW;
-            stats.skipped    += v == SKIP;
+            stats.skipped += v == SKIP;
         }
         event.versions = all.versions.data();
     } else if (!g.decisions.empty()) {

@@ -1,6 +1,7 @@
 #pragma once
 
-// What happens when a router has selected experts: versions are decided and kept for the ops of the graph, what was expected and not selected is cancelled, what was selected is requested.
+// What happens when a router has selected experts: versions are decided and kept for the ops of the graph, what was
+// expected and not selected is cancelled, what was selected is requested.
 
 #include "moeoff-device-tier.h"
 #include "moeoff-version-selector.h"
@@ -10,9 +11,11 @@
 
 namespace moeoff {
 
-// What the tokens of one event chose together. Of one thread, and used again: a large batch is gone through without the store's mutex
+// What the tokens of one event chose together. Of one thread, and used again: a large batch is gone through without the
+// store's mutex
 struct selection {
-    std::vector<int32_t> chosen;     // each expert once; of several tokens those that most of them chose first (Fate §4.3)
+    // each expert once; of several tokens those that most of them chose first (Fate §4.3)
+    std::vector<int32_t> chosen;
     std::vector<uint8_t> is_chosen;  // by expert: bit 1 << version, 0: not chosen
     std::vector<uint8_t> version_of; // by expert, high unless it is decided otherwise
     std::vector<uint8_t> versions;   // [n_tokens, n_used], what the event then points to
@@ -29,39 +32,43 @@ class gate_events {
   public:
     gate_events(const expert_map & map, expert_table & table) : map(map), table(table) {}
 
-    // Decides versions if what is chosen will be requested, and gives up what was expected and is not chosen. device_ops: the indices that the
-    // ops of the graph have if a device computes with it, else nullptr
-    void begin(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool is_requested, const void * device_ops) REQUIRES(store_mutex);
-    // Requests what no slot of a device serves, and fills what event says of hits and misses; the caller wakes the workers
+    // Decides versions if what is chosen will be requested, and gives up what was expected and is not chosen.
+    // device_ops: the indices that the ops of the graph have if a device computes with it, else nullptr
+    void begin(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool is_requested,
+        const void * device_ops) REQUIRES(store_mutex);
+    // Requests what no slot of a device serves, and fills what event says of hits and misses; the caller wakes the
+    // workers
     void request(gate & g, moeoff_gate_event & event, const selection & all) REQUIRES(store_mutex);
     // false: every expert is served high, in every graph
     bool has_decisions() const { return decided.load(std::memory_order_acquire); }
-    // out[e], all high before: what the gate event of this graph decided for each of the tensor's experts. True if it did so for each of
-    // n_rows rows instead, in by_row
-    bool versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const REQUIRES(store_mutex);
+    // out[e], all high before: what the gate event of this graph decided for each of the tensor's experts. True if it
+    // did so for each of n_rows rows instead, in by_row
+    bool versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const
+        REQUIRES(store_mutex);
 
-    version_selector & selector() REQUIRES(store_mutex) { return select; }
+    version_selector &       selector() REQUIRES(store_mutex) { return select; }
     const version_selector & selector() const REQUIRES(store_mutex) { return select; }
-    float              simulated_share() const REQUIRES(store_mutex) { return simulated.share(); }
-    void               simulate(float share) REQUIRES(store_mutex) { simulated.set_share(share, map.n_gates()); }
+    float                    simulated_share() const REQUIRES(store_mutex) { return simulated.share(); }
+    void                     simulate(float share) REQUIRES(store_mutex) { simulated.set_share(share, map.n_gates()); }
 
   private:
-    void decide(gate & g, const choice & c, selection & all, const void * ops) REQUIRES(store_mutex);
+    void       decide(gate & g, const choice & c, selection & all, const void * ops) REQUIRES(store_mutex);
     decision & decision_of(gate & g, const void * graph) REQUIRES(store_mutex);
-    void follow(gate & g, const int32_t * ids, const uint8_t * versions, int32_t n_used, bool decode) REQUIRES(store_mutex);
+    void       follow(gate & g, const int32_t * ids, const uint8_t * versions, int32_t n_used, bool decode)
+        REQUIRES(store_mutex);
     void decide_by_row(gate & g, const choice & c, std::vector<uint8_t> & versions) REQUIRES(store_mutex);
     void forget_others(gate & g, const void * graph, const void * ops) REQUIRES(store_mutex);
 
     static constexpr size_t max_decisions = 64; // of one gate: contexts that may be inside the same block at once
 
-    const expert_map &   map;
-    expert_table &        table;
-    version_selector     select GUARDED_BY(store_mutex);
-    simulated_cache      simulated GUARDED_BY(store_mutex);
-    std::vector<float>   weights GUARDED_BY(store_mutex); // scratch
-    std::vector<int32_t> ids GUARDED_BY(store_mutex);
+    const expert_map &           map;
+    expert_table &               table;
+    version_selector select      GUARDED_BY(store_mutex);
+    simulated_cache simulated    GUARDED_BY(store_mutex);
+    std::vector<float> weights   GUARDED_BY(store_mutex); // scratch
+    std::vector<int32_t> ids     GUARDED_BY(store_mutex);
     std::vector<uint8_t> is_read GUARDED_BY(store_mutex);
-    std::atomic<bool>    decided {false}; // some gate may have decisions
+    std::atomic<bool>            decided { false }; // some gate may have decisions
 };
 
 } // namespace moeoff

@@ -9,9 +9,10 @@
 
 namespace moeoff {
 
-gate_predictor::gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product, prefetch_experts prefetch, lacks_experts lacks,
-                               std::function<void()> publish)
-    : shared(shared), n_gates(n_gates), n_experts(n_experts), product(product), prefetch(std::move(prefetch)), lacks(std::move(lacks)), publish(std::move(publish)) {}
+gate_predictor::gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product,
+    prefetch_experts prefetch, lacks_experts lacks, std::function<void()> publish)
+    : shared(shared), n_gates(n_gates), n_experts(n_experts), product(product), prefetch(std::move(prefetch)),
+      lacks(std::move(lacks)), publish(std::move(publish)) {}
 
 void gate_predictor::count(const moeoff_gate_event & event) {
     if (!event.decode) {
@@ -34,7 +35,7 @@ void gate_predictor::predict(const moeoff_gate_event & event, bool is_last) noex
     if (!event.decode) {
         return;
     }
-    shared.credit = std::min(shared.credit + shared.earned, shared.most);
+    shared.credit                  = std::min(shared.credit + shared.earned, shared.most);
     const moeoff_routers_ahead & r = shared.routers[event.gate];
     if (shared.is_on && r.rows && event.gate_input && event.n_embd == r.n_embd) {
         try {
@@ -55,7 +56,8 @@ bool gate_predictor::is_told(const moeoff_gate_event & event, size_t n) const {
         return event.gate == 0 && (shared.n_tokens >= shared.n_quiet || n_rows != n_rows_before);
     }
     const int32_t n_together = shared.n_together;
-    return !event.decode || event.gate == 0 || event.gate == n_gates - 1 || (event.gate + 1) % n_together == 0 || n >= (size_t) n_together;
+    return !event.decode || event.gate == 0 || event.gate == n_gates - 1 || (event.gate + 1) % n_together == 0
+           || n >= (size_t) n_together;
 }
 
 void gate_predictor::look_ahead(const moeoff_gate_event & event, const moeoff_routers_ahead & r) {
@@ -74,14 +76,16 @@ void gate_predictor::look_ahead(const moeoff_gate_event & event, const moeoff_ro
     const size_t bytes = (size_t) r.nbytes / (size_t) r.n_ahead;
     for (int32_t ahead = 0; ahead < r.n_ahead; ahead++) {
         const int32_t target = event.gate + 1 + ahead;
-        if (product(r.type, (const uint8_t *) r.rows + ahead * bytes, r.n_expert, event.n_embd, x, n_rows, scores.data()) != 0) {
+        if (product(
+                r.type, (const uint8_t *) r.rows + ahead * bytes, r.n_expert, event.n_embd, x, n_rows, scores.data())
+            != 0) {
             return;
         }
         for (size_t i = 0; i < scores.size(); i++) {
             const size_t at = (size_t) ahead * r.n_expert + i % r.n_expert;
             float        s  = scores[i] + (r.bias ? r.bias[at] : 0.0f);
-            s         = r.selection_bias ? 1.0f / (1.0f + std::exp(-s)) + r.selection_bias[at] : s;
-            scores[i] = std::isnan(s) ? -INFINITY : s; // whose order would be none
+            s               = r.selection_bias ? 1.0f / (1.0f + std::exp(-s)) + r.selection_bias[at] : s;
+            scores[i]       = std::isnan(s) ? -INFINITY : s; // whose order would be none
         }
         const int32_t         n       = choose(target, n_rows, r.n_expert);
         const int32_t * const experts = shared.experts + (size_t) target * n_experts;
@@ -103,13 +107,14 @@ int32_t gate_predictor::choose(int32_t target, int32_t n_rows, int32_t n_expert)
     for (int32_t i = 0; i < n_rows; i++) {
         const float * row = scores.data() + (size_t) i * n_expert;
         std::iota(order.begin(), order.end(), 0);
-        std::partial_sort(order.begin(), order.begin() + k, order.end(), [row](int32_t a, int32_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
+        std::partial_sort(order.begin(), order.begin() + k, order.end(),
+            [row](int32_t a, int32_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
         std::copy_n(order.begin(), k, top.begin() + (size_t) i * k);
     }
     is_chosen.assign(n_expert, 0);
     int32_t * const experts = shared.experts + (size_t) target * n_experts;
     int32_t * const places  = shared.places + (size_t) target * n_experts;
-    int32_t n = 0;
+    int32_t         n       = 0;
     for (int32_t place = 0; place < k; place++) {
         for (int32_t i = 0; i < n_rows; i++) {
             const int32_t e = top[(size_t) i * k + place];

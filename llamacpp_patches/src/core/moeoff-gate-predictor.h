@@ -1,8 +1,9 @@
 #pragma once
 
-// Predicts which experts the next gates will select, by their routers on this gate's input, and prefetches them: what the driver's thread does with an
-// event by itself. Of one thread. What it goes by, and what it has predicted, lies in the caller's memory (moeoff_prefetching), who looks at it on the
-// same thread. Knows neither ggml, which multiplies, nor the store, which prefetches.
+// Predicts which experts the next gates will select, by their routers on this gate's input, and prefetches them: what
+// the driver's thread does with an event by itself. Of one thread. What it goes by, and what it has predicted, lies in
+// the caller's memory (moeoff_prefetching), who looks at it on the same thread. Knows neither ggml, which multiplies,
+// nor the store, which prefetches.
 
 #include "moeoff.h"
 
@@ -13,18 +14,21 @@
 
 namespace moeoff {
 
-using router_product = int (*)(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out); // moeoff_row_products
+// moeoff_row_products
+using router_product = int (*)(
+    int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
 
 class gate_predictor {
   public:
     // as moeoff_prefetch(), with all matrices in high precision
-    using prefetch_experts = std::function<int32_t(int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, int32_t limit)>;
+    using prefetch_experts =
+        std::function<int32_t(int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, int32_t limit)>;
     // whether one of them is not in memory, or not yet
     using lacks_experts = std::function<bool(int32_t gate, const int32_t * experts, int32_t n)>;
 
     // n_gates, n_experts: of the priority table; publish: that it has changed
-    gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product, prefetch_experts prefetch, lacks_experts lacks,
-                   std::function<void()> publish);
+    gate_predictor(moeoff_prefetching & shared, int32_t n_gates, int32_t n_experts, router_product product,
+        prefetch_experts prefetch, lacks_experts lacks, std::function<void()> publish);
 
     // Counts a new event, before anything else is done with it
     void count(const moeoff_gate_event & event);
@@ -46,16 +50,16 @@ class gate_predictor {
     void    look_ahead(const moeoff_gate_event & event, const moeoff_routers_ahead & r);
     int32_t choose(int32_t target, int32_t n_rows, int32_t n_expert);
 
-    moeoff_prefetching &   shared;
-    const int32_t          n_gates, n_experts;
-    const router_product   product;
-    const prefetch_experts prefetch;
-    const lacks_experts    lacks;
+    moeoff_prefetching &        shared;
+    const int32_t               n_gates, n_experts;
+    const router_product        product;
+    const prefetch_experts      prefetch;
+    const lacks_experts         lacks;
     const std::function<void()> publish;
-    std::vector<float>     inputs, scores; // [n_rows, n_embd] and [n_rows, n_expert]
-    std::vector<int32_t>   order, top;     // of one row all experts, and [n_rows, n_candidates]
-    std::vector<uint8_t>   is_chosen;
-    int32_t                n_rows = 0, n_rows_before = 0; // tokens of this first gate's event, and of the one before
+    std::vector<float>          inputs, scores; // [n_rows, n_embd] and [n_rows, n_expert]
+    std::vector<int32_t>        order, top;     // of one row all experts, and [n_rows, n_candidates]
+    std::vector<uint8_t>        is_chosen;
+    int32_t n_rows = 0, n_rows_before = 0; // tokens of this first gate's event, and of the one before
 };
 
 } // namespace moeoff

@@ -10,8 +10,8 @@ namespace moeoff {
 
 namespace xxh {
 
-constexpr uint64_t p1 = 0x9E3779B185EBCA87u, p2 = 0xC2B2AE3D27D4EB4Fu, p3 = 0x165667B19E3779F9u, p4 = 0x85EBCA77C2B2AE63u,
-                   p5 = 0x27D4EB2F165667C5u;
+constexpr uint64_t p1 = 0x9E3779B185EBCA87u, p2 = 0xC2B2AE3D27D4EB4Fu, p3 = 0x165667B19E3779F9u,
+                   p4 = 0x85EBCA77C2B2AE63u, p5 = 0x27D4EB2F165667C5u;
 
 inline uint64_t rotl(uint64_t x, int r) { return (x << r) | (x >> (64 - r)); }
 
@@ -26,7 +26,7 @@ inline uint64_t merge(uint64_t h, uint64_t acc) { return (h ^ round(0, acc)) * p
 
 inline uint64_t xxh64(const uint8_t * p, uint64_t n, uint64_t seed) {
     const uint8_t * const end = p + n;
-    uint64_t h;
+    uint64_t              h;
     if (n >= 32) {
         uint64_t a = seed + p1 + p2, b = seed + p2, c = seed, d = seed - p1;
         do {

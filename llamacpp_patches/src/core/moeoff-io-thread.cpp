@@ -54,7 +54,7 @@ void io_threads::run() {
             }
             continue;
         }
-        const int64_t t0 = clock();
+        const int64_t           t0    = clock();
         const read_depth::start began = depth.begin(t0);
         count_depth();
         int      n      = 0;
@@ -62,7 +62,7 @@ void io_threads::run() {
         bool     more   = true;
         while (more) {
             const read_request & last = r[n];
-            to[n++] = { &table.source_of(*last.of, last.matrix), table.destination(last) };
+            to[n++]                   = { &table.source_of(*last.of, last.matrix), table.destination(last) };
             nbytes += to[n - 1].source->nbytes;
             stats.queue_wait_ns += (uint64_t) (t0 - last.of->t_queued[(size_t) last.matrix]);
             more = n < files::max_ranges && table.next_behind(last, r[n]);
@@ -90,7 +90,8 @@ void io_threads::run() {
     }
 }
 
-void io_threads::end_read(const read_request & r, int64_t t_start, int64_t t_done, bool direct, int err, const std::string & message) {
+void io_threads::end_read(
+    const read_request & r, int64_t t_start, int64_t t_done, bool direct, int err, const std::string & message) {
     moeoff_stats & stats = table.counters();
     stats.reads++;
     stats.direct_reads += direct;
@@ -111,7 +112,8 @@ void io_threads::log_read(const read_request & r, int64_t t_start, int64_t t_don
         read_log.pop_front();
     }
     try {
-        read_log.push_back({ ++n_logged, r.of->t_queued[m], t_start, t_done, table.source_of(*r.of, r.matrix).nbytes, table.tensor_of(r), r.of->expert, r.of->version, r.of->level[m], err });
+        read_log.push_back({ ++n_logged, r.of->t_queued[m], t_start, t_done, table.source_of(*r.of, r.matrix).nbytes,
+            table.tensor_of(r), r.of->expert, r.of->version, r.of->level[m], err });
     } catch (const std::bad_alloc &) {
         // the gap in seq tells
     }

@@ -8,9 +8,10 @@ namespace moeoff {
 // Bytes of weights times rows that one thread computes in about the time in which another wakes up and helps
 static constexpr int64_t worth_waking = 1 << 18;
 
-op_run::op_run(store & owner, const tensor & t, uint64_t graph, op_item * items, const int32_t * experts, const uint8_t * versions, int32_t n_items, int32_t n_threads,
-               bool is_used_again)
-    : owner(owner), t(t), graph(graph), items(items), n_items(n_items), n_threads(n_threads), is_used_again(is_used_again), running(owner.begin_op(t, experts, versions, n_items)) {
+op_run::op_run(store & owner, const tensor & t, uint64_t graph, op_item * items, const int32_t * experts,
+    const uint8_t * versions, int32_t n_items, int32_t n_threads, bool is_used_again)
+    : owner(owner), t(t), graph(graph), items(items), n_items(n_items), n_threads(n_threads),
+      is_used_again(is_used_again), running(owner.begin_op(t, experts, versions, n_items)) {
     while (n_resident < n_items && slice_of(items[n_resident]).settled()) {
         n_resident++;
     }
@@ -48,9 +49,10 @@ op_item * op_run::next() {
         int64_t        work    = 0;
         int32_t        n_parts = 0, n_to_come = 0;
         for (int32_t i = n_resident; i < n_items; i++) {
-            op_item &     item    = items[i];
-            const slice   s       = slice_of(item);
-            const bool    is_here = s.settled(); // before what is left: what has been released does not count as to come
+            op_item &   item = items[i];
+            const slice s    = slice_of(item);
+            // before what is left: what has been released does not count as to come
+            const bool    is_here = s.settled();
             const int32_t left    = item.n_parts - item.next_part.load(std::memory_order_relaxed);
             if (left <= 0) {
                 continue;
@@ -59,9 +61,9 @@ op_item * op_run::next() {
                 n_to_come++;
                 continue;
             }
-            ready    = ready ? ready : &item;
+            ready = ready ? ready : &item;
             n_parts += left;
-            work    += (int64_t) s.source.nbytes * item.n_rows * left / item.n_parts;
+            work += (int64_t) s.source.nbytes * item.n_rows * left / item.n_parts;
         }
         int n_worth = (int) std::min<int64_t>(n_parts, work / worth_waking);
         if (n_to_come == 0) {

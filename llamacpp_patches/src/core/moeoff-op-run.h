@@ -1,15 +1,16 @@
 #pragma once
 
-// A matrix op whose slices may still be on their way, computed by several threads. Knows neither what is computed nor where: its items
-// lie in the op's work area, and whoever has the threads says what a part of an item is.
+// A matrix op whose slices may still be on their way, computed by several threads. Knows neither what is computed nor
+// where: its items lie in the op's work area, and whoever has the threads says what a part of an item is.
 //
-// Items that are resident when the op begins are dealt as ggml's own kernel does it: the first parts by thread, the others one by one.
-// Parts of the rest go to whichever threads are awake, and those sleep who find nothing to do while some slice is still to come. Which
-// are woken: one when a slice has settled; by that one more, as far as what has come is worth it; and all once nothing is to come, as
-// each has to leave the op. So what trickles in is computed by few threads and the end by all.
+// Items that are resident when the op begins are dealt as ggml's own kernel does it: the first parts by thread, the
+// others one by one. Parts of the rest go to whichever threads are awake, and those sleep who find nothing to do while
+// some slice is still to come. Which are woken: one when a slice has settled; by that one more, as far as what has come
+// is worth it; and all once nothing is to come, as each has to leave the op. So what trickles in is computed by few
+// threads and the end by all.
 //
-// What is done is unpinned when the op ends, or earlier if it has to wait: an op of which all threads sleep has nothing pinned but what it
-// waits for, so that no arena is too small for it.
+// What is done is unpinned when the op ends, or earlier if it has to wait: an op of which all threads sleep has nothing
+// pinned but what it waits for, so that no arena is too small for it.
 
 #include "moeoff-store.h"
 
@@ -22,11 +23,11 @@ struct op_item {
     int32_t              expert;
     int32_t              version;
     int32_t              n_rows;
-    int32_t              first_row;   // for whoever computes
-    int32_t              n_parts;     // at least one
+    int32_t              first_row; // for whoever computes
+    int32_t              n_parts; // at least one
     bool                 is_released; // guarded by the store's mutex, as soon as the op has begun
-    std::atomic<int32_t> next_part;   // lower ones are taken
-    std::atomic<int32_t> n_computed;  // parts; only where each of them is taken
+    std::atomic<int32_t> next_part; // lower ones are taken
+    std::atomic<int32_t> n_computed; // parts; only where each of them is taken
     char                 pad[64 - 6 * sizeof(int32_t) - 2 * sizeof(std::atomic<int32_t>)];
 
     bool is_done() const { return n_computed.load(std::memory_order_acquire) >= n_parts; }
@@ -35,17 +36,17 @@ static_assert(sizeof(op_item) == 64, "an item has a cache line of its own");
 
 class op_run {
   public:
-    // one thread. What is known of items: expert, version, n_rows, n_parts. experts, versions [n_items]: theirs; graph: see graph_failures;
-    // is_used_again: by another op of the graph
-    op_run(store & owner, const tensor & t, uint64_t graph, op_item * items, const int32_t * experts, const uint8_t * versions, int32_t n_items, int32_t n_threads,
-           bool is_used_again = false);
+    // one thread. What is known of items: expert, version, n_rows, n_parts. experts, versions [n_items]: theirs; graph:
+    // see graph_failures; is_used_again: by another op of the graph
+    op_run(store & owner, const tensor & t, uint64_t graph, op_item * items, const int32_t * experts,
+        const uint8_t * versions, int32_t n_items, int32_t n_threads, bool is_used_again = false);
 
-    // Each thread, once it can see what the first has done. f(item, slice, data, part): data is nullptr for an expert without
-    // bytes, and for what has failed. Returns once nothing is left to take: others may still compute
+    // Each thread, once it can see what the first has done. f(item, slice, data, part): data is nullptr for an expert
+    // without bytes, and for what has failed. Returns once nothing is left to take: others may still compute
     template <typename F> void compute(int32_t ith, const F & f) {
         for (int32_t i = 0; i < n_resident; i++) {
             op_item & item = items[i];
-            int32_t part = ith;
+            int32_t   part = ith;
             while (part < item.n_parts) {
                 f(item, slice_of(item), data_of(item), part);
                 if (item.n_parts <= n_threads) {
@@ -67,10 +68,11 @@ class op_run {
     slice           slice_of(const op_item & item) const { return owner.at(t, item.expert, (uint8_t) item.version); }
     const uint8_t * data_of(const op_item & item) const;
     template <typename F> void take_parts(op_item & item, const F & f) {
-        int32_t n = 0, part;
+        int32_t         n    = 0, part;
         const uint8_t * data = nullptr;
         while ((part = item.next_part.fetch_add(1, std::memory_order_relaxed)) < item.n_parts) {
-            data = n > 0 ? data : data_of(item); // whoever has taken a part may look: the item is not released before it is computed
+            // whoever has taken a part may look: the item is not released before it is computed
+            data = n > 0 ? data : data_of(item);
             f(item, slice_of(item), data, part);
             n++;
         }
@@ -91,10 +93,10 @@ class op_run {
     const bool        is_used_again;
     running_op &      running;
     int32_t           n_resident = 0; // the first items
-    std::atomic<int>  n_passed {0};   // threads that have computed their parts of those
-    std::atomic<int>  n_left {0};     // threads
-    std::atomic<bool> has_done {false};  // items that are pinned
-    std::atomic<bool> all_woken {false}; // because nothing is to come
+    std::atomic<int>  n_passed { 0 }; // threads that have computed their parts of those
+    std::atomic<int>  n_left { 0 }; // threads
+    std::atomic<bool> has_done { false }; // items that are pinned
+    std::atomic<bool> all_woken { false }; // because nothing is to come
 };
 
 } // namespace moeoff

@@ -1,12 +1,12 @@
 #pragma once
 
-// How many reads at a time a disk gains from, as the reads themselves tell: prefetches wait beyond it, and so does what compute waits for, unless the
-// user has said how many threads read.
+// How many reads at a time a disk gains from, as the reads themselves tell: prefetches wait beyond it, and so does what
+// compute waits for, unless the user has said how many threads read.
 //
-// From some depth on a disk shares one rate among what is under way: one more makes all take longer. A read tells the rate of the disk: its own
-// times the harmonic mean of the number under way while it lasted. That is exact where the disk shares its rate and where each read has one of its own,
-// however others come and go. Where a disk serves one after the other instead, it promises more of depth than it gives: prefetches do not wait then.
-// Guarded by its owner.
+// From some depth on a disk shares one rate among what is under way: one more makes all take longer. A read tells the
+// rate of the disk: its own times the harmonic mean of the number under way while it lasted. That is exact where the
+// disk shares its rate and where each read has one of its own, however others come and go. Where a disk serves one
+// after the other instead, it promises more of depth than it gives: prefetches do not wait then. Guarded by its owner.
 
 #include <algorithm>
 #include <array>
@@ -17,7 +17,8 @@ namespace moeoff {
 class read_depth {
   public:
     static constexpr int unbounded = 64; // I/O threads at most
-    static constexpr int least = 4, most = 16; // of them, where they follow the disk: fewer leave reads to one another's pace
+    // of them, where they follow the disk: fewer leave reads to one another's pace
+    static constexpr int least = 4, most = 16;
 
     struct start {
         int64_t t;
@@ -35,9 +36,9 @@ class read_depth {
         n_under_way--;
         if (nbytes > 0 && last > began.t) {
             const double ns = (double) (last - began.t), depth = ns / (share_ns - began.share_ns);
-            sums & of = depths[(size_t) (depth + 0.5)];
+            sums &       of = depths[(size_t) (depth + 0.5)];
             of.bytes += depth * (double) nbytes;
-            of.ns    += ns;
+            of.ns += ns;
             if (++of.n_reads == memory) {
                 of = { memory / 2, of.bytes / 2, of.ns / 2 };
             }
@@ -64,16 +65,17 @@ class read_depth {
         }
         return unbounded;
     }
-    // How many threads may read. What compute waits for comes later when it shares the disk: twice as many must gain half as much again at least
-    int  limit() const {
+    // How many threads may read. What compute waits for comes later when it shares the disk: twice as many must gain
+    // half as much again at least
+    int limit() const {
         int n = least;
         while (n < most && gains(n) && (nearest(2 * n) == 0 || gains(2 * n))) {
             n *= 2;
         }
         return n;
     }
-    bool has_room() const { return n_under_way < enough(); }
-    int  now() const { return n_under_way; }
+    bool    has_room() const { return n_under_way < enough(); }
+    int     now() const { return n_under_way; }
     int64_t busy_ns() const { return busy; } // with one read under way at least
 
   private:
@@ -104,15 +106,15 @@ class read_depth {
         now = std::max(now, last); // threads look at the clock before they have the mutex
         if (n_under_way > 0) {
             share_ns += (double) (now - last) / n_under_way;
-            busy     += now - last;
+            busy += now - last;
         }
         last = now;
     }
 
     std::array<sums, unbounded + 1> depths {}; // by the mean number of reads under way
-    int     n_under_way = 0, n_reads = 0;
-    int64_t last        = 0, busy = 0;
-    double  share_ns    = 0; // of each read, in a disk that all share
+    int                             n_under_way = 0, n_reads = 0;
+    int64_t                         last = 0, busy = 0;
+    double                          share_ns = 0; // of each read, in a disk that all share
 };
 
 } // namespace moeoff

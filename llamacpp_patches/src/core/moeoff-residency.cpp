@@ -96,7 +96,8 @@ bool pool::reserve(size_t n_experts, uint64_t limit_bytes) {
         owners.emplace_back(slots.n_slots(cls), 0);
         orders[(size_t) cls].resize((size_t) all.n_high / (size_t) all.n_experts, (size_t) all.n_experts);
     }
-    return slots.reserve(limit_bytes, [this](int cls, int32_t from, int32_t to) REQUIRES(store_mutex) { return move_slot(cls, from, to); });
+    return slots.reserve(limit_bytes,
+        [this](int cls, int32_t from, int32_t to) REQUIRES(store_mutex) { return move_slot(cls, from, to); });
 }
 
 bool pool::take_slot(expert_state & x, bool borrows) {
@@ -108,8 +109,8 @@ bool pool::take_slot(expert_state & x, bool borrows) {
 }
 
 void pool::place(expert_state & x, int32_t slot) {
-    x.slot = slot;
-    x.data = slots.data(x.size_class, slot);
+    x.slot                                       = slot;
+    x.data                                       = slots.data(x.size_class, slot);
     owners[(size_t) x.size_class][(size_t) slot] = all.index_of(x);
 }
 
@@ -163,7 +164,7 @@ void pool::enter(expert_state & x, int32_t matrix) {
 
 void pool::leave(expert_state & x) {
     n_ready -= (uint64_t) n_in(x.resident());
-    const uint32_t last = resident.back();
+    const uint32_t last             = resident.back();
     resident[(size_t) x.resident_i] = last;
     all.experts[last].resident_i    = x.resident_i;
     resident.pop_back();
@@ -177,7 +178,10 @@ eviction_rank pool::rank_of(const expert_state & x) const {
         return {};
     }
     const bool is_spare = all.is_on_device(x) || all.is_superfluous(x);
-    return { x.expected ? eviction_rank::expected : is_spare ? eviction_rank::spare : all.keys[all.leaf_of(x)], all.index_of(x), x.last_use };
+    return { x.expected ? eviction_rank::expected
+             : is_spare ? eviction_rank::spare
+                        : all.keys[all.leaf_of(x)],
+        all.index_of(x), x.last_use };
 }
 
 void pool::reconsider(const expert_state & x) {
@@ -247,11 +251,13 @@ expert_state * pool::victim(request_level level, int cls) {
     if (level != DEMAND) {
         return nullptr;
     }
-    // everything left is wanted: that goes of which the least has to be read again. It is one layer for each context, not more
+    // everything left is wanted: that goes of which the least has to be read again. It is one layer for each context,
+    // not more
     expert_state * best = nullptr;
     for (const uint32_t i : resident) {
         expert_state & x = all.experts[i];
-        if (x.pins == 0 && x.loading == 0 && (!best || n_in(x.resident() & x.chosen) < n_in(best->resident() & best->chosen))) {
+        if (x.pins == 0 && x.loading == 0
+            && (!best || n_in(x.resident() & x.chosen) < n_in(best->resident() & best->chosen))) {
             best = &x;
         }
     }
@@ -265,9 +271,9 @@ bool room::start(uint64_t high_limit, uint64_t low_limit) {
     store_lock     lock(sync);
     const uint32_t n      = (uint32_t) (map.n_gates() * map.n_experts());
     const int      n_used = map.has_low() ? 2 : 1; // pools
-    all.n_high    = n;
-    all.n_experts = map.n_experts();
-    all.experts   = std::vector<expert_state>((size_t) n_used * n);
+    all.n_high            = n;
+    all.n_experts         = map.n_experts();
+    all.experts           = std::vector<expert_state>((size_t) n_used * n);
     written.assign(n, 0.0f);
     all.keys.assign(n, eviction_rank::key_of(0.0f));
     published.assign(n, 0.0f);
@@ -278,10 +284,10 @@ bool room::start(uint64_t high_limit, uint64_t low_limit) {
     }
     for (uint32_t i = 0; i < all.experts.size(); i++) {
         expert_state & x = all.experts[i];
-        x.version = i < n ? HIGH : LOW;
-        x.gate    = (int32_t) (i % n) / all.n_experts;
-        x.expert  = (int32_t) (i % n) % all.n_experts;
-        uint64_t bytes = 0; // of its slot so far
+        x.version        = i < n ? HIGH : LOW;
+        x.gate           = (int32_t) (i % n) / all.n_experts;
+        x.expert         = (int32_t) (i % n) % all.n_experts;
+        uint64_t bytes   = 0; // of its slot so far
         for (const int32_t matrix : graph_order) {
             const moeoff_source * source = map.source_of(map.gate_at(x.gate), matrix, x.expert, (version) x.version);
             if (source && source->type >= 0) {
@@ -328,7 +334,7 @@ void room::next_event() {
 }
 
 void room::choose(expert_state & x, matrix_set matrices) {
-    x.chosen  |= matrices;
+    x.chosen |= matrices;
     x.chosen_seq = all.n_events;
     if (x.chosen_noted != all.n_events) {
         x.chosen_noted = all.n_events;
@@ -354,8 +360,8 @@ void room::reconsider_low(const expert_state & high) {
 }
 
 void room::set_on_device(const gate & g, int32_t expert, version v, bool is_there) {
-    uint8_t & of_expert = all.on_device[leaf_of(g, expert)];
-    of_expert = (uint8_t) (is_there ? of_expert | 1u << v : of_expert & ~(1u << v));
+    uint8_t & of_expert       = all.on_device[leaf_of(g, expert)];
+    of_expert                 = (uint8_t) (is_there ? of_expert | 1u << v : of_expert & ~(1u << v));
     const expert_state & high = all.experts[leaf_of(g, expert)];
     reconsider(high);
     reconsider_low(high);

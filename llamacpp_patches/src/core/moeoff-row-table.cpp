@@ -26,7 +26,8 @@ static void ask_for(int fd, uint64_t begin, uint64_t end) {
 }
 
 row_table::row_table(const moeoff_tensor_info & i, std::function<bool()> c) : info(i), is_cancelled(std::move(c)) {
-    const uint64_t n = std::clamp<uint64_t>(MOEOFF_ROW_CACHE_BYTES / (info.nbytes + sizeof(int32_t)), 1, (uint64_t) info.ne[1]);
+    const uint64_t n =
+        std::clamp<uint64_t>(MOEOFF_ROW_CACHE_BYTES / (info.nbytes + sizeof(int32_t)), 1, (uint64_t) info.ne[1]);
     rows_in.assign(n, -1);
     cache.reset(new uint8_t[n * info.nbytes]);
 }
@@ -49,8 +50,10 @@ bool row_table::set_source(const moeoff_source & source, const files & in, std::
     return true;
 }
 
-bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, size_t n_reads, const std::function<void(size_t)> & use, std::string & error) {
-    piece              pieces[async_reads::max_under_way]; // under way: [n_ended, n_begun), each at its number modulo n_places
+bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, size_t n_reads,
+    const std::function<void(size_t)> & use, std::string & error) {
+    // under way: [n_ended, n_begun), each at its number modulo n_places
+    piece              pieces[async_reads::max_under_way];
     const size_t       n_places = std::min(n_reads, async_reads::max_under_way);
     size_t             n_begun = 0, n_ended = 0;
     size_t             next = 0; // of the rows
@@ -65,8 +68,8 @@ bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, size_t n_rea
                 if (!reads) {
                     reads = async_reads::borrow(n_places * read_bytes());
                 }
-                const size_t   i     = n_begun++ % n_places;
-                const piece    p     = pieces[i] = piece_from(rows, n, next);
+                const size_t   i = n_begun++ % n_places;
+                const piece    p = pieces[i] = piece_from(rows, n, next);
                 const uint64_t begin = page_floor(begin_of(rows[p.first])), end = page_ceil(end_of(rows[p.last - 1]));
                 if (!reads->begin(i, fd_direct, reads->pages() + i * read_bytes(), end - begin, begin)) {
                     ask_for(fd, begin, end);
@@ -80,7 +83,8 @@ bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, size_t n_rea
         if (n_ended < n_begun) {
             const size_t  i       = n_ended++ % n_places;
             const ssize_t n_bytes = reads->end(i, is_cancelled);
-            if (n_bytes == -ECANCELED || !use_piece(rows, pieces[i], row, reads->pages() + i * read_bytes(), n_bytes, use, error)) {
+            if (n_bytes == -ECANCELED
+                || !use_piece(rows, pieces[i], row, reads->pages() + i * read_bytes(), n_bytes, use, error)) {
                 return false;
             }
         }
@@ -89,8 +93,8 @@ bool row_table::read(const int32_t * rows, size_t n, uint8_t * row, size_t n_rea
 }
 
 // n_bytes: that a direct read has given, or a negative errno
-bool row_table::use_piece(const int32_t * rows, const piece & p, uint8_t * row, uint8_t * pages, ssize_t n_bytes, const std::function<void(size_t)> & use,
-                          std::string & error) {
+bool row_table::use_piece(const int32_t * rows, const piece & p, uint8_t * row, uint8_t * pages, ssize_t n_bytes,
+    const std::function<void(size_t)> & use, std::string & error) {
     const uint64_t begin = begin_of(rows[p.first]), end = end_of(rows[p.last - 1]), first_page = page_floor(begin);
     if (n_bytes == -EINVAL) {
         fd_direct = -1;
@@ -104,7 +108,7 @@ bool row_table::use_piece(const int32_t * rows, const piece & p, uint8_t * row, 
         use(i);
     }
     checked_lock lock(mutex);
-    n_misses     += p.last - p.first;
+    n_misses += p.last - p.first;
     n_bytes_read += page_ceil(end) - first_page;
     return true;
 }
@@ -112,7 +116,8 @@ bool row_table::use_piece(const int32_t * rows, const piece & p, uint8_t * row, 
 // a row, and those behind it that share pages with it
 row_table::piece row_table::piece_from(const int32_t * rows, size_t n, size_t first) const {
     piece p = { first, first + 1 };
-    while (p.last < n && share_page(rows[p.last - 1], rows[p.last]) && page_ceil(end_of(rows[p.last])) - page_floor(begin_of(rows[first])) <= read_bytes()) {
+    while (p.last < n && share_page(rows[p.last - 1], rows[p.last])
+           && page_ceil(end_of(rows[p.last])) - page_floor(begin_of(rows[first])) <= read_bytes()) {
         p.last++;
     }
     return p;
@@ -148,22 +153,22 @@ struct buffered_read {
         return is_done;
     }
 
-    const int      fd;
-    const uint64_t at;
-    const size_t   nbytes;
+    const int                        fd;
+    const uint64_t                   at;
+    const size_t                     nbytes;
     const std::unique_ptr<uint8_t[]> bytes;
-    std::mutex              mutex;
-    std::condition_variable ended;
-    std::atomic<bool>       is_left {false};
-    bool                    is_done = false; // with the mutex, as what follows
-    size_t                  n_read  = 0;
-    int                     error   = 0;
+    std::mutex                       mutex;
+    std::condition_variable          ended;
+    std::atomic<bool>                is_left { false };
+    bool                             is_done = false; // with the mutex, as what follows
+    size_t                           n_read  = 0;
+    int                              error   = 0;
 };
 
 } // namespace
 
-// What direct reads did not give: where there are none, and where a message has to say why. What is not in the page cache is
-// read by a thread for this read
+// What direct reads did not give: where there are none, and where a message has to say why. What is not in the page
+// cache is read by a thread for this read
 bool row_table::read_buffered(uint64_t begin, uint64_t end, uint8_t * out, std::string & error) const {
 #ifdef RWF_NOWAIT
     const iovec whole = { out, end - begin };
@@ -181,9 +186,10 @@ bool row_table::read_buffered(uint64_t begin, uint64_t end, uint8_t * out, std::
         return false;
     }
     if (read->n_read < end - begin) {
-        const std::string file_end = "the file ends at " + std::to_string(begin + read->n_read) + " (was it truncated or replaced?)";
-        error = path + ": read of " + std::to_string(end - begin) + " bytes at offset " + std::to_string(begin) + " failed: " +
-                (read->error ? strerror(read->error) : file_end);
+        const std::string file_end =
+            "the file ends at " + std::to_string(begin + read->n_read) + " (was it truncated or replaced?)";
+        error = path + ": read of " + std::to_string(end - begin) + " bytes at offset " + std::to_string(begin)
+                + " failed: " + (read->error ? strerror(read->error) : file_end);
         return false;
     }
     memcpy(out, read->bytes.get(), end - begin);
@@ -208,8 +214,8 @@ void row_table::add_to_cache(int32_t row, const uint8_t * bytes) {
 
 void row_table::add_stats(moeoff_stats & out) const {
     checked_lock lock(mutex);
-    out.row_hits       += n_hits;
-    out.row_misses     += n_misses;
+    out.row_hits += n_hits;
+    out.row_misses += n_misses;
     out.row_bytes_read += n_bytes_read;
 }
 

@@ -5,22 +5,24 @@
 
 namespace moeoff {
 
-enum gating : int32_t { SOFTMAX = 1, SIGMOID = 2, SOFTMAX_WEIGHT = 3, SQRT_SOFTPLUS = 4 }; // llama_expert_gating_func_type
+// llama_expert_gating_func_type
+enum gating : int32_t { SOFTMAX = 1, SIGMOID = 2, SOFTMAX_WEIGHT = 3, SQRT_SOFTPLUS = 4 };
 
 static constexpr int32_t rebase = 64; // tokens: a float must tell gates apart
 
-static float * row(float * table, int32_t i, int32_t n) { return table + (ptrdiff_t) i * n; }
+static float *       row(float * table, int32_t i, int32_t n) { return table + (ptrdiff_t) i * n; }
 static const float * row(const float * table, int32_t i, int32_t n) { return table + (ptrdiff_t) i * n; }
 
-// All gates' probabilities, now and in the mean, through a narrow bottleneck; scores of as many gates as are refreshed. Returns the first of them
+// All gates' probabilities, now and in the mean, through a narrow bottleneck; scores of as many gates as are refreshed.
+// Returns the first of them
 static int32_t look_through_bottleneck(moeoff_score & s, int32_t gate, const float * probs) {
     const int32_t n = s.n_experts, rank = s.rank;
-    float * const log_probs = row(s.state, gate, 2 * n), * const mean = log_probs + n;
+    float *const log_probs = row(s.state, gate, 2 * n), *const mean = log_probs + n;
     for (int32_t e = 0; e < n; e++) {
         log_probs[e] = std::log(probs[e] + s.floor);
         mean[e] += s.state_rate * (log_probs[e] - mean[e]);
     }
-    float * const now = row(s.scratch, 2, n), * const before = row(s.parts, gate, rank);
+    float *const now = row(s.scratch, 2, n), *const before = row(s.parts, gate, rank);
     std::fill_n(now, rank, 0.0f);
     for (int32_t x = 0; x < 2 * n; x++) {
         const float * const of_value = row(s.project, gate * 2 * n + x, rank);
@@ -54,20 +56,21 @@ static int32_t look_through_bottleneck(moeoff_score & s, int32_t gate, const flo
     return first;
 }
 
-// Priorities of the gates from `first` on, whose scores have changed, and of the one that evicts next. It has chosen already: what it has not chosen
-// waits for the pass after. n_pass: tokens of one sequence that pass through the layers at once. A prompt's select most of what is there of a layer
-// ahead, whatever its score, and nothing of the layers behind before all have passed
+// Priorities of the gates from `first` on, whose scores have changed, and of the one that evicts next. It has chosen
+// already: what it has not chosen waits for the pass after. n_pass: tokens of one sequence that pass through the layers
+// at once. A prompt's select most of what is there of a layer ahead, whatever its score, and nothing of the layers
+// behind before all have passed
 static void rank_gates(moeoff_score & s, int32_t gate, int32_t first, int32_t n_pass) {
     const int32_t n = s.n_experts, n_gates = s.n_gates, ahead = (gate + 1) % n_gates;
     if (gate <= s.last) {
         s.token += s.n_pass;
         s.n_pass = 1;
     }
-    s.last   = gate;
-    s.n_pass = std::max(s.n_pass, n_pass); // the last layer sees a prompt's last token alone
-    const float next = (float) (s.token + s.n_pass);
-    s.due[gate]  = next + (float) gate / (float) n_gates;
-    s.due[ahead] = next + (ahead > 0 ? (float) ahead / (float) n_gates : 1.0f);
+    s.last                = gate;
+    s.n_pass              = std::max(s.n_pass, n_pass); // the last layer sees a prompt's last token alone
+    const float next      = (float) (s.token + s.n_pass);
+    s.due[gate]           = next + (float) gate / (float) n_gates;
+    s.due[ahead]          = next + (ahead > 0 ? (float) ahead / (float) n_gates : 1.0f);
     const bool is_rebased = s.token >= rebase;
     for (int32_t g = 0; g < n_gates && is_rebased; g++) {
         s.due[g] -= (float) s.token;
@@ -84,7 +87,8 @@ static void rank_gates(moeoff_score & s, int32_t gate, int32_t first, int32_t n_
     }
 }
 
-void score_take(moeoff_score & s, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses) {
+void score_take(
+    moeoff_score & s, int32_t gate, int32_t n_tokens, bool is_decode, const float * probs, const float * uses) {
     const int32_t n   = s.n_experts;
     float * const own = row(s.project ? s.own : s.scores, gate, n);
     if (s.project) {
@@ -104,12 +108,14 @@ void score_take(moeoff_score & s, int32_t gate, int32_t n_tokens, bool is_decode
     rank_gates(s, gate, s.project ? look_through_bottleneck(s, gate, probs) : gate, is_decode ? 1 : n_tokens);
 }
 
-// Writes the probabilities of n logits. SOFTMAX_WEIGHT is the softmax of the selected alone; that of all has the same order
+// Writes the probabilities of n logits. SOFTMAX_WEIGHT is the softmax of the selected alone; that of all has the same
+// order
 static void gate_logits(int32_t gating, const float * logits, int32_t n, float * probs) {
     if (gating == SIGMOID || gating == SQRT_SOFTPLUS) {
         for (int32_t e = 0; e < n; e++) {
             const float x = logits[e];
-            probs[e] = gating == SIGMOID ? 1.0f / (1.0f + std::exp(-x)) : std::sqrt(std::log1p(std::exp(-std::fabs(x))) + std::max(x, 0.0f));
+            probs[e]      = gating == SIGMOID ? 1.0f / (1.0f + std::exp(-x))
+                                              : std::sqrt(std::log1p(std::exp(-std::fabs(x))) + std::max(x, 0.0f));
         }
         return;
     }
@@ -125,8 +131,8 @@ static void gate_logits(int32_t gating, const float * logits, int32_t n, float *
 }
 
 void score_take(moeoff_score & s, const moeoff_gate_event & event) {
-    const int32_t n     = s.n_experts, n_chosen = event.n_tokens * event.n_used;
-    float * const probs = s.scratch, * const uses = probs + n, * const of_row = uses + n + s.rank;
+    const int32_t n = s.n_experts, n_chosen = event.n_tokens * event.n_used;
+    float *const probs = s.scratch, *const uses = probs + n, *const of_row = uses + n + s.rank;
     std::fill_n(probs, 2 * n, 0.0f);
     const float each = 1.0f / (float) event.n_tokens;
     for (int32_t i = 0; i < n_chosen; i++) {

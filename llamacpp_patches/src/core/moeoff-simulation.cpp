@@ -4,12 +4,15 @@
 
 namespace moeoff {
 
-bool simulation::start(const moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes, std::string & error) {
+bool simulation::start(
+    const moeoff_tensor_info * tensors, int32_t n_tensors, uint64_t cache_bytes, std::string & error) {
     for (int32_t i = 0; i < n_tensors; i++) {
         moeoff_tensor_info info = tensors[i];
-        info.layer = info.gate; // a layer may have two
-        if (info.matrix < 0 || info.matrix >= MOEOFF_N_MATRIX || map.add_tensor(info, false, nullptr)->info.gate != info.gate) {
-            error = "tensor " + std::to_string(i) + " of the trace's model: expected the matrices of one gate after the other";
+        info.layer              = info.gate; // a layer may have two
+        if (info.matrix < 0 || info.matrix >= MOEOFF_N_MATRIX
+            || map.add_tensor(info, false, nullptr)->info.gate != info.gate) {
+            error = "tensor " + std::to_string(i)
+                    + " of the trace's model: expected the matrices of one gate after the other";
             return false;
         }
         const std::vector<moeoff_source> sources((size_t) info.ne[2], { 0, 0, 0, info.nbytes, 0 });
@@ -31,14 +34,15 @@ uint64_t simulation::take(moeoff_gate_event & event, const float * priorities, f
     const choice c { event, event.n_used * sizeof(int32_t), event.n_used * sizeof(float), sizeof(float) };
     selected.collect(c, map.n_experts());
     store_lock     lock(sync);
-    const uint64_t n_evicted = table.counters().evictions;
-    gate &         g         = map.gate_at(event.gate);
-    const uint8_t  high      = HIGH;
+    const uint64_t n_evicted         = table.counters().evictions;
+    gate &         g                 = map.gate_at(event.gate);
+    const uint8_t  high              = HIGH;
     events.selector().thresholds.tau = tau;
     events.begin(g, event, c, selected, true, nullptr);
     events.request(g, event, selected);
     read_all();
-    for (const int32_t e : selected.chosen) { // if they do not fit together, each takes the place of those computed before it
+    // if they do not fit together, each takes the place of those computed before it
+    for (const int32_t e : selected.chosen) {
         const auto each_matrix = [&](const auto & f) REQUIRES(store_mutex) {
             for (const int32_t matrix : graph_order) {
                 if (g.tensors[(size_t) matrix] >= 0 && selected.is_chosen[e] & 1u << HIGH) {

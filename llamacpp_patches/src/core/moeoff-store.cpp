@@ -13,9 +13,8 @@
 namespace moeoff {
 
 store::store(const moeoff_params & p) : params(p), flags(p.flags), limits { p.cache_bytes, 0 } {
-    read = [this](const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
-        return read_slices(slices, n, cancel, direct, message);
-    };
+    read = [this](const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct,
+               std::string & message) { return read_slices(slices, n, cancel, direct, message); };
 }
 
 store::~store() {
@@ -26,7 +25,8 @@ store::~store() {
     }
 }
 
-int store::read_slices(const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
+int store::read_slices(
+    const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
     file_range ranges[files::max_ranges];
     for (int i = 0; i < n; i++) {
         ranges[i] = { slices[i].source->offset, slices[i].source->nbytes, slices[i].dst };
@@ -38,8 +38,9 @@ int store::read_slices(const slice_target * slices, int n, const std::atomic<boo
     for (int i = 0; i < n; i++) {
         const moeoff_source & src = *slices[i].source;
         if (src.hash != 0 && hash64(slices[i].dst + src.offset % page_size, src.nbytes, 0) != src.hash) {
-            message = sources.path(file) + ": the " + std::to_string(src.nbytes) + " bytes at offset " + std::to_string(src.offset) +
-                      " are not the ones that were converted (moeoff verify tells which expert they belong to)";
+            message = sources.path(file) + ": the " + std::to_string(src.nbytes) + " bytes at offset "
+                      + std::to_string(src.offset)
+                      + " are not the ones that were converted (moeoff verify tells which expert they belong to)";
             return EBADMSG;
         }
     }
@@ -130,11 +131,11 @@ bool store::is_decode(int32_t n_tokens) const {
 
 void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out) {
     static thread_local selection all; // it has the event's versions until the event is posted
-    const choice c = { event, strides.ids, strides.weights, strides.weights_step };
+    const choice                  c = { event, strides.ids, strides.weights, strides.weights_step };
     all.collect(c, map.n_experts());
-    event.decode = is_decode(event.n_tokens);
-    event.t_ns   = driver.running() ? now_ns() : 0; // before its own requests are queued
-    const bool is_eager = get_flags() & MOEOFF_FLAG_EAGER;
+    event.decode         = is_decode(event.n_tokens);
+    event.t_ns           = driver.running() ? now_ns() : 0; // before its own requests are queued
+    const bool is_eager  = get_flags() & MOEOFF_FLAG_EAGER;
     bool       is_inline = false, is_staged = false;
     if (out) {
         {
@@ -156,7 +157,8 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         }
         is_staged = out && device.is_staged(g, event.n_used, event.n_tokens);
         if (is_staged) {
-            std::fill(all.slot_of[HIGH].begin(), all.slot_of[HIGH].end(), -1); // a slot of its own serves no product of this batch
+            // a slot of its own serves no product of this batch
+            std::fill(all.slot_of[HIGH].begin(), all.slot_of[HIGH].end(), -1);
             device.next_wave(g, HIGH, table, all.uploads);
         }
         if (!is_inline) {
@@ -182,12 +184,13 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
             for (int32_t k = 0; k < event.n_used; k++, i++) {
                 const uint8_t v = event.versions ? event.versions[i] : (uint8_t) HIGH;
                 const int32_t e = c.id(t, k), slot = v == SKIP ? -1 : all.slot_of[v][e];
-                out->slots[i] = v == HIGH && slot >= 0 ? slot : n_slots + k; // a device's kernels take a token's ids for distinct
+                // a device's kernels take a token's ids for distinct
+                out->slots[i] = v == HIGH && slot >= 0 ? slot : n_slots + k;
                 out->host[i]  = slot >= 0 ? -1 : e;
                 if (out->low_slots) {
                     out->low_slots[i] = v == LOW && slot >= 0 ? slot : n_low_slots + k;
                 }
-                const bool is_there = v != SKIP && all.is_there[(size_t) e] & 1u << v;
+                const bool is_there    = v != SKIP && all.is_there[(size_t) e] & 1u << v;
                 const bool is_uploaded = slot >= 0 || (is_inline && v != SKIP); // of a later wave: without a slot yet
                 all.on_device[(size_t) i] = is_there ? 1 : is_uploaded ? 2 : 0;
             }
@@ -196,8 +199,8 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     }
     if (driver.running()) {
         const int32_t max_rows = max_gate_rows.load(std::memory_order_relaxed);
-        event.row_step = max_rows > 0 ? (event.n_tokens + max_rows - 1) / max_rows : 1;
-        event.n_rows   = (event.n_tokens + event.row_step - 1) / event.row_step;
+        event.row_step         = max_rows > 0 ? (event.n_tokens + max_rows - 1) / max_rows : 1;
+        event.n_rows           = (event.n_tokens + event.row_step - 1) / event.row_step;
         driver.post(event, strides);
     }
 }
@@ -216,7 +219,8 @@ void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_to
     }
     upload_before_use(g, now, slot_of);
     std::vector<uint8_t> version_of((size_t) g.n_expert), by_row((size_t) n_tokens * (size_t) n_used);
-    const bool is_by_row = versions(map.tensor_at(*std::max_element(g.tensors.begin(), g.tensors.end())), ids, version_of.data(), by_row.data(), by_row.size());
+    const bool           is_by_row = versions(map.tensor_at(*std::max_element(g.tensors.begin(), g.tensors.end())), ids,
+        version_of.data(), by_row.data(), by_row.size());
     for (const version v : { HIGH, LOW }) {
         const int32_t n_slots = n_device_slots(g, v, n_used, n_tokens);
         for (int32_t t = 0, i = 0; n_slots > 0 && t < n_tokens; t++) {
@@ -224,7 +228,7 @@ void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_to
             for (int32_t k = 0; k < n_used; k++, i++) {
                 const size_t  e    = (size_t) row[k];
                 const int32_t slot = (is_by_row ? by_row[(size_t) i] : version_of[e]) == v ? slot_of[v][e] : -1;
-                *out++ = slot >= 0 ? slot : n_slots + k;
+                *out++             = slot >= 0 ? slot : n_slots + k;
             }
         }
     }
@@ -249,7 +253,7 @@ void store::stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens) {
     if (g.index + 1 == map.n_gates()) {
         return;
     }
-    gate & next = map.gate_at(g.index + 1);
+    gate &              next = map.gate_at(g.index + 1);
     std::vector<upload> ahead;
     {
         store_lock lock(sync);
@@ -263,8 +267,8 @@ void store::stage_ahead(const gate & g, int64_t n_used, int64_t n_tokens) {
     }
 }
 
-// Uploads that the thread of their own will do: what they need is in memory, and has to stay there; what gives its slot to one of them takes what
-// room is left
+// Uploads that the thread of their own will do: what they need is in memory, and has to stay there; what gives its slot
+// to one of them takes what room is left
 void store::announce(const gate & g, std::vector<upload> & all) {
     for (upload & u : all) {
         table.hold(table.state_of(g, u.expert, u.precision));
@@ -286,11 +290,12 @@ void store::bring_down(const gate & g, const upload & u) {
         const read_request    r      = { &table.state_of(g, u.displaced, u.precision), m };
         const moeoff_source & source = table.source_of(*r.of, m);
         const int64_t         t0     = now_ns();
-        slots->read(g.index, (slot_set) u.precision, m, u.slot, table.destination(r) + source.offset % page_size, source.nbytes);
-        store_lock lock(sync);
+        slots->read(g.index, (slot_set) u.precision, m, u.slot, table.destination(r) + source.offset % page_size,
+            source.nbytes);
+        store_lock     lock(sync);
         moeoff_stats & stats = table.counters();
         stats.device_downloads++;
-        stats.device_bytes_down  += source.nbytes;
+        stats.device_bytes_down += source.nbytes;
         stats.device_download_ns += (uint64_t) (now_ns() - t0);
         table.end_read(r, 0, {});
         table.wake_workers(); // it may serve what could get no slot
@@ -299,7 +304,7 @@ void store::bring_down(const gate & g, const upload & u) {
 
 // Pins the slot of an expert that is held, for a device to read until the expert is released, if it can be
 void store::pin_slot(const gate & g, upload & u) {
-    store_lock lock(sync);
+    store_lock     lock(sync);
     expert_state & x = table.state_of(g, u.expert, u.precision);
     for (arena::pin_range range; x.size_class >= 0 && table.slots_of(x).begin_pin(x.size_class, x.slot, range);) {
         lock.unlock();
@@ -319,7 +324,8 @@ void store::write_expert(const gate & g, upload & u, bool is_ahead) {
         }
         if (u.from == upload::HOST) {
             const slice s = at(map.tensor_at(g.tensors[m]), u.expert, u.precision);
-            slots->write(g.index, is_staged ? STAGE : (slot_set) u.precision, m, is_staged ? u.stage : u.slot, s.data(), s.source.nbytes, is_ahead, u.is_pinned);
+            slots->write(g.index, is_staged ? STAGE : (slot_set) u.precision, m, is_staged ? u.stage : u.slot, s.data(),
+                s.source.nbytes, is_ahead, u.is_pinned);
         }
         if (is_staged && u.slot >= 0) {
             slots->copy(g.index, m, u.slot, u.stage, u.from == upload::OWN_SLOT);
@@ -329,8 +335,8 @@ void store::write_expert(const gate & g, upload & u, bool is_ahead) {
 
 // of experts whose copies have ended; ns: what they took, all together
 void store::end_uploads(const gate & g, const upload * all, size_t n, uint64_t ns, bool is_awaited) {
-    store_lock lock(sync);
-    moeoff_stats & stats = table.counters();
+    store_lock     lock(sync);
+    moeoff_stats & stats  = table.counters();
     const uint64_t before = stats.device_bytes;
     for (const upload * u = all; u < all + n; u++) {
         table.release(table.state_of(g, u->expert, u->precision), u->is_pinned, get_flags() & MOEOFF_FLAG_KEEP);
@@ -340,7 +346,7 @@ void store::end_uploads(const gate & g, const upload * all, size_t n, uint64_t n
     }
     device.uploaded(stats.device_bytes - before, ns);
     stats.device_upload_ns += ns;
-    stats.device_wait_ns   += is_awaited ? ns : 0;
+    stats.device_wait_ns += is_awaited ? ns : 0;
 }
 
 void store::upload_held(gate & g, std::vector<upload> & some) {
@@ -358,10 +364,11 @@ void store::upload_held(gate & g, std::vector<upload> & some) {
     end_uploads(g, some.data(), some.size(), (uint64_t) (now_ns() - t0), false);
 }
 
-// all of it is ready, and held until its upload ends; what host memory lacks is read, and wait_before is called before it is waited for. false: it cannot be read
+// all of it is ready, and held until its upload ends; what host memory lacks is read, and wait_before is called before
+// it is waited for. false: it cannot be read
 bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & wait_before) {
-    const uint8_t v = u.precision;
-    bool is_whole = true, is_cancelled = false;
+    const uint8_t v        = u.precision;
+    bool          is_whole = true, is_cancelled = false;
     for (const int32_t m : graph_order) {
         if (g.tensors[(size_t) m] < 0) {
             continue;
@@ -399,8 +406,8 @@ bool store::fetch_and_hold(gate & g, upload & u, const std::function<void()> & w
 // In the smallest arena there is room for one expert: while another is read, none is held
 void store::upload_before_use(gate & g, std::vector<upload> & all, std::vector<int32_t> * slot_of) {
     size_t     first = 0, n = 0; // of all, those that are being copied
-    uint64_t   ns    = 0;
-    const auto has_it = [](const upload & u) { return u.from != upload::HOST; };
+    uint64_t   ns            = 0;
+    const auto has_it        = [](const upload & u) { return u.from != upload::HOST; };
     const bool any_on_device = std::any_of(all.begin(), all.end(), has_it);
     for (upload & u : all) {
         if (has_it(u)) {
@@ -416,7 +423,7 @@ void store::upload_before_use(gate & g, std::vector<upload> & all, std::vector<i
     if (any_on_device) {
         slots->wait_on_device(g.index); // none of these copies is behind those that the host has to wait for
     }
-    const auto end   = [&] {
+    const auto end = [&] {
         if (n == 0) {
             return;
         }
@@ -469,7 +476,7 @@ void store::unpin(const tensor & t, int32_t expert, uint8_t v) {
 }
 
 running_op & store::begin_op(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) {
-    store_lock lock(sync);
+    store_lock   lock(sync);
     running_op & op = table.begin_op(t); // before anything can settle
     table.pin(t, experts, version_of, n);
     return op;
@@ -534,8 +541,9 @@ void store::fail(uint64_t graph, const slice & s) {
 
 // --- devices ---
 
-void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory,
-                       const std::vector<int32_t> & n_low_slots, int32_t n_stage, int32_t n_stages) {
+void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare,
+    const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory, const std::vector<int32_t> & n_low_slots,
+    int32_t n_stage, int32_t n_stages) {
     if (memory && !has_uploader) {
         uploads.start([this](gate & g, std::vector<upload> & some) { upload_held(g, some); });
         has_uploader = true;
@@ -547,7 +555,8 @@ void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spa
     uploads.drain();
     store_lock lock(sync);
     table.set_pinner(lock, nullptr); // while the memory of before is there
-    device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, n_low_slots, n_stage, n_stages, map, table);
+    device.reset(
+        memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, n_low_slots, n_stage, n_stages, map, table);
     table.set_pinner(lock, memory.get());
     slots = std::move(memory);
 }
@@ -615,7 +624,8 @@ void store::publish() {
     }
 }
 
-int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit) {
+int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v,
+    bool expected, int32_t limit) {
     int32_t             n_queued = 0;
     std::vector<upload> ahead;
     if (!started() || gi < 0 || gi >= map.n_gates()) {
@@ -640,10 +650,12 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
         }
         // The first few take what the limit leaves, each with all its matrices as far as it goes: each costs a slot
         const auto absent = [&](int32_t i) REQUIRES(store_mutex) {
-            return table.space.on_device(g, experts[i], v) ? (matrix_set) 0 : table.to_prefetch(table.state_of(g, experts[i], v), (matrix_set) matrices);
+            return table.space.on_device(g, experts[i], v)
+                       ? (matrix_set) 0
+                       : table.to_prefetch(table.state_of(g, experts[i], v), (matrix_set) matrices);
         };
         int32_t    n_read_now = 0, left = limit;
-        matrix_set of_last    = 0; // of the last of them
+        matrix_set of_last = 0; // of the last of them
         while (n_read_now < std::min(n, n_read) && left != 0) {
             of_last = 0;
             for (const int32_t m : graph_order) {
@@ -678,8 +690,8 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
 
 bool store::lacks(int32_t gi, const int32_t * experts, int32_t n, version v) const {
     const gate & g = map.gate_at(gi);
-    store_lock lock(sync);
-    const bool on_devices = device.computes_with(g, v);
+    store_lock   lock(sync);
+    const bool   on_devices = device.computes_with(g, v);
     return std::any_of(experts, experts + n, [&](int32_t e) REQUIRES(store_mutex) {
         const bool is_in_memory = table.is_in_memory(g, e, v) || table.is_in_memory(g, e);
         return !table.space.on_device(g, e, v) && (on_devices || !is_in_memory);
@@ -692,13 +704,13 @@ void store::clear() {
 }
 
 bool store::check_limits(uint64_t high, uint64_t low, std::string & error) {
-    const bool     low_needed = events.selector().uses_low() || events.selector().n_forced() > 0;
+    const bool     low_needed     = events.selector().uses_low() || events.selector().n_forced() > 0;
     const uint64_t bytes[n_pools] = { high, low };
     for (const version v : { HIGH, LOW }) {
         const uint64_t floor = map.arena_floor(v);
         if (bytes[v] < floor && (v == HIGH || low > 0 || low_needed)) {
-            error = "an arena of " + std::to_string(bytes[v]) + " bytes" + (v == LOW ? " for low versions" : "") + " is below the floor of " +
-                    std::to_string(floor);
+            error = "an arena of " + std::to_string(bytes[v]) + " bytes" + (v == LOW ? " for low versions" : "")
+                    + " is below the floor of " + std::to_string(floor);
             return false;
         }
     }
@@ -734,7 +746,8 @@ bool store::set_limits(uint64_t high, uint64_t low, std::string & error) {
             std::this_thread::sleep_for(std::chrono::microseconds(50)); // whoever computes gets the mutex
         }
     };
-    in_steps([this]() REQUIRES(store_mutex) { return table.approach_limits(limits[HIGH], limits[LOW]); }); // to where another call says meanwhile, too
+    // to where another call says meanwhile, too
+    in_steps([this]() REQUIRES(store_mutex) { return table.approach_limits(limits[HIGH], limits[LOW]); });
     const int64_t end = now_ns() + 1000000000; // a read that hangs is not waited for
     in_steps([this, end]() REQUIRES(store_mutex) { return !table.cancel_excess_reads() || now_ns() > end; });
     return true;
@@ -746,15 +759,17 @@ moeoff_options store::get_options() const {
 }
 
 bool store::check_options(const moeoff_options & o, std::string & error) const {
-    const moeoff_thresholds & t = o.thresholds;
-    const uint32_t fixed = ~(uint32_t) (MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER | MOEOFF_FLAG_LOG_READS);
+    const moeoff_thresholds & t     = o.thresholds;
+    const uint32_t            fixed = ~(uint32_t) (MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER | MOEOFF_FLAG_LOG_READS);
     if ((o.flags & fixed) != (get_flags() & fixed)) {
         error = "only KEEP, EAGER and LOG_READS may change after init";
     } else if (o.batch_kind < MOEOFF_BATCH_BY_SIZE || o.batch_kind > MOEOFF_BATCH_DECODE) {
         error = "no kind of batch: " + std::to_string(o.batch_kind);
-    } else if (!(0.0f <= t.t1 && t.t1 <= t.t2 && t.t2 <= 1.0f && 0.0f <= t.prefill_low_fraction && t.prefill_low_fraction <= 1.0f)) {
+    } else if (!(0.0f <= t.t1 && t.t1 <= t.t2 && t.t2 <= 1.0f && 0.0f <= t.prefill_low_fraction
+                   && t.prefill_low_fraction <= 1.0f)) {
         error = "thresholds need 0 <= t1 <= t2 <= 1 and a share between 0 and 1";
-    } else if (!(t.tau >= 0.0f && std::isfinite(t.tau)) || (t.tau > 0.0f && (t.t1 < 1.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED))) {
+    } else if (!(t.tau >= 0.0f && std::isfinite(t.tau))
+               || (t.tau > 0.0f && (t.t1 < 1.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED))) {
         error = "tau is a weight of at least 0, and in the place of t1, t2 and what was not predicted";
     } else if (t.flags & MOEOFF_THRESHOLDS_MISPREDICTED && (t.t1 < 1.0f || t.flags & MOEOFF_THRESHOLDS_BLIND)) {
         error = "what serves an expert that was not predicted depends on neither thresholds nor the gates alone";
@@ -788,8 +803,8 @@ int64_t store::force(const uint8_t * versions, int64_t n, std::string & error) {
     store_lock lock(sync);
     for (int64_t i = 0; i < n; i++) {
         if (versions[i] > SKIP || (versions[i] == LOW && limits[LOW] == 0)) {
-            error = "decision " + std::to_string(i) + " is " + std::to_string(versions[i]) +
-                    (versions[i] > SKIP ? "" : ", and there is no arena for low versions");
+            error = "decision " + std::to_string(i) + " is " + std::to_string(versions[i])
+                    + (versions[i] > SKIP ? "" : ", and there is no arena for low versions");
             return -1;
         }
     }
@@ -799,7 +814,8 @@ int64_t store::force(const uint8_t * versions, int64_t n, std::string & error) {
 
 // --- watching ---
 
-void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching) {
+void store::set_gate_callback(
+    moeoff_gate_callback callback, void * user, uint64_t max_bytes, moeoff_prefetching * prefetching) {
     if (!callback) {
         driver.stop();
         return;
@@ -812,8 +828,8 @@ void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64
         const auto are_absent = [this](int32_t gate, const int32_t * experts, int32_t n) {
             return lacks(gate, experts, n, HIGH);
         };
-        predictor = std::make_unique<gate_predictor>(*prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent,
-                                                     [this] { publish(); });
+        predictor = std::make_unique<gate_predictor>(
+            *prefetching, map.n_gates(), map.n_experts(), product, reads, are_absent, [this] { publish(); });
     }
     driver.start(callback, user, max_bytes, std::move(predictor));
 }
@@ -866,7 +882,8 @@ bool store::get_gate_stats(moeoff_gate_stats * out, int32_t n_gates, std::string
     }
     store_lock lock(sync);
     for (int32_t i = 0; i < n_gates; i++) {
-        out[i] = { map.gate_at(i).n_hits, map.gate_at(i).n_misses, stall_ns[(size_t) i].load(std::memory_order_relaxed) };
+        out[i] = { map.gate_at(i).n_hits, map.gate_at(i).n_misses,
+            stall_ns[(size_t) i].load(std::memory_order_relaxed) };
     }
     return true;
 }

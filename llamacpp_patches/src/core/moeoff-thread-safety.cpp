@@ -23,7 +23,9 @@ void event_count::sleep(uint32_t seen) {
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel compares the word itself");
 
-void event_count::block(uint32_t while_it_is) { syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, while_it_is, nullptr, nullptr, 0); }
+void event_count::block(uint32_t while_it_is) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, while_it_is, nullptr, nullptr, 0);
+}
 
 void event_count::wake(int n) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, n, nullptr, nullptr, 0); }
 
@@ -37,7 +39,9 @@ void event_count::block(uint32_t while_it_is) {
 }
 
 void event_count::wake(int n) {
-    { std::lock_guard<std::mutex> lock(mutex); } // who has compared the word is asleep by now
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+    } // who has compared the word is asleep by now
     if (n == 1) {
         changed.notify_one();
     } else {

@@ -1,7 +1,7 @@
 #pragma once
 
-// What clang's thread safety analysis needs to know (-Wthread-safety; `make lint-native` runs it), empty for other compilers,
-// mutexes whose locking it can follow, and what threads sleep on.
+// What clang's thread safety analysis needs to know (-Wthread-safety; `make lint-native` runs it), empty for other
+// compilers, mutexes whose locking it can follow, and what threads sleep on.
 
 #include <algorithm>
 #include <atomic>
@@ -18,32 +18,33 @@
 #    define MOEOFF_THREAD_SAFETY(x)
 #endif
 
-#define CAPABILITY(name)     MOEOFF_THREAD_SAFETY(capability(name))
-#define SCOPED_CAPABILITY    MOEOFF_THREAD_SAFETY(scoped_lockable)
-#define GUARDED_BY(x)        MOEOFF_THREAD_SAFETY(guarded_by(x))
-#define REQUIRES(...)        MOEOFF_THREAD_SAFETY(requires_capability(__VA_ARGS__))
-#define ACQUIRE(...)         MOEOFF_THREAD_SAFETY(acquire_capability(__VA_ARGS__))
-#define RELEASE(...)         MOEOFF_THREAD_SAFETY(release_capability(__VA_ARGS__))
-#define EXCLUDES(...)        MOEOFF_THREAD_SAFETY(locks_excluded(__VA_ARGS__))
+#define CAPABILITY(name) MOEOFF_THREAD_SAFETY(capability(name))
+#define SCOPED_CAPABILITY MOEOFF_THREAD_SAFETY(scoped_lockable)
+#define GUARDED_BY(x) MOEOFF_THREAD_SAFETY(guarded_by(x))
+#define REQUIRES(...) MOEOFF_THREAD_SAFETY(requires_capability(__VA_ARGS__))
+#define ACQUIRE(...) MOEOFF_THREAD_SAFETY(acquire_capability(__VA_ARGS__))
+#define RELEASE(...) MOEOFF_THREAD_SAFETY(release_capability(__VA_ARGS__))
+#define EXCLUDES(...) MOEOFF_THREAD_SAFETY(locks_excluded(__VA_ARGS__))
 #define ACQUIRED_BEFORE(...) MOEOFF_THREAD_SAFETY(acquired_before(__VA_ARGS__))
-#define UNCHECKED            MOEOFF_THREAD_SAFETY(no_thread_safety_analysis) // a function that drops its caller's lock
+#define UNCHECKED MOEOFF_THREAD_SAFETY(no_thread_safety_analysis) // a function that drops its caller's lock
 
 namespace moeoff {
 
 // how many forks lie between the first call and this process
 inline uint32_t n_forks() {
-    static std::atomic<uint32_t> n {0};
+    static std::atomic<uint32_t> n { 0 };
     static const int watching = pthread_atfork(nullptr, nullptr, [] { n.fetch_add(1, std::memory_order_relaxed); });
     (void) watching;
     return n.load(std::memory_order_relaxed);
 }
 
-// A count that threads sleep on until it changes (an "eventcount"): who waits reads it, looks whether there is something to do, and
-// sleeps only if it is still the same. Whoever makes something to do advances it, under a lock or not, and wakes afterwards, under none.
-// A futex where there are some, so that to advance costs one atomic operation while nobody sleeps.
+// A count that threads sleep on until it changes (an "eventcount"): who waits reads it, looks whether there is
+// something to do, and sleeps only if it is still the same. Whoever makes something to do advances it, under a lock or
+// not, and wakes afterwards, under none. A futex where there are some, so that to advance costs one atomic operation
+// while nobody sleeps.
 //
-// One thread is woken at a time: whatever happens before it has looked wakes no other, because it will see that, too. It says
-// itself how many more are worth waking.
+// One thread is woken at a time: whatever happens before it has looked wakes no other, because it will see that, too.
+// It says itself how many more are worth waking.
 class event_count {
   public:
     uint32_t now() const { return word.load(std::memory_order_seq_cst) & ~1u; }
@@ -67,10 +68,10 @@ class event_count {
   private:
     void block(uint32_t while_it_is);
 
-    // The count, and in its lowest bit: somebody sleeps, and nobody has been woken since. Both in one word, because between two
-    // of them a thread could go to sleep that nobody would wake.
-    std::atomic<uint32_t> word {0};
-    std::atomic<int>      asleep {0}; // or about to be
+    // The count, and in its lowest bit: somebody sleeps, and nobody has been woken since. Both in one word, because
+    // between two of them a thread could go to sleep that nobody would wake.
+    std::atomic<uint32_t> word { 0 };
+    std::atomic<int>      asleep { 0 }; // or about to be
 #ifndef __linux__
     std::mutex              mutex;
     std::condition_variable changed;
@@ -100,13 +101,13 @@ class SCOPED_CAPABILITY checked_lock {
     std::unique_lock<std::mutex> held;
 };
 
-// Slices, pools and the table of slices are guarded by the mutex of the store that they belong to, which they do not know. For
-// the analysis that mutex has one name, whichever store it is; store_lock holds the real one.
+// Slices, pools and the table of slices are guarded by the mutex of the store that they belong to, which they do not
+// know. For the analysis that mutex has one name, whichever store it is; store_lock holds the real one.
 struct CAPABILITY("mutex") store_mutex_name {};
 inline store_mutex_name store_mutex;
 
-// A store's mutex, and what threads sleep on. Who is to be woken is noted under the mutex and woken once it is free: a thread that is
-// woken earlier runs into it.
+// A store's mutex, and what threads sleep on. Who is to be woken is noted under the mutex and woken once it is free: a
+// thread that is woken earlier runs into it.
 class monitor {
   public:
     event_count work;    // I/O threads: a request was queued, or a slot became free. Each wakes the next

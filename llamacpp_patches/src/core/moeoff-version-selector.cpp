@@ -5,11 +5,12 @@
 
 namespace moeoff {
 
-// HOBBIT §3.2, equation 2: an expert's unimportance is the sum of the larger weights of the same token, all scaled to 1.
-// Among equal weights the one that the router lists first counts as the larger.
+// HOBBIT §3.2, equation 2: an expert's unimportance is the sum of the larger weights of the same token, all scaled
+// to 1. Among equal weights the one that the router lists first counts as the larger.
 void version_selector::of_token(const float * w, int32_t n, uint8_t * out) {
     if (by_own_weight()) {
-        std::transform(w, w + n, out, [this](float weight) { return (uint8_t) (weight < thresholds.tau ? SKIP : HIGH); });
+        std::transform(
+            w, w + n, out, [this](float weight) { return (uint8_t) (weight < thresholds.tau ? SKIP : HIGH); });
         return;
     }
     order.resize(n);
@@ -22,7 +23,7 @@ void version_selector::of_token(const float * w, int32_t n, uint8_t * out) {
     float before = 0.0f;
     for (const int32_t k : order) {
         const float s = total > 0.0f ? before / total : 0.0f; // no sensible weights: everything is important
-        out[k] = s <= thresholds.t1 ? HIGH : s <= thresholds.t2 ? LOW : SKIP;
+        out[k]        = s <= thresholds.t1 ? HIGH : s <= thresholds.t2 ? LOW : SKIP;
         before += w[k];
     }
     out[order[0]] = HIGH; // the first is always important
@@ -42,7 +43,7 @@ void version_selector::by_weight(const choice & c, const std::vector<int32_t> & 
         of_token(weights.data(), c.event.n_used, versions.data());
         for (int32_t k = 0; k < c.event.n_used; k++) {
             uint8_t & v = version_of[c.id(t, k)];
-            v = std::min(v, versions[k]);
+            v           = std::min(v, versions[k]);
         }
     }
 }
@@ -56,15 +57,17 @@ void version_selector::by_popularity(const choice & c, const std::vector<int32_t
         }
     }
     order = chosen;
-    std::sort(order.begin(), order.end(), [this](int32_t a, int32_t b) { return count[a] != count[b] ? count[a] < count[b] : a > b; });
+    std::sort(order.begin(), order.end(),
+        [this](int32_t a, int32_t b) { return count[a] != count[b] ? count[a] < count[b] : a > b; });
     const size_t n_low = (size_t) ((double) thresholds.prefill_low_fraction * (double) order.size());
     for (size_t i = 0; i < order.size(); i++) {
         version_of[order[i]] = i < n_low ? LOW : HIGH;
     }
 }
 
-void version_selector::select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident,
-                              const std::function<bool(int32_t)> & predicted, uint8_t * version_of) {
+void version_selector::select(const choice & c, const std::vector<int32_t> & chosen,
+    const std::function<bool(int32_t, version)> & resident, const std::function<bool(int32_t)> & predicted,
+    uint8_t * version_of) {
     const size_t n = (size_t) c.event.n_tokens * c.event.n_used;
     if (!forced.empty() && forced.size() < n) {
         forced.clear(); // of another run: what moeoff_force_versions() returns tells that none are left

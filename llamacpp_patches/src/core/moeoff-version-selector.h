@@ -1,7 +1,9 @@
 #pragma once
 
-// Which version serves each expert that a gate has chosen: a threshold on its weight or those of HOBBIT §3.2 where tokens are decoded, these or the
-// share of Fate §4.5 in a prompt and its rule for what was not predicted (§5.3), or decisions recorded in an earlier run; and the cache that routers alone would fill, which it may take for what is resident. Knows nothing of slices. Not thread safe.
+// Which version serves each expert that a gate has chosen: a threshold on its weight or those of HOBBIT §3.2 where
+// tokens are decoded, these or the share of Fate §4.5 in a prompt and its rule for what was not predicted (§5.3), or
+// decisions recorded in an earlier run; and the cache that routers alone would fill, which it may take for what is
+// resident. Knows nothing of slices. Not thread safe.
 
 #include "moeoff-expert-state.h"
 
@@ -16,10 +18,14 @@ namespace moeoff {
 // the experts and weights of a gate event; rows may be strided (bytes)
 struct choice {
     const moeoff_gate_event & event;
-    size_t ids_stride, weights_stride, weights_step;
+    size_t                    ids_stride, weights_stride, weights_step;
 
-    int32_t id(int32_t t, int32_t k) const { return ((const int32_t *) ((const char *) event.ids + t * ids_stride))[k]; }
-    float   weight(int32_t t, int32_t k) const { return *(const float *) ((const char *) event.weights + t * weights_stride + k * weights_step); }
+    int32_t id(int32_t t, int32_t k) const {
+        return ((const int32_t *) ((const char *) event.ids + t * ids_stride))[k];
+    }
+    float weight(int32_t t, int32_t k) const {
+        return *(const float *) ((const char *) event.weights + t * weights_stride + k * weights_step);
+    }
 };
 
 class version_selector {
@@ -27,19 +33,23 @@ class version_selector {
     moeoff_thresholds thresholds = { 1.0f, 1.0f, 0.0f, 0, 0.0f };
 
     // false: all is served in high precision, select() need not be called
-    bool active() const { return thresholds.t1 < 1.0f || by_own_weight() || uses_low() || !forced.empty(); }
-    bool by_own_weight() const { return thresholds.tau > 0.0f; }
-    bool uses_low() const { return uses_low(thresholds); }
-    static bool uses_low(const moeoff_thresholds & t) { return t.t1 < t.t2 || t.prefill_low_fraction > 0.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED; }
+    bool        active() const { return thresholds.t1 < 1.0f || by_own_weight() || uses_low() || !forced.empty(); }
+    bool        by_own_weight() const { return thresholds.tau > 0.0f; }
+    bool        uses_low() const { return uses_low(thresholds); }
+    static bool uses_low(const moeoff_thresholds & t) {
+        return t.t1 < t.t2 || t.prefill_low_fraction > 0.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED;
+    }
 
     // appends decisions [n_tokens, n_used] of gate events to come
     void   force(const uint8_t * versions, size_t n) { forced.insert(forced.end(), versions, versions + n); }
     size_t n_forced() const { return forced.size(); }
 
-    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version READY (with tau: or on their way)? predicted(e): has a
-    // prefetch asked for its high version? Experts that no token chose keep what they had.
-    void select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident,
-                const std::function<bool(int32_t)> & predicted, uint8_t * version_of);
+    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version READY
+    // (with tau: or on their way)? predicted(e): has a prefetch asked for its high version? Experts that no token chose
+    // keep what they had.
+    void select(const choice & c, const std::vector<int32_t> & chosen,
+        const std::function<bool(int32_t, version)> & resident, const std::function<bool(int32_t)> & predicted,
+        uint8_t * version_of);
     // out [n]: what serves each of a token's experts with these weights if none is resident
     void of_token(const float * weights, int32_t n, uint8_t * out);
 
@@ -53,8 +63,8 @@ class version_selector {
     std::vector<uint8_t> versions;
 };
 
-// What a cache would hold that keeps the same share of every gate's experts, by decayed counts of their uses (the policy "decay"),
-// if it were driven by the routers alone: no read is late in it, and nothing else is in memory.
+// What a cache would hold that keeps the same share of every gate's experts, by decayed counts of their uses (the
+// policy "decay"), if it were driven by the routers alone: no read is late in it, and nothing else is in memory.
 class simulated_cache {
   public:
     // another one empties it; negative: there is none
@@ -67,7 +77,9 @@ class simulated_cache {
 
     float share() const { return of_experts; }
     bool  is_on() const { return of_experts >= 0.0f; }
-    bool  has(int32_t gate, int32_t expert) const { return (size_t) expert < gates[gate].is_in.size() && gates[gate].is_in[expert]; }
+    bool  has(int32_t gate, int32_t expert) const {
+        return (size_t) expert < gates[gate].is_in.size() && gates[gate].is_in[expert];
+    }
 
     // a token has used n experts of a gate; those that is_read leaves out are not brought in
     void use(int32_t gate, int32_t n_expert, const int32_t * experts, const uint8_t * is_read, int32_t n) {
@@ -87,13 +99,14 @@ class simulated_cache {
             }
             int32_t victim = -1;
             for (int32_t v = 0; g.n_in >= capacity && v < n_expert; v++) {
-                if (g.is_in[v] && (victim < 0 || g.count[v] < g.count[victim]) && std::find(experts, experts + n, v) == experts + n) {
+                if (g.is_in[v] && (victim < 0 || g.count[v] < g.count[victim])
+                    && std::find(experts, experts + n, v) == experts + n) {
                     victim = v;
                 }
             }
             if (g.n_in < capacity || victim >= 0) {
                 g.is_in[e] = 1;
-                g.n_in    += victim < 0;
+                g.n_in += victim < 0;
             }
             if (victim >= 0) {
                 g.is_in[victim] = 0;

@@ -1,7 +1,8 @@
 #pragma once
 
-// Attention of query rows that share a KV head, with the bits of ggml's FLASH_ATTN_EXT: each row of K and of V is loaded and converted once for
-// all of them. Numbers are rounded, and added up, where ggml's one_chunk and tiled functions (ops.cpp) do it.
+// Attention of query rows that share a KV head, with the bits of ggml's FLASH_ATTN_EXT: each row of K and of V is
+// loaded and converted once for all of them. Numbers are rounded, and added up, where ggml's one_chunk and tiled
+// functions (ops.cpp) do it.
 
 #include "moeoff-simd.h"
 
@@ -25,7 +26,8 @@ static inline void fetch(const char * p, int bytes) {
 
 // --- one_chunk: one position after the other ---
 
-// products of R query rows, dk apart, with a row of K; each has four sums, which are added as ggml_vec_dot_f16 adds them
+// products of R query rows, dk apart, with a row of K; each has four sums, which are added as ggml_vec_dot_f16 adds
+// them
 template <int R> static inline void dots(int dk, const float * k, const float * q, vec * out) {
     vec a[R][4];
     MOEOFF_UNROLL for (int r = 0; r < R; r++) {
@@ -40,10 +42,12 @@ template <int R> static inline void dots(int dk, const float * k, const float * 
     MOEOFF_UNROLL for (int r = 0; r < R; r++) { out[r] = add(add(a[r][0], a[r][2]), add(a[r][1], a[r][3])); }
 }
 
-// out[t * R + r] = position t's row of K, of halves, times query row r. What lies `ahead` bytes on is fetched. Writes up to lanes - 1 numbers more.
-template <int R> static inline void scores(int dk, int n, const char * const * k, ptrdiff_t ahead, const float * q, float * out) {
-    constexpr int    at_once = std::min(R, lanes / 4); // as many as registers hold the sums of
-    constexpr int    n_positions = lanes / R;
+// out[t * R + r] = position t's row of K, of halves, times query row r. What lies `ahead` bytes on is fetched. Writes
+// up to lanes - 1 numbers more.
+template <int R>
+static inline void scores(int dk, int n, const char * const * k, ptrdiff_t ahead, const float * q, float * out) {
+    constexpr int     at_once     = std::min(R, lanes / 4); // as many as registers hold the sums of
+    constexpr int     n_positions = lanes / R;
     alignas(64) float row[max_head];
     for (int first = 0; first < n; first += n_positions) {
         vec products[lanes];
@@ -65,7 +69,8 @@ template <int R> static inline void scores(int dk, int n, const char * const * k
 static inline __m256i bytes_of(const block_q8_0 & x) { return _mm256_loadu_si256((const __m256i *) x.qs); }
 static inline __m256i bytes_of(const block_q4_0 & x) {
     const __m128i bits = _mm_loadu_si128((const __m128i *) x.qs);
-    return _mm256_sub_epi8(_mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bits, 4), bits), _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+    return _mm256_sub_epi8(
+        _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bits, 4), bits), _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
 }
 
 // A query row as vec_dot takes it, and before it the blocks' scales as floats, if it has blocks of q8_0.
@@ -78,7 +83,8 @@ struct converted_row {
 
 // as `scores`, of rows of blocks; query rows are q_bytes apart
 template <int R, class B>
-static inline void scores_of_blocks(int dk, int n, const char * const * k, ptrdiff_t ahead, char * q, size_t q_bytes, float * out) {
+static inline void scores_of_blocks(
+    int dk, int n, const char * const * k, ptrdiff_t ahead, char * q, size_t q_bytes, float * out) {
     constexpr int n_positions = 8 / R;
     for (int first = 0; first < n; first += n_positions) {
         __m256 products[8];
@@ -93,8 +99,9 @@ static inline void scores_of_blocks(int dk, int n, const char * const * k, ptrdi
                 MOEOFF_UNROLL for (int r = 0; r < R; r++) {
                     const converted_row y(q + r * q_bytes, dk);
                     const __m256i       with_sign = _mm256_sign_epi8(bytes_of(y.blocks[b]), bytes);
-                    const __m256i       sums      = _mm256_madd_epi16(_mm256_maddubs_epi16(size, with_sign), _mm256_set1_epi16(1));
-                    a[r] = _mm256_fmadd_ps(_mm256_mul_ps(scale, _mm256_set1_ps(y.scales[b])), _mm256_cvtepi32_ps(sums), a[r]);
+                    const __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(size, with_sign), _mm256_set1_epi16(1));
+                    a[r]               = _mm256_fmadd_ps(
+                        _mm256_mul_ps(scale, _mm256_set1_ps(y.scales[b])), _mm256_cvtepi32_ps(sums), a[r]);
                 }
             }
             MOEOFF_UNROLL for (int r = 0; r < R; r++) { products[i * R + r] = a[r]; }
@@ -106,8 +113,8 @@ static inline void scores_of_blocks(int dk, int n, const char * const * k, ptrdi
 // a row of V as floats, with the bits of ggml's to_float
 template <class B> static inline void unpack(const void * row, float * out, int64_t n) {
     for (int b = 0; b < n / QK8_0; b++) {
-        const B &    x     = ((const B *) row)[b];
-        const __m256 scale = _mm256_set1_ps(_cvtsh_ss(x.d));
+        const B &          x     = ((const B *) row)[b];
+        const __m256       scale = _mm256_set1_ps(_cvtsh_ss(x.d));
         alignas(32) int8_t bytes[QK8_0];
         _mm256_store_si256((__m256i *) bytes, bytes_of(x));
         for (int i = 0; i < QK8_0; i += 8) {
@@ -117,7 +124,8 @@ template <class B> static inline void unpack(const void * row, float * out, int6
     }
 }
 
-// the positions of a tile where a row's score is its largest so far: what was added up before is multiplied by scale there
+// the positions of a tile where a row's score is its largest so far: what was added up before is multiplied by scale
+// there
 struct maxima {
     int     n = 0;
     uint8_t position[tile];
@@ -128,9 +136,11 @@ struct score_rule {
     float scale, softcap;
 };
 
-// Scores become weights; M and S, the rows' largest scores and sums of weights, go on. mask: of each position; slope: of each row.
+// Scores become weights; M and S, the rows' largest scores and sums of weights, go on. mask: of each position; slope:
+// of each row.
 template <int R>
-static inline maxima softmax(const score_rule & rule, int n, float * s, const float * mask, const float * slope, float * M, float * S) {
+static inline maxima softmax(
+    const score_rule & rule, int n, float * s, const float * mask, const float * slope, float * M, float * S) {
     const int n_padded = (n * R + lanes - 1) / lanes * lanes;
     float     added[tile * R + lanes], so_far[lanes];
     for (int t = 0; t < n; t++) {
@@ -151,7 +161,7 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
         }
     }
     const vec scale = all(rule.softcap != 0 ? 1.0f : rule.scale), before = load(so_far);
-    bool      any   = false;
+    bool      any = false;
     for (int i = 0; i < n_padded; i += lanes) {
         const vec x = add(mul(load(s + i), scale), load(added + i));
         store(s + i, x);
@@ -175,8 +185,8 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
         for (int r = 0; r < R; r++) {
             const float x = s[t * R + r], old = M[r];
             is_largest[t] |= (uint8_t) ((x > old) << r);
-            M[r]          = x > old ? x : old;
-            s[t * R + r]  = -fabsf(x - old); // ggml has expf of this either way: of the scale, or of the weight
+            M[r]         = x > old ? x : old;
+            s[t * R + r] = -fabsf(x - old); // ggml has expf of this either way: of the scale, or of the weight
         }
     }
     for (int i = 0; i < n_padded; i += lanes) {
@@ -190,7 +200,7 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
                 std::swap(weight, factor);
             }
             largest.scale[largest.n * R + r] = factor;
-            S[r] = fmaf(S[r], factor, weight);
+            S[r]                             = fmaf(S[r], factor, weight);
         }
         if (is_largest[t]) {
             largest.position[largest.n++] = (uint8_t) t;
@@ -201,9 +211,9 @@ static inline maxima softmax(const score_rule & rule, int n, float * s, const fl
 
 // How weights times V are added up, by vectors of `width` numbers. V has floats.
 struct float_sums {
-    using numbers = vec;
+    using numbers              = vec;
     static constexpr int width = lanes;
-    using number = float;
+    using number               = float;
     static vec  begin(const float * acc) { return load(acc); }
     static void end(float * acc, vec a) { store(acc, a); }
     static vec  same(float x) { return all(x); }
@@ -227,9 +237,9 @@ struct rounded_sums : sums_of_halves {
 #ifdef __AVX512FP16__
 // Everything is of halves, the weight, too.
 struct half_sums {
-    using numbers = __m512h;
+    using numbers              = __m512h;
     static constexpr int width = 2 * lanes;
-    using number = ggml_half;
+    using number               = ggml_half;
     static __m512h begin(const float * acc) {
         const __m256i low = _mm512_cvtps_ph(load(acc), 0), high = _mm512_cvtps_ph(load(acc + lanes), 0);
         return _mm512_castsi512_ph(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
@@ -248,7 +258,8 @@ struct half_sums {
 
 // acc[r * dv + d] += weights of row r times V, for C vectors of columns from v's on.
 template <int R, int C, class Sums>
-static inline void some_values(int dv, int column, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
+static inline void some_values(int dv, int column, int n, const char * const * v, ptrdiff_t ahead,
+    const float * weights, const maxima & largest, float * acc) {
     constexpr int          bytes = C * Sums::width * sizeof(typename Sums::number);
     typename Sums::numbers a[R][C];
     acc += column;
@@ -283,7 +294,8 @@ static inline void some_values(int dv, int column, int n, const char * const * v
 
 // as `some_values`, columns from d to end
 template <int R, class Sums>
-static inline void values(int dv, int d, int end, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
+static inline void values(int dv, int d, int end, int n, const char * const * v, ptrdiff_t ahead, const float * weights,
+    const maxima & largest, float * acc) {
     constexpr int C = std::min(128 / Sums::width, lanes / R), step = C * Sums::width; // as many as registers hold
     for (; d + step <= end; d += step) {
         some_values<R, C, Sums>(dv, d, n, v, ahead, weights, largest, acc);
@@ -295,7 +307,8 @@ static inline void values(int dv, int d, int end, int n, const char * const * v,
 
 // as ggml adds up halves
 template <int R>
-static inline void values_of_halves(int dv, int n, const char * const * v, ptrdiff_t ahead, const float * weights, const maxima & largest, float * acc) {
+static inline void values_of_halves(int dv, int n, const char * const * v, ptrdiff_t ahead, const float * weights,
+    const maxima & largest, float * acc) {
     int d = 0;
 #ifdef __AVX512FP16__
     d = dv / 128 * 128; // what is left it adds as floats
@@ -306,7 +319,8 @@ static inline void values_of_halves(int dv, int n, const char * const * v, ptrdi
 
 // --- tiled: 64 positions at a time ---
 
-constexpr int block_positions = 64, panel_width = 2 * lanes, panel_rows = lanes == 16 ? 8 : 6; // positions; columns and rows whose sums registers hold
+// positions; columns and rows whose sums registers hold
+constexpr int block_positions = 64, panel_width = 2 * lanes, panel_rows = lanes == 16 ? 8 : 6;
 
 // out[d * panel_width + i] = number d of row i, of halves; rows that are missing are 0
 static inline void transpose(const char * const * rows, int n_rows, int n, float * out) {
@@ -317,8 +331,12 @@ static inline void transpose(const char * const * rows, int n_rows, int n, float
                 r[i] = half * lanes + i < n_rows ? load_halves(rows[half * lanes + i] + 2 * d) : zero();
             }
 #ifdef MOEOFF_SIMD_512
-            const auto low  = [](vec a, vec b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
-            const auto high = [](vec a, vec b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
+            const auto low = [](vec a, vec b) {
+                return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+            };
+            const auto high = [](vec a, vec b) {
+                return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+            };
             MOEOFF_UNROLL for (int i = 0; i < 16; i += 2) {
                 t[i]     = _mm512_unpacklo_ps(r[i], r[i + 1]);
                 t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
@@ -361,7 +379,8 @@ static inline void transpose(const char * const * rows, int n_rows, int n, float
     }
 }
 
-// c[R][panel_width] (rows c_stride apart) = c, or 0, + a[R][n] (rows a_stride apart) * b[n][panel_width]: for each number one chain of fma
+// c[R][panel_width] (rows c_stride apart) = c, or 0, + a[R][n] (rows a_stride apart) * b[n][panel_width]: for each
+// number one chain of fma
 template <int R, bool FromZero>
 static inline void panel(int n, const float * a, int a_stride, const float * b, float * c, int c_stride) {
     vec x[R][2];
@@ -386,7 +405,8 @@ static inline void panel(int n, const float * a, int a_stride, const float * b, 
 
 // as many rows as there are: at most panel_rows
 template <bool FromZero, int R = panel_rows>
-static inline void panel_of(int n_rows, int n, const float * a, int a_stride, const float * b, float * c, int c_stride) {
+static inline void panel_of(
+    int n_rows, int n, const float * a, int a_stride, const float * b, float * c, int c_stride) {
     if (n_rows == R) {
         panel<R, FromZero>(n, a, a_stride, b, c, c_stride);
     } else if constexpr (R > 1) {

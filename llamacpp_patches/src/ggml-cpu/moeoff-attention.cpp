@@ -1,12 +1,13 @@
-// FLASH_ATTN_EXT as ggml's ops.cpp has it, in its three ways: a token behind many positions, which the threads share; few tokens, or K and V that are
-// not of halves, of which the threads share the query rows; and prompts, by blocks of 64 positions. Which of them ggml takes decides the bits.
+// FLASH_ATTN_EXT as ggml's ops.cpp has it, in its three ways: a token behind many positions, which the threads share;
+// few tokens, or K and V that are not of halves, of which the threads share the query rows; and prompts, by blocks of
+// 64 positions. Which of them ggml takes decides the bits.
 
 #include "moeoff-attention.h"
 
 #include "moeoff-simd.h"
 #ifdef MOEOFF_SIMD
-#define MOEOFF_ATTENTION
-#include "moeoff-attention-kernels.h"
+#    define MOEOFF_ATTENTION
+#    include "moeoff-attention-kernels.h"
 #endif
 
 #include "ggml-cpu-impl.h"
@@ -31,44 +32,51 @@ static std::atomic<bool> is_switched_off = { false };
 constexpr int64_t least_shared = 512; // positions
 constexpr int64_t least_prompt = 64;  // tokens
 
-// who computes an op of the comparison that the kernels must pass: the last of its parameters, of which attention uses four
+// who computes an op of the comparison that the kernels must pass: the last of its parameters, of which attention uses
+// four
 enum computed_by { EITHER, GGML, OURS };
 constexpr int computed_by_param = 15;
 constexpr int in_f32_param      = 15; // of a KV cache's K, which is computed by no op
 
 struct shape {
-    const ggml_tensor * op, * q, * k, * v, * mask, * sinks;
-    int                 dk, dv, n_tokens, n_heads, n_kv_heads, n_streams;
-    int                 n_group; // query heads of a KV head
-    int64_t             n_kv;
-    bool                in_f32; // sums, and query rows, instead of halves
+    const ggml_tensor *op, *q, *k, *v, *mask, *sinks;
+    int                dk, dv, n_tokens, n_heads, n_kv_heads, n_streams;
+    int                n_group; // query heads of a KV head
+    int64_t            n_kv;
+    bool               in_f32; // sums, and query rows, instead of halves
 
     explicit shape(const ggml_tensor * op)
-        : op(op), q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]), dk((int) k->ne[0]), dv((int) v->ne[0]),
-          n_tokens((int) q->ne[1]), n_heads((int) q->ne[2]), n_kv_heads((int) k->ne[2]), n_streams((int) q->ne[3]), n_group(n_heads / n_kv_heads), n_kv(k->ne[1]),
+        : op(op), q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]), dk((int) k->ne[0]),
+          dv((int) v->ne[0]), n_tokens((int) q->ne[1]), n_heads((int) q->ne[2]), n_kv_heads((int) k->ne[2]),
+          n_streams((int) q->ne[3]), n_group(n_heads / n_kv_heads), n_kv(k->ne[1]),
           in_f32(ggml_get_op_params_i32(k->view_src ? k->view_src : k, in_f32_param)) {}
 
     bool of_halves() const { return k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16; }
     bool is_shared() const { return of_halves() && n_tokens == 1 && n_streams == 1 && n_kv >= least_shared; }
     bool is_prompt() const { return of_halves() && n_tokens >= least_prompt; }
     // query rows of a KV head, token by token
-    int  n_rows() const { return n_group * n_tokens; }
+    int n_rows() const { return n_group * n_tokens; }
 };
 
 #ifdef MOEOFF_ATTENTION
 
-static bool has_step(int64_t n) { return n > 0 && n % (4 * lanes) == 0 && n <= max_head; } // ggml adds what is left of a row in another way
+// ggml adds what is left of a row in another way
+static bool has_step(int64_t n) { return n > 0 && n % (4 * lanes) == 0 && n <= max_head; }
 
 static bool is_covered(const shape & s) {
-    const ggml_tensor * q = s.q, * k = s.k, * v = s.v, * mask = s.mask;
-    const auto * traits = ggml_get_type_traits_cpu(k->type);
-    return has_step(s.dk) && has_step(s.dv) && q->type == GGML_TYPE_F32 && s.op->type == GGML_TYPE_F32 && k->type != GGML_TYPE_F32 &&
-           traits->vec_dot && ggml_get_type_traits_cpu(traits->vec_dot_type)->from_float && ggml_get_type_traits(v->type)->to_float &&
-           q->nb[0] == sizeof(float) && k->nb[0] == ggml_type_size(k->type) && v->nb[0] == ggml_type_size(v->type) && ggml_is_contiguous(s.op) &&
-           q->ne[0] == k->ne[0] && s.dk % ggml_blck_size(traits->vec_dot_type) == 0 && v->ne[1] == k->ne[1] && v->ne[2] == k->ne[2] && v->ne[3] == k->ne[3] &&
-           q->ne[2] % k->ne[2] == 0 && q->ne[3] % k->ne[3] == 0 && s.n_kv > 0 && s.n_rows() > 0 &&
-           (!mask || (mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t) && mask->ne[0] >= k->ne[1] && mask->ne[1] >= q->ne[1])) &&
-           (!s.sinks || s.sinks->type == GGML_TYPE_F32);
+    const ggml_tensor *q = s.q, *k = s.k, *v = s.v, *mask = s.mask;
+    const auto *       traits = ggml_get_type_traits_cpu(k->type);
+    return has_step(s.dk) && has_step(s.dv) && q->type == GGML_TYPE_F32 && s.op->type == GGML_TYPE_F32
+           && k->type != GGML_TYPE_F32 && traits->vec_dot && ggml_get_type_traits_cpu(traits->vec_dot_type)->from_float
+           && ggml_get_type_traits(v->type)->to_float && q->nb[0] == sizeof(float)
+           && k->nb[0] == ggml_type_size(k->type) && v->nb[0] == ggml_type_size(v->type) && ggml_is_contiguous(s.op)
+           && q->ne[0] == k->ne[0] && s.dk % ggml_blck_size(traits->vec_dot_type) == 0 && v->ne[1] == k->ne[1]
+           && v->ne[2] == k->ne[2] && v->ne[3] == k->ne[3] && q->ne[2] % k->ne[2] == 0 && q->ne[3] % k->ne[3] == 0
+           && s.n_kv > 0 && s.n_rows() > 0
+           && (!mask
+               || (mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t) && mask->ne[0] >= k->ne[1]
+                   && mask->ne[1] >= q->ne[1]))
+           && (!s.sinks || s.sinks->type == GGML_TYPE_F32);
 }
 
 // the op's parameters and addresses
@@ -89,17 +97,22 @@ struct attention_op : shape {
     }
 
     float slope(uint32_t head) const {
-        return max_bias <= 0 ? 1.0f : head < n_first_heads ? powf(m0, head + 1) : powf(m1, 2 * (head - n_first_heads) + 1);
+        return max_bias <= 0          ? 1.0f
+               : head < n_first_heads ? powf(m0, head + 1)
+                                      : powf(m1, 2 * (head - n_first_heads) + 1);
     }
     const float * query(int token, int head, int stream) const {
         return (const float *) ((const char *) q->data + token * q->nb[1] + head * q->nb[2] + stream * q->nb[3]);
     }
     const ggml_fp16_t * mask_row(int token, int head, int stream) const {
-        return !mask ? nullptr : (const ggml_fp16_t *) ((const char *) mask->data + token * mask->nb[1] + head % mask->ne[2] * mask->nb[2] + stream % mask->ne[3] * mask->nb[3]);
+        return !mask ? nullptr
+                     : (const ggml_fp16_t *) ((const char *) mask->data + token * mask->nb[1]
+                                              + head % mask->ne[2] * mask->nb[2] + stream % mask->ne[3] * mask->nb[3]);
     }
     // of K or V
     const char * row(const ggml_tensor * t, int64_t position, int kv_head, int stream) const {
-        return (const char *) t->data + position * t->nb[1] + kv_head * t->nb[2] + stream / (q->ne[3] / t->ne[3]) * t->nb[3];
+        return (const char *) t->data + position * t->nb[1] + kv_head * t->nb[2]
+               + stream / (q->ne[3] / t->ne[3]) * t->nb[3];
     }
     float * output(int token, int head, int stream) const {
         return (float *) op->data + (((size_t) stream * n_tokens + token) * n_heads + head) * dv;
@@ -150,11 +163,14 @@ class query_rows {
     static constexpr int most = 64, parts_per_thread = 1, step = tile;
 
     // of n rows
-    static size_t bytes(const shape & s, int n) { return n * (sizeof(void *) + (s.dk + s.dv + 3) * sizeof(float)) + tile * s.dv * sizeof(float); }
+    static size_t bytes(const shape & s, int n) {
+        return n * (sizeof(void *) + (s.dk + s.dv + 3) * sizeof(float)) + tile * s.dv * sizeof(float);
+    }
 
     query_rows(const attention_op & op, char * memory, int n)
-        : op(op), mask((const ggml_fp16_t **) memory), q((char *) (mask + n)), acc((float *) (q + n * q_bytes())), M(acc + (size_t) n * op.dv), S(M + n), slope(S + n),
-          values_of_tile(slope + n), to_float(to_float_of(op.v->type)) {}
+        : op(op), mask((const ggml_fp16_t **) memory), q((char *) (mask + n)), acc((float *) (q + n * q_bytes())),
+          M(acc + (size_t) n * op.dv), S(M + n), slope(S + n), values_of_tile(slope + n),
+          to_float(to_float_of(op.v->type)) {}
 
     void set(int i, int token, int head, int stream) {
         const float *   numbers   = op.query(token, head, stream);
@@ -206,7 +222,7 @@ class query_rows {
     void add_sink(int i, const float * sink) {
         if (sink && *sink > M[i]) {
             const float scale = expf(M[i] - *sink);
-            M[i] = *sink;
+            M[i]              = *sink;
             ggml_vec_scale_f32(op.dv, of(i), scale);
             S[i] = S[i] * scale + 1.0f;
         } else if (sink) {
@@ -228,7 +244,7 @@ class query_rows {
     const attention_op & op;
     const ggml_fp16_t ** mask;
     char *               q; // of floats, or converted_row
-    float *              acc, * M, * S, * slope, * values_of_tile;
+    float *              acc, *M, *S, *slope, *values_of_tile;
     ggml_to_float_t      to_float; // of V
     visible              seen;
 
@@ -237,7 +253,8 @@ class query_rows {
 
     int with_equal_mask(int row, int n, int64_t begin, int n_positions) const {
         for (int i = 1; i < n; i++) {
-            if (mask[row + i] != mask[row] && memcmp(mask[row + i] + begin, mask[row] + begin, n_positions * sizeof(ggml_fp16_t)) != 0) {
+            if (mask[row + i] != mask[row]
+                && memcmp(mask[row + i] + begin, mask[row] + begin, n_positions * sizeof(ggml_fp16_t)) != 0) {
                 return i;
             }
         }
@@ -245,21 +262,28 @@ class query_rows {
     }
 
     template <int R> void some_rows(int kv_head, int stream, int r, int64_t begin) {
-        const char * k[tile], * v[tile];
+        const char *k[tile], *v[tile];
         for (int i = 0; i < seen.n; i++) {
             k[i] = op.row(op.k, begin + seen.position[i], kv_head, stream);
-            v[i] = has_halves() ? op.row(op.v, begin + seen.position[i], kv_head, stream) : (const char *) (values_of_tile + seen.position[i] * op.dv);
+            v[i] = has_halves() ? op.row(op.v, begin + seen.position[i], kv_head, stream)
+                                : (const char *) (values_of_tile + seen.position[i] * op.dv);
         }
         alignas(64) float weights[tile * R + lanes];
-        char *          rows  = q + r * q_bytes();
-        const ptrdiff_t ahead = tile * op.k->nb[1];
+        char *            rows  = q + r * q_bytes();
+        const ptrdiff_t   ahead = tile * op.k->nb[1];
         switch (op.k->type) {
             case GGML_TYPE_F16: scores<R>(op.dk, seen.n, k, ahead, (const float *) rows, weights); break;
-            case GGML_TYPE_Q8_0: scores_of_blocks<R, block_q8_0>(op.dk, seen.n, k, ahead, rows, q_bytes(), weights); break;
-            case GGML_TYPE_Q4_0: scores_of_blocks<R, block_q4_0>(op.dk, seen.n, k, ahead, rows, q_bytes(), weights); break;
+            case GGML_TYPE_Q8_0:
+                scores_of_blocks<R, block_q8_0>(op.dk, seen.n, k, ahead, rows, q_bytes(), weights);
+                break;
+            case GGML_TYPE_Q4_0:
+                scores_of_blocks<R, block_q4_0>(op.dk, seen.n, k, ahead, rows, q_bytes(), weights);
+                break;
             default:
                 for (int i = 0; i < seen.n * R; i++) {
-                    ggml_get_type_traits_cpu(op.k->type)->vec_dot(op.dk, weights + i, 0, k[i / R], 0, converted_row(rows + i % R * q_bytes(), op.dk).blocks, 0, 1);
+                    ggml_get_type_traits_cpu(op.k->type)
+                        ->vec_dot(op.dk, weights + i, 0, k[i / R], 0,
+                            converted_row(rows + i % R * q_bytes(), op.dk).blocks, 0, 1);
                 }
         }
         const maxima largest = softmax<R>(op.rule, seen.n, weights, seen.mask, slope + r, M + r, S + r);
@@ -280,20 +304,22 @@ static char * memory_of(const ggml_compute_params * params, size_t bytes) {
     return (char *) params->wdata + params->ith * padded;
 }
 
-// A token behind many positions: each thread takes a stretch of them, as ggml shares them out, and all heads; then the stretches are added up.
+// A token behind many positions: each thread takes a stretch of them, as ggml shares them out, and all heads; then the
+// stretches are added up.
 static void attend_shared(const ggml_compute_params * params, const attention_op & op) {
-    const int     ith = params->ith, nth = params->nth, n_partial = op.dv + 2;
-    const size_t  bytes    = query_rows::bytes(op, op.n_heads);
-    float *       partials = (float *) ((char *) params->wdata + nth * GGML_PAD(bytes, CACHE_LINE_SIZE));
+    const int    ith = params->ith, nth = params->nth, n_partial = op.dv + 2;
+    const size_t bytes    = query_rows::bytes(op, op.n_heads);
+    float *      partials = (float *) ((char *) params->wdata + nth * GGML_PAD(bytes, CACHE_LINE_SIZE));
     GGML_ASSERT((char *) (partials + (size_t) op.n_heads * nth * n_partial) <= (char *) params->wdata + params->wsize);
-    const int64_t stretch  = (op.n_kv + nth - 1) / nth, end = std::min((ith + 1) * stretch, op.n_kv);
+    const int64_t stretch = (op.n_kv + nth - 1) / nth, end = std::min((ith + 1) * stretch, op.n_kv);
     query_rows    rows(op, memory_of(params, bytes), op.n_heads);
     for (int head = 0; head < op.n_heads; head++) {
         rows.set(head, 0, head, 0);
     }
     for (int64_t begin = ith * stretch; begin < end; begin += tile) {
         for (int kv_head = 0; kv_head < op.n_kv_heads; kv_head++) { // innermost: memory is read in its order
-            rows.attend(kv_head, 0, op.n_group, begin, (int) std::min<int64_t>(tile, end - begin), kv_head * op.n_group);
+            rows.attend(
+                kv_head, 0, op.n_group, begin, (int) std::min<int64_t>(tile, end - begin), kv_head * op.n_group);
         }
     }
     for (int head = 0; head < op.n_heads; head++) {
@@ -330,19 +356,21 @@ static void attend_shared(const ggml_compute_params * params, const attention_op
 
 // --- prompts: 64 positions at a time ---
 
-// Query rows of a prompt, on one thread. Every score is one chain of fma over the head's numbers, and every output one over the positions, so that rows
-// of all heads and tokens may share what of K and V is packed.
+// Query rows of a prompt, on one thread. Every score is one chain of fma over the head's numbers, and every output one
+// over the positions, so that rows of all heads and tokens may share what of K and V is packed.
 class prompt_rows {
   public:
     static constexpr int most = 256, parts_per_thread = 2, step = block_positions;
 
     static size_t bytes(const shape & s, int n) {
-        return n * (sizeof(void *) + (s.dk + s.dv + block_positions + 3) * sizeof(float) + 1) + block_positions * (s.dk + s.dv) * sizeof(float);
+        return n * (sizeof(void *) + (s.dk + s.dv + block_positions + 3) * sizeof(float) + 1)
+               + block_positions * (s.dk + s.dv) * sizeof(float);
     }
 
     prompt_rows(const attention_op & op, char * memory, int n)
-        : op(op), mask((const ggml_fp16_t **) memory), q((float *) (mask + n)), acc(q + (size_t) n * op.dk), weights(acc + (size_t) n * op.dv),
-          M(weights + (size_t) n * block_positions), S(M + n), slope(S + n), keys(slope + n), packed_values(keys + block_positions * op.dk),
+        : op(op), mask((const ggml_fp16_t **) memory), q((float *) (mask + n)), acc(q + (size_t) n * op.dk),
+          weights(acc + (size_t) n * op.dv), M(weights + (size_t) n * block_positions), S(M + n), slope(S + n),
+          keys(slope + n), packed_values(keys + block_positions * op.dk),
           is_live((bool *) (packed_values + block_positions * op.dv)) {}
 
     void set(int i, int token, int head, int stream) {
@@ -362,7 +390,8 @@ class prompt_rows {
         pack(kv_head, stream, begin, n_positions);
         for (int p = 0; p * panel_width < n_positions; p++) {
             for_live(n, [&](int i, int n_rows) {
-                panel_of<true>(n_rows, op.dk, q + (size_t) i * op.dk, op.dk, keys + p * panel_width * op.dk, weights + i * block_positions + p * panel_width, block_positions);
+                panel_of<true>(n_rows, op.dk, q + (size_t) i * op.dk, op.dk, keys + p * panel_width * op.dk,
+                    weights + i * block_positions + p * panel_width, block_positions);
             });
         }
         alignas(64) float   mask_of_block[block_positions];
@@ -380,8 +409,9 @@ class prompt_rows {
         }
         for (int p = 0; p < op.dv / panel_width; p++) {
             for_live(n, [&](int i, int n_rows) {
-                panel_of<false>(n_rows, n_positions, weights + i * block_positions, block_positions, packed_values + p * block_positions * panel_width,
-                    acc + (size_t) i * op.dv + p * panel_width, op.dv);
+                panel_of<false>(n_rows, n_positions, weights + i * block_positions, block_positions,
+                    packed_values + p * block_positions * panel_width, acc + (size_t) i * op.dv + p * panel_width,
+                    op.dv);
             });
         }
     }
@@ -405,19 +435,21 @@ class prompt_rows {
   private:
     const attention_op & op;
     const ggml_fp16_t ** mask;
-    float *              q, * acc, * weights, * M, * S, * slope;
-    float *              keys, * packed_values; // in panels, of a block
+    float *              q, *acc, *weights, *M, *S, *slope;
+    float *              keys, *packed_values; // in panels, of a block
     bool *               is_live;               // whether a row sees a position of the block
 
     bool look(int n, int64_t begin, int n_positions) {
         constexpr ggml_fp16_t hidden = 0xfc00; // -INFINITY
-        bool any = false;
+        bool                  any    = false;
         for (int i = 0; i < n; i++) {
             if (i > 0 && mask[i] == mask[i - 1]) { // a token's heads
                 is_live[i] = is_live[i - 1];
             } else {
                 const ggml_fp16_t * m = mask[i] ? mask[i] + begin : nullptr;
-                is_live[i]            = !m || std::find_if(m, m + n_positions, [](ggml_fp16_t x) { return x != hidden; }) != m + n_positions;
+                is_live[i]            = !m || std::find_if(m, m + n_positions, [](ggml_fp16_t x) {
+                    return x != hidden;
+                }) != m + n_positions;
             }
             any = any || is_live[i];
         }
@@ -427,10 +459,12 @@ class prompt_rows {
     void pack(int kv_head, int stream, int64_t begin, int n_positions) {
         const char * k[block_positions];
         for (int t = 0; t < n_positions; t++) {
-            k[t] = op.row(op.k, begin + t, kv_head, stream);
+            k[t]           = op.row(op.k, begin + t, kv_head, stream);
             const char * v = op.row(op.v, begin + t, kv_head, stream);
             for (int d = 0; d < op.dv; d += lanes) {
-                store(packed_values + d / panel_width * block_positions * panel_width + t * panel_width + d % panel_width, load_halves(v + 2 * d));
+                store(
+                    packed_values + d / panel_width * block_positions * panel_width + t * panel_width + d % panel_width,
+                    load_halves(v + 2 * d));
             }
         }
         for (int t = 0; t < n_positions; t += panel_width) {
@@ -455,7 +489,7 @@ class prompt_rows {
     void softmax(int i, const float * mask_of_block, int n_positions) {
         float *   s     = weights + i * block_positions;
         const vec scale = all(op.rule.scale), by_slope = all(slope[i]);
-        vec       most  = all(-INFINITY);
+        vec       most = all(-INFINITY);
         for (int t = 0; t < block_positions; t += lanes) {
             store(s + t, mul(load(s + t), scale));
         }
@@ -482,7 +516,7 @@ class prompt_rows {
             const float factor = expf(M[i] - top);
             ggml_vec_scale_f32(op.dv, acc + (size_t) i * op.dv, factor);
             S[i] *= factor;
-            M[i]  = top;
+            M[i] = top;
         }
         S[i] = (float) (S[i] + ggml_vec_soft_max_f32(block_positions, s, s, M[i])); // added in double
     }
@@ -495,7 +529,8 @@ struct parts {
     const int n_all, n_kv_heads; // query rows of a KV head, KV heads of all streams
     int       n_rows;
 
-    parts(const shape & s, int most) : n_all(s.n_rows()), n_kv_heads(s.n_kv_heads * s.n_streams), n_rows(std::min(n_all, most)) {}
+    parts(const shape & s, int most)
+        : n_all(s.n_rows()), n_kv_heads(s.n_kv_heads * s.n_streams), n_rows(std::min(n_all, most)) {}
 
     int  per_kv_head() const { return (n_all + n_rows - 1) / n_rows; }
     int  n() const { return per_kv_head() * n_kv_heads; }
@@ -514,8 +549,9 @@ template <class Rows> static parts parts_of(const shape & s, int n_threads) {
 template <class Rows> static size_t parts_work_size(const shape & s, int n_threads) {
     size_t most = 0;
     for (parts p(s, Rows::most);; p.halve()) {
-        const int n = p.n_rows > 1 ? std::min(p.n() / Rows::parts_per_thread, n_threads) : n_threads; // the most that take parts of this size
-        most = std::max(most, n * (size_t) GGML_PAD(Rows::bytes(s, p.n_rows), CACHE_LINE_SIZE));
+        // the most that take parts of this size
+        const int n = p.n_rows > 1 ? std::min(p.n() / Rows::parts_per_thread, n_threads) : n_threads;
+        most        = std::max(most, n * (size_t) GGML_PAD(Rows::bytes(s, p.n_rows), CACHE_LINE_SIZE));
         if (n == n_threads) {
             return most;
         }
@@ -531,7 +567,8 @@ template <class Rows> static void attend_parts(const ggml_compute_params * param
     }
     ggml_barrier(params->threadpool);
     for (int part = params->ith; part < n_parts; part = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        const int  kv_head = part % op.n_kv_heads, of_head = part / op.n_kv_heads % per_kv_head, stream = part / op.n_kv_heads / per_kv_head;
+        const int  kv_head = part % op.n_kv_heads, of_head = part / op.n_kv_heads % per_kv_head,
+                   stream = part / op.n_kv_heads / per_kv_head;
         const int  first = of_head * p.n_rows, n = std::min(p.n_rows, op.n_rows() - first);
         const auto token = [&](int i) { return (first + i) / op.n_group; };
         const auto head  = [&](int i) { return kv_head * op.n_group + (first + i) % op.n_group; };
@@ -549,11 +586,14 @@ template <class Rows> static void attend_parts(const ggml_compute_params * param
 
 size_t attention_work_size(int n_threads, const ggml_tensor * op) {
     const shape  s(op);
-    const size_t n         = n_threads;
-    const size_t reference = n * ((s.dk + 2 * s.dv) * sizeof(float) + CACHE_LINE_SIZE); // of ggml, which computes where it is asked for its reference
-    const size_t bytes     = s.is_shared() ? n * (GGML_PAD(query_rows::bytes(s, s.n_heads), CACHE_LINE_SIZE) + s.n_heads * (s.dv + 2) * sizeof(float))
-                           : s.is_prompt() ? parts_work_size<prompt_rows>(s, n_threads)
-                                           : parts_work_size<query_rows>(s, n_threads);
+    const size_t n = n_threads;
+    // of ggml, which computes where it is asked for its reference
+    const size_t reference = n * ((s.dk + 2 * s.dv) * sizeof(float) + CACHE_LINE_SIZE);
+    const size_t bytes =
+        s.is_shared()
+            ? n * (GGML_PAD(query_rows::bytes(s, s.n_heads), CACHE_LINE_SIZE) + s.n_heads * (s.dv + 2) * sizeof(float))
+        : s.is_prompt() ? parts_work_size<prompt_rows>(s, n_threads)
+                        : parts_work_size<query_rows>(s, n_threads);
     return std::max(bytes, reference);
 }
 
@@ -591,8 +631,10 @@ class attention_check {
             }
         }
         return is_equal(GGML_TYPE_F16, 1, 600, 0, 0, false) && is_equal(GGML_TYPE_F16, 1, 600, 8, 20, true) && // shared
-               is_equal(GGML_TYPE_F16, 3, 50, 0, 20, true) && is_equal(GGML_TYPE_Q8_0, 2, 50, 8, 0, true) && is_equal(GGML_TYPE_Q4_0, 5, 50, 0, 0, false) && // rows
-               is_equal(GGML_TYPE_F16, 64, 150, 0, 0, true) && is_equal(GGML_TYPE_F16, 65, 100, 8, 20, true);  // prompt
+                                                                                                               // rows
+               is_equal(GGML_TYPE_F16, 3, 50, 0, 20, true) && is_equal(GGML_TYPE_Q8_0, 2, 50, 8, 0, true)
+               && is_equal(GGML_TYPE_Q4_0, 5, 50, 0, 0, false) && is_equal(GGML_TYPE_F16, 64, 150, 0, 0, true)
+               && is_equal(GGML_TYPE_F16, 65, 100, 8, 20, true); // prompt
     }
 
   private:
@@ -625,8 +667,10 @@ class attention_check {
         if (!ctx) {
             return false;
         }
-        ggml_tensor * q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, d, n_tokens, n_heads), * mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_kv, n_tokens);
-        ggml_tensor * k = ggml_new_tensor_3d(ctx, type, d, n_kv, n_kv_heads), * v = ggml_new_tensor_3d(ctx, type, d, n_kv, n_kv_heads);
+        ggml_tensor *q      = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, d, n_tokens, n_heads),
+                    *mask   = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_kv, n_tokens);
+        ggml_tensor *k      = ggml_new_tensor_3d(ctx, type, d, n_kv, n_kv_heads),
+                    *v      = ggml_new_tensor_3d(ctx, type, d, n_kv, n_kv_heads);
         ggml_tensor * sinks = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_heads);
         for (ggml_tensor * t : { q, k, v, mask, sinks }) {
             fill(t);
@@ -645,7 +689,8 @@ class attention_check {
         ggml_cplan           plan = ggml_graph_plan(graph, n_threads, nullptr);
         std::vector<uint8_t> work(plan.work_size);
         plan.work_data     = work.data();
-        const bool is_same = ggml_graph_compute(graph, &plan) == GGML_STATUS_SUCCESS && memcmp(out[0]->data, out[1]->data, ggml_nbytes(out[0])) == 0;
+        const bool is_same = ggml_graph_compute(graph, &plan) == GGML_STATUS_SUCCESS
+                             && memcmp(out[0]->data, out[1]->data, ggml_nbytes(out[0])) == 0;
         ggml_free(ctx);
         return is_same;
     }
@@ -656,7 +701,8 @@ static bool gives_ggmls_bits() {
         ggml_cpu_init();
         const bool passed = attention_check().passes();
         if (!passed) {
-            GGML_LOG_ERROR("moeoff: this build's kernels for attention do not give the bits of ggml's own, which are used instead\n");
+            GGML_LOG_ERROR("moeoff: this build's kernels for attention do not give the bits of ggml's own, which are "
+                           "used instead\n");
         }
         return passed;
     }();
@@ -674,9 +720,9 @@ bool is_attention(const ggml_tensor * op) {
 #else
 
 static bool has_step(int64_t) { return false; }
-bool   is_attention(const ggml_tensor *) { return false; }
-size_t attention_work_size(int, const ggml_tensor *) { return 0; }
-bool   attention(const ggml_compute_params *, ggml_tensor *) { return false; }
+bool        is_attention(const ggml_tensor *) { return false; }
+size_t      attention_work_size(int, const ggml_tensor *) { return 0; }
+bool        attention(const ggml_compute_params *, ggml_tensor *) { return false; }
 
 #endif
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// FLASH_ATTN_EXT with the query heads of a KV head computed together, and with ggml's bits: for every model in the process. Part of each build of
-// the CPU backend, for the instructions that it is compiled for.
+// FLASH_ATTN_EXT with the query heads of a KV head computed together, and with ggml's bits: for every model in the
+// process. Part of each build of the CPU backend, for the instructions that it is compiled for.
 
 #include "moeoff.h"
 
@@ -11,14 +11,15 @@ struct ggml_tensor;
 extern "C" {
 #endif
 
-// 1: attention is computed by our kernels, 0: by ggml's, as this build has none or they are switched off, -1: by ggml's, as ours did not give its bits
+// 1: attention is computed by our kernels, 0: by ggml's, as this build has none or they are switched off, -1: by
+// ggml's, as ours did not give its bits
 MOEOFF_API int moeoff_attention_kernels(void);
 
 // Whether kernels of ours are used from now on; they are, unless this is called. Not while anything computes.
 MOEOFF_API void moeoff_use_attention_kernels(bool use);
 
-// From now on attention over this K, or a view of it, is added up in floats where ggml adds halves: faster behind many tokens, more exact, other bits.
-// false: not of heads of dk and dv numbers, which ggml computes.
+// From now on attention over this K, or a view of it, is added up in floats where ggml adds halves: faster behind many
+// tokens, more exact, other bits. false: not of heads of dk and dv numbers, which ggml computes.
 MOEOFF_API bool moeoff_attend_in_f32(struct ggml_tensor * k, int dk, int dv);
 
 #ifdef __cplusplus
@@ -32,7 +33,7 @@ namespace moeoff {
 bool   is_attention(const ggml_tensor * op);
 size_t attention_work_size(int n_threads, const ggml_tensor * op);
 // false: ggml computes it
-bool   attention(const ggml_compute_params * params, ggml_tensor * op);
+bool attention(const ggml_compute_params * params, ggml_tensor * op);
 
 } // namespace moeoff
 #endif

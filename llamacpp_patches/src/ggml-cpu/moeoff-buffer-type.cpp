@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #ifndef MAP_NORESERVE
-#define MAP_NORESERVE 0
+#    define MAP_NORESERVE 0
 #endif
 
 namespace moeoff {
@@ -26,18 +26,18 @@ thread_local std::shared_ptr<store> loading;
 // context of a ggml buffer
 struct reservation {
     std::shared_ptr<store> owner;
-    void * base  = nullptr;
-    size_t bytes = 0;
+    void *                 base  = nullptr;
+    size_t                 bytes = 0;
 };
 
 bool is_reserved(const ggml_tensor * t) {
-    // size 0: the loader only asks which ops the type supports. extra: a view of a reserved tensor cannot be computed with
-    return t && t->buffer && t->buffer->buft == ggml_backend_cpu_moeoff_buffer_type() && t->buffer->size != 0 && t->extra;
+    // size 0: the loader only asks which ops the type supports. extra: a view of a reserved tensor cannot be computed
+    // with
+    return t && t->buffer && t->buffer->buft == ggml_backend_cpu_moeoff_buffer_type() && t->buffer->size != 0
+           && t->extra;
 }
 
-store & reserved_store(const ggml_tensor * t) {
-    return *((const reservation *) t->buffer->context)->owner;
-}
+store & reserved_store(const ggml_tensor * t) { return *((const reservation *) t->buffer->context)->owner; }
 
 const tensor * reserved_tensor(const ggml_tensor * t) {
     return is_reserved(t) && !reserved_row_table(t) ? (const tensor *) t->extra : nullptr;
@@ -54,8 +54,9 @@ row_table * reserved_row_table(const ggml_tensor * t) {
     return nullptr;
 }
 
-// Dense weights are read whole for every token, and are many times what a TLB of small pages reaches. All of a buffer is advised before
-// its first tensor is read, as huge pages are only made where nothing lies yet; advice given again is free.
+// Dense weights are read whole for every token, and are many times what a TLB of small pages reaches. All of a buffer
+// is advised before its first tensor is read, as huge pages are only made where nothing lies yet; advice given again is
+// free.
 static void advise_huge_pages(ggml_backend_buffer_t buffer) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
@@ -70,8 +71,8 @@ static void advise_huge_pages(ggml_backend_buffer_t buffer) {
 #endif
 }
 
-// The mark of an adopted buffer: ggml calls it, where there is one, for buffers of activations only. It goes with the buffer, and a model that
-// was loaded without an expert buffer has none, so that it is computed as the release does.
+// The mark of an adopted buffer: ggml calls it, where there is one, for buffers of activations only. It goes with the
+// buffer, and a model that was loaded without an expert buffer has none, so that it is computed as the release does.
 static void dense_reset(ggml_backend_buffer_t) {}
 
 void adopt_dense(ggml_backend_buffer_t buffer) {
@@ -83,9 +84,7 @@ void adopt_dense(ggml_backend_buffer_t buffer) {
 
 bool is_loading() { return loading != nullptr; }
 
-bool is_dense(const ggml_tensor * t) {
-    return t->buffer && t->buffer->iface.reset == dense_reset;
-}
+bool is_dense(const ggml_tensor * t) { return t->buffer && t->buffer->iface.reset == dense_reset; }
 
 // --- buffer ---
 
@@ -95,22 +94,23 @@ static void buffer_free(ggml_backend_buffer_t buffer) {
     delete r;
 }
 
-static void * buffer_get_base(ggml_backend_buffer_t buffer) {
-    return ((reservation *) buffer->context)->base;
-}
+static void * buffer_get_base(ggml_backend_buffer_t buffer) { return ((reservation *) buffer->context)->base; }
 
 // "blk.<layer>.ffn_<matrix>_[ch]exps.weight"; false if the name is another one
 static bool parse_name(const char * name, moeoff_tensor_info & info, bool & second_block) {
-    int  layer  = 0;
+    int  layer    = 0;
     char rest[64] = "";
     if (sscanf(name, "blk.%d.ffn_%63s", &layer, rest) != 2) {
         return false;
     }
-    static const struct { const char * prefix; int32_t matrix; } matrices[] = {
+    static const struct {
+        const char * prefix;
+        int32_t      matrix;
+    } matrices[] = {
         { "gate_up_", MOEOFF_MATRIX_GATE_UP }, // before its prefix "gate_"
-        { "gate_",    MOEOFF_MATRIX_GATE    },
-        { "up_",      MOEOFF_MATRIX_UP      },
-        { "down_",    MOEOFF_MATRIX_DOWN    },
+        { "gate_", MOEOFF_MATRIX_GATE },
+        { "up_", MOEOFF_MATRIX_UP },
+        { "down_", MOEOFF_MATRIX_DOWN },
     };
     for (const auto & m : matrices) {
         const size_t n = strlen(m.prefix);
@@ -128,10 +128,10 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
     if (t->view_src) {
         return GGML_STATUS_SUCCESS;
     }
-    moeoff_tensor_info info = {};
-    bool second_block = false;
-    const bool is_table = !parse_name(t->name, info, second_block);
-    store &    owner    = *((reservation *) buffer->context)->owner;
+    moeoff_tensor_info info         = {};
+    bool               second_block = false;
+    const bool         is_table     = !parse_name(t->name, info, second_block);
+    store &            owner        = *((reservation *) buffer->context)->owner;
     if ((is_table && !ggml_is_matrix(t)) || strlen(t->name) >= sizeof(info.name)) {
         GGML_LOG_ERROR("%s: %s is neither a tensor of routed experts nor a table\n", __func__, t->name);
         return GGML_STATUS_FAILED;
@@ -144,7 +144,7 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
     info.nbytes = t->nb[2];
     if (is_table) {
         info.gate = info.layer = info.matrix = -1;
-        info.nbytes = t->nb[1];
+        info.nbytes                          = t->nb[1];
     }
     try {
         t->extra = is_table ? (void *) owner.add_row_table(info) : (void *) owner.add_tensor(info, second_block);
@@ -154,14 +154,18 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
     return GGML_STATUS_SUCCESS;
 }
 
-// Nothing may touch the bytes: they are not there. The loader skips these tensors, the graph reads them by MUL_MAT_ID and
-// GET_ROWS only.
+// Nothing may touch the bytes: they are not there. The loader skips these tensors, the graph reads them by MUL_MAT_ID
+// and GET_ROWS only.
 static void buffer_no_access(ggml_backend_buffer_t, const ggml_tensor * t, const char * what) {
     GGML_ABORT("moeoff: %s of %s, which is on disk\n", what, t->name);
 }
 
-static void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * t, const void *, size_t, size_t) { buffer_no_access(b, t, "write"); }
-static void buffer_get_tensor(ggml_backend_buffer_t b, const ggml_tensor * t, void *, size_t, size_t) { buffer_no_access(b, t, "read"); }
+static void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * t, const void *, size_t, size_t) {
+    buffer_no_access(b, t, "write");
+}
+static void buffer_get_tensor(ggml_backend_buffer_t b, const ggml_tensor * t, void *, size_t, size_t) {
+    buffer_no_access(b, t, "read");
+}
 static void buffer_clear(ggml_backend_buffer_t, uint8_t) {}
 
 static const ggml_backend_buffer_i buffer_iface = {
@@ -181,7 +185,7 @@ static const ggml_backend_buffer_i buffer_iface = {
 // --- buffer type ---
 
 static const char * buft_get_name(ggml_backend_buffer_type_t) { return "CPU_MOEOFF"; }
-static size_t buft_get_alignment(ggml_backend_buffer_type_t) { return 64; }
+static size_t       buft_get_alignment(ggml_backend_buffer_type_t) { return 64; }
 
 static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     if (!loading) {
@@ -204,7 +208,9 @@ static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, 
 // what is computed with a reserved tensor
 static bool is_product(const ggml_tensor * op) { return op->op == GGML_OP_MUL_MAT_ID && reserved_tensor(op->src[0]); }
 static bool is_lookup(const ggml_tensor * op) { return op->op == GGML_OP_GET_ROWS && reserved_row_table(op->src[0]); }
-static bool is_row_copy(const ggml_tensor * op) { return op->op == GGML_OP_CPY && op->src[0]->view_src && reserved_row_table(op->src[0]->view_src); }
+static bool is_row_copy(const ggml_tensor * op) {
+    return op->op == GGML_OP_CPY && op->src[0]->view_src && reserved_row_table(op->src[0]->view_src);
+}
 
 class traits : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
@@ -246,8 +252,9 @@ class attention_traits : public ggml::cpu::tensor_traits {
 
 class extra_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        return ((is_product(op) && op->src[1]->type == GGML_TYPE_F32) || (is_lookup(op) && op->src[1]->type == GGML_TYPE_I32) || is_row_copy(op)) &&
-               (!op->src[1]->buffer || ggml_backend_buft_is_host(op->src[1]->buffer->buft));
+        return ((is_product(op) && op->src[1]->type == GGML_TYPE_F32)
+                   || (is_lookup(op) && op->src[1]->type == GGML_TYPE_I32) || is_row_copy(op))
+               && (!op->src[1]->buffer || ggml_backend_buft_is_host(op->src[1]->buffer->buft));
     }
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
         static traits           reserved;
@@ -281,13 +288,12 @@ ggml_backend_buffer_type_t ggml_backend_cpu_moeoff_buffer_type(void) {
 
 // --- moeoff.h: loading ---
 
-void * moeoff_buffer_type(void) {
-    return ggml_backend_cpu_moeoff_buffer_type();
-}
+void * moeoff_buffer_type(void) { return ggml_backend_cpu_moeoff_buffer_type(); }
 
 int moeoff_load_begin(moeoff_expert_buffer * eb) {
     eb->store->set_type_size([](int32_t type, const int64_t * ne) -> uint64_t {
-        if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size((ggml_type) type) <= 0 || ne[0] % ggml_blck_size((ggml_type) type) != 0) {
+        if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size((ggml_type) type) <= 0
+            || ne[0] % ggml_blck_size((ggml_type) type) != 0) {
             return 0;
         }
         return (uint64_t) ggml_row_size((ggml_type) type, ne[0]) * (uint64_t) ne[1];
@@ -297,6 +303,4 @@ int moeoff_load_begin(moeoff_expert_buffer * eb) {
     return 0;
 }
 
-void moeoff_load_end(moeoff_expert_buffer *) {
-    moeoff::loading.reset();
-}
+void moeoff_load_end(moeoff_expert_buffer *) { moeoff::loading.reset(); }

@@ -37,6 +37,6 @@ void   mul_mat_id(const ggml_compute_params * params, ggml_tensor * op);
 size_t get_rows_work_size(int n_threads, const ggml_tensor * op);
 void   get_rows(const ggml_compute_params * params, ggml_tensor * op);
 // CPY of a view of one of its rows to F32: what gemma4 reads in the place of a picture's rows; the same work area
-void   copy_row(const ggml_compute_params * params, ggml_tensor * op);
+void copy_row(const ggml_compute_params * params, ggml_tensor * op);
 
 } // namespace moeoff

@@ -1,5 +1,6 @@
-// MUL_MAT of one column, which is what decoding a token needs of dense weights, four rows at a time; and of the few columns of several answers' tokens,
-// where ggml-cpu multiplies each row with each column. Of others its own kernels compute several columns in other ways: they are left alone.
+// MUL_MAT of one column, which is what decoding a token needs of dense weights, four rows at a time; and of the few
+// columns of several answers' tokens, where ggml-cpu multiplies each row with each column. Of others its own kernels
+// compute several columns in other ways: they are left alone.
 
 #include "moeoff-buffer-type.h"
 #include "moeoff-row-kernels.h"
@@ -21,9 +22,10 @@ static bool one_by_one(ggml_type type, int64_t n_columns) {
 bool is_dense_product(const ggml_tensor * op) {
     const ggml_tensor * w = op->src[0];
     const ggml_tensor * x = op->src[1];
-    return is_dense(w) && ggml_is_quantized(w->type) && x->type == GGML_TYPE_F32 && one_by_one(w->type, ggml_nrows(x)) && ggml_nrows(x) == x->ne[1] &&
-           w->ne[2] == 1 && w->ne[3] == 1 && w->nb[0] == ggml_type_size(w->type) && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float) &&
-           ggml_get_op_params_i32(op, 1) == 0 && // a hint: computed in another way
+    return is_dense(w) && ggml_is_quantized(w->type) && x->type == GGML_TYPE_F32 && one_by_one(w->type, ggml_nrows(x))
+           && ggml_nrows(x) == x->ne[1] && w->ne[2] == 1 && w->ne[3] == 1 && w->nb[0] == ggml_type_size(w->type)
+           && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float) && ggml_get_op_params_i32(op, 1) == 0
+           && // a hint: computed in another way
            row_products(w->type).has_kernel();
 }
 
@@ -46,7 +48,8 @@ void dense_product(const ggml_compute_params * params, ggml_tensor * op) {
         out[c]        = (float *) ((char *) op->data + c * op->nb[1]);
         if (b0 < b1) {
             const char * numbers = (const char *) x->data + c * x->nb[1] + b0 * blck * sizeof(float);
-            ggml_get_type_traits_cpu(converted)->from_float((const float *) numbers, column + b0 * ggml_type_size(converted), (b1 - b0) * blck);
+            ggml_get_type_traits_cpu(converted)->from_float(
+                (const float *) numbers, column + b0 * ggml_type_size(converted), (b1 - b0) * blck);
         }
     }
     if (ith == 0) {
@@ -58,11 +61,14 @@ void dense_product(const ggml_compute_params * params, ggml_tensor * op) {
     const bool         is_small = w->ne[1] < 64 * 4 * nth || ggml_is_numa();
     const int64_t      n_chunks = is_small ? nth : std::max<int64_t>(n_streams(w->type, w->ne[0], w->ne[1]), 2 * nth);
     const int64_t      chunk    = GGML_PAD((w->ne[1] + n_chunks - 1) / n_chunks, 4);
-    const int64_t      block    = n_columns > 1 ? 16 : chunk; // rows that stay in the nearest cache until the last column
-    for (int64_t first = ith * chunk; first < w->ne[1]; first = ggml_threadpool_chunk_add(params->threadpool, 1) * chunk) {
+    // rows that stay in the nearest cache until the last column
+    const int64_t block = n_columns > 1 ? 16 : chunk;
+    for (int64_t first = ith * chunk; first < w->ne[1];
+        first          = ggml_threadpool_chunk_add(params->threadpool, 1) * chunk) {
         const int64_t end = std::min(first + chunk, w->ne[1]);
         for (int64_t r = first; r < end; r += block) {
-            products(w->ne[0], out, r, (const char *) w->data + r * w->nb[1], w->nb[1], columns, n_columns, std::min(block, end - r));
+            products(w->ne[0], out, r, (const char *) w->data + r * w->nb[1], w->nb[1], columns, n_columns,
+                std::min(block, end - r));
         }
     }
 }

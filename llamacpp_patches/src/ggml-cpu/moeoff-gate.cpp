@@ -12,7 +12,8 @@ bool moeoff_stays_on_disk(const ggml_tensor * tensor) {
     if (moeoff::is_reserved(tensor)) {
         return true;
     }
-    if (moeoff::is_loading() && tensor->buffer && tensor->data && ggml_backend_buffer_is_host(tensor->buffer)) { // without data it is mapped
+    // without data it is mapped
+    if (moeoff::is_loading() && tensor->buffer && tensor->data && ggml_backend_buffer_is_host(tensor->buffer)) {
         moeoff::adopt_dense(tensor->buffer);
     }
     return false;
@@ -26,7 +27,9 @@ void * moeoff_gate_of(const ggml_tensor * tensor) {
 }
 
 uint32_t moeoff_gate_flags(const void * gate) { return ((const moeoff::gate *) gate)->owner->get_flags(); }
-void     moeoff_gate_set_gating(const void * gate, int32_t gating) { ((const moeoff::gate *) gate)->owner->set_gating(gating); }
+void     moeoff_gate_set_gating(const void * gate, int32_t gating) {
+    ((const moeoff::gate *) gate)->owner->set_gating(gating);
+}
 
 int moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens) {
     const auto & g = *(const moeoff::gate *) gate;
@@ -56,7 +59,8 @@ ggml_tensor * moeoff_device_low_slots_of(const void * gate, const ggml_tensor * 
     const auto & g      = *(const moeoff::gate *) gate;
     const auto * memory = g.owner->device_memory();
     int32_t      matrix = 0;
-    while (memory->tensor(g.index, moeoff::HIGH_SLOTS, matrix) != slots && memory->tensor(g.index, moeoff::STAGE, matrix) != slots) {
+    while (memory->tensor(g.index, moeoff::HIGH_SLOTS, matrix) != slots
+           && memory->tensor(g.index, moeoff::STAGE, matrix) != slots) {
         matrix++;
     }
     return (ggml_tensor *) memory->tensor(g.index, moeoff::LOW_SLOTS, matrix);
@@ -65,7 +69,8 @@ ggml_tensor * moeoff_device_low_slots_of(const void * gate, const ggml_tensor * 
 void moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched) {
     const auto & g = *(const moeoff::gate *) gate;
     for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
-        g.owner->device_memory()->set_computing(g.index, ggml_backend_sched_get_backend(sched, i)); // it takes its own device's
+        // it takes its own device's
+        g.owner->device_memory()->set_computing(g.index, ggml_backend_sched_get_backend(sched, i));
     }
 }
 
@@ -85,24 +90,25 @@ static moeoff::device_ids device_ids_of(const ggml_tensor * dst, const moeoff::g
     for (int64_t t = 0; t < ids->ne[1]; t++) {
         memcpy(host + t * ids->ne[0], (const char *) ids->data + t * ids->nb[1], (size_t) ids->ne[0] * sizeof(int32_t));
     }
-    return { with_zeros(dst, 0, gate, moeoff::HIGH), host, dst->ne[2] == 3 ? with_zeros(dst, 2, gate, moeoff::LOW) : nullptr };
+    return { with_zeros(dst, 0, gate, moeoff::HIGH), host,
+        dst->ne[2] == 3 ? with_zeros(dst, 2, gate, moeoff::LOW) : nullptr };
 }
 
 static void post_event(ggml_tensor * dst, moeoff::gate & gate) {
-    const ggml_tensor * ids     = dst->src[0];
-    const ggml_tensor * weights = dst->src[1];
-    const ggml_tensor * input   = dst->src[2];
-    const ggml_tensor * logits  = dst->src[3];
+    const ggml_tensor *      ids        = dst->src[0];
+    const ggml_tensor *      weights    = dst->src[1];
+    const ggml_tensor *      input      = dst->src[2];
+    const ggml_tensor *      logits     = dst->src[3];
     const bool               has_device = dst->ne[2] > 1;
     const moeoff::device_ids out        = has_device ? device_ids_of(dst, gate, ids) : moeoff::device_ids {};
-    moeoff_gate_event    event   = {};
-    moeoff::gate_strides strides = { ids->nb[1], weights->nb[2], weights->nb[1] };
-    event.gate     = gate.index;
-    event.layer    = gate.layer;
-    event.n_used   = (int32_t) ids->ne[0];
-    event.n_tokens = (int32_t) ids->ne[1];
-    event.ids      = (const int32_t *) ids->data;
-    event.weights  = (const float *) weights->data;
+    moeoff_gate_event        event      = {};
+    moeoff::gate_strides     strides    = { ids->nb[1], weights->nb[2], weights->nb[1] };
+    event.gate                          = gate.index;
+    event.layer                         = gate.layer;
+    event.n_used                        = (int32_t) ids->ne[0];
+    event.n_tokens                      = (int32_t) ids->ne[1];
+    event.ids                           = (const int32_t *) ids->data;
+    event.weights                       = (const float *) weights->data;
     if (input) {
         event.n_embd     = (int32_t) input->ne[0];
         event.gate_input = (const float *) input->data;

@@ -1,4 +1,5 @@
-// llama_server(params, 0, nullptr) is how llama.cpp's own command line runs it: no signal handlers, no router, no download.
+// llama_server(params, 0, nullptr) is how llama.cpp's own command line runs it: no signal handlers, no router, no
+// download.
 
 #include "moeoff-server-hooks.h"
 
@@ -50,7 +51,7 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
             params.sleep_idle_seconds = -1;
             moeoff::server_attach(hooks);
             common_log_set_console(common_log_main(), hooks->answered != nullptr);
-            result                    = llama_server(params, 0, nullptr);
+            result = llama_server(params, 0, nullptr);
         } else {
             server_stream_session_manager_stop();
         }
@@ -62,13 +63,12 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     llama_log_set(log_before, log_before_data);
     common_log_flush(common_log_main());
     common_log_set_console(common_log_main(), true);
-    common_log_set_file(common_log_main(), nullptr); // so that whoever reads it at the other end of a pipe sees that it has ended
+    // so that whoever reads it at the other end of a pipe sees that it has ended
+    common_log_set_file(common_log_main(), nullptr);
     return result;
 }
 
-void moeoff_isolate_templates(const char * program) {
-    moeoff::isolate_templates(program);
-}
+void moeoff_isolate_templates(const char * program) { moeoff::isolate_templates(program); }
 
 bool moeoff_serve_has_page(void) {
 #ifdef LLAMA_UI_HAS_ASSETS
@@ -80,7 +80,8 @@ bool moeoff_serve_has_page(void) {
 
 void moeoff_serve_stop(void) {
     if (common_log_get_verbosity_thold() <= LOG_LEVEL_ERROR) {
-        common_log_set_verbosity_thold(LOG_LEVEL_OUTPUT); // what ends on purpose while it loads is no error; the next server sets it anew
+        // what ends on purpose while it loads is no error; the next server sets it anew
+        common_log_set_verbosity_thold(LOG_LEVEL_OUTPUT);
     }
     moeoff::end_templates();
     llama_server_terminate();

@@ -20,13 +20,13 @@ extern "C" int stbi_info_from_memory(const unsigned char * data, int size, int *
 
 namespace moeoff {
 
-static const moeoff_server_hooks * server_hooks  = nullptr;
+static const moeoff_server_hooks * server_hooks = nullptr;
 static std::optional<moeoff_stats> seen; // by the decode before; one thread decodes
 static llama_context *             draft_context = nullptr;
 static const llama_model *         served_model  = nullptr;
 static bool                        can_draft     = false;
 static std::string                 no_drafts; // why
-static std::atomic<int32_t>        prompt_max    = INT32_MAX; // see moeoff_server_prompt_max()
+static std::atomic<int32_t>        prompt_max = INT32_MAX; // see moeoff_server_prompt_max()
 
 // Answers that are computed in the decode of now, and whether it was ended because nobody waits for any of them.
 static std::mutex    tasks_mutex;
@@ -46,27 +46,23 @@ void server_attach(const moeoff_server_hooks * hooks) {
     charge_templates(hooks == nullptr ? nullptr : server_request_memory::require_for_templates);
 }
 
-bool server_has_host() {
-    return server_hooks != nullptr;
-}
+bool server_has_host() { return server_hooks != nullptr; }
 
-const moeoff_server_hooks * server_host() {
-    return server_hooks;
-}
+const moeoff_server_hooks * server_host() { return server_hooks; }
 
 // of server_usage's counters: what an answer calls it, and the store
 static const struct {
     const char * name;
-    uint64_t moeoff_stats::*counter;
+    uint64_t moeoff_stats::* counter;
 } COUNTERS[server_usage::N_COUNTERS] = {
-    { "hits",        &moeoff_stats::demand_hits   },
-    { "device_hits", &moeoff_stats::device_hits   },
-    { "misses",      &moeoff_stats::demand_misses },
-    { "bytes_read",  &moeoff_stats::bytes_read    },
-    { "expert_uses", &moeoff_stats::expert_uses   },
-    { "served_low",  &moeoff_stats::served_low    },
-    { "skipped",     &moeoff_stats::skipped       },
-    { nullptr,       &moeoff_stats::stall_ns      }, // told in seconds
+    { "hits", &moeoff_stats::demand_hits },
+    { "device_hits", &moeoff_stats::device_hits },
+    { "misses", &moeoff_stats::demand_misses },
+    { "bytes_read", &moeoff_stats::bytes_read },
+    { "expert_uses", &moeoff_stats::expert_uses },
+    { "served_low", &moeoff_stats::served_low },
+    { "skipped", &moeoff_stats::skipped },
+    { nullptr, &moeoff_stats::stall_ns }, // told in seconds
 };
 
 void server_usage::add(const server_usage & share) {
@@ -82,9 +78,9 @@ void server_usage::to_json(common_json & timings) const {
     }
     const double n_slices = counters[HITS] + counters[MISSES];
     common_json  usage    = {
-        {"hit_rate", n_slices > 0 ? counters[HITS] / n_slices : 0.0},
-        {"stall_seconds", counters[STALL_NS] / 1e9},
-        {"cache_bytes", cache_bytes},
+        { "hit_rate", n_slices > 0 ? counters[HITS] / n_slices : 0.0 },
+        { "stall_seconds", counters[STALL_NS] / 1e9 },
+        { "cache_bytes", cache_bytes },
     };
     for (int i = 0; i < STALL_NS; i++) {
         usage[COUNTERS[i].name] = std::llround(counters[i]);
@@ -101,8 +97,9 @@ static bool usage_in_timings(const common_json & answer) {
         }
         return false;
     }
-    return answer.is_object() && ((answer.contains("timings") && answer.at("timings").contains("moeoff")) ||
-                                  (answer.contains("__verbose") && usage_in_timings(answer.at("__verbose"))));
+    return answer.is_object()
+           && ((answer.contains("timings") && answer.at("timings").contains("moeoff"))
+               || (answer.contains("__verbose") && usage_in_timings(answer.at("__verbose"))));
 }
 
 static void move_usage(common_json & answer) {
@@ -145,9 +142,7 @@ void server_decode::add(int32_t token, int32_t position, int32_t slot, bool prom
     is_prompt.push_back(prompt);
 }
 
-void server_decode::add_task(int id) {
-    tasks.insert(id);
-}
+void server_decode::add_task(int id) { tasks.insert(id); }
 
 void server_decode::before() {
     if (server_hooks == nullptr) {
@@ -157,7 +152,8 @@ void server_decode::before() {
     {
         std::lock_guard<std::mutex> lock(tasks_mutex);
         tasks_in_progress.clear();
-        if (std::find(is_prompt.begin(), is_prompt.end(), 1) != is_prompt.end()) { // a token is decoded to its end: all that was computed stays
+        // a token is decoded to its end: all that was computed stays
+        if (std::find(is_prompt.begin(), is_prompt.end(), 1) != is_prompt.end()) {
             tasks_in_progress = std::move(tasks);
         }
         ended_for_nobody = false;
@@ -194,8 +190,8 @@ int server_decode::after(int result) {
         share.counters[i] = (now.*COUNTERS[i].counter - (*seen).*COUNTERS[i].counter) / n;
     }
     share.cache_bytes = now.cache_bytes;
-    seen = now;
-    char text[1024] = "";
+    seen              = now;
+    char text[1024]   = "";
     if (server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) == 0) {
         return result;
     }
@@ -210,13 +206,15 @@ void server_decode::charge(server_usage & usage) const {
 }
 
 bool server_decode::tells_progress() const {
-    return server_hooks != nullptr && asks_progress && std::find(is_prompt.begin(), is_prompt.end(), 1) != is_prompt.end();
+    return server_hooks != nullptr && asks_progress
+           && std::find(is_prompt.begin(), is_prompt.end(), 1) != is_prompt.end();
 }
 
 double server_decode::computed() const {
     moeoff_stats now;
     moeoff_get_stats(server_hooks->buffer, &now);
-    return std::min((double) (now.expert_uses - (*seen).expert_uses) / ((double) tokens.size() * server_hooks->expert_uses), 1.0);
+    return std::min(
+        (double) (now.expert_uses - (*seen).expert_uses) / ((double) tokens.size() * server_hooks->expert_uses), 1.0);
 }
 
 server_progress::server_progress(const server_decode & decode, std::function<void(double)> tell) {
@@ -248,13 +246,9 @@ server_progress::~server_progress() {
     }
 }
 
-server_guard::server_guard() {
-    moeoff_guard(1);
-}
+server_guard::server_guard() { moeoff_guard(1); }
 
-server_guard::~server_guard() {
-    moeoff_guard(-1);
-}
+server_guard::~server_guard() { moeoff_guard(-1); }
 
 server_loan::~server_loan() {
     if (nbytes > 0) {
@@ -281,8 +275,9 @@ void server_loan::require(int64_t more) {
 
 static thread_local server_request_memory * request = nullptr;
 
-// Beside the body itself, which server_body has weighed, llama-server makes nine copies before it answers: as text, as JSON, and on the way
-// from one to the other. Values of JSON take memory of their own, each list and object more: a megabyte of brackets would take hundreds.
+// Beside the body itself, which server_body has weighed, llama-server makes nine copies before it answers: as text, as
+// JSON, and on the way from one to the other. Values of JSON take memory of their own, each list and object more: a
+// megabyte of brackets would take hundreds.
 server_request_memory::server_request_memory(const std::string & body) : outer(request) {
     int64_t nbytes = 9 * (int64_t) body.size();
     for (const char c : body) {
@@ -295,9 +290,7 @@ server_request_memory::server_request_memory(const std::string & body) : outer(r
     begin_template_request();
 }
 
-server_request_memory::~server_request_memory() {
-    request = outer;
-}
+server_request_memory::~server_request_memory() { request = outer; }
 
 bool server_request_memory::require_for_templates(int64_t nbytes) {
     if (request == nullptr) {
@@ -310,7 +303,8 @@ bool server_request_memory::require_for_templates(int64_t nbytes) {
     return true;
 }
 
-// SentencePiece's tokenizer keeps a symbol of each character, a pair of neighbours, and what each merged piece came from; the others keep a number or two.
+// SentencePiece's tokenizer keeps a symbol of each character, a pair of neighbours, and what each merged piece came
+// from; the others keep a number or two.
 server_tokenizing::server_tokenizing(const llama_vocab * vocab, const std::string & text) {
     const int64_t nbytes = (int64_t) text.size() * (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_SPM ? 192 : 32);
     if (nbytes > 16 * server_loan::in_reserve) {
@@ -318,8 +312,9 @@ server_tokenizing::server_tokenizing(const llama_vocab * vocab, const std::strin
     }
 }
 
-// Of each pixel, what mtmd and stb_image hold at most: 3 bytes of the bitmap, 3 of what it is copied from, 6 of a progressive JPEG's coefficients,
-// 3 of its planes; later 12 of floats. Sound, of 4 kB for a second at least, becomes floats at 16 kHz, twice.
+// Of each pixel, what mtmd and stb_image hold at most: 3 bytes of the bitmap, 3 of what it is copied from, 6 of a
+// progressive JPEG's coefficients, 3 of its planes; later 12 of floats. Sound, of 4 kB for a second at least, becomes
+// floats at 16 kHz, twice.
 static int64_t unpacked_bytes(const std::vector<uint8_t> & file) {
     int width, height, n_channels;
     if (stbi_info_from_memory(file.data(), (int) file.size(), &width, &height, &n_channels)) {
@@ -336,20 +331,21 @@ server_media_memory::server_media_memory(const std::vector<std::vector<uint8_t>>
     loan.require(nbytes);
 }
 
-server_media_decode::server_media_decode(llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task) {
+server_media_decode::server_media_decode(
+    llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task) {
     const size_t  n_tokens    = mtmd_input_chunk_get_n_tokens(chunk);
     const int32_t n_positions = mtmd_input_chunk_get_n_pos(chunk);
     for (size_t i = 0; i < n_tokens; i++) { // of some models, a picture has more tokens than positions
-        decode.add(LLAMA_TOKEN_NULL, position + std::min((int32_t) i, std::max(n_positions - 1, 0)), slot, /* prompt */ true);
+        decode.add(
+            LLAMA_TOKEN_NULL, position + std::min((int32_t) i, std::max(n_positions - 1, 0)), slot, /* prompt */ true);
     }
     decode.add_task(task);
-    // from the projector's buffer they are copied three times: for the batch of pictures, in it, and into llama.cpp's own batch
+    // from the projector's buffer they are copied three times: for the batch of pictures, in it, and into llama.cpp's
+    // own batch
     error = loan.borrow(3 * sizeof(float) * (int64_t) n_tokens * llama_model_n_embd_inp(llama_get_model(ctx)));
 }
 
-void server_media_decode::before() {
-    decode.before();
-}
+void server_media_decode::before() { decode.before(); }
 
 int server_media_decode::after(int result) {
     result = decode.after(result);
@@ -358,30 +354,25 @@ int server_media_decode::after(int result) {
     return result;
 }
 
-void server_media_decode::add_to(server_usage & to) const {
-    to.add(usage);
-}
+void server_media_decode::add_to(server_usage & to) const { to.add(usage); }
 
 bool server_loaded(llama_model * model, llama_context * ctx) {
     served_model = model;
     return server_hooks == nullptr || server_hooks->loaded(model, ctx) == 0;
 }
 
-const llama_model * server_model() {
-    return served_model;
-}
+const llama_model * server_model() { return served_model; }
 
 void server_drafts_loaded(bool can, llama_context * ctx) {
     can_draft     = can;
     draft_context = ctx;
 }
 
-void server_drafts_failed(const char * why) {
-    no_drafts = why;
-}
+void server_drafts_failed(const char * why) { no_drafts = why; }
 
 bool server_ready(llama_context * ctx) {
-    return server_hooks == nullptr || server_hooks->ready(ctx, draft_context, can_draft ? nullptr : no_drafts.c_str()) == 0;
+    return server_hooks == nullptr
+           || server_hooks->ready(ctx, draft_context, can_draft ? nullptr : no_drafts.c_str()) == 0;
 }
 
 void server_listens(const std::string & url) {
@@ -390,19 +381,16 @@ void server_listens(const std::string & url) {
     }
 }
 
-int32_t server_draft_max(int32_t token) {
-    return server_hooks == nullptr ? INT32_MAX : server_hooks->draft_max(token);
-}
+int32_t server_draft_max(int32_t token) { return server_hooks == nullptr ? INT32_MAX : server_hooks->draft_max(token); }
 
 void server_set_prompt_max(int32_t n_tokens) { prompt_max = n_tokens; }
 
 int32_t server_batch_max(int32_t n_batch, int32_t n_decoded) {
-    return n_decoded == 0 ? n_batch : n_decoded + std::min(n_batch - n_decoded, prompt_max.load(std::memory_order_relaxed));
+    return n_decoded == 0 ? n_batch
+                          : n_decoded + std::min(n_batch - n_decoded, prompt_max.load(std::memory_order_relaxed));
 }
 
-bool server_ends_on_purpose() {
-    return server_hooks != nullptr && (*server_hooks->ending != 0 || ended_for_nobody);
-}
+bool server_ends_on_purpose() { return server_hooks != nullptr && (*server_hooks->ending != 0 || ended_for_nobody); }
 
 void server_abandon(const std::unordered_set<int> & ids) {
     if (server_hooks == nullptr) {

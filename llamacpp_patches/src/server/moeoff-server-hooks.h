@@ -32,14 +32,15 @@ struct server_usage {
     enum counter { HITS, DEVICE_HITS, MISSES, BYTES_READ, EXPERT_USES, SERVED_LOW, SKIPPED, STALL_NS, N_COUNTERS };
 
     double   counters[N_COUNTERS] = {};
-    uint64_t cache_bytes = 0; // that experts could take when it ended
+    uint64_t cache_bytes          = 0; // that experts could take when it ended
 
     void add(const server_usage & share);
     void to_json(common_json & timings) const; // adds a "moeoff" object if there are hooks
 };
 
-// llama.cpp makes the "timings" of an answer in one place and puts them into it in nine: "moeoff" lies in them until the answer is read or written,
-// and stands beside them there. The answer with that done, also in several of them and in a "__verbose" one; nothing where it is right as it is.
+// llama.cpp makes the "timings" of an answer in one place and puts them into it in nine: "moeoff" lies in them until
+// the answer is read or written, and stands beside them there. The answer with that done, also in several of them and
+// in a "__verbose" one; nothing where it is right as it is.
 std::optional<common_json> server_usage_beside_timings(const common_json & answer);
 
 // One decode of the main context.
@@ -54,7 +55,8 @@ class server_decode {
     server_decode & operator=(const server_decode &) = delete;
 
     // What llama-server is about to decode: of its batch, n tokens from off, for the answers of its slots.
-    template <typename Token, typename Slot> server_decode(const std::vector<Token> & batch, int32_t off, int32_t n, const std::vector<Slot> & all) {
+    template <typename Token, typename Slot>
+    server_decode(const std::vector<Token> & batch, int32_t off, int32_t n, const std::vector<Slot> & all) {
         for (int32_t i = off; i < off + n; i++) {
             add(batch[i].token, batch[i].pos, batch[i].id_slot, batch[i].is_prompt);
         }
@@ -74,11 +76,12 @@ class server_decode {
 
     template <typename Slot> int after(int result, std::vector<Slot> & all) {
         const bool is_computed = result == 0;
-        result = after(result);
+        result                 = after(result);
         for (size_t i = 0; i < slots.size(); i++) {
             Slot & slot = all[slots[i]];
             slot.stats.moeoff.add(share);
-            if (is_computed && result != 0) { // only the host has failed: remove the batch's cells, as llama_decode() does where it fails
+            // only the host has failed: remove the batch's cells, as llama_decode() does where it fails
+            if (is_computed && result != 0) {
                 llama_memory_seq_rm(llama_get_memory(slot.ctx_tgt), slot.id, positions[i], -1);
             }
         }
@@ -150,7 +153,8 @@ class server_request_memory {
     explicit server_request_memory(const std::string & body); // throws: there is not so much
     ~server_request_memory();
 
-    static bool require_for_templates(int64_t nbytes); // in all; of this thread's request, if it has one; throws as above
+    // in all; of this thread's request, if it has one; throws as above
+    static bool require_for_templates(int64_t nbytes);
 
   private:
     server_loan             loan;
@@ -184,21 +188,24 @@ class server_media_decode {
     server_usage  usage;
 };
 
-bool        server_parse(int argc, char ** argv, common_params & params);
-void        server_attach(const moeoff_server_hooks * hooks); // null: an ordinary llama-server again
-bool        server_has_host();
-bool        server_loaded(llama_model * model, llama_context * ctx);
-void        server_drafts_loaded(bool can_draft, llama_context * ctx); // null: drafts need no context of their own
-void        server_drafts_failed(const char * why);
-bool        server_ready(llama_context * ctx);
-void        server_listens(const std::string & url);
-int32_t     server_draft_max(int32_t token); // behind this one, in tokens
-int32_t     server_batch_max(int32_t n_batch, int32_t n_decoded); // tokens of a batch that has so many of answers, at most n_batch
-void        server_set_prompt_max(int32_t n_tokens); // of those beside answers. Any thread
-bool        server_ends_on_purpose(); // a stop, or a batch that nobody waits for: no error, and nothing to log. Any thread
+bool    server_parse(int argc, char ** argv, common_params & params);
+void    server_attach(const moeoff_server_hooks * hooks); // null: an ordinary llama-server again
+bool    server_has_host();
+bool    server_loaded(llama_model * model, llama_context * ctx);
+void    server_drafts_loaded(bool can_draft, llama_context * ctx); // null: drafts need no context of their own
+void    server_drafts_failed(const char * why);
+bool    server_ready(llama_context * ctx);
+void    server_listens(const std::string & url);
+int32_t server_draft_max(int32_t token); // behind this one, in tokens
+// tokens of a batch that has so many of answers, at most n_batch
+int32_t server_batch_max(int32_t n_batch, int32_t n_decoded);
+void    server_set_prompt_max(int32_t n_tokens); // of those beside answers. Any thread
+// a stop, or a batch that nobody waits for: no error, and nothing to log. Any thread
+bool        server_ends_on_purpose();
 std::string server_metrics();
 
-// Nobody waits for these tasks any more: if that is true of all in a batch that reads a prompt, its computation ends within a layer. Any thread.
+// Nobody waits for these tasks any more: if that is true of all in a batch that reads a prompt, its computation ends
+// within a layer. Any thread.
 void server_abandon(const std::unordered_set<int> & ids);
 
 // The prompt cache is about to take so many bytes in all, or no more any longer; false: there is not so much.
@@ -211,8 +218,10 @@ void server_fill_cells(size_t n_tokens);
 void server_prompt_evicted(server_prompt_cache_state & state);
 
 // For one that is larger than the cache: null, or where to write what the host will store when it is written.
-server_prompt_cache_state * server_prompt_to_host(const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size);
-void                        server_prompt_saved(const server_prompt_cache_state * written); // also one of the cache's own
+server_prompt_cache_state * server_prompt_to_host(
+    const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size);
+// also one of the cache's own
+void server_prompt_saved(const server_prompt_cache_state * written);
 
 // Does the host have one that begins with more than n_have of these tokens?
 bool server_prompt_on_host(const server_tokens & tokens, size_t n_have);
@@ -220,7 +229,8 @@ bool server_prompt_on_host(const server_tokens & tokens, size_t n_have);
 // The same, and it is the first of the cache now.
 bool server_prompt_from_host(server_prompt_cache & cache, const server_tokens & tokens, size_t n_have);
 
-// A request, on the thread that answers it: it has come, has got a result of a task, has been answered. The last one says so to the host.
+// A request, on the thread that answers it: it has come, has got a result of a task, has been answered. The last one
+// says so to the host.
 void server_request_begins(const std::string & method, const std::string & path);
 void server_request_gets(const server_task_result & result);
 void server_request_ends(int status);

@@ -15,8 +15,8 @@ namespace moeoff {
 
 static void refuse(httplib::Response & res, int status, const char * type, const std::string & message) {
     res.status = status;
-    res.set_content(safe_json_to_str({{"error", {{"code", status}, {"message", message}, {"type", type}}}}),
-                    "application/json; charset=utf-8");
+    res.set_content(safe_json_to_str({ { "error", { { "code", status }, { "message", message }, { "type", type } } } }),
+        "application/json; charset=utf-8");
 }
 
 //
@@ -35,8 +35,8 @@ static std::string host_name(std::string site) {
 
 static bool is_loopback(const std::string & name) {
     in_addr address;
-    return name == "localhost" || name == "[::1]" ||
-           (inet_pton(AF_INET, name.c_str(), &address) == 1 && (ntohl(address.s_addr) >> 24) == 127);
+    return name == "localhost" || name == "[::1]"
+           || (inet_pton(AF_INET, name.c_str(), &address) == 1 && (ntohl(address.s_addr) >> 24) == 127);
 }
 
 static bool is_allowed(const std::string & site) {
@@ -46,13 +46,15 @@ static bool is_allowed(const std::string & site) {
     }
     const auto allowed = string_split<std::string>(server_host()->allowed_hosts, ',');
     return std::any_of(allowed.begin(), allowed.end(),
-                       [&](const std::string & one) { return !one.empty() && host_name(one) == name; });
+        [&](const std::string & one) { return !one.empty() && host_name(one) == name; });
 }
 
 // A web page can point a name of its own at 127.0.0.1. The browser then takes this server for a part of that site, but
 // still sends the site's name as Host, and as Origin with every request that a page makes of another site.
-bool server_refuses_site(const httplib::Request & req, httplib::Response & res, const std::string & cors_origins, bool is_socket) {
-    if (!server_has_host() || server_host()->allowed_hosts == nullptr || (is_socket && server_host()->checks_sockets == 0)) {
+bool server_refuses_site(
+    const httplib::Request & req, httplib::Response & res, const std::string & cors_origins, bool is_socket) {
+    if (!server_has_host() || server_host()->allowed_hosts == nullptr
+        || (is_socket && server_host()->checks_sockets == 0)) {
         return false;
     }
     static const char * const WHY = " is refused: without an API key this server answers local sites only; "
@@ -65,8 +67,8 @@ bool server_refuses_site(const httplib::Request & req, httplib::Response & res, 
             refuse(res, 403, "permission_error", "Host " + shown + WHY + "--allowed-hosts " + host_name(shown));
             return true;
         }
-        if (strcasecmp(key.c_str(), "Origin") == 0 && cors_origins != "*" &&
-            std::find(origins.begin(), origins.end(), value) == origins.end()) {
+        if (strcasecmp(key.c_str(), "Origin") == 0 && cors_origins != "*"
+            && std::find(origins.begin(), origins.end(), value) == origins.end()) {
             const size_t scheme = value.find("://");
             if (scheme == std::string::npos || !is_allowed(value.substr(scheme + 3))) {
                 refuse(res, 403, "permission_error", "Origin " + shown + WHY + "--cors " + shown);
@@ -94,9 +96,9 @@ int64_t    bodies_lent   = 0;
 // Moves the memory of all bodies by so many bytes; false if the budget does not have them.
 bool resize_bodies(int64_t more) {
     std::lock_guard<std::mutex> lock(bodies_mutex);
-    const int64_t nbytes = bodies_nbytes + more;
-    const int64_t lent   = nbytes > server_loan::in_reserve ? (nbytes + STEP - 1) / STEP * STEP : 0;
-    char          text[1024];
+    const int64_t               nbytes = bodies_nbytes + more;
+    const int64_t               lent   = nbytes > server_loan::in_reserve ? (nbytes + STEP - 1) / STEP * STEP : 0;
+    char                        text[1024];
     if (lent != bodies_lent && server_has_host()) {
         const bool refused = server_host()->borrow(lent - bodies_lent, text, sizeof(text)) != 0;
         if (refused && more > 0) {
@@ -169,17 +171,18 @@ bool server_body::read(const httplib::Request & req, httplib::Response & res, co
     if (req.is_multipart_form_data()) {
         std::string * part    = nullptr;
         size_t        n_parts = 0;
-        done = fits && reader(
-            [&](const httplib::FormData & file) {
-                if (file.filename.empty()) {
-                    const httplib::FormField field{file.name, "", file.headers};
-                    part = &form.fields.emplace(file.name, field)->second.content;
-                } else {
-                    part = &form.files.emplace(file.name, file)->second.content;
-                }
-                return ++n_parts <= CPPHTTPLIB_MULTIPART_FORM_DATA_FILE_MAX_COUNT;
-            },
-            [&](const char * data, size_t n) { return append(*memory, fits, *part, data, n); });
+        done                  = fits
+                                && reader(
+                                    [&](const httplib::FormData & file) {
+                       if (file.filename.empty()) {
+                           const httplib::FormField field { file.name, "", file.headers };
+                           part = &form.fields.emplace(file.name, field)->second.content;
+                       } else {
+                           part = &form.files.emplace(file.name, file)->second.content;
+                       }
+                       return ++n_parts <= CPPHTTPLIB_MULTIPART_FORM_DATA_FILE_MAX_COUNT;
+                                    },
+                                    [&](const char * data, size_t n) { return append(*memory, fits, *part, data, n); });
         for (const auto & [key, file] : form.files) { // llama-server copies them
             fits = fits && memory->charge((int64_t) file.content.size());
         }
@@ -190,8 +193,8 @@ bool server_body::read(const httplib::Request & req, httplib::Response & res, co
     }
     if (!fits) {
         refuse(res, 413, "invalid_request_error",
-               "the request body does not fit into the memory budget (--memory): send a shorter one, or try again when "
-               "the server reads fewer of them");
+            "the request body does not fit into the memory budget (--memory): send a shorter one, or try again when "
+            "the server reads fewer of them");
     }
     if (done && fits) {
         res.user_data.set("moeoff-body", memory); // which lives as long as the response

@@ -10,7 +10,8 @@
 namespace moeoff {
 
 // Answers a request with 403 and returns true if its Host or Origin header names a site that the host does not allow.
-bool server_refuses_site(const httplib::Request & req, httplib::Response & res, const std::string & cors_origins, bool is_socket);
+bool server_refuses_site(
+    const httplib::Request & req, httplib::Response & res, const std::string & cors_origins, bool is_socket);
 
 // The body of a request. Its memory is borrowed from the experts until the response has been sent.
 struct server_body {

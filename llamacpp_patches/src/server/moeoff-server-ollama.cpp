@@ -1,7 +1,7 @@
 // Ollama's API: each request becomes one of llama-server's own routes, and its answer becomes Ollama's.
 //
-// There is one model, whatever name a request gives; it is loaded, and stays so: keep_alive, num_ctx and the like change nothing.
-// Knows about the model what llama-server's routes and the loaded metadata tell.
+// There is one model, whatever name a request gives; it is loaded, and stays so: keep_alive, num_ctx and the like
+// change nothing. Knows about the model what llama-server's routes and the loaded metadata tell.
 
 #include "moeoff-server-pages.h"
 
@@ -44,7 +44,7 @@ static std::string time_text(int64_t ns) { // since 1970, as RFC 3339 writes it
 // {"error": text}, of a text or of an error of llama-server's.
 static json error_of(const json & error) {
     const json of = error.is_object() ? json_value(error, "error", error) : error;
-    return {{"error", of.is_string() ? of.get<std::string>() : json_value(of, "message", safe_json_to_str(of))}};
+    return { { "error", of.is_string() ? of.get<std::string>() : json_value(of, "message", safe_json_to_str(of)) } };
 }
 
 static server_http_res_ptr answer_with(const json & data, int status = 200) {
@@ -56,11 +56,13 @@ static server_http_res_ptr answer_with(const json & data, int status = 200) {
 
 namespace {
 
-// One answer: llama-server's events, or its one object, in; Ollama's out. Both forms of llama-server's are read: that of
-// /v1/chat/completions and that of /completion. It holds the request that was made of the client's: the route may look at it until the end.
+// One answer: llama-server's events, or its one object, in; Ollama's out. Both forms of llama-server's are read: that
+// of /v1/chat/completions and that of /completion. It holds the request that was made of the client's: the route may
+// look at it until the end.
 class ollama_res : public server_http_res {
   public:
-    ollama_res(server_http_req req, const std::string & model, bool chat) : req(std::move(req)), model(model), chat(chat) {}
+    ollama_res(server_http_req req, const std::string & model, bool chat)
+        : req(std::move(req)), model(model), chat(chat) {}
 
     void start(const handler_t & route);
     void on_complete() override { inner->on_complete(); }
@@ -88,7 +90,7 @@ class ollama_res : public server_http_res {
     std::string              done_reason;
     json                     timings = json::object();
     json                     usage   = nullptr; // of the expert buffer
-    std::optional<tool_call> call;              // one that has begun: a stream brings its arguments in parts of a text
+    std::optional<tool_call> call; // one that has begun: a stream brings its arguments in parts of a text
 };
 
 json ollama_res::read(const json & event) {
@@ -125,7 +127,7 @@ void ollama_res::add_call(const json & part, json & message) {
     const int index = json_value(part, "index", -1);
     if (!call || index < 0 || index != call->index) {
         end_call(message);
-        call = {index, text_of(part, "id"), "", ""};
+        call = { index, text_of(part, "id"), "", "" };
     }
     const json function = json_value(part, "function", json::object());
     call->name += text_of(function, "name");
@@ -138,21 +140,23 @@ void ollama_res::end_call(json & message) {
     }
     json arguments = json::parse_no_throw(call->arguments);
     if (!arguments.is_object()) { // clients count on one
-        arguments = call->arguments.empty() ? json::object() : json{{"value", call->arguments}};
+        arguments = call->arguments.empty() ? json::object() : json { { "value", call->arguments } };
     }
     json      calls = json_value(message, "tool_calls", json::array());
     const int index = call->index < 0 ? (int) calls.size() : call->index;
-    calls.push_back({{"id", call->id}, {"function", json{{"index", index}, {"name", call->name}, {"arguments", arguments}}}});
+    calls.push_back({ { "id", call->id },
+        { "function", json { { "index", index }, { "name", call->name }, { "arguments", arguments } } } });
     message["tool_calls"] = calls;
     call.reset();
 }
 
 json ollama_res::line(const json & message) const {
-    const auto now  = std::chrono::system_clock::now().time_since_epoch();
-    json       out  = {{"model", model}, {"created_at", time_text(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count())}};
-    json       said = chat ? json{{"role", "assistant"}} : out;
+    const auto now                      = std::chrono::system_clock::now().time_since_epoch();
+    json       out                      = { { "model", model },
+        { "created_at", time_text(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count()) } };
+    json       said                     = chat ? json { { "role", "assistant" } } : out;
     said[chat ? "content" : "response"] = text_of(message, "content");
-    for (const char * key : {"thinking", "tool_calls"}) {
+    for (const char * key : { "thinking", "tool_calls" }) {
         if (message.contains(key)) {
             said[key] = message.at(key);
         }
@@ -244,8 +248,9 @@ static json metadata(const llama_model * model) {
             return out;
         };
         const std::string key = text(llama_model_meta_key_by_index), value = text(llama_model_meta_val_str_by_index);
-        const json        parsed  = json::parse_no_throw(value);
-        const bool        is_name = key.rfind("general.", 0) == 0 && key != "general.file_type" && key != "general.quantization_version";
+        const json        parsed = json::parse_no_throw(value);
+        const bool        is_name =
+            key.rfind("general.", 0) == 0 && key != "general.file_type" && key != "general.quantization_version";
         if (key != "tokenizer.chat_template") {
             values[key] = !is_name && (parsed.is_number() || parsed.is_boolean()) ? parsed : json(value);
         }
@@ -275,7 +280,7 @@ static std::string digest(const json & info, uint64_t size) {
 
 // "(guessed) Q4_K - Medium" is Q4_K_M
 static std::string quantization(std::string name) {
-    for (const char * prefix : {"(guessed) ", "all "}) {
+    for (const char * prefix : { "(guessed) ", "all " }) {
         name.erase(0, name.rfind(prefix, 0) == 0 ? std::strlen(prefix) : 0);
     }
     const size_t      dash = name.find(" - ");
@@ -292,20 +297,21 @@ static json model_entry(const json & models, const json & props, const json & in
 
     struct stat file = {};
     stat(props.at("model_path").get<std::string>().c_str(), &file);
-    return json{
-        {"name",        first.at("id")},
-        {"model",       first.at("id")},
-        {"modified_at", time_text((int64_t) file.st_mtime * 1000000000)},
-        {"size",        meta.at("size")},
-        {"digest",      digest(info, meta.at("size").get<uint64_t>())},
-        {"details",     json{
-            {"parent_model",       ""},
-            {"format",             "gguf"},
-            {"family",             arch},
-            {"families",           json::array({arch})},
-            {"parameter_size",     n < 1e9 ? string_format("%.1fM", n / 1e6) : string_format("%.1fB", n / 1e9)},
-            {"quantization_level", quantization(meta.at("ftype"))},
-        }},
+    return json {
+        { "name", first.at("id") },
+        { "model", first.at("id") },
+        { "modified_at", time_text((int64_t) file.st_mtime * 1000000000) },
+        { "size", meta.at("size") },
+        { "digest", digest(info, meta.at("size").get<uint64_t>()) },
+        { "details",
+            json {
+                { "parent_model", "" },
+                { "format", "gguf" },
+                { "family", arch },
+                { "families", json::array({ arch }) },
+                { "parameter_size", n < 1e9 ? string_format("%.1fM", n / 1e6) : string_format("%.1fB", n / 1e9) },
+                { "quantization_level", quantization(meta.at("ftype")) },
+            } },
     };
 }
 
@@ -314,10 +320,12 @@ static json capabilities(const json & props, bool has_embeddings) {
     const json &        caps   = props.at("chat_template_caps");
     const json &        media  = props.at("modalities");
     const llama_vocab * vocab  = llama_model_get_vocab(server_model());
-    const bool thinks  = source.find("enable_thinking") != std::string::npos || source.find("<think>") != std::string::npos;
-    const bool inserts = llama_vocab_fim_pre(vocab) != LLAMA_TOKEN_NULL && llama_vocab_fim_suf(vocab) != LLAMA_TOKEN_NULL &&
-                         llama_vocab_fim_mid(vocab) != LLAMA_TOKEN_NULL;
-    json out = json::array({"completion"});
+    const bool          thinks =
+        source.find("enable_thinking") != std::string::npos || source.find("<think>") != std::string::npos;
+    const bool inserts = llama_vocab_fim_pre(vocab) != LLAMA_TOKEN_NULL
+                         && llama_vocab_fim_suf(vocab) != LLAMA_TOKEN_NULL
+                         && llama_vocab_fim_mid(vocab) != LLAMA_TOKEN_NULL;
+    json       out     = json::array({ "completion" });
     for (const auto & [name, has] : {
              std::pair("tools", json_value(caps, "supports_tools", false)),
              std::pair("thinking", thinks || json_value(caps, "supports_reasoning_effort", false)),
@@ -347,7 +355,7 @@ static json body_of(const server_http_req & req) {
 
 // No headers: X-Conversation-Id would keep a copy of the answer in llama-server's form.
 static server_http_req request(const server_http_req & of, const std::string & body) {
-    return server_http_req{{}, {}, of.path, "", body, {}, of.should_stop};
+    return server_http_req { {}, {}, of.path, "", body, {}, of.should_stop };
 }
 
 static json facts(const handler_t & route, const server_http_req & of) {
@@ -356,10 +364,10 @@ static json facts(const handler_t & route, const server_http_req & of) {
 
 // What chats and plain prompts have in common. A num_predict below 1 is no limit.
 static json common_request(const json & body, const handler_t & props, const server_http_req & req) {
-    json       out     = {{"stream", json_value(body, "stream", true)}};
+    json       out     = { { "stream", json_value(body, "stream", true) } };
     const json options = json_value(body, "options", json::object());
-    for (const char * name : {"temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop", "repeat_penalty", "repeat_last_n",
-                              "presence_penalty", "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta"}) {
+    for (const char * name : { "temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop", "repeat_penalty",
+             "repeat_last_n", "presence_penalty", "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta" }) {
         if (options.contains(name)) {
             out[name] = options.at(name);
         }
@@ -377,7 +385,7 @@ static json common_request(const json & body, const handler_t & props, const ser
     if (format.is_object()) {
         out["json_schema"] = format;
     } else if (format == "json") {
-        out["json_schema"] = json{{"type", "object"}};
+        out["json_schema"] = json { { "type", "object" } };
     } else if (!format.is_null() && format != "") {
         throw std::invalid_argument("format: expected \"json\" or a JSON schema, found " + format.dump());
     }
@@ -387,15 +395,17 @@ static json common_request(const json & body, const handler_t & props, const ser
 // call_ids: of the calls so far; a call without one gets one, and results without one come in the order of the calls.
 static json chat_message(const json & from, std::vector<std::string> & call_ids, size_t & n_results) {
     const std::string role = from.at("role");
-    json              to   = {{"role", role}, {"content", json_value(from, "content", json(""))}};
+    json              to   = { { "role", role }, { "content", json_value(from, "content", json("")) } };
 
     json parts = json::array();
     for (const json & image : json_value(from, "images", json::array())) {
         const std::string text = image;
-        parts.push_back({{"type", "image_url"}, {"image_url", json{{"url", text.rfind("data:", 0) == 0 ? text : "data:image/png;base64," + text}}}});
+        parts.push_back({ { "type", "image_url" },
+            { "image_url",
+                json { { "url", text.rfind("data:", 0) == 0 ? text : "data:image/png;base64," + text } } } });
     }
     if (!parts.empty()) {
-        parts.push_back({{"type", "text"}, {"text", to.at("content")}});
+        parts.push_back({ { "type", "text" }, { "text", to.at("content") } });
         to["content"] = parts;
     }
     if (const std::string thinking = text_of(from, "thinking"); !thinking.empty()) {
@@ -403,11 +413,12 @@ static json chat_message(const json & from, std::vector<std::string> & call_ids,
     }
     json calls = json::array();
     for (const json & call : json_value(from, "tool_calls", json::array())) {
-        call_ids.push_back(json_value(call, "id", string_format("call%05d", (int) call_ids.size()))); // templates want nine characters
+        // templates want nine characters
+        call_ids.push_back(json_value(call, "id", string_format("call%05d", (int) call_ids.size())));
         json       function   = call.at("function");
         const json arguments  = json_value(function, "arguments", json::object());
         function["arguments"] = arguments.is_string() ? arguments : json(arguments.dump());
-        calls.push_back({{"type", "function"}, {"id", call_ids.back()}, {"function", function}});
+        calls.push_back({ { "type", "function" }, { "id", call_ids.back() }, { "function", function } });
     }
     if (!calls.empty()) {
         to["tool_calls"] = calls;
@@ -430,7 +441,7 @@ static void add_chat(json & out, const json & messages, const json & body) {
     for (const json & message : messages) {
         out["messages"].push_back(chat_message(message, call_ids, n_results));
     }
-    for (const char * name : {"tools", "tool_choice"}) { // the latter is not Ollama's
+    for (const char * name : { "tools", "tool_choice" }) { // the latter is not Ollama's
         if (body.contains(name) && !body.at(name).empty()) {
             out[name] = body.at(name);
         }
@@ -440,7 +451,7 @@ static void add_chat(json & out, const json & messages, const json & body) {
         out["reasoning_effort"] = think;
     }
     if (!think.is_null()) {
-        out["chat_template_kwargs"] = json{{"enable_thinking", think.is_string() || think == true}};
+        out["chat_template_kwargs"] = json { { "enable_thinking", think.is_string() || think == true } };
     }
 }
 
@@ -459,7 +470,8 @@ struct ollama_routes {
         return name.empty() ? facts(models, req).at("data").at(0).at("id").get<std::string>() : name;
     }
 
-    server_http_res_ptr ask(const handler_t & route, const server_http_req & of, const json & asked, const json & body, bool is_chat) const {
+    server_http_res_ptr ask(const handler_t & route, const server_http_req & of, const json & asked, const json & body,
+        bool is_chat) const {
         auto res = std::make_unique<ollama_res>(request(of, asked.dump()), model_name(body, of), is_chat);
         res->start(route);
         return res;
@@ -487,11 +499,13 @@ struct ollama_routes {
     // With the template it is a chat of one message. Without, or between a prompt and a suffix, it is a completion.
     server_http_res_ptr post_generate(const server_http_req & req) const {
         const json        body   = body_of(req);
-        const std::string prompt = text_of(body, "prompt"), suffix = text_of(body, "suffix"), system = text_of(body, "system");
+        const std::string prompt = text_of(body, "prompt"), suffix = text_of(body, "suffix"),
+                          system = text_of(body, "system");
         const json        images = json_value(body, "images", json::array());
         const bool        raw    = json_value(body, "raw", false);
         if (!text_of(body, "template").empty()) {
-            throw std::invalid_argument("template: it is the model's; raw takes a prompt that has been through another one");
+            throw std::invalid_argument(
+                "template: it is the model's; raw takes a prompt that has been through another one");
         }
         if (!images.empty() && (raw || !suffix.empty())) {
             throw std::invalid_argument("images: they go with a prompt alone, and neither with raw nor with a suffix");
@@ -511,9 +525,9 @@ struct ollama_routes {
         }
         json messages = json::array();
         if (!system.empty()) {
-            messages.push_back({{"role", "system"}, {"content", system}});
+            messages.push_back({ { "role", "system" }, { "content", system } });
         }
-        messages.push_back({{"role", "user"}, {"content", prompt}, {"images", images}});
+        messages.push_back({ { "role", "user" }, { "content", prompt }, { "images", images } });
         add_chat(out, messages, body);
         return ask(chat, req, out, body, /* is_chat */ false);
     }
@@ -526,9 +540,9 @@ struct ollama_routes {
         if (json_value(body, "dimensions", 0) != 0) {
             throw std::invalid_argument("dimensions: embeddings have as many as the model's");
         }
-        json vectors = json::array(), answer = {{"usage", json::object()}};
+        json vectors = json::array(), answer = { { "usage", json::object() } };
         if (!input.empty() && input != "") {
-            const auto res = embeddings(request(req, json{{"input", input}}.dump()));
+            const auto res = embeddings(request(req, json { { "input", input } }.dump()));
             if (res->data.empty()) {
                 return std::make_unique<server_http_res>(); // the client has gone
             }
@@ -541,14 +555,14 @@ struct ollama_routes {
             }
         }
         if (of_one) {
-            return answer_with(json{{"embedding", vectors.empty() ? vectors : vectors.at(0)}});
+            return answer_with(json { { "embedding", vectors.empty() ? vectors : vectors.at(0) } });
         }
-        return answer_with(json{
-            {"model",             model_name(body, req)},
-            {"embeddings",        vectors},
-            {"total_duration",    (ggml_time_us() - t_start) * 1000},
-            {"load_duration",     0},
-            {"prompt_eval_count", json_value(answer.at("usage"), "prompt_tokens", 0)},
+        return answer_with(json {
+            { "model", model_name(body, req) },
+            { "embeddings", vectors },
+            { "total_duration", (ggml_time_us() - t_start) * 1000 },
+            { "load_duration", 0 },
+            { "prompt_eval_count", json_value(answer.at("usage"), "prompt_tokens", 0) },
         });
     }
 
@@ -557,7 +571,7 @@ struct ollama_routes {
     }
 
     server_http_res_ptr get_tags(const server_http_req & req) const {
-        return answer_with(json{{"models", json::array({entry(req, facts(props, req))})}});
+        return answer_with(json { { "models", json::array({ entry(req, facts(props, req)) }) } });
     }
 
     server_http_res_ptr get_ps(const server_http_req & req) const {
@@ -567,23 +581,24 @@ struct ollama_routes {
         model["expires_at"]     = "2200-01-01T00:00:00Z"; // not before the server ends
         model["size_vram"]      = 0;
         model["context_length"] = known.at("default_generation_settings").at("n_ctx");
-        return answer_with(json{{"models", json::array({model})}});
+        return answer_with(json { { "models", json::array({ model }) } });
     }
 
     server_http_res_ptr post_show(const server_http_req & req) const {
         body_of(req);
-        const json known          = facts(props, req), model = entry(req, known), info = metadata(server_model());
+        const json known = facts(props, req), model = entry(req, known), info = metadata(server_model());
         const bool has_embeddings = embeddings(request(req, "{}"))->status != 501; // a request that asks nothing tells
         const int  n_ctx          = known.at("default_generation_settings").at("n_ctx").get<int>();
-        return answer_with(json{
-            {"modelfile",    "FROM " + text_of(model, "name") + "\n"},
-            {"parameters",   string_format("%-30s %d", "num_ctx", n_ctx)}, // clients look here for the context that there is
-            {"template",     known.at("chat_template")},
-            {"license",      text_of(info, "general.license")},
-            {"details",      model.at("details")},
-            {"model_info",   info},
-            {"capabilities", capabilities(known, has_embeddings)},
-            {"modified_at",  model.at("modified_at")},
+        return answer_with(json {
+            { "modelfile", "FROM " + text_of(model, "name") + "\n" },
+            // clients look here for the context that there is
+            { "parameters", string_format("%-30s %d", "num_ctx", n_ctx) },
+            { "template", known.at("chat_template") },
+            { "license", text_of(info, "general.license") },
+            { "details", model.at("details") },
+            { "model_info", info },
+            { "capabilities", capabilities(known, has_embeddings) },
+            { "modified_at", model.at("modified_at") },
         });
     }
 
@@ -602,13 +617,17 @@ struct ollama_routes {
 } // namespace
 
 void server_add_ollama_routes(const server_http_context & http, const server_routes & routes,
-                              const std::function<handler_t(handler_t)> & wrapper) {
+    const std::function<handler_t(handler_t)> & wrapper) {
     if (!server_has_host()) {
         return;
     }
-    const auto to = std::make_shared<const ollama_routes>(ollama_routes{
-        wrapper(routes.post_chat_completions), wrapper(routes.post_completions), wrapper(routes.post_infill),
-        wrapper(routes.post_embeddings_oai),   wrapper(routes.get_props),        wrapper(routes.get_models),
+    const auto to = std::make_shared<const ollama_routes>(ollama_routes {
+        wrapper(routes.post_chat_completions),
+        wrapper(routes.post_completions),
+        wrapper(routes.post_infill),
+        wrapper(routes.post_embeddings_oai),
+        wrapper(routes.get_props),
+        wrapper(routes.get_models),
     });
     using route_t = server_http_res_ptr (ollama_routes::*)(const server_http_req &) const;
     // what a handler here throws is the request's fault
@@ -622,18 +641,23 @@ void server_add_ollama_routes(const server_http_context & http, const server_rou
             }
         };
     };
-    const auto handler = [&](route_t route) { return guarded([to, route](const server_http_req & req) { return ((*to).*route)(req); }); };
-    http.get ("/v1/models/:model", handler(&ollama_routes::get_model));
-    http.post("/api/chat",         handler(&ollama_routes::post_chat));
-    http.post("/api/generate",     handler(&ollama_routes::post_generate));
-    http.post("/api/show",         handler(&ollama_routes::post_show));
-    http.get ("/api/tags",         handler(&ollama_routes::get_tags));
-    http.get ("/api/ps",           handler(&ollama_routes::get_ps));
-    http.post("/api/embed",        guarded([to](const server_http_req & req) { return to->post_embed(req, "input", false); }));
-    http.post("/api/embeddings",   guarded([to](const server_http_req & req) { return to->post_embed(req, "prompt", true); }));
-    http.get ("/api/version",      [](const server_http_req &) { return answer_with(json{{"version", OLLAMA_VERSION}}); });
+    const auto handler = [&](route_t route) {
+        return guarded([to, route](const server_http_req & req) { return ((*to).*route)(req); });
+    };
+    http.get("/v1/models/:model", handler(&ollama_routes::get_model));
+    http.post("/api/chat", handler(&ollama_routes::post_chat));
+    http.post("/api/generate", handler(&ollama_routes::post_generate));
+    http.post("/api/show", handler(&ollama_routes::post_show));
+    http.get("/api/tags", handler(&ollama_routes::get_tags));
+    http.get("/api/ps", handler(&ollama_routes::get_ps));
+    http.post("/api/embed", guarded([to](const server_http_req & req) { return to->post_embed(req, "input", false); }));
+    http.post(
+        "/api/embeddings", guarded([to](const server_http_req & req) { return to->post_embed(req, "prompt", true); }));
+    http.get(
+        "/api/version", [](const server_http_req &) { return answer_with(json { { "version", OLLAMA_VERSION } }); });
     const handler_t one_model = [](const server_http_req &) {
-        return answer_with(error_of(json(std::string("this server has one model, which is given when it starts"))), 501);
+        return answer_with(
+            error_of(json(std::string("this server has one model, which is given when it starts"))), 501);
     };
     for (const char * path : { "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete" }) {
         http.post(path, one_model);

@@ -57,15 +57,16 @@ const char * moeoff_server_options(void) {
         std::string   lines;
         for (const common_arg & option : common_params_parser_init(params, LLAMA_EXAMPLE_SERVER).options) {
             const bool chats = option.examples.count(LLAMA_EXAMPLE_CLI) || option.examples.count(LLAMA_EXAMPLE_COMMON);
-            lines += std::to_string(n_values(option)) + "\t" + joined(option.args) + "\t" + joined(option.args_neg) + "\t" +
-                     (option.env ? option.env : "") + "\t" + (chats ? "1" : "0") + "\n";
+            lines += std::to_string(n_values(option)) + "\t" + joined(option.args) + "\t" + joined(option.args_neg)
+                     + "\t" + (option.env ? option.env : "") + "\t" + (chats ? "1" : "0") + "\n";
         }
         return lines;
     }();
     return table.c_str();
 }
 
-static void set_option(const common_arg & option, common_params & params, bool positive, const std::vector<std::string> & values) {
+static void set_option(
+    const common_arg & option, common_params & params, bool positive, const std::vector<std::string> & values) {
     if (option.handler_void) {
         option.handler_void(params);
     } else if (option.handler_bool) {
@@ -96,7 +97,7 @@ static void check_options(int argc, char ** argv, common_params & params) {
         if (name.compare(0, 2, "--") == 0) {
             std::replace(name.begin(), name.end(), '_', '-');
         }
-        const auto        entry    = options.find(name);
+        const auto entry = options.find(name);
         if (entry == options.end()) {
             throw std::invalid_argument(argument + ": llama-server has no such option");
         }

@@ -13,6 +13,6 @@ void server_add_pages(const server_http_context & http);
 
 // Ollama's API. wrapper: makes an error answer of what a route of llama-server's throws.
 void server_add_ollama_routes(const server_http_context & http, const server_routes & routes,
-                              const std::function<server_http_context::handler_t(server_http_context::handler_t)> & wrapper);
+    const std::function<server_http_context::handler_t(server_http_context::handler_t)> & wrapper);
 
 } // namespace moeoff

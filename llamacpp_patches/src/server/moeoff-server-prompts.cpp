@@ -1,4 +1,5 @@
-// The host's part in patch 0017: memory for the prompt cache, and prompts on their way from the cache to the host and back.
+// The host's part in patch 0017: memory for the prompt cache, and prompts on their way from the cache to the host and
+// back.
 
 #include "moeoff-server-hooks.h"
 
@@ -42,7 +43,7 @@ static bool accepted(const server_prompt & prompt, size_t nbytes) {
 
 // Where the states of a prompt lie.
 static void point_at(moeoff_prompt & prompt, server_prompt_cache_state & state) {
-    int n = 0;
+    int n                = 0;
     prompt.n_checkpoints = 0;
     for (std::vector<uint8_t> * data : { &state.data.main, &state.data.drft }) {
         prompt.states[n]  = data->data();
@@ -50,9 +51,9 @@ static void point_at(moeoff_prompt & prompt, server_prompt_cache_state & state) 
     }
     for (common_prompt_checkpoint & checkpoint : state.prompt.checkpoints) {
         int32_t * numbers = prompt.checkpoints + 3 * prompt.n_checkpoints++;
-        numbers[0] = (int32_t) checkpoint.n_tokens;
-        numbers[1] = checkpoint.pos_min;
-        numbers[2] = checkpoint.pos_max;
+        numbers[0]        = (int32_t) checkpoint.n_tokens;
+        numbers[1]        = checkpoint.pos_min;
+        numbers[2]        = checkpoint.pos_max;
         for (std::vector<uint8_t> * data : { &checkpoint.data_tgt, &checkpoint.data_dft, &checkpoint.data_spec }) {
             prompt.states[n]  = data->data();
             prompt.sizes[n++] = data->size();
@@ -68,7 +69,8 @@ static void hand_over(std::unique_ptr<evicted_prompt> prompt) {
     server_host()->store_prompt(prompt.release());
 }
 
-// Of a prompt's checkpoints two are stored: another chat goes back to the first, behind the system prompt; the next turn to the last.
+// Of a prompt's checkpoints two are stored: another chat goes back to the first, behind the system prompt; the next
+// turn to the last.
 static bool is_stored(const common_prompt_checkpoint & checkpoint, const server_prompt & prompt) {
     return &checkpoint == &prompt.checkpoints.front() || &checkpoint == &prompt.checkpoints.back();
 }
@@ -82,7 +84,8 @@ void server_prompt_evicted(server_prompt_cache_state & state) {
     }
 }
 
-server_prompt_cache_state * server_prompt_to_host(const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size) {
+server_prompt_cache_state * server_prompt_to_host(
+    const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size) {
     size_t total = size + draft_size;
     for (const common_prompt_checkpoint & checkpoint : prompt.checkpoints) {
         total += is_stored(checkpoint, prompt) ? checkpoint.size() : 0;
@@ -94,8 +97,9 @@ server_prompt_cache_state * server_prompt_to_host(const server_prompt_cache & ca
         beside = std::make_unique<evicted_prompt>();
         beside->state.data.main.resize(size);
         beside->state.data.drft.resize(draft_size);
-        std::copy_if(prompt.checkpoints.begin(), prompt.checkpoints.end(), std::back_inserter(beside->state.prompt.checkpoints),
-                     [&](const auto & checkpoint) { return is_stored(checkpoint, prompt); });
+        std::copy_if(prompt.checkpoints.begin(), prompt.checkpoints.end(),
+            std::back_inserter(beside->state.prompt.checkpoints),
+            [&](const auto & checkpoint) { return is_stored(checkpoint, prompt); });
     } catch (const std::bad_alloc &) {
         beside.reset();
         server_resize_prompt_cache(cache.size());
@@ -112,21 +116,22 @@ void server_prompt_saved(const server_prompt_cache_state * written) {
 }
 
 bool server_prompt_on_host(const server_tokens & tokens, size_t n_have) {
-    const moeoff_server_hooks * host = server_host();
-    moeoff_prompt stored = {};
-    return host != nullptr && !tokens.has_mtmd &&
-           host->find_prompt(tokens.get_tokens().data(), (int32_t) tokens.size(), (int32_t) n_have, &stored) != 0;
+    const moeoff_server_hooks * host   = server_host();
+    moeoff_prompt               stored = {};
+    return host != nullptr && !tokens.has_mtmd
+           && host->find_prompt(tokens.get_tokens().data(), (int32_t) tokens.size(), (int32_t) n_have, &stored) != 0;
 }
 
 bool server_prompt_from_host(server_prompt_cache & cache, const server_tokens & tokens, size_t n_have) {
-    const moeoff_server_hooks * host = server_host();
-    moeoff_prompt stored = {};
+    const moeoff_server_hooks * host   = server_host();
+    moeoff_prompt               stored = {};
     if (host == nullptr || tokens.has_mtmd) {
         return false;
     }
     const llama_tokens & text = tokens.get_tokens();
-    if (!host->find_prompt(text.data(), (int32_t) text.size(), (int32_t) n_have, &stored) ||
-        !server_resize_prompt_cache(cache.size() + std::accumulate(stored.sizes, stored.sizes + 2 + 3 * stored.n_checkpoints, (size_t) 0))) {
+    if (!host->find_prompt(text.data(), (int32_t) text.size(), (int32_t) n_have, &stored)
+        || !server_resize_prompt_cache(
+            cache.size() + std::accumulate(stored.sizes, stored.sizes + 2 + 3 * stored.n_checkpoints, (size_t) 0))) {
         return false;
     }
     try {
@@ -136,7 +141,8 @@ bool server_prompt_from_host(server_prompt_cache & cache, const server_tokens & 
         state.data.drft.resize(stored.sizes[1]);
         for (int i = 0; i < stored.n_checkpoints; i++) {
             common_prompt_checkpoint & checkpoint = state.prompt.checkpoints.emplace_back();
-            checkpoint.update_pos(stored.checkpoints[3 * i], stored.checkpoints[3 * i + 1], stored.checkpoints[3 * i + 2]);
+            checkpoint.update_pos(
+                stored.checkpoints[3 * i], stored.checkpoints[3 * i + 1], stored.checkpoints[3 * i + 2]);
             checkpoint.data_tgt.resize(stored.sizes[2 + 3 * i]);
             checkpoint.data_dft.resize(stored.sizes[3 + 3 * i]);
             checkpoint.data_spec.resize(stored.sizes[4 + 3 * i]);
@@ -156,6 +162,4 @@ bool server_prompt_from_host(server_prompt_cache & cache, const server_tokens & 
 
 } // namespace moeoff
 
-void moeoff_prompt_free(moeoff_prompt * prompt) {
-    delete static_cast<moeoff::evicted_prompt *>(prompt);
-}
+void moeoff_prompt_free(moeoff_prompt * prompt) { delete static_cast<moeoff::evicted_prompt *>(prompt); }

@@ -1,6 +1,7 @@
 // What the host is told of each request: which it was, how it ended, and what its answers took.
 //
-// A thread of the HTTP server's reads a request, asks for its results and writes its answer, and begins the next one then.
+// A thread of the HTTP server's reads a request, asks for its results and writes its answer, and begins the next one
+// then.
 
 #include "moeoff-server-hooks.h"
 
@@ -18,7 +19,7 @@ namespace moeoff {
 namespace {
 
 struct answer {
-    bool         ended = false; // and not only begun
+    bool         ended    = false; // and not only begun
     uint64_t     n_cached = 0, n_read = 0, n_written = 0;
     int64_t      t_first = 0, t_last = 0; // of its tokens, in us
     server_usage usage;
@@ -54,12 +55,16 @@ void server_request_gets(const server_task_result & result) {
     }
     if (const auto * whole = dynamic_cast<const server_task_result_cmpl_final *>(&result)) {
         const server_slot_stats & stats = whole->stats;
-        log.answers[whole->index] = { true, stats.n_prompt_cached, stats.n_prompt_processed, stats.n_gen, stats.t_prompt_last, stats.t_gen_last, stats.moeoff };
+        log.answers[whole->index]       = { true, stats.n_prompt_cached, stats.n_prompt_processed, stats.n_gen,
+            stats.t_prompt_last, stats.t_gen_last, stats.moeoff };
     } else if (const auto * part = dynamic_cast<const server_task_result_cmpl_partial *>(&result)) {
-        answer &      one       = log.answers[part->index];
-        const int32_t n_context = part->is_progress ? part->progress.processed : part->n_decoded > 0 ? part->n_prompt_tokens : 0; // of the prompt
-        one.n_cached = (uint64_t) std::max(part->n_prompt_tokens_cache, 0);
-        one.n_read   = (uint64_t) std::max(n_context - part->n_prompt_tokens_cache, 0);
+        answer & one = log.answers[part->index];
+        // of the prompt
+        const int32_t n_context = part->is_progress     ? part->progress.processed
+                                  : part->n_decoded > 0 ? part->n_prompt_tokens
+                                                        : 0;
+        one.n_cached            = (uint64_t) std::max(part->n_prompt_tokens_cache, 0);
+        one.n_read              = (uint64_t) std::max(n_context - part->n_prompt_tokens_cache, 0);
         if (part->n_decoded > 0 && !part->is_progress) {
             one.n_written = (uint64_t) part->n_decoded;
             one.t_last    = ggml_time_us();
@@ -87,7 +92,7 @@ __attribute__((format(printf, 2, 3))) static void append(std::string & text, con
 static std::string what_it_took(const request_log & log) {
     answer   all;
     uint64_t n_begun = 0; // answers that have a token
-    all.ended = true;
+    all.ended        = true;
     for (const auto & [index, one] : log.answers) {
         all.ended = all.ended && one.ended;
         all.n_cached += one.n_cached;
@@ -114,7 +119,8 @@ static std::string what_it_took(const request_log & log) {
     if (all.n_written > n_begun && all.t_last > all.t_first) { // the first comes of the prompt
         append(text, "%.1f tok/s", (double) (all.n_written - n_begun) * 1e6 / (double) (all.t_last - all.t_first));
     }
-    const double n_hits = all.usage.counters[server_usage::HITS], n_slices = n_hits + all.usage.counters[server_usage::MISSES];
+    const double n_hits   = all.usage.counters[server_usage::HITS],
+                 n_slices = n_hits + all.usage.counters[server_usage::MISSES];
     if (n_slices > 0) {
         append(text, "%.0f %% hits", 100 * n_hits / n_slices);
     }
