@@ -56,12 +56,15 @@ def parses(command: str) -> bool:
 
 
 def changed_since(data: dict) -> str:
-    """Return the first later commit that changed one of the data's paths, or an empty
-    string.
+    """Return the first later commit that changed one of the data's paths, or an empty string.
+
+    Commits of layout and names alone (.git-blame-ignore-revs) do not count.
     """
     since = f"{data['commit'].removesuffix('-dirty')}..HEAD"
-    commits = git("log", "--reverse", "--format=%h %s", since, "--", *data["paths"])
-    return commits.partition("\n")[0]
+    commits = git("log", "--reverse", "--format=%H %h %s", since, "--", *data["paths"])
+    ignored = (ROOT / ".git-blame-ignore-revs").read_text().split()
+    found = (line.partition(" ") for line in commits.splitlines())
+    return next((commit for full, _, commit in found if full not in ignored), "")
 
 
 @pytest.fixture(scope="module")

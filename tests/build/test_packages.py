@@ -188,3 +188,19 @@ def test_every_import_is_declared():
     assert len(declared["dependencies"]) > 5 and declared["dependencies"] <= set().union(
         *imported.values()
     )
+
+
+@pytest.mark.parametrize(
+    "folder, endings, columns",
+    [("moeoff", {".py"}, 100), ("llamacpp_patches/src", {".h", ".cpp"}, 120)],
+)
+def test_no_line_is_wider_than_the_formatter_allows(folder, endings, columns):
+    """Strings and comments, which formatters leave as they are."""
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in endings and path.name != "_abi.py"  # it is generated
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > columns
+    ]
+    assert not wide
