@@ -169,7 +169,7 @@ class TimeMeter:
         return out | self._of_threads(after, seconds) | self._of_reads()
 
     def _of_threads(self, after: Mapping[int, ThreadTimes], seconds: float) -> dict[str, float]:
-        main, out = self._llm.turns.thread.native_id, defaultdict[str, float](float)
+        main, out = self._llm.lock.thread.native_id, defaultdict[str, float](float)
         zero = ThreadTimes("", 0.0, 0.0, 0.0, 0)
         for tid, now in after.items():
             if tid == os.getpid() != main:  # who waits for the model's thread
