@@ -60,15 +60,22 @@ def open_file(path: StrPath) -> BinaryIO:
     Raises:
         OSError: The file cannot be opened; `strerror` has the reason.
     """
-    # O_NONBLOCK in case the file is replaced between the two calls
-    _require_regular(path, os.stat(path).st_mode)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def opened(name: StrPath, _flags: int) -> int:
+        # O_NONBLOCK in case the file is replaced between the two calls
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _require_regular(path, os.fstat(fd).st_mode)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd  # from here on the file object closes it, even if a signal comes first
+
     try:
-        _require_regular(path, os.fstat(fd).st_mode)
-        return open(fd, "rb", buffering=0)
-    except BaseException as error:
-        os.close(fd)
-        if isinstance(error, OSError) and not isinstance(error.filename, str):
+        _require_regular(path, os.stat(path).st_mode)
+        return open(path, "rb", buffering=0, opener=opened)
+    except OSError as error:
+        if not isinstance(error.filename, str):
             error.filename = os.fspath(path)  # an error of fstat has none, or the descriptor
         raise
 

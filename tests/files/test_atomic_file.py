@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from helpers.interrupts import Interrupt, at_event
 from moeoff.errors import ModelError, WriteError
 from moeoff.system.files import atomic_file, open_file, remove_folder
 
@@ -182,3 +183,12 @@ def test_an_error_of_fstat_names_the_file_and_removes_no_folder_halfway(path, mo
         patch.setattr(os, "fstat", fails)
         remove_folder(path.parent)  # raises nothing
     assert raised.value.filename == str(path)
+
+
+def test_an_interrupt_while_a_file_is_opened_closes_it_once(path):
+    """A second close would fail, or close what another thread has opened since."""
+    with at_event(0) as counted:
+        open_file(path).close()
+    for nth in range(1, counted.places + 1):
+        with pytest.raises(Interrupt), at_event(nth):
+            open_file(path).close()
