@@ -383,6 +383,12 @@ def test_fastapi_example_streams():
             app.terminate()
 
 
-def test_the_changelog_begins_with_this_version():
-    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert versions[0] == moeoff.__version__
+def test_changelog_keeps_its_form_and_begins_with_this_version():
+    """The form is https://keepachangelog.com's."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first = re.search(r"^## \[(.+?)\]", text, re.MULTILINE)[1]
+    assert first == moeoff.__version__ or (
+        first == "Unreleased" and f"release will be {moeoff.__version__}" in text
+    )
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert kinds and kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
