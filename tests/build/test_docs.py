@@ -1,5 +1,6 @@
 """What the documentation says is what the program does."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -190,6 +191,74 @@ def test_sentences_are_short_and_in_the_words_of_the_field():
         for match in PRIVATE.finditer(re.sub(r"`[^`]*`", "", hand_written(page)))
     ]
     assert not private
+
+
+def names_in_code():
+    """Return the identifiers and modules of the package, the scripts and the native sources,
+    but not words of comments and strings.
+    """
+    names = set()
+    for path in [*(ROOT / "moeoff").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        names.add(path.stem)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for field in ("name", "id", "attr", "arg"):
+                name = getattr(node, field, None)
+                names |= {name} if isinstance(name, str) else set()
+    for path in (ROOT / "llamacpp_patches" / "src").rglob("*.*"):
+        code = re.sub(r"//.*|\"(\\.|[^\"\\])*\"", "", path.read_text(encoding="utf-8"))
+        names |= set(re.findall(r"[A-Za-z_]\w+", code))
+    return names
+
+
+def words_of(name):
+    """Return a text in which each word of a name, in lower case, stands between spaces."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    return f" {' '.join(words).lower()} "
+
+
+def test_terms_of_the_glossary_are_names_in_code():
+    """A term is spelled in a name as it is in the glossary, or the glossary gives the name."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    names = names_in_code()
+    spelled = "".join(map(words_of, names))
+    rows = re.findall(r"^\| (\*\*.+?) \| ", text, re.MULTILINE)
+    assert len(rows) > 35
+    missing = []
+    for row in rows:
+        given = re.search(r"in code: `(\w+)`", row)
+        if given and given[1] not in names:
+            missing.append(given[1])
+        for term in [] if given else re.findall(r"\*\*(.+?)\*\*", row):
+            if not re.search(rf" {term.lower()}s? ", spelled):
+                missing.append(term)
+    source = "".join(path.read_text() for path in (ROOT / "moeoff").rglob("*.py"))
+    others = re.findall(r"`([^`]+)`", re.sub(r"in code: `\w+`", "", text))
+    for name in others:  # options, commands and values
+        words = re.findall(r"[A-Za-z]\w+", name.replace("--", "").replace("-", "_"))
+        missing += [word for word in words if not re.search(rf"\b{word}\b", source)]
+    assert not missing
+
+
+def test_terms_have_the_glossary_s_form():
+    """No page and no docstring joins or hyphenates a term of several words."""
+    glossary = ROOT / "docs" / "glossary.md"
+    terms = re.findall(r"\*\*(\w+(?: \w+)+)\*\*", glossary.read_text())
+    assert len(terms) > 10
+    joined = "|".join(
+        f"[{term[0]}{term[0].upper()}]{term[1:].replace(' ', '-?')}" for term in terms
+    )
+    other = re.compile(rf"\b({joined})\b")
+    texts = {page: hand_written(page) for page in PAGES}
+    for path in (ROOT / "moeoff").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+        texts[path] = "\n".join(ast.get_docstring(n) or "" for n in nodes if isinstance(n, kinds))
+    wrong = [
+        f"{path.name}: {match[0]}"
+        for path, text in texts.items()
+        for match in other.finditer(re.sub(r"`[^`]*`", "", text))
+    ]
+    assert not wrong
 
 
 def test_numbers_have_a_source():
