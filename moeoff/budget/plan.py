@@ -1,6 +1,4 @@
-"""How memory is divided: the budget of the process, and the bound of a device; and what
-to say when it cannot be.
-"""
+"""Division of memory: the budget of the process, and the bound of a device."""
 
 from __future__ import annotations
 
@@ -11,43 +9,41 @@ from dataclasses import dataclass, replace
 from ..errors import BudgetError, OptionError
 from ..system.memory import MIB, Budget, format_size, parse_percent, parse_size, rss
 
-# for what cannot be measured before the first token: events and rows that wait, Python
-# objects, sampler
+# Bytes that cannot be measured before the first token: queued events and rows, Python
+# objects, sampler.
 RESERVE = 16 * MIB
-# without the model: planned for every process that is not larger, so that every command
-# names the same needs
+# Bytes of a process without a model. Planned for every process that is not larger, so
+# that all commands report the same needs.
 _PROCESS = 76 << 20
-_LIBRARIES = 8 << 20  # llama.cpp and numpy take this much more once a model is loaded
-CELLS = 64  # tokens: so much of the KV cache is taken back at a time
+_LIBRARIES = 8 << 20  # bytes that llama.cpp and numpy take in addition with a model
+CELLS = 64  # tokens of the KV cache that are reclaimed at a time
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this
 ALLOCATED = ("weights", "state", "compute", "work", "outputs")  # of a MemoryPlan, by llama.cpp
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of host memory at a context of `n_ctx` tokens, what a model takes and what
-    that leaves for its experts: as llama.cpp plans it before it is loaded, as it is
-    once it is loaded, and within a budget. What lies on a GPU does not count.
+    """The host memory of a planned or loaded model in bytes, without a GPU's memory.
 
     Attributes:
-        weights: outside the routed experts, without tables that stay on disk.
-        embedding: of the weights, the token embedding.
-        on_disk: of tables whose rows are read as they are used, as the token embedding.
-            Not in memory, and in no total.
-        row_cache: for rows of these tables that were used last.
+        n_ctx: Context length in tokens.
+        weights: Weights outside the routed experts, without row tables on disk.
+        embedding: The token embedding's part of `weights`.
+        on_disk: Row tables on disk. They are in no total.
+        row_cache: Cache of recently used rows of these tables.
         state: KV cache and recurrent state.
-        compute: graph buffers for the largest batch; they, `work` and `outputs` are
-            resident only once such a batch has come.
-        work: the CPU backend's work area for it; of a planned model as ordinary experts
-            would need it, a little more than those in an expert buffer.
-        outputs: logits that llama.cpp and llama_cpp keep.
-        process: without the rest: interpreter, libraries, the app.
-        extras: other files that are loaded, as a draft model; of a server also prompts
-            outside the context, and samplers.
-        arena_floor, arena_full: the smallest arena for experts, and the one that holds
-            all of them.
-        budget: of the process; 0: only the arena is bounded.
-        arena: for experts, high and low versions together.
+        compute: Graph buffers of the largest batch. `compute`, `work` and `outputs`
+            become resident with the first batch of that size.
+        work: The CPU backend's work area for that batch. A planned model counts
+            ordinary experts, which need a little more than an expert buffer.
+        outputs: Logits that llama.cpp and llama_cpp keep.
+        process: Interpreter, libraries and the app.
+        extras: Other loaded files, such as a draft model; for a server also samplers
+            and prompts outside the context.
+        arena_floor: Smallest arena for experts.
+        arena_full: Arena that holds all experts.
+        budget: Budget of the process, 0 if only the arena is bounded.
+        arena: Arena for high and low versions together.
     """
 
     n_ctx: int = 0
@@ -72,25 +68,24 @@ class MemoryPlan:
 
     @property
     def llama_cpp(self) -> int:
-        """Bytes that llama.cpp allocates."""
+        """The bytes that llama.cpp allocates."""
         return self.weights + self.state + self.computing
 
     @property
     def fixed(self) -> int:
-        """Everything but the experts."""
+        """The bytes of everything but the experts."""
         return self.process + self.llama_cpp + self.row_cache + self.extras + RESERVE
 
     @property
     def floor(self) -> int:
-        """What the model needs at this context, as every command names it: the smallest
-        budget that is not refused, in whole MiB.
-        """
+        """The smallest budget that is not refused at this context, in whole MiB."""
         return -(-(self.fixed + self.arena_floor) // MIB) * MIB
 
     def default_share(self, budget: Budget) -> float:
-        """Share of the experts that stay in memory within a budget, in a process of the
-        usual size: the same for the same bound, so that what is decided by it can be
-        repeated.
+        """Return the resident share of experts within a budget.
+
+        The process counts with its default size, so that decisions by this share depend
+        on the budget alone and can be repeated.
         """
         usual = replace(self, process=_PROCESS)
         if budget.process is not None and budget.process < usual.floor:
@@ -100,17 +95,19 @@ class MemoryPlan:
     def within(
         self, budget: int, planned_at: Callable[[int], MemoryPlan] | None = None
     ) -> MemoryPlan:
-        """Gives the experts what the rest leaves of a budget, at most what holds all of
-        them. Of a planned model asked before anything is loaded:
-        llama.cpp would first clear the whole KV cache, and be killed for it.
+        """Return this plan with the rest of a budget as its arena.
+
+        Call it for a planned model before it is loaded: llama.cpp would clear the whole
+        KV cache first, and the system would end the process.
 
         Args:
-            planned_at: plans the same model at another context; None: its context stays
-                as it is.
+            budget: Budget of the process in bytes.
+            planned_at: Plan of the same model by context length, None to keep the
+                context.
 
         Raises:
-            BudgetError: less than their floor is left; its hint is what the model
-                needs, and what would fit.
+            BudgetError: The budget is below the floor. The hint names the floor, and a
+                context that fits.
         """
         if budget < self.floor:
             raise self._refusal(
@@ -127,7 +124,7 @@ class MemoryPlan:
         return lengths[n - 1] if n else 0
 
     def items(self) -> dict[str, int]:
-        """Bytes of each thing that the process holds or plans for, by name."""
+        """Return the bytes of each part of the process's memory, by name."""
         embedding = min(self.embedding, self.weights)
         return {
             "python": self.process,
@@ -166,14 +163,14 @@ class MemoryPlan:
 
 
 def require_header_room(path: str, header_memory: int, budget: int) -> None:
-    """Before llama.cpp reads a file's header, be it only to plan with it.
+    """Check that llama.cpp can read a file's header within a budget.
 
     Args:
-        header_memory: of the file's `ModelIndex`.
-        budget: of the process.
+        header_memory: `ModelIndex.header_memory` of the file in bytes.
+        budget: Budget of the process in bytes.
 
     Raises:
-        BudgetError: it takes more than there is room for.
+        BudgetError: The header exceeds the budget.
     """
     room = budget - rss()
     if header_memory > max(room, RESERVE):
@@ -185,14 +182,12 @@ def require_header_room(path: str, header_memory: int, budget: int) -> None:
 
 
 def as_rounded(n_ctx: int) -> int:
-    """Tokens that a context has where so many are asked for."""
+    """Return the context length that llama.cpp makes of a requested one."""
     return -(-n_ctx // _CTX_STEP) * _CTX_STEP
 
 
 def planned_process(nbytes: int) -> int:
-    """Bytes that a process is planned to take without the model once it is loaded, of
-    those that it takes now.
-    """
+    """Return the bytes to plan for a process that takes nbytes before it loads."""
     return max(_PROCESS, nbytes + _LIBRARIES)
 
 
@@ -202,14 +197,15 @@ _TYPICAL_CHOICE = 8.0
 
 
 def expected_bytes(nbytes: float, resident: float, choice: float = _TYPICAL_CHOICE) -> float:
-    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts
-    is resident. Tokens come back to their experts, the more often the fewer of a layer
-    they use: of what a share of the experts would miss by chance they miss one part in
-    1 + returns * resident. The returns are fitted to docs/results: cache-policies.md,
-    real-sizes.md, from which a test takes that they tell what was missed there.
+    """Return the bytes that a token reads of the `nbytes` that it uses.
+
+    Accesses are skewed, the more the fewer experts of a layer a token uses: misses are
+    1 / (1 + returns * resident) of those of random accesses. `returns` is fitted to
+    docs/results (cache-policies.md, real-sizes.md), which a test compares.
 
     Args:
-        choice: experts of a layer for each that a token uses.
+        resident: Resident share of the experts.
+        choice: Experts of a layer per expert that a token uses.
     """
     returns = min(max(1.1 * choice - 6.0, 0.0), 8.0)
     return nbytes * max(1.0 - resident, 0.0) / (1.0 + returns * resident)
@@ -217,13 +213,14 @@ def expected_bytes(nbytes: float, resident: float, choice: float = _TYPICAL_CHOI
 
 @dataclass(frozen=True)
 class Pools:
-    """Limits of the arenas for high and low versions, in bytes. Without low versions
-    the low side is 0.
+    """The limits of the arenas for high and low versions in bytes.
 
     Attributes:
-        floor, full: smallest arena for high versions, and the one that holds all.
-        low_floor, low_full: the same of the low versions.
-        low_share: of both together, for low versions, as far as floors and fulls allow.
+        floor: Smallest arena for high versions.
+        full: Arena that holds all high versions.
+        low_floor: Smallest arena for low versions, 0 without them.
+        low_full: Arena that holds all low versions, 0 without them.
+        low_share: Share of both arenas for low versions, within these limits.
     """
 
     floor: int
@@ -233,8 +230,10 @@ class Pools:
     low_share: float = 0.0
 
     def split(self, arena: int) -> tuple[int, int]:
-        """Arenas for high and low versions, together at most `arena`, which is at least
-        both floors.
+        """Return the arenas for high and low versions, together at most `arena`.
+
+        Args:
+            arena: Bytes, at least both floors together.
         """
         low = max(min(int(arena * self.low_share), self.low_full), self.low_floor)
         high = max(min(arena - low, self.full), self.floor)
@@ -246,9 +245,13 @@ _DEVICE_RESERVE = 512 * MIB
 
 @dataclass(frozen=True)
 class DeviceBound:
-    """Bound of the memory on each device, experts and llama.cpp's own together: bytes,
-    a share of what is free before a model is loaded, or `auto`: all of that but
-    `device_reserve`, and no experts on devices where it is too little for them.
+    """A bound of the memory on each device, for experts and llama.cpp together.
+
+    Attributes:
+        nbytes: Bound in bytes, 0 if not given so.
+        share: Share of the memory that is free before a model is loaded.
+        auto: True for all free memory but `device_reserve`, and no experts on devices
+            where that is too little for them.
     """
 
     nbytes: int = 0
@@ -257,10 +260,10 @@ class DeviceBound:
 
     @classmethod
     def parse(cls, text: str | int) -> DeviceBound:
-        """Reads 2 << 30, "2G", "80%" or "auto".
+        """Parse 2 << 30, "2G", "80%" or "auto".
 
         Raises:
-            OptionError: neither a size nor a share.
+            OptionError: The text is neither a size nor a share.
         """
         if text == "auto":
             return cls(auto=True)
@@ -282,27 +285,29 @@ class DeviceBound:
         return format_size(self.nbytes) if self.nbytes else f"{self.share:.0%}"
 
     def of(self, free: int) -> int:
-        """Bytes, on a device that had so many free."""
+        """Return the bound in bytes on a device with `free` free bytes."""
         if self.auto:
             return max(free - device_reserve(free), 0)
         return self.nbytes or int(self.share * free)
 
 
 def device_reserve(free: int) -> int:
-    """Of so many free bytes on a device, those that `auto` leaves alone: a backend's
-    own work memory, which llama.cpp does not count, and other programs'.
+    """Return the bytes that `auto` leaves free on a device.
+
+    They are for other programs and for a backend's work memory, which llama.cpp does
+    not count.
     """
     return max(_DEVICE_RESERVE, free // 32)
 
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """One device, in bytes.
+    """The memory of one device in bytes.
 
     Attributes:
-        bound: of everything that is allocated there.
-        llama_cpp: what that takes there: weights, caches, compute buffers.
-        free: by the driver's count, now.
+        bound: Bound of all allocations on the device.
+        llama_cpp: Weights, caches and compute buffers on the device.
+        free: Free memory now, as the driver reports it.
     """
 
     name: str
@@ -333,7 +338,7 @@ def slots_that_fit(
         fixed: Bytes that the device takes beside the slots.
 
     Raises:
-        BudgetError: not one fits, or the bound is more than the device has.
+        BudgetError: No slot fits, or the bound exceeds the device's memory.
     """
 
     def total(slots: Sequence[int]) -> int:
@@ -378,12 +383,15 @@ _STAGE_SHARE = 0.25
 def stage_that_fits(
     devices: Sequence[tuple[DeviceRoom, Callable[[int], int], int]], n_experts: int, least: int
 ) -> tuple[int, int]:
-    """(slots of a stage, stages): two with all experts of a layer, else one, else one
-    with as many as fit, at least so many, else none (0, 0).
+    """Return the slots of a stage and the number of stages.
+
+    That is two stages with all experts of a layer, else one, else one with as many as
+    fit, else none: (0, 0).
 
     Args:
-        devices: of each, its room, what a stage of n slots takes there (0: it cannot
-            have one), and what one slot of each layer takes.
+        devices: For each device its memory, the bytes of a stage of n slots (0 if the
+            device cannot have one), and the bytes of one slot of each layer.
+        least: Smallest number of slots of a stage.
     """
 
     def fits(n: int, n_stages: int = 1) -> bool:

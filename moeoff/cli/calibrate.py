@@ -222,7 +222,7 @@ def _search(
     minutes: float,
     **options: Any,
 ) -> SearchResult:
-    """Measures, writes the profile, and prints a table of what was tried."""
+    """Measure precisions, write the profile, and print a table of them."""
     from ..measure.precision_search import search_precision
     from ..measure.statistics import interval
 
@@ -297,9 +297,7 @@ def _write_plan(
     measure: bool,
     **options: Any,
 ) -> str:
-    """Finds a plan, writes it, and prints it with one type for all to compare. Returns
-    its path.
-    """
+    """Find a plan, write it, print it beside plans of one type, and return its path."""
     from ..gguf.model_index import ModelIndex
     from ..measure.bit_allocation import Planner
     from ..measure.precision_search import CTX

@@ -242,7 +242,7 @@ class ModelIndex:
         """Hash of the files' paths, sizes and mtimes, by which measurements are found.
 
         ctime is left out so that chmod, chown and hard links do not invalidate profiles
-        and warm-start files. `state_identity` includes ctime.
+        and the files of warm starts. `state_identity` includes ctime.
         """
         identity = hashlib.sha256()
         for path, state in zip(self.files, self.states, strict=True):

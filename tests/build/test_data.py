@@ -58,7 +58,7 @@ def parses(command: str) -> bool:
 def changed_since(data: dict) -> str:
     """Return the first later commit that changed one of the data's paths, or an empty string.
 
-    Commits of layout and names alone (.git-blame-ignore-revs) do not count.
+    Commits of layout, names and comments alone (.git-blame-ignore-revs) do not count.
     """
     since = f"{data['commit'].removesuffix('-dirty')}..HEAD"
     commits = git("log", "--reverse", "--format=%H %h %s", since, "--", *data["paths"])

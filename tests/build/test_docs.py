@@ -1,5 +1,6 @@
 """What the documentation says is what the program does."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -192,6 +193,74 @@ def test_sentences_are_short_and_in_the_words_of_the_field():
     assert not private
 
 
+def names_in_code():
+    """Return the identifiers and modules of the package, the scripts and the native sources,
+    but not words of comments and strings.
+    """
+    names = set()
+    for path in [*(ROOT / "moeoff").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        names.add(path.stem)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for field in ("name", "id", "attr", "arg"):
+                name = getattr(node, field, None)
+                names |= {name} if isinstance(name, str) else set()
+    for path in (ROOT / "llamacpp_patches" / "src").rglob("*.*"):
+        code = re.sub(r"//.*|\"(\\.|[^\"\\])*\"", "", path.read_text(encoding="utf-8"))
+        names |= set(re.findall(r"[A-Za-z_]\w+", code))
+    return names
+
+
+def words_of(name):
+    """Return a text in which each word of a name, in lower case, stands between spaces."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    return f" {' '.join(words).lower()} "
+
+
+def test_terms_of_the_glossary_are_names_in_code():
+    """A term is spelled in a name as it is in the glossary, or the glossary gives the name."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    names = names_in_code()
+    spelled = "".join(map(words_of, names))
+    rows = re.findall(r"^\| (\*\*.+?) \| ", text, re.MULTILINE)
+    assert len(rows) > 35
+    missing = []
+    for row in rows:
+        given = re.search(r"in code: `(\w+)`", row)
+        if given and given[1] not in names:
+            missing.append(given[1])
+        for term in [] if given else re.findall(r"\*\*(.+?)\*\*", row):
+            if not re.search(rf" {term.lower()}s? ", spelled):
+                missing.append(term)
+    source = "".join(path.read_text() for path in (ROOT / "moeoff").rglob("*.py"))
+    others = re.findall(r"`([^`]+)`", re.sub(r"in code: `\w+`", "", text))
+    for name in others:  # options, commands and values
+        words = re.findall(r"[A-Za-z]\w+", name.replace("--", "").replace("-", "_"))
+        missing += [word for word in words if not re.search(rf"\b{word}\b", source)]
+    assert not missing
+
+
+def test_terms_have_the_glossary_s_form():
+    """No page and no docstring joins or hyphenates a term of several words."""
+    glossary = ROOT / "docs" / "glossary.md"
+    terms = re.findall(r"\*\*(\w+(?: \w+)+)\*\*", glossary.read_text())
+    assert len(terms) > 10
+    joined = "|".join(
+        f"[{term[0]}{term[0].upper()}]{term[1:].replace(' ', '-?')}" for term in terms
+    )
+    other = re.compile(rf"\b({joined})\b")
+    texts = {page: hand_written(page) for page in PAGES}
+    for path in (ROOT / "moeoff").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+        texts[path] = "\n".join(ast.get_docstring(n) or "" for n in nodes if isinstance(n, kinds))
+    wrong = [
+        f"{path.name}: {match[0]}"
+        for path, text in texts.items()
+        for match in other.finditer(re.sub(r"`[^`]*`", "", text))
+    ]
+    assert not wrong
+
+
 def test_numbers_have_a_source():
     """Cells that are typed on a page of results stand in data that the page links; a
     speed in README or guides stands above a link to the results.
@@ -272,20 +341,29 @@ def test_paths_and_commands_in_the_pages_exist():
     assert not wrong
 
 
-def test_design_has_every_native_file():
-    text = (ROOT / "docs" / "internals" / "design.md").read_text()
-    named = [
-        re.compile(name.replace("*", ".*") + r"(-[a-z0-9]+)?$")
-        for name in re.findall(
-            r"`((?:cmake|core|ggml-cpu|llama|common|server)/moeoff[\w-]*\*?)", text
-        )
-    ]
-    files = {
-        str(path.relative_to(path.parents[1]).with_suffix(""))
-        for path in (ROOT / "llamacpp_patches" / "src").rglob("moeoff*.*")
-    }
-    assert not [file for file in files if not any(name.match(file) for name in named)]
-    assert not [name.pattern for name in named if not any(map(name.match, files))]
+def head_of(path):
+    """Return the first comment of a native file, or "" if an include or code comes first."""
+    sign = "# " if path.suffix == ".cmake" else "// "
+    head = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith(sign):
+            head.append(line.removeprefix(sign))
+        elif head or line.startswith("#include") or line and not line.startswith("#"):
+            break
+    return " ".join(head)
+
+
+def test_native_files_begin_with_what_they_are():
+    """A .cpp file may leave that to the header of its name."""
+    folder = ROOT / "llamacpp_patches" / "src"
+    heads = {}
+    for path in folder.rglob("moeoff*.*"):
+        name = path.relative_to(folder).with_suffix("")
+        heads[name] = max(heads.get(name, ""), head_of(path), key=len)
+    assert len(heads) > 40
+    assert not [str(name) for name, head in heads.items() if len(head.split()) < 5]
+    design = (ROOT / "docs" / "internals" / "design.md").read_text()
+    assert {name.parts[0] for name in heads} == set(re.findall(r"^    ([a-z-]+)/ ", design, re.M))
 
 
 def test_contributing_lists_every_program():
@@ -374,6 +452,12 @@ def test_fastapi_example_streams():
             app.terminate()
 
 
-def test_the_changelog_begins_with_this_version():
-    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert versions[0] == moeoff.__version__
+def test_changelog_keeps_its_form_and_begins_with_this_version():
+    """The form is https://keepachangelog.com's."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first = re.search(r"^## \[(.+?)\]", text, re.MULTILINE)[1]
+    assert first == moeoff.__version__ or (
+        first == "Unreleased" and f"release will be {moeoff.__version__}" in text
+    )
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert kinds and kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}

@@ -1,4 +1,4 @@
-// llama.cpp's engine for chat templates, as both programs call it.
+// Calls of llama.cpp's engine for chat templates, shared by both programs.
 
 #include "moeoff-templates.h"
 

@@ -1,4 +1,4 @@
-// What the two programs say to each other, over a socket: a question, and then its answer.
+// The protocol between a process and its template program, over a socket: a question, and then its answer.
 
 #pragma once
 

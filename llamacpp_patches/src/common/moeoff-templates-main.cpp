@@ -1,5 +1,5 @@
-// The program that runs chat templates: a question on descriptor 0, its answer, the next one, until the other side is
-// gone.
+// The program that runs chat templates: it answers questions on descriptor 0, one after the other, until the other side
+// closes the socket.
 
 #include "moeoff-template-wire.h"
 #include "moeoff-templates.h"

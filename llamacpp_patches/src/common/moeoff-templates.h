@@ -1,5 +1,5 @@
-// Chat templates are programs that come with a model. Here another program runs them (moeoff-templates-main.cpp), with
-// bounds on time and memory: whatever one does, this process goes on.
+// Chat templates are programs that come with a model. A process of its own runs them (moeoff-templates-main.cpp), with
+// bounds on time and memory, so that no template can stop or crash the caller.
 
 #pragma once
 

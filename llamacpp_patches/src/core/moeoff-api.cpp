@@ -1,5 +1,5 @@
-// moeoff.h over the store: no logic of its own. No exception leaves it: what takes memory runs inside guarded(), the
-// rest throws nothing.
+// The functions of moeoff.h, which call the store and have no logic of their own. No exception leaves them: what
+// allocates runs inside guarded(), the rest throws nothing.
 
 #include "moeoff-api.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// What went wrong in the last call of moeoff.h on this thread, the frame around every one that may throw, and the text
-// of the handshake.
+// The error message of the calling thread (moeoff_last_error()), the frame around every function of moeoff.h that may
+// throw, and the text of the handshake with Python.
 
 #include <cstddef>
 #include <exception>

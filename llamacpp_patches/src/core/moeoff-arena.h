@@ -1,6 +1,6 @@
 #pragma once
 
-// Slots for experts: page aligned, one size class for each size, a bound in bytes over all classes together.
+// The arena: page-aligned slots for experts, one size class for each size, a bound in bytes over all classes together.
 // Address space for every slot is reserved once; memory is committed slot by slot and given back slot by slot, so the
 // bound can move at any time and classes can lend bytes to each other. That is dear, because the system zeroes each
 // page that comes back and slots move: up to spare_bytes() of free slots wait for the next of their own class. After

@@ -1,8 +1,8 @@
 #pragma once
 
-// Direct reads of which one thread has many under way, without threads of their own: Linux's AIO. A disk gives most of
-// its rate only then, and the rows that are read here are too small to be waited for one by one. The process keeps its
-// contexts: to destroy one takes 32 ms.
+// Asynchronous direct reads (Linux's AIO): one thread has many under way. A disk gives most of its rate only then, and
+// the rows that are read here are too small to be waited for one by one. The process keeps its contexts: to destroy one
+// takes 32 ms.
 
 #include <chrono>
 #include <cstddef>

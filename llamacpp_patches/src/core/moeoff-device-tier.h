@@ -1,8 +1,8 @@
 #pragma once
 
-// The third place of experts, beside disk and host memory: slots in devices' memory, of each gate on the device of its
-// layer. Decides which of the chosen experts a device serves and which are uploaded; the store carries that out. Knows
-// nothing of ggml.
+// The device tier: slots for experts in the memory of devices, those of a gate on the device of its layer. It decides
+// which selected experts a device serves and which are uploaded, and has the thread that uploads them. ggml is not used
+// here.
 //
 // One user, a llama_context, has the devices: what its graphs read is not overwritten while they run, because a gate's
 // slots change only between the gate's event, before which its device has finished all that was queued, and its ops,

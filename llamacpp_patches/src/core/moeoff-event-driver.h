@@ -1,6 +1,6 @@
 #pragma once
 
-// Gate events on their way to the driver: a bounded queue and the thread that predicts from them and delivers them.
+// The driver thread and its bounded queue of gate events: the thread predicts from an event and delivers it to Python.
 // Posting never waits; when the queue is full the event is counted as dropped. It takes memory for what waits only. Any
 // thread may call any function; start() and stop() wait for each other, and neither may be called from the callback,
 // which runs while no lock is held.

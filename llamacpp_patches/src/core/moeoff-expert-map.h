@@ -1,7 +1,7 @@
 #pragma once
 
-// What is known of a model before it runs: its reserved tensors, the gates that they belong to, and where each slice
-// lies in which file. Written during set-up by one thread, read by all after the start, but for what a gate guards.
+// The map of a model's experts: reserved tensors, the gates that they belong to, and where each slice lies in which
+// file. One thread writes it during set-up; after the start all threads read it, except for what a gate guards.
 
 #include "moeoff.h"
 #include "moeoff-files.h"

@@ -1,22 +1,26 @@
 #pragma once
 
-// An expert in its high or its low version, as the buffer keeps it: one slot for all of its matrices, one rank, pins of
-// its own. What is read is a slice, one matrix of it, and each has a state that takes nothing else to know than the
-// bits of its expert:
+// The states of experts and of their slices. Each version (high, low) of an expert has one slot for all its matrices,
+// one rank and one pin count. A slice is one matrix of the expert, and the bits of the expert alone give its state:
 //
-//     absent  -> queued   request                      loading -> ready    the read has succeeded
-//     absent  -> loading  comes down from a device     loading -> failed   error, or cancelled by the stop; an op waits
-//     for it absent  -> failed   an op asks after the stop    loading -> absent   the same, or cancelled; no op waits
-//     for it queued  -> loading  a worker begins to read      loading -> queued   cancelled, but wanted again queued ->
-//     absent   unchosen, dropped, stop;     ready   -> absent   its expert is evicted; not pinned
-//                         no op waits for it           failed  -> absent   the last op unpins its expert
-//     queued  -> failed   stop; an op waits for it
+//     absent  -> queued   a request
+//     absent  -> loading  the slice comes down from a device
+//     absent  -> failed   an op asks after the stop
+//     queued  -> loading  an I/O thread begins to read
+//     queued  -> absent   unselected, dropped or stopped, and no op waits for the slice
+//     queued  -> failed   stopped, and an op waits for the slice
+//     loading -> ready    the read has succeeded
+//     loading -> failed   error, or cancelled by the stop, and an op waits for the slice
+//     loading -> absent   error or cancelled, and no op waits for the slice
+//     loading -> queued   cancelled, but wanted again
+//     ready   -> absent   the expert is evicted; it is not pinned
+//     failed  -> absent   the last op unpins the expert
 //
 // What holds whenever the store's mutex is free (expert_table::check_invariants):
 //  - a slice is in one of queued, loading, ready, failed at most; the queued ones are in the queue;
 //  - the expert has a slot if a slice of it is loading or ready, may have one if one is queued, and has none otherwise;
 //  - it is in its pool's residents if a slice of it is ready: then it may be evicted, unless it is pinned or a slice is
-//  loading;
+//    loading;
 //  - what has failed belongs to an expert with pins.
 //
 // A slice without bytes ("none": its output is zero) is ready for ever, and has no place in the slot. Only expert_table

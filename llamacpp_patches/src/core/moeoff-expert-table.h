@@ -1,7 +1,7 @@
 #pragma once
 
-// The experts of a model: their states, and what is requested of them. All changes of state are made here,
-// moeoff-expert-state.h has their table; what they take, and which of them goes first, is the room's.
+// The expert table: states of experts, the requests for their slices, and the order of reads. Only this class changes
+// states (moeoff-expert-state.h lists the changes). moeoff-residency.h holds slots and the eviction order.
 //
 // An expert has one slot, is evicted whole, and is pinned whole. It is read matrix by matrix: three kinds of requests
 // for slices are served in this order: DEMAND (a matrix op is computing and needs it), GATE (the router has selected
@@ -9,15 +9,13 @@
 //
 // Which request may evict what keeps every pool of at least one slot free of deadlock:
 //  - a pinned expert is never evicted. An op uses its ready slices from its start, needs nothing else to finish with
-//  them, and lets go of
-//    them before it waits. What it waits for it pins, too: either that has a slot and is read before anything less
-//    urgent, or it has none;
+//    them, and unpins them before it waits. An expert that an op waits for is pinned, too: either it has a slot and is
+//    read before anything less urgent, or it has none;
 //  - DEMAND may evict anything else, first what no recent gate event wants. As long as it gets no slot, nothing less
-//  urgent is read;
+//    urgent is read;
 //  - GATE and PREFETCH may evict only what no recent gate event wants, else they wait;
-//  - a slot of another size may be free behind one that must stay where it is (moeoff-arena.h), as it is pinned or
-//  being read. Then the request waits for
-//    that, and evicts nothing more.
+//  - a slot of another size may be free behind one that must stay where it is (moeoff-arena.h), because it is pinned or
+//    being read. Then the request waits for that slot, and evicts nothing more.
 // Among the candidates the lowest priority is evicted first, then the least recently used, then the lowest index; one
 // of the size wanted may go before lower ones of another (pool::victim).
 //

@@ -1,7 +1,7 @@
 #pragma once
 
-// What happens when a router has selected experts: versions are decided and kept for the ops of the graph, what was
-// expected and not selected is cancelled, what was selected is requested.
+// Gate events: what the tokens of a batch selected together. An event decides the versions and keeps them for the ops
+// of the graph, cancels prefetches of experts that were not selected, and requests the selected ones.
 
 #include "moeoff-device-tier.h"
 #include "moeoff-version-selector.h"

@@ -3,7 +3,7 @@
 // The threads that read slices. Each takes the most urgent request that can get a slot, and what is queued of the same
 // expert and lies behind it in the file, reads it in one call without the mutex, and reports how it ended. Prefetches
 // wait while the disk has as many reads as it gains from: a read that compute waits for would share its rate with them.
-// Knows nothing of experts; the log of reads is kept here.
+// The log of reads is kept here, too.
 
 #include "moeoff-expert-table.h"
 #include "moeoff-read-depth.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-// A matrix op whose slices may still be on their way, computed by several threads. Knows neither what is computed nor
-// where: its items lie in the op's work area, and whoever has the threads says what a part of an item is.
+// The schedule of a matrix op whose slices may still be loading: which thread computes what, and which threads sleep.
+// The items lie in the op's work area, and the caller defines what a part of an item is.
 //
 // Items that are resident when the op begins are dealt as ggml's own kernel does it: the first parts by thread, the
 // others one by one. Parts of the rest go to whichever threads are awake, and those sleep who find nothing to do while

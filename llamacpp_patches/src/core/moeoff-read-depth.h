@@ -1,7 +1,7 @@
 #pragma once
 
-// How many reads at a time a disk gains from, as the reads themselves tell: prefetches wait beyond it, and so does what
-// compute waits for, unless the user has said how many threads read.
+// The read depth: how many concurrent reads a disk gains from, measured on the reads themselves. Prefetches beyond it
+// wait, and so do demand reads, unless the user has set the number of I/O threads.
 //
 // From some depth on a disk shares one rate among what is under way: one more makes all take longer. A read tells the
 // rate of the disk: its own times the harmonic mean of the number under way while it lasted. That is exact where the

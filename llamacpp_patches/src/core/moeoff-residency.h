@@ -1,11 +1,11 @@
 #pragma once
 
-// The room that experts take: which are in memory, what their priorities are, and which of them is evicted when another
-// needs the room.
+// Residency: which experts are in memory, their priorities, and the eviction order, which a tournament over the experts
+// of all gates keeps.
 //
 // There are two pools, for the HIGH and the LOW version of every expert. Each has its own arena and finds its victims
-// among its own residents, so that neither precision can evict the other. Here nothing changes what is read of an
-// expert, and nothing is known of files and queues. After the start nothing allocates.
+// among its own residents, so that neither precision can evict the other. Files and queues are not used here. After the
+// start nothing allocates.
 
 #include "moeoff-arena.h"
 #include "moeoff-expert-map.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-// A tensor of which a graph reads single rows, as the token embedding: it stays on disk, and its rows are read when a
-// batch names them. A batch uses as many rows as it has tokens, or some for each, the tensor has as many as the
+// A row table: a tensor of which a graph reads single rows, such as the token embedding. It stays on disk, and its rows
+// are read when a batch names them. A batch uses a row or some rows for each token, the tensor has as many as the
 // vocabulary, or hundreds of millions. Rows that share pages are read together, around the page cache where file and
 // system take that, and many reads are under way at a time. The rows that were used last stay in a small cache, so that
 // the frequent ones cost no read. Knows rows as bytes.

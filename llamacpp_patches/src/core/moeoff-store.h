@@ -1,6 +1,7 @@
 #pragma once
 
-// The expert store of one model: what its parts do together. One mutex guards them all:
+// The expert store of one model: one class over its parts, and a record of what failed in which graph. One mutex guards
+// the parts:
 //
 //     expert_map     tensors, gates, sources: written during set-up, then read by all
 //     expert_table   states of experts, requests, eviction         guarded
@@ -18,9 +19,9 @@
 // compute threads look at without the mutex is atomic (ended, cancel, generation) or published by it (data), see
 // moeoff-expert-state.h.
 //
-// A store is set up by one thread, started once, and stopped once; after the stop graphs fail. In a copy of the process
-// that it was made in it does nothing: graphs fail there too, and nobody waits for threads that are not there. Its
-// mutexes are as somebody may have held them just then.
+// A store is set up by one thread, started once, and stopped once; after the stop graphs fail. After fork() the child's
+// copy is inert: graphs fail, nothing waits for threads that do not exist in the child, and no mutex is taken, because
+// another thread may have held it at the fork.
 
 #include "moeoff-event-driver.h"
 #include "moeoff-files.h"

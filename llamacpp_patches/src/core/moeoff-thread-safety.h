@@ -1,7 +1,7 @@
 #pragma once
 
-// What clang's thread safety analysis needs to know (-Wthread-safety; `make lint-native` runs it), empty for other
-// compilers, mutexes whose locking it can follow, and what threads sleep on.
+// Annotations for clang's thread safety analysis (-Wthread-safety; `make lint-native` runs it), empty for other
+// compilers; mutexes that the analysis can follow; and counts that threads sleep on until they change.
 
 #include <algorithm>
 #include <atomic>

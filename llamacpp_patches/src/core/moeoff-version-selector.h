@@ -1,9 +1,9 @@
 #pragma once
 
-// Which version serves each expert that a gate has chosen: a threshold on its weight or those of HOBBIT §3.2 where
-// tokens are decoded, these or the share of Fate §4.5 in a prompt and its rule for what was not predicted (§5.3), or
-// decisions recorded in an earlier run; and the cache that routers alone would fill, which it may take for what is
-// resident. Knows nothing of slices. Not thread safe.
+// Selects the version that serves each selected expert: by a threshold on its weight or those of HOBBIT §3.2 in decode,
+// by these or the share of Fate §4.5 in a prompt and its rule for unpredicted experts (§5.3), or by decisions recorded
+// in an earlier run. Holds the simulated cache, which routers alone would fill and which may decide what counts as
+// resident. Not thread safe.
 
 #include "moeoff-expert-state.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// The CPU "extra buffer type" whose tensors are reserved address space: the routed experts of models loaded with it,
-// and tables of which single rows are read.
+// The CPU "extra buffer type" whose tensors are reserved address space while a model loads: routed experts and row
+// tables.
 
 #include "ggml-backend.h"
 

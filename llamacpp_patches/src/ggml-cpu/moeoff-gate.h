@@ -1,6 +1,6 @@
 #pragma once
 
-// What libllama needs to put gate nodes into its graphs and to leave reserved tensors on disk.
+// The functions with which libllama puts gate nodes into its graphs and leaves reserved tensors on disk.
 
 #include "moeoff.h"
 

@@ -1,6 +1,7 @@
 #pragma once
 
-// The places where libllama meets the expert buffer. With ordinary tensors they do nothing.
+// Hooks of libllama for the expert buffer: gate nodes, the memory of a context, and assertions while a model is loaded.
+// With ordinary tensors they do nothing.
 
 #include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
 

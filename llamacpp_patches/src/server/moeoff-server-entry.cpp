@@ -1,5 +1,5 @@
-// llama_server(params, 0, nullptr) is how llama.cpp's own command line runs it: no signal handlers, no router, no
-// download.
+// The entry: starts and stops llama-server. Its call llama_server(params, 0, nullptr) is the one of llama.cpp's own
+// command line: no signal handlers, no router, no download.
 
 #include "moeoff-server-hooks.h"
 

@@ -1,4 +1,4 @@
-// What the patched llama-server calls; without hooks (an ordinary llama-server) nothing happens.
+// Functions that the patched llama-server calls. Without hooks (an ordinary llama-server) they do nothing.
 
 #pragma once
 

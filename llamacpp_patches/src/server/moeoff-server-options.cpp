@@ -1,4 +1,4 @@
-// llama-server's options, as the host gives them.
+// Parses the options of llama-server that the host passes.
 
 #include "moeoff-server-hooks.h"
 

@@ -1,4 +1,4 @@
-// Routes beside llama-server's own. Without hooks nothing is added.
+// Routes in addition to llama-server's own. Without hooks nothing is added.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a projector takes, told before it is loaded: mtmd reads its headers and plans its buffers.
+// The memory that a projector will take, from its headers: mtmd plans its buffers before anything is loaded.
 
 #include "moeoff-server-hooks.h"
 

@@ -1,5 +1,4 @@
-// The host's part in patch 0017: memory for the prompt cache, and prompts on their way from the cache to the host and
-// back.
+// The host's side of the prompt cache (patch 0017): memory for the cache, and prompts that move to the host and back.
 
 #include "moeoff-server-hooks.h"
 

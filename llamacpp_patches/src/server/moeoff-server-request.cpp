@@ -1,7 +1,6 @@
-// What the host is told of each request: which it was, how it ended, and what its answers took.
+// Reports each request to the host: its route, how it ended, and the tokens and times of its answers.
 //
-// A thread of the HTTP server's reads a request, asks for its results and writes its answer, and begins the next one
-// then.
+// One thread of the HTTP server reads a request, collects its results, writes the answer, and then takes the next one.
 
 #include "moeoff-server-hooks.h"
 

@@ -1,5 +1,4 @@
-// llama-server inside a host process, its experts in an expert buffer: what the host (moeoff's Python package) calls
-// and is called by.
+// The C interface of llama-server inside a host process (moeoff's Python package), its experts in an expert buffer.
 //
 // One server at a time in a process: llama-server keeps state in globals. moeoff_serve() blocks until
 // moeoff_serve_stop(), which may be called from any thread, or until an error; every callback that does not say
