@@ -38,6 +38,8 @@ from moeoff.routing.recording import Recording
 from moeoff.routing.router import Router
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 
+pytestmark = pytest.mark.slow  # tests of research scripts run in nightly
+
 LAYER_US = 1000  # any: all that matters is how long sending takes beside it
 
 
@@ -83,7 +85,6 @@ def meter(demo, learned, strategy, **options):
 SLOW_LINK = Bandwidths(link=1.0)
 
 
-@pytest.mark.slow
 def test_papers_on_a_device(demo, learned):
     """What is absent is sent to a GPU: the papers' systems beat sending everything, a
     larger GPU and smaller copies help, and a run repeats.
@@ -256,7 +257,6 @@ def read_order(demo, learned, strategy, n_tokens=128):
     }
 
 
-@pytest.mark.slow
 def test_a_prompts_popular_experts_are_read_first(demo, learned):
     """Fate §4.3, in the first prompt of a process, of which nothing is known but the
     layer before: the experts of the most tokens come first.
@@ -277,7 +277,6 @@ def test_a_prompts_popular_experts_are_read_first(demo, learned):
     assert share["fate"] > 0.85 * best and share["fate"] > 1.4 * share["lru+gate"]
 
 
-@pytest.mark.slow
 def test_the_meter_counts_what_was_there_in_time(demo, learned):
     """GoodPred's two factors are counts: over a link that takes no time everything
     predicted is there, over a slow one little, and accuracy is the predictor's own
@@ -297,7 +296,6 @@ def test_the_meter_counts_what_was_there_in_time(demo, learned):
     assert 0.02 < one.accuracy - two.accuracy < 0.15 and two.fetch_rate > one.fetch_rate + 0.01
 
 
-@pytest.mark.slow
 def test_presets_are_what_their_papers_say(demo, learned):
     """By what they do: EAP keeps what Fate keeps (§5.1) and predicts otherwise; ProMoE
     keeps as many of each layer, and foresees the layer after the next.
