@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import moeoff
+from device_simulator import Bandwidths, DeviceBuffer
 from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.processes import run_python
 from helpers.waiting import wait_until_still
@@ -22,12 +23,13 @@ from moeoff.engine.stats import Stats
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp import native
-from moeoff.policies import PREDICTORS, PRESETS, Prediction
+from moeoff.policies import PREDICTORS, PRESETS, Prediction, Predictor
 from moeoff.policies.score import Score
 from moeoff.precision import Precision
 from moeoff.routing.batch import batch_spans, is_decode, spans_of
 from moeoff.routing.event import GateEvent, Observer
-from moeoff.routing.router import SIGMOID, SOFTMAX, SQRT_SOFTPLUS
+from moeoff.routing.router import SIGMOID, SOFTMAX, SQRT_SOFTPLUS, Router
+from moeoff.routing.trace import TensorInfo, TraceHeader
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
@@ -466,6 +468,57 @@ def test_edgemoe_begins_with_the_most_frequent_experts(calibrated):
         model, expert_memory=share(model, 0.5), strategy="edgemoe", profile=False, **OPTIONS
     ) as llm:
         assert not llm.engine.buffer.residency().any()
+
+
+class TwoAhead(Predictor):
+    """Always the same experts, of the next two gates."""
+
+    def observe(self, event):
+        scores = np.tile(np.linspace(1, 0, 8, dtype=np.float32), (len(event.ids), 1))
+        return [
+            Prediction(event.gate + ahead, scores) for ahead in (1, 2) if event.gate + ahead < 3
+        ]
+
+
+def two_ahead(n_tokens, resident, credit, **options):
+    """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each,
+    experts 0 and 1.
+    """
+    model = TraceHeader(
+        "three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2))
+    )
+    buffer = DeviceBuffer(model, Bandwidths(link=500, layer_us=1), model.full_bytes)
+    prefetcher = Prefetcher(
+        buffer,
+        TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)),
+        n_used=2,
+        ab_tested=False,
+        **options,
+    )
+    for gate, experts in resident.items():
+        buffer.prefetch(gate, experts)
+        buffer.compute(
+            GateEvent(gate, np.array([experts + [6]])[:, :2], np.ones((1, 2), np.float32))
+        )
+    buffer.set_gate_callback(prefetcher.observe)
+    prefetcher._credit = prefetcher._earned = credit
+    before = buffer.counts["prefetched"]
+    buffer.compute(
+        GateEvent(0, np.tile([[6, 7]], (n_tokens, 1)), np.ones((n_tokens, 2), np.float32))
+    )
+    return buffer.counts["prefetched"] - before, buffer._keeps.reshape(3, 8).any(axis=1).tolist()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3], ids=["decode", "batch"])
+def test_looks_further_only_if_all_that_is_predicted_is_there(n_tokens):
+    """HOBBIT §3.3, on a buffer that knows what it has: also where nothing may be read."""
+    assert two_ahead(n_tokens, {1: [0, 1]}, 99.0) == (4, [False, True, True])
+    assert two_ahead(n_tokens, {1: [0]}, 99.0) == (2, [False, True, False])
+    assert two_ahead(n_tokens, {}, 99.0) == (4, [False, True, False])
+    if n_tokens == 1:  # a batch's reads are not rationed
+        assert two_ahead(1, {1: [0], 2: [0]}, 0.0) == (0, [False, True, False])
+        assert two_ahead(1, {1: [0, 1], 2: [0]}, 0.0) == (0, [False, True, True])
+        assert two_ahead(1, {1: [0], 2: [0]}, 0.0, bounded=False) == (2, [False, True, False])
 
 
 class Recorder:
