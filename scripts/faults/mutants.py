@@ -278,6 +278,11 @@ class Header:
             tail=tail + bytes(-(len(head) + hole + len(tail)) % 32),
         )
 
+    def with_string(self, key: str, n: int) -> Mutant:
+        """With a string of n zeros, which take no room on the disk, under the key."""
+        first = _string(key) + struct.pack("<IQ", STRING, n)
+        return self.mutant(f"{key}: string, {n}", {key: None}, first, n)
+
 
 def named_mutants(path: str) -> Iterator[Mutant]:
     """What has ended processes elsewhere, each by itself: counts of layers, layers for
@@ -699,16 +704,14 @@ def mutate_size(h: Header, rng: random.Random) -> Mutant:
         return h.mutant(f"{n} keys", {f"moeoff.{i}": packed(i) for i in range(n)})
     kind = rng.choice(("string", "string", "numbers", "strings"))
     if kind == "string":
-        hole = n = (1 << rng.randrange(16, 31)) - rng.randrange(2)
-        value = struct.pack("<IQ", STRING, n)
-    else:
-        code, each = (
-            (STRING, 8)
-            if kind == "strings"
-            else rng.choice([(code, struct.calcsize(form)) for code, form in NUMBERS.items()])
-        )
-        n = 1 << rng.randrange(10, 24 if kind == "strings" else 29)
-        hole, value = n * each, struct.pack("<IIQ", ARRAY, code, n)
+        return h.with_string(key, (1 << rng.randrange(16, 31)) - rng.randrange(2))
+    code, each = (
+        (STRING, 8)
+        if kind == "strings"
+        else rng.choice([(code, struct.calcsize(form)) for code, form in NUMBERS.items()])
+    )
+    n = 1 << rng.randrange(10, 24 if kind == "strings" else 29)
+    hole, value = n * each, struct.pack("<IIQ", ARRAY, code, n)
     return h.mutant(f"{key}: {kind}, {n}", {key: None}, _string(key) + value, hole)
 
 
@@ -773,15 +776,19 @@ JSON_ODD: list[Any] = [None, -1, 0, 1 << 31, 1 << 64, 10**400, 1.5, float("nan")
                        ["string", "null"], "integer", {"pattern": "^(a|b){1,999999}$"}]  # fmt: skip
 
 
-def mutate_arrays(whole: bytes, rng: random.Random) -> bytes:
+def mutate_arrays(whole: bytes, rng: random.Random, prefix: str = "") -> bytes:
     """A whole archive whose arrays have other types, shapes or numbers, or other names,
-    or are missing.
+    or are missing: of those whose names begin with the prefix.
     """
     with np.load(io.BytesIO(whole)) as file:
         arrays = {key: file[key] for key in file.files}
     for key in rng.sample(
-        [key for key in arrays if key != "moeoff" or rng.random() < 0.1],
-        rng.choice((1, 1, 2, 3)) if len(arrays) > 3 else 1,
+        keys := [
+            key
+            for key in arrays
+            if key.startswith(prefix) and (key != "moeoff" or rng.random() < 0.1)
+        ],
+        min(rng.choice((1, 1, 2, 3)), len(keys)) if len(arrays) > 3 else 1,
     ):
         a = arrays[key]
         kind = rng.randrange(14)

@@ -76,16 +76,7 @@ def test_damaged_files(tmp_path: Path):
     (table,) = json.loads((tmp_path / "x.json").read_text())["tables"]
     assert [row[0] for row in table["rows"]] == list(KINDS)
     run(
-        "files",
-        "--only",
-        "model",
-        "--first",
-        "1000",
-        "--count",
-        "60",
-        "--seed",
-        "2",
-        "--json",
+        *"files --only model --first 1000 --count 60 --seed 2 --json".split(),
         str(tmp_path / "x.json"),
     )
     (table,) = json.loads((tmp_path / "x.json").read_text())["tables"]

@@ -430,9 +430,8 @@ def test_every_shape_follows_what_was_published():
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3-30b-a3b", pytest.param("gemma-4-26b-a4b", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b"])
 def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
     """Narrow copies, one with an output of its own and one whose output is the
     embedding: other experts after another prompt, and no few tokens again and again.

@@ -338,12 +338,6 @@ def test_metadata_may_change(model, tmp_path):
 
 
 def test_options(model, tmp_path):
-    with pytest.raises(OptionError, match="needs a sidecar"):
-        moeoff.Llama(model, tier="Q4_0", **OPTIONS)
-    with pytest.raises(OptionError, match="verify_reads needs a sidecar"):
-        moeoff.Llama(model, verify_reads=True, **OPTIONS)
-    with pytest.raises(ModelError, match="cannot be read"):
-        moeoff.Llama(model, experts=str(tmp_path / "absent.gguf"), **OPTIONS)
     with pytest.raises(ModelError, match="not a sidecar"):
         moeoff.Llama(model, experts=model, **OPTIONS)
     made = convert(model, tiers="Q4_0")

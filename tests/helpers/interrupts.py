@@ -59,16 +59,6 @@ def _tokens(llm: Any, prompt: str) -> list[int]:
     ]
 
 
-def _by_hand(llm: Any, prompt: str) -> list[int]:
-    llm.reset()
-    llm.eval(llm.tokenize(prompt.encode()))
-    tokens = []
-    for _ in range(N):
-        tokens.append(llm.sample(temp=0))
-        llm.eval(tokens[-1:])
-    return tokens
-
-
 def _restored(llm: Any, prompt: str) -> list[int]:
     llm.reset()
     llm.eval(llm.tokenize(prompt.encode())[:-1])
@@ -80,18 +70,8 @@ def _restored(llm: Any, prompt: str) -> list[int]:
 
 # each gives the same however often and behind whatever it is asked
 KINDS: dict[str, Callable[[Any, str], Any]] = {
-    "completion": lambda llm, prompt: _text(
-        llm.create_completion(prompt, max_tokens=N, temperature=0)
-    ),
-    "sampled": lambda llm, prompt: _text(
-        llm.create_completion(
-            prompt, max_tokens=N, temperature=0.9, top_k=20, seed=11, repeat_penalty=1.1
-        )
-    ),
     "stream": _stream,
     "processed": _processed,
-    "tokens": _tokens,
-    "by hand": _by_hand,
     "restored": _restored,
 }
 

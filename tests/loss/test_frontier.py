@@ -7,6 +7,8 @@ import pytest
 
 from precision import beside_curve
 
+pytestmark = pytest.mark.slow  # tests of research scripts run in nightly
+
 
 def test_a_rule_is_compared_at_as_many_bytes():
     rng = np.random.default_rng(0)

@@ -4,7 +4,6 @@ for bit, does not depend on timing, and is there again after a warm start.
 
 from __future__ import annotations
 
-import math
 import shutil
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ import moeoff
 from helpers.budgets import needed
 from helpers.logits import assert_bit_equal, greedy_logits
 from helpers.processes import run_python
+from helpers.refusals import parse_options, refusals, refused
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import OptionError
 from moeoff.experts.convert import convert
@@ -29,26 +29,10 @@ OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True}
 LOSSY = Precision(0.4, 0.8, 0.4, "Q4_0")
 
 
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"t1": 0.9, "t2": 0.5, "low_tier": "Q4_0"}, "t1 <= t2"),
-        ({"t1": -1}, "t1"),
-        ({"t1": math.nan}, "t1"),
-        ({"prefill_low_fraction": 2, "low_tier": "Q4_0"}, "expected 0 to 1"),
-        ({"low_share": 2}, "expected 0 to 1"),
-        ({"t1": 0.5}, "needs a tier of the sidecar"),
-        *(({"tau": tau}, "tau is a weight") for tau in (-0.1, math.nan, math.inf)),
-        *(({"resident": share}, "resident: expected 0 to 1") for share in (-1, 1.1, math.nan)),
-        *(
-            ({"tau": 0.1, "low_tier": "Q4_0", name: value}, "tau is a weight")
-            for name, value in (("t1", 0.5), ("mispredicted_low", True))
-        ),
-    ],
-)
-def test_bad_precision(fields, words):
-    with pytest.raises(OptionError, match=words):
-        Precision(**fields)
+@pytest.mark.parametrize("given, code, words", refusals("Precision"))
+def test_bad_precision(given, code, words):
+    with refused(code, words):
+        Precision(**parse_options(given))
 
 
 @pytest.fixture(scope="module")

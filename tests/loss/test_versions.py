@@ -138,6 +138,8 @@ class Graph:
         ].copy()
         if rng.random() < 0.3:
             self.weights[:, 1:] = self.weights[:, 1:2]
+        if rng.random() < 0.1:  # without a sum every expert is important
+            self.weights[:] = 0
         if rng.random() < 0.5:  # a router need not list the largest first
             self.weights = np.ascontiguousarray(self.weights[:, ::-1])
         write(self.id_tensor, self.ids)
@@ -168,11 +170,11 @@ class Graph:
             np.testing.assert_array_equal(read(out, shape), expected)
 
 
-def decide(graph: Graph, t1, t2, share, blind, weighed) -> np.ndarray:
+def decide(graph: Graph, t1, t2, share, blind, by_weight) -> np.ndarray:
     """The rule in numpy, from what is resident now: [n_tokens, n_used]."""
     t1, t2, share = np.float32(t1), np.float32(t2), float(np.float32(share))
     ids, wish = graph.ids, np.full(N_EXPERT, HIGH)
-    if len(ids) == 1 or weighed:
+    if by_weight:
         least = np.full(N_EXPERT, np.inf, np.float32)
         np.minimum.at(least, ids, unimportance(graph.weights))
         wish = np.where(least <= t1, HIGH, np.where(least <= t2, LOW, SKIP))
@@ -205,9 +207,11 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
                     block.buffer.set_precision(
                         Precision(t1, t2, share, "low", weigh_prompts=weighed), blind=blind
                     )
+                    decodes = rng.random() < (0.8 if n_tokens == 1 else 0.3)
+                    block.buffer.set_batch_kind(decode=decodes)
                     graph.choose(rng)
                     before = block.buffer.stats()
-                    expected = decide(graph, t1, t2, share, blind, weighed)
+                    expected = decide(graph, t1, t2, share, blind, decodes or weighed)
                     versions = graph.speak(backend)
                     if versions is None:
                         assert t1 == 1 and share == 0

@@ -1,4 +1,5 @@
-// Which version serves each expert: the thresholds of HOBBIT, the share of Fate, and decisions that were recorded.
+// Which version serves each expert: recorded decisions, and which rules are in use. The rules themselves are tested in
+// tests/loss/test_versions.py.
 
 #include "check.h"
 
@@ -63,73 +64,6 @@ TEST(the_default_loses_nothing_and_need_not_be_called) {
     REQUIRE(selector_of(0.5f, 0.6f, 0).uses_low() && selector_of(1, 1, 0.5f).uses_low());
 }
 
-TEST(a_single_token_is_served_by_the_weight_that_lies_before_each_expert) {
-    // in descending order: 4 (0.5), 1 (0.3), 6 (0.2); unimportance 0, 0.5, 0.8
-    const batch      b(1, { 1, 4, 6 }, { 0.3f, 0.5f, 0.2f });
-    version_selector s = selector_of(0.4f, 0.6f, 0);
-    REQUIRE(b.select(s) == (versions { 9, LOW, 9, 9, HIGH, 9, SKIP, 9 }));
-    s = selector_of(0.55f, 0.85f, 0);
-    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, 9, HIGH, 9, LOW, 9 }));
-    s = selector_of(0, 0, 0);
-    REQUIRE(b.select(s) == (versions { 9, SKIP, 9, 9, HIGH, 9, SKIP, 9 })); // the first is always important
-}
-
-TEST(equal_weights_count_in_the_order_of_the_router) {
-    const batch      b(1, { 5, 2, 7 }, { 1.0f, 1.0f, 1.0f }); // unimportance 0, 1/3, 2/3
-    version_selector s = selector_of(0.0f, 0.5f, 0);
-    REQUIRE(b.select(s) == (versions { 9, 9, LOW, 9, 9, HIGH, 9, SKIP }));
-}
-
-TEST(weights_without_a_sum_make_everything_important) {
-    const batch      b(1, { 0, 1 }, { 0.0f, 0.0f });
-    version_selector s = selector_of(0.0f, 0.0f, 0);
-    REQUIRE(b.select(s) == (versions { HIGH, HIGH, 9, 9, 9, 9, 9, 9 }));
-}
-
-TEST(only_a_miss_is_served_by_less_unless_the_thresholds_are_blind) {
-    const batch      b(1, { 1, 4, 6 }, { 0.3f, 0.5f, 0.2f });
-    version_selector s = selector_of(0.0f, 0.0f, 0);
-    REQUIRE(b.select(s, { 1 }, { 6 }) == (versions { 9, HIGH, 9, 9, HIGH, 9, LOW, 9 }));
-    s = selector_of(0.0f, 0.0f, 0, MOEOFF_THRESHOLDS_BLIND);
-    REQUIRE(b.select(s, { 1 }, { 6 }) == (versions { 9, SKIP, 9, 9, HIGH, 9, SKIP, 9 }));
-}
-
-TEST(of_a_batch_the_share_that_the_fewest_tokens_chose_is_served_low) {
-    // chosen: 0 three times, 3 twice, 1 once
-    const batch      b(3, { 0, 3, 0, 1, 0, 3 }, std::vector<float>(6, 0.5f));
-    version_selector s = selector_of(0, 0, 0.5f); // of three: one
-    REQUIRE(b.select(s) == (versions { HIGH, LOW, 9, HIGH, 9, 9, 9, 9 }));
-    const batch c(4, { 0, 3, 0, 1, 0, 3, 0, 2 }, std::vector<float>(8, 0.5f));
-    s = selector_of(1, 1, 0.25f); // among equals the higher index
-    REQUIRE(c.select(s) == (versions { HIGH, HIGH, LOW, HIGH, 9, 9, 9, 9 }));
-    s = selector_of(1, 1, 1.0f);
-    REQUIRE(c.select(s, { 3 }) == (versions { LOW, LOW, LOW, HIGH, 9, 9, 9, 9 }));
-}
-
-TEST(of_several_tokens_that_are_decoded_each_says_what_it_wants) {
-    // token 0: 4 (0), 1 (0.5), 6 (0.8); token 1: 6 (0), 2 (0.7), 1 (0.9)
-    batch b(2, { 1, 4, 6, 6, 2, 1 }, { 0.3f, 0.5f, 0.2f, 0.7f, 0.2f, 0.1f });
-    b.event.decode     = 1;
-    version_selector s = selector_of(0.4f, 0.6f, 0.5f);
-    REQUIRE(b.select(s) == (versions { 9, LOW, SKIP, 9, HIGH, 9, HIGH, 9 }));
-    b.event.decode = 0; // chosen twice 1 and 6, once 2 and 4: of four, two are low
-    REQUIRE(b.select(s) == (versions { 9, HIGH, LOW, 9, LOW, 9, HIGH, 9 }));
-    s = selector_of(0.4f, 0.6f, 0.0f, MOEOFF_THRESHOLDS_PROMPTS);
-    REQUIRE(b.select(s) == (versions { 9, LOW, SKIP, 9, HIGH, 9, HIGH, 9 })); // by weight there, too
-    REQUIRE(b.select(s, { 1 }) == (versions { 9, HIGH, SKIP, 9, HIGH, 9, HIGH, 9 }));
-}
-
-TEST(what_is_neither_resident_nor_predicted_is_served_low) {
-    batch b(2, { 1, 4, 6, 6, 2, 1 }, { 0.3f, 0.5f, 0.2f, 0.7f, 0.2f, 0.1f });
-    b.event.decode     = 1;
-    version_selector s = selector_of(1, 1, 0.5f, MOEOFF_THRESHOLDS_MISPREDICTED);
-    REQUIRE(s.active() && s.uses_low());
-    // 4 is its token's heaviest
-    REQUIRE(b.select(s, { 2 }, { 2, 4 }, { 1, 3 }) == (versions { 9, HIGH, HIGH, 9, LOW, 9, LOW, 9 }));
-    b.event.decode = 0;
-    REQUIRE(b.select(s) == (versions { 9, HIGH, LOW, 9, LOW, 9, HIGH, 9 })); // in a prompt the share decides
-}
-
 TEST(several_tokens_experts_are_collected_by_popularity) {
     const batch  b(3, { 0, 3, 5, 1, 5, 3 }, std::vector<float>(6, 0.5f)); // twice 3 and 5, once 0 and 1
     const choice c { b.event, 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float) };
@@ -142,14 +76,6 @@ TEST(several_tokens_experts_are_collected_by_popularity) {
     const batch one(1, { 6, 2 }, { 0.1f, 0.9f });
     all.collect({ one.event, 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float) }, n_expert);
     REQUIRE(all.chosen == (std::vector<int32_t> { 6, 2 }) && all.is_chosen[3] == 0 && all.count[3] == 0);
-}
-
-TEST(a_single_token_of_a_prompt_is_a_prompt) {
-    batch b(1, { 1, 4 }, { 0.9f, 0.1f });
-    b.event.decode     = 0;
-    version_selector s = selector_of(0.0f, 0.0f, 0.5f);
-    // among equals the higher index, and nothing is skipped
-    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, 9, LOW, 9, 9, 9 }));
 }
 
 TEST(forced_versions_are_taken_in_order_and_dropped_when_too_few_are_left) {

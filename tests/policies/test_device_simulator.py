@@ -4,7 +4,6 @@ with the live policies and predictors on it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
@@ -26,17 +25,17 @@ from device_simulator import (
 from helpers.gate_events import random_recording
 from moeoff import BudgetError, OptionError
 from moeoff.engine.driver import Driver
-from moeoff.engine.prefetcher import Prefetcher
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.profile_fit import fit
-from moeoff.policies import PRESETS, CacheShape, FitOptions, Prediction, Predictor, get_strategy
+from moeoff.policies import PRESETS, CacheShape, FitOptions, get_strategy
 from moeoff.policies.replay import simulate
 from moeoff.routing.batch import Span
 from moeoff.routing.event import GateEvent
 from moeoff.routing.recording import Recording
-from moeoff.routing.router import Router
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
+
+pytestmark = pytest.mark.slow  # tests of research scripts run in nightly
 
 LAYER_US = 1000  # any: all that matters is how long sending takes beside it
 
@@ -83,7 +82,6 @@ def meter(demo, learned, strategy, **options):
 SLOW_LINK = Bandwidths(link=1.0)
 
 
-@pytest.mark.slow
 def test_papers_on_a_device(demo, learned):
     """What is absent is sent to a GPU: the papers' systems beat sending everything, a
     larger GPU and smaller copies help, and a run repeats.
@@ -136,78 +134,6 @@ def test_papers_on_a_device(demo, learned):
     assert mixed.tps > results["hobbit"].tps and mixed.low > 0 < mixed.skipped
 
 
-def test_lru_layer_by_brute_force(recording):
-    """As many experts in each layer, the last used of it: once the arena is full, what
-    each layer has is what its own LRU would have.
-    """
-    model, quota = recording.model, 10
-    events = recording.events(0, 200, inputs=False)
-    arena = quota * model.n_gates * model.expert_slots[0]
-    result = simulate(Trace(model, events, np.zeros(len(events), bool)), "lru-layer", arena)
-    caches = [OrderedDict() for _ in range(model.n_gates)]
-    for event in events:
-        cache = caches[event.gate]
-        for expert in event.ids[0].tolist():
-            cache[expert] = None
-            cache.move_to_end(expert)
-            if len(cache) > quota:
-                cache.popitem(last=False)
-    resident = result.resident.reshape(model.n_gates, -1)
-    for gate, cache in enumerate(caches):
-        assert set(np.flatnonzero(resident[gate])) == set(cache), gate
-
-
-class TwoAhead(Predictor):
-    """Always the same experts, of the next two gates."""
-
-    def observe(self, event):
-        scores = np.tile(np.linspace(1, 0, 8, dtype=np.float32), (len(event.ids), 1))
-        return [
-            Prediction(event.gate + ahead, scores) for ahead in (1, 2) if event.gate + ahead < 3
-        ]
-
-
-def two_ahead(n_tokens, resident, credit, **options):
-    """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each,
-    experts 0 and 1.
-    """
-    model = TraceHeader(
-        "three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2))
-    )
-    buffer = DeviceBuffer(model, Bandwidths(link=500, layer_us=1), model.full_bytes)
-    prefetcher = Prefetcher(
-        buffer,
-        TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)),
-        n_used=2,
-        ab_tested=False,
-        **options,
-    )
-    for gate, experts in resident.items():
-        buffer.prefetch(gate, experts)
-        buffer.compute(
-            GateEvent(gate, np.array([experts + [6]])[:, :2], np.ones((1, 2), np.float32))
-        )
-    buffer.set_gate_callback(prefetcher.observe)
-    prefetcher._credit = prefetcher._earned = credit
-    before = buffer.counts["prefetched"]
-    buffer.compute(
-        GateEvent(0, np.tile([[6, 7]], (n_tokens, 1)), np.ones((n_tokens, 2), np.float32))
-    )
-    return buffer.counts["prefetched"] - before, buffer._keeps.reshape(3, 8).any(axis=1).tolist()
-
-
-@pytest.mark.parametrize("n_tokens", [1, 3], ids=["decode", "batch"])
-def test_looks_further_only_if_all_that_is_predicted_is_there(n_tokens):
-    """HOBBIT §3.3, on a buffer that knows what it has: also where nothing may be read."""
-    assert two_ahead(n_tokens, {1: [0, 1]}, 99.0) == (4, [False, True, True])
-    assert two_ahead(n_tokens, {1: [0]}, 99.0) == (2, [False, True, False])
-    assert two_ahead(n_tokens, {}, 99.0) == (4, [False, True, False])
-    if n_tokens == 1:  # a batch's reads are not rationed
-        assert two_ahead(1, {1: [0], 2: [0]}, 0.0) == (0, [False, True, False])
-        assert two_ahead(1, {1: [0, 1], 2: [0]}, 0.0) == (0, [False, True, True])
-        assert two_ahead(1, {1: [0], 2: [0]}, 0.0, bounded=False) == (2, [False, True, False])
-
-
 def test_the_oracle_looks_as_far_ahead_as_it_is_asked_to():
     recording = random_recording(3, n_gates=4)
     for options, gates in (
@@ -256,7 +182,6 @@ def read_order(demo, learned, strategy, n_tokens=128):
     }
 
 
-@pytest.mark.slow
 def test_a_prompts_popular_experts_are_read_first(demo, learned):
     """Fate §4.3, in the first prompt of a process, of which nothing is known but the
     layer before: the experts of the most tokens come first.
@@ -277,7 +202,6 @@ def test_a_prompts_popular_experts_are_read_first(demo, learned):
     assert share["fate"] > 0.85 * best and share["fate"] > 1.4 * share["lru+gate"]
 
 
-@pytest.mark.slow
 def test_the_meter_counts_what_was_there_in_time(demo, learned):
     """GoodPred's two factors are counts: over a link that takes no time everything
     predicted is there, over a slow one little, and accuracy is the predictor's own
@@ -297,7 +221,6 @@ def test_the_meter_counts_what_was_there_in_time(demo, learned):
     assert 0.02 < one.accuracy - two.accuracy < 0.15 and two.fetch_rate > one.fetch_rate + 0.01
 
 
-@pytest.mark.slow
 def test_presets_are_what_their_papers_say(demo, learned):
     """By what they do: EAP keeps what Fate keeps (§5.1) and predicts otherwise; ProMoE
     keeps as many of each layer, and foresees the layer after the next.

@@ -41,6 +41,8 @@ from verdicts import (
     weakest,
 )
 
+pytestmark = pytest.mark.slow  # tests of research scripts run in nightly
+
 
 def made_up(ids, starts=None):
     """Routing as given [n_tokens, n_gates, k]: nothing else of the recording means
@@ -92,7 +94,6 @@ def test_paths_that_are_connected():
     assert figure(alone).verdict == LEVEL
 
 
-@pytest.mark.slow
 def test_even_routing_holds_nothing():
     rng = np.random.default_rng(0)
     even = made_up(np.argsort(rng.random((16 * PROMPT, 4, 8)), axis=2)[:, :, :2])
@@ -379,7 +380,6 @@ def test_every_ratio_can_be_computed_from_the_data():
     assert_counted(tables)
 
 
-@pytest.mark.slow
 def test_all_of_it(tmp_path):
     """A table for each paper, with every figure and every ratio; each verdict is one of
     the rules', and what is not reproduced was looked into.

@@ -441,6 +441,27 @@ def test_arc_keeps_what_arc_keeps():
         assert set(np.flatnonzero(policy.priorities[0] >= 0)) == set(brute.t1) | set(brute.t2)
 
 
+def test_lru_layer_by_brute_force(recording):
+    """As many experts in each layer, the last used of it: once the arena is full, what
+    each layer has is what its own LRU would have.
+    """
+    model, quota = recording.model, 10
+    events = recording.events(0, 200, inputs=False)
+    arena = quota * model.n_gates * model.expert_slots[0]
+    result = simulate(Trace(model, events, np.zeros(len(events), bool)), "lru-layer", arena)
+    caches = [OrderedDict() for _ in range(model.n_gates)]
+    for event in events:
+        cache = caches[event.gate]
+        for expert in event.ids[0].tolist():
+            cache[expert] = None
+            cache.move_to_end(expert)
+            if len(cache) > quota:
+                cache.popitem(last=False)
+    resident = result.resident.reshape(model.n_gates, -1)
+    for gate, cache in enumerate(caches):
+        assert set(np.flatnonzero(resident[gate])) == set(cache), gate
+
+
 # --- HOBBIT's weights, fitted on a trace ---
 
 

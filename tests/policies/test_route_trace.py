@@ -13,6 +13,8 @@ from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 from route_trace import read_route_trace
 from routing import PUBLISHED, answer_of, heaviest, measure_answer
 
+pytestmark = pytest.mark.slow  # tests of research scripts run in nightly
+
 HEAD = """# route_trace v1
 # model=/some folder/Model-Q4_K_M.gguf arch=qwen3moe n_layer=3 n_expert=8 n_expert_used=2
 # layer=0 expert_bytes=0 dense_bytes=7
@@ -84,7 +86,7 @@ COUNTED = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt-oss-120b")) for name in COUNTED],
+    COUNTED,
 )
 def test_published_traces_say_what_their_source_says(name):
     trace = read_route_trace(PUBLISHED[name])

@@ -500,8 +500,6 @@ def test_run_records(invoke, tmp_path):
 
 
 def test_refuses(demo, tmp_path):
-    with pytest.raises(OptionError, match="needs the future"):
-        Llama(demo, strategy="belady")
     (tmp_path / "t").write_bytes(b"something else entirely")
     with pytest.raises(OptionError, match="is not a trace"):
         Llama(demo, trace=tmp_path / "t")

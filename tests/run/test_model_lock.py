@@ -115,15 +115,9 @@ def test_an_interrupt_before_a_prompt_that_goes_on(llm, demo):
     assert llm.stats().prompt_tokens - before < len(llm.tokenize(PROMPT.encode()))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in ("stream", "restored") else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_interrupts_at_given_places(demo, kind):
-    """Evenly over an answer, another set of places for each kind. (At random:
+    """Evenly over an answer, another set of places for each kind. (More kinds, at random:
     scripts/faults/faults.py objects.)
     """
     ask = KINDS[kind]

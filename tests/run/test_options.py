@@ -14,6 +14,7 @@ import moeoff
 from helpers.arch_models import write_model
 from helpers.attention import DEMO_IN_F32, kernels
 from helpers.files import ROOT
+from helpers.refusals import parse_options, refusals, refused
 from moeoff.budget.dry_load import default_ctx
 from moeoff.budget.plan import DeviceBound
 from moeoff.cli.doctor import check_cpu
@@ -32,71 +33,11 @@ from moeoff.server.sizes import PromptMemory
 
 SMALL = {"expert_memory": "1G", "profile": False, "n_ctx": 256}
 
-REFUSED = [
-    (
-        {"type_k": "q3_k"},
-        "type_k: expected one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, got 'q3_k'",
-    ),
-    ({"type_k": 12}, "type_k: expected one of .*, got 12"),
-    ({"type_v": "q8_0", "flash_attn": False}, "type_v q8_0: needs flash attention"),
-    ({"attention": "f32", "flash_attn": False}, "attention f32: needs flash attention"),
-    ({"n_batch": 0}, "n_batch: .*at least 1, "),
-    (
-        {"n_gpu_layers": 3},
-        "n_gpu_layers: this build .*(has no GPU backend|no driver offers a device)",
-    ),
-    (
-        {"tensor_split": "3,1"},
-        "tensor_split: this build .*(has no GPU backend|no driver offers a device)",
-    ),
-    ({"tensor_split": "a,1"}, "tensor_split: expected shares of the GPUs, e.g. 3,1, got 'a,1'"),
-    ({"main_gpu": 1}, "main_gpu: this build .*(has no GPU backend|no driver offers a device)"),
-    ({"vram": "1G"}, "vram has no effect while no layer goes to the GPU"),
-    ({"vram": "0%"}, "a share of the device's memory lies between 0% and 100%"),
-    (
-        {"vram_mode": "fast"},
-        "vram_mode: expected one of cooperative, centric, reordered, waves, cpu, auto, got 'fast'",
-    ),
-    ({"split_mode": "row"}, "split_mode: expected layer or none, got row"),
-    ({"split_mode": "odd"}, "split_mode: expected one of none, layer, got 'odd'"),
-    (
-        {"rope_scaling_type": "odd"},
-        "rope_scaling_type: expected one of none, linear, yarn, got 'odd'",
-    ),
-    ({"yarn_beta_fast": 16.0}, "yarn_beta_fast has no effect: rope scaling is not YaRN"),
-    ({"yarn_orig_ctx": 64, "rope_scaling_type": "linear"}, "yarn_orig_ctx has no effect"),
-    ({"rpc_servers": "host:1"}, "needs whole tensors on the other machine"),
-    ({"numa": "odd"}, "numa: expected one of distribute, isolate, numactl, got 'odd'"),
-    (
-        {"context_shift": True, "n_keep": 3},
-        "context_shift: moeoff.Llama has neither .*; use moeoff.Server",
-    ),
-    ({"spec_type": "ngram-simple"}, "spec_type: moeoff.Llama has neither"),
-    ({"draft": "absent.gguf"}, "draft: moeoff.Llama has neither"),
-    ({"draft_model": "any"}, "draft_model: moeoff.Llama has neither"),
-    ({"n_ctx": 7}, "n_ctx: expected at least 8 tokens, or 0 for the model's trained length, got 7"),
-    ({"llama_cpp": {}}, "unknown option 'llama_cpp'"),
-    ({"use_mmap": True}, "use_mmap"),
-    ({"n_keep": 4}, "n_keep has no effect without context_shift"),
-    ({"n_keep": -2, "context_shift": True}, "n_keep: .*at least -1"),
-    (
-        {"override_tensor": "attn_q"},
-        "override_tensor: expected PATTERN=BUFFER with a buffer of CPU, got 'attn_q'",
-    ),
-    ({"override_tensor": "attn_q=GPU9"}, "a buffer of CPU, got 'attn_q=GPU9'"),
-    ({"override_tensor": "(=CPU"}, "is no regular expression"),
-    ({"override_tensor": "attn_odd=CPU"}, "matches no tensor outside the experts"),
-    (
-        {"override_tensor": "exps=CPU"},
-        "'exps' matches 'blk.0.ffn_.*_exps.weight', but routed experts stay in the expert buffer",
-    ),
-]
 
-
-@pytest.mark.parametrize("options, words", REFUSED, ids=[str(options) for options, _ in REFUSED])
-def test_refused(demo, options, words):
-    with pytest.raises(moeoff.OptionError, match=words):
-        moeoff.Llama(demo, **SMALL | options)
+@pytest.mark.parametrize("given, code, words", refusals("Llama"))
+def test_refused(demo, given, code, words):
+    with refused(code, words):
+        moeoff.Llama(demo, **SMALL | parse_options(given))
 
 
 def test_a_cache_type_that_rows_do_not_fit_is_refused_with_llama_cpps_reason(writer, folder):
@@ -291,34 +232,12 @@ def test_a_tensor_is_placed(demo):
 
 
 def test_commands_take_them(moeoff_command, invoke, demo):
-    common = [
-        "-ctk",
-        "q8_0",
-        "-ctv",
-        "q8_0",
-        "--rope-freq-base",
-        "20000",
-        "--numa",
-        "distribute",
-        "-ot",
-        "attn_q=CPU",
-    ]
+    common = "-ctk q8_0 -ctv q8_0 --rope-freq-base 20000 --numa distribute -ot attn_q=CPU".split()
     run = moeoff_command(
         "run",
         "-m",
         demo,
-        "-p",
-        "x",
-        "-n",
-        "4",
-        "-c",
-        "256",
-        "-b",
-        "64",
-        "-ub",
-        "32",
-        "--swa-full",
-        "on",
+        *"-p x -n 4 -c 256 -b 64 -ub 32 --swa-full on".split(),
         *common,
     )
     assert run.returncode == 0, run.stderr
@@ -329,34 +248,13 @@ def test_commands_take_them(moeoff_command, invoke, demo):
         demo,
         "--text",
         text,
-        "--ctx",
-        "64",
-        "--chunks",
-        "1",
-        "--json",
-        "-b",
-        "32",
+        *"--ctx 64 --chunks 1 --json -b 32".split(),
         *common,
     )
     assert done.returncode == 0 and json.loads(done.stdout)["perplexity"] > 1, done.stderr
-    both = invoke("run", "-m", demo, "-p", "x", "--rope-scale", "2", "--rope-freq-scale", "0.5")
-    assert both.returncode == 1 and "not both" in both.stderr
 
 
 # --- prompt caches ---
-
-ASK = [
-    "--raw",
-    "-p",
-    "Once upon a time there was a little girl who",
-    "-n",
-    "12",
-    "--temp",
-    "0",
-    "-c",
-    "256",
-    "--json",
-]
 
 
 def test_prompts_are_kept_from_one_run_to_the_next(invoke, demo, tmp_path, monkeypatch):
@@ -365,16 +263,9 @@ def test_prompts_are_kept_from_one_run_to_the_next(invoke, demo, tmp_path, monke
         "run",
         "-m",
         demo,
-        "--raw",
-        "-c",
-        "1024",
-        "-p",
+        *"--raw -c 1024 -p".split(),
         "apples and pears " * 200,
-        "-n",
-        "4",
-        "--temp",
-        "0",
-        "--json",
+        *"-n 4 --temp 0 --json".split(),
     )
     alone = json.loads(invoke(*ask).stdout)
     first, second = (json.loads(invoke(*ask, "--kv-disk", "1G").stdout) for _ in range(2))

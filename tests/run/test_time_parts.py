@@ -11,6 +11,8 @@ from moeoff.measure.run import measure
 from speed import prompt_then_tokens
 from time_parts import READS, Ceiling, other_parts, read_parts, threads, token_parts
 
+pytestmark = pytest.mark.slow  # tests of research scripts run in nightly
+
 N = 40
 
 

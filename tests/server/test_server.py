@@ -38,13 +38,7 @@ class Server:
         command = [
             *(["sh", "-c", shell] if shell else []),
             COMMAND,
-            "serve",
-            "--warm",
-            "off",
-            "--kv-disk",
-            "0",
-            "--port",
-            "0",
+            *"serve --warm off --kv-disk 0 --port 0".split(),
             *args,
         ]
         self.process = subprocess.Popen(
@@ -115,10 +109,7 @@ def server(demo, tmp_path_factory):
         demo,
         "--api-key-file",
         str(keys),
-        "--expert-memory",
-        "4M",
-        "--alias",
-        "demo",
+        *"--expert-memory 4M --alias demo".split(),
         *origins,
         *LONG,
     )
@@ -263,22 +254,29 @@ def test_usage_in_a_chunk_of_its_own_where_the_client_asks_for_it(server):
     )
 
 
-def test_eight_clients_at_once(server, alone):
-    def one(prompt: str) -> str:
-        client = server.client()
-        if PROMPTS.index(prompt) % 2:
-            return "".join(
-                c.choices[0].delta.content or ""
-                for c in client.chat.completions.create(**ask(prompt, stream=True))
-            )
-        return client.chat.completions.create(**ask(prompt)).choices[0].message.content
+def test_eight_clients_at_once(server, demo):
+    """Each token is one that the model alone would draw: kernels round differently with
+    neighbours in the batch, which moves logits by less than 0.05, and so only a near tie may
+    fall the other way.
+    """
+    import moeoff
+
+    def one(prompt: str) -> list[int]:
+        body = {"prompt": prompt, "n_predict": 24, "temperature": 0, "return_tokens": True}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = httpx.post(f"{server.url}/completion", headers=headers, json=body, timeout=300)
+        return answer.json()["tokens"]
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(one, PROMPTS))
-    same = [answer == alone(**local(ask(prompt))) for answer, prompt in zip(answers, PROMPTS)]
-    # kernels round differently with neighbours in the batch, and a near tie falls the
-    # other way
-    assert sum(same) >= 5 and all(answers)
+    with moeoff.Llama(demo, expert_memory="4M", n_ctx=512, logits_all=True) as llm:
+        for prompt, drawn in zip(PROMPTS, answers, strict=True):
+            llm.reset()
+            tokens = llm.tokenize(prompt.encode())
+            llm.eval([*tokens, *drawn[:-1]])
+            rows = llm.scores[len(tokens) - 1 :][: len(drawn)]
+            behind = rows.max(axis=1) - rows[range(len(drawn)), drawn]
+            assert len(drawn) > 4 and behind.max() < 0.05, behind
 
 
 def test_models_and_health_do_not_wait_for_an_answer(server):
@@ -442,11 +440,7 @@ def test_shutdown_ends_every_answer(demo, experts, stops):
             demo,
             "--expert-memory",
             experts,
-            "-c",
-            "65536",
-            "--",
-            "--override-kv",
-            "qwen2moe.context_length=int:65536",
+            *"-c 65536 -- --override-kv qwen2moe.context_length=int:65536".split(),
         )
         ended: list[str] = []
 
@@ -568,10 +562,7 @@ def test_signals_end_it_well(demo):
     server = Server(
         "-m",
         demo,
-        "-c",
-        "2048",
-        "--expert-memory",
-        "4M",
+        *"-c 2048 --expert-memory 4M".split(),
         shell='trap \'\' INT; "$0" "$@" & wait $!',
     )
     with open(f"/proc/{server.process.pid}/task/{server.process.pid}/children") as file:
@@ -596,12 +587,7 @@ def test_ctrl_c_in_a_terminal(demo):
     """
     command = [
         COMMAND,
-        "serve",
-        "--warm",
-        "off",
-        "--port",
-        "0",
-        "-m",
+        *"serve --warm off --port 0 -m".split(),
         demo,
         "--expert-memory",
         "4M",
@@ -660,15 +646,7 @@ def test_drafts_change_no_text(server, demo):
     drafting = Server(
         "-m",
         demo,
-        "-c",
-        "512",
-        "--expert-memory",
-        "4M",
-        "-np",
-        "1",
-        "-q",
-        "--spec-type",
-        "ngram-simple",
+        *"-c 512 --expert-memory 4M -np 1 -q --spec-type ngram-simple".split(),
     )
     texts = [
         one.client().completions.create(**request).choices[0].text for one in (server, drafting)
@@ -698,11 +676,7 @@ def test_sidecar(demo, tmp_path):
     server = Server(
         "-m",
         demo,
-        "-c",
-        "512",
-        "--expert-memory",
-        "4M",
-        "--experts",
+        *"-c 512 --expert-memory 4M --experts".split(),
         path,
         "--tier",
         "q4_0",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -24,13 +23,13 @@ import pytest
 
 from helpers.models import rewritten
 from helpers.processes import run_python
+from helpers.refusals import parse_options, refusals, refused
 from helpers.servers import LONGER, Service, complete, free_port, needed, words
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError, Server
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
 from moeoff.experts.profile import Profile, profile_path
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.precision import Precision
 from moeoff.routing.trace import Trace
 from moeoff.server.process import ServerProcess
 
@@ -314,16 +313,10 @@ def test_a_request_that_comes_too_early_waits_outside(demo):
             ].status_code == 200
 
 
-@pytest.mark.parametrize("options, text", [({"args": ["--sleep-idle-seconds", "3"]}, "unloading an idle model"),
-                                           ({"spec_type": "nonsense"}, "unknown speculative type"),
-                                           ({"args": ["--top_k", "many"]}, "--top-k many: llama-server does not take this"),
-                                           ({"args": ["-ot", "exps=CPU"]}, "routed experts stay in"), ({"args": ["--sleep-idle-seconds=3"]}, "unloading an idle model"),
-                                           ({"tier": "Q4_0", "experts": False}, "needs a sidecar"), ({"api_key": ""}, "expected a key"),
-                                           ({"api_key": " ,"}, "expected a key"), ({"api_key_file": "/dev/null"}, "/dev/null"), ({"api_key_file": "/nowhere"}, "/nowhere"),
-                                           ({"precision": Precision(tau=0.1, resident=0.5), "deterministic": True}, "deterministic")])  # fmt: skip
-def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, text):
-    with pytest.raises(MoeoffError, match=re.escape(text)):
-        Server(demo, port=0, **options)
+@pytest.mark.parametrize("given, code, words", refusals("Server"))
+def test_what_cannot_be_is_refused_before_the_port_is_open(demo, given, code, words):
+    with refused(code, words):
+        Server(demo, port=0, **parse_options(given))
 
 
 def test_a_server_that_is_open_to_everyone_warns(demo, tmp_path):
@@ -372,34 +365,25 @@ def test_a_stop_while_it_ends_by_itself(demo):
     run_python(code, demo)
 
 
-def test_progress_within_a_batch(demo):
-    """Of one that takes long: the process is stopped again and again, and computes for
-    twentieths of a second.
+def test_progress_within_a_batch(grown):
+    """Of one that takes a thread seconds, while the server says every quarter of a second how
+    far it is.
     """
-    with Service(
-        demo, expert_memory=400 << 10, n_ctx=4096, parallel=1, n_batch=2048, args=LONGER
-    ) as server:
-        body, processed = (
-            {"prompt": words(1, 1900), "n_predict": 1, "stream": True, "return_progress": True},
-            [],
-        )
-        with httpx.stream("POST", f"{server.url}/completion", json=body, timeout=300) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {") and (
-                    progress := json.loads(line[6:]).get("prompt_progress")
-                ):
-                    processed.append(progress["processed"])
-                    if len(processed) < 8:
-                        threading.Event().wait(0.05)
-                        server.process.send_signal(signal.SIGSTOP)
-                        threading.Event().wait(0.3)
-                        server.process.send_signal(signal.SIGCONT)
-        assert (
-            processed == sorted(processed)
-            and processed[0] == 0
-            and processed[-1] == 1900
-            and any(0 < n < 1900 for n in processed)
-        ), processed
+    options = {"n_ctx": 4096, "parallel": 1, "n_batch": 2048, "n_ubatch": 2048}
+    options |= {"n_threads": 1, "n_threads_batch": 1, "args": LONGER}
+    body = {"prompt": words(1, 1900), "n_predict": 1, "stream": True, "return_progress": True}
+    processed = []
+    with (
+        Service(grown, expert_memory=64 << 20, **options) as server,
+        httpx.stream("POST", f"{server.url}/completion", json=body, timeout=300) as answer,
+    ):
+        for line in answer.iter_lines():
+            if line.startswith("data: {") and (
+                progress := json.loads(line[6:]).get("prompt_progress")
+            ):
+                processed.append(progress["processed"])
+    assert processed == sorted(processed) and processed[0] == 0 and processed[-1] == 1900
+    assert any(0 < n < 1900 for n in processed), processed
 
 
 @pytest.mark.slow
