@@ -4,6 +4,7 @@ the same tokens; medians, ranges, and ratios of the same round.
 usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]         in memory cgroups: real-sizes.md (root)
                         [--strategies auto --max-loss 1% --no-in-memory]                a loss budget beside lossless
                         [--answer]                                                      the model's own answer in the place of the text
+                        [--rival bmoe-cli]                                              BigMoeOnEdge beside it, which implies --answer
        speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
        speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
                         [--no-in-memory]                                                in the limit alone
@@ -21,9 +22,11 @@ used. Ratios are to the first contender of the same group.
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -40,11 +43,22 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
 from cgroup import disk_cgroup
+from moeoff.budget.dry_load import dry_load
 from moeoff.experts.sidecar import sidecar_path
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.measure.job import STOCK, BenchTest, Job, Measurement, Sample, rates
+from moeoff.llamacpp.llama import StockLlama
+from moeoff.measure.job import (
+    STOCK,
+    BenchTest,
+    Job,
+    Measurement,
+    Sample,
+    TokenStream,
+    rates,
+    read_text,
+)
 from moeoff.measure.rows import rows
-from moeoff.measure.run import drop_from_page_cache, measure
+from moeoff.measure.run import KILLED_TEXT, drop_from_page_cache, measure
 from moeoff.system.cgroup import memory_cgroup
 from moeoff.system.console import note
 from moeoff.system.machine import n_cores
@@ -57,6 +71,8 @@ EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
 PEAK, SHARE = "peak_rss_bytes", "resident_share"  # of a process, at its end
+RIVAL = "--overlap --io-threads 4 --dense-weights anon"  # BigMoeOnEdge's fastest lossless settings
+RIVAL_LANES, RIVAL_PROCESS = 4, 16 << 20  # of RIVAL; bytes beside weights, KV cache and computing
 THRASHES = 300.0  # of stock llama.cpp in a memory limit, where it may never end
 COLUMNS = {
     "experts in memory": (SHARE, "{:.0%}"),
@@ -384,8 +400,25 @@ class Bench:
     def stock(self, limit: int | None = None, **options: Any) -> Job:
         return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
 
-    def compare(self, jobs: Mapping[str, Job], timeout: float = TIMEOUT) -> list[Comparison]:
-        return take_turns({name: cold(job, timeout) for name, job in jobs.items()}, self.rounds)
+    def compare(
+        self, jobs: Mapping[str, Job], timeout: float = TIMEOUT, others: Mapping[str, Turn] = {}
+    ) -> list[Comparison]:
+        turns = {name: cold(job, timeout) for name, job in jobs.items()}
+        return take_turns(turns | dict(others), self.rounds)
+
+    def prompt(self) -> str:
+        """Return the prompt for a program that tokenizes it itself."""
+        llm = StockLlama(self.model, vocab_only=True, verbose=False)
+        n, bos = self.n_prompt, llm.adds_bos()
+        tokens = TokenStream(llm, read_text(self.text), bos).take(n, first=True)
+        while llm.tokenize(text := llm.detokenize(tokens[bos:n]), add_bos=bos) != tokens[:n]:
+            n -= 1
+        if n < self.n_prompt:  # the last ones are a part of a character or of a longer token
+            raise click.ClickException(
+                f"{self.text}: expected {self.n_prompt} tokens that other programs find in their"
+                f" text, got {n}; use --n-prompt {n}"
+            )
+        return text.decode()
 
     def answering(self, limit: int) -> Bench:
         """With the model's own greedy answer to the prompt, which a run in a memory
@@ -499,6 +532,7 @@ LIMITS = click.option(
 @workload("Decode speed in memory limits", 64, 256, 1.0, [LIMITS, click.option("--strategies", default="lru,auto", show_default=True),
           click.option("--max-loss", metavar="PERCENT", help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side."),
           click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes, and has one round with 8 tokens."),
+          click.option("--rival", type=click.Path(exists=True, dir_okay=False), help="BigMoeOnEdge's bmoe-cli, too; all decode the model's own answer."),
           ANSWER,
           click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")])  # fmt: skip
 def memory(
@@ -507,11 +541,12 @@ def memory(
     strategies: str,
     max_loss: str | None,
     stock: bool,
+    rival: str | None,
     answer: bool,
     in_memory: bool,
 ) -> dict[str, list[Comparison]]:
     """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
-    if answer:
+    if answer or rival:
         bench = bench.answering(max(numbers(limits)))
     out, once = {}, replace(bench, n_decode=8, rounds=1)
     for limit in numbers(limits):
@@ -521,7 +556,8 @@ def memory(
             jobs[f"{names[-1]}, --max-loss {max_loss}"] = replace(
                 jobs[names[-1]], options={**jobs[names[-1]].options, "max_loss": max_loss}
             )
-        measurements = {c.name: c.measurements for c in bench.compare(jobs)}
+        others = rival_turn(bench, rival, limit) if rival else {}
+        measurements = {c.name: c.measurements for c in bench.compare(jobs, others=others)}
         if stock:
             maps = {
                 "stock, memory map": {},
@@ -702,39 +738,11 @@ def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str,
     """
 
     def turn(folder: str, program: str, limit: int) -> Turn:
-        sizes = [
-            "-p",
-            str(bench.n_prompt),
-            "-n",
-            str(bench.n_decode),
-            "-r",
-            "1",
-            "--no-warmup",
-            "--strategy",
-            strategy,
-        ]
-        command = [
-            program,
-            "bench",
-            "-m",
-            os.path.abspath(bench.model),
-            "--text",
-            os.path.abspath(bench.text),
-            *sizes,
-            "-o",
-            "json",
-        ]
+        sizes = f"-p {bench.n_prompt} -n {bench.n_decode} -r 1 --no-warmup --strategy {strategy}"
+        files = ["-m", os.path.abspath(bench.model), "--text", os.path.abspath(bench.text)]
+        command = [program, "bench", *files, *sizes.split(), "-o", "json"]
         command += ["--memory", str(within(limit))] if limit else []
-
-        def measured(_index: int) -> Measurement:
-            drop(bench.model)
-            with memory_cgroup(limit << 20 or EVERYTHING) as group:
-                return from_rows(
-                    bench.job(),
-                    group.run(command, cwd=folder, env=clean, capture_output=True, text=True),
-                )
-
-        return measured
+        return program_turn(bench, limit, command, from_rows, cwd=folder, env=clean)
 
     # the folder that it runs in is whose code it is
     out, clean = {}, {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -746,6 +754,73 @@ def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str,
         turns = {"before": turn(checkout, earlier, limit), "now": turn(str(ROOT), here, limit)}
         out[f"{limit} MiB" if limit else "all in memory"] = take_turns(turns, bench.rounds)
     return out
+
+
+Reader = Callable[[Job, subprocess.CompletedProcess[str]], Measurement]
+
+
+def program_turn(
+    bench: Bench, limit: int, command: Sequence[str], read: Reader, **options: Any
+) -> Turn:
+    """Return a turn that runs another program cold, in a memory cgroup.
+
+    Args:
+        limit: Limit of the cgroup in MiB; 0 for none.
+        read: Function that reads the measurement from the program's output.
+        options: Keyword arguments of `subprocess.run`.
+    """
+    files = ModelIndex.read(bench.model).files
+    options = {"capture_output": True, "text": True, "timeout": TIMEOUT} | options
+
+    def turn(_index: int) -> Measurement:
+        for path in files:
+            drop(path)
+        with memory_cgroup(limit << 20 or EVERYTHING) as group:
+            try:
+                done = group.run(list(command), **options)
+            except subprocess.TimeoutExpired as error:
+                return Measurement(bench.job(), error=f"not finished after {error.timeout:.0f} s")
+        killed = done.returncode == -9
+        return Measurement(bench.job(), error=KILLED_TEXT) if killed else read(bench.job(), done)
+
+    return turn
+
+
+def rival_turn(bench: Bench, program: str, limit: int) -> dict[str, Turn]:
+    """Return BigMoeOnEdge's turn by its version and settings.
+
+    BigMoeOnEdge takes the size of its cache alone: here what its other memory leaves of
+    95 % of the limit. It inherits GOMP_SPINCOUNT from this process, and is no slower for it.
+    """
+    index, n_ctx = ModelIndex.read(bench.model), bench.job().options["n_ctx"]
+    n_batch = min(bench.n_prompt, 512)
+    plan = dry_load(index, n_ctx, {"flash_attn": True, "n_batch": n_batch, "n_ubatch": n_batch})
+    lanes = RIVAL_LANES * max(span.slice_bytes for span in index.experts.values())
+    rest = index.dense_bytes + plan.state + plan.computing + lanes + RIVAL_PROCESS
+    settings = f"{RIVAL} --ubatch {n_batch} --cache-mb {within(limit) - rest >> 20}"
+    fixed = f"-c {n_ctx} -t {n_cores()} -n {bench.n_decode} --moe-stream --force-cache"
+    command = [program, "-m", bench.model, "-p", bench.prompt(), *f"{fixed} {settings}".split()]
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    turn = program_turn(bench, limit, [*command, "--csv", "/dev/stderr"], from_csv)
+    return {f"BigMoeOnEdge {version.stdout.strip()}, {settings}": turn}
+
+
+def from_csv(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
+    """Read BigMoeOnEdge's metrics: a row for each decoded token, and a summary."""
+    lines = done.stderr.splitlines()
+    if done.returncode:
+        return Measurement(job, error=lines[-1] if lines else f"exit code {done.returncode}")
+    tokens = list(csv.DictReader(line for line in lines if re.match(r"step,|\d+,", line)))
+    summary = dict(re.findall(r"(\w+)=(\S+)", re.search("^# summary.*", done.stderr, re.M)[0]))
+    sizes = int(summary["n_prompt"]), len(tokens)
+    if sizes != (job.tests[0].n_prompt, job.tests[1].n_gen):  # the end of the answer, for one
+        return Measurement(job, error=f"ended after {sizes[0]} + {sizes[1]} tokens")
+    ms, cpu_ms, mib = ([float(t[key]) for t in tokens] for key in ("wall_ms", "cpu_ms", "rss_mib"))
+    samples = [
+        Sample(0, sizes[0], float(summary["prefill_s"])),
+        Sample(1, sizes[1], sum(ms) / 1e3, sum(cpu_ms) / 1e3),
+    ]
+    return Measurement(job, closed={PEAK: max(mib) * 2**20}, samples=samples)
 
 
 def from_rows(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:

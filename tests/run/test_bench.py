@@ -10,15 +10,18 @@ import json
 import mmap
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from helpers.budgets import named
+from helpers.files import PROSE
 from moeoff import Llama
 from moeoff.cli.bench import _read_axis, numbers
 from moeoff.cli.main import main
@@ -32,7 +35,7 @@ from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.options import TABLE
 from moeoff.system.cgroup import memory_cgroup, unavailable
 from moeoff.system.disk import cached_bytes
-from speed import cold, in_time, prompt_then_tokens, take_turns
+from speed import Bench, cold, from_csv, in_time, prompt_then_tokens, take_turns
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +271,37 @@ def test_jobs_in_rounds(grown, small, tmp_path):
     assert (
         "too small" in compared[4].error and compared[4].ratio is None and not compared[4].figures
     )
+
+
+def test_a_prompt_that_another_program_tokenizes(demo):
+    """The text's own tokens, as far as they end with a character."""
+    llm = Llama(demo, n_ctx=256)
+    tokens = TokenStream(llm, read_text(PROSE), llm.adds_bos()).take(62, first=True)
+    prompt = Bench(demo, str(PROSE), 62, 8).prompt()
+    assert llm.tokenize(prompt.encode(), add_bos=llm.adds_bos()) == tokens
+    with pytest.raises(click.ClickException, match="use --n-prompt 62"):
+        Bench(demo, str(PROSE), 64, 8).prompt()
+
+
+@pytest.mark.parametrize(
+    "code, tokens, error",
+    [(0, 2, ""), (0, 1, "ended after 16 + 1 tokens"), (1, 0, "error: failed to load")],
+)
+def test_metrics_of_the_rival(demo, code, tokens, error):
+    """As bmoe-cli 0.19.0 writes them between llama.cpp's log lines, with fewer columns."""
+    rows = ["1,2,30.5,12.0,900.5", "2,2,29.5,8.0,1000.0"][:tokens]
+    header = ["# engine=0.19.0", "step,steps,wall_ms,cpu_ms,rss_mib", "sched_reserve: took 3 ms"]
+    summary = ["# summary tokens=2 s/tok=0.030 n_prompt=16 load_s=2.6 prefill_s=0.500"]
+    lines = [*header, *rows, *summary] if code == 0 else ["llama: log", "error: failed to load"]
+    done = subprocess.CompletedProcess([], code, "", "\n".join(lines))
+    measured = from_csv(Bench(demo, str(PROSE), 16, 2).job(), done)
+    assert measured.error == error
+    if not error:
+        assert [(s.test, s.n_tokens, s.seconds) for s in measured.samples] == [
+            (0, 16, 0.5),
+            (1, 2, pytest.approx(0.06)),
+        ]
+        assert measured.closed["peak_rss_bytes"] == 1000 << 20
 
 
 def test_an_answer_of_its_own(demo):
