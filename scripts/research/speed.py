@@ -34,7 +34,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import click
 from rich.console import Console
@@ -73,6 +73,7 @@ TIMEOUT = 900.0  # seconds of a run
 PEAK, SHARE = "peak_rss_bytes", "resident_share"  # of a process, at its end
 RIVAL = "--overlap --io-threads 4 --dense-weights anon"  # BigMoeOnEdge's fastest lossless settings
 RIVAL_LANES, RIVAL_PROCESS = 4, 16 << 20  # of RIVAL; bytes beside weights, KV cache and computing
+PLAIN_MAP = "stock, memory map, plain kernels"
 THRASHES = 300.0  # of stock llama.cpp in a memory limit, where it may never end
 COLUMNS = {
     "experts in memory": (SHARE, "{:.0%}"),
@@ -133,17 +134,37 @@ class Comparison:
 Turn = Callable[[int], Measurement]  # of a round, from 0
 
 
-def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
-    """Measures round by round, so that what becomes slower does so for all, every other
-    round backwards: none always runs right behind the same other one. What fails is
-    left out of its round; the others go on.
+Name = TypeVar("Name", str, tuple[str, str])
+
+
+def rounds_of(turns: Mapping[Name, Turn], rounds: int) -> dict[Name, list[Measurement]]:
+    """Measure round by round, so that what becomes slower does so for all.
+
+    Every other round goes backwards: none always runs right behind the same other one.
+    What fails is left out of its round; the others go on.
     """
-    by_name: dict[str, list[Measurement]] = {name: [] for name in turns}
+    measured: dict[Name, list[Measurement]] = {name: [] for name in turns}
     for index in range(rounds):
         for name in list(turns)[:: -1 if index % 2 else 1]:
-            by_name[name].append(turns[name](index))
-            tell(name, index, by_name[name][-1])
-    return summarize(by_name)
+            measured[name].append(turns[name](index))
+            tell(name if isinstance(name, str) else ", ".join(name), index, measured[name][-1])
+    return measured
+
+
+def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
+    return summarize(rounds_of(turns, rounds))
+
+
+def unless_failed(turn: Turn) -> Turn:
+    """Return a turn that is not tried again once it has failed."""
+    failed: list[Measurement] = []
+
+    def again(index: int) -> Measurement:
+        if not failed and (result := turn(index)).error:
+            failed.append(result)
+        return failed[0] if failed else result
+
+    return again
 
 
 def in_time(samples: Sequence[Sample]) -> dict[str, float]:
@@ -179,12 +200,7 @@ def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
                 key: Spread.over([row[key] for row in of_rounds if key in row])
                 for key in dict.fromkeys(itertools.chain(*of_rounds))
             }
-            pairs = [
-                (rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0))
-                for a, b in zip(first, measurements)
-                if not a.error and not b.error
-            ]
-            ratios = [theirs / base for base, theirs in pairs if base and theirs]
+            ratios = ratios_of(first, measurements, i)
             error = next((m.error for m in measurements if m.error), "")
             out.append(
                 Comparison(
@@ -197,6 +213,16 @@ def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
                 )
             )
     return out
+
+
+def ratios_of(base: Sequence[Measurement], theirs: Sequence[Measurement], i: int) -> list[float]:
+    """Return the speeds of test i over the base's in the rounds that both ended."""
+    pairs = [
+        (rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0))
+        for a, b in zip(base, theirs)
+        if not a.error and not b.error
+    ]
+    return [speed / to for to, speed in pairs if to and speed]
 
 
 def drop(path: str) -> None:
@@ -400,11 +426,11 @@ class Bench:
     def stock(self, limit: int | None = None, **options: Any) -> Job:
         return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
 
-    def compare(
-        self, jobs: Mapping[str, Job], timeout: float = TIMEOUT, others: Mapping[str, Turn] = {}
-    ) -> list[Comparison]:
-        turns = {name: cold(job, timeout) for name, job in jobs.items()}
-        return take_turns(turns | dict(others), self.rounds)
+    def turns(self, jobs: Mapping[str, Job], timeout: float = TIMEOUT) -> dict[str, Turn]:
+        return {name: cold(job, timeout) for name, job in jobs.items()}
+
+    def compare(self, jobs: Mapping[str, Job], timeout: float = TIMEOUT) -> list[Comparison]:
+        return take_turns(self.turns(jobs, timeout), self.rounds)
 
     def prompt(self) -> str:
         """Return the prompt for a program that tokenizes it itself."""
@@ -529,12 +555,43 @@ LIMITS = click.option(
 # the contenders
 
 
+def shares(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> None:
+    """Decode speed of the last strategy in each limit, over others of the same round."""
+    decodes = {
+        (group, c.name.split()[0] if c.name.startswith("BigMoe") else c.name): c.measurements
+        for group, comparisons in groups.items()
+        for c in comparisons
+        if c.test.n_gen
+    }
+    others = {
+        "of moeoff in memory": (IN_MEMORY, "lru"),
+        "of llama.cpp in memory": (IN_MEMORY, "stock, repacked kernels"),
+        "of --no-repack in memory": (IN_MEMORY, "stock, plain kernels"),
+        "times llama.cpp's memory map": (None, PLAIN_MAP),
+        "times BigMoeOnEdge": (None, "BigMoeOnEdge"),
+        "times lru": (None, "lru"),
+    }
+    out = results.table("shares", "Decode speed over others'", ["memory", "", *others])
+    for group in (group for group in groups if group != IN_MEMORY):
+        name = next(c.name for c in reversed(groups[group]) if c.figures and is_ours(c))
+        cells = []
+        for where, other in others.values():
+            theirs = decodes.get((where or group, other), [])
+            ratios = ratios_of(theirs, decodes[group, name], 1)
+            cells.append(spread(Spread.over(ratios)) if ratios else "")
+        out.row(group, name, *cells)
+
+
+def is_ours(comparison: Comparison) -> bool:
+    return comparison.measurements[0].job.engine != STOCK and comparison.name[:3] != "Big"
+
+
 @workload("Decode speed in memory limits", 64, 256, 1.0, [LIMITS, click.option("--strategies", default="lru,auto", show_default=True),
           click.option("--max-loss", metavar="PERCENT", help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side."),
-          click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes, and has one round with 8 tokens."),
+          click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes, and decodes 8 tokens."),
           click.option("--rival", type=click.Path(exists=True, dir_okay=False), help="BigMoeOnEdge's bmoe-cli, too; all decode the model's own answer."),
           ANSWER,
-          click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")])  # fmt: skip
+          click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")], shares)  # fmt: skip
 def memory(
     bench: Bench,
     limits: str,
@@ -548,7 +605,7 @@ def memory(
     """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
     if answer or rival:
         bench = bench.answering(max(numbers(limits)))
-    out, once = {}, replace(bench, n_decode=8, rounds=1)
+    groups, short = dict[str, dict[str, Turn]](), replace(bench, n_decode=8)
     for limit in numbers(limits):
         names = strategies.split(",")
         jobs = {name: bench.job(limit << 20, memory=within(limit), strategy=name) for name in names}
@@ -556,27 +613,33 @@ def memory(
             jobs[f"{names[-1]}, --max-loss {max_loss}"] = replace(
                 jobs[names[-1]], options={**jobs[names[-1]].options, "max_loss": max_loss}
             )
-        others = rival_turn(bench, rival, limit) if rival else {}
-        measurements = {c.name: c.measurements for c in bench.compare(jobs, others=others)}
+        turns = bench.turns(jobs)
+        if rival:
+            turns |= rival_turn(bench, rival, limit)
         if stock:
             maps = {
-                "stock, memory map": {},
-                "stock, memory map, plain kernels": {"use_extra_bufts": False},
+                "stock, memory map": short.stock(limit << 20, use_mmap=True),
+                PLAIN_MAP: short.stock(limit << 20, use_mmap=True, use_extra_bufts=False),
             }
-            jobs = {
-                name: once.stock(limit << 20, use_mmap=True, **more) for name, more in maps.items()
+            turns |= {
+                name: unless_failed(turn) for name, turn in bench.turns(maps, THRASHES).items()
             }
-            measurements |= {c.name: c.measurements for c in once.compare(jobs, THRASHES)}
-        out[f"{limit} MiB"] = summarize(measurements)
+        groups[f"{limit} MiB"] = turns
     if in_memory:
         jobs = {
             "stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False),
             "stock, repacked kernels": bench.stock(use_mmap=False),
+            "lru": bench.job(expert_memory=EVERYTHING, strategy="lru"),
         }
-        out[IN_MEMORY] = bench.compare(
-            jobs | {"lru": bench.job(expert_memory=EVERYTHING, strategy="lru")}
-        )
-    return out
+        groups[IN_MEMORY] = bench.turns(jobs)
+    measured = rounds_of(
+        {(group, name): turn for group, turns in groups.items() for name, turn in turns.items()},
+        bench.rounds,
+    )
+    return {
+        group: summarize({name: measured[group, name] for name in turns})
+        for group, turns in groups.items()
+    }
 
 
 @workload("Everything in memory, a prompt and then tokens one by one", 512, 128)
