@@ -833,14 +833,14 @@ def program_turn(
         options: Keyword arguments of `subprocess.run`.
     """
     files = ModelIndex.read(bench.model).files
-    options = {"capture_output": True, "text": True, "timeout": TIMEOUT} | options
+    fixed = {"capture_output": True, "text": True, "errors": "replace", "timeout": TIMEOUT}
 
     def turn(_index: int) -> Measurement:
         for path in files:
             drop(path)
         with memory_cgroup(limit << 20 or EVERYTHING) as group:
             try:
-                done = group.run(list(command), **options)
+                done = group.run(list(command), **fixed, **options)
             except subprocess.TimeoutExpired as error:
                 return Measurement(bench.job(), error=f"not finished after {error.timeout:.0f} s")
         killed = done.returncode == -9
