@@ -334,33 +334,6 @@ def test_an_answer_of_its_own(demo):
     assert measure(replace(job, engine=STOCK, answer=other)).closed["answer"][:3] == [*other]
 
 
-@pytest.mark.slow
-def test_a_context_is_computed_once(demo, tmp_path):
-    """Read by jobs that are behind the same tokens, gone on from by one that is behind
-    more: with the answers of one that computes all of it.
-    """
-
-    def answer(depth, contexts="", **engine):
-        job = Job(
-            demo,
-            options={"n_ctx": 256, "flash_attn": True},
-            tests=prompt_then_tokens(4, 6, depth),
-            repetitions=1,
-            warm_up=False,
-            probe_seconds=0,
-        )
-        result = measure(replace(job, answer=(), contexts=contexts, **engine))
-        return result.error or result.closed["answer"]
-
-    expected, folder = answer(48), str(tmp_path)
-    answer(32, folder)
-    assert [answer(48, folder), answer(48, folder, engine=STOCK)] == [expected, expected]
-    assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == [
-        "32.context",
-        "48.context",
-    ]
-
-
 def test_prefetches_in_time():
     """Of the prefetched slices that were used, those that compute did not wait for;
     unknown where no meter has counted reads.
