@@ -513,15 +513,14 @@ def test_a_part_on_the_device(demo, tmp_path, slots):
     logits, stats = device_runs(demo, tmp_path, runs)
     usual = np.abs(logits["CPU"] - logits["device"]).max()
     assert usual > 0
+
+    def n_same(of):
+        return (of.argmax(1) == logits["CPU"].argmax(1)).sum()
+
     for name in ("ours", "centric", "scarce"):
         assert len(logits[name]) == 64
         assert np.abs(logits[name] - logits["CPU"]).max() <= 3 * usual
-        second, first = np.sort(logits["CPU"], axis=1)[:, -2:].T
-        is_clear = first - second > 6 * usual  # else rounding decides
-        assert is_clear.sum() > 50
-        np.testing.assert_array_equal(
-            logits[name].argmax(1)[is_clear], logits["CPU"].argmax(1)[is_clear]
-        )
+        assert n_same(logits[name]) >= n_same(logits["device"]) - 1  # of near ties
         s = stats[name]
         assert (
             0 < s["device_hits"] < s["demand_hits"] + s["demand_misses"]
