@@ -304,7 +304,7 @@ TRACES, FIGURES, ASSUMED = "published traces", "two published figures", "not mea
 # of docs/results/real-sizes.md: model, 10^9 bytes of its file, and what its routing
 # follows
 SHAPES = {
-    "real-qwen3": ("Qwen3-30B-A3B", 18.55, TRACES),
+    "limits-qwen3": ("Qwen3-30B-A3B", 18.55, TRACES),
     "real-qwen36": ("Qwen3.6-35B-A3B", 21.16, FIGURES),
     "real-gpt-oss": ("gpt-oss-20b", 12.10, ASSUMED),
     "real-deepseek": ("DeepSeek-V2-Lite", 10.37, ASSUMED),
@@ -317,9 +317,9 @@ DAYS = {  # of Qwen3-30B-A3B's shape in 6.5 GiB: each data file, and moeoff's ro
     "long-contexts-lending": "behind 0 | moeoff in 6656 MiB",
     "gate-predictor": "6656 MiB | now",
     "time-qwen3": "6656 MiB | 6656 MiB",
+    "limits-qwen3": "6656 MiB | auto",
 }
 ENOUGH = 5  # rounds; a cell with fewer says so
-_PROMPT = 64  # tokens, of their runs
 # for its repacked kernels the kernel may kill it
 STOCK_IN_A_LIMIT = ("stock, memory map", "stock, memory map, plain kernels")
 
@@ -362,12 +362,14 @@ def models_table() -> dict:
             by_contender(name, column)[limit]["auto"]
             for column in ("prompt tok/s", "tok/s", "MB/token")
         )
-        first, *range_ = (f"{_PROMPT / rate:.2f}" for rate in _numbers(prompt))
+        n_prompt = int(_said(read(name), "--n-prompt") or 64)
+        first, *range_ = (f"{n_prompt / rate:.2f}" for rate in _numbers(prompt))
         ours.append(first + (f" ({range_[1]} to {range_[0]})" if range_ else ""))
         times = f"{_numbers(ours[0])[0] / _numbers(stock)[0]:.0f}"
         ours[0] += rounds(int(_said(read(name), "--rounds")))
         file = f"{size * 1e9 / 2**30:.1f} GiB"
-        rows.append([model, file, routing, _gib(limit), *ours, stock + rounds(1), times])
+        stock += "" if "(" in stock else rounds(1)
+        rows.append([model, file, routing, _gib(limit), *ours, stock, times])
     columns = ["model", "file", "routing", "memory", "moeoff, tok/s", "MB/token", "first token s"]
     columns += ["llama.cpp, tok/s", "times llama.cpp"]
     return {"columns": columns, "rows": rows}
