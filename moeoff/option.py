@@ -126,7 +126,7 @@ class Option:
         return max(self.flags, key=len, default=self.name)
 
     def read(self, value: Any) -> Any:
-        """Parse a value. Raises OptionError, which names the option."""
+        """Parse a value, or raise OptionError with the option's name."""
         if self.unset is not None and value == self.unset and not isinstance(value, (str, bool)):
             return None
         try:
@@ -200,5 +200,5 @@ class Options:
 
     @classmethod
     def make(cls, **options: Any) -> Self:
-        """Create an object of values that users write. Raises OptionError."""
+        """Create an object of values that users write, or raise OptionError."""
         return cls(**read(cls, options))

@@ -146,7 +146,7 @@ def deployment(
 
 
 def _require_machines(n_replicas: Any, per_machine: int, actor: Mapping[str, Any]) -> None:
-    """Check that Ray's machines can hold the replicas. Raises OptionError.
+    """Check that Ray's machines can hold the replicas, or raise OptionError.
 
     Ray itself would wait for machines forever and only log that.
 

@@ -27,7 +27,7 @@ def uses_nextn(spec_type: str | None) -> bool:
 
 
 def require_nextn(model_index: ModelIndex) -> None:
-    """Check that next-token layers can make drafts. Raises OptionError."""
+    """Check that next-token layers can make drafts, or raise OptionError."""
     if not model_index.n_nextn:
         raise OptionError(
             f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with"

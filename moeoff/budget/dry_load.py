@@ -90,7 +90,7 @@ def memory_sizes(llm: PatchedLlama) -> MemoryPlan:
 
 
 def context_sizes(ctx: int) -> MemoryPlan:
-    """Return a llama_context's sizes. Raises MoeoffError if its graph is too large."""
+    """Return a llama_context's sizes. Raise MoeoffError if its graph is too large."""
     sizes = memory_of_context(ctx)
     if sizes is None:
         raise MoeoffError("no memory for the graph of the largest batch")

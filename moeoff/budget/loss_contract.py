@@ -148,7 +148,7 @@ class LossContract:
 
     @classmethod
     def from_section(cls, s: dict[str, np.ndarray]) -> LossContract:
-        """Parse arrays. Raises LookupError for old versions, WrongArrays if damaged."""
+        """Parse arrays. Raise LookupError for old versions, WrongArrays if damaged."""
         if (
             "version" not in s
             or s["version"].shape

@@ -1,3 +1,1 @@
-"""The running model: llama.cpp with an expert buffer, what drives it, and its
-statistics.
-"""
+"""The running model: llama.cpp with an expert buffer, its driver and its statistics."""

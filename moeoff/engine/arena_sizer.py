@@ -1,10 +1,8 @@
-"""Keeping the process under its budget: sizes the arenas of a loaded model, and moves
-them while it runs.
+"""Arena sizes that keep the process within its budget.
 
-Buffers are planned for the largest batch, and the KV cache for the longest
-conversation; a chat of short prompts touches a few MB of them. What the batches of now
-leave untouched the experts borrow, until a larger one comes, or the conversation gets
-there.
+The plan assumes the largest batch and a full KV cache; short prompts touch a few MB of
+these buffers. Experts borrow the untouched rest until a larger batch or a longer
+conversation needs it.
 """
 
 from __future__ import annotations
@@ -21,39 +19,36 @@ from ..errors import BudgetError
 from ..system.memory import MIB, Budget, format_size, rss, trim
 from .buffer import ExpertBuffer
 
-# batches in a row that must be small: a prompt of several pieces ends with a short one
+# batches in a row that must be small, because a long prompt ends with a short piece
 _PATIENCE = 4
 _WORTH = 4 * MIB  # less is not worth new plans and evictions
 
 
 class BorrowedBuffers:
-    """What experts have of the compute buffer and the work area, which are as large as
-    the largest batch needs. Its state is `bound`: a larger batch raises it
-    (`grow_bound`), small ones in a row lower it (`shrink_bound`).
+    """The part of the compute buffer and work area that experts use.
+
+    Both buffers are sized for the largest batch. A larger batch raises `bound`, several
+    small ones lower it.
 
     Args:
-        sizes: bytes of compute buffer and work area for batches of at most n tokens,
-            and if asked, the compute buffer's other bytes given back to the system;
-            None: that cannot be said, or done.
-        largest: tokens that are computed at once.
+        sizes: Function of (n_tokens, release) that returns the bytes of compute buffer
+            and work area for batches up to n_tokens, or None if unknown. release=True
+            gives the rest of the compute buffer back to the system.
+        largest: Micro-batch in tokens.
 
     Attributes:
-        largest: as given.
-        bound: tokens of the batches that may come without a call of `grow_bound`.
+        bound: Largest batch, in tokens, that needs no call of `grow_bound`.
     """
 
     def __init__(self, sizes: Callable[[int, bool], tuple[int, int] | None], largest: int):
         self._sizes, self.largest, self.bound = sizes, largest, largest
         self._known = {largest: sizes(largest, False)}
-        # the largest bound of a batch that was computed: a work area is kept as large
-        # as it was
+        # largest bound of a computed batch, because a work area never shrinks
         self._worked = 0
         self._recent: list[int] = []
 
     def _needs(self, bound: int) -> tuple[int, int]:
-        """Of a bound that a batch has had: others may ask while one is computed, and
-        llama.cpp plans in what it computes with.
-        """
+        """Return the cached sizes: llama.cpp cannot plan while a batch is computed."""
         return self._known[bound] or self._known[self.largest] or (0, 0)
 
     def _at(self, bound: int) -> int:
@@ -69,13 +64,11 @@ class BorrowedBuffers:
 
     @property
     def untouched(self) -> int:
-        """Bytes that are not borrowed, and that no batch may have touched yet."""
+        """Bytes that are not borrowed and may be untouched."""
         return sum(self._needs(self.bound))
 
     def grow_bound(self, n_tokens: int) -> bool:
-        """Before a batch: raises the bound, to a power of two, if this one is larger;
-        whether it did.
-        """
+        """Raise the bound for a batch, to a power of two. Return True if it changed."""
         bound = min(max(LEAST, 1 << (n_tokens - 1).bit_length()), self.largest)
         if bound not in self._known:
             self._known[bound] = self._sizes(bound, False)
@@ -87,11 +80,10 @@ class BorrowedBuffers:
         return True
 
     def shrink_bound(self, idle: bool = False) -> bool:
-        """After a batch: lowers the bound to what the last ones needed, if that is
-        worth it; whether it did.
+        """Lower the bound to recent batches if worthwhile. Return True if changed.
 
         Args:
-            idle: nothing computes: to the least.
+            idle: True to use the lowest bound, while nothing is computed.
         """
         bound = min(LEAST, self.largest) if idle else max(self._recent)
         if idle and bound not in self._known:
@@ -102,7 +94,7 @@ class BorrowedBuffers:
             or self._at(bound) - self._at(self.bound) < _WORTH
         ):
             return False
-        if self._sizes(bound, True) is None:  # what was touched stays
+        if self._sizes(bound, True) is None:  # touched memory stays
             self._known[bound] = self._known[self.largest]
             return False
         self.bound = bound
@@ -110,29 +102,26 @@ class BorrowedBuffers:
 
 
 class BorrowedCache:
-    """What experts have of the KV cache: the cells that no conversation has come to.
-    Its state is `borrowed`: a conversation that grows takes some of it back
-    (`reclaim`), one that has become shorter leaves more, and what may write anywhere
-    takes all (`return_all`).
+    """The unused cells of the KV cache, which experts use.
 
     Args:
-        unused: bytes of the KV cache that stay untouched if the next batch has n
-            tokens, and if asked, given back to the system.
+        unused: Function of (n_tokens, release) that returns the bytes left untouched by
+            a batch of n_tokens. release=True gives them back to the system.
 
     Attributes:
-        borrowed: bytes.
-        untouched: bytes that are not, and that the next tokens touch.
+        borrowed: Bytes that experts use.
+        untouched: Other bytes that the next tokens touch.
     """
 
     def __init__(self, unused: Callable[[int, bool], int]):
         self._unused = unused
         self.borrowed = unused(0, True)
         self.untouched = 0
-        self._left = 0  # tokens that may come before the cache is looked at again
+        self._left = 0  # tokens until the next check
         self._moving = False  # the next batch may touch all of it
 
     def reclaim(self, n_tokens: int) -> bool:
-        """Before a batch; whether anything has changed."""
+        """Take cells back for a batch. Return True if `borrowed` changed."""
         self._left -= n_tokens
         if self._moving or self._left >= 0:
             self._moving = False
@@ -146,9 +135,7 @@ class BorrowedCache:
         return self.borrowed != before
 
     def return_all(self) -> bool:
-        """Before something that may write to all of it, at once or with the next batch;
-        whether there was anything.
-        """
+        """Take back all cells for a write anywhere. Return True if any were lent."""
         before, self.borrowed, self.untouched, self._left, self._moving = (
             self.borrowed,
             0,
@@ -160,7 +147,7 @@ class BorrowedCache:
 
 
 def _exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of `ArenaSizer` that no other thread's may come between."""
+    """Make a method of `ArenaSizer` hold its lock."""
 
     @functools.wraps(method)
     def call(self: ArenaSizer, *args: Any, **kwargs: Any) -> Any:
@@ -171,22 +158,21 @@ def _exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ArenaSizer:
-    """Sizes a buffer's arenas by a memory plan, which it keeps up to date. Threads may
-    share one.
+    """The sizes of a buffer's arenas by a memory plan. Thread-safe.
 
     Args:
-        buffer: attached, not started.
-        plan: of the loaded model.
-        budget: of the whole process, or of the experts alone.
-        low_share: of the experts' memory, for low versions.
-        borrowed: what experts have of llama.cpp's memory; empty: nothing.
+        buffer: Attached buffer that is not started.
+        plan: Memory plan of the loaded model.
+        budget: Budget of the process, or of the experts.
+        low_share: Share of the experts' memory for low versions.
+        borrowed: Memory of llama.cpp that experts may borrow, or empty.
 
     Attributes:
-        plan: how memory is divided when the largest batch is computed.
-        most: Budget in bytes that `follow` may come back to; 0 before its first call.
+        plan: Memory plan for the largest batch.
+        most: Largest budget in bytes for `follow`; 0 before its first call.
 
     Raises:
-        BudgetError: below what the model needs.
+        BudgetError: The budget is below the model's needs.
     """
 
     def __init__(
@@ -216,15 +202,14 @@ class ArenaSizer:
                 hint={"expert_memory": plan.arena_floor},
             )
         self._borrowed = borrowed if self.plan.budget else ()
-        # bytes that the process takes beyond plan and reserve; below 0: that it leaves
-        # of them while batches are small
+        # bytes that the process takes beyond plan and reserve; negative while batches
+        # are small
         self._grown = 0
-        self._extras = self.plan.extras  # with nothing reserved
-        # bytes that all but the experts will take when what is reserved is resident; 0:
+        self._extras = self.plan.extras  # without reservations
+        # bytes of the process without experts once the reserved memory is resident; 0:
         # it is
         self._expected = 0
-        # _short: bytes of the plan's budget that the process leaves, though the largest
-        # batch needs them
+        # _short: bytes of the budget cut below the needs of the largest batch
         self.most = self._short = 0
 
     @property
@@ -236,21 +221,21 @@ class ArenaSizer:
 
     @property
     def budget(self) -> int:
-        """Bytes that the process may take; 0: only the experts are bounded."""
+        """Budget of the process in bytes; 0 if only the experts are bounded."""
         return self.plan.budget - self._short
 
     @property
     def least(self) -> int:
-        """Bytes that the process takes while experts have the least."""
+        """Bytes of the process with the smallest arenas."""
         needed = self.plan.fixed + self.plan.arena_floor
         return needed - sum(part.borrowed for part in self._borrowed) + min(self._grown, 0)
 
     def resize(self) -> None:
-        """To what the arenas should have."""
+        """Apply the sizes to the arenas."""
         self._buffer.set_cache_bytes(*self.arenas)
 
     def _divide(self, budget: int, process: int = 0, extras: int = 0) -> None:
-        """Divides a budget where the process takes so many bytes more."""
+        """Plan a budget with additional bytes of process and extras."""
         plan = replace(
             self.plan, process=self.plan.process + process, extras=self.plan.extras + extras
         )
@@ -261,24 +246,22 @@ class ArenaSizer:
 
     @_exclusive
     def make_room(self, nbytes: int) -> None:
-        """Before anything is computed: the process has allocated so many bytes since
-        the plan was made.
+        """Account for bytes allocated since the plan was made, before any batch.
 
         Raises:
-            BudgetError: too little is left for experts.
+            BudgetError: Too little is left for experts.
         """
         if self.plan.budget and nbytes > 0:
             self._divide(self.plan.budget, process=nbytes)
 
     @_exclusive
     def move(self, budget: int) -> None:
-        """Another budget, between answers: the arenas are resized at once, and `follow`
-        is over.
+        """Set another budget between answers, and end `follow`.
 
         Raises:
-            BudgetError: below what the model needs; the old budget stays.
+            BudgetError: The budget is below the model's needs. The old one stays.
         """
-        # beyond what was planned
+        # bytes beyond the plan
         grown = max(rss() - self._buffer.stats().arena_committed + RESERVE - self.plan.fixed, 0)
         before, self.most, self._short = (self.most, self._short), 0, 0
         try:
@@ -289,16 +272,16 @@ class ArenaSizer:
 
     @_exclusive
     def follow(self, budget: int) -> bool:
-        """Moves the budget at any time, also while a batch is computed.
+        """Move the budget at any time, also during a batch.
 
-        Below what the largest batch would need, experts no longer have what smaller
-        ones leave of its buffers; what cannot become smaller stays.
+        Below the needs of the largest batch, experts stop borrowing buffers. Memory
+        that cannot shrink stays.
 
         Args:
-            budget: Bytes of the process, at most those of the first call's budget.
+            budget: Bytes of the process, at most the budget of the first call.
 
         Returns:
-            True if the arenas have other sizes now.
+            True if the arenas have changed.
         """
         self.most = self.most or self.plan.budget
         before, floor = self.arenas, self.plan.floor
@@ -309,13 +292,13 @@ class ArenaSizer:
 
     @_exclusive
     def reserve(self, nbytes: int, optional: bool = False) -> None:
-        """The process needs so many bytes more for a while; negative: no longer.
+        """Reserve bytes of the process, or release them if negative.
 
         Args:
-            optional: They are refused rather than taken from what other programs need.
+            optional: True to fail rather than take memory that other programs need.
 
         Raises:
-            BudgetError: too little would be left for experts; nothing has changed.
+            BudgetError: Too little would be left for experts. Nothing has changed.
         """
         if not self.plan.budget:
             return
@@ -330,11 +313,10 @@ class ArenaSizer:
 
     @_exclusive
     def before(self, n_tokens: int, moves_state: bool = False) -> None:
-        """Before a batch is computed: experts give back what it will touch.
+        """Give llama.cpp back the memory that the next batch touches.
 
         Args:
-            moves_state: llama.cpp moves what is in the KV cache, or reads it from
-                elsewhere, as a batch of its own and in any cell.
+            moves_state: True if llama.cpp moves or loads KV cells, which may touch any.
         """
         if not self._borrowed:
             return
@@ -347,27 +329,21 @@ class ArenaSizer:
 
     @_exclusive
     def fill(self, n_tokens: int) -> None:
-        """Before states of so many tokens come into the KV cache, not by a batch:
-        experts give back the cells that they take.
-        """
+        """Give back the KV cells of n_tokens that are loaded without a batch."""
         if self._borrowed and self._borrowed[1].reclaim(n_tokens):
             self.resize()
 
     @_exclusive
     def after(self) -> None:
-        """After it: experts borrow what such batches leave untouched, and the budget is
-        looked at.
-        """
+        """Borrow memory that recent batches left untouched, and check the budget."""
         self._narrow(idle=False)
         self.fit_budget()
 
     @_exclusive
     def idle(self) -> None:
-        """While nothing computes: experts borrow all that batches touch, until the next
-        one comes.
-        """
+        """Borrow all memory that batches touch, until the next batch."""
         self._narrow(idle=True)
-        trim()  # what a request took is free, and the C allocator would keep it from the experts
+        trim()  # free the request's memory, which the C allocator would keep
         self.fit_budget()
 
     def _narrow(self, idle: bool) -> None:
@@ -380,9 +356,7 @@ class ArenaSizer:
 
     @_exclusive
     def fit_budget(self) -> None:
-        """If the rest of the process has grown into the reserve, the arenas shrink;
-        where small batches leave more than half of it, they grow, if they may.
-        """
+        """Resize the arenas to the measured memory of the process."""
         if not self.plan.budget:
             return
         stats = self._buffer.stats()
@@ -392,12 +366,11 @@ class ArenaSizer:
         free = self.budget - taken - stats.cache_bytes - RESERVE // 2  # beyond half of the reserve
         moves = free < -RESERVE // 4 and stats.cache_bytes > self.plan.arena_floor
         if free > 0 and any(part.borrowed for part in self._borrowed):
-            # as if none of it had been touched
+            # as if no untouched memory had been touched
             free -= sum(part.untouched for part in self._borrowed)
             free -= max(self._expected - taken, 0)  # reserved, and soon resident
             moves = free > _WORTH and stats.cache_bytes < self.plan.arena_full
-            # nor slots that nothing has been read into, as of a warm start that a
-            # prompt has ended
+            # nor slots without contents, as of a warm start that a prompt has ended
             if moves:
                 free -= stats.arena_committed - sum(
                     int(self._buffer.expert_bytes(low=low, resident=True).sum())

@@ -1,9 +1,7 @@
-"""`BudgetFollower`: a budget that nobody stated gives memory back while other programs
-need it.
+"""A default budget that yields memory to other programs.
 
-The rule of the start holds all the time: the process takes at most 80 % of what it
-could have, so a fifth of that stays free, and the cache's own growth cannot bring about
-what it would then yield to.
+The process takes at most 80 % of the attainable memory, as at the start. The free fifth
+keeps the cache's own growth from triggering a cut.
 """
 
 from __future__ import annotations
@@ -19,32 +17,32 @@ from ..system.memory import DEFAULT_SHARE, available
 from ..system.pressure import Pressure
 from .arena_sizer import ArenaSizer
 
-_TICKS = 0.1, 0.5  # seconds between looks, at least and at most
-_FASTEST = 4e9  # bytes a second that other programs take, by which the next look is chosen
-# share of what the process could have, above which a budget is lowered: half of the
+_TICKS = 0.1, 0.5  # least and most seconds between looks
+_FASTEST = 4e9  # fastest growth of other programs in bytes per second
+# share of the attainable memory above which a budget is lowered: half of the reserved
 # fifth is gone
 _CROWDED = 0.9
-# share of the time in which programs wait for memory, above which a budget is lowered
+# share of the time stalled on memory above which a budget is lowered
 _STALLED = 0.1
-_STEP = 4  # then a quarter of what can be given back goes, each half second
-_CALM = 30.0  # seconds without either, after which a budget grows again
-_LONGEST_CALM = 600.0  # seconds, where growth brings the waiting back
-_GROWTH, _GROWS = 32, 1.0  # a thirty-second of the budget each second
+_STEP = 4  # each half second a quarter of the reducible memory is given back
+_CALM = 30.0  # seconds without pressure until a budget grows again
+_LONGEST_CALM = 600.0  # seconds, if growth causes pressure again
+_GROWTH, _GROWS = 32, 1.0  # 1/32 of the budget each second
 
 
 class BudgetFollower:
-    """A thread that moves the budget of a model with what other programs need.
+    """A thread that lowers and restores a model's budget.
 
     Args:
-        sizer: Of the model's arenas. It may be dropped before `close()`.
-        pressure: None: reads go through the page cache, and would cause it themselves.
-        on_remark: Called on the thread with a sentence for people, once when memory is
-            given back and once when the budget is what it was.
+        sizer: Sizer of the model's arenas. It may be freed before `close()`.
+        pressure: Source of memory pressure. None if reads use the page cache, which
+            causes pressure itself.
+        on_remark: Callback on the thread with a sentence when memory is given back and
+            when the budget is restored.
 
     Attributes:
-        most: Budget at the start, in bytes.
-        n_cuts: How often it had to be lowered; what follows before it is whole again
-            counts once.
+        most: Budget at the start in bytes.
+        n_cuts: Number of cuts, where those before a full recovery count once.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class BudgetFollower:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. May be called twice, and from the thread itself."""
+        """End the thread. May be called twice, and on the thread itself."""
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread not in (None, threading.current_thread()) and not sys.is_finalizing():
@@ -79,22 +77,22 @@ class BudgetFollower:
             seconds = self._look()
 
     def _look(self) -> float | None:
-        """Return the seconds until the next look; None: there will be nothing to see."""
+        """Return the seconds until the next look, or None to end."""
         sizer = self._sizer()
         if sizer is None:
             return None
         try:
             stalled = 0.0 if self._pressure is None else self._pressure.share()
             return self.step(sizer, time.monotonic(), available(), stalled)
-        except MoeoffError:  # the system no longer says how much memory is free
+        except MoeoffError:  # free memory is unknown
             return None
 
     def step(self, sizer: ArenaSizer, now: float, could_have: int, stalled: float) -> float:
-        """Move the budget once, and return the seconds until the next look.
+        """Move the budget once. Return the seconds until the next look.
 
         Args:
-            now: Seconds of a clock.
-            could_have: Bytes that the process has, and that it could still get.
+            now: Clock in seconds.
+            could_have: Bytes that the process has or could get.
             stalled: Share of the time in which programs wait for memory.
         """
         useful = min(self.most, sizer.plan.fixed + sizer.plan.arena_full)

@@ -1,9 +1,7 @@
-"""The expert buffer of one model: reserves the experts while llama.cpp loads, then
-serves them from disk.
+"""The expert buffer of a model, which serves routed experts from disk.
 
-Owns the native object and every ctypes callback it may call. Knows nothing of policies
-or of text. Order of life: construct, load a model inside `loading()`, `attach()` the
-model_index, `start()`, decode, `close()`.
+It owns the native object and its ctypes callbacks. Life cycle: construct, load a model
+inside `loading()`, `attach()`, `start()`, decode, `close()`.
 """
 
 from __future__ import annotations
@@ -32,22 +30,20 @@ from ..routing.event import GateEvent
 from ..system.memory import slot_bytes
 from .gate_predictor import GatePredictor
 
-READ_CHUNK = 1 << 20  # a prefetch can be given up between two pieces of this size
+READ_CHUNK = 1 << 20  # a prefetch can be cancelled between pieces of this size
 _PY = ctypes.pythonapi
-# anything else is a number without a sign, or an address
+# every other option is an unsigned number or an address
 _CODES: dict[Any, str] = {ctypes.c_int32: "i", ctypes.c_int64: "q"}
 _EVENT = struct.Struct(
     "=" + "".join(_CODES.get(kind, "Q") for _, kind, *_ in native.GateEvent._fields_)
 )
-QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
-_UPLOADED = 2  # of moeoff_gate_event.on_device
+QUEUE_BYTES = 16 << 20  # most bytes of waiting gate events
+_UPLOADED = 2  # value in moeoff_gate_event.on_device
 READ_DTYPE = np.dtype(native.Read)
 
 
 def _copy_event(address: int) -> GateEvent:
-    """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the
-    hot path: few calls, one copy.
-    """
+    """Copy a struct moeoff_gate_event, whose arrays are contiguous, in one piece."""
     fields = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
     (
         seq,
@@ -111,20 +107,19 @@ class ExpertBuffer:
     """Slices of routed experts in an arena of at most `cache_bytes`, read by I/O
     threads.
 
-    A slice may have a low version in addition to the high one, with an arena of its
-    own; `set_precision` says when it is used.
+    Low versions of slices have an arena of their own; `set_precision` enables them.
 
     Args:
-        io_threads: at most 64; 0: as many as the disk is seen to gain from.
-        keep: False drops every expert after its use.
-        eager: False lets each matrix op ask for its own slices instead of the gate for
-            all of them.
-        direct_io: reads around the page cache where the file system can.
-        gate_input: gate events carry the router's input.
-        gate_logits: gate events carry the router's logits.
+        io_threads: Number of I/O threads, at most 64. 0: as many as the disk gains
+            from.
+        keep: False to evict each expert after its use.
+        eager: False to read slices per matrix op instead of all at the gate.
+        direct_io: True to bypass the page cache where the file system can.
+        gate_input: True to add the router's input to gate events.
+        gate_logits: True to add the router's logits to gate events.
 
     Raises:
-        OptionError: an argument out of range.
+        OptionError: An argument is out of range.
     """
 
     def __init__(
@@ -147,20 +142,20 @@ class ExpertBuffer:
         if not self._handle:
             raise OptionError(native.last_error().decode())
         self._pid = os.getpid()
-        # in a forked process it does nothing
+        # no effect in a forked process
         self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)
-        # a signal handler may cancel what its own thread computes
+        # a signal handler may cancel its own thread's computation
         self._closing = threading.RLock()
         self._closed = False
-        self._callback = native.GateCallback()  # kept for as long as native may call it
-        self._predictor: GatePredictor | None = None  # the same
+        self._callback = native.GateCallback()  # referenced while native code may call it
+        self._predictor: GatePredictor | None = None  # likewise
         self._exception: BaseException | None = None
         self.tensors: list[native.TensorInfo] = []
         self._slots: tuple[dict[int, np.ndarray], ...] = ({}, {})
         self.buffered = False
-        self.row_table_bytes = 0  # of tables that stay on disk
+        self.row_table_bytes = 0  # bytes of tables on disk
         self._started = False
-        # that experts are read from, when their headers were read
+        # files of experts, as they were when their headers were read
         self._files: dict[str, FileState] = {}
 
     @property
@@ -168,8 +163,7 @@ class ExpertBuffer:
         """The native object.
 
         Raises:
-            MoeoffError: it is closed, or this is a fork of the process that opened it,
-                which has neither its threads nor its memory.
+            MoeoffError: The buffer is closed, or belongs to the parent of this fork.
         """
         require_process(self._pid)
         if self._closed:
@@ -178,23 +172,19 @@ class ExpertBuffer:
 
     @property
     def running(self) -> bool:
-        """Started and not closed, in this process."""
+        """True if the buffer is started and not closed in this process."""
         return self._started and not self._closed and self._pid == os.getpid()
 
     def close(self) -> None:
-        """Stops the I/O threads and the driver; what still decodes fails. The model
-        must not be used afterwards.
-        """
+        """Stop I/O threads and driver. Decodes fail; the model becomes unusable."""
         if self._pid != os.getpid():
             return
-        with self._closing:  # and not while the driver ends, whose callback may ask for statistics
+        with self._closing:  # not while the driver ends: its callback may read statistics
             self._closed = True
         self._finalizer()
 
     def set_cancelled(self, cancelled: bool) -> None:
-        """Ends what is being computed, and what comes, until it is taken back. From any
-        thread, also while another one closes the buffer.
-        """
+        """Cancel running and later computations, or allow them again. Thread-safe."""
         with self._closing:
             if not self._closed and self._finalizer.alive:
                 native.set_cancelled(self.handle, cancelled)
@@ -205,13 +195,12 @@ class ExpertBuffer:
     def loading(
         self, others: Sequence[tuple[str, int]] = (), row_tables: Iterable[str] = ()
     ) -> Iterator[native.TensorOverrides]:
-        """While open, models loaded by this thread with the yielded overrides reserve
-        their experts here.
+        """Yield overrides that let this thread's models reserve their experts here.
 
         Args:
-            others: overrides for other tensors, as of `native.TensorOverrides`.
-            row_tables: names of tensors that stay on disk, too, unless they are among
-                the others (`ModelIndex.row_tables`).
+            others: Overrides for other tensors, as in `native.TensorOverrides`.
+            row_tables: Names of further tensors to keep on disk
+                (`ModelIndex.row_tables`), unless `others` has them.
         """
         self._check(native.load_begin(self.handle))
         pairs = [
@@ -230,16 +219,14 @@ class ExpertBuffer:
         source: ExpertSource = ExpertSource(),
         low: ExpertSource | None = None,
     ) -> None:
-        """Tells where the slices of the tensors that the model reserved are: in the
-        model, or in a tier of its sidecar.
+        """Set the file of the reserved slices: the model, or a tier of its sidecar.
 
         Args:
-            low: where their low versions are.
+            low: Source of the low versions.
 
         Raises:
-            ModelError: the file's tensors are not those that llama.cpp loaded, or the
-                sidecar lacks one; or one of the two is no longer the file whose header
-                was read.
+            ModelError: The tensors differ from those loaded, the sidecar lacks one, or
+                a file has changed since its header was read.
         """
         states = dict(zip(model_index.files, model_index.states, strict=True))
         sidecars = [
@@ -248,13 +235,12 @@ class ExpertBuffer:
             if c is not None and c.repacked is not None
         ]
         states |= {sidecar.path: sidecar.state for sidecar, _ in sidecars}
-        # each read tells of a change there
+        # later changes are noticed by each read
         hashed = {sidecar.path for sidecar, verified in sidecars if verified}
         self._files = {path: state for path, state in states.items() if path not in hashed}
         for path, state in states.items():
             self._check(native.add_file(self.handle, os.fsencode(path)), ModelError)
-            # opened three times by now: for its header, for the dense weights, for the
-            # experts
+            # the file has been opened for its header, the dense weights and the experts
             if not state.is_same(FileState.read(path)):
                 raise ModelError(
                     f"{path}: the file was changed or replaced while it was loaded: load it again"
@@ -291,7 +277,7 @@ class ExpertBuffer:
 
     @staticmethod
     def _sources(files: list[str], span: TensorSpan, source: ExpertSource) -> list[native.Source]:
-        """The source of each expert of a tensor."""
+        """Return the source of each expert of a tensor."""
         if (sidecar := source.repacked) is not None:
             file = files.index(sidecar.path)
             slices = sidecar.sources(span, source.tier)
@@ -313,8 +299,9 @@ class ExpertBuffer:
     def set_sources(
         self, tensor: int, sources: Sequence[native.Source], *, low: bool = False
     ) -> None:
-        """Where each expert of a tensor is, or its low version; their types may differ.
-        Before `start()`. All tensors have low versions, or none.
+        """Set the source and type of each expert of a tensor, or of its low version.
+
+        Call it before `start()`. All tensors have low versions, or none.
         """
         function = native.set_low_sources if low else native.set_sources
         self._check(
@@ -325,8 +312,9 @@ class ExpertBuffer:
         )
 
     def slots(self, *, low: bool = False) -> list[np.ndarray]:
-        """[n_experts] int64 for each tensor: bytes that each expert's slice takes of
-        its slot in the arena. Empty if there are no such versions.
+        """Return the arena bytes of each expert's slice, [n_experts] int64 by tensor.
+
+        Empty if there are no such versions.
         """
         slots = self._slots[native.LOW if low else native.HIGH]
         return [slots[tensor] for tensor in sorted(slots)]
@@ -363,9 +351,7 @@ class ExpertBuffer:
         self._started = True
 
     def set_cache_bytes(self, cache_bytes: int, low_cache_bytes: int = 0) -> None:
-        """Between decodes; a smaller arena evicts at once. High and low versions have
-        an arena each, and take nothing from the other.
-        """
+        """Resize both arenas between decodes. A smaller arena evicts at once."""
         self._check(native.set_cache_bytes(self.handle, cache_bytes, low_cache_bytes))
 
     # --- devices ---
@@ -378,20 +364,20 @@ class ExpertBuffer:
         n_uploads: int = 0,
         stage: tuple[int, int] = (0, 0),
     ) -> None:
-        """Between decodes: slots for experts in devices' memory; those that were there
-        are given back first. `native.replan` must follow.
+        """Replace the experts' slots in device memory, between decodes.
+
+        `native.replan` must follow.
 
         Args:
-            slots: of each gate, (ggml_backend_dev_t or 0, number, number of low
-                versions). Empty: none.
+            slots: (ggml_backend_dev_t or 0, slots, slots for low versions) of each
+                gate. Empty: none.
             mode: native.DEVICE_...
-            n_used: experts that serve a token.
-            n_uploads: experts that a gate may get at each of its events; -1: as many as
-                end in time.
-            stage: slots of each stage, and how many stages each device has: 0, 1 or 2.
+            n_used: Experts per token.
+            n_uploads: Most uploads per gate event; -1: as many as end in time.
+            stage: Slots of each stage, and stages per device: 0, 1 or 2.
 
         Raises:
-            MoeoffError: a device has no room for them.
+            MoeoffError: A device has too little memory.
         """
         n = self.priorities.shape[0]
         handles, high, low = zip(*(list(slots) or [(0, 0, 0)] * n), strict=True)
@@ -411,19 +397,21 @@ class ExpertBuffer:
         )
 
     def set_device_mode(self, mode: int) -> None:
-        """Between decodes: how devices compute with the slots that are there
-        (`native.DEVICE_OFF`: not at all). What they hold stays.
+        """Set how devices compute with their slots, between decodes.
+
+        `native.DEVICE_OFF` disables the devices. The slots keep their experts.
 
         Raises:
-            MoeoffError: there are no slots.
+            MoeoffError: There are no slots.
         """
         self._check(native.set_device_mode(self.handle, mode))
 
     def device_slot_bytes(
         self, device: int, gate: int, n_slots: int, n_used: int, *, low: bool = False
     ) -> int:
-        """Bytes that a gate's slots take on a device (ggml_backend_dev_t); 0: it cannot
-        compute with these experts.
+        """Return the bytes of a gate's slots on a device (ggml_backend_dev_t).
+
+        0 if the device cannot compute with these experts.
         """
         return int(
             native.device_slot_bytes(
@@ -434,7 +422,7 @@ class ExpertBuffer:
     def device_stage_bytes(
         self, device: int, gates: Sequence[int], n_slots: int, n_used: int
     ) -> int:
-        """Bytes that one stage of these gates takes on a device (ggml_backend_dev_t)."""
+        """Return the bytes of these gates' stage on a device (ggml_backend_dev_t)."""
         return int(
             native.device_stage_bytes(
                 self.handle,
@@ -447,24 +435,21 @@ class ExpertBuffer:
         )
 
     def clear(self) -> None:
-        """Drops every resident expert."""
+        """Evict every expert."""
         native.clear(self.handle)
 
     # --- policy ---
 
     @property
     def gating(self) -> int:
-        """The gating function of the model's routers, a llama_expert_gating_func_type;
-        0 before a context is made.
-        """
+        """The routers' llama_expert_gating_func_type; 0 before a context is made."""
         return int(native.gating(self.handle))
 
     @property
     def priorities(self) -> np.ndarray:
-        """[n_gates, n_experts] float32, the native table itself: the lowest is evicted
-        first. Call `publish()` after writing.
+        """Priority table, [n_gates, n_experts] float32; the lowest is evicted first.
 
-        The array is a view of native memory: do not use it after `close()`.
+        Call `publish()` after writing. The view is invalid after `close()`.
         """
         n_gates, n_experts = ctypes.c_int32(), ctypes.c_int32()
         table = native.priorities(self.handle, n_gates, n_experts)
@@ -473,10 +458,10 @@ class ExpertBuffer:
     def device_priorities(self) -> np.ndarray:
         """Return a table like `priorities` for devices' slots alone.
 
-        They go by it from the next `publish()` on, until the slots are set anew.
+        It takes effect at the next `publish()`, until the slots are replaced.
 
         Raises:
-            MoeoffError: out of memory.
+            MoeoffError: Out of memory.
         """
         table = native.device_priorities(self.handle)
         if not table:
@@ -495,16 +480,18 @@ class ExpertBuffer:
         low: bool = False,
         limit: int = -1,
     ) -> int:
-        """These experts are expected: what is resident of them stays, what is absent of
-        the first `n_read` is queued behind all demand.
+        """Keep the resident experts, and queue reads of the first `n_read` absent ones.
 
-        The gate gives up what it does not choose, or chooses in the other version.
-        Returns the number of slices queued.
+        Demand reads come first. The gate cancels reads of experts or versions that it
+        does not select.
 
         Args:
-            low: the low versions.
-            n_read: None: all.
-            limit: of the slices queued, -1 for none.
+            low: True for low versions.
+            n_read: Number of experts to read; None: all.
+            limit: Most slices to queue; -1: no limit.
+
+        Returns:
+            Number of slices queued.
         """
         n = len(experts)
         array = (ctypes.c_int32 * n)(*experts)
@@ -524,8 +511,9 @@ class ExpertBuffer:
         )
 
     def preload(self, gate: int, experts: Sequence[int], *, low: bool = False) -> int:
-        """Like `prefetch`, but whatever the gates choose, until the next gate event: a
-        warm start, in the time in which nothing computes. Not counted as prefetched.
+        """Queue reads as `prefetch` does, for a warm start.
+
+        They are cancelled at the next gate event, and not counted as prefetches.
         """
         array = (ctypes.c_int32 * len(experts))(*experts)
         version = native.LOW if low else native.HIGH
@@ -535,20 +523,20 @@ class ExpertBuffer:
         )
 
     def lacks(self, gate: int, experts: np.ndarray, *, low: bool = False) -> bool:
-        """Return whether one of these experts [n] is not where it would be computed: in
-        memory, or in a device's slot if the layer has some.
+        """Return True if an expert [n] is not where it is computed.
+
+        That is a device's slot if the layer has any, otherwise memory.
 
         Args:
-            low: In low precision, or in a better one.
+            low: True to accept low precision or better.
         """
         array, version = np.ascontiguousarray(experts, np.int32), native.LOW if low else native.HIGH
         pointer = array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         return bool(native.lacks(self.handle, gate, pointer, len(array), version))
 
     def residency(self, *, low: bool = False) -> np.ndarray:
-        """[n_gates, n_experts] uint8; bit i is set where the slice of
-        `moeoff.gguf.model_index.MATRICES[i]` is resident, in its low version if so
-        asked.
+        """Return [n_gates, n_experts] uint8, with bit i set if the slice of
+        `moeoff.gguf.model_index.MATRICES[i]` is resident.
         """
         out = np.zeros(self.priorities.shape, np.uint8)
         self._check(
@@ -561,8 +549,9 @@ class ExpertBuffer:
         return out
 
     def expert_bytes(self, *, low: bool = False, resident: bool = False) -> np.ndarray:
-        """[n_gates, n_experts] int64: bytes that each expert takes in the arena, with
-        all its slices or with those that are resident; 0: no such versions.
+        """Return the arena bytes of each expert, [n_gates, n_experts] int64.
+
+        All slices count, or the resident ones; 0 without such versions.
         """
         matrices = (
             self.residency(low=low)
@@ -579,13 +568,13 @@ class ExpertBuffer:
     # --- precision ---
 
     def set_precision(self, p: Precision, *, blind: bool = False) -> None:
-        """Which version serves an expert that is chosen and not resident.
+        """Set which version serves a selected expert that is not resident.
 
         Args:
-            blind: as if none was.
+            blind: True to decide as if no expert was resident.
 
         Raises:
-            OptionError: it needs low versions and there is no arena for them.
+            OptionError: Low versions are needed and have no arena.
         """
         flags = (native.THRESHOLDS_BLIND if blind else 0) | (
             native.THRESHOLDS_MISPREDICTED if p.mispredicted_low else 0
@@ -596,15 +585,16 @@ class ExpertBuffer:
         )
 
     def force(self, versions: np.ndarray | bytes = b"") -> int:
-        """Appends decisions that the next gate events take instead of the thresholds';
-        returns how many are left.
+        """Queue decisions that replace the thresholds' at the next gate events.
 
         Args:
-            versions: uint8, the `GateEvent.versions` of those events one after the
-                other.
+            versions: Concatenated `GateEvent.versions` of the events, uint8.
+
+        Returns:
+            Number of decisions left.
 
         Raises:
-            OptionError: not decisions, or low ones without an arena for low versions.
+            OptionError: A value is invalid, or low without an arena for low versions.
         """
         array = np.ascontiguousarray(np.frombuffer(versions, np.uint8))
         return self._check(
@@ -615,12 +605,13 @@ class ExpertBuffer:
         )
 
     def simulate_cache(self, share: float | None) -> None:
-        """Where tokens are decoded, thresholds take for resident what a simulated cache
-        with this share of each gate's experts would hold, empty at first. None: what is
-        resident in truth.
+        """Decide in decoding by a simulated cache, empty at first.
+
+        None: by the true residency. Otherwise the cache holds this share of each gate's
+        experts.
 
         Raises:
-            OptionError: out of range.
+            OptionError: The share is out of range.
         """
         self._set_options(simulated_share=-1.0)
         if share is not None:
@@ -634,23 +625,19 @@ class ExpertBuffer:
         queue_bytes: int = QUEUE_BYTES,
         predictor: GatePredictor | None = None,
     ) -> None:
-        """Calls back for every gate event on the native driver thread; compute waits
-        for it in `drain` alone.
+        """Call back for every gate event on the driver thread; only `drain` waits.
 
-        Of the events that have to wait, `queue_bytes` are kept, or a few if they are
-        larger; `stats().events_dropped` counts the others.
-
-        What the callback raises is kept, ends the callbacks, and is raised by
-        `check()`.
+        Waiting events are kept up to `queue_bytes`, at least a few;
+        `stats().events_dropped` counts the others. An exception ends the callbacks, and
+        `check()` raises it.
 
         Args:
-            predictor: predicts on that thread before the callback.
+            predictor: Native predictor that runs before the callback.
         """
         if callback is None:
             delivery = native.GateCallback()
         else:
-            # this thread's state of the interpreter, which would otherwise be made anew
-            # for every event
+            # keep the thread's interpreter state: a new one for every event is slow
             states: list[int] = []
 
             def deliver(event: int | None, _user: int | None) -> None:
@@ -668,19 +655,18 @@ class ExpertBuffer:
 
             delivery = native.GateCallback(deliver)
         settings = None if predictor is None else predictor.settings
-        # the old one is no longer called
+        # the old callback is no longer called
         self._check(native.set_gate_callback(self.handle, delivery, None, queue_bytes, settings))
         self._callback, self._predictor = delivery, predictor
 
     def set_gate_rows(self, max_rows: int = 0) -> None:
-        """For larger batches, events carry gate input and logits of at most `max_rows`
-        tokens, evenly spread; 0: of all, as at first.
-        """
+        """Limit events of larger batches to `max_rows` spread tokens; 0: no limit."""
         self._set_options(max_gate_rows=max_rows)
 
     def set_batch_kind(self, decode: bool | None = None) -> None:
-        """Tells if the tokens of the batches to come are decoded, or a prompt's; None:
-        a single one is decoded, several are a prompt.
+        """Set whether later batches decode or process a prompt.
+
+        None: single tokens decode, several are a prompt.
         """
         self._set_options(
             batch_kind=(
@@ -693,15 +679,13 @@ class ExpertBuffer:
         )
 
     def drain(self) -> None:
-        """Returns when every event posted so far has been delivered."""
+        """Wait until every event posted so far has been delivered."""
         native.drain(self.handle)
 
     def check(self) -> None:
-        """Raises what a gate callback raised since the last call, or `ReadError` for a
-        failed read that this thread's last graph needed.
-        """
+        """Raise a gate callback's error, or `ReadError` if the last graph failed."""
         message = ctypes.create_string_buffer(1024)
-        # taken in any case, or it would end the next graph
+        # clear the error in any case, or it would end the next graph
         failed = native.take_error(self.handle, message, len(message))
         if self._exception is not None:
             error, self._exception = self._exception, None
@@ -712,14 +696,13 @@ class ExpertBuffer:
     # --- watching ---
 
     def log_reads(self, on: bool = True) -> None:
-        """Keeps finished reads for `take_reads()`, or no longer."""
+        """Start or stop logging finished reads for `take_reads()`."""
         self._set_options(flags=self._flags | (native.FLAG_LOG_READS if on else 0))
 
     def take_reads(self) -> np.ndarray:
-        """The reads that ended since the last call, the oldest first: fields of
-        `native.Read` (C struct `moeoff_read`).
+        """Return reads finished since the last call, oldest first, as `native.Read`.
 
-        Of many the last 65,536 are there; `seq` has a gap where the log had no room.
+        The log keeps 65,536 reads; dropped ones leave a gap in `seq`.
         """
         parts = []
         while True:
@@ -730,9 +713,7 @@ class ExpertBuffer:
                 return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def check_unchanged(self) -> None:
-        """Check that no file of experts was written to since its header was read.
-        Raises as `require_unchanged`.
-        """
+        """Raise as `require_unchanged` if a file of experts was written to."""
         require_unchanged(self._files)
 
     def stats(self) -> native.Stats:
@@ -750,8 +731,8 @@ class ExpertBuffer:
         return np.frombuffer(out, native.GateStats)
 
     def _set_options(self, **changed: Any) -> None:
-        """Changes fields of struct moeoff_options; the others stay as they are."""
-        with self._closing:  # two threads would undo each other's
+        """Change fields of struct moeoff_options."""
+        with self._closing:  # two threads would overwrite each other's changes
             options = native.Options()
             native.get_options(self.handle, options)
             for name, value in changed.items():
@@ -760,7 +741,7 @@ class ExpertBuffer:
 
     @staticmethod
     def _check(result: int, error: type[MoeoffError] = MoeoffError) -> int:
-        """The result of a native call, none of which succeeds with a negative one."""
+        """Return the result of a native call. Raise its error if negative."""
         if result < 0:
             raise error(native.last_error().decode("utf-8", "replace"))
         return result

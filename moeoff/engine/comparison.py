@@ -1,8 +1,6 @@
-"""Online comparisons: ways of computing the same are tried in turn while tokens are
-computed, and the fastest stays.
+"""Online A/B tests, which switch between two ways of computing and keep the faster one.
 
-`ABTest` compares prefetching with going without it, `ModeTuner` devices with the CPU
-alone.
+`ABTest` tests prefetching, `ModeTuner` the use of devices.
 """
 
 from __future__ import annotations
@@ -12,27 +10,25 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-BLOCK = 4  # tokens
+BLOCK = 4  # tokens per block
 ORDER = (False, True, True, False) * 4
-ROUND = 4  # blocks after which the times so far may decide, both ways in each
-EARLY_STOP_SIGMA = 3.0  # standard errors of a difference that ends the comparison early
-HOLD, LONGEST_HOLD = 256, 4096  # tokens between two comparisons
-SKIP = 1  # first tokens of a block: they still feel the one before
+ROUND = 4  # blocks of a round, both ways in each; a round may decide
+EARLY_STOP_SIGMA = 3.0  # difference in standard errors that ends a test early
+HOLD, LONGEST_HOLD = 256, 4096  # tokens between two tests
+SKIP = 1  # first tokens of a block, affected by the previous block
 
 
 class ABTest:
-    """Compares something with going without it, in blocks of tokens that take turns.
+    """An A/B test of a feature in alternating blocks of tokens.
 
     Args:
-        block, skip: times in a block, and how many of its first are left out.
-        hopeless: where going without takes so many times as long, it is not tried again
-            before the longest hold has passed.
+        block, skip: Tokens of a block, and how many of its first are ignored.
+        hopeless: Slowdown without the feature that delays the next test the longest.
 
     Attributes:
-        on: what to do for the token that begins now.
-        gain: speed with, relative to without, minus 1, as last measured; None before
-            the first comparison has ended.
-        left: Number of tokens before the next comparison; 0 while one runs.
+        on: True if the feature is on for the next token.
+        gain: Last measured speed-up minus 1; None before the first result.
+        left: Tokens until the next test; 0 during one.
     """
 
     def __init__(self, block: int = BLOCK, skip: int = SKIP, hopeless: float = math.inf) -> None:
@@ -50,7 +46,7 @@ class ABTest:
         self.on = ORDER[0]
 
     def token(self, ns: int) -> None:
-        """Counts a token that took this many nanoseconds."""
+        """Record a token's duration in nanoseconds."""
         if self.left:
             self.left -= 1
             if not self.left:
@@ -67,9 +63,8 @@ class ABTest:
         self.on = ORDER[self._block]
 
     def _decide(self, last_round: bool) -> bool:
-        """True if the comparison has ended."""
-        # as shares of the round's median: a buffer that fills, or text that turns,
-        # makes rounds differ by more than the two ways do
+        """Return True if the test has ended."""
+        # relative to the round's median, because rounds differ more than the two ways
         median = statistics.median(ns for _, ns in self._round) or 1
         for on, ns in self._round:
             self._times[on].append(ns / median)
@@ -90,8 +85,9 @@ class ABTest:
 
 
 def _trimmed(times: list[float]) -> tuple[float, float]:
-    """Mean and its relative standard error, without the highest and lowest tenth: a
-    burst of other work on the machine must not decide.
+    """Return mean and relative standard error without the highest and lowest tenth.
+
+    Trimming removes bursts of other work on the machine.
     """
     cut = len(times) // 10
     middle = sorted(times)[cut : len(times) - cut]
@@ -100,30 +96,28 @@ def _trimmed(times: list[float]) -> tuple[float, float]:
 
 
 WITHOUT = "cpu"
-# tokens: an expert that was on the device alone has to be read again when the CPU needs
-# it
+# tokens: after a switch to the CPU, experts held by the device alone are read again
 _BLOCK, _SKIP = 16, 8
-# tokens of a batch that is compared as a prompt, and of the longest in which anything
-# is tried for a first time
+# tokens of a batch that is compared as a prompt, and of the longest for first trials
 _PROMPT, _LONG = 32, 128
-_EACH = 2  # batches that each way is measured by, before one is chosen
-_HOPELESS = 2.0  # times the best: once is enough
-# batches after which another way is measured again, and one that was hopeless
+_EACH = 2  # batches to measure each way before a choice
+_HOPELESS = 2.0  # slowdown after which one measurement is enough
+# batches until another way, or a hopeless one, is measured again
 _AGAIN, _HOPELESS_AGAIN = 16, 256
 
 
 class ModeTuner:
-    """Compares ways to use a device with each other and with the CPU alone.
+    """An A/B test of the device modes and the CPU alone.
 
     Args:
-        ways: to use the device for tokens that are decoded, at least one.
-        prompts: ways to read text, by default the first of these and the CPU alone.
-        compares: ways to decode; else they take the first.
+        ways: Device modes for decoding, at least one.
+        prompts: Modes for prompt processing. Default: the first of `ways`, and the CPU.
+        compares: False to decode with the first mode only.
     """
 
     def __init__(self, ways: Sequence[str], prompts: Sequence[str] = (), *, compares: bool = True):
         self._ways, self._compares = tuple(ways), compares
-        # by tokens of a batch: their times cannot be compared
+        # by tokens per batch, because their times are not comparable
         self._contests: dict[int, _Contest] = {}
         self._short = _Prompts(tuple(prompts) or (self._ways[0], WITHOUT))
         self._long = _Prompts(self._short.ways, self._short)
@@ -132,18 +126,16 @@ class ModeTuner:
 
     @property
     def gain(self) -> float | None:
-        """Speed of single tokens with the device relative to without, minus 1; None
-        before it was compared.
-        """
+        """Speed-up of single tokens by the device minus 1; None until measured."""
         return self._contests[1].gain if 1 in self._contests else None
 
     @property
     def decode_mode(self) -> str:
-        """The way that the next single token will be decoded."""
+        """The mode for the next single token."""
         return self._contests[1].mode if 1 in self._contests else self._ways[0]
 
     def begin(self, n_tokens: int, decodes: bool) -> str:
-        """How to compute the next batch."""
+        """Return the mode for the next batch."""
         if decodes:
             self.mode = (
                 self._contests.setdefault(n_tokens, _Contest(self._ways)).mode
@@ -155,12 +147,12 @@ class ModeTuner:
         return self.mode
 
     def end(self, n_tokens: int, seconds: float, decodes: bool) -> None:
-        """It has been computed."""
+        """Record the batch's duration."""
         if decodes:
             if n_tokens in self._contests:
                 self._contests[n_tokens].token(int(1e9 * seconds))
         elif n_tokens >= _PROMPT:
-            if self._has_read:  # the first had to read the experts from disk
+            if self._has_read:  # the first batch read the experts from disk
                 self._prompts(n_tokens).add(self.mode, seconds / n_tokens)
             self._has_read = True
 
@@ -169,7 +161,7 @@ class ModeTuner:
 
 
 class _Contest:
-    """Ways to decode, two at a time."""
+    """A knockout of the decoding modes by A/B tests."""
 
     def __init__(self, ways: Sequence[str]):
         self._left = list(ways)
@@ -198,18 +190,18 @@ class _Contest:
 
 
 class _Prompts:
-    """Ways to read text, by the best time for a token that each has had lately.
+    """The mode with the best recent time per prompt token.
 
     Args:
-        shorter: of shorter batches. A way is first tried with those, where it costs
-            less; what is hopeless there, or was not tried there, is tried late here.
+        shorter: Results for shorter batches, where trials are cheap. Modes that are
+            hopeless or untried there are tried late.
     """
 
     def __init__(self, ways: tuple[str, ...], shorter: _Prompts | None = None):
         self.ways = ways
         self._times: dict[str, list[float]] = {way: [] for way in ways}
         self._n = Counter[str]()
-        self._since = 0  # batches, that another way than the best was taken
+        self._since = 0  # batches since another way than the best
         self._shorter = shorter
 
     @property

@@ -1,6 +1,4 @@
-"""Experts in devices' memory: how many slots each layer gets, on the device that
-computes it.
-"""
+"""Expert slots in device memory: their number for each layer."""
 
 from __future__ import annotations
 
@@ -16,43 +14,41 @@ from ..llamacpp.llama import api
 from ..system.memory import MIB, format_size
 from .buffer import ExpertBuffer
 
-AUTO = "auto"  # whichever is the fastest, by measuring
+AUTO = "auto"  # the fastest as measured
 
 # how devices compute with experts; docs/internals/gpu.md
-WAVES = "waves"  # centric, of batches that need more experts than there are slots, too
+WAVES = "waves"  # centric, also for batches that need more experts than slots
 MODES = {
     "cooperative": native.DEVICE_COOPERATIVE,
     "centric": native.DEVICE_CENTRIC,
     "reordered": native.DEVICE_REORDERED,
     WAVES: native.DEVICE_WAVES,
 }
-_UPLOADS = -1  # experts that a layer may get in a step: as many as are there in time
+_UPLOADS = -1  # uploads per layer and step: as many as end in time
 
 
 class DeviceTier:
-    """Slots for the experts of a buffer that runs.
+    """The device slots of a running buffer's experts.
 
     Args:
-        ctx: the llama_context that will compute; no other one's graphs use the slots.
-        mode: of `MODES`, or `AUTO`: begins cooperative, and `use` says how it goes on.
-        n_used: experts that serve a token.
-        free: by device, bytes that were free before the model was loaded.
-        low_share: of the slots' memory, for low versions, if there are any and the mode
-            uploads them.
-        staged: large batches may be computed in `WAVES`: there is a stage for them, if
-            it takes no more than a quarter of the room.
-        divide: Experts that each gate keeps if all of them together keep so many (Fate
-            §4.4).
+        ctx: The llama_context that computes. Graphs of others do not use the slots.
+        mode: One of `MODES`, or `AUTO`, which starts cooperative until `use`.
+        n_used: Experts per token.
+        free: Bytes free before the model was loaded, by device.
+        low_share: Share of the slots for low versions, if the mode uploads any.
+        staged: True to compute large batches in `WAVES` with a stage, if it takes at
+            most a quarter of the memory.
+        divide: Function that divides a number of experts among gates (Fate §4.4).
 
     Attributes:
-        slots: Slots of each gate; 0: the CPU computes its experts.
-        uses: by the name of each device with slots: the fewest and the most that one of
-            its layers has, and bytes of `experts` (with the stage) and `llama_cpp`.
+        slots: Slots of each gate; 0: computed by the CPU.
+        uses: By device name: fewest and most slots of a layer, and bytes of `experts`
+            (with the stage) and `llama_cpp`.
 
     Raises:
-        OptionError: no layer with experts is computed on a device, or a device cannot
-            compute with them.
-        BudgetError: not one slot fits, or the bound is more than a device has.
+        OptionError: No layer with experts is on a device, or a device cannot compute
+            with them.
+        BudgetError: No slot fits, or the bound exceeds a device's memory.
     """
 
     def __init__(
@@ -79,8 +75,7 @@ class DeviceTier:
                 "`vram`: no layer with experts is computed on a device", hint={"n_gpu_layers": ...}
             )
         self._has_low = buffer.low_arena_full > 0 and mode != "cooperative"
-        # a block whose experts are of several types, or of one that its device cannot
-        # compute with, has no slots
+        # a block with several types, or an unsupported one, has no slots
         self._devices = [
             handle if handle and self._can_compute(handle, gate) else 0
             for gate, handle in enumerate(self._devices)
@@ -102,9 +97,7 @@ class DeviceTier:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The `MODES` that these slots allow; the first is the one that `AUTO` begins
-        with.
-        """
+        """The `MODES` that these slots allow; `AUTO` starts with the first."""
         return (
             ("cooperative", "centric")
             if min(use["n_slots"] for use in self.uses.values()) >= self._n_used
@@ -112,9 +105,7 @@ class DeviceTier:
         )
 
     def use(self, mode: str) -> None:
-        """Between batches: one of `MODES`, or "cpu", without the slots; what they hold
-        stays.
-        """
+        """Switch between batches to one of `MODES` or "cpu". Slots keep experts."""
         if mode == self._mode:
             return
         api.llama_synchronize(self._ctx)
@@ -158,16 +149,14 @@ class DeviceTier:
 
     @property
     def _wave(self) -> int:
-        """Slots of a layer with which any batch is computed in as many waves as there
-        may be.
-        """
+        """Slots of a layer that suffice for the largest number of waves."""
         return -(-int(self._n_experts) // native.MAX_WAVES)
 
     def _slots_in(self, room: DeviceRoom, handle: int) -> list[int]:
         """Return the slots of each gate of a device, as the policy divides them.
 
-        What a token selects has to fit where all of it is uploaded, and a wave where
-        large batches are computed without all of a layer on a stage.
+        They hold a token's experts where all are uploaded, and a wave where large
+        batches have no stage for a whole layer.
         """
         gates, (n_staged, n_stages) = self._gates(handle), self._stage
         in_waves = self._staged and n_staged < self._n_experts
@@ -183,9 +172,7 @@ class DeviceTier:
         return slots_that_fit(room, bytes_of, self._n_experts, divide, least=least, fixed=fixed)
 
     def _allocate(self, slots: dict[int, list[int]]) -> str:
-        """Slots for each layer by its device, and llama.cpp's buffers for them. Empty,
-        or why there is no room; then there are none.
-        """
+        """Allocate slots and llama.cpp's buffers. Return "" or an error."""
         left = {handle: iter(numbers) for handle, numbers in slots.items()}
         self.slots = [next(left[handle]) if handle else 0 for handle in self._devices]
         try:
@@ -212,7 +199,7 @@ class DeviceTier:
                     bound.of(self._free.get(device.handle, free)),
                     self._llama_cpp(device.handle),
                 )
-                if bound.auto:  # others may have taken memory since, and a backend does for itself
+                if bound.auto:  # other programs and the backend may have allocated since
                     limit = min(limit, llama_cpp + bound.of(free))
                 rooms[device.handle] = DeviceRoom(
                     device.name, limit, llama_cpp + max(less.get(device.handle, 0), 0), free
@@ -226,8 +213,8 @@ class DeviceTier:
         )
 
     def _n_low(self, n: int) -> int:
-        """Slots for low versions beside so many: their share of the memory, but as many
-        as a token takes, and the waves of any batch.
+        """Return the slots for low versions: their memory share, but enough for a token
+        and for the waves of any batch.
         """
         least = max(self._n_used, -(-self._n_experts // native.MAX_WAVES))
         return (
@@ -256,7 +243,7 @@ class DeviceTier:
         return self._buffer.device_slot_bytes(handle, gate, n, self._n_used) + low_bytes
 
     def _bytes(self, handle: int, slots: Sequence[int], n_stages: int) -> int:
-        """Return what so many slots of each gate and so many stages take."""
+        """Return the bytes of slots and stages."""
         of_slots = sum(
             self._layer_bytes(handle, gate, n) for gate, n in zip(self._gates(handle), slots)
         )
@@ -266,13 +253,13 @@ class DeviceTier:
         return self._bytes(handle, [1] * len(self._gates(handle)), n_stages)
 
     def _llama_cpp(self, handle: int) -> int:
-        """Bytes that llama.cpp takes there."""
+        """Return llama.cpp's bytes on the device."""
         return native.device_memory_of(self._ctx, handle)
 
     def _replan(self) -> None:
-        """Buffers are planned anew only before anything is computed: afterwards graphs
-        alone are, and llama.cpp's scheduler sees to their buffers. A scheduler that is
-        replaced after it has computed was seen to corrupt the heap on Mesa 22.3.6, also
+        """Replan buffers before the first batch; later only graphs.
+
+        Replacing a scheduler that has computed corrupted the heap on Mesa 22.3.6, also
         without slots.
         """
         planned = (
@@ -286,7 +273,7 @@ class DeviceTier:
     def _no_room(
         self, rooms: dict[int, DeviceRoom], slots: dict[int, list[int]], reason: str
     ) -> BudgetError:
-        """A driver gave less than it had said. What would fit is found by trying."""
+        """Return an error with what fits, after a driver gave less than reported."""
         handle = max(rooms, key=lambda h: self._bytes(h, slots[h], self._stage[1]))
         room, fewer, n_stages = rooms[handle], slots, self._stage[1]
         sentence = (

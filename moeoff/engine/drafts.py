@@ -9,38 +9,34 @@ import numpy as np
 from ..options import LONGEST_DRAFT
 from ..routing.batch import Span
 
-_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # that a token is accepted, and how many tries that counts as
-_FORGET = 0.94  # what a try counts after the next one: acceptance changes with the text
-_SMOOTH = 0.25  # weight of a batch's time
-# of a token more in a batch, before one was timed: less than it will be, so that it is
-# tried
+_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # prior acceptance rate, and its weight in trials
+_FORGET = 0.94  # decay per trial, as acceptance changes with the text
+_SMOOTH = 0.25  # weight of a new time
+# assumed cost of another token before it is measured: low, so that it is tried
 _SLOPE = 0.25
-_MARGIN = 1.02  # a draft is worth no less
-_WAIT, _LONGEST_WAIT = 8, 256  # batches between two tries of another length
+_MARGIN = 1.02  # least speed-up of a draft
+_WAIT, _LONGEST_WAIT = 8, 256  # batches between trials of other lengths
 
 
 class DraftLength:
-    """Chooses, batch by batch, how many tokens to draft: as many as give the most
-    tokens per second.
+    """The draft length with the most tokens per second, updated at every batch.
 
-    A batch of n tokens reads the union of their experts, so what a draft costs depends
-    on model, cache and disk, and what it gains on the text. Both are measured: the
-    share in which a draft's first, second, ... token is accepted where those before it
-    were, and the seconds of a batch of n tokens. Lengths that were not timed yet are
-    taken for cheap, and now and then another one is tried; the longer drafts do not
-    pay, the more seldom.
+    A batch reads the union of its tokens' experts, so the cost of a draft depends on
+    model, cache and disk, and its gain on the text. Both are measured: acceptance rates
+    by position, and seconds by batch size. Other lengths are tried now and then, more
+    rarely if they do not pay.
 
-    Told of every batch before it is computed. The drafts of a batch may be made already
-    when it begins: `best` counts for the next.
+    Call `begin` before each batch. Its drafts may already be made: `best` applies to
+    the next one.
 
     Args:
-        most: tokens that a draft may have; an attribute, too.
+        most: Longest draft in tokens; may be changed.
     """
 
     def __init__(self, most: int = LONGEST_DRAFT) -> None:
         self._tried, self._accepted = np.zeros(LONGEST_DRAFT), np.zeros(LONGEST_DRAFT)
-        self._seconds: dict[int, float] = {}  # by tokens of a sequence, in the mean
-        self._spans: dict[int, Span] = {}  # of the batch before
+        self._seconds: dict[int, float] = {}  # mean, by tokens of a sequence
+        self._spans: dict[int, Span] = {}  # of the previous batch
         self._n_sequences, self._last = 0, 0.0
         self._wait, self._since, self._n_trials = _WAIT, 0, 0
         self._paid = True
@@ -49,30 +45,27 @@ class DraftLength:
 
     @property
     def best(self) -> int:
-        """Tokens to draft for each sequence, at most."""
+        """Most draft tokens for each sequence."""
         return min(self._best if self._trial is None else self._trial, self.most)
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second with drafts of this length, relative to none, minus 1; None
-        before both were timed.
-        """
+        """Speed-up of this draft length minus 1; None before both are measured."""
         rates = self._rates() if len(self._seconds) > 1 else None
         return None if rates is None else float(rates[self._best] / rates[0] - 1)
 
     def begin(self, spans: Mapping[int, Span], now: float) -> int:
-        """Learns from the batch before: a sequence has gained what its first position
-        has moved by, one token and what was accepted of its draft.
+        """Learn from the previous batch, by how far each sequence's position has moved.
 
         Args:
-            now: in seconds.
+            now: Clock in seconds.
 
         Returns:
-            Tokens of drafts that the batch before has rejected.
+            Number of draft tokens rejected in the previous batch.
         """
         seconds, self._last = now - self._last, now
         before, self._spans = self._spans, dict(spans)
-        drafts = [  # tokens of each, and how many of them were accepted
+        drafts = [  # tokens drafted and accepted
             (
                 span.n_tokens - 1,
                 min(max(spans[sequence].first - span.first - 1, 0), span.n_tokens - 1),
@@ -85,7 +78,7 @@ class DraftLength:
         if not drafts or not len(drafts) == len(before) == len(spans):
             self._since = self._wait  # another text
             return n_rejected
-        if len(drafts) != self._n_sequences:  # whose times cannot be compared
+        if len(drafts) != self._n_sequences:  # their times are not comparable
             self._n_sequences = len(drafts)
             self._seconds.clear()
         for drafted, accepted in drafts:
@@ -100,14 +93,14 @@ class DraftLength:
         return n_rejected
 
     def _count(self, n_drafted: int, n_accepted: int) -> None:
-        # what comes behind a rejected token was not tried
+        # tokens after a rejected one were not tried
         n = min(n_drafted, n_accepted + 1, LONGEST_DRAFT)
         self._tried[:n] = 1 + _FORGET * self._tried[:n]
         self._accepted[:n] *= _FORGET
         self._accepted[: min(n_accepted, n)] += 1
 
     def _rates(self) -> np.ndarray | None:
-        """[LONGEST_DRAFT + 1] tokens per second by length of the draft."""
+        """Return [LONGEST_DRAFT + 1] tokens per second by draft length."""
         if not self._seconds:
             return None
         chance, chances = _PRIOR, np.empty(LONGEST_DRAFT)
@@ -128,17 +121,17 @@ class DraftLength:
         return rates
 
     def _choose(self, n_drafted: int, were_accepted: bool) -> None:
-        """Behind a batch with so long a draft, of which nothing was rejected."""
+        """Choose the next length after a batch with `n_drafted` draft tokens."""
         rates = self._rates()
         if rates is None:
             return
         longest = int(np.argmax(rates[: self.most + 1]))
         self._best = longest if rates[longest] > _MARGIN * rates[0] else 0
-        # it was tried; a text without a draft cannot try one
+        # a text without a draft cannot try one
         if self._trial is not None and (n_drafted > 0) == (self._trial > 0):
             self._trial = None
             pays_if_accepted = 1 + n_drafted > rates[0] * self._seconds.get(1 + n_drafted, 0.0)
-            # perhaps the text repeats itself from here on
+            # the text may repeat itself from here on
             if n_drafted > 0 and self._best == 0 and were_accepted and pays_if_accepted:
                 self._since = self._wait
         self._since += 1
@@ -149,8 +142,8 @@ class DraftLength:
             _WAIT if pays != self._paid else min((2 if pays else 4) * self._wait, _LONGEST_WAIT)
         )
         self._paid, self._since, self._n_trials = pays, 0, self._n_trials + 1
-        # drafts that are there from the first token on would else never be compared
-        # with none
+        # drafts used from the first token on would otherwise never be compared with
+        # none
         others = (
             (0, min(2 * self._best, self.most), self._best // 2) if 1 in self._seconds else (0,)
         )

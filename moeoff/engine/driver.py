@@ -1,10 +1,8 @@
-"""The driver: gate events in, priorities out, on the native driver thread. Compute
-waits for it where a text begins, and before each token whose predictor reads tokens
-(`Prefetcher.begin`); else never.
+"""The driver: gate events in, priorities out, on the native driver thread.
 
-Its observers see every event, one after the other: prefetcher, replay, trace and meter,
-cache policy, as far as a strategy has them, and then whatever else was added, as a
-user's callback. Knows nothing of text but where one begins.
+Compute waits for it only at the start of a text, and before tokens whose predictor
+reads tokens (`Prefetcher.begin`). Observers see every event in order: prefetcher,
+replay, trace and meter, cache policy, then added ones such as a user's callback.
 """
 
 from __future__ import annotations
@@ -30,17 +28,16 @@ from ..routing.trace import Trace, TraceHeader, TraceWriter
 from .buffer import ExpertBuffer
 from .prefetcher import PredictionMeter, Prefetcher
 
-_RESIZED = 0.01  # of the arena: a change that the policy is told of
-_WITHOUT_INPUT = "activation-path"  # where an architecture gives no gate input
+_RESIZED = 0.01  # least relative change of the arena that resizes the policy
+_WITHOUT_INPUT = "activation-path"  # for architectures without gate inputs
 
 
 class Replay(Observer):
-    """Gives a recorded run's decisions to a started buffer, and checks that the run
-    follows the recorded one.
+    """A recorded run's decisions, which a started buffer repeats.
 
     Raises:
-        OptionError: no trace, or one of another model, or it needs low versions and
-            there is no arena for them.
+        OptionError: The file is no trace, is of another model, or needs low versions
+            without an arena for them.
     """
 
     def __init__(self, path: str | os.PathLike[str], buffer: ExpertBuffer, model: TraceHeader):
@@ -51,9 +48,7 @@ class Replay(Observer):
         buffer.force(trace.decisions())
 
     def observe(self, event: GateEvent) -> None:
-        """Raises `OptionError` if the recorded run had another event here. After its
-        end everything is allowed.
-        """
+        """Raise `OptionError` if the event differs from the recorded one, if any."""
         if self._at < len(self._events):
             recorded = self._events[self._at]
             self._at += 1
@@ -75,11 +70,10 @@ class Callback(Observer):
 
 
 class Probabilities(Observer):
-    """Gives the events that have the router's logits its probabilities, for the
-    observers behind it.
+    """An observer that adds the router's probabilities to events with logits.
 
     Args:
-        of_decode: Whether events of decoded tokens get them, too.
+        of_decode: True to include events of decoded tokens.
     """
 
     def __init__(self, router: Router, of_decode: bool):
@@ -91,8 +85,10 @@ class Probabilities(Observer):
 
 
 class _Records(Observer):
-    """Writes events and finished reads into a trace, and tells the meter of the reads:
-    after each event for a trace, else once a token.
+    """An observer that writes events and reads to a trace, and passes reads to the
+    meter.
+
+    It runs after each event for a trace, otherwise once per token.
     """
 
     def __init__(
@@ -125,14 +121,12 @@ class _Records(Observer):
 
 
 class PolicyUpdates(Observer):
-    """Updates a cache policy by each event, and publishes the priorities that it wrote.
+    """An observer that updates a cache policy and publishes its priorities.
 
     Args:
-        model: says how many experts an arena holds, where it may be resized.
-        elsewhere: Experts in devices' memory, which the policy ranks with those of the
-            arena.
-        of_decode: Whether events of decoded tokens update it here; the native thread
-            does it otherwise.
+        model: Model whose capacity the policy follows if the arena may be resized.
+        elsewhere: Number of experts in device memory, ranked with the arena's.
+        of_decode: False if the native thread updates it for decoded tokens.
     """
 
     def __init__(
@@ -145,7 +139,7 @@ class PolicyUpdates(Observer):
     ):
         self.policy, self._buffer, self._model = policy, buffer, model
         self.wants_decode, self._elsewhere = of_decode, elsewhere
-        self._arena = self._cache_bytes() if model is not None else 0  # as the policy knows it
+        self._arena = self._cache_bytes() if model is not None else 0  # bytes the policy assumes
 
     def observe(self, event: GateEvent) -> None:
         if (self.wants_decode or not event.decode) and self.policy.update(event) is not False:
@@ -166,19 +160,20 @@ class PolicyUpdates(Observer):
         self._buffer.publish()
 
     def _cache_bytes(self) -> int:
-        """For high versions."""
+        """Return the arena's bytes for high versions."""
         stats = self._buffer.stats()
         return int(stats.cache_bytes - stats.low_cache_bytes)
 
 
 class Driver:
-    """Delivers each gate event of a started buffer to its observers, one after the
-    other. Without any the buffer tells of no events.
+    """The dispatcher of a started buffer's gate events to observers.
+
+    Without observers the buffer posts no events.
 
     Attributes:
-        observers: in the order in which they see an event: first those of the strategy.
-        attached: a strategy's are among them.
-        policy, prefetcher: of the strategy, if it has one.
+        observers: Observers in order, a strategy's first.
+        attached: True if a strategy is attached.
+        policy, prefetcher: Parts of the strategy, or None.
     """
 
     def __init__(self, buffer: ExpertBuffer):
@@ -188,7 +183,7 @@ class Driver:
         self.policy: Policy | None = None
         self.prefetcher: Prefetcher | None = None
         self._trace: TraceWriter | None = None
-        # of each sequence, the first position at which it may go on
+        # first position at which each sequence may continue
         self._ends: dict[int, int] = {}
 
     def attach(
@@ -202,30 +197,25 @@ class Driver:
         replay: str | os.PathLike[str] | None = None,
         device_slots: Sequence[int] = (),
     ) -> None:
-        """The parts of a strategy, once: nothing, where all experts are resident
-        anyway. They see every event before other observers.
+        """Attach a strategy before other observers, unless all experts are resident.
 
-        A policy that weighs uses by the precision they need gets its options from
-        `precision`.
+        Policies that weigh accesses by precision take their options from `precision`.
 
         Args:
-            trace: a file that every event is written to.
-            profile: what calibration measured of the model.
-            replay: the trace of a run; one that departs from it raises at the next
-                decode.
-            device_slots: Experts of each layer that devices have memory for: the policy
-                also says which, and what is predicted is written there ahead.
-                Priorities that depend on the capacity have a table of their own for
-                them.
+            trace: Path of a file for every event.
+            profile: The model's calibration.
+            replay: Trace of a run to repeat; a deviation raises at the next decode.
+            device_slots: Device slots of each layer, which policy and prefetches also
+                serve. Capacity-dependent priorities have a separate table for them.
 
         Raises:
-            OptionError: the trace file is something else, or a predictor that needs a
-                profile has none.
+            OptionError: The trace file is something else, or a predictor lacks its
+                profile.
         """
         buffer, stats = self.buffer, self.buffer.stats()
         arena = stats.cache_bytes - stats.low_cache_bytes
         on_devices, elsewhere = bool(device_slots), sum(device_slots)
-        # else no slice is ever evicted, nor absent for long
+        # with all experts resident nothing is evicted
         works = on_devices or arena < buffer.arena_full
         policy_class, predictor_class = (
             strategy.policy if works else None,
@@ -279,7 +269,7 @@ class Driver:
                 if on_devices and policy_class.is_sized() and policy.native() is None:
                     own, table = shape.divided(device_slots), buffer.device_priorities()
                     on_device = policy_class.from_profile(arrays, own, table, **options)
-            # what it has written at its start: a static policy is never published again
+            # a static policy publishes its initial priorities only here
             buffer.publish()
         if trace is not None:
             session: dict[str, Any] = {"strategy": strategy.name, "cache_bytes": arena}
@@ -304,7 +294,7 @@ class Driver:
         parts: list[Observer] = [] if prefetcher is None else [prefetcher]
         if replay is not None:
             parts.append(Replay(replay, buffer, model))
-        updates = policy is not None and not policy.static  # else events do not change its table
+        updates = policy is not None and not policy.static  # events do not change a static table
         if router is not None and (
             writer is not None or policy is not None and updates and policy.wants_probs
         ):
@@ -322,21 +312,21 @@ class Driver:
         self._set_observers([*parts, *self.observers])
 
     def add(self, observer: Observer) -> None:
-        """It sees the events from here on, after the others."""
+        """Append an observer."""
         self.buffer.drain()
         if not self.observers:
             self.buffer.set_gate_callback(self.deliver)
         self._set_observers([*self.observers, observer])
 
     def remove(self, observer: Observer) -> None:
-        """It sees no more events."""
+        """Remove an observer."""
         self.buffer.drain()
         self._set_observers([other for other in self.observers if other is not observer])
         if not self.observers:
             self.buffer.set_gate_callback(None)
 
     def _set_observers(self, observers: list[Observer]) -> None:
-        """Between events."""
+        """Replace the observers between events."""
         self.observers = observers
         if self.prefetcher is not None:
             self.prefetcher.is_alone = not any(
@@ -344,17 +334,17 @@ class Driver:
             )
 
     def deliver(self, event: GateEvent) -> None:
-        """The gate callback."""
+        """Dispatch an event: the gate callback."""
         for observer in self.observers:
             observer.observe(event)
 
     def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decode: bool) -> None:
-        """Before a decode.
+        """Prepare for a batch.
 
         Args:
             tokens: [n_tokens] of the batch.
-            spans: of the batch (`moeoff.routing.batch`).
-            decode: its tokens are decoded, not read.
+            spans: Spans of the batch (`moeoff.routing.batch`).
+            decode: True if the batch decodes.
         """
         if not self.observers:
             return
@@ -366,12 +356,10 @@ class Driver:
             observer.begin(tokens, decode)
 
     def _begins_text(self, spans: Mapping[int, Span]) -> bool:
-        """True if each of the sequences begins a text: is new, or goes back behind what
-        it had computed. Where another one goes on, what was learned of it stays.
+        """Return True if every sequence is new, or rewinds before its computed tokens.
 
-        So what follows a conversation's beginning, if that is still in the context, is
-        a text of its own unless it goes on at its end. A draft of which not all is
-        accepted goes back, too, but never behind its first token.
+        Otherwise state learned from a continued sequence is kept. A partly rejected
+        draft rewinds too, but never before its first token.
         """
         begins = all(
             span.first == 0 or span.first < self._ends.get(sequence, 0)
@@ -384,10 +372,8 @@ class Driver:
         return begins
 
     def close(self, note: dict[str, Any] | None = None) -> None:
-        """Delivers what is left and closes the trace, with a note about the run at its
-        end. Before the buffer closes.
-        """
-        # each of them whatever becomes of the ones before it, the last first
+        """Deliver remaining events and close the trace, before the buffer closes."""
+        # in reverse order, each even if an earlier one fails
         with contextlib.ExitStack() as stack:
             if self._trace is not None:
                 stack.callback(self._trace.close)
@@ -400,9 +386,7 @@ class Driver:
 
 
 def divide(strategy: Strategy, profile: Profile | None, shape: CacheShape) -> list[int]:
-    """Return how many experts each layer keeps under a strategy, where each has its own
-    memory.
-    """
+    """Return the experts of each layer under a strategy with memory per layer."""
     policy = strategy.policy or Policy
     with _learned(profile, policy.sections[:1]) as arrays:
         learned = {} if arrays is None else policy.profile_options(arrays)
@@ -410,9 +394,10 @@ def divide(strategy: Strategy, profile: Profile | None, shape: CacheShape) -> li
 
 
 def _shape(model: TraceHeader, arena: int, elsewhere: int) -> CacheShape:
-    """Return the shape of host memory and devices' memory together: what a device holds
-    leaves the arena first. Where the arena holds every expert, the devices alone have
-    something to evict.
+    """Return the shape of host and device memory together.
+
+    Experts on a device leave the arena first. If the arena holds every expert, only
+    devices evict.
     """
     host, n_all = CacheShape.of(model, arena), CacheShape.of(model, model.full_bytes).capacity
     if not elsewhere:
@@ -424,7 +409,7 @@ def _shape(model: TraceHeader, arena: int, elsewhere: int) -> CacheShape:
 
 
 def sections(strategy: Strategy) -> set[str]:
-    """Sections of a profile that a strategy may take."""
+    """Return the profile sections that a strategy may use."""
     parts = () if strategy.policy is None else strategy.policy.sections
     if strategy.predictor is not None:
         parts += strategy.predictor.sections + get_predictor(_WITHOUT_INPUT).sections[:1]
@@ -432,8 +417,9 @@ def sections(strategy: Strategy) -> set[str]:
 
 
 def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) -> bool:
-    """True if gate events must carry the router's logits. A trace keeps their
-    probabilities, so that any policy can be replayed on it.
+    """Return True if gate events need the router's logits.
+
+    A trace stores probabilities, so that any policy can be simulated on it.
     """
     return trace is not None or (strategy.policy is not None and strategy.policy.wants_probs)
 
@@ -441,9 +427,7 @@ def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) 
 def require_calibration(
     strategy: Strategy, profile: Profile | None, model_index: ModelIndex
 ) -> None:
-    """Raises `OptionError` if the strategy's predictor needs a profile's section that
-    is not there.
-    """
+    """Raise `OptionError` if the predictor's profile section is missing."""
     kind = strategy.predictor
     if (
         kind is not None
@@ -463,7 +447,7 @@ def _predictor(
     small: bool = False,
     **options: Any,
 ) -> Predictor:
-    """small: without what only a strategy's own predictor is given."""
+    """Make a predictor. `small` takes the first profile section only."""
     with _learned(profile, kind.sections[:1] if small else kind.sections) as arrays:
         return kind(router, arrays, **options)
 

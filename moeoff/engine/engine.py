@@ -1,11 +1,10 @@
-"""`Engine`: builds and owns the runtime state of one model, in steps around llama.cpp's
-load: the same for `Llama` and `Server`.
+"""`Engine`: the runtime state of one model, shared by `Llama` and `Server`.
 
 plan(config)                reads the header, chooses memory, micro-batch, profile (opening.py)
-Engine(opening)             precision, the expert buffer and its driver; nothing is loaded
+Engine(opening)             precision, expert buffer and driver; nothing is loaded
 with loading() as overrides: llama.cpp loads with them
-attach(ctx)                 where experts are read from
-loaded(ctx, sizes)          devices' slots; arenas get the rest of the budget; policy, predictor
+attach(ctx)                 source files of the experts
+loaded(ctx, sizes)          device slots, arenas, policy and predictor
 begin(...), end(...)        around every decode
 close_driver(), close()     before and after the model is freed
 """
@@ -53,10 +52,9 @@ from .stats import Metric, Stats, Timing
 from .token_experts import TokenExperts
 from .warm_start import PromptUses, fill_free, preload_popular, restore, save, swap_in
 
-# modes in which a device computes tokens alone, and batches whose experts fit into its
-# slots
+# modes in which a device computes single tokens, and batches that fit its slots
 _ONE_BY_ONE = ("centric", "reordered")
-# that end a trace
+# notes at the end of a trace
 _COUNTERS = (
     "demand_hits",
     "demand_misses",
@@ -68,37 +66,35 @@ _COUNTERS = (
 
 
 class Engine:
-    """The runtime state of one model: what it was opened with, its memory, its expert
-    buffer, and what drives that.
+    """The runtime state of one model: options, memory, expert buffer and driver.
 
     Args:
-        opening: what was chosen for it.
-        moves: cached tokens may be moved within the context, as by a context shift.
-        on_remark: Called on another thread with a sentence for people when the default
-            budget moves.
+        opening: Result of `plan`.
+        moves: True if cached tokens may be moved, as by a context shift.
+        on_remark: Callback on another thread with a sentence when the default budget
+            moves.
 
     Attributes:
-        planned: memory as llama.cpp plans it before the model is loaded.
-        keywords: of llama_cpp.Llama.
-        budget: as it was when the model was opened.
-        driver: delivers gate events, to a strategy's policy and predictor among others.
-        sizer: after `loaded`.
-        follower: Moves the default budget with what other programs need; None: it
-            stays.
-        drafts: how long drafts are, if any are made.
-        experts_per_token: that it uses, in all layers together.
+        planned: Memory plan of llama.cpp before the load.
+        keywords: Keywords of llama_cpp.Llama.
+        budget: Budget at the start.
+        driver: Driver that delivers gate events.
+        sizer: Arena sizes, after `loaded`.
+        follower: Thread that moves the default budget; None for a fixed one.
+        drafts: Length of drafts, if any are made.
+        experts_per_token: Number of experts a token uses, summed over all layers.
 
     Raises:
-        BudgetError: the budget is below what the strategy needs.
-        OptionError: a value that makes no sense for this model.
+        BudgetError: The budget is below the strategy's needs.
+        OptionError: A value is invalid for this model.
     """
 
     sizer: ArenaSizer
     prompt_meter: PromptMeter
-    _ends: dict[int, int]  # of each sequence, the position behind its last token
-    _n_cuts = 0  # of the follower, for which the strategy was looked at
-    _ran = False  # arenas have their sizes: it may compute
-    # what routers had selected before the prompt's batch that is in progress
+    _ends: dict[int, int]  # position after each sequence's last token
+    _n_cuts = 0  # cuts after which the strategy was checked
+    _ran = False  # True once the arenas have their sizes
+    # experts routed before the prompt batch in progress
     _uses_before: int | None = None
 
     def __init__(
@@ -157,19 +153,18 @@ class Engine:
     # --- around the load ---
 
     def loading(self) -> AbstractContextManager[Any]:
-        """While open, this thread loads the model with the yielded overrides: llama.cpp
-        reads everything but what stays on disk, for which it reserves address space in
-        the buffer.
+        """Yield overrides with which this thread loads the model.
+
+        llama.cpp reserves address space in the buffer for experts instead of reading
+        them.
         """
         return self.buffer.loading(self.opening.tensor_buffers, self.model_index.row_tables)
 
     def attach(self, ctx: int) -> None:
-        """The model is loaded, in a llama_context: its experts' slices have their
-        places in files, and what it computes can be cancelled.
+        """Attach the buffer to the loaded model, and make its context cancellable.
 
         Raises:
-            OptionError: attention is to be added up in f32, and there is no kernel for
-                that.
+            OptionError: There is no kernel for attention with f32 sums.
         """
         if self.config.attention == "f32" and not native.attend_context_in_f32(ctx):
             raise OptionError(
@@ -181,22 +176,19 @@ class Engine:
     def loaded(
         self, ctx: int, sizes: Callable[[], MemoryPlan], *, adapters: bool, watches: bool = False
     ) -> None:
-        """Everything that llama.cpp allocates is allocated: slots on devices if they
-        were asked for, arenas of what is left of the budget, the strategy, and what a
-        warm start reads.
+        """Set up slots, arenas, strategy and warm start after llama.cpp's allocations.
 
         Args:
-            sizes: what llama.cpp has allocated (`context_sizes`) and may not be
-                resident; asked once devices have their slots.
-            adapters: there are some, whose products are not computed in waves.
-            watches: as `watch_prompts`.
+            sizes: Function that returns llama.cpp's allocations (`context_sizes`),
+                called after the devices have their slots.
+            adapters: True if there are adapters, which waves do not compute.
+            watches: True to call `watch_prompts`.
 
         Raises:
-            BudgetError: too little is left for experts; or on a device, for one slot of
-                each layer.
-            OptionError: no layer with experts is computed on a device, or a device
-                cannot compute with them. Of `vram` auto neither: `device_remark` says
-                so, and the CPU computes with the experts.
+            BudgetError: Too little memory for experts, or for one device slot per
+                layer.
+            OptionError: No device can compute the experts. With `vram` auto the CPU
+                does, and `device_remark` has the reason.
         """
         self._start_devices(ctx, adapters)
         self._start(sizes(), ctx)
@@ -205,19 +197,18 @@ class Engine:
             self.watch_prompts()
         self._warm_up()
         if self.budget.is_default and not self.config.repeatable:
-            # reads through the page cache have it reclaimed, and would be taken for
-            # pressure
+            # reads through the page cache cause pressure themselves
             pressure = None if self.buffer.buffered else Pressure()
             self.follower = BudgetFollower(self.sizer, pressure, self._on_remark)
             self.follower.start()
 
     def _start_devices(self, ctx: int, adapters: bool) -> None:
-        """Before the arenas, because llama.cpp's buffers in host memory depend on it."""
+        """Set up devices before the arenas: llama.cpp's host buffers depend on them."""
         config, buffer = self.config, self.buffer
         if config.vram is None or config.vram_mode == "cpu":
             return
         if not buffer.running:
-            # about what the arena will have, by which its pages are laid out
+            # estimated size of the arena, which decides its page size
             room = self.budget.left(self.planned.fixed)
             buffer.start(
                 min(max(room, buffer.arena_floor), buffer.arena_full), buffer.low_arena_floor
@@ -265,7 +256,7 @@ class Engine:
             **{name: getattr(allocated, name) for name in ALLOCATED},
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.row_table_bytes,
-            # the rest is resident
+            # everything else is resident
             process=max(
                 rss()
                 - allocated.weights
@@ -286,9 +277,7 @@ class Engine:
             self.quality.use(precision)
 
     def _borrowed(self, ctx: int) -> tuple[()] | tuple[BorrowedBuffers, BorrowedCache]:
-        """What experts may have of llama.cpp's memory: nothing if a device computes,
-        too, or what is resident must repeat.
-        """
+        """Return the memory to borrow: none with a device or for reproducible runs."""
         largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
         if (
             self.config.repeatable
@@ -300,9 +289,7 @@ class Engine:
         return buffers, BorrowedCache(functools.partial(native.unused_state, ctx))
 
     def attach_strategy(self) -> None:
-        """Its policy and predictor, unless all experts fit; what their tables take, the
-        experts lose.
-        """
+        """Attach policy and predictor with their memory, unless all experts fit."""
         config, before = self.config, rss()
         if config.trace is None and not config.gate_input:
             self.buffer.set_gate_rows(SAMPLE)
@@ -329,9 +316,7 @@ class Engine:
         self.sizer.make_room(rss() - before)
 
     def _warm_up(self) -> None:
-        """Loads in the background what was resident when the model was last closed, if
-        that was asked for; else what the strategy begins with.
-        """
+        """Load the last run's experts in the background, or the most popular ones."""
         if (
             self.config.warm
             and self.config.strategy.keep
@@ -349,10 +334,9 @@ class Engine:
             preload_popular(self.buffer, popular["counts"], self.sizer.arenas[0])
 
     def watch_prompts(self) -> None:
-        """From here on `idle` reads ahead for the next prompt, if the strategy keeps
-        experts, and nobody wants runs that repeat. What prompts need is noted where the
-        strategy listens to gates; without that all experts are there, or it shall be
-        told of no events.
+        """Let `idle` prefetch for the next prompt, unless runs must be reproducible.
+
+        Prompts are recorded only where the strategy takes gate events.
         """
         self._watches = self.config.strategy.keep and not self.config.repeatable
         if self._watches and self._prompt_uses is None and self.driver.attached:
@@ -360,13 +344,13 @@ class Engine:
             self.driver.add(self._prompt_uses)
 
     def idle(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """While nothing computes and a prompt is waited for: gives experts what batches
-        have left of their memory and, if prompts are watched, reads what the next one
-        is likely to need, into room that none has taken yet or in the place of what the
-        last ones did not need. The next batch ends it.
+        """Use the time without batches for experts, until the next batch.
+
+        Give them memory that batches left, and read those that the next prompt probably
+        needs into free slots or in place of less needed ones.
 
         Args:
-            ended: True once there is one that waits for this call.
+            ended: Function that returns True once a batch waits for this call.
         """
         self.sizer.idle()
         if self._watches:
@@ -377,17 +361,17 @@ class Engine:
     # --- around every decode ---
 
     def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decodes: bool) -> None:
-        """Before a batch.
+        """Prepare for a batch.
 
         Args:
             tokens: [n].
-            spans: of its sequences.
-            decodes: its tokens are decoded, not read.
+            spans: Spans of its sequences.
+            decodes: True if the batch decodes.
         """
         self.buffer.check_unchanged()
         if self.follower is not None and self.follower.n_cuts != self._n_cuts:
             self._n_cuts = self.follower.n_cuts
-            # then the buffer's own order serves
+            # on failure the buffer's own order serves
             with contextlib.suppress(BudgetError, OptionError):
                 self._attach_missing()
         self.sizer.before(len(tokens), self._moves_state(spans))
@@ -403,14 +387,12 @@ class Engine:
             self._uses_before = self.buffer.stats().expert_uses
 
     def expect(self, token: int) -> None:
-        """The next batch will have this token, and a model guesses on behind it:
-        meanwhile its experts are prefetched.
-        """
+        """Prefetch the experts of the next batch's token while others are drafted."""
         if self._token_experts is not None and self.quality.precision.lossless:
             self._token_experts.expect(token)
 
     def _moves_state(self, spans: Mapping[int, Span]) -> bool:
-        """Whether llama.cpp first moves what is cached behind a gap in a sequence."""
+        """Return True if llama.cpp will move cells after a gap in a sequence."""
         moved = self._moves and any(
             span.first != self._ends.get(sequence, 0) for sequence, span in spans.items()
         )
@@ -418,7 +400,7 @@ class Engine:
         return moved
 
     def end(self, n_tokens: int, seconds: float, decodes: bool) -> None:
-        """After it. Raises what went wrong in a callback or an I/O thread."""
+        """Finish a batch. Raise errors of callbacks and I/O threads."""
         self._uses_before = None
         self.buffer.check()
         self._timing.add(n_tokens, seconds, decodes)
@@ -429,9 +411,7 @@ class Engine:
         self.sizer.after()
 
     def interrupted(self, seconds: float) -> None:
-        """After a batch that did not come to its end: of a prompt's tokens as many
-        count as were computed. Raises as `end` does.
-        """
+        """Finish an aborted batch. Count the computed prompt tokens, raise as `end`."""
         if self._uses_before is not None:
             n_tokens = self.prompt_tokens - self._timing.prompt_tokens
             self._uses_before = None
@@ -440,7 +420,7 @@ class Engine:
 
     @property
     def expected_arenas(self) -> tuple[int, int]:
-        """Bytes for high and for low versions of experts, by the plan."""
+        """Planned bytes for high and for low versions."""
         pools = self.buffer.pools(self.quality.precision.low_share)
         return pools.split(
             min(
@@ -453,17 +433,17 @@ class Engine:
 
     @property
     def plan(self) -> MemoryPlan:
-        """How memory is divided now."""
+        """The current memory plan."""
         return self.sizer.plan
 
     @uninterrupted
     def set_memory(self, memory: str | int) -> None:
-        """Moves the budget between answers. It stays from then on, whatever other
-        programs need.
+        """Set a fixed budget between answers, whatever other programs need.
 
         Raises:
-            OptionError: not a size.
-            BudgetError: below what the model and its driver need; the old budget stays.
+            OptionError: The value is not a size.
+            BudgetError: The budget is below the needs of the model and its driver. The
+                old one stays.
         """
         nbytes, before = parse_size(memory), self.sizer.budget
         if self.follower is not None:
@@ -489,14 +469,14 @@ class Engine:
         self._attach_missing()
 
     def _attach_missing(self) -> None:
-        """The strategy, of which nothing was needed while all experts were in memory."""
+        """Attach the strategy, which was not needed while all experts were resident."""
         if not self.driver.attached:
             self.attach_strategy()
         if self._watches:
             self.watch_prompts()
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
-        """A user's own, in the place of the one before."""
+        """Replace the user's callback."""
         if self._callback is not None:
             self.driver.remove(self._callback)
         self._callback = None if callback is None else Callback(callback)
@@ -504,7 +484,7 @@ class Engine:
             self.driver.add(self._callback)
 
     def layer_metrics(self) -> Iterator[Metric]:
-        """Yield the hits and misses of each layer, which the buffer counts by gate."""
+        """Yield the hits and misses of each layer."""
         layer_of, counters = (
             {t.gate: t.layer for t in self.buffer.tensors},
             self.buffer.gate_stats(),
@@ -519,7 +499,7 @@ class Engine:
             yield Metric(f"layer_{name}_total", f"Expert slices of a layer {text}.", by_layer)
 
     def stats(self) -> Stats:
-        """Statistics since the start, or since `reset_stats()`."""
+        """Return the statistics since the start or `reset_stats()`."""
         plan, counters = self.plan, self.buffer.stats()
         facts: dict[str, Any] = {}
         if self.device_tier is not None:
@@ -564,10 +544,11 @@ class Engine:
 
     @property
     def prompt_tokens(self) -> int:
-        """That have been computed since statistics began; of a batch in progress as
-        many as its routers' selections so far amount to. From any thread.
+        """Prompt tokens computed since the last reset. Thread-safe.
+
+        Tokens of a batch in progress are estimated from the routed experts.
         """
-        total = self._timing.prompt_tokens  # first: a batch that ends meanwhile would count twice
+        total = self._timing.prompt_tokens  # first, or a batch that ends now would count twice
         before = self._uses_before
         return total + (
             0
@@ -582,9 +563,7 @@ class Engine:
             self.driver.prefetcher.meter.reset()
 
     def close_driver(self) -> None:
-        """Before the model is freed: closes trace and driver, and remembers what a
-        later start can use. Nothing, if it never ran.
-        """
+        """Close trace and driver and save the warm start, before the model is freed."""
         if self.follower is not None:
             self.follower.close()
         if not self._ran or not self.buffer.running or sys.is_finalizing():
@@ -597,5 +576,5 @@ class Engine:
             remember_rates(self.model_index, self.keywords, self.config.tier, rates)
 
     def close(self) -> None:
-        """After the model is freed. May be called twice."""
+        """Close the buffer after the model is freed. May be called twice."""
         self.buffer.close()

@@ -1,5 +1,5 @@
-"""What an engine has chosen and why, in a sentence each, from the objects that chose:
-`inspect --explain`, `run -v`, `serve -v`.
+"""The engine's choices and their reasons, for `inspect --explain`, `run -v`, `serve
+-v`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from .engine import Engine
 
 
 def explain(engine: Engine) -> dict[str, str]:
-    """By the name of the choice. What is measured while the model runs is told of one
-    that does.
-    """
+    """Return a sentence for each choice, by name. Running engines add measurements."""
     config, planned, budget, strategy = (
         engine.config,
         engine.planned,

@@ -1,8 +1,7 @@
-"""The `gate` predictor on the native driver thread: with each gate event it predicts
-and prefetches there, without Python (moeoff-gate-predictor).
+"""The `gate` predictor on the native driver thread (moeoff-gate-predictor).
 
-Python says what it goes by, once a token, and learns then what it has predicted. All of
-it is read and written on that thread, or while nothing computes and no event waits.
+Python sets its parameters and reads its predictions once per token, on that thread or
+while no event waits.
 """
 
 from __future__ import annotations
@@ -22,24 +21,23 @@ def _address(numbers: np.ndarray | None) -> Any:
 
 
 class GatePredictor:
-    """Routers of the next gates, of a predictor, as the native thread reads them.
+    """A predictor's routers for the native thread.
 
     Args:
-        predictor: of which `native` says so.
-        n_experts: columns of the priority table.
-        n_candidates: of a prediction for each token.
-        max_rows: tokens of an event that are predicted for.
+        predictor: Predictor with `native` routers.
+        n_experts: Columns of the priority table.
+        n_candidates: Candidates per token.
+        max_rows: Most tokens of an event to predict for.
 
     Attributes:
         settings: struct moeoff_prefetching.
-        max_rank: [n_gates] int32, up to which place what is absent is read.
-        selected: [n_gates, n_experts] bool, what each gate's last event of decoded
-            tokens selected.
+        max_rank: [n_gates] int32, last rank at which absent experts are read.
+        selected: [n_gates, n_experts] bool, experts of each gate's last decode event.
     """
 
     def __init__(self, predictor: RoutersAhead, n_experts: int, n_candidates: int, max_rows: int):
         n_gates = len(predictor.steps)
-        # whose numbers are read for as long as this lives
+        # keeps alive the arrays that the native thread reads
         self._predictor, self._selection_biases = predictor, list[np.ndarray]()
         self._routers = (native.RoutersAhead * n_gates)()
         for gate, step in enumerate(predictor.steps):
@@ -79,9 +77,7 @@ class GatePredictor:
         )
 
     def _selection_bias(self, targets: Sequence[int], n_experts: int) -> np.ndarray | None:
-        """Of these gates, one behind the other; None: they choose by the order of their
-        logits.
-        """
+        """Return the concatenated biases, or None if selection follows the logits."""
         router = self._predictor.router
         if not router.by_probs:
             return None
@@ -95,28 +91,25 @@ class GatePredictor:
         return self._selection_biases[-1]
 
     def take_for(self, score: native.Score) -> None:
-        """Pass each event of tokens that are decoded to the score on that thread, which
-        publishes its priorities.
-        """
+        """Update and publish the native score with decode events."""
         self._score = score
         self.settings.score = pointer(score)
 
     def take_counts(self) -> tuple[int, int]:
-        """Return decoded tokens, at least 1, and slices that they missed, both since
-        the last call.
-        """
+        """Return decoded tokens, at least 1, and missed slices since the last call."""
         settings = self.settings
         counts = max(settings.n_tokens, 1), settings.n_missed
         settings.n_tokens = settings.n_missed = 0
         return counts
 
     def stop(self) -> None:
-        """Predicts no more."""
+        """Stop predicting."""
         self.settings.is_on, self.settings.n_together, self.settings.n_quiet = False, 1, 0
 
     def predictions(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Of those since the last call: gate, experts, and the place of each. Valid
-        until the next event.
+        """Yield gate, experts and ranks of each prediction since the last call.
+
+        The arrays are valid until the next event.
         """
         for gate in np.flatnonzero(self._n_predicted).tolist():
             n = self._n_predicted[gate]

@@ -1,6 +1,4 @@
-"""`Llama`: llama_cpp's class whose routed experts stay on disk and share a bounded
-arena in memory.
-"""
+"""`Llama`: llama_cpp's class with routed experts on disk and a bounded arena."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from .opening import plan
 from .stats import Stats
 
 T = TypeVar("T")
-_SERVERS = ("spec_type", "draft", "context_shift")  # options that moeoff.Server alone has
+_SERVERS = ("spec_type", "draft", "context_shift")  # options of moeoff.Server only
 
 
 def _require_plain_decoding(config: Config) -> None:
@@ -44,17 +42,16 @@ def _require_plain_decoding(config: Config) -> None:
 
 
 def _only(answer: Generator[T, None, None]) -> T:
-    """Return the first item of an answer that is not read on."""
+    """Return the first item of an iterator, and close it."""
     with contextlib.closing(answer):
         return next(answer)
 
 
 def _in_turn(name: str, *, changes: bool = True) -> Any:
-    """A method of llama_cpp's or of `PatchedLlama`, called when no other thread
-    computes with the model.
+    """Run a method of llama_cpp or `PatchedLlama` while no other thread uses the model.
 
     Args:
-        changes: the context, so that it does not come between two tokens of an answer.
+        changes: True if it changes the context, and must not interrupt an answer.
     """
     method = getattr(PatchedLlama, name)
 
@@ -68,33 +65,31 @@ def _in_turn(name: str, *, changes: bool = True) -> Any:
 class Llama(PatchedLlama):
     """A Mixture-of-Experts model that needs less memory than its file.
 
-    Several threads may use one object: they take turns, answer by answer. A stream has
-    its turn from its first token until it is read to its end, closed or dropped, and
-    other threads wait for that; a thread that asks for something else before has given
-    its stream up, which then raises `MoeoffError`. An exception, Ctrl-C among them,
-    ends an answer. The context keeps what was computed, up to the last complete
-    micro-batch, and the next prompt that begins with it reuses it. `close()` ends what
-    runs; after it, and in a fork of the process, every call raises `MoeoffError`.
+    Threads may share an object; answers exclude each other. A stream holds the model
+    from its first token until it is exhausted, closed or dropped. If its thread makes
+    another call before, the stream raises `MoeoffError`. An exception, also Ctrl-C,
+    ends an answer. The context keeps complete micro-batches for prompts with the same
+    prefix. After `close()` and in a fork every call raises `MoeoffError`.
 
     Args:
-        model_path: of the GGUF and `options`, or instead of both a `Config`.
-        progress: called with the loaded fraction, 0 to 1, while the weights outside the
-            experts are read.
-        on_stats: called with the `Stats` of each answer when it ends.
-        **options: those of `moeoff.options.Config`: memory, expert_memory, strategy,
-        experts, tier, max_loss, ...; and of `llama_cpp.Llama`: n_ctx, n_threads, ...
+        model_path: Path of the GGUF, with `options`, or a `Config` instead of both.
+        progress: Callback with the loaded fraction, 0 to 1, of the dense weights.
+        on_stats: Callback with the `Stats` of each answer.
+        **options: Options of `moeoff.options.Config`: memory, expert_memory, strategy,
+            experts, tier, max_loss, ...; and of `llama_cpp.Llama`: n_ctx, n_threads,
+            ...
 
     Raises:
-        ModelError: the file is missing, damaged, or has no routed experts.
-        BudgetError: the budget is below what the model needs; its hint says what would
-            do.
-        OptionError: an unknown keyword or strategy, or a value that makes no sense.
+        ModelError: The file is missing, damaged, or has no routed experts.
+        BudgetError: The budget is below the model's needs; its hint has a sufficient
+            one.
+        OptionError: A keyword or strategy is unknown, or a value is invalid.
     """
 
-    # llama_cpp closes objects that were never opened, too
+    # llama_cpp also closes objects that were never opened
     _engine: Engine | None = None
     _core_binding: CoreBinding | None = None
-    _decodes: bool | None = None  # what batches are, if a caller says so
+    _decodes: bool | None = None  # `decode` of `batches_as`
 
     def __init__(
         self,
@@ -137,13 +132,11 @@ class Llama(PatchedLlama):
         engine.attach(self.context_handle)
         adapters = bool(engine.config.llama_cpp.get("lora_path"))
         engine.loaded(self.context_handle, lambda: memory_sizes(self), adapters=adapters)
-        # llama.cpp's strategies for NUMA place threads themselves
+        # llama.cpp's NUMA strategies place threads themselves
         self._core_binding = None if self.numa else CoreBinding(self.context_handle)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy, here or in another process, is opened with: the same options,
-        and a text of its own.
-        """
+        """Return the options, with which a copy opens the model again."""
         return {"model_path": self.engine.config, "on_stats": self._on_stats}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,9 +144,7 @@ class Llama(PatchedLlama):
 
     @property
     def engine(self) -> Engine:
-        """The model's runtime state: `engine.buffer`, `engine.plan`, `engine.quality`,
-        ...
-        """
+        """The runtime state: `engine.buffer`, `engine.plan`, `engine.quality`, ..."""
         if self._engine is None:
             raise MoeoffError("the model is closed")
         return self._engine
@@ -161,9 +152,7 @@ class Llama(PatchedLlama):
     # --- lock ---
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function on the model's thread, as one turn: what it computes, Ctrl-C
-        or `cancel()` ends as a whole.
-        """
+        """Call a function with exclusive access. Ctrl-C or `cancel()` ends it."""
         return self.lock.take(functools.partial(function, *args, **kwargs))
 
     def _forget_incomplete(self) -> None:
@@ -172,20 +161,20 @@ class Llama(PatchedLlama):
             self.engine.quality.use(self.engine.quality.precision)
 
     def load_state(self, state: Any) -> None:
-        """As llama_cpp's."""
+        """Load a state, as llama_cpp does."""
         self.call(self._load_state, state)
 
     def _load_state(self, state: Any) -> None:
-        # it fills the KV cache: experts give back what they have of that
+        # the state fills KV cells that experts may have borrowed
         self.engine.sizer.before(1, moves_state=True)
         super().load_state(state)
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """As llama_cpp's."""
+        """Evaluate tokens, as llama_cpp does."""
         self.lock.take(functools.partial(self._eval, tokens))
 
     def _eval(self, tokens: Sequence[int]) -> None:
-        # recurrent layers cannot go back behind a token of which a part is computed
+        # recurrent layers cannot rewind a partly computed token
         completes = self._has_state and len(tokens) <= 1
         with self.lock.thread.completing() if completes else contextlib.nullcontext():
             super().eval(tokens)
@@ -205,7 +194,7 @@ class Llama(PatchedLlama):
     batch_logits = _in_turn("batch_logits", changes=False)
 
     def sample(self, *args: Any, **options: Any) -> int:
-        """As llama_cpp's, but not with the settings of the answer before."""
+        """Sample a token as llama_cpp does, without the previous answer's settings."""
         if self.lock.thread.is_current:
             return super().sample(*args, **options)
         return self.lock.take(functools.partial(self._sample, *args, **options), changes=False)
@@ -215,7 +204,7 @@ class Llama(PatchedLlama):
         try:
             return super().sample(*args, **options)
         finally:
-            self._sampler = sampler  # of an answer that may be read on
+            self._sampler = sampler  # of an answer that may continue
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
         answer: Generator[Any, None, None]
@@ -225,9 +214,7 @@ class Llama(PatchedLlama):
     # --- computing ---
 
     def _decode(self, decode: Callable[[], None], batch: Any) -> None:
-        """Around every decode: what went wrong in a callback or an I/O thread comes
-        before what llama.cpp says of it.
-        """
+        """Wrap a decode. Errors of callbacks and I/O threads precede llama.cpp's."""
         engine, thread = self.engine, self.lock.thread
         thread.require_uncancelled()
         spans = batch_spans(batch)
@@ -255,11 +242,10 @@ class Llama(PatchedLlama):
 
     @contextlib.contextmanager
     def batches_as(self, *, decode: bool) -> Iterator[None]:
-        """While open, batches are taken for what the caller says they are.
+        """Set whether batches in this context decode or process a prompt.
 
-        By itself a batch that has one token of each of its sequences is taken for
-        decoding, and any other for a prompt: say decode=True where several tokens of a
-        sequence are a draft that is verified.
+        By default a batch with one token per sequence decodes. Use decode=True to
+        verify drafts.
         """
         before, self._decodes = self._decodes, decode
         try:
@@ -268,17 +254,15 @@ class Llama(PatchedLlama):
             self._decodes = before
 
     def cancel(self) -> None:
-        """End what is being computed, from any thread: the call raises `Cancelled`
-        within a layer.
+        """Cancel the computation within a layer: it raises `Cancelled`. Thread-safe.
 
-        A model with recurrent layers first completes the token of an answer, so that
-        the next turn can reuse its state. A second call ends that, too, and the context
-        goes back to the last micro-batch of the prompt.
+        Recurrent models first complete an answer's token, to keep their state usable. A
+        second call aborts that, too, and rewinds to the prompt's last micro-batch.
         """
         self.lock.cancel()
 
     def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
-        """As llama_cpp's; `on_stats` is told when it ends."""
+        """Generate tokens as llama_cpp does, and call `on_stats` at the end."""
         return self.lock.steps(self._generate(*args, **kwargs))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
@@ -299,8 +283,9 @@ class Llama(PatchedLlama):
                         self.lock.defer(error)
 
     def _forget_what_was_not_followed(self, tokens: Sequence[int]) -> None:
-        """The text must not depend on what was asked before: unless a prompt goes on
-        behind all of it, it is computed from its start.
+        """Reset the context unless the prompt continues all of it.
+
+        The text must not depend on earlier requests.
         """
         n = self.n_tokens
         if (
@@ -313,23 +298,20 @@ class Llama(PatchedLlama):
     # --- memory and statistics ---
 
     def set_memory(self, memory: str | int) -> None:
-        """Moves the budget of a running model, between answers: the arena is resized at
-        once.
+        """Set the budget between answers, and resize the arena at once.
 
         Raises:
-            BudgetError: below what the model needs; the old budget stays.
-            OptionError: not a size.
+            BudgetError: The budget is below the model's needs. The old one stays.
+            OptionError: The value is not a size.
         """
         self.lock.take(functools.partial(self.engine.set_memory, memory), changes=False)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
-        """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep
-        theirs.
-        """
+        """Set a callback as `ExpertBuffer.set_gate_callback` does."""
         self.lock.take(functools.partial(self.engine.set_gate_callback, callback), changes=False)
 
     def stats(self) -> Stats:
-        """Statistics since the model was opened, or since `reset_stats()`."""
+        """Return the statistics since the start or `reset_stats()`."""
         return self.lock.read(self.engine.stats)
 
     def reset_stats(self) -> None:
@@ -344,19 +326,18 @@ class Llama(PatchedLlama):
         self.close()
 
     def close(self) -> None:
-        """Closes trace and driver, remembers what is resident for a warm start, and
-        frees the model. May be called twice.
+        """Close the driver, save the warm start and free the model. Idempotent.
 
-        What another thread computes ends first, with an exception there. From inside a
-        call, as in a callback, the model is freed when that returns.
+        Computations of other threads are ended with an exception. From inside a call,
+        as in a callback, the model is freed when that call returns.
         """
         if self._lock is not None:
             self._lock.close(self._free)
 
     def _free(self) -> None:
-        # each of them whatever becomes of the ones before it, the last first
+        # in reverse order, each even if an earlier one fails
         with contextlib.ExitStack() as stack:
-            # another thread's malloc arena would not use what is free in this thread's
+            # another thread's malloc arena could not reuse this thread's free memory
             stack.callback(trim)
             if self._engine is not None:
                 stack.callback(self._engine.close)

@@ -1,6 +1,4 @@
-"""`plan`: what a model is opened with: its memory, micro-batch and profile. Nothing is
-loaded, and nothing of it changes afterwards.
-"""
+"""`plan`: memory, micro-batch and profile of a model, before it is loaded."""
 
 from __future__ import annotations
 
@@ -27,18 +25,18 @@ from .driver import sections
 
 @dataclass(frozen=True)
 class Opening:
-    """What was chosen before a model is loaded.
+    """The choices made before a model is loaded.
 
     Attributes:
-        config: as the user gave it.
-        model_index: of the model.
-        budget: of the process, or of the experts alone.
-        memory: as llama.cpp plans it.
-        keywords: of llama_cpp.Llama.
-        tensor_buffers: where tensors outside the experts go.
-        extras: bytes of prompts outside the context, samplers and chat templates.
-        micro_batch: tokens of a prompt that are computed at once, and why so many.
-        profile: of the model's calibration, what the strategy may take.
+        config: User's configuration.
+        model_index: Index of the model.
+        budget: Budget of the process, or of the experts.
+        memory: Memory plan of llama.cpp.
+        keywords: Keywords of llama_cpp.Llama.
+        tensor_buffers: Overrides for tensors other than experts.
+        extras: Bytes of cached prompts, samplers and chat templates.
+        micro_batch: Micro-batch in tokens, and the reason.
+        profile: Sections of the calibration that the strategy may use.
     """
 
     config: Config
@@ -53,14 +51,12 @@ class Opening:
 
     @property
     def nextn(self) -> bool:
-        """True if drafts are made with next-token layers, which are loaded."""
+        """True if next-token layers are loaded, to make drafts."""
         return uses_nextn(self.config.spec_type)
 
     @property
     def may_hold_everything(self) -> bool:
-        """True if all experts may fit, if nothing else touches what is planned for it:
-        then no strategy has anything to do.
-        """
+        """True if all experts may fit, so that no strategy is needed."""
         memory = self.memory
         return self.budget.left(memory.fixed - memory.computing - memory.state) >= memory.arena_full
 
@@ -79,20 +75,20 @@ def plan(
     """Choose what a model is opened with.
 
     Args:
-        config: as the user gave it.
-        model_index: of the model, if its header has been read already.
-        budget: of the model, if something was chosen by it already.
-        n_sequences: that share the context.
-        unified: they share all of it, and have not a part of it each.
-        extras: bytes of samplers and chat templates; None: of one answer at a time.
-        loaded: bytes of other files that will be loaded with the model.
-        more: bytes that are taken in addition, by the memory that was planned.
+        config: User's configuration.
+        model_index: Index of the model, if its header has been read.
+        budget: Budget, if already chosen.
+        n_sequences: Sequences that share the context.
+        unified: True if each sequence may use all of the context, not a part.
+        extras: Bytes of samplers and chat templates; None: of one answer at a time.
+        loaded: Bytes of other files to load with the model.
+        more: Function of the memory plan that returns additional bytes.
 
     Raises:
-        ModelError: the file is missing, damaged, or has no routed experts.
-        BudgetError: the budget is below what the model needs; its hint says what would
-            do.
-        OptionError: a value that makes no sense for this model.
+        ModelError: The file is missing, damaged, or has no routed experts.
+        BudgetError: The budget is below the model's needs; its hint has a sufficient
+            one.
+        OptionError: A value is invalid for this model.
     """
     require_computable()
     model_index = model_index or ModelIndex.read(config.model_path)
@@ -136,7 +132,7 @@ def plan(
     try:
         memory.within(budget.most, planned_again)
     except BudgetError as error:
-        with contextlib.suppress(MoeoffError):  # a model that cannot have it
+        with contextlib.suppress(MoeoffError):  # not for every model
             if not config.flash_attn and planned_again(n_ctx, flash_attn=True).floor <= budget.most:
                 error.hint["flash_attn"] = True
         raise
@@ -174,7 +170,7 @@ def _micro_batch(
     planned_for: Callable[[int], MemoryPlan],
     keywords: Mapping[str, Any],
 ) -> MicroBatch:
-    """Return what the user said, else what memory allows and takes the least time."""
+    """Return the user's micro-batch, or else the fastest that memory allows."""
     n_ctx = planned_for(n_planned).n_ctx
     if config.n_batch or config.n_ubatch:
         given = min(
@@ -193,13 +189,12 @@ def _micro_batch(
 def _profile(
     config: Config, model_index: ModelIndex, budget: Budget, memory: MemoryPlan
 ) -> Profile | None:
-    # what calibration measures of gates has none for next-token layers, which only
-    # drafts with them load
+    # calibration covers no gates of next-token layers, which only drafts load
     names = {CONTRACT_SECTION} | (
         set() if uses_nextn(config.spec_type) else sections(config.strategy)
     )
-    # twice: what is made of the arrays is as large, while they are there; at the floor
-    # a part of the reserve
+    # twice: converting the arrays takes their size again; at the floor a part of the
+    # reserve
     room = max(budget.most - memory.floor, RESERVE // 8) // 2
     if config.profile == "auto":
         return Profile.find(model_index, names, room)

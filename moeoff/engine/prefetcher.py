@@ -1,11 +1,9 @@
-"""Prefetching: predicted experts are protected from eviction, and read as far as the
-time between two gates allows.
+"""Prefetching: protect predicted experts from eviction, and read them between gates.
 
-Runs on the driver thread; owns no memory and no policy. A prefetch queues behind all
-demand. Where the router does not select its expert, the native buffer cancels it,
-before or between its chunks (ProMoE §5, early preemption). Where tokens are decoded,
-routers of the next gates predict natively (`GatePredictor`): what they may read is
-decided here, once a token.
+It runs on the driver thread. Prefetches queue after all demand reads, and the native
+buffer cancels those of experts that the router does not select (ProMoE §5, early
+preemption). For decoded tokens `GatePredictor` predicts natively; the read limits are
+set here, once per token.
 """
 
 from __future__ import annotations
@@ -25,23 +23,21 @@ from .buffer import ExpertBuffer
 from .comparison import ABTest
 from .gate_predictor import GatePredictor
 
-# share of a gate's experts; a batch that selects fewer leaves the next gate to the
-# predictor
+# share of a gate's experts; smaller batches leave the next gate to the predictor
 _MOST_EXPERTS_SHARE = 0.75
-_KEEP = 0.5  # what a count keeps from batch to batch
+_KEEP = 0.5  # decay of counts per batch
 
 
 class PromptPrefetcher:
-    """Queues the next gate's experts in a prompt, while this one's are computed.
+    """A prefetcher of the next gate's experts in a prompt.
 
-    Of hundreds of tokens some select nearly every expert of a gate: all are queued,
-    those that the most tokens selected before first. The gate gives up what it does not
-    select.
+    Hundreds of tokens select nearly every expert, so all are queued, the most popular
+    of earlier batches first. The gate cancels the rest.
 
     Args:
-        buffer: started.
-        precision: its share of the least popular experts is read in low precision, as
-            the gate will decide (Fate §4.5).
+        buffer: Started buffer.
+        precision: Precision whose share of the least popular experts is read in low
+            precision (Fate §4.5).
     """
 
     def __init__(self, buffer: ExpertBuffer, precision: Precision):
@@ -57,13 +53,12 @@ class PromptPrefetcher:
     def observe(
         self, event: GateEvent, first: Sequence[int] = (), versions: np.ndarray | None = None
     ) -> bool:
-        """After a batch's router has selected; False if it selected too few experts to
-        tell what the next gate needs.
+        """Queue the next gate. Return False if this gate selected too few experts.
 
         Args:
-            first: of the next gate, what a predictor expects, the most popular first
-                (Fate §4.3); the others follow.
-            versions: as for `read`.
+            first: Experts the predictor expects at the next gate, most popular first
+                (Fate §4.3). Remaining experts follow.
+            versions: As in `read`.
         """
         uses, n = self._uses[event.gate], self._n_experts[event.gate]
         count = np.bincount(event.ids.ravel(), minlength=n)
@@ -76,9 +71,7 @@ class PromptPrefetcher:
         return True
 
     def begin(self, n_tokens: int, n_used: int) -> bool:
-        """Before a batch, while nothing computes; False if it is too small to tell what
-        the first gate needs.
-        """
+        """Queue the first gate before a batch. Return False if it is too small."""
         if 1 - (1 - n_used / self._n_experts[0]) ** n_tokens < _MOST_EXPERTS_SHARE:
             return False
         self._read(0, 0)
@@ -91,9 +84,7 @@ class PromptPrefetcher:
         first: Sequence[int] = (),
         versions: np.ndarray | None = None,
     ) -> None:
-        """Queues as many as fit next to the slices of the gate that is computed: more
-        would be evicted again before their turn.
-        """
+        """Queue the experts that fit beside the current gate's slices."""
         room = int(self._buffer.stats().cache_bytes * self._slices_per_byte) - n_computing
         self.read(
             gate,
@@ -105,12 +96,14 @@ class PromptPrefetcher:
     def read(
         self, gate: int, order: list[int], limit: int = -1, versions: np.ndarray | None = None
     ) -> int:
-        """Queues these experts, those that the most tokens select first, but at most
-        `limit` slices; -1: all. Returns how many it has queued.
+        """Queue at most `limit` slices, most popular experts first; -1: no limit.
 
         Args:
-            versions: [n_experts], that a prediction says will serve them (HOBBIT §3.3);
-                None: high ones, and of the last experts low ones.
+            versions: [n_experts] predicted versions (HOBBIT §3.3); None: high, and low
+                for the last experts.
+
+        Returns:
+            Number of slices queued.
         """
         if versions is None:
             n_high = len(order) - n_low(len(order), self.precision.prefill_low_fraction)
@@ -129,38 +122,35 @@ class PromptPrefetcher:
 
 
 class PredictionMeter:
-    """GoodPred = accuracy x fetch rate (ProMoE §4.1) of tokens that are decoded, both
-    counted and none assumed.
+    """A meter of GoodPred = accuracy x fetch rate (ProMoE §4.1) for decoded tokens.
 
-    A read of a selected expert that ended after its router had selected, as the I/O
-    threads' log tells, was late, and so was what a device computes with and had in no
-    slot.
+    Reads that end after their router has selected are late, and so are device experts
+    without a slot.
 
     Args:
-        tensors: of the buffer.
-        n_gates: rows of the priority table.
+        tensors: Tensors of the buffer.
+        n_gates: Rows of the priority table.
     """
 
     def __init__(self, tensors: Sequence[Any], n_gates: int):
         self._gate_of = [int(t.gate) for t in tensors]
         self._n_matrices = np.bincount(self._gate_of, minlength=n_gates).tolist()
         self._predicted: list[frozenset[int] | None] = [None] * n_gates
-        # when, and which that had been predicted, of the last two tokens, the newest
-        # first
+        # time and predicted experts of the last two tokens, newest first
         self._selected: list[list[tuple[int, frozenset[int]]]] = [[] for _ in range(n_gates)]
         self.reset()
 
     def reset(self) -> None:
-        """Counts from here on; predictions that are waiting stay."""
+        """Reset the counters; pending predictions stay."""
         self._n_selected = self._n_right = 0  # experts
         self._right_slices = self._late_slices = 0
 
     def predicted(self, gate: int, best: np.ndarray) -> None:
-        """The experts [n] that this gate will select next, as many as serve its tokens."""
+        """Record the experts [n] predicted for this gate, as many as it selects."""
         self._predicted[gate] = frozenset(best.tolist())
 
     def selected(self, event: GateEvent) -> None:
-        """A router has selected."""
+        """Record a router's selection."""
         gate, ids = event.gate, frozenset(event.ids.ravel().tolist())
         right = ids & (self._predicted[gate] or frozenset())
         uploaded = (
@@ -175,7 +165,7 @@ class PredictionMeter:
         self._late_slices += len(uploaded) * self._n_matrices[gate]
 
     def read(self, reads: np.ndarray) -> None:
-        """Finished reads, of `READ_DTYPE`, at the latest a token after they ended."""
+        """Record finished reads of `READ_DTYPE`, at most a token late."""
         if not len(reads):
             return
         for tensor, expert, t_done, result in zip(
@@ -190,21 +180,17 @@ class PredictionMeter:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the selected experts that had been predicted; a layer without a
-        prediction counts 0.
-        """
+        """Share of the selected experts that were predicted; 0 without predictions."""
         return self._n_right / self._n_selected if self._n_selected else None
 
     @property
     def fetch_rate(self) -> float | None:
-        """Share of the slices of experts predicted and selected that was where it is
-        computed when their router selected.
-        """
+        """Share of the slices, predicted and selected, in place at their selection."""
         return max(1 - self._late_slices / self._right_slices, 0.0) if self._right_slices else None
 
     @property
     def good_pred(self) -> float | None:
-        """Share of the selected experts that had been predicted and was there in time."""
+        """Share of the selected experts that were predicted and in place in time."""
         return (
             self.accuracy * self.fetch_rate
             if self.accuracy is not None and self.fetch_rate is not None
@@ -212,35 +198,31 @@ class PredictionMeter:
         )
 
 
-# least share that must be useful: no more is read for nothing than for use, even at the
-# last place that is read
+# least useful share: even at the last rank read, at most half the reads are useless
 MIN_USEFUL_SHARE = 0.5
-_USEFULNESS_RATE = 0.03  # of a token, in the running sums
-# observations that the assumption "half is useful", and for a gate "as in all gates",
-# weigh as much as
+_USEFULNESS_RATE = 0.03  # weight of a token in running sums
+# weight, in observations, of the priors "half is useful" and, for a gate, "as in all
+# gates"
 _PRIOR = 4.0
 _NO_EXPERTS = np.zeros(0, np.int32)
 
 
 class PrefetchPrecision:
-    """How often an expert that was predicted, and absent, is then selected, by its
-    place in the prediction.
+    """Precision of predictions of absent experts, by gate and rank.
 
-    The experts that a good cache lacks are hard to foresee: of all predictions most are
-    right, of those about absent experts fewer.
+    Predictions are mostly right, but less so for experts that a good cache lacks.
 
     Args:
-        n_gates, n_experts: of the priority table.
-        n_places: candidates of a prediction.
+        n_gates, n_experts: Shape of the priority table.
+        n_places: Candidates per prediction.
 
     Attributes:
-        max_rank: [n_gates] up to which place the likeliest candidates of a gate are
-            read if they are absent.
+        max_rank: [n_gates] last rank at which absent experts are read.
     """
 
     def __init__(self, n_gates: int, n_experts: int, n_places: int):
         self._resident = np.ones((n_gates, n_experts), bool)
-        self._ids: list[np.ndarray] = [_NO_EXPERTS] * n_gates  # this token's
+        self._ids: list[np.ndarray] = [_NO_EXPERTS] * n_gates  # of this token
         self._best: list[np.ndarray] = [_NO_EXPERTS] * n_gates
         self._places: list[np.ndarray] = [_NO_EXPERTS] * n_gates
         self._all_places = np.arange(n_places)
@@ -250,27 +232,21 @@ class PrefetchPrecision:
         self.max_rank = [n_places] * n_gates
 
     def predicted(self, gate: int, best: np.ndarray, places: np.ndarray | None = None) -> None:
-        """The candidates [n] of a gate for its next token, each once, and the place of
-        each; None: the likeliest first.
-        """
+        """Record a gate's distinct candidates [n] and their ranks; None: in order."""
         self._best[gate] = best
         self._places[gate] = self._all_places if places is None else places
 
     def selected(self, gate: int, ids: np.ndarray) -> None:
-        """A gate has selected these for a token [n], or for one each of several
-        sequences: of use is what any of them selects.
-        """
-        self._ids[gate] = ids  # that is all: this runs for each gate
+        """Record a gate's selection [n] for a token, or for one of each sequence."""
+        self._ids[gate] = ids  # nothing else, as this runs for every gate
 
     def next_token(self, resident: np.ndarray, selected: np.ndarray | None = None) -> None:
-        """The first gate has selected: counts what was predicted for it and, in the
-        token before, for the others.
+        """Count the predictions of the last token, at its successor's first gate.
 
         Args:
-            resident: [n_gates, n_experts] bool, what is in memory now; the next
-                predictions are judged by it.
-            selected: [n_gates, n_experts] bool, what the gates have selected; None: as
-                `selected` was told.
+            resident: [n_gates, n_experts] bool, residency by which the next predictions
+                count.
+            selected: [n_gates, n_experts] bool selections; None: those of `selected`.
         """
         n_places, n_gates = len(self._absent), len(self._gates)
         if selected is None:
@@ -304,32 +280,29 @@ class PrefetchPrecision:
         return np.repeat(self._gates, [len(part) for part in of_each])
 
 
-_SAME = 1e-3  # of two sums of weights that differ by rounding alone
-_SUM_RATE = 0.1  # of an event, in the running means of sums
+_SAME = 1e-3  # largest relative difference of sums by rounding
+_SUM_RATE = 0.1  # weight of an event in running means
 
 
 class WeightEstimate:
-    """Weights that gates will give to predicted experts, learnt from those that they
-    gave to selected ones.
+    """Estimated gate weights of predicted experts, learned from selected ones.
 
-    Scores become weights by a factor. Where a gate's weights add up to the same for
-    every token, they are normalized over the selected, and a token's scores, too;
-    elsewhere the factor is the same for all tokens, and makes the sums right on the
-    average.
+    If a gate's weights have a constant sum, scores are normalized over the selected
+    experts. Otherwise one factor for all tokens corrects the mean sum.
 
     Args:
-        n_gates: of the priority table.
-        n_used: experts for each token.
+        n_gates: Rows of the priority table.
+        n_used: Experts per token.
     """
 
     def __init__(self, n_gates: int, n_used: int):
         self._n_used = n_used
-        # running means for a token; 0: nothing seen
+        # running means per token; 0: no data
         self._sums, self._predicted = np.zeros(n_gates), np.zeros(n_gates)
         self._varies = [False] * n_gates
 
     def selected(self, gate: int, weights: np.ndarray) -> None:
-        """A gate has given these [n_tokens, n_used]."""
+        """Record a gate's weights [n_tokens, n_used]."""
         sums, before = weights.sum(axis=1), self._sums[gate]
         mean = float(sums.mean())
         before = before or mean
@@ -337,7 +310,7 @@ class WeightEstimate:
         self._sums[gate] = before + _SUM_RATE * (mean - before)
 
     def of(self, gate: int, scores: np.ndarray) -> np.ndarray:
-        """Of candidates' scores [n_tokens, n], best first; 0 before anything was seen."""
+        """Return weights for scores [n_tokens, n], best first; 0 without data."""
         sums: np.ndarray = scores[:, : self._n_used].sum(axis=1, keepdims=True)
         mean, before = float(sums.mean()), self._predicted[gate]
         self._predicted[gate] = before + _SUM_RATE * (mean - before) if before else mean
@@ -348,37 +321,34 @@ class WeightEstimate:
         return weights
 
 
-_RATE = 0.4  # of a token, in the running means
-# tokens of a batch that are predicted for: experts that fewer than one in so many
-# selects are left to demand
+_RATE = 0.4  # weight of a token in running means
+# most tokens of a batch to predict for: rarer experts are left to demand
 SAMPLE = 64
-# of the time, in which the disk reads: below it prediction has no measurable effect
+# share of the time the disk reads, below which prediction has no measurable effect
 _LEAST_BUSY = 0.01
-# tokens for which nothing is predicted and Python is not called: more would notice late
-# that it pays again
+# tokens without prediction or Python calls; more would delay the return to prefetching
 _MOST_QUIET = 16
 
 
 class Prefetcher(Observer):
-    """Reads what a predictor expects, as far as demand leaves the disk time for it, and
-    keeps what is resident of it.
+    """A prefetcher that protects and reads predicted experts within the disk's idle
+    time.
 
     Args:
-        buffer: started.
-        predictor: its `observe` is called for the events that are predicted from.
-        n_used: experts for each token.
-        fallback: takes the predictor's place if it reads gate inputs and events have
-            none.
-        share: of all experts, how many candidates a gate has at least (Fate §4.2:
-            0.25); at least n_used.
-        bounded: in decode, as of `Strategy`.
-        ab_tested: in decode, prefetching that does not shorten tokens is switched off
-            (`ABTest`, one for each number of tokens at once), and what is seldom useful
-            is not read (`PrefetchPrecision`).
-        precision: if the router selected as predicted: experts that would be served in
-            low precision are read in it, skipped ones not at all. `use` changes it.
-        fills_devices: a prefetch also writes what host memory has into slots of a
-            device, so that it pays without reads, too.
+        buffer: Started buffer.
+        predictor: Predictor whose `observe` takes events.
+        n_used: Experts per token.
+        fallback: Predictor for events without the gate inputs that the first one needs.
+        share: Least candidates per gate as a share of all experts (Fate §4.2: 0.25); at
+            least n_used.
+        bounded: As in `Strategy`, for decoding.
+        ab_tested: True to disable prefetching in decoding where it does not pay (an
+            `ABTest` per batch size), and to skip rarely useful reads
+            (`PrefetchPrecision`).
+        precision: Precision in use, by which predicted experts are read in low
+            precision or skipped. `use` changes it.
+        fills_devices: True if prefetches upload to device slots, which pays without
+            reads.
     """
 
     def __init__(
@@ -404,39 +374,36 @@ class Prefetcher(Observer):
         self._is_alone = self._is_quiet = False
         self._n_together = 1
         self._n_matrices = int(max(np.bincount([t.gate for t in buffer.tensors])))
-        self._most = float(n_used * self._n_matrices)  # slices that one gate can select
+        self._most = float(n_used * self._n_matrices)  # most slices of a gate
         self.ab_test = ABTest() if ab_tested else None
-        # by tokens that are decoded at once: their times cannot be compared
+        # by tokens decoded together, because their times are not comparable
         self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}
         self._prefetch_precision = (
             PrefetchPrecision(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
         )
-        # the papers' own presets are measured as their papers do; what is A/B-tested
-        # has its gain
+        # the papers' presets are measured as published; A/B tests measure a gain
+        # themselves
         self.meter = None if ab_tested else PredictionMeter(buffer.tensors, self._n_gates)
         self._prompt_prefetcher = PromptPrefetcher(buffer, precision)
         self._weights = WeightEstimate(self._n_gates, min(n_used, self._n_candidates))
         self._set_precision(precision)
-        # of a prompt's batch, by gate: the experts that are foreseen, and in which
-        # versions
+        # predicted experts of a prompt's batch and their versions, by gate
         self._popular: dict[int, tuple[list[int], np.ndarray | None]] = {}
         self._whole = whole_experts(buffer)
         self._token_t, self._n_rows = 0, 1
         self._token_ns = 0.0
-        self._missed = 0  # slices that this token's gates found absent
-        self._misses = self._most / 2  # the same for each gate
-        self._busy: float | None = None  # ns of a token, in which the disk reads
-        self._credit = self._earned = 0.0  # slices; what a gate adds to them
-        self._gap_slices = 0.0  # that the disk reads between two gates
+        self._missed = 0  # absent slices of this token
+        self._misses = self._most / 2  # mean per gate
+        self._busy: float | None = None  # disk time per token in ns
+        self._credit = self._earned = 0.0  # in slices: saved, and added per gate
+        self._gap_slices = 0.0  # slices read between two gates
         self._seen = (0, 0)  # disk_busy_ns, reads
 
     def use(self, precision: Precision) -> None:
-        """Between batches: what is predicted is read as this will serve it, and
-        compared anew with reading nothing.
-        """
+        """Change the precision between batches, and restart the A/B tests."""
         if precision == self.precision:
             return
-        self._buffer.drain()  # events of the batches before
+        self._buffer.drain()  # of previous batches
         self._set_precision(precision)
         if self.ab_test is not None:
             self.ab_test = ABTest()
@@ -446,16 +413,14 @@ class Prefetcher(Observer):
 
     def _set_precision(self, precision: Precision) -> None:
         self.precision = self._prompt_prefetcher.precision = precision
-        # else what is predicted is read in high precision
+        # otherwise predicted experts are read in high precision
         self._as_weighed = not precision.lossless and not precision.mispredicted_low
 
     def go_native(self, n_together: int) -> GatePredictor | None:
-        """Before the first event: predictions and prefetches that the buffer's driver
-        thread shall make from now on; None: it cannot.
+        """Return the predictor for the native driver thread, None if impossible.
 
         Args:
-            n_together: events of a token that other observers may see together, behind
-                the last of them.
+            n_together: Events of a token that other observers may take together.
         """
         if (
             self._prefetch_precision is not None
@@ -470,7 +435,7 @@ class Prefetcher(Observer):
     def _tell_native(self) -> None:
         if self._native is None:
             return
-        # what is weighed needs the scores: it is predicted here
+        # weighing versions needs the scores, which are computed in Python
         settings, weighed = self._native.settings, self._as_weighed
         settings.is_on, settings.n_together = (
             self._predicts and not weighed,
@@ -482,9 +447,7 @@ class Prefetcher(Observer):
 
     @property
     def is_alone(self) -> bool:
-        """True if no other observer wants every event of decoded tokens. Set between
-        events.
-        """
+        """True if no other observer needs every decode event. Set it between events."""
         return self._is_alone
 
     @is_alone.setter
@@ -494,10 +457,10 @@ class Prefetcher(Observer):
 
     @property
     def _n_quiet(self) -> int:
-        """Tokens until something is decided anew."""
+        """Tokens until the next decision."""
         if self._predicts:
             return 1
-        if self.ab_test is None or self.ab_test.on:  # the disk has nothing to do
+        if self.ab_test is None or self.ab_test.on:  # the disk is idle
             return _MOST_QUIET
         return min(max(self.ab_test.left, 1), _MOST_QUIET)
 
@@ -507,14 +470,12 @@ class Prefetcher(Observer):
 
     @property
     def gain(self) -> float | None:
-        """Speed with prefetching relative to without, minus 1, when it was last
-        compared.
-        """
+        """Last measured speed-up by prefetching minus 1."""
         return self.ab_test.gain if self.ab_test is not None else None
 
     @property
     def _predicts(self) -> bool:
-        """True while this token's gates are predicted."""
+        """True if this token's gates are predicted."""
         return self.on and (
             self.precision.mispredicted_low
             or self._fills_devices
@@ -523,21 +484,21 @@ class Prefetcher(Observer):
         )
 
     def observe(self, event: GateEvent) -> None:
-        """After a router has selected."""
+        """Predict and prefetch after a router's selection."""
         if event.gate_input is None and self._fallback is not None:
             self.predictor, self._fallback = self._fallback, None
             if self._native is not None:
                 self._native.stop()
                 self._native = None
         elif event.gate == self._n_gates - 1:
-            self._fallback = None  # every gate has an input; quiet events come without
+            self._fallback = None  # gates have inputs; only quiet events lack them
         tau = self.precision.tau
         if tau:
             self._weights.selected(event.gate, event.weights[:SAMPLE])
         if not event.decode:
             self._token_t = 0
-            # the papers' presets foresee the batch's own popularity; without a
-            # prediction that of earlier ones has to do
+            # the papers' presets predict the batch's popularity; otherwise use earlier
+            # batches'
             predictions = (
                 self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
             )
@@ -555,7 +516,7 @@ class Prefetcher(Observer):
             return
         prefetch_precision = self._prefetch_precision if self._predicts else None
         if prefetch_precision is not None and not self._is_quiet:
-            # what is read for nobody is of no use
+            # reads of skipped experts are useless
             prefetch_precision.selected(
                 event.gate, event.ids[event.weights >= tau] if tau else event.ids.ravel()
             )
@@ -580,9 +541,7 @@ class Prefetcher(Observer):
             self._act(self.predictor.begin(tokens), decode, stops=decode)
 
     def _next_token(self, event: GateEvent) -> None:
-        """At the first gate of a token: measures the token before, and what the disk
-        can read besides demand.
-        """
+        """Measure the last token and the disk's idle time, at a token's first gate."""
         now, n_rows, n_tokens = event.t_ns, len(event.ids), 1
         if self._native is not None:
             n_tokens, missed = self._native.take_counts()
@@ -610,8 +569,8 @@ class Prefetcher(Observer):
             self._busy = (
                 busy_ns if self._busy is None else self._busy + rate * (busy_ns - self._busy)
             )
-            # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which
-            # demand leaves the disk idle, and adds up
+            # n = T / t_expert (Fate §4.3) in slices: T is the idle time of the disk in
+            # the gap, accumulated
             if reads > 0:
                 t_slice = busy / reads
                 self._gap_slices = self._token_ns / self._n_gates / t_slice if t_slice else 0.0
@@ -624,13 +583,13 @@ class Prefetcher(Observer):
         self._tell_native()
 
     def _act(self, predictions: list[Prediction], decode: bool, stops: bool = True) -> None:
-        """stops: where something of a gate is absent, later ones are left alone (HOBBIT
-        §3.3); not before a prompt, whose layers all have to be read.
+        """Apply a prediction. Return after the first gate with absent experts if
+        `stops` (HOBBIT §3.3); prompts read all layers.
         """
         for n, p in enumerate(predictions, 1):
             if not decode:
-                # all experts that some token is likely to select, those of the most
-                # tokens first (Fate §4.3)
+                # all experts that some token is likely to select, most popular first
+                # (Fate §4.3)
                 if (
                     self._prompt_prefetcher.read(
                         p.gate, _by_popularity(p.scores, self._n_used), versions=self._of_prompt(p)
@@ -658,18 +617,16 @@ class Prefetcher(Observer):
                         best[high],
                         (np.arange(len(best)) if places is None else places)[high],
                     )
-            # without a bound until the router has selected (EdgeMoE §3.3.2): what is
-            # not read by then would have taken others' memory for nothing
+            # no limit until the router has selected (EdgeMoE §3.3.2): later reads would
+            # evict others for nothing
             limit = self._credit if self._bounded else max(np.ceil(self._gap_slices), self._most)
             queued = self._read(p.gate, versions, best, max_rank, int(limit))
             self._credit -= queued
             if queued or (n < len(predictions) and self._lacks(p.gate, versions, best)):
-                return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
+                return  # absent experts, read or not, end the lookahead (HOBBIT §3.3)
 
     def _lacks(self, gate: int, versions: np.ndarray | None, best: np.ndarray) -> bool:
-        """True if a candidate is not where it would be computed, in the version that
-        would serve it or a better one.
-        """
+        """Return True if a candidate is not in place in its version or better."""
         if versions is None:
             return self._buffer.lacks(gate, best)
         high, low = (best[versions[best] == version] for version in (native.HIGH, native.LOW))
@@ -678,8 +635,9 @@ class Prefetcher(Observer):
         )
 
     def _would_serve(self, p: Prediction, top: np.ndarray) -> np.ndarray:
-        """[n_experts] versions of the candidates [n_tokens, n], best first, if their
-        scores were gate weights.
+        """Return the candidates' [n_experts] versions, taking scores for gate weights.
+
+        Candidates are [n_tokens, n], best first.
         """
         scores = self.predictor.router.gated(p.scores) if p.logits else p.scores
         if not self.precision.tau:
@@ -687,7 +645,7 @@ class Prefetcher(Observer):
                 scores, top, min(self._n_used, self._n_candidates), self.precision
             )
         weights = np.take_along_axis(scores, top, axis=1)
-        # no weights
+        # scores are not weights
         served = (self._weights.of(p.gate, weights) >= self.precision.tau) | (weights[:, -1:] < 0)
         out = np.full(scores.shape[1], native.SKIP)
         out[top[served]] = native.HIGH
@@ -696,30 +654,33 @@ class Prefetcher(Observer):
     def _read(
         self, gate: int, versions: np.ndarray | None, best: np.ndarray, max_rank: int, limit: int
     ) -> int:
-        """Protects the candidates that are resident, and queues up to `limit` slices of
-        the first `max_rank`; returns how many.
+        """Protect resident candidates, and queue up to `limit` slices of the first
+        `max_rank`.
 
         Args:
-            versions: [n_experts], that would serve; None: all high.
-            best: the candidates.
+            versions: [n_experts] predicted versions; None: all high.
+            best: Candidates.
+
+        Returns:
+            Number of slices queued.
         """
         prefetch = self._buffer.prefetch
         if versions is None:
             order = best.tolist()
-            # a matrix of each is read before their second ones: of as many as a token
-            # needs
+            # read one matrix of each expert before the second ones, for as many as a
+            # token needs
             each = max_rank if self._bounded else min(self._n_used, max_rank)
             queued = prefetch(gate, order, each, limit=limit)
             while (max_rank := max_rank - each) > 0 and (queued < limit or self._fills_devices):
                 order = [*order[each:], *order[:each]]
-                # what is not read any more may be uploaded
+                # experts that are no longer read may be uploaded
                 each = min(each, max_rank) if queued < limit else max_rank
                 queued += prefetch(gate, order, each, limit=limit - queued)
             return queued
         versions = versions[best]
         pays = np.arange(len(best)) < max_rank
         high = (versions == native.HIGH) & pays
-        # others that are resident will serve
+        # other resident experts will serve
         queued = prefetch(
             gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit
         )
@@ -728,9 +689,7 @@ class Prefetcher(Observer):
         return queued
 
     def _of_prompt(self, p: Prediction) -> np.ndarray | None:
-        """Versions that would serve the experts of a prompt's batch; None: it is not
-        weighed.
-        """
+        """Return the predicted versions of a prompt's batch, None if not weighed."""
         if not self.precision.weigh_prompts:
             return None
         return self._would_serve(p, p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1])
@@ -741,9 +700,7 @@ class Prefetcher(Observer):
 
 
 def whole_experts(buffer: ExpertBuffer) -> np.ndarray:
-    """[n_gates, 1] uint8: the bits that `ExpertBuffer.residency` has for an expert of a
-    gate of which all is resident.
-    """
+    """Return complete experts' `ExpertBuffer.residency` bits, [n_gates, 1] uint8."""
     out = np.zeros((buffer.priorities.shape[0], 1), np.uint8)
     for t in buffer.tensors:
         out[t.gate] |= 1 << t.matrix
@@ -751,8 +708,9 @@ def whole_experts(buffer: ExpertBuffer) -> np.ndarray:
 
 
 def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:
-    """The experts that, by scores [n_tokens, n_experts], some token is likely to
-    select, those of the most tokens first.
+    """Return the experts likely to be selected by any token, most popular first.
+
+    Scores are [n_tokens, n_experts].
     """
     n_experts = scores.shape[1]
     chosen = (
@@ -767,8 +725,9 @@ def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:
 
 
 def _merged(top: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Candidates [n_tokens, n], best first, as each expert once, those in the first
-    places before those in the second; and their places. None: one token's, in order.
+    """Return distinct candidates of [n_tokens, n], by best rank, and their ranks.
+
+    Ranks are None for a single token, which is in order.
     """
     if len(top) == 1:
         return top[0], None

@@ -1,6 +1,4 @@
-"""The identity of a computed prompt: what tells whether its state means the same to
-another engine.
-"""
+"""The identity of a computed prompt, by which engines share its state."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from ..llamacpp.llama import build_identity
 if TYPE_CHECKING:
     from .engine import Engine
 
-# options of `Config` and of llama_cpp that leave the bits of a state as they are, or
-# whose effect `state_identity` takes from elsewhere
+# options of `Config` and llama_cpp that do not change a state, or that `state_identity`
+# reads elsewhere
 _NO_EFFECT = frozenset(
     "model_path memory max_loss n_ctx n_threads n_threads_batch expert_memory strategy stride"
     " profile experts tier verify_reads warm io_threads trace context_shift n_keep numa verbose"
@@ -30,15 +28,13 @@ _HALVES = (None, "f16")  # types of the KV cache
 
 
 def state_identity(engine: Engine, *facts: object) -> bytes:
-    """Return 16 bytes that are equal where a computed prompt means the same: a digest
-    of the build and its CPU level, the model, the precision in use, and every option
-    that changes a state.
+    """Return a 16-byte digest of all that determines a prompt's state.
 
-    What is left open is what no option says: the micro-batch where it is chosen by
-    memory and disk, and who shared a batch.
+    It covers build, CPU level, model, precision and options, but neither an automatic
+    micro-batch nor the sequences of a batch.
 
     Args:
-        facts: others that change a state, as JSON.
+        facts: Further values that change a state, as JSON.
     """
     config, quality, options = engine.config, engine.quality, {}
     for name, value in (
@@ -49,11 +45,11 @@ def state_identity(engine: Engine, *facts: object) -> bytes:
             options[name] = repr(value)
     sidecar = quality.source.sidecar if quality.source.repacked or quality.low_source else None
     adapter = file_state(adapter) if (adapter := config.llama_cpp.get("lora_path")) else None
-    # with ctime: a file may be overwritten and get its old mtime
+    # with ctime, because an overwritten file may get its old mtime back
     model = [engine.model_index.identity, *(state.ctime_ns for state in engine.model_index.states)]
     precision = [quality.source.tier, repr(quality.precision), sidecar.identity if sidecar else 0]
-    # ggml's threads share the positions that a token attends to, if keys and values are
-    # halves, and add up in that order
+    # with f16 keys and values, ggml's threads split a token's positions, which sets the
+    # order of sums
     splits = config.flash_attn and config.type_k in _HALVES and config.type_v in _HALVES
     parts = [
         __version__,
@@ -69,7 +65,7 @@ def state_identity(engine: Engine, *facts: object) -> bytes:
 
 
 def file_state(path: str | os.PathLike[str]) -> list[object]:
-    """Return a file's path, size, mtime and ctime; the path alone if it is not there."""
+    """Return a file's path, size, mtime and ctime; of a missing file the path."""
     state = FileState.read(path)
     return (
         [os.fspath(path)]

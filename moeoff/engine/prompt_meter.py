@@ -1,4 +1,4 @@
-"""Rates of prompts, as they run: what a later start chooses its micro-batch by
+"""Measured rates of prompt processing, by which later starts choose the micro-batch
 (`moeoff/budget/micro_batch.py`).
 """
 
@@ -7,15 +7,13 @@ from __future__ import annotations
 from ..budget.micro_batch import LEAST, PROMPT, SIZES, PromptRates
 from .buffer import ExpertBuffer
 
-_LEAST_TOKENS = 256  # of prompts, before their rate means anything
+_LEAST_TOKENS = 256  # prompt tokens until the rate is reliable
 _LEAST_BYTES = 64 << 20
-_PAUSE = 1.5  # seconds that an answer waits at most for a part of another one's prompt
+_PAUSE = 1.5  # longest wait of an answer for another prompt, in seconds
 
 
 class PromptMeter:
-    """Args:
-    buffer: started.
-    """
+    """A meter of a started buffer's prompt processing."""
 
     def __init__(self, buffer: ExpertBuffer):
         self._buffer = buffer
@@ -24,11 +22,11 @@ class PromptMeter:
         self._n_beside = 0
 
     def begin(self, depth: int) -> None:
-        """Before a prompt's batch, behind so many tokens."""
+        """Begin a prompt's batch at a context depth of `depth` tokens."""
         self._depth, self._seen = depth, self._counters()
 
     def end(self, n_tokens: int, seconds: float) -> None:
-        """After it."""
+        """End the batch."""
         if self._seen is None:
             return
         stall, nbytes, busy = (
@@ -37,7 +35,7 @@ class PromptMeter:
         computing = max(int(seconds * 1e9) - stall, 1)
         if n_tokens >= LEAST:
             self._n_beside = max(int(n_tokens * max(_PAUSE * 1e9, busy) / computing), SIZES[0])
-        # attention takes longer than in the prompt that a choice is made for
+        # attention takes longer here than in the prompt that the choice assumes
         if self._depth >= PROMPT:
             return
         self._tokens += n_tokens
@@ -46,10 +44,9 @@ class PromptMeter:
         self._busy_ns += busy
 
     def n_beside(self) -> int:
-        """Return how many tokens of a prompt are computed while an answer may wait.
+        """Return the prompt tokens to compute while an answer waits.
 
-        Where the disk needs longer for a layer's experts, as many as are computed
-        meanwhile: fewer would not take less time.
+        If the disk is the bottleneck, fewer tokens would not take less time.
         """
         return self._n_beside or SIZES[-1]
 
@@ -59,7 +56,7 @@ class PromptMeter:
 
     @property
     def rates(self) -> PromptRates | None:
-        """None: too little was computed or read."""
+        """Measured rates, or None with too little data."""
         if (
             self._tokens < _LEAST_TOKENS
             or self._bytes < _LEAST_BYTES

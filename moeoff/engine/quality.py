@@ -1,5 +1,5 @@
-"""`Quality`: what a running model may give up, chosen from the options or the model's
-contract, and again where the budget moves.
+"""`Quality`: the precision of a model's experts, by options or contract, and again when
+the budget moves.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from .prefetcher import Prefetcher
 
 
 class Quality:
-    """The precision that experts are served in, within what the user allows.
+    """The precision of the experts, within the user's limits.
 
     Args:
-        config: as the user gave it.
-        profile: with the contract, if there is one.
-        resident_share: of the experts, in their own precision, by the budget.
+        config: User's configuration.
+        profile: Profile, with the contract if there is one.
+        resident_share: Share of the experts that fit the budget in full precision.
 
     Attributes:
-        precision: in use.
-        selected: what `max_loss` has chosen.
-        source, low_source: where experts are read from, and their low versions.
-        followed: tokens of the text that the simulated cache has seen.
-        buffer: serves the experts; set before the first `use`.
-        prefetcher: if there is one, it reads ahead what the precision in use would
-            serve.
+        precision: Precision in use.
+        selected: Choice of `max_loss`.
+        source, low_source: Files of the experts and of their low versions.
+        followed: Tokens of the text in the simulated cache.
+        buffer: Expert buffer, set before the first `use`.
+        prefetcher: Prefetcher that follows the precision, or None.
 
     Raises:
-        OptionError: no contract for the bound, or a strategy that cannot serve what it
-            chooses.
+        OptionError: There is no contract for the bound, or the strategy cannot serve
+            it.
     """
 
     buffer: ExpertBuffer
@@ -65,7 +64,7 @@ class Quality:
         )
         if config.max_loss:
             self._contract = LossContract.find(model_index, profile, self.source, config.max_loss)
-            # what must repeat in any memory cannot be chosen by it
+            # reproducible results cannot depend on memory
             self.selected = self._contract.select(
                 config.max_loss, DEFAULT_SHARE if config.deterministic else resident_share(budget)
             )
@@ -80,9 +79,7 @@ class Quality:
 
     @property
     def unread_tiers(self) -> list[str]:
-        """Lower precisions of the sidecar, where nobody has said anything that would
-        read them, or the bound of loss was measured without it.
-        """
+        """Lower tiers of the sidecar that no option or contract reads."""
         asked = (
             self._config.tier is not None
             or self.low_source is not None
@@ -96,9 +93,7 @@ class Quality:
 
     @property
     def simulates(self) -> bool:
-        """Decisions look at a simulated cache, which follows a text from its first
-        token on.
-        """
+        """True if decisions use a simulated cache that follows a text."""
         return (
             self._config.deterministic
             and self.precision.resident > 0
@@ -106,40 +101,35 @@ class Quality:
         )
 
     def use(self, precision: Precision) -> None:
-        """Gives up this much from the next batch on; what decisions are simulated by is
-        empty then.
+        """Set the precision from the next batch on, and reset the simulated cache.
 
         Raises:
-            OptionError: the low versions are not there.
+            OptionError: There are no low versions.
         """
         self.precision, self.followed = precision, 0
         self.buffer.set_precision(precision, blind=self._config.deterministic)
-        if self._config.replay is None:  # which has what became of it
+        if self._config.replay is None:  # a replay forces the recorded decisions
             self.buffer.simulate_cache(precision.resident if self.simulates else None)
         if self.prefetcher is not None:
             self.prefetcher.use(precision)
 
     def begin(self, spans: Mapping[int, Span]) -> None:
-        """Before a batch of these sequences: a new text begins with an empty simulated
-        cache.
-        """
+        """Reset the simulated cache if the batch starts a new sequence."""
         if self.simulates:
             if any(span.first == 0 for span in spans.values()):
                 self.use(self.precision)
             self.followed = max(span.end for span in spans.values())
 
     def choose_again(self, budget: int) -> None:
-        """Within the bound of loss: what was measured with other shares of the experts
-        in memory may lose more with this one.
-        """
+        """Choose the precision for another resident share, within the bound of loss."""
         before = self.selected
         if self._contract is None or before is None or self._config.deterministic:
             return
         selected = self._contract.select(
             before.max_loss, self._share(Budget(budget)), lambda c: c.tier == before.tier
         )
-        # all experts are and stay in the tier, for which what was promised with more
-        # given up holds
+        # all experts stay in the tier, so the bound holds as measured with a smaller
+        # share
         self.selected = (
             selected if selected.tier == before.tier else replace(before, precision=Precision())
         )
@@ -147,9 +137,7 @@ class Quality:
 
 
 def _fitted(config: Config, profile: Profile | None) -> Precision:
-    """The precision of the options; where the strategy brings it, with what a
-    calibration fitted of it to the model.
-    """
+    """Return the precision of the options, with the strategy's calibrated values."""
     precision, policy = config.precision, config.strategy.policy
     if (
         precision is not config.strategy.precision

@@ -1,6 +1,4 @@
-"""Statistics of a run: the native counters in the units people ask for, the tokens
-decoded in what time, and what was chosen.
-"""
+"""Statistics of a run: native counters, decode times and the engine's choices."""
 
 from __future__ import annotations
 
@@ -14,16 +12,14 @@ from ..llamacpp import native
 
 
 class Metric(NamedTuple):
-    """A figure of /metrics: its name without the prefix, what it is, and its value for
-    each set of labels, of which "" is none.
-    """
+    """A figure of /metrics: name without prefix, help, and values by label set."""
 
     name: str
     text: str
     samples: Mapping[str, float]
 
     def __str__(self) -> str:
-        """Lines of Prometheus' text format."""
+        """Format the metric in Prometheus' text format."""
         kind = "counter" if self.name.endswith("_total") else "gauge"
         head = [f"# HELP moeoff_{self.name} {self.text}", f"# TYPE moeoff_{self.name} {kind}"]
         return "\n".join(
@@ -36,9 +32,7 @@ class Metric(NamedTuple):
 
 @dataclass
 class Timing:
-    """Time inside llama_decode: text that is read is prompt, tokens that are decoded,
-    of any number of sequences, are generation.
-    """
+    """Time in llama_decode for prompt processing and generation, of all sequences."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -64,14 +58,13 @@ def _figure(
     metric: str | bool = False,
     factory: Any = None,
 ) -> Any:
-    """A field of `Stats`.
+    """Return a field of `Stats`.
 
     Args:
-        text: what it is, in one sentence.
-        unit: of its value.
-        counter: counts up, so that two snapshots have a difference; else it is a gauge,
-            and says how something is now.
-        metric: its name in /metrics, where it is one of its own; True: as the field.
+        text: Description in a sentence.
+        unit: Unit of the value.
+        counter: True for a counter, False for a gauge.
+        metric: Name in /metrics, or True for the field's own.
     """
     metadata = {"text": text, "unit": unit, "counter": counter, "metric": metric}
     return (
@@ -83,11 +76,10 @@ def _figure(
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What a run took and chose: the fields of --stats-json, of `run --json` and of
-    what bench and eval write, and most of /metrics.
+    """The statistics in --stats-json, `run --json`, bench, eval and most of /metrics.
 
-    docs/reference/stats.md lists them, from this table. Names stay stable; sizes are in
-    bytes, times in seconds, rates per second. A slice is one matrix of one expert.
+    docs/reference/stats.md is generated from these fields. Names are stable. Sizes are
+    in bytes, times in seconds. A slice is one matrix of one expert.
     """
 
     model: str = _figure("Path of the model.", default="")
@@ -338,13 +330,13 @@ class Stats:
 
     @property
     def device_hit_rate(self) -> float:
-        """Share of the slices that gates chose that a device held."""
+        """Share of the routed slices that were on a device."""
         uses = self.demand_hits + self.demand_misses
         return self.device_hits / uses if uses else 0.0
 
     @property
     def hit_summary(self) -> str:
-        """Hit rate, in words."""
+        """Hit rate in words."""
         off = (
             ", off: the CPU alone is faster"
             if self.device_mode == "cpu" and self.device_gain is not None
@@ -356,19 +348,17 @@ class Stats:
 
     @property
     def decoded_uses(self) -> int:
-        """Of expert_uses, those of tokens that were decoded."""
+        """Part of expert_uses from decoded tokens."""
         return self.gen_tokens * self.experts_per_token
 
     @property
     def precision_summary(self) -> str:
-        """The precision that may be given up, and how much was, in words; empty if none
-        was and nothing is left out.
-        """
+        """Allowed and actual loss of precision in words; empty if there is none."""
         uses = max(self.expert_uses, 1)
         parts = [f"all experts in {self.tier}"] if self.tier != ORIGINAL else []
         if self.served_low:
             parts.append(f"{self.served_low / uses:.1%} of experts in low precision")
-        if self.tau:  # nothing else skips then
+        if self.tau:  # the only reason to skip
             parts.append(
                 f"{self.skipped / max(self.decoded_uses, 1):.1%} of experts left out below a weight"
                 f" of {self.tau:.3g}"
@@ -385,7 +375,7 @@ class Stats:
         return ", ".join(parts) + bound
 
     def metrics(self) -> Iterator[Metric]:
-        """Those of the table that are known, and those of several figures."""
+        """Yield the known metrics, including those of several figures."""
         for f in fields(self):
             value, name = getattr(self, f.name), f.metadata["metric"]
             name = f.name if name is True else name
@@ -423,11 +413,10 @@ class Stats:
 
     @classmethod
     def of(cls, counters: native.Stats, timing: Timing, **facts: Any) -> Stats:
-        """The native counters and the time of the decodes, with what else is known of
-        the run.
+        """Make statistics from native counters and decode times.
 
         Args:
-            facts: fields that neither has.
+            facts: Further fields.
         """
         counted = {name: getattr(counters, counter) for name, counter in _NATIVE.items()}
         counted = {
@@ -436,7 +425,7 @@ class Stats:
         return cls(**counted, **_rates(counted), **facts)
 
     def since(self, earlier: Stats) -> Stats:
-        """The difference between an earlier snapshot and this one."""
+        """Return the difference from an earlier snapshot."""
         counted: dict[str, Any] = {
             name: getattr(self, name) - getattr(earlier, name) for name in COUNTERS
         }

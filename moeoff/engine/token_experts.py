@@ -1,9 +1,8 @@
-"""What a token chose when it was computed before: where a model makes drafts, the next
-batch's tokens are known while the disk has nothing to read.
+"""Prefetching by token: with drafts, the next batch's tokens are known while the disk
+is idle.
 
-Routers choose by the token more than by what stands before it, in the first layers
-nearly by it alone (OpenMoE, context-independent specialization): there the same token
-chooses nearly the same experts again.
+In the first layers, routing depends mostly on the token itself (OpenMoE,
+context-independent specialization).
 """
 
 from __future__ import annotations
@@ -17,46 +16,44 @@ from ..routing.event import GateEvent, Observer
 from .buffer import ExpertBuffer
 from .prefetcher import MIN_USEFUL_SHARE, whole_experts
 
-MOST_TOKENS = 4096  # of a vocabulary, those that were computed last
-_RATE = 0.1  # of a draft, in the running means
-_FORGET = 0.97  # what an event's counts keep
-_PRIOR = 8.0  # experts that the assumption "half is useful" weighs as much as
+MOST_TOKENS = 4096  # most recent tokens
+_RATE = 0.1  # weight of a draft in running means
+_FORGET = 0.97  # decay per event
+_PRIOR = 8.0  # weight, in experts, of the prior "half is useful"
 
 
 class TokenExperts(Observer):
-    """Remembers what tokens choose, and prefetches it where they are expected.
+    """The experts that tokens were routed to, prefetched for expected tokens.
 
-    For each token as much is read as the disk can while the one behind it is guessed.
-    Gates where less than half of what was expected, and absent, is then selected are
-    left out.
+    Reads are limited to the time of drafting a token. Gates where less than half of the
+    absent experts prefetched are selected are left out.
 
     Args:
-        buffer: started.
-        n_gates: that a token passes, from the first; what comes behind them belongs to
-            next-token layers.
-        n_used: experts for each token.
+        buffer: Started buffer.
+        n_gates: First gates, without those of next-token layers.
+        n_used: Experts per token.
     """
 
     def __init__(self, buffer: ExpertBuffer, n_gates: int, n_used: int):
         self._buffer, self._n_used, n_experts = buffer, n_used, buffer.priorities.shape[1]
         self._whole = whole_experts(buffer)[:n_gates]
         self._experts = np.full((MOST_TOKENS, n_gates, n_used), -1, np.int16)
-        self._rows: dict[int, int] = {}  # of each token
-        self._tokens = [-1] * MOST_TOKENS  # of each row
-        self._next = 0  # row
-        # when each began, and its tokens' rows
+        self._rows: dict[int, int] = {}  # by token
+        self._tokens = [-1] * MOST_TOKENS  # by row
+        self._next = 0  # next row
+        # start time and tokens of the last batches
         self._batches: deque[tuple[int, np.ndarray]] = deque()
-        self._first = self._n = 0  # of its tokens, those of the events that come
-        self._expected = np.zeros((n_gates, n_experts), bool)  # absent when they were expected
+        self._first = self._n = 0  # token range of the coming events
+        self._expected = np.zeros((n_gates, n_experts), bool)  # absent when predicted
         self._n_expected, self._n_useful = np.zeros(n_gates), np.zeros(n_gates)
-        # when a draft began, and how many tokens it has so far
+        # start time and length of the current draft
         self._drafted, self._n_drafted = 0, 0
-        self._draft_ns = self._slice_ns = 0.0  # of a token and a slice, in the mean
+        self._draft_ns = self._slice_ns = 0.0  # mean time of a token and of a slice
         self._seen = (0, 0)  # disk_busy_ns, reads
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
         now = time.monotonic_ns()
-        if self._n_drafted and decode:  # else an answer ended behind a draft
+        if self._n_drafted and decode:  # otherwise the answer ended after a draft
             self._draft_ns = _mean(self._draft_ns, (now - self._drafted) / self._n_drafted)
         self._n_drafted = 0
         self._batches.append((now, np.array([self._row(token) for token in tokens.tolist()])))
@@ -77,7 +74,7 @@ class TokenExperts(Observer):
         while len(self._batches) > 1 and self._batches[1][0] <= event.t_ns:
             self._batches.popleft()
             self._first = self._n = 0
-        if gate == 0:  # of the next micro-batch
+        if gate == 0:  # a new micro-batch
             self._first, self._n = self._first + self._n, len(event.ids)
         rows = self._batches[0][1][self._first :][: self._n] if self._batches else np.empty(0, int)
         if len(rows) != len(event.ids):  # events were dropped
@@ -92,9 +89,7 @@ class TokenExperts(Observer):
         self._experts[rows, gate, : event.ids.shape[1]] = event.ids[:, : self._n_used]
 
     def expect(self, token: int) -> None:
-        """The next batch will have it, if only as a draft. From the thread that
-        computes, before the token behind it is guessed.
-        """
+        """Prefetch for a drafted token of the next batch, before drafting the next."""
         now = time.monotonic_ns()
         if not self._n_drafted:
             self._drafted = now

@@ -1,10 +1,8 @@
-"""Warm start: which slices were resident when a model was closed, so that the next
-start loads them in the background; all of them where all fit. And what is read between
-requests: for the next prompt.
+"""Warm start: save the resident slices at close, and reload them in the background at
+the next start. Also reads between requests, for the next prompt.
 
-One entry of the user's cache folder for each model. It holds high and low versions, not
-tiers: a start with other tiers loads those. Where there is none, a strategy may begin
-with the experts that other text used most.
+Each model has a file in the user's cache folder, with high and low versions but no
+tiers. Without a file, a strategy may start with the most popular experts.
 """
 
 from __future__ import annotations
@@ -23,16 +21,14 @@ from ..system.user_cache import CacheEntry
 from .buffer import ExpertBuffer
 
 _POLL = 0.002  # seconds
-# seconds without a read that ends: what is still queued comes in the background, or is
+# seconds without a finished read; remaining reads continue in the background, or are
 # dropped by the first gate
 _STUCK = 10.0
-# of an arena, the part that slots take ahead at most: huge pages, where it is larger
-# than so many for each size of slots
+# largest part of an arena lost to rounding of slots to huge pages
 _ROUNDING = 64
-# of a prompt's weight, steps that are told apart: experts that differ by less stay
-# where they are
+# resolution of a prompt's weight: smaller differences move no experts
 _HALVES = 2
-VERSION = 1  # of the arrays
+VERSION = 1  # of the file format
 
 
 def _entry(model_index: ModelIndex) -> CacheEntry:
@@ -40,18 +36,17 @@ def _entry(model_index: ModelIndex) -> CacheEntry:
 
 
 def save(buffer: ExpertBuffer, model_index: ModelIndex) -> None:
-    """Writes down what is resident."""
+    """Save the residency."""
     high, low = buffer.residency(), buffer.residency(low=True)
     if high.any() or low.any():
         _entry(model_index).save_arrays(high=high, low=low)
 
 
 def restore(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, int]) -> int:
-    """Queues what was resident, as far as the arenas go; returns how many slices.
-    Demand always comes first.
+    """Queue the saved slices that fit, after demand. Return their number.
 
     Args:
-        arenas: bytes for high and for low versions.
+        arenas: Bytes for high and for low versions.
     """
     if arenas[0] >= buffer.arena_full and not arenas[1]:
         return _preload(buffer, np.full_like(buffer.residency(), 0xFF), arenas[0], False)
@@ -61,21 +56,19 @@ def restore(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, in
     )
     if saved is None:
         return 0
-    # the few low ones first: once a high version is there, the native side leaves its
-    # low one out, and what is resident would depend on the I/O threads' speed
+    # the few low versions first: where a high one is resident the native side skips the
+    # low one, and residency would depend on timing
     return _preload(buffer, saved["low"], arenas[1], True) + _preload(
         buffer, saved["high"], arenas[0], False
     )
 
 
 def preload_popular(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
-    """Reads the experts that were used most in other text, as many as the arena holds,
-    and returns when they are there: how an expert buffer is initialized (EdgeMoE
-    §3.3.3).
+    """Fill the arena with the most popular experts, and wait for them (EdgeMoE §3.3.3).
 
     Args:
-        counts: [n_gates, n_experts] uses.
-        arena: bytes.
+        counts: [n_gates, n_experts] accesses.
+        arena: Arena size in bytes.
     """
     sizes = buffer.expert_bytes()
     order = np.argsort(-counts, axis=None, kind="stable")
@@ -96,9 +89,8 @@ def preload_popular(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int
 
 
 class PromptUses(Observer):
-    """Which experts the last prompts needed. One reads an expert once, however many of
-    its tokens chose it, so that each counts once; an earlier one half as much as the
-    next.
+    """The experts of recent prompts. A prompt counts each expert once, with half the
+    weight of the next prompt.
 
     Attributes:
         weights: [n_gates, n_experts] float32, from 0 to 2.
@@ -108,7 +100,7 @@ class PromptUses(Observer):
 
     def __init__(self, shape: tuple[int, int]):
         self.weights = np.zeros(shape, np.float32)
-        # whether the last batch decoded; when the first batch of a prompt began
+        # True if the last batch decoded; start time of a prompt's first batch
         self._decodes, self._begun = True, 0
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
@@ -119,7 +111,7 @@ class PromptUses(Observer):
     def observe(self, event: GateEvent) -> None:
         if event.decode:
             return
-        if event.t_ns >= self._begun:  # the first of a prompt, which may be several batches
+        if event.t_ns >= self._begun:  # first batch of a prompt
             self._begun = sys.maxsize
             self.weights *= 0.5
         row = self.weights[event.gate]
@@ -129,13 +121,14 @@ class PromptUses(Observer):
 def swap_in(
     buffer: ExpertBuffer, weights: np.ndarray, ended: Callable[[], bool] = lambda: False
 ) -> None:
-    """While nothing computes: queues experts that the last prompts needed and that are
-    absent, in the place of those that they needed less. The arena may be full. What has
-    not come when its gate selects, and is not chosen, is dropped.
+    """Queue absent experts of recent prompts in place of less needed ones.
+
+    For idle time; the arena may be full. Gates cancel reads of experts that they do not
+    select.
 
     Args:
-        weights: [n_gates, n_experts], as `PromptUses` has them.
-        ended: as `fill_free` takes it.
+        weights: [n_gates, n_experts], as in `PromptUses`.
+        ended: As in `fill_free`.
     """
     stats = buffer.stats()
     room = stats.cache_bytes - stats.low_cache_bytes
@@ -157,14 +150,13 @@ def swap_in(
 
 
 def fill_free(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) -> None:
-    """While nothing computes: queues absent experts for the room that is left. Nothing
-    is evicted for them, and what has not begun when the next gate selects is dropped.
+    """Queue absent experts into free memory, without evictions, during idle time.
 
-    A prompt selects most experts of a layer, whichever they are: every layer gets as
-    many, first those that the policy would keep the longest.
+    A prompt selects most experts, so every layer gets equally many, by the policy's
+    priority. Reads that have not begun at the next gate are cancelled.
 
     Args:
-        ended: True once a batch wants to begin: the layers that follow are left out.
+        ended: Function that returns True once a batch waits, to stop.
     """
     stats = buffer.stats()
     room = (
@@ -176,7 +168,7 @@ def fill_free(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) -
     absent = buffer.expert_bytes() - buffer.expert_bytes(resident=True)
     order = np.argsort(np.where(absent > 0, -buffer.priorities, np.inf), axis=1, kind="stable")
     ranked = np.take_along_axis(absent, order, axis=1)
-    # the first of each gate, the second of each gate, ...
+    # rank by rank: the first of each gate, then the second of each gate, ...
     fits = (np.cumsum(ranked.T.ravel()) <= room).reshape(ranked.T.shape).T & (ranked > 0)
     for gate, experts in enumerate(fits):
         if ended():

@@ -35,7 +35,7 @@ def profile_path(model: StrPath) -> str:
 
 
 def profile_output(model_index: ModelIndex) -> str:
-    """Return a path to write: the default or in the cache folder. Raises WriteError."""
+    """Return a writable path, the default or a cached one, or raise WriteError."""
     default = profile_path(model_index.files[0])
     folder = os.path.dirname(os.path.abspath(default))
     installed = os.path.isdir(folder) and os.path.samefile(folder, os.path.dirname(demo_model()))
@@ -51,7 +51,7 @@ def profile_output(model_index: ModelIndex) -> str:
 
 
 def _cached_path(model_index: ModelIndex) -> Path:
-    """Return the path in the cache folder. Raises OSError if there is no folder."""
+    """Return the path in the cache folder. Raise OSError if there is no folder."""
     return cache_folder() / "profiles" / f"{model_index.identity}.npz"
 
 

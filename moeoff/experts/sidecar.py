@@ -69,7 +69,7 @@ class Hasher:
 
 
 def hash_range(files: ModelBytes, file: int, offset: int, nbytes: int, what: str) -> int:
-    """Return hash64 of a range. Raises ModelError as `ModelBytes.read`."""
+    """Return hash64 of a range. Raise ModelError as `ModelBytes.read`."""
     hasher = Hasher()
     for start in range(0, nbytes, _PIECE):
         hasher.update(files.read(file, offset + start, min(_PIECE, nbytes - start), what))
@@ -196,7 +196,7 @@ class Sidecar:
         return value
 
     def check_belongs(self, model_index: ModelIndex) -> None:
-        """Check that the sidecar was made of this model. Raises ModelError."""
+        """Check that the sidecar was made of this model, or raise ModelError."""
         if source_sample(model_index) != self._sample:
             why = f"made of another {self.source_name}, or {model_index.files[0]} has changed since"
             raise ModelError(f"{self.path}: {why}: convert it again", hint={"experts": "none"})
@@ -216,7 +216,7 @@ class Sidecar:
         return 8 * sum(s.nbytes for s in slices) / sum(math.prod(s.shape) for s in slices)
 
     def sources(self, span: TensorSpan, tier: str) -> Iterator[Slice]:
-        """Yield a tensor's slices in a tier. Raises ModelError if one does not fit."""
+        """Yield a tensor's slices in a tier. Raise ModelError if one does not fit."""
         for expert in range(span.shape[2]):
             s = self.slices.get((span.name, expert, tier))
             if (

@@ -60,7 +60,7 @@ class Tier:
 
     @classmethod
     def parse(cls, names: str) -> list[Tier]:
-        """Parse tiers such as "original,Q2_K". Raises OptionError."""
+        """Parse tiers such as "original,Q2_K", or raise OptionError."""
         tiers = []
         for name in map(str.strip, names.split(",")):
             if name.lower() in (ORIGINAL, AUTO):

@@ -83,7 +83,7 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        """Size in bytes, unpadded. Raises ModelError if rows do not fit the type."""
+        """Size in bytes, unpadded. Raise ModelError if rows do not fit the type."""
         return prod(self.shape[:-1]) * row_bytes(self.type, self.shape[-1]) if self.shape[-1] else 0
 
 
@@ -94,7 +94,7 @@ def parse(raw: bytes) -> tuple[Any, int, int | None]:
         The value (strings as bytes, arrays of numbers as numpy arrays [n]), its type
         number, and the type number of an array's elements.
 
-    Raises struct.error for truncated values and nested arrays.
+    Raise struct.error for truncated values and nested arrays.
     """
     (code,) = struct.unpack_from("<I", raw)
     if code == STRING:
@@ -286,7 +286,7 @@ class ModelFile(Closing):
         return bytes(read_range(self._file.fileno(), self.path, 0, self.data_start, "the header"))
 
     def data(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read rows of a tensor, leading dimensions flattened. Raises ModelError.
+        """Read rows of a tensor, leading dimensions flattened, or raise ModelError.
 
         Returns:
             uint8 [stop - start, bytes per row].

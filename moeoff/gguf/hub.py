@@ -23,7 +23,7 @@ _QUANT = re.compile(
 
 
 def parse(spec: str) -> tuple[str, str | None]:
-    """Split "ORG/REPO[:QUANT]" into repository and quant. Raises OptionError."""
+    """Split "ORG/REPO[:QUANT]" into repository and quant, or raise OptionError."""
     repo, _, quant = spec.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or (":" in spec and not quant):
         raise OptionError(f"-hf: expected ORG/REPO or ORG/REPO:QUANT, got {spec!r}")
@@ -37,7 +37,7 @@ def quant_of(file: str) -> str | None:
 
 
 def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
-    """Choose the files to fetch, the one to load first. Raises ModelError."""
+    """Choose the files to fetch, the one to load first, or raise ModelError."""
     models = sorted(
         f
         for f in files

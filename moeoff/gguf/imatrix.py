@@ -30,7 +30,7 @@ class Imatrix:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Imatrix:
-        """Read a file of either format. Raises ModelError if that is impossible."""
+        """Read a file of either format. Raise ModelError if that is impossible."""
         path = os.fspath(path)
         try:
             with open_file(path) as file:

@@ -1,8 +1,7 @@
-"""Models that are on this machine already: files that other programs have downloaded.
-Nothing is written.
+"""Models on this machine that other programs have downloaded. Writes nothing.
 
-Hugging Face's cache, llama.cpp's, Ollama's store, LM Studio's folder, and the folders
-in `MOEOFF_MODELS`.
+Searches the caches of Hugging Face and llama.cpp, Ollama's store, LM Studio's folder,
+and the folders in `MOEOFF_MODELS`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ class LocalModel:
     """A GGUF file.
 
     Attributes:
-        name: as the program that downloaded it names it; unique parts of it are enough
-            for `find`.
-        path: of a split file the first part.
-        place: whose folder it lies in.
+        name: Name in the program that downloaded it; `find` accepts unique parts.
+        path: Path, of a split file the first part.
+        place: Name of the folder's program.
     """
 
     name: str
@@ -43,9 +41,7 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """Return the models that are found, each file once, sorted by name. Headers are not
-    read.
-    """
+    """Return the models, each file once, sorted by name, without reading headers."""
     home, cache = Path.home(), Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hugging_face = Path(os.environ.get("HF_HOME") or cache / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or hugging_face / "hub")
@@ -74,13 +70,12 @@ def local_models() -> list[LocalModel]:
 
 
 def find(name: str) -> str:
-    """Return the path of the model with this name, or with it as a part of its name, in
-    any case.
+    """Return the path of a model by its name or a part of it, in any case.
 
-    Of several the one with routed experts is meant.
+    Of several matches, the only one with routed experts counts.
 
     Raises:
-        ModelError: there is none, or more than one.
+        ModelError: There is none, or more than one.
     """
     wanted = name.lower()
     models = local_models()
@@ -106,7 +101,7 @@ def _has_experts(model: LocalModel) -> bool:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield a folder's GGUF files, of a split one the first part, without projectors."""
+    """Yield a folder's GGUF files without projectors and later parts."""
     for base, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
@@ -123,7 +118,7 @@ def _in_folder(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _in_hub(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield ORG/REPO:QUANT, as -hf takes it, and a file of the snapshot."""
+    """Yield ORG/REPO:QUANT, as for -hf, and a file of the snapshot."""
     for repository in sorted(folder.glob("models--*--*")):
         for path in _files(repository / "snapshots"):
             name = repository.name.removeprefix("models--").replace("--", "/", 1)
@@ -131,7 +126,7 @@ def _in_hub(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _in_ollama(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield NAME:TAG, as ollama run takes it, and the blob that the manifest names."""
+    """Yield NAME:TAG, as for ollama run, and the manifest's blob."""
     manifests = folder / "manifests"
     for manifest in sorted(path for path in manifests.glob("*/*/*/*") if path.is_file()):
         try:

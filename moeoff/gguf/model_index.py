@@ -69,7 +69,7 @@ def is_expert(name: str) -> bool:
 
 
 def parse_tensor_name(name: str) -> TensorRole:
-    """Return the role of a tensor of routed experts. Raises ModelError for others."""
+    """Return the role of a tensor of routed experts. Raise ModelError for others."""
     match = _EXPERTS.match(name)
     if not match:
         raise ModelError(f"{name}: expected a name such as blk.0.ffn_up_exps.weight")

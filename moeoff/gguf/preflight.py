@@ -33,7 +33,7 @@ _ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # integers
 
 
 def preflight(index: ModelIndex) -> None:
-    """Check that llama.cpp can load and compute the model. Raises ModelError.
+    """Check that llama.cpp can load and compute the model, or raise ModelError.
 
     Models without experts pass without the checks of experts.
     """

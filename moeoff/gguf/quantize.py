@@ -58,13 +58,13 @@ def _type(type: int) -> _Type:
 
 
 def type_name(type: int) -> str:
-    """Return ggml's name such as "Q4_K". Raises ModelError for an unknown type."""
+    """Return ggml's name such as "Q4_K". Raise ModelError for an unknown type."""
     return _type(type).name
 
 
 @functools.cache
 def type_from_name(name: str) -> int:
-    """Return the number of a type by name, in any case. Raises ModelError."""
+    """Return the number of a type by name, in any case, or raise ModelError."""
     names = {}
     for type in range(_N_TYPES):
         try:
@@ -92,7 +92,7 @@ def is_written(type: int) -> bool:
 
 
 def row_bytes(type: int, n_cols: int) -> int:
-    """Return the bytes of a row. Raises ModelError if it is not whole blocks."""
+    """Return the bytes of a row. Raise ModelError if it is not whole blocks."""
     kind = _type(type)
     if not fits(type, n_cols):
         raise ModelError(f"{kind.name}: expected rows of a multiple of {kind.block}, got {n_cols}")
@@ -155,7 +155,7 @@ def dequantize(
 ) -> np.ndarray:
     """Dequantize bytes to float32 of `shape`, whose last number is the row length.
 
-    Raises ModelError if the size is wrong or ggml has no conversion (Q8_1, integers).
+    Raise ModelError if the size is wrong or ggml has no conversion (Q8_1, integers).
     """
     shape = tuple(int(n) for n in shape)
     if not shape:

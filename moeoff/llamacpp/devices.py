@@ -29,7 +29,7 @@ class Device:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes now. Some drivers report all memory as free."""
+        """Free and total bytes now. Some drivers report all memory as free."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         ggml.dev_memory(self.handle, byref(free), byref(total))
         return free.value, total.value
@@ -64,7 +64,7 @@ def why_none() -> str:
 
 
 def buffer_types() -> dict[str, int]:
-    """Return each device's ggml_backend_buffer_type_t by its name in --override-tensor."""
+    """Return devices' ggml_backend_buffer_type_t by name in --override-tensor."""
     find_devices()
     types = [ggml.dev_buffer_type(ggml.dev_get(i)) for i in range(ggml.dev_count())]
     return {ggml.buft_name(kind).decode(): kind for kind in types if kind}

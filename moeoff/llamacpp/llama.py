@@ -456,13 +456,13 @@ class PatchedLlama(_AnyLlama):
 
     @property
     def context_handle(self) -> int:
-        """struct llama_context *"""
+        """The struct llama_context *."""
         handle: int = self._ctx.ctx
         return handle
 
     @property
     def model_handle(self) -> int:
-        """struct llama_model *"""
+        """The struct llama_model *."""
         handle: int = self._model.model
         return handle
 

@@ -10,7 +10,7 @@ ANYWAY, IDLE, REFUSED = range(3)
 
 
 class LlamaOption(NamedTuple):
-    """How moeoff treats an option of llama.cpp's, and the reason."""
+    """The treatment of a llama.cpp option, and the reason."""
 
     verdict: int
     why: str = ""

@@ -1,6 +1,4 @@
-"""A measurement: tests, as llama-bench names them, run in one process with one
-configuration on the tokens of a text; and what it gave.
-"""
+"""Measurement jobs: llama-bench's tests, run in one process with one configuration."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ MOEOFF, STOCK = "moeoff", "stock"
 
 @dataclass(frozen=True)
 class BenchTest:
-    """Tokens of a prompt, then tokens one by one, behind `depth` tokens that are in the
-    context already and are not timed.
+    """A test: a prompt, then single tokens, at an untimed context depth of `depth`
+    tokens.
 
     Attributes:
-        continues: the test before this one has left those tokens in the context (in a
+        continues: True if the previous test leaves those tokens in the context (in a
             job of one repetition); otherwise they are computed first.
     """
 
@@ -35,7 +33,7 @@ class BenchTest:
 
     @property
     def name(self) -> str:
-        """llama-bench's: pp512, tg128, pp512+tg128, tg128 @ d4096."""
+        """llama-bench's name: pp512, tg128, pp512+tg128, tg128 @ d4096."""
         parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(
             self.n_gen
         )
@@ -43,41 +41,39 @@ class BenchTest:
 
     @property
     def n_tokens(self) -> int:
-        """That are timed."""
+        """Number of timed tokens."""
         return self.n_prompt + self.n_gen
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process.
+    """The description of a measuring process.
 
     Attributes:
-        model: path of the GGUF.
-        engine: MOEOFF, or STOCK: llama_cpp.Llama from the same library.
-        options: of `moeoff.Llama`, objects that can be pickled, or for stock of
-            `moeoff.llamacpp.llama.StockLlama`, and `n_cpu_moe`: the experts of so many
-            first layers stay in the CPU's memory, as with `--n-cpu-moe` of llama.cpp's
-            programs.
-        tests: run one after the other; what one leaves in memory is there for the next.
-        repetitions: of each test, each on another piece of the text.
-        warm_up: one more before them, that is not counted.
-        text: file whose tokens are fed; None: `default_text`.
-        answer: tokens that are decoded one by one in the place of the text's, and
-            behind them the model's own, always the likeliest. So the empty one is the
-            model's greedy answer, which the measurement's `closed["answer"]` has, for
-            others to decode the same. None: the text's.
-        seconds: after so many a test ends with the tokens that it has, and is not
-            repeated; None: never.
-        probe_seconds: that the disk's rate is measured for at the end; 0: not at all.
-        limit_bytes: of a memory cgroup around the process; None: none of its own.
-        registers: Python files that are imported before the model is opened, for the
-            policies, predictors and presets they register.
-        environment: variables of the process, added to this one's.
-        meter: "module:class" of `registers`, which meters the time of single tokens
-            (`scripts/research/time_parts.py`); empty: nothing does.
-        tells: how far it is, twice a second.
-        flags: of options, as an error shall name them, with the form of their value;
-            empty: by their longest names.
+        model: Path of the GGUF.
+        engine: MOEOFF, or STOCK for llama_cpp.Llama from the same library.
+        options: Picklable options of `moeoff.Llama`, or for stock of
+            `moeoff.llamacpp.llama.StockLlama` and `n_cpu_moe`, the number of first
+            layers with experts in host memory, as llama.cpp's `--n-cpu-moe`.
+        tests: Tests in order; residency carries over.
+        repetitions: Repetitions of each test, each on another piece of text.
+        warm_up: True to add an uncounted repetition first.
+        text: File whose tokens are computed; None: `default_text`.
+        answer: Tokens to decode instead of the text's, followed by the model's
+            likeliest ones, so an empty answer is greedy. The measurement's
+            `closed["answer"]` has the result. None: the text's.
+        seconds: Time after which a test ends early, without repetitions; None: no
+            limit.
+        probe_seconds: Duration of the final measurement of the disk; 0: none.
+        limit_bytes: Limit of a memory cgroup around the process, or None.
+        registers: Python files to import first, which register policies, predictors and
+            presets.
+        environment: Additional environment variables.
+        meter: "module:class" in `registers` that meters the time of single tokens
+            (`scripts/research/time_parts.py`), or "".
+        tells: True to report progress twice a second.
+        flags: Options as errors name them, with the form of their value. Empty: longest
+            names.
     """
 
     model: str
@@ -100,14 +96,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Sample:
-    """One repetition of a test.
+    """A repetition of a test.
 
     Attributes:
-        test: its place in the job.
-        n_tokens: computed and timed.
-        seconds: inside llama_decode.
-        counters: those of `moeoff.Stats`, by name; of stock there are none.
-        parts: of a test of single tokens, what the job's meter has summed up, by name.
+        test: Index in the job.
+        n_tokens: Timed tokens.
+        seconds: Time in llama_decode.
+        counters: Counters of `moeoff.Stats` by name; empty for stock.
+        parts: Sums of the job's meter for single tokens, by name.
     """
 
     test: int
@@ -124,16 +120,14 @@ class Sample:
 
 
 def rates(samples: Sequence[Sample]) -> dict[str, float]:
-    """Figures of some repetitions of one test together; those that are unknown, as of
-    stock all about experts, are left out.
+    """Return the combined figures of a test's repetitions, without unknown ones.
 
     Returns:
         tps, cpu_ms_per_token, page_faults_per_token; mb_per_token (10^6 bytes read from
-        disk), hit_rate and device_hit_rate (of the slices that routers selected, those
-        in memory and those on a GPU), stall_share (of the time), driver_ms_per_token,
-        evictions_per_token, prefetched_per_token, prefetch_precision (of what was
-        prefetched, the share that was used), low and skipped (of the experts that
-        routers selected).
+        disk), hit_rate and device_hit_rate (share of the routed slices in memory and on
+        a GPU), stall_share (of the time), driver_ms_per_token, evictions_per_token,
+        prefetched_per_token, prefetch_precision (share of prefetches that were used),
+        low and skipped (share of the routed experts).
     """
     n, seconds = sum(s.n_tokens for s in samples), sum(s.seconds for s in samples)
     if not n or not seconds:
@@ -166,13 +160,13 @@ class Measurement:
     """A job's results.
 
     Attributes:
-        opened: facts of the opened model: seconds, arena and budget in bytes,
+        opened: Facts of the opened model: seconds, arena and budget in bytes,
             micro-batch, ...
-        closed: facts at the end: peak_rss_bytes, cgroup_peak_bytes (page cache
-            included, with a limit), disk_bytes_per_second, direct_io, prefetch_on,
+        closed: Facts at the end: peak_rss_bytes, cgroup_peak_bytes (with a limit;
+            includes the page cache), disk_bytes_per_second, direct_io, prefetch_on,
             prefetch_gain, ...
-        samples: of all tests, in the order of time.
-        error: why it ended early; empty: it did not.
+        samples: Samples of all tests in order.
+        error: Reason for an early end, or "".
     """
 
     job: Job
@@ -189,11 +183,11 @@ _CHUNK = 1 << 16  # characters that are tokenized at once
 
 
 def default_text() -> str:
-    """Half a million characters of English prose about Python, with code in it, which
-    every Python brings along: the help of its `help()`.
+    """Return half a million characters of Python's `help()` texts, English prose with
+    code.
 
     Raises:
-        OptionError: this Python has been stripped of it.
+        OptionError: This Python has no help texts.
     """
     try:
         from pydoc_data.topics import topics
@@ -206,8 +200,7 @@ def default_text() -> str:
 
 @contextlib.contextmanager
 def default_texts(text: Sequence[str | os.PathLike[str]]) -> Iterator[list[str]]:
-    """Yield the paths of the given texts or, if there are none, of the package's
-    calibration text and of the help texts of Python.
+    """Yield the given paths, or the package's calibration text and Python's help texts.
 
     Raises:
         OptionError: No text is given, and this Python has no help texts.
@@ -224,10 +217,10 @@ def default_texts(text: Sequence[str | os.PathLike[str]]) -> Iterator[list[str]]
 
 
 def read_text(path: str | os.PathLike[str] | None) -> str:
-    """The text of a file, or the usual one.
+    """Return the text of a file, or the default one.
 
     Raises:
-        OptionError: it cannot be read, or is empty.
+        OptionError: The file is unreadable or empty.
     """
     if path is None:
         return default_text()
@@ -238,13 +231,11 @@ def read_text(path: str | os.PathLike[str] | None) -> str:
 
 
 class TokenStream:
-    """Pieces of a text, one behind the other and from its beginning again where it
-    ends.
+    """Consecutive pieces of a text, which repeats at its end.
 
     Args:
-        tokenizer: has `tokenize` and `token_bos`, as llama_cpp.Llama.
-        adds_bos: each piece that begins a context begins with the token that the model
-            wants there.
+        tokenizer: Object with `tokenize` and `token_bos`, as llama_cpp.Llama.
+        adds_bos: True to begin contexts with the beginning-of-text token.
     """
 
     def __init__(self, tokenizer: Any, text: str, adds_bos: bool):
@@ -254,10 +245,10 @@ class TokenStream:
         self._at = 0
 
     def take(self, n: int, first: bool = False) -> list[int]:
-        """The next n tokens.
+        """Return the next n tokens.
 
         Args:
-            first: they begin a context.
+            first: True at the beginning of a context.
         """
         while len(self._tokens) < n:
             piece = self._text[self._at : self._at + _CHUNK]

@@ -1,31 +1,27 @@
-"""`moeoff calibrate --max-loss`: finds what may be left out of a model within a bound
-of loss, which depends on what is in memory.
+"""`moeoff calibrate --max-loss`: search how many experts can be skipped within a loss.
 
-One number is searched: τ, the weight below which an expert that is not in memory is
-left out (`Precision.tau`). It is measured behind a simulated cache
-(`Precision.resident`) that holds a share of each layer's experts: each token is decided
-as if it were decoded alone behind the ones before it, as an answer is computed, but
-batches compute many of them at once.
+The search varies τ, the weight below which an absent expert is skipped
+(`Precision.tau`). It simulates a cache (`Precision.resident`) with a
+share of each layer's experts: tokens are decided as in decoding, but computed in
+batches.
 
-With nothing resident, a few τ show how the divergence grows (`DivergenceModel`). So for
-each share the search begins at a τ whose loss should be well within the bound, raises
-it as long as the upper bound of the loss keeps the limit, and ends at the first that
-does not. Such a sequence needs no correction for its length, only for the number of
-sequences (`upper_loss`). How far it goes at a time depends on the divergence, whose
-error is small, and not on the loss, which alone decides where it ends.
+With nothing resident, a few τ show how the divergence grows (`DivergenceModel`). For
+each share the search starts at a τ expected well within the bound, and raises it until
+the upper bound of the loss exceeds the limit. Such a sequence needs no correction for
+its length, only for the number of sequences (`upper_loss`). The divergence, with its
+small error, sets the steps; only the loss ends the search.
 
-A rule that looks at what is resident feeds on itself, since what is chosen stays in
-memory, and text of others does not show that. So the boldest then write text freely,
-and the lossless model says how likely it finds it: if one certainly loses more than the
-bound on that, the largest τ of each share is given up.
+Residency-dependent rules feed back, because routed experts stay in memory, and given
+texts do not show that. So the boldest rules then write text freely, which the lossless
+model scores. If a rule certainly exceeds the bound on that, the largest τ of each share
+is dropped.
 
-`minutes` is a deadline: the lossless model reads as many windows as a part of it has
-time for, no further τ is begun that would pass its part, and what was measured by then
-counts. Less own text than OWN_TOKENS must keep the bound by its mean; without two texts
-nothing may be skipped.
+`minutes` is a deadline: parts read fewer windows and try fewer τ, and finished
+measurements count. Less own text than OWN_TOKENS must keep the bound by its mean;
+without two texts nothing may be skipped.
 
-Every tier of a sidecar is measured in the place of all experts, too, and τ again in the
-smallest of those that keep the bound.
+Every tier of a sidecar is measured for all experts, and τ again in the smallest tier
+that keeps the bound.
 """
 
 from __future__ import annotations
@@ -55,24 +51,23 @@ from .perplexity import Reference, Window, evaluate, n_scored, open_model, read_
 from .recorded_routing import RecordedRouting
 from .statistics import Distance, Estimate, Scores, log_probs, one_sided, spread, upper_loss
 
-SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
-STEP = 1.12  # from one τ to the next, at least
-# of the divergence that should take the upper bound to the limit, what is expected at
-# the first τ of a share
+SHARES = (0.1, 0.25, 0.5, 0.75)  # simulated resident shares
+STEP = 1.12  # least ratio of consecutive τ
+# share of the limit's divergence that the first τ of a share aims at
 START = 0.7
-# of the weights: the τ that are tried with nothing resident, on a few windows
+# quantiles of the weights: the τ tried with nothing resident on a few windows
 QUANTILES = (0.15, 0.4, 0.65)
-SAMPLE = 4  # windows that are enough for what needs no interval
-OPENING = 32  # tokens of own text that are given
-OWN_TOKENS = 8192  # that what was found writes, if there is time, and at most
+SAMPLE = 4  # windows for estimates without an interval
+OPENING = 32  # given tokens of own text
+OWN_TOKENS = 8192  # tokens of own text, time permitting
 MOST_OWN_TOKENS = 4 * OWN_TOKENS
-SEARCHING = 0.75  # of a search's time; the rest is for own text
-PASSES = 2.5  # behind a share, over all windows, that there is to be time for
+SEARCHING = 0.75  # share of the time for the search; the rest is for own text
+PASSES = 2.5  # planned passes over all windows per share
 MIN_WINDOWS = 8
 CTX = 512
-PROMPT = 64  # tokens of a window that are read: as long as a simulated cache remembers
-_NOTHING = 1e-9  # resident: a cache is simulated, and holds nothing
-_SPREAD = 1.3  # of windows' means, in errors of as many tokens that do not depend on each other
+PROMPT = 64  # prompt tokens of a window, the memory of a simulated cache
+_NOTHING = 1e-9  # resident share of an empty simulated cache
+_SPREAD = 1.3  # spread of windows' means, in errors of independent tokens
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,8 @@ class MeasuredCandidate(Candidate):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """path: of the profile; max_loss: the bound that was searched for; measured: the
-    contract's candidates with their intervals.
+    """A search's profile `path`, its bound `max_loss`, and the `measured` candidates
+    with intervals.
     """
 
     path: str
@@ -101,15 +96,14 @@ class OutOfTimeError(Exception):
 def write_freely(
     llm: Llama, window: Sequence[int], seed: int = 0, progress: Callable[[int], None] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A text behind the opening of a window, as long as the window, computed token by
-    token with the model's present precision.
+    """Continue the opening of a window to its length, token by token.
 
     Args:
-        progress: Called with the number of tokens before each one.
+        progress: Callback with the number of tokens before each one.
 
     Returns:
-        its tokens [n_ctx] int32, the opening included; and [n_ctx - OPENING] float64
-        log-probabilities of those that were written, by their writer.
+        Tokens [n_ctx] int32 with the opening; and the writer's log-probabilities [n_ctx
+        - OPENING] float64 of those written.
     """
     rng = np.random.default_rng(seed)
     text = np.array(window, np.int32)
@@ -129,8 +123,8 @@ def write_freely(
 
 
 def score(llm: Llama, text: np.ndarray) -> np.ndarray:
-    """[n_ctx - OPENING] float64: what this model thinks of each token that was written;
-    the whole text at once.
+    """Return this model's log-probabilities of the written tokens, [n_ctx - OPENING]
+    float64, in one batch.
     """
     llm.clear_context()
     llm.decode_batch(text[:-1].tolist(), 0, OPENING - 1)
@@ -141,23 +135,24 @@ def score(llm: Llama, text: np.ndarray) -> np.ndarray:
 
 
 class RuleEvaluator:
-    """Measures rules on windows of text, behind a simulated cache.
+    """Measurements of rules on windows of text with a simulated cache.
 
     Args:
-        llm: deterministic, opened by `open_model` with a precision that has `resident`.
-        tier: that all its experts are in.
-        size: of the experts, in bytes for each byte of the model's own.
-        at_once: sequences that a search makes, see `upper_loss`.
-        progress: told what is being done, how much of it is done and how much there is.
-        n_prompt: tokens of each window that are its prompt, as `evaluate` has it.
-        choices: of the lossless model on the same windows; None: `reference` makes
-            them.
-        deadline: Time of `time.monotonic` at which a measurement ends with
+        llm: Deterministic model from `open_model`, with a precision that has
+            `resident`.
+        tier: Tier of all its experts.
+        size: Size of the experts relative to the model's own.
+        at_once: Number of sequences of the search, see `upper_loss`.
+        progress: Callback with stage, amount done and total.
+        n_prompt: Prompt length of each window in tokens, as in `evaluate`.
+        choices: Routing of the lossless model on the windows; None: `reference` records
+            it.
+        deadline: Time of `time.monotonic` at which a measurement raises
             `OutOfTimeError`.
 
     Attributes:
-        seconds: that a pass over all windows took, the last one; 0: there was none.
-        scores: of what was measured last.
+        seconds: Duration of the last pass over all windows, or 0.
+        scores: Scores of the last measurement.
     """
 
     scores: Scores
@@ -184,7 +179,7 @@ class RuleEvaluator:
         self._tell = progress or (lambda what, n, total: None)
         self.n_prompt, self.choices, self.seconds = n_prompt, choices or RecordedRouting([]), 0.0
         self._deadline = deadline
-        self._lossless_misses: dict[float, int] = {}  # by what is resident
+        self._lossless_misses: dict[float, int] = {}  # by resident share
 
     def _stage(self, name: str, n_windows: int) -> Callable[[int], None]:
         def progress(n: int) -> None:
@@ -195,12 +190,13 @@ class RuleEvaluator:
         return progress
 
     def reference(self, until: float = math.inf, least: int = 1) -> Reference:
-        """The lossless model's, in the batches that rules are measured in. `windows`
-        are then those that it read.
+        """Record the lossless model in the batches of later measurements.
+
+        `windows` are then those read.
 
         Args:
-            until: of `time.monotonic`, when no further window is begun, but so many are
-                read at the least.
+            until: Time of `time.monotonic` after which no window is begun, beyond the
+                least number.
         """
         self._llm.engine.quality.use(Precision())
         n_experts: dict[int, int] = {}
@@ -223,7 +219,7 @@ class RuleEvaluator:
         return reference
 
     def divergence(self, reference: Reference, tau: float) -> float:
-        """Mean KL(lossless || this) of the first windows with nothing resident."""
+        """Return mean KL(lossless || this) of the first windows, nothing resident."""
         self._llm.engine.quality.use(Precision(tau=tau, resident=_NOTHING))
         sample = self.windows[:SAMPLE]
         progress = self._stage(f"nothing resident: τ {tau:.3g}", len(sample))
@@ -238,9 +234,7 @@ class RuleEvaluator:
         return scores.quality().distance.kl.value
 
     def measure(self, reference: Reference, precision: Precision) -> MeasuredCandidate:
-        """One rule with its share of the experts resident; a lossless one: the tier in
-        the place of all experts.
-        """
+        """Measure a rule with its resident share; a lossless rule is the whole tier."""
         resident = 0.0 if precision.lossless else precision.resident
         self._llm.engine.quality.use(precision)
         self._llm.reset_stats()
@@ -282,9 +276,8 @@ class RuleEvaluator:
     def own_text(
         self, c: Candidate, opening: int, seed: int, progress: Callable[[int], None] | None = None
     ) -> np.ndarray:
-        """[n_tokens] float64, of a text that a rule has written behind the opening of a
-        window: by how much the log-probability of each of its tokens is higher than
-        with the same experts and nothing left out.
+        """Return log-probabilities [n_tokens] float64 of a text that a rule has written
+        after a window's opening, minus those with nothing skipped.
         """
         self._llm.engine.quality.use(c.precision)
         text, log_p = write_freely(
@@ -297,15 +290,14 @@ class RuleEvaluator:
     def own_text_loss(
         self, c: Candidate, least: int, most: int, until: float = math.inf
     ) -> Estimate | None:
-        """Return the loss of a rule on texts that it has written itself, against the
-        same experts with nothing left out.
+        """Return a rule's loss on texts it has written, relative to nothing skipped.
 
-        If the deadline leaves fewer than `least` texts, the estimate's low end is its
-        mean; with fewer than two texts there is none.
+        With fewer than `least` texts, the estimate's low end is its mean; with fewer
+        than two texts there is none.
 
         Args:
             least, most: Number of texts, each as long as a window.
-            until: Time of `time.monotonic` after which no further text than `least` is
+            until: Time of `time.monotonic` after which only the first `least` texts are
                 begun.
         """
         lost: list[np.ndarray] = []
@@ -329,15 +321,17 @@ class RuleEvaluator:
 
 
 class DivergenceModel:
-    """How the divergence grows with τ behind a share s of the experts, KL = scale
-    τ^power (1 - s)^2, and with it the upper bound of the loss, KL + b sqrt(KL):
-    the error of a mean of n tokens' losses is at least sqrt(2 KL / n).
+    """A model of the divergence at τ with a resident share s, and of the loss's
+    bound.
+
+    KL = scale τ^power (1 - s)^2, and the bound is KL + b sqrt(KL): the error of a mean
+    of n tokens' losses is at least sqrt(2 KL / n).
 
     Args:
         measured: (τ, KL) with nothing resident.
-        limit: logarithm of 1 + the bound of loss.
-        n_windows, n_tokens: of each so many are scored.
-        at_once: see `upper_loss`.
+        limit: Logarithm of 1 + the bound of loss.
+        n_windows, n_tokens: Number of windows, and of scored tokens in each.
+        at_once: See `upper_loss`.
     """
 
     def __init__(
@@ -358,9 +352,7 @@ class DivergenceModel:
         )
 
     def tau(self, share: float) -> float:
-        """τ behind a share whose loss is expected to be well within the bound; NaN:
-        nobody knows.
-        """
+        """Return a τ expected well within the bound for a share; NaN if unknown."""
         most = ((math.sqrt(self._b**2 + 4 * self._limit) - self._b) / 2) ** 2
         return (
             math.exp(
@@ -371,7 +363,7 @@ class DivergenceModel:
         )
 
     def learn(self, c: Candidate) -> None:
-        """Corrects scale and b by what was measured of one τ behind a share."""
+        """Fit scale and b to a measurement."""
         if c.kl > 0:
             self._log_scale = (
                 math.log(c.kl) - 2 * math.log1p(-c.resident) - self._power * math.log(c.tau)
@@ -385,12 +377,11 @@ class DivergenceModel:
 def search_tau(
     evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float = math.inf
 ) -> list[list[MeasuredCandidate]]:
-    """The candidates behind each share of the experts, in turn: each has its first τ
-    before any has its second.
+    """Return the candidates of each share, measuring the first τ of all shares first.
 
     Args:
-        until: Time of `time.monotonic` at which to end; the first τ of each share is
-            measured all the same, up to the evaluator's deadline.
+        until: Time of `time.monotonic` at which to end. The first τ of each share may
+            run until the evaluator's deadline.
     """
     by_share: dict[float, list[MeasuredCandidate]] = {share: [] for share in SHARES}
     with contextlib.suppress(OutOfTimeError):
@@ -405,7 +396,7 @@ def _search_tau(
     until: float,
     by_share: dict[float, list[MeasuredCandidate]],
 ) -> None:
-    """Append to `by_share` what is measured."""
+    """Append measurements to `by_share`."""
     weights = evaluator.choices.weights
     most = float(weights.max(initial=0.0))
     taus = (
@@ -420,7 +411,7 @@ def _search_tau(
     )
     unfinished = list(SHARES)
     while unfinished:
-        bold_enough = 0.0  # what held with fewer resident holds
+        bold_enough = 0.0  # a τ that holds with fewer resident holds
         for share, candidates in by_share.items():
             if share in unfinished:
                 if candidates and time.monotonic() + evaluator.seconds > until:
@@ -447,19 +438,18 @@ def keep_on_own_text(
     max_loss: float,
     until: float = math.inf,
 ) -> list[MeasuredCandidate]:
-    """Those that do not certainly lose more than the bound on text that one of them
-    writes.
+    """Return the candidates that do not certainly exceed the bound on text they write.
 
-    If that one does, the largest τ of each share goes, and with it what would lose too
-    much if loss on own text grew as the divergence does; the boldest that is left
-    writes again, if there is time.
+    The boldest candidate writes. If it exceeds the bound, the largest τ of each share
+    is dropped, as are others whose extrapolated loss is too high, and the next boldest
+    writes if there is time.
 
     Args:
-        until: Time of `time.monotonic` at which to end; the first writes OWN_TOKENS all
-            the same, up to the evaluator's deadline.
+        until: Time of `time.monotonic` at which to end. The first writes OWN_TOKENS
+            until the evaluator's deadline.
 
     Returns:
-        Nothing if not even two texts could be written.
+        Nothing if there was no time for two texts.
     """
     remaining, is_validated = [list(candidates) for candidates in by_share], False
     n_each = len(evaluator.windows[0].tokens) - OPENING
@@ -521,24 +511,24 @@ def search_precision(
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> SearchResult:
-    """Measures what may be left out of a model, and its sidecar's tiers, and writes the
-    profile's section "precision".
+    """Measure what a model may skip, and its sidecar's tiers. Write the section
+    "precision".
 
     Args:
-        text: Files, by default `default_texts`; their windows are of 512 tokens, or of
-            the model's training context if that is shorter.
-        max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can
-            be asked for later: they choose among what was measured.
-        tier: the only one of the sidecar that is tried. Default: all of them.
-        tokens: in all, as many from each text; each step computes all of them.
-        minutes: Deadline in minutes for all of it. Earlier parts leave time for later
-            ones: fewer windows, fewer τ, less own text.
-        output: the profile; by default where opening the model finds it.
-        **options: of `moeoff.Llama`: memory, n_threads, ...
+        text: Files, by default `default_texts`, cut in windows of 512 tokens, or of the
+            model's training context if shorter.
+        max_loss: Bound of the search; 0.01 is 1 % of perplexity. Later runs may ask for
+            other bounds among the measurements.
+        tier: The only tier to try. Default: all.
+        tokens: Number of tokens in all, equally from each text, for each step.
+        minutes: Deadline in minutes. Less time means fewer windows, fewer τ and less
+            own text.
+        output: Profile path; by default where opening the model finds it.
+        **options: Options of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
-        OptionError: no such tier, too little text, or too little time for 8 windows.
-        ModelError: the model or profile is no good.
+        OptionError: There is no such tier, too little text, or no time for 8 windows.
+        ModelError: The model or profile is invalid.
     """
     started = time.monotonic()
     model = os.fspath(model)
@@ -550,7 +540,7 @@ def search_precision(
     require_new(path, [*model_index.files, sidecar.path if sidecar else None, *text], "`output`")
     if os.path.exists(path):
         room = (Budget.of(options.get("memory")).most - rss()) // 2
-        # another model's would be refused in the end: say so before the work
+        # fail before the work if the profile is another model's
         Profile.read(path, model_index, room=room)
     ctx = min(CTX, model_index.n_ctx_train or CTX)
     n_prompt = min(PROMPT, ctx // 2)
@@ -565,7 +555,7 @@ def search_precision(
     measured: list[MeasuredCandidate] = []
 
     def until(share: float) -> float:
-        """The end of this share of the time that is left."""
+        """Return the end of this share of the time left."""
         now = time.monotonic()
         return now + share * max(started + 60 * minutes - now, 0.0)
 
@@ -599,7 +589,7 @@ def search_precision(
     def searched(
         evaluator: RuleEvaluator, reference: Reference, share: float
     ) -> list[MeasuredCandidate]:
-        """τ behind each share of the experts, in this share of the time that is left."""
+        """Search τ for each share of the experts in this share of the time left."""
         end = until(share)
         by_share = search_tau(evaluator, reference, max_loss, until(SEARCHING * share))
         candidates: list[MeasuredCandidate] = keep_on_own_text(evaluator, by_share, max_loss, end)

@@ -1,6 +1,4 @@
-"""`moeoff calibrate`: one pass over text, everything that is fitted on it, and the
-profile it is written to.
-"""
+"""`moeoff calibrate`: one pass over text, the fits, and their profile."""
 
 from __future__ import annotations
 
@@ -37,31 +35,29 @@ from .record import LENGTH, record, recordable, recording_bytes, recording_limit
 DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
 _LEAST = 8  # sequences: fewer teach nothing
-_SHARE = 0.9  # of what is free, that the fits plan with
+_SHARE = 0.9  # share of free memory for the fits
 _READING = 0.8  # share of the time for reading text; the rest is for fits
-_FIXED = 24 << 20  # bytes that they take however few tokens there are
-# bytes that they take at least: scikit-learn is 88 MiB, its work on a few hundred
-# tokens 82
+_FIXED = 24 << 20  # constant bytes of the fits
+# least bytes: scikit-learn is 88 MiB, its work on a few hundred tokens 82
 _FITS = 192 << 20
-HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
-# units for each expert; the least, of which training needs that many, even if it costs
-# more
+HIDDEN_SHARE = 0.02  # share of a token's arithmetic for the learned predictor
+# units per expert; the least is what training needs, even if it costs more
 HIDDEN_FACTORS = (2, 4, 8)
 Section = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Results of a calibration.
+    """The results of a calibration.
 
     Attributes:
-        path: the profile.
-        n_tokens: evaluated.
-        seconds: it took.
-        sections: written.
-        recall: mean over layers of the cross-layer gate at k, on the calibration text;
-            None if its section was not written.
-        shallow: Fate's L: first layers whose experts are hard to predict; likewise.
+        path: Path of the profile.
+        n_tokens: Number of evaluated tokens.
+        seconds: Duration.
+        sections: Sections written.
+        recall: Mean recall at k of the cross-layer gate over layers, on the calibration
+            text; None if its section was not written.
+        shallow: Fate's L: first layers whose experts are hard to predict, or None.
     """
 
     path: str
@@ -88,40 +84,35 @@ def calibrate(
     warn: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Calibration:
-    """Measures a model on texts and writes its profile; sections of other commands stay
-    in it.
+    """Measure a model on texts and write its profile. Keep other commands' sections.
 
-    May be interrupted at any point: called again with the same arguments it reads no
-    text again, and comes to the same profile.
+    An interrupted calibration resumes with the same arguments and result.
 
     Args:
         text: Files. Default: `default_texts`.
-        output: the profile; MODEL.profile.npz by default, or one in the cache folder if
-            nothing can be written there, where it is picked up.
-        tokens: in all, as many from each text.
-        memory: bound of the process. Of what the model leaves of it up to a quarter, 2
-            GiB at most, keeps inputs and probabilities for the fits, which learn from
-            as many tokens as the rest has room for.
-        minutes: Deadline in minutes for all of it; fits that learn without trying,
-            seconds of work, come after.
-        only: sections that are fitted; by default all of them.
-        renew: Fit again if the profile was fitted with the same arguments before.
-            Otherwise the result has no sections.
-        warn: told in a sentence of what was left by an interrupted calibration and is
-            damaged.
-        hidden: units of the learned predictor; by default as many as its share of a
-            token's arithmetic allows.
-        **options: of `moeoff.Llama`: n_threads, where tensors go, how positions are
-        scaled.
+        output: Profile path. Default: MODEL.profile.npz, or a file in the cache folder
+            if that is not writable.
+        tokens: Number of tokens in all, equally from each text.
+        memory: Limit of the process. Up to a quarter of the rest beside the model, at
+            most 2 GiB, keeps inputs and probabilities; fits use the tokens for which
+            the rest suffices.
+        minutes: Deadline in minutes; fits without a search take some seconds more.
+        only: Sections to fit. Default: all.
+        renew: True to fit again, though the profile has the same arguments. Otherwise
+            the result then has no sections.
+        warn: Callback with a sentence on damaged parts of an interrupted calibration.
+        hidden: Units of the learned predictor. Default: by its share of a token's
+            arithmetic.
+        **options: Options of `moeoff.Llama`: n_threads, tensor placement, rope scaling.
 
     Raises:
-        ModelError: the model, or a profile of another model that is in the way.
-        OptionError: a text that is empty or cannot be read, too few tokens, too little
-            time to read 8 sequences, or a registered predictor whose fit has no section
+        ModelError: The model is invalid, or the profile is another model's.
+        OptionError: A text is empty or unreadable, there are too few tokens or too
+            little time for 8 sequences, or a registered predictor's fit has no section
             of its own.
     """
     started = time.monotonic()
-    fits()  # raises before the work if two of them are for one section
+    fits()  # fail before the work if two fits have the same section
     model_index = ModelIndex.read(model)
     model_index.require_text()
     path = os.fspath(output) if output is not None else profile_output(model_index)
@@ -135,7 +126,7 @@ def calibrate(
             " least",
             hint={"memory": needed},
         )
-    # another model's would be refused in the end: raise before the work
+    # fail before the work if the profile is another model's
     earlier = (
         Profile.read(path, model_index, room=(bound - rss()) // 2).info
         if os.path.exists(path)
@@ -152,10 +143,10 @@ def calibrate(
         recording = _record(
             model_index, files, tokens, memory, started, minutes, checkpoint, progress, options
         )
-    import sklearn.linear_model  # before the room is measured
+    import sklearn.linear_model  # before memory is measured
     import sklearn.neural_network  # noqa: F401
 
-    trim()  # what the closed model leaves is room for the fits
+    trim()  # free the closed model's memory for the fits
     room, until = max(int(_SHARE * (bound - rss())), 0), started + 60 * minutes
     how = FitOptions(
         seed,
@@ -170,7 +161,7 @@ def calibrate(
         "texts": list(map(os.path.basename, files)),
         "fit": checkpoint.key,
     }
-    # an earlier calibration's go, too
+    # also delete those of an earlier calibration
     left_out: dict[str, Section] = {name: {} for name in fits() if only is None or name in only}
     Profile.write(path, model_index, left_out | sections, info)
     checkpoint.remove()
@@ -183,7 +174,7 @@ def calibrate(
 
 
 def _digest(path: str | os.PathLike[str]) -> str:
-    """Raises `OptionError` if it cannot be read, or holds anything but text."""
+    """Return a text's digest. Raise `OptionError` if it is unreadable or not text."""
     try:
         with open_file(path) as file:
             digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
@@ -218,7 +209,7 @@ def _record(
                 f"the texts hold {n_tokens} tokens, too few to calibrate on: give more"
             )
         if progress:
-            progress("reading text", 0, n_tokens)  # one sequence of a large model may take minutes
+            progress("reading text", 0, n_tokens)  # a sequence may take minutes
         reading = checkpoint.load("reading") or {
             "limit": np.array(recording_limit(llm.engine.plan))
         }
@@ -258,16 +249,15 @@ def fit(
     warn: Callable[[str], None] | None = None,
     compare: bool = True,
 ) -> dict[str, Section]:
-    """Sections of a profile: arrays that each of `fits`, or of those `only`, learns
-    from the recording. From its first tokens, where there is room for no more.
+    """Fit `fits`, or those in `only`, to a recording, or to the first tokens that
+    memory allows.
 
-    What a policy or predictor learns and `compared` says so of is fitted on the first
-    tokens and replayed on the others, all of which lie all over the texts: it is left
-    out, and `warn` told, if the policy misses no less with it than with its defaults,
-    or the predictor predicts no more.
+    Sections whose policy or predictor sets `compared` are fitted on the first tokens
+    and replayed on the rest. They are dropped, with a warning, if they are no better
+    than the defaults.
 
     Args:
-        compare: False keeps everything, fitted on all tokens.
+        compare: False to keep all sections, fitted on all tokens.
     """
     replay = options.replay or simulate
     options = replace(options, replay=replay)
@@ -276,8 +266,7 @@ def fit(
             0, max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH)
         )
     sections: dict[str, Section] = {}
-    # of those that share a section the first that was registered is asked, as for its
-    # fit
+    # the first registered part of a section decides, as for the fit
     policies = {
         own.name: policy
         for policy in reversed(POLICIES.values())
@@ -328,9 +317,10 @@ def fit(
 
 
 def fit_bytes(recording: Recording) -> int:
-    """Bytes that a fit takes at most for each token: who used what, twice; and of one
-    gate at a time numbers for each expert, and, for each token whose inputs are kept,
-    these and what they are projected to, several times.
+    """Return the most bytes of a fit per token.
+
+    They hold the routing twice, a gate's values per expert, and several copies of the
+    kept inputs and their projections.
     """
     n, e = recording.router.n_gates, recording.router.n_experts
     nbytes = 2 * n * (e + 1) + 24 * e
@@ -344,16 +334,17 @@ def fit_bytes(recording: Recording) -> int:
     )
 
 
-_HELD_SHARE = 0.1  # of the tokens with probabilities
-# tokens that a comparison replays; of one sequence it would say nothing, and what was
-# learned stays
+_HELD_SHARE = 0.1  # share of the tokens with probabilities
+# tokens of a comparison; a single sequence would tell nothing, and all is kept
 _LEAST_HELD, _MOST_HELD = 512, 1024
-_COMPARED = (0.25, 0.5)  # of the experts in memory
+_COMPARED = (0.25, 0.5)  # resident shares
 
 
 def _held_out(recording: Recording) -> tuple[int, int]:
-    """[first, end) of the tokens that policies are compared on: whole sequences at the
-    end of those with probabilities. Empty: there are too few.
+    """Return the tokens [first, end) to compare policies on: the last sequences with
+    probabilities.
+
+    The range is empty if there are too few.
     """
     end = 0 if recording.probs is None else len(recording.probs)
     starts = np.flatnonzero(recording.starts[:end])
@@ -364,9 +355,7 @@ def _held_out(recording: Recording) -> tuple[int, int]:
 
 
 def _helps(policy: type[Policy], arrays: Section, trace: Trace, replay: Callable[..., Any]) -> bool:
-    """Whether a policy reads less with what it has learned than with its defaults, over
-    sizes of the buffer together.
-    """
+    """Return True if a policy reads less with learned options, over all sizes."""
     logs = 0.0
     for share in _COMPARED:
         arena = max(int(share * trace.model.full_bytes), trace.model.arena_floor)
@@ -382,14 +371,12 @@ def _helps(policy: type[Policy], arrays: Section, trace: Trace, replay: Callable
 def _useless(
     predictor: type[Predictor], sections: Mapping[str, Section], held: Recording
 ) -> list[str]:
-    """Of a predictor's sections that are there, those with which it foresees no more of
-    what these tokens select.
-    """
+    """Return the sections with which a predictor is no better on these tokens."""
     first, *more = (section.name for section in predictor.sections)
     present = [name for name in (first, *more) if name in sections]
     if first not in present:
-        return []  # nothing to judge the others by
-    arrays = dict(sections[first])  # which the others build on
+        return []  # no baseline for the others
+    arrays = dict(sections[first])  # the others build on these
     most, useless = _n_foreseen(predictor(held.router, arrays), held), list[str]()
     for name in present[1:]:
         if (n := _n_foreseen(predictor(held.router, arrays | sections[name]), held)) > most:
@@ -400,8 +387,8 @@ def _useless(
 
 
 def _n_foreseen(predictor: Predictor, held: Recording) -> int:
-    """How many of the experts that routers selected, token by token, had been
-    predicted, of each gate as many as it selects.
+    """Return the number of routed experts that were predicted, by token, among as many
+    as a gate selects.
     """
     expected, n_right = dict[int, np.ndarray](), 0
     for token in range(held.n_tokens):
@@ -412,7 +399,7 @@ def _n_foreseen(predictor: Predictor, held: Recording) -> int:
             predictor.begin(held.tokens[token : token + 1]) if predictor.wants_tokens else []
         )
         for event in held.events(token, token + 1):
-            # which the predictor may write over
+            # the predictor may overwrite these
             expected |= {p.gate: p.scores.copy() for p in predictions}
             if (scores := expected.pop(event.gate, None)) is not None:
                 n_right += int(np.isin(event.ids, top_k(scores, event.ids.shape[1])).sum())
@@ -422,8 +409,8 @@ def _n_foreseen(predictor: Predictor, held: Recording) -> int:
 
 
 def cap_hidden(model_index: ModelIndex, router: Router) -> int:
-    """Units of the learned predictor: the most whose multiplications are HIDDEN_SHARE
-    of those of a token, all layers together.
+    """Return the most units of the learned predictor within HIDDEN_SHARE of a token's
+    multiplications.
     """
     n_embd = max((w.shape[1] for w in router.weights if w is not None), default=0)
     share = max(model_index.n_expert_used, 1) / max(model_index.n_expert, 1)

@@ -127,7 +127,7 @@ _SHARED = (
 )
 STOCK_SECONDS = 300.0  # time limit of a test: a token takes seconds where stock thrashes
 _STOCK_TIMEOUT = 900.0  # seconds
-_OWN_LIMIT = 1.1  # our own cgroup's limit, over the wanted one, that needs no other cgroup
+_OWN_LIMIT = 1.1  # a limit of this process's cgroup up to 1.1x suffices
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def spread(items: Sequence[T]) -> list[T]:
-    """Reorder items so that any prefix is spread evenly over them (golden-ratio order)."""
+    """Reorder items so that any prefix is spread evenly (golden-ratio order)."""
     golden = (5**0.5 - 1) / 2
     return [items[i] for i in sorted(range(len(items)), key=lambda i: i * golden % 1)]
 
 
 def student(n: int) -> float:
-    """Return half of the 95 % interval of a mean of n > 1 values, in standard errors."""
+    """Return half the 95 % interval of a mean of n > 1 values, in standard errors."""
     return float(stdtrit(n - 1, 0.975))
 
 
@@ -136,7 +136,7 @@ class Quality:
 
     @property
     def distance(self) -> Distance:
-        """Distance from the lossless model. Raises `ValueError` without a reference."""
+        """Distance from the lossless model. Raise `ValueError` without a reference."""
         if self.loss is None or self.kl is None or self.top1 is None:
             raise ValueError("expected a quality that was compared with the lossless model")
         return Distance(self.loss, self.kl, self.top1)

@@ -164,7 +164,7 @@ class _Engine:
 
     @property
     def n_done(self) -> int:
-        """Tokens of this repetition so far."""
+        """Number of this repetition's computed tokens."""
         return self._single + (self._moeoff.engine.prompt_tokens if self._moeoff is not None else 0)
 
     def _seconds(self) -> float:

@@ -1,8 +1,7 @@
-"""Cache policies and predictors: which experts stay in memory, and which come next. One
-file for each paper.
+"""Cache policies and predictors, a file for each paper.
 
-Knows no file, buffer, slot or thread: gate events come in, priorities and predictions
-go out, the same live and simulated.
+They map gate events to priorities and predictions, live or simulated, independent of
+files, buffers and threads.
 """
 
 from .. import _offer_modules

@@ -1,13 +1,12 @@
-"""Contracts of cache policies and predictors, and options of their fits.
+"""Interfaces of cache policies and predictors, and options of their fits.
 
-A cache policy is a table of priorities that gate events change. It never evicts: it
-writes `priorities` [n_gates, n_experts], and the owner of the experts (the native
-buffer live, `replay.simulate` offline) evicts the lowest, among equals the least
-recently used. A predictor turns gate events into scores of the experts of coming gates.
-Neither knows files, slots or threads.
+A cache policy updates a table `priorities` [n_gates, n_experts] by gate events. The
+owner of the experts (the native buffer live, `replay.simulate` offline) evicts the
+lowest priority, and the least recently used of equals. A predictor scores the experts
+of coming gates.
 
-Invariant: the table that an event leaves behind is read when the *next* gate misses, so
-a policy that depends on the layer being computed writes for gate `event.gate + 1`.
+Invariant: a table is read when the *next* gate misses, so layer-dependent policies
+write for gate `event.gate + 1`.
 """
 
 from __future__ import annotations
@@ -26,23 +25,22 @@ from ..routing.router import SIGMOID, Router, Rows
 from ..routing.trace import TraceHeader
 from ..system.arrays import Layout, require_arrays
 
-Progress = Callable[[int, int], None]  # steps done, and all
+Progress = Callable[[int, int], None]  # steps done, total
 P = TypeVar("P", bound="Policy")
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The model and the buffer, as far as a policy needs them.
+    """The dimensions of model and buffer.
 
     Attributes:
-        n_gates: rows of the table, in the order the graph runs them.
-        n_experts: columns; a gate with fewer uses the first ones.
-        n_used: experts for each token.
-        capacity: experts that fit into the buffer, in all layers together (a fraction
-            if their slices do not fit evenly).
-        model: name of its file, for policies that have learned something about it.
-        by_layer: Experts that each layer's own memory holds, [n_gates]; None: the
-            layers share it.
+        n_gates: Rows of the table, in the order of computation.
+        n_experts: Columns; gates with fewer experts use the first ones.
+        n_used: Experts per token.
+        capacity: Experts in the buffer, over all layers. A fraction if slices do not
+            fit evenly.
+        model: File name of the model, for learned policies.
+        by_layer: [n_gates] experts in each layer's own memory; None: layers share it.
     """
 
     n_gates: int
@@ -58,9 +56,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, model: TraceHeader, cache_bytes: int) -> CacheShape:
-        """The shape of a model's buffer whose arena has so many bytes, slot padding
-        included.
-        """
+        """Return the shape of a buffer with an arena of so many bytes."""
         n = sum({t.gate: t.n_experts for t in model.tensors}.values())
         return cls(
             model.n_gates,
@@ -77,21 +73,20 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of the fits, which a calibration gives to all; each takes what it needs.
+    """The options of all fits in a calibration.
 
     Attributes:
-        seed: of whatever is random in the fit; the same seed gives the same arrays.
-        hidden: units in the hidden layer of a network.
-        low_cost: bytes of a low version as a share of the model's own, HOBBIT's B_l/B_h
+        seed: Seed of random choices; the same seed gives the same arrays.
+        hidden: Units of a network's hidden layer.
+        low_cost: Size of a low version relative to the model's own, HOBBIT's B_l/B_h
             (§3.4); None: the paper's.
-        room: bytes of memory that a fit may take beyond the recording; None: as many as
-            it wants.
-        replay: `replay.simulate`, for fits that try on a trace what they have fitted.
-        until: of `time.monotonic`, when such a fit ends with the best that it has
-            tried.
+        room: Bytes that a fit may take beyond the recording; None: no limit.
+        replay: `replay.simulate`, for fits that evaluate candidates on a trace.
+        until: Deadline in `time.monotonic`, at which a search returns its best
+            candidate.
 
     Raises:
-        OptionError: out of range.
+        OptionError: A value is out of range.
     """
 
     seed: int = 0
@@ -122,8 +117,7 @@ class Section:
         fit: Function of a recording, options and a progress callback or None that
             returns the arrays, or None if there is nothing to learn. `moeoff calibrate`
             calls it.
-        layout: Expected arrays, as `require_arrays` takes them; a predictor checks its
-            own.
+        layout: Expected arrays, as in `require_arrays`; a predictor checks its own.
     """
 
     name: str
@@ -132,21 +126,18 @@ class Section:
 
 
 class StrategyPart:
-    """Base of `Policy` and `Predictor`: a name, options, and what it learns from text."""
+    """The base of `Policy` and `Predictor`: name, options and profile sections."""
 
     name = ""
     summary = ""
-    defaults: dict[str, Any] = {}  # of its options
-    sections: tuple[Section, ...] = ()  # of a profile; without the first the others are not used
-    # what was learned is kept only where it serves better than the defaults on text
-    # that it was not fitted to
+    defaults: dict[str, Any] = {}  # options and default values
+    sections: tuple[Section, ...] = ()  # profile sections; the others need the first
+    # learned arrays are kept only if they beat the defaults on held-out text
     compared = False
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Raises OptionError for an option that is unknown or, where a subclass says
-        so, out of range.
-        """
+        """Raise `OptionError` for unknown options; subclasses check values."""
         unknown = sorted(set(options) - set(cls.defaults))
         if unknown:
             raise OptionError(
@@ -156,24 +147,24 @@ class StrategyPart:
 
 
 class Policy(StrategyPart):
-    """Base of all cache policies: override `update`, and `reset_sequence` if text
+    """The base of cache policies. Override `update`, and `reset_sequence` if text
     matters.
 
-    Arrays of its first section are options of the same names; those of the others are
+    Arrays of the first section are options of the same names; those of others are
     fields of `Precision`, for a lossy preset.
 
     Args:
-        shape: of the model and buffer.
-        table: [n_gates, n_experts] float32 to write into, the native one when live; a
-            new one by default.
-        options: the policy's own; each defaults to its entry in `defaults`.
+        shape: Dimensions of model and buffer.
+        table: [n_gates, n_experts] float32 to write to, the native one when live.
+            Default: a new one.
+        options: Options of the policy, by default those in `defaults`.
 
     Raises:
-        OptionError: an unknown option.
+        OptionError: An option is unknown.
     """
 
-    offline = False  # needs the future: only the simulator can run it
-    static = False  # the table never changes after `start`: events need not be delivered
+    offline = False  # True if it needs the future: for simulation only
+    static = False  # True if the table never changes after `start`
     wants_probs = False  # reads GateEvent.probs
     group = 1  # gates whose events are taken together
 
@@ -198,11 +189,10 @@ class Policy(StrategyPart):
         table: np.ndarray | None = None,
         **options: Any,
     ) -> P:
-        """A policy with the options that a calibration of the model gives; `options`
-        beat them.
+        """Make a policy with calibrated options; `options` override them.
 
         Args:
-            arrays: of the first section; None: there is none.
+            arrays: Arrays of the first section, or None.
         """
         return cls(
             shape, table, **({} if arrays is None else cls.profile_options(arrays)) | options
@@ -210,7 +200,7 @@ class Policy(StrategyPart):
 
     @classmethod
     def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Return the options that arrays of the first section give."""
+        """Return the options in arrays of the first section."""
         require_arrays(arrays, cls.sections[0].layout)
         return {
             name: array.item() if array.size == 1 else array
@@ -219,68 +209,61 @@ class Policy(StrategyPart):
         }
 
     def native(self) -> Any:
-        """Return the struct moeoff_score that the driver's native thread updates by
-        decoded tokens in place of `update`, or None.
+        """Return the struct moeoff_score that the native thread updates for decoded
+        tokens instead of `update`, or None.
         """
         return None
 
     @classmethod
     def divide(cls, shape: CacheShape, options: Mapping[str, Any]) -> list[int]:
-        """Return how many experts each layer keeps where each has its own memory: as
-        many in each.
+        """Return the experts of each layer if each has its own memory: equal shares.
 
         Override it if the policy favors layers.
 
         Args:
-            options: Options of the policy, each of them.
+            options: All options of the policy.
         """
         return quotas(shape, 0)
 
     @classmethod
     def is_sized(cls) -> bool:
-        """Return whether the priorities depend on the capacity."""
+        """Return True if the priorities depend on the capacity."""
         return cls.resize is not Policy.resize
 
     def start(self) -> None:
-        """Sets up state; `shape`, `options` and `priorities` are there."""
+        """Initialize state after `shape`, `options` and `priorities` are set."""
 
     def update(self, event: GateEvent) -> bool | None:
-        """Changes `priorities` in place after a router has selected. False where it
-        left them as they were: nothing has to be published.
-        """
+        """Update `priorities` after a selection. Return False if they are unchanged."""
         return None
 
     def resize(self, capacity: float) -> None:
-        """The buffer has been resized, between events: it now holds `capacity` experts
-        (`CacheShape.capacity`). What has been learned stays.
+        """Set a new capacity in experts (`CacheShape.capacity`) between events.
 
         Override it if anything but `shape` depends on the capacity, and call this
-        first.
+        first. Learned state stays.
         """
         self.shape = replace(self.shape, capacity=capacity)
 
     def reset_sequence(self) -> None:
-        """A new text begins: the next token is its first. Not called while another text
-        goes on beside it.
-        """
+        """Begin a new text. Not called while another sequence continues."""
 
     def prepare(self, events: Iterable[GateEvent]) -> None:
-        """Offline policies see all events before the first `update`."""
+        """Take all events before the first `update`, for offline policies."""
 
 
-# of a grouped policy's table for each token at least, or one for each gate if there are
+# least updates of a grouped policy's table per token, or one per gate if there are
 # fewer
 UPDATES = 8
 
 
 class GroupedPolicy(Policy):
-    """Base of policies that take the events of several gates at once: numpy's calls
-    cost more than their numbers.
+    """The base of policies that take several gates' events at once, to amortize numpy
+    calls.
 
-    A token changes a gate's row once, and a table of priorities that is a few gates old
-    evicts almost the same. The events wait inside the policy, so that the simulator and
-    a live driver see the same table at the same time. Override `update_gates`; call
-    `super().start()` in `start`, and `super().reset_sequence()` first in
+    A table that is a few gates old evicts almost the same. Events wait inside the
+    policy, so simulator and live driver see the same tables. Override `update_gates`;
+    call `super().start()` in `start`, and `super().reset_sequence()` first in
     `reset_sequence`.
     """
 
@@ -289,7 +272,7 @@ class GroupedPolicy(Policy):
         self._waiting: list[GateEvent] = []
 
     def update(self, event: GateEvent) -> bool:
-        """True if `priorities` has changed."""
+        """Update in groups. Return True if `priorities` has changed."""
         waiting = self._waiting
         changed = bool(waiting) and (
             event.gate != waiting[-1].gate + 1 or len(event.ids) != len(waiting[0].ids)
@@ -310,10 +293,10 @@ class GroupedPolicy(Policy):
         waiting.clear()
 
     def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
-        """Changes `priorities` after the gates `first`, `first` + 1, ... have selected,
-        at most `group` of them and all for as many tokens.
+        """Update `priorities` after gates `first`, `first` + 1, ... have selected.
 
-        `events` is valid during the call.
+        There are at most `group` events, all with the same number of tokens. They are
+        valid during the call.
         """
         raise NotImplementedError
 
@@ -322,9 +305,7 @@ class GroupedPolicy(Policy):
 
 
 def chosen(event: GateEvent) -> tuple[np.ndarray, np.ndarray | int]:
-    """Experts an event chose, each once, and how many of its tokens chose each (1 for a
-    single token).
-    """
+    """Return an event's distinct experts and the number of tokens of each."""
     if len(event.ids) == 1:
         return event.ids[0], 1
     return np.unique(event.ids, return_counts=True)
@@ -332,15 +313,15 @@ def chosen(event: GateEvent) -> tuple[np.ndarray, np.ndarray | int]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Scores of the experts of one coming gate.
+    """The scores of a coming gate's experts.
 
     Attributes:
-        gate: row of the priority table: a later gate of the same batch, or an earlier
-            one of the next token.
-        scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a
-            row only. Rows for the next token are of the same sequences as this one's.
-            Valid until the predictor's next call.
-        logits: the scores are a router's logits, not weights.
+        gate: Row of the priority table: a later gate of the batch, or an earlier one of
+            the next token.
+        scores: [n_tokens, n_experts] float32, comparable within a row; higher is
+            likelier. Rows for the next token follow this one's sequences. Valid until
+            the predictor's next call.
+        logits: True if the scores are router logits, not weights.
     """
 
     gate: int
@@ -349,19 +330,18 @@ class Prediction:
 
 
 class Predictor(StrategyPart):
-    """Base of all predictors: override `observe`, or `begin`, and `reset_sequence` if
+    """The base of predictors. Override `observe` or `begin`, and `reset_sequence` if
     text matters.
 
-    Where it needs a calibration, it gets the arrays of its section of a profile;
-    without them it learns while it runs, or predicts nothing.
+    Without the calibrated arrays a predictor learns online, or predicts nothing.
 
     Args:
-        router: of the model.
-        arrays: the predictor's sections of a profile, or None.
-        options: the predictor's own; each defaults to its entry in `defaults`.
+        router: Routers of the model.
+        arrays: The predictor's profile sections, or None.
+        options: Options of the predictor, by default those in `defaults`.
 
     Raises:
-        OptionError: an unknown option.
+        OptionError: An option is unknown.
     """
 
     wants_gate_input = False  # reads GateEvent.gate_input
@@ -377,43 +357,42 @@ class Predictor(StrategyPart):
         self.start()
 
     def start(self) -> None:
-        """Sets up state; `router`, `arrays` and `options` are there."""
+        """Initialize state after `router`, `arrays` and `options` are set."""
 
     def begin(self, tokens: np.ndarray) -> list[Prediction]:
-        """Before a batch: its tokens [n_tokens]."""
+        """Predict from a batch's tokens [n_tokens] before it is computed."""
         return []
 
     def observe(self, event: GateEvent) -> list[Prediction]:
-        """After a router has selected."""
+        """Predict after a router's selection."""
         return []
 
     def reset_sequence(self) -> None:
-        """A new text begins, as for a policy."""
+        """Begin a new text, as in `Policy`."""
 
     def native(self) -> RoutersAhead | None:
-        """Return the routers that the driver's native thread computes in place of
-        `observe`, or None.
+        """Return the routers that the native thread computes instead of `observe`, or
+        None.
         """
         return None
 
 
 class RoutersAhead(Predictor):
-    """The routers of the next gates on a gate's input, in one matrix product (Fate
+    """The next gates' routers applied to a gate's input in one matrix product (Fate
     §4.2, HOBBIT §3.3). Call `look_ahead` in `start`.
 
     Attributes:
-        steps: of each gate, the routers of the gates behind it, one below the other,
-            their bias, and these gates; None where there are none.
+        steps: For each gate, the stacked routers of the following gates, their bias,
+            and these gates; or None.
     """
 
     wants_gate_input = True
 
     def look_ahead(self, p: int, norm: bool | None) -> None:
-        """Stacks the routers of the next `p` gates.
+        """Stack the routers of the next `p` gates.
 
         Args:
-            norm: as for `Router.ahead`; None takes what calibration measured for each
-                gate, and True where there is none.
+            norm: As in `Router.ahead`. None: as calibrated for each gate, or True.
         """
         router = self.router
         measured = None
@@ -427,8 +406,8 @@ class RoutersAhead(Predictor):
                 use = bool(measured[target]) if measured is not None else norm is not False
                 ahead = router.ahead(gate, target, use)
                 if ahead is None or (parts and ahead[0].shape != parts[0][1][0].shape):
-                    # the look ahead ends at a layer that routes by token, or whose
-                    # router has another shape
+                    # the lookahead ends at a layer that routes by token, or has another
+                    # router shape
                     break
                 parts.append((target, ahead))
             if not parts:
@@ -472,31 +451,26 @@ class RoutersAhead(Predictor):
 
 
 def top_k(scores: np.ndarray, k: int) -> np.ndarray:
-    """[n_tokens, k] the k likeliest experts of each row [n_tokens, n_experts], in no
-    order.
-    """
+    """Return the top k [n_tokens, k] of scores [n_tokens, n_experts], unordered."""
     if k >= scores.shape[1]:
         return np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
     return np.argpartition(scores, -k, axis=1)[:, -k:]
 
 
 def recall(scores: np.ndarray, used: np.ndarray, k: int) -> float:
-    """Share of the used experts [n_tokens, n_experts] bool that are among the k highest
-    scores of their row.
-    """
+    """Return the share of used experts [n_tokens, n_experts] among the top k."""
     return float(np.take_along_axis(used, top_k(scores, k), axis=1).sum() / max(used.sum(), 1))
 
 
 def quotas(shape: CacheShape, shallow: int) -> list[int]:
-    """Return how many experts each layer may keep (Fate §4.4): cache_deep =
-    (cache_total - L x num_experts) / (num_layers - L), and with less room the first L
-    layers in turn.
+    """Return the most experts of each layer (Fate §4.4).
 
-    Memory that is divided already decides itself.
+    cache_deep = (cache_total - L x num_experts) / (num_layers - L). With less memory
+    the first L layers fill up in order. Memory divided by layer sets its own quotas.
     """
     if shape.by_layer is not None:
         return list(shape.by_layer)
-    total, out = int(shape.capacity + 1e-6), []  # a share of a whole number may lie below it
+    total, out = int(shape.capacity + 1e-6), []  # floating-point shares may be slightly too low
     for _ in range(shallow):
         out.append(min(shape.n_experts, total))
         total -= out[-1]
@@ -507,7 +481,7 @@ def quotas(shape: CacheShape, shallow: int) -> list[int]:
 
 
 def n_low(n_chosen: int, p: float) -> int:
-    """Return how many of the experts that a prompt's batch chose are read in low
-    precision (Fate §4.5): the share p, rounded down.
+    """Return the number of a prompt batch's experts read in low precision (Fate §4.5):
+    the share p, rounded down.
     """
     return int(p * n_chosen)

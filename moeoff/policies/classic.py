@@ -1,4 +1,4 @@
-"""Classic policies: LRU, LFU with and without decay, ARC's lists, and Belady's optimum."""
+"""Classic policies: LRU, LFU with and without decay, ARC's lists, and Belady's."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from .strategy import register
 
 @register
 class LRU(Policy):
-    """A table of zeros: every priority ties, and of equals the least recently used is
-    evicted. No driver is attached for it.
-    """
+    """A table of zeros: ties evict the least recently used. It needs no driver."""
 
     name, summary, static = "lru", "keeps the most recently used experts", True
 
 
 @register
 class LFU(Policy):
-    """Counts uses. `sequence` forgets them where a text begins (HOBBIT §3.4: +4.5 %
-    hits for LFU).
-    """
+    """Access counts. `sequence` resets them with a text (HOBBIT §3.4: +4.5 %)."""
 
     name, summary = "lfu", "keeps the experts this text has used most often"
     defaults = {"sequence": True}
@@ -44,10 +40,9 @@ _LARGEST = 1e18  # of a float32 with room to add
 
 @register
 class Decay(Policy):
-    """Exponentially decayed counts, frequency and recency in one number: each use
-    counts 1, and loses the share `rate` with each token since.
+    """Exponentially decayed counts, with the decay rate `rate` per token.
 
-    The increment grows instead of all counts shrinking.
+    The increment grows, so that the counts need not shrink.
     """
 
     name, summary = "decay", "counts uses, older ones for less"
@@ -61,8 +56,7 @@ class Decay(Policy):
         experts, count = chosen(event)
         self.priorities[event.gate][experts] += count * self._step
         if event.gate == self.shape.n_gates - 1:
-            # one prompt of many tokens fades like as many tokens, but never past what a
-            # float holds
+            # a long prompt decays like as many tokens, within the range of floats
             self._step *= min(self._growth ** len(event.ids), 1e6)
             if self._step > _LARGEST:
                 self.priorities /= self._step
@@ -71,12 +65,12 @@ class Decay(Policy):
 
 class ARC:
     """The lists of an adaptive replacement cache (Megiddo and Modha 2003, figure 4),
-    the oldest first.
+    oldest first.
 
     Attributes:
-        t1, t2: resident, used once and more often lately.
-        b1, b2: ghosts, evicted from t1 and from t2.
-        target: size of t1.
+        t1, t2: Resident entries, recently used once, and more often.
+        b1, b2: Ghosts evicted from t1 and from t2.
+        target: Target size of t1.
     """
 
     def __init__(self) -> None:
@@ -87,9 +81,7 @@ class ARC:
         self.target = 0.0
 
     def resize(self, size: int) -> Iterator[int]:
-        """Lists that are longer lose their oldest, those used once first; yields those
-        that leave t1 and t2.
-        """
+        """Shrink the lists, those used once first. Yield entries leaving t1 and t2."""
         t1, t2, b1, b2 = self.t1, self.t2, self.b1, self.b2
         while len(t1) + len(t2) > size:
             yield (t1 or t2).popitem(last=False)[0]
@@ -100,11 +92,11 @@ class ARC:
         self.target = min(self.target, size)
 
     def eviction_order(self) -> list[int]:
-        """The list above its target before the other, and in a list the oldest first."""
+        """Return entries as evicted: first the list above its target, oldest first."""
         return [*self.t1, *self.t2] if len(self.t1) > self.target else [*self.t2, *self.t1]
 
     def use(self, key: int, size: int) -> Iterator[int]:
-        """One access to a cache of this size; yields those that leave t1 and t2."""
+        """Access an entry in a cache of this size. Yield those leaving t1 and t2."""
         t1, t2, b1, b2 = self.t1, self.t2, self.b1, self.b2
         if size == 0:
             yield key
@@ -156,10 +148,9 @@ class ARC:
 
 @register
 class Belady(Policy):
-    """Belady's optimum, the bound that every report shows: evicts what is used again
-    last. Knows the future, so it only runs on a trace.
+    """Belady's optimum: evict the expert whose next access is farthest, in traces only.
 
-    Priority = -(index of the event that uses the expert next).
+    Priority = -(index of the event of the next access).
     """
 
     name, summary, offline = "belady", "the optimum, which knows the future", True

@@ -1,5 +1,5 @@
-"""EdgeMoE: experts predicted from the two layers before, evicted by frequency over
-distance, in as few bits each as a loss allows.
+"""EdgeMoE: prediction from the previous two layers, eviction by frequency over
+distance, and the fewest bits for each expert within a loss.
 
     §3.1    layers that route by the token       ActivationPath.begin
     §3.2    a bit width for each expert          by_importance;
@@ -7,13 +7,12 @@ distance, in as few bits each as a loss allows.
     §3.3.1  an expert is read once for a prompt  llama.cpp's micro-batches
     §3.3.2  P(E_n | E_{n-1}, E_{n-2})            ActivationPath, PairCounts and fits
             preloads until the router selects    engine.prefetcher; `share` is 1; the
-                                                 native store gives up what is not
-                                                 selected
+                                                 native store cancels the others
     §3.3.3  eviction score -f / distance         FrequencyOverDistance
             begins with the most frequent        its fit, `fill` of the preset
 
 The presets are `edgemoe`, which is lossless, and `edgemoe-lossy`, with §3.2's widths.
-Encoder-decoder models, of which the paper's are, are outside llama.cpp.
+llama.cpp does not support the paper's encoder-decoder models.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from .strategy import Strategy, register
 def by_importance(
     importance: Mapping[tuple[int, int], float], saved: Mapping[tuple[int, int], int]
 ) -> list[tuple[int, int]]:
-    """(layer, expert) in the order in which experts get the lower bit width: those
-    first that lose the least for each byte that it saves.
+    """Return (layer, expert) by rising loss per byte saved, the order of lower bit
+    widths.
 
     Args:
-        importance: loss of the model with this expert alone in the lower width.
-        saved: bytes; experts that save none are left out.
+        importance: Loss of the model with this expert alone in the lower width.
+        saved: Bytes saved; experts that save none are left out.
     """
     return sorted(
         (key for key in importance if saved[key] > 0), key=lambda key: importance[key] / saved[key]
@@ -58,29 +57,27 @@ def by_importance(
 
 # --- §3.3.2: preloading ---
 
-FLOOR = 1e-4  # under logarithms
-PRIOR_ONE = 8.0  # observations that the back-off weighs as much as
-PRIOR_TWO = 8.0  # observations that the back-off of a pair to one layer weighs as much as
-# bytes of a table that spares a wide lookup for each event: models with up to 64
-# experts
+FLOOR = 1e-4  # least argument of logarithms
+PRIOR_ONE = 8.0  # weight of the back-off in observations
+PRIOR_TWO = 8.0  # weight of a pair's back-off to one layer
+# most bytes of a table that saves a wide lookup per event: up to 64 experts
 TABLE = 16 << 20
-# bytes of counts; of a model with more, the last pairs of a layer back off to one layer
+# most bytes of counts; beyond, the last pairs of a layer back off to one layer
 PAIRS = 256 << 20
-PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
-# bytes of the table of what tokens choose in the first layer; the most frequent are
-# kept
+PRIOR = 2.0  # weight of popularity in a token's occurrences
+# most bytes of the first layer's token table, which keeps the most frequent tokens
 FIRST_LAYER = 8 << 20
 
 
 class PairCounts:
-    """Dictionary of P(x | a in the last layer, b in the one before), from counts.
+    """A table of P(x | a in the last layer, b in the one before), from counts.
 
-    A pair that never occurred takes no room. It is the section "pairs" of a profile.
+    It stores only pairs that occurred, as the profile's section "pairs".
 
     Args:
-        arrays: pair_seen [n_gates, E, E] how often a pair occurred; pair_start
-            [n_gates, E * E + 1] where the experts that followed it begin in
-            pair_expert, pair_count [n]: who followed, and how often.
+        arrays: pair_seen [n_gates, E, E]: occurrences of a pair; pair_start [n_gates, E
+            * E + 1]: start of its successors in pair_expert; pair_count [n]: their
+            counts.
         n, e: n_gates and E.
     """
 
@@ -105,12 +102,12 @@ class PairCounts:
     def joint(
         self, gate: int, last: np.ndarray, before: np.ndarray, ratio: np.ndarray
     ) -> np.ndarray:
-        """[n_tokens, k, k, E] float32: the probabilities for each pair of one expert of
-        each layer.
+        """Return probabilities for each pair of the two layers' experts, [n_tokens, k,
+        k, E] float32.
 
         Args:
             last, before: [n_tokens, k].
-            ratio: [n_tokens, k, E] P(x | last), which rare pairs back off to.
+            ratio: [n_tokens, k, E] P(x | last), the back-off of rare pairs.
         """
         e = ratio.shape[2]
         pair = (last.astype(np.int64)[:, :, None] * e + before[:, None, :]).ravel()
@@ -118,7 +115,7 @@ class PairCounts:
         first, end = (self._start[gate][pair + i].astype(np.int64) for i in (0, 1))
         n = end - first
         place = np.arange(n.sum()) + np.repeat(first - np.cumsum(n) + n, n)
-        # each expert of a pair is there once
+        # each expert of a pair occurs once
         out[np.repeat(np.arange(len(pair)), n), self._expert[place]] += self._count[place]
         out /= (self._seen[gate].ravel()[pair] + PRIOR_TWO)[:, None]
         return out.reshape(*last.shape, before.shape[1], e)
@@ -127,13 +124,13 @@ class PairCounts:
 def fit_pairs(
     recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
-    """The section "pairs", arrays of `PairCounts`."""
+    """Return the section "pairs", arrays of `PairCounts`."""
     used, starts = recording.used(), recording.starts
     _, n, e = used.shape
     small = np.uint8 if e <= 256 else np.uint16
     # in parts, then as a whole
     most = PAIRS if options.room is None else min(PAIRS, options.room // 3)
-    room = most // (n * (small().itemsize + 2))  # triples of a gate
+    room = most // (n * (small().itemsize + 2))  # triples per gate
     seen, start = np.zeros((n, e, e), np.uint32), np.zeros((n, e * e + 1), np.uint32)
     experts: list[np.ndarray] = []
     counts: list[np.ndarray] = []
@@ -172,8 +169,9 @@ def fit_pairs(
 
 
 def experts_before(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) -> np.ndarray:
-    """[n_tokens, E] bool: the experts `steps` gates before, of the token before if need
-    be; none before a text.
+    """Return the experts `steps` gates before, [n_tokens, E] bool.
+
+    They may belong to the previous token; the start of a text has none.
     """
     earlier = gate - steps
     if earlier >= 0:
@@ -187,12 +185,11 @@ def experts_before(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) 
 def fit_first(
     recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
-    """The section "first" of a profile: what tokens choose in the first layer, which no
-    layer comes before.
+    """Return the section "first": the first layer's experts by token.
 
     Returns:
-        first_tokens [n] int32 ascending; first_shares [n, E] float16. The most frequent
-        tokens, as many as `FIRST_LAYER` allows.
+        first_tokens [n] int32 ascending; first_shares [n, E] float16, for the most
+        frequent tokens within `FIRST_LAYER` bytes.
     """
     tokens, shares, _ = token_shares(
         recording.tokens, recording.used()[:, :1], FIRST_LAYER, progress
@@ -203,13 +200,15 @@ def fit_first(
 def token_shares(
     tokens: np.ndarray, used: np.ndarray, limit: int, progress: Progress | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Choices of each token, of the most frequent ones, as many as fit into so many
-    bytes: tokens [n] int32 ascending, shares [n, n_gates, E] float16; and popularity
-    [n_gates, E].
+    """Return routing by token for the most frequent tokens within a number of bytes.
 
     Args:
-        tokens: [n_tokens] as they came.
+        tokens: [n_tokens] of the text.
         used: [n_tokens, n_gates, E] bool.
+
+    Returns:
+        tokens [n] int32 ascending, shares [n, n_gates, E] float16, and popularity
+        [n_gates, E].
     """
     popularity = used.mean(axis=0, dtype=np.float32)
     order = np.argsort(tokens, kind="stable")
@@ -226,15 +225,14 @@ def token_shares(
 
 @register
 class ActivationPath(Predictor):
-    """P(E_n | E_{n-1}, E_{n-2}), from statistics of other text.
+    """A predictor by P(E_n | E_{n-1}, E_{n-2}), from statistics of other text.
 
-    EdgeMoE's models choose one expert; with k of them the probability is the geometric
-    mean over the k x k pairs of one expert of each layer. Rare pairs back off to the
-    last layer's expert, rare experts to popularity. Layers that route by the token
-    alone are known before the batch (§3.1); so is the first one, as far as text has
-    shown what its tokens choose. Without that, and in the second layer, the path goes
-    back into the token before, where as many are decoded again. Without a profile one
-    layer is learned while it runs.
+    EdgeMoE's models use one expert; with k of them the probability is the geometric
+    mean over the k x k pairs. Rare pairs back off to the last layer's expert, rare
+    experts to popularity. Layers that route by the token alone are known before the
+    batch (§3.1), and so is the first layer for known tokens. Otherwise, and in the
+    second layer, the path includes the previous token if the batch has the same size.
+    Without a profile one layer is learned online.
     """
 
     name, summary = (
@@ -285,14 +283,12 @@ class ActivationPath(Predictor):
         self._last = None
 
     def begin(self, tokens: np.ndarray) -> list[Prediction]:
-        """Predictions from the tokens alone: all of a static layer, and what the first
-        has chosen for them in other text.
-        """
+        """Predict static layers and the first layer from the tokens alone."""
         tokens, out = np.asarray(tokens), []
         if 0 not in self._tables and self._first is not None:
             known = self._first["first_tokens"]
             rows = np.searchsorted(known, tokens).clip(max=len(known) - 1)
-            # of another token the path before it says more than popularity
+            # a different token's previous path predicts better than popularity
             if (known[rows] == tokens).all():
                 out.append(Prediction(0, self._first["first_shares"][rows].astype(np.float32)))
         for gate, table in self._tables.items():
@@ -302,8 +298,8 @@ class ActivationPath(Predictor):
         return out
 
     def _follows(self, event: GateEvent) -> bool:
-        """True if the rows before are of the same tokens or, at the first gate, of the
-        tokens before.
+        """Return True if the previous rows have the same tokens or, at the first gate,
+        the preceding ones.
         """
         if (
             self._last is None
@@ -347,8 +343,8 @@ class ActivationPath(Predictor):
     def _log_joint(
         self, pairs: PairCounts, gate: int, last: np.ndarray, before: np.ndarray
     ) -> np.ndarray:
-        """[n_tokens, k, k, E] float32, of each pair of an expert of `last` and one of
-        `before` [n_tokens, k].
+        """Return logs [n_tokens, k, k, E] float32 for each pair of `last` and `before`
+        [n_tokens, k].
         """
         # P(x | last), with FLOOR
         ratio = np.exp(self._one[gate][last] + self._log_popularity[gate])
@@ -359,7 +355,7 @@ class ActivationPath(Predictor):
     def fit(
         recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
     ) -> dict[str, np.ndarray]:
-        """From a `Recording`.
+        """Fit a `Recording`.
 
         Returns:
             popularity [n_gates, E] share of tokens; one [n_gates, E before, E] log of
@@ -390,15 +386,13 @@ class ActivationPath(Predictor):
 
 @register
 class FrequencyOverDistance(GroupedPolicy):
-    """Eviction score -f / distance (§3.3.3): rarely used experts of layers that run
-    late are evicted first.
+    """Eviction score -f / distance (§3.3.3): evict rarely used experts of distant
+    layers first.
 
-    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer
-    that has just run: against the paper's own text, the layer that runs next would be
-    evicted first. Here it is (i - I + S) mod S. A distance of 0, the layer that is
-    evicting now, is a whole token (S): an expert that it has not selected cannot be
-    used before. `counts` [n_gates, n_experts], uses in other text, order what this run
-    has not used: the buffer begins with the most frequent.
+    The paper prints the distance as (S - i + I) mod S, which against its text evicts
+    the next layer first. Here it is (i - I + S) mod S. For the evicting layer itself it
+    is S, a whole token. `counts` [n_gates, n_experts], accesses in other text, order
+    experts not used in this run.
     """
 
     name, summary = "edgemoe", "keeps what is used often and in layers that come soon"
@@ -409,7 +403,7 @@ class FrequencyOverDistance(GroupedPolicy):
     def fit(
         recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
     ) -> dict[str, np.ndarray]:
-        """From a `Recording`.
+        """Fit a `Recording`.
 
         Returns:
             counts [n_gates, n_experts] int64, tokens that used each expert; n_tokens.
@@ -432,7 +426,7 @@ class FrequencyOverDistance(GroupedPolicy):
         distance[distance == 0] = n
         self._nearness = (1 / distance).astype(np.float32)[:, :, None]
         self._counts = np.zeros_like(self.priorities)
-        # less than one use: who goes first among those that this run has not used
+        # less than one access: the order of experts not yet used in this run
         if counts is not None:
             self._counts += np.asarray(counts, np.float32) / (np.max(counts) + 1)
             np.multiply(self._counts, self._nearness[0], out=self.priorities)

@@ -13,8 +13,7 @@ layers.
                                               moeoff-version-selector
 
 The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's four and two
-bits; §5.3's are the low-end PC's alone. Their baselines are in
-scripts/research/baselines.py.
+bits; §5.3 applies to the low-end PC only. Baselines: scripts/research/baselines.py.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from .strategy import Strategy, register
 
 @register
 class CrossLayerGate(RoutersAhead):
-    """The router of layer i + 1 on the gate input of layer i (§4.2). Also ProMoE's
+    """The router of layer i + 1 on the gate input of layer i (§4.2), also ProMoE's
     skip-based baseline (its §4.2).
 
     Options:
-        norm: apply layer i + 1's own norm weights (see `Router.ahead`). None: where
-            calibration measured that it helps; without one, yes.
+        norm: True to apply layer i + 1's norm weights (`Router.ahead`). None: where
+            calibration measured a gain; without one, True.
     """
 
     name, summary = "gate", "the next layer's router on this layer's input"
@@ -66,11 +65,11 @@ class CrossLayerGate(RoutersAhead):
     def fit(
         recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
     ) -> dict[str, np.ndarray] | None:
-        """From a `Recording` with gate inputs; None if it has none.
+        """Fit a `Recording`, or return None without gate inputs.
 
         Returns:
             [n_gates] each: next_norm, true where the next layer's norm predicts better;
-            recall_raw, recall_norm at k without and with it.
+            recall_raw, recall_norm at k without and with the norm.
         """
         if recording.inputs is None:
             return None
@@ -99,14 +98,15 @@ class CrossLayerGate(RoutersAhead):
 
 # --- §4.4: shallow-favoring expert cache ---
 
-MAX_GATES = 4096  # more than any model has
-SHALLOW = 0.85  # of the median layer's recall: a layer that is predicted worse is shallow
-JUDGED = 1024  # tokens that say how well a layer is predicted
+MAX_GATES = 4096  # larger than any model's
+SHALLOW = 0.85  # share of the median recall, below which a layer is shallow
+JUDGED = 1024  # tokens to measure recall with
 
 
 def shallow_boundary(recall: np.ndarray) -> int:
-    """L, the first layers whose prediction is worse than 85 % of the median layer's.
-    recall: [n_gates], of gate 0: 0.
+    """Return L, the first layers with recall [n_gates] below 85 % of the median.
+
+    The recall of gate 0 is 0.
     """
     if len(recall) < 2:
         return 0
@@ -115,23 +115,20 @@ def shallow_boundary(recall: np.ndarray) -> int:
 
 
 def proportional_boundary(n_gates: int) -> int:
-    """L where nothing was measured: as many of a model's layers as 3 are of
-    Qwen1.5-MoE's 24.
-    """
+    """Return the default L, in the proportion of 3 to Qwen1.5-MoE's 24 layers."""
     return max(round(3 * n_gates / 24), 1)
 
 
-_BEYOND_QUOTA = -1e6  # a layer within its quota outranks one beyond it by this much
+_BEYOND_QUOTA = -1e6  # priority of experts beyond their layer's quota
 
 
 @register
 class ShallowFavoringARC(Policy):
     """ARC's lists for each layer, with the quotas of §4.4.
 
-    An expert that ARC would evict from its layer leaves T1 and T2 and ranks below all
-    experts in them. The buffer evicts it only when it needs room, so that a layer's
-    unused quota serves other layers meanwhile. A device's slots are divided by the
-    quotas.
+    Experts evicted by a layer's ARC rank below all experts in T1 and T2. The buffer
+    evicts them only when it needs memory, so other layers can use unused quotas. Device
+    slots are divided by the quotas.
 
     Options:
         shallow: L; None: `proportional_boundary`.
@@ -145,7 +142,7 @@ class ShallowFavoringARC(Policy):
     def fit(
         recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
     ) -> dict[str, np.ndarray] | None:
-        """L, shallow [1], of a `Recording` with gate inputs; None if it has none."""
+        """Return L, shallow [1], of a `Recording`, or None without gate inputs."""
         judged = recording.input_tokens[:JUDGED]
         gate = (
             CrossLayerGate.fit(recording.part(0, int(judged[-1]) + 1), options, progress)
@@ -178,7 +175,7 @@ class ShallowFavoringARC(Policy):
         return quotas(shape, min(shallow, shape.n_gates))
 
     def resize(self, capacity: float) -> None:
-        """New quotas; lists that are longer lose their oldest, those used once first."""
+        """Set new quotas. Lists lose their oldest entries, those used once first."""
         super().resize(capacity)
         self.quotas = self.divide(self.shape, self.options)
         for gate, (size, layer) in enumerate(zip(self.quotas, self._layers)):

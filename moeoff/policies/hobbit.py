@@ -1,13 +1,13 @@
-"""HOBBIT: experts in mixed precision by their weight in the token, a predictor that
-looks several layers ahead, a weighted cache.
+"""HOBBIT: mixed precision by gate weight, prediction several layers ahead, and a
+weighted cache.
 
     §3.2  unimportance s (equation 2)                 unimportance
           T1, T2: high, low, or not at all            versions, thresholds; t1, t2 of `Precision`;
                                                       moeoff-version-selector
     §3.3  p routers stacked                           StackedGate
           versions of predicted experts               predicted_versions
-          looks further while all are there,          engine.prefetcher
-          protects them
+          lookahead while all are resident,           engine.prefetcher
+          protection from eviction
     §3.4  cost of a miss, C or B_l/B_h C              MissCost
           priority p (equation 3), reset by text      Hobbit
           weights that minimize the miss penalty      Hobbit.fit, fit_weights
@@ -49,23 +49,23 @@ from .strategy import Strategy, register
 # --- §3.2: token-level dynamic expert loading ---
 
 T1, T2 = 0.6, 0.9  # the paper's thresholds on Mixtral
-# of all uses, what those thresholds leave in high and in low precision on Mixtral
+# shares of accesses in high and in low precision under those thresholds on Mixtral
 # (figure 5b)
 HIGH_SHARE, LOW_SHARE = 0.67, 0.30
 HIGH, LOW, SKIP = 0, 1, 2  # versions, as in `GateEvent.versions` and the native store
 
 
 def unimportance(weights: np.ndarray, n_scale: int | None = None) -> np.ndarray:
-    """Sum of the larger gate weights of the same token (equation 2), all scaled to 1.
+    """Return the sum of the larger gate weights of the same token (equation 2), all
+    scaled to 1.
 
-    The native rule takes the same sums in the same order, so that both agree to the
-    last bit: of equal weights the first counts as the larger, and where a token's
-    weights add up to nothing all its experts are important.
+    The order of sums is the native rule's, so results are bit-identical. Of equal
+    weights the first counts as larger. If a token's weights sum to 0, all its experts
+    are important.
 
     Args:
         weights: [n_tokens, n] float.
-        n_scale: scale so that the n_scale largest add up to 1, for weights of more
-            experts than are used; default: all.
+        n_scale: Number of largest weights scaled to sum to 1. Default: all.
 
     Returns:
         [n_tokens, n], 0 for the most important.
@@ -79,8 +79,8 @@ def unimportance(weights: np.ndarray, n_scale: int | None = None) -> np.ndarray:
 
 
 def versions(s: np.ndarray, t1: float, t2: float) -> np.ndarray:
-    """The version of each expert that is not resident, by its unimportance: HIGH for s
-    <= t1, LOW for t1 < s <= t2, else SKIP.
+    """Return the version of absent experts by unimportance: HIGH for s <= t1, LOW for
+    t1 < s <= t2, else SKIP.
     """
     return np.where(s <= t1, HIGH, np.where(s <= t2, LOW, SKIP))
 
@@ -88,19 +88,18 @@ def versions(s: np.ndarray, t1: float, t2: float) -> np.ndarray:
 def thresholds(
     scores: np.ndarray, high: float = HIGH_SHARE, low: float = LOW_SHARE
 ) -> tuple[float, float]:
-    """T1 and T2 for a model from the distribution of its experts' unimportance, as the
-    paper takes them from Mixtral's (figure 5b).
+    """Return T1 and T2 from a model's distribution of unimportance (figure 5b).
 
     Args:
-        scores: [n] of all uses.
-        high, low: shares of the uses that stay in high precision and that go to low, at
-            least; what is left is skipped.
+        scores: [n] of all accesses.
+        high, low: Least shares of accesses in high and in low precision; the rest is
+            skipped.
 
     Returns:
-        The smallest thresholds that leave these shares; T1 <= T2 <= 1.
+        The smallest thresholds with these shares; T1 <= T2 <= 1.
 
     Raises:
-        OptionError: no scores, or shares that are none.
+        OptionError: There are no scores, or the shares are invalid.
     """
     if not len(scores) or not (0 <= high <= 1 and 0 <= low <= 1):
         raise OptionError(
@@ -112,7 +111,7 @@ def thresholds(
 
 
 def recorded_unimportance(recording: Recording) -> np.ndarray:
-    """[n] unimportance of every expert that a gate selected."""
+    """Return the unimportance [n] of every routed expert."""
     used = recording.ids[0] >= 0
     rows = [
         unimportance(recording.weights[:, g, used[g]]).ravel()
@@ -124,9 +123,7 @@ def recorded_unimportance(recording: Recording) -> np.ndarray:
 def fit_thresholds(
     recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
-    """The section "thresholds" of a profile: t1 and t2 that leave the paper's shares of
-    this model's uses.
-    """
+    """Return the section "thresholds": t1 and t2 with the paper's shares."""
     t1, t2 = thresholds(recorded_unimportance(recording))
     return {"t1": np.array(t1), "t2": np.array(t2)}
 
@@ -136,11 +133,11 @@ def fit_thresholds(
 
 @register
 class StackedGate(RoutersAhead):
-    """The routers of the next p layers on this layer's gate input, stacked.
+    """The stacked routers of the next p layers on this layer's gate input.
 
     Options:
-        p: layers.
-        norm: as for `CrossLayerGate`.
+        p: Number of layers.
+        norm: As in `CrossLayerGate`.
     """
 
     name, summary = "stacked", "the next p layers' routers on this layer's input"
@@ -154,13 +151,14 @@ class StackedGate(RoutersAhead):
 def predicted_versions(
     scores: np.ndarray, top: np.ndarray, n_used: int, precision: Precision
 ) -> np.ndarray:
-    """Versions that would serve predicted experts if their scores were gate weights: as
-    in the native rule, the best that any token wants.
+    """Return predicted experts' versions, taking scores for gate weights.
+
+    As in the native rule, the best version that any token needs counts.
 
     Args:
         scores: [n_tokens, n_experts].
         top: [n_tokens, n] candidates of each token, best first.
-        n_used: experts whose weights would add up to 1.
+        n_used: Number of experts whose weights sum to 1.
 
     Returns:
         [n_experts] of HIGH, LOW and SKIP.
@@ -180,18 +178,18 @@ LOW_COST = 0.25  # B_l / B_h of an int4 version and float16
 
 @dataclass(frozen=True)
 class MissCost:
-    """Cost of a miss, in misses of a high version.
+    """The cost of a miss, in misses of a high version.
 
     Attributes:
-        t1, t2: for a token that is decoded: unimportance up to t1 is read in high
-            precision, up to t2 in low, above it not at all.
-        low: bytes of a low version as a share of the high one's, B_l/B_h.
-        prefill_low_fraction: of a prompt's experts, the share that is read in low
-            precision, the least popular first (Fate §4.5). None: a prompt's tokens are
-            weighed by the thresholds, too, and an expert by its dearest token.
+        t1, t2: Thresholds for decoded tokens: high precision up to t1, low up to t2,
+            skipped above.
+        low: Size of a low version relative to the high one, B_l/B_h.
+        prefill_low_fraction: Share of a prompt's experts in low precision, least
+            popular first (Fate §4.5). None: thresholds apply to prompts, and an expert
+            costs its most expensive token.
 
     Raises:
-        OptionError: out of range.
+        OptionError: A value is out of range.
     """
 
     t1: float = T1
@@ -210,14 +208,14 @@ class MissCost:
             )
 
     def decoded(self, weights: np.ndarray) -> np.ndarray:
-        """[n_tokens, n_used] of each chosen expert, by the tokens' gate weights."""
+        """Return each routed expert's cost, [n_tokens, n_used], by gate weights."""
         cost: np.ndarray = np.array([1.0, self.low, 0.0])[
             versions(unimportance(weights), self.t1, self.t2)
         ]
         return cost
 
     def of(self, event: GateEvent, n_experts: int) -> np.ndarray:
-        """[n_experts] float32, of each expert that the event chose; 0 of the others."""
+        """Return the costs of an event's experts, [n_experts] float32; 0 for others."""
         out = np.zeros(n_experts, np.float32)
         if event.decode or self.prefill_low_fraction is None:
             np.maximum.at(out, event.ids.ravel(), self.decoded(event.weights).ravel())
@@ -238,18 +236,18 @@ PAPERS_COST = MissCost()
 
 @register
 class Hobbit(GroupedPolicy):
-    """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) /
-    l_n) (equation 3), reset with each text.
+    """HOBBIT's cache policy (equation 3), reset with each text.
 
-    R is the token of the last use, F the uses in this text, H those in high precision,
-    T the tokens so far, l_i the layer that is evicting. The table holds p times T,
-    which orders the same. The cost of low misses (B_l/B_h) is in the weights: `fit`
-    fits them to a penalty with the model's own thresholds and sizes. The default
-    weights are those that it fits for the demo model. sequence=False never resets.
+    p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n)
 
-    actual: the run is lossy, and H counts what was served in high precision
-    (`GateEvent.versions`). In a lossless one every use is, and H counts those that
-    would have to be: unimportance <= t1 (§3.2).
+    R is the token of the last access, F the accesses in this text, H those in high
+    precision, T the number of tokens, l_i the evicting layer. The table holds p times
+    T, which has the same order. `fit` fits the weights to a penalty with the model's
+    thresholds and sizes; the defaults fit the demo model. sequence=False never resets.
+
+    actual: True for a lossy run, where H counts accesses served in high precision
+    (`GateEvent.versions`). Otherwise H counts those that need it: unimportance <= t1
+    (§3.2).
     """
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
@@ -268,17 +266,15 @@ class Hobbit(GroupedPolicy):
     def fit(
         recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
     ) -> dict[str, np.ndarray] | None:
-        """The four weights; None if the recording has no probabilities, or the options
-        have no way to replay it.
+        """Return the four weights that minimize the cost of this model's misses.
 
-        Returns:
-            the weights, fitted to what misses of this model cost: t1 and t2 from the
-            distribution of its scores, low_cost from the options.
+        t1 and t2 follow from the distribution of scores, low_cost from the options.
+        Return None without probabilities, or without options to replay.
         """
         if recording.probs is None or options.replay is None:
             return None
         if progress:
-            progress(0, 1)  # how many replays it takes shows in the end
+            progress(0, 1)  # the number of replays is unknown
         cost = MissCost(
             *thresholds(recorded_unimportance(recording)),
             LOW_COST if options.low_cost is None else options.low_cost,
@@ -338,7 +334,7 @@ class Hobbit(GroupedPolicy):
         np.add(self._all, self._scratch, out=self.priorities)
 
     def _high(self, events: Sequence[GateEvent]) -> np.ndarray:
-        """[n_tokens of all events, n_used] bool: which uses count for H."""
+        """Return which accesses count for H, [n_tokens of all events, n_used] bool."""
         if not self.options["actual"]:
             needed: np.ndarray = (
                 unimportance(np.concatenate([e.weights for e in events])) <= self.options["t1"]
@@ -366,9 +362,9 @@ class Hobbit(GroupedPolicy):
         self._tokens = 1
 
 
-NAMES = ("lru", "lfu", "lhu", "fld")  # of the weights
+NAMES = ("lru", "lfu", "lhu", "fld")  # weights' names
 MAX_EVENTS = 6_144
-SHARES = (0.25, 0.5, 0.75)  # of the experts in memory
+SHARES = (0.25, 0.5, 0.75)  # resident shares
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
 
 
@@ -380,26 +376,25 @@ def fit_weights(
     max_events: int = MAX_EVENTS,
     until: float = math.inf,
 ) -> dict[str, float]:
-    """w_lru, w_lfu, w_lhu and w_fld, of sum 1, that minimize the miss penalty: options
-    of `Hobbit`.
+    """Return w_lru, w_lfu, w_lhu and w_fld, of sum 1, that minimize the miss penalty.
 
-    The paper gives no procedure: here one weight after the other is multiplied by
-    `FACTORS` as long as that lowers the penalty, the geometric mean over buffer sizes.
-    A weight that reached 0 may come back at the smallest other weight.
+    The paper has no procedure. This one multiplies a weight at a time by `FACTORS`
+    while that lowers the penalty, the geometric mean over buffer sizes. A weight of 0
+    may return at the smallest other weight.
 
     Args:
-        trace: at most `max_events` of it are replayed, from its beginning.
+        trace: Trace, of which the first `max_events` events are replayed.
         replay: `replay.simulate`.
-        cost: of misses; its t1 says which uses count for H.
-        until: of `time.monotonic`, when nothing more is tried.
+        cost: Cost of misses; its t1 defines H.
+        until: Deadline in `time.monotonic`.
 
     Raises:
-        OptionError: an empty trace.
+        OptionError: The trace is empty.
     """
     if not trace.events:
         raise OptionError("HOBBIT's weights are fitted on a trace, and this one is empty")
     part = trace.slice(0, max_events // trace.model.n_gates * trace.model.n_gates or max_events)
-    # which uses count for H is the same in every replay
+    # the accesses that count for H are the same in every replay
     part.events = [
         replace(e, versions=versions(unimportance(e.weights), cost.t1, cost.t2).astype(np.uint8))
         for e in part.events

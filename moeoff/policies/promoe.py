@@ -1,13 +1,13 @@
-"""ProMoE: a small network for each layer predicts its experts one or two layers ahead;
-each layer has a cache of its own.
+"""ProMoE: prediction by a small network for each layer, one or two layers ahead, and a
+cache for each layer.
 
     §4.1       GoodPred = accuracy x fetch rate  engine.prefetcher counts both
     §4.3, 6.3  a two-layer perceptron, 9:1       Learned, its fit; Recording.split
     §4.4       stride prefetching                Learned's `stride`, with_stride
     §5.1       chunked prefetching               the native store reads matrices one
                                                  by one, larger ones in pieces
-    §5.2       early preemption (algorithm 2)    a gate's selection goes before all
-                                                 prefetches and gives up the others
+    §5.2       early preemption (algorithm 2)    a gate's selection precedes prefetches
+                                                 and cancels the others
     §5.3       reordered inference               the native matrix op takes resident
                                                  experts first, others as they come
     §6.1       LRU in each layer                 LayerLRU
@@ -36,8 +36,8 @@ from .strategy import Strategy, register
 STRIDES = (1, 2)
 EPOCHS, FINE_EPOCHS = 8, 4  # the last ones at a quarter of the learning rate
 RATE, ALPHA, BATCH = 2e-3, 1e-3, 256
-GAIN = 2.0  # of a router's logit, in deviations, in the logit that the network begins with
-COMPONENTS = 256  # of wider gate inputs; a linear map, folded into the first layer
+GAIN = 2.0  # initial scale of a router's logit, in deviations
+COMPONENTS = 256  # dimensions kept of wider inputs, folded into the first layer
 
 
 @register
@@ -108,16 +108,15 @@ class Learned(Predictor):
     def fit(
         recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
     ) -> dict[str, np.ndarray] | None:
-        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none, or
-        there is no room for the networks. A network for each of `STRIDES`.
+        """Fit a network for each of `STRIDES` to a `Recording`, 9:1 by sequence.
 
-        Nothing is chosen on the tenth: which epoch is best says another tenth of the
-        text that is trained on.
+        Early stopping uses another tenth of the training text. Return None without gate
+        inputs or memory.
 
         Returns:
-            for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s
-            [n_gates, E, hidden], second_bias_s, there_s [n_gates] true where a gate has
-            a network, recall_s [n_gates] at k on the tenth that was not trained on.
+            For each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s
+                [n_gates, E, hidden], second_bias_s, there_s [n_gates] true where a gate
+                has a network, recall_s [n_gates] at k on the held-out tenth.
         """
         from sklearn.neural_network import MLPClassifier
         from threadpoolctl import threadpool_limits
@@ -177,10 +176,10 @@ class Learned(Predictor):
                 random_state=options.seed,
             )
             best: tuple[float, list[np.ndarray], list[np.ndarray]] = (-1.0, [], [])
-            # products this small take longer on more threads, and many times longer
-            # where other processes want the cores
+            # products this small run slower on more threads, and far slower on busy
+            # cores
             with threadpool_limits(1):
-                network.partial_fit(*few, classes=classes)  # makes its layers
+                network.partial_fit(*few, classes=classes)  # creates its layers
                 network.batch_size = min(BATCH, len(x_train))
                 _begin_as_router(
                     network, x_train, ahead[0] @ np.linalg.pinv(fold), active, y[train].mean(axis=0)
@@ -222,8 +221,10 @@ class Learned(Predictor):
 
 
 def _features(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input, its main
-    components if it is wide, each of mean 0 and deviation 1.
+    """Return fold [m, n_embd] and shift [m] that standardize inputs: x @ fold.T -
+    shift.
+
+    Wide inputs are reduced to principal components.
     """
     from sklearn.decomposition import PCA
     from sklearn.preprocessing import StandardScaler
@@ -242,9 +243,11 @@ def _features(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _begin_as_router(
     network: Any, x: np.ndarray, router: np.ndarray, active: np.ndarray, share: np.ndarray
 ) -> None:
-    """Where there is room, the first 2 E units compute the logits of the router ahead
-    [n_experts, m] on the features x [n_tokens, m], but for a constant: training begins
-    at its accuracy. relu(z) - relu(-z) = z.
+    """Initialize the first 2 E units to the logits of the router ahead, if there are
+    enough.
+
+    Training begins at the router's accuracy: relu(z) - relu(-z) = z. The router is
+    [n_experts, m], the features x [n_tokens, m].
     """
     first, second = network.coefs_
     n = 2 * len(router)
@@ -266,20 +269,18 @@ def _begin_as_router(
 
 # --- §6.1: cache ---
 
-_BEYOND_QUOTA = 2.0  # an expert within its layer's quota outranks one beyond it by this much
-_NEXT_LAYER = 1.0  # the layer that evicts next takes from itself first
-_RECENCY = 0.5  # the latest of a layer outranks its oldest by this much at most
+_BEYOND_QUOTA = 2.0  # priority bonus within the layer's quota
+_NEXT_LAYER = 1.0  # priority penalty of the next evicting layer
+_RECENCY = 0.5  # largest bonus of recency within a layer
 
 
 @register
 class LayerLRU(Policy):
-    """Each layer keeps the experts that it used last, as many as fit evenly; what a
-    layer misses takes the place of its own oldest.
+    """An LRU cache for each layer, with equal quotas.
 
-    The buffer has one arena for all layers, so that a quota is a rank: experts beyond
-    their layer's go first, whatever layer misses, then those of the layer that is about
-    to select, the oldest first. What was prefetched and not selected is beyond the
-    quota. Until the arena is full a layer may have more than its quota.
+    The buffer's arena is shared, so a quota is a rank: experts beyond their layer's
+    quota are evicted first, then the oldest of the next layer. Unselected prefetches
+    are beyond the quota. Until the arena is full a layer may exceed its quota.
     """
 
     name, summary = (
@@ -293,7 +294,7 @@ class LayerLRU(Policy):
         self.resize(self.shape.capacity)
 
     def resize(self, capacity: float) -> None:
-        """New quotas, the same for every layer."""
+        """Set new quotas, the same for every layer."""
         super().resize(capacity)
         self._quotas = self.divide(self.shape, self.options)
         for gate in range(self.shape.n_gates):
@@ -302,7 +303,7 @@ class LayerLRU(Policy):
 
     def update(self, event: GateEvent) -> None:
         gate, ids = event.gate, event.ids.ravel()
-        # of a batch's tokens the last counts
+        # the last of a batch's tokens counts
         self._last[gate, ids] = np.arange(self._clock + 1, self._clock + 1 + len(ids))
         self._clock += len(ids)
         self._rank(gate)
@@ -319,8 +320,7 @@ class LayerLRU(Policy):
             if quota
             else self._clock + 1
         )
-        # one event's experts have been used at once: without an order of their own the
-        # buffer would take a matrix of each
+        # give one event's experts an order, or the buffer would evict a matrix of each
         recency = (last - oldest) * (_RECENCY / (self._clock - oldest + 2))
         self.priorities[gate] = np.where(last >= oldest, recency, -_BEYOND_QUOTA)
 

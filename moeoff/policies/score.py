@@ -1,15 +1,14 @@
 """moeoff's own policy: a learned score of how soon an expert will be used again.
 
-Target: discount^(tokens until the next use). Two linear stages, fitted on traces by
-`fit_score`: all layers' router probabilities (now, and a running mean) go through a
-narrow bottleneck to what every expert can expect; that, and the expert's own running
-means of probabilities and uses at several rates, give the score. A linear term in the
-distance of the layer breaks near ties. There is one set of coefficients for each of
-several discounts: the larger the buffer, the further it looks.
+Target: discount^(tokens until the next access). `fit_score` fits two linear stages: a
+low-rank map of all layers' router probabilities (current and running mean) to each
+expert's expectation; then a regression on it and the expert's running means of
+probabilities and accesses. A linear term in the layer's distance breaks near ties. Each
+of several discounts has its coefficients: larger buffers look further ahead.
 
-A gate changes its own row. What the bottleneck knows since is added to as many of the
-rows before it as `REFRESH` allows. The arithmetic is native (moeoff-score): where
-tokens are decoded the driver's thread does it without Python.
+A gate updates its own row, and up to `REFRESH` rows before it by what the low-rank map
+has learned since. The arithmetic is native (moeoff-score); for decoded tokens it runs
+without Python.
 """
 
 from __future__ import annotations
@@ -30,29 +29,27 @@ from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, Section
 from .fate import CrossLayerGate
 from .strategy import Strategy, register
 
-MAX_BYTES = 256 << 20  # of the file of weights that comes with moeoff
+MAX_BYTES = 256 << 20  # limit of the shipped weights' file
 NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
-FLOOR = 1e-4  # under the logarithm
-STATE_RATE = 0.15  # of the running mean of log probabilities that the bottleneck sees
+FLOOR = 1e-4  # least argument of the logarithm
+STATE_RATE = 0.15  # rate of the bottleneck's running mean
 PROB_RATES = (0.1, 0.02)
 USE_RATES = (0.3, 0.05, 0.01)
-REFRESH = 12_000  # multiplications for each event, out of the bottleneck
-# without weights fitted to the model: chosen by hand after the demo model's second
-# stage, not fitted
+REFRESH = 12_000  # multiplications per event
+# generic coefficients, chosen by hand after the demo model's second stage
 GENERIC = (0.5, 0.9, 0.1, 0.25, 0.15)
 
 
 @register
 class Score(Policy):
-    """Priority = the estimated discount^(tokens until the next use).
+    """A policy with priority = the estimated discount^(tokens until the next access).
 
     Options:
-        weights: what `fit_score` returns. None: those that moeoff has for this model
-            (by its file's name), or else generic coefficients without the bottleneck;
-            "generic" takes these.
+        weights: Arrays of `fit_score`. None: those shipped for this model's file name,
+            or generic coefficients; "generic": these.
 
     Raises:
-        OptionError: weights of another shape.
+        OptionError: The weights have another shape.
     """
 
     name, summary, wants_probs = "score", "keeps the highest learned score of reuse", True
@@ -67,8 +64,8 @@ class Score(Policy):
     def fit(
         recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
     ) -> dict[str, np.ndarray] | None:
-        """Arrays of `fit_score`, of as many tokens as there is room for; None if that
-        is too few, or the recording has no probabilities.
+        """Return `fit_score`'s arrays of the tokens that fit memory, or None if there
+        are too few, or no probabilities.
         """
         n, e = recording.model.n_gates, recording.model.n_experts
         tokens = MAX_EVENTS // n
@@ -83,7 +80,7 @@ class Score(Policy):
     sections = (Section("score", fit),)
 
     def start(self) -> None:
-        from ..llamacpp import native  # what replays no trace with it loads no llama.cpp
+        from ..llamacpp import native  # other uses do not load llama.cpp
 
         n, e = self.shape.n_gates, self.shape.n_experts
         self._weights = w = load_weights(self.shape, self.options["weights"])
@@ -91,8 +88,8 @@ class Score(Policy):
         self._now = np.zeros((2, e), np.float32)  # probabilities and uses
         means = np.full((n, len(rates), e), 1 / e, np.float32)
         means[:, len(PROB_RATES) :] *= self.shape.n_used
-        # nearness is the time, in tokens, at which a layer runs next: only the rows
-        # change whose layers have run, and the buffer sorts no other
+        # nearness is the time, in tokens, until a layer runs: only rows of finished
+        # layers change, and the buffer sorts no others
         tables = {
             "means": means,
             "rates": rates,
@@ -132,13 +129,13 @@ class Score(Policy):
         return self._native
 
     def _set(self, **tables: Any) -> None:
-        """Tables of the native score, which live as long as this."""
+        """Make the native score's tables, which live as long as this object."""
         for name, table in tables.items():
             self._tables[name] = array = np.ascontiguousarray(table, np.float32)
             setattr(self._native, name, array.ctypes.data_as(type(getattr(self._native, name))))
 
     def resize(self, capacity: float) -> None:
-        """Takes the coefficients of the horizon that fits the new capacity."""
+        """Use the coefficients of the new capacity's horizon."""
         super().resize(capacity)
         n, e, w = self.shape.n_gates, self.shape.n_experts, self._weights
         if w:
@@ -156,14 +153,14 @@ class Score(Policy):
 
     def update(self, event: GateEvent) -> bool:
         n_tokens, (probs, uses) = len(event.ids), self._now
-        uses[:] = probs[:] = 0  # also of experts that a gate does not have
+        uses[:] = probs[:] = 0  # also for experts a gate lacks
         experts, count = chosen(event)
         uses[experts] = count / n_tokens
         if event.probs is not None:
             probs[: event.probs.shape[1]] = (
                 event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
             )
-        else:  # without them, the selected experts' weights
+        else:  # weights of selected experts instead
             np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
         self._take(self._native, event.gate, n_tokens, event.decode, *self._now_at)
         return True
@@ -183,7 +180,7 @@ register(
 def load_weights(
     shape: CacheShape, source: str | Mapping[str, np.ndarray] | None
 ) -> dict[str, np.ndarray] | None:
-    """Weights for a model of this shape, ready for `Score`, or None if there are none."""
+    """Return `Score`'s weights for a model of this shape, or None."""
     if source == "generic":
         return None
     if source is not None and not isinstance(source, Mapping):
@@ -205,7 +202,7 @@ def load_weights(
         shape.n_experts,
         np.shape(arrays["bias"] if "bias" in arrays else ())[1:],
     )
-    if trained != (n, e) and source is None:  # another model of that name
+    if trained != (n, e) and source is None:  # another model with the same name
         return None
     if trained != (n, e) and len(trained) == 2:
         raise OptionError(
@@ -225,7 +222,7 @@ def load_weights(
     )
     weights = {name: np.asarray(arrays[name], np.float32) for name in NAMES}
     weights["origin"] = np.einsum("grx,gx->r", weights["project"], weights["mean"])
-    # as they are multiplied
+    # in the order of multiplication
     weights |= {
         name: np.ascontiguousarray(weights[name].swapaxes(-1, -2)) for name in ("project", "back")
     }
@@ -234,26 +231,26 @@ def load_weights(
 
 # --- the fit ---
 
-# horizons: a bigger buffer evicts what is needed later. (discount of a use one token
-# further away, weight of the layer's distance, up to which share of the experts in
-# memory, ascending)
+# horizons: a larger buffer evicts later accesses. (discount per token, weight of the
+# layer's distance, largest share of experts in memory), ascending
 HORIZONS = ((0.75, 0.10, 0.35), (0.85, 0.05, 0.65), (0.93, 0.03, 1.0))
 RANK = 48
 # numbers; OpenBLAS would take more threads for a larger one, from those that compute
 MAX_MATRIX = 9216
 ALPHAS = (300.0, 1000.0, 3000.0, 10000.0, 30000.0)
-BLOCK = 256  # tokens; every fifth block decides between the alphas
+BLOCK = 256  # tokens; every fifth block is held out to choose alpha
 MAX_VALUES = 16 << 20
 MAX_FEATURES = 1024
 MIN_TOKENS = 64
-MAX_EVENTS = 200_000  # of a recording
-# of memory, as measured: for each event, for each of its probabilities while the fit
-# works (24), and in any case
+MAX_EVENTS = 200_000  # limit for a recording
+# memory as measured: bytes per event, per probability while fitting (24), and constant
 EVENT_BYTES, VALUE_BYTES, FIXED_BYTES = 500, 32, 72 << 20
 
 
 def running_mean(x: np.ndarray, rate: float, first: np.ndarray | float) -> np.ndarray:
-    """m[t] = m[t-1] + rate (x[t] - m[t-1]) along the first axis, from m[-1] = first."""
+    """Return m[t] = m[t-1] + rate (x[t] - m[t-1]) along the first axis, from m[-1] =
+    first.
+    """
     out, mean = np.empty_like(x), np.array(np.broadcast_to(np.asarray(first, x.dtype), x.shape[1:]))
     for t in range(len(x)):
         mean += rate * (x[t] - mean)
@@ -262,8 +259,9 @@ def running_mean(x: np.ndarray, rate: float, first: np.ndarray | float) -> np.nd
 
 
 def next_use(uses: np.ndarray, discount: float) -> np.ndarray:
-    """y[t] = discount^(k-1), k >= 1 the tokens until the next use; 0 if there is none.
-    [n_tokens, n_experts] in and out.
+    """Return y[t] = discount^(k-1), with k >= 1 tokens until the next access, or 0.
+
+    Input and output are [n_tokens, n_experts].
     """
     out, later = np.empty_like(uses), np.zeros_like(uses[0])
     for t in range(len(uses) - 1, -1, -1):
@@ -273,11 +271,13 @@ def next_use(uses: np.ndarray, discount: float) -> np.ndarray:
 
 
 def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities and uses of a token-by-token trace, [n_gates, n_tokens, n_experts]
-    each; blocks all over it if it is long.
+    """Return a decode trace's probabilities and accesses, [n_gates, n_tokens,
+    n_experts] each.
+
+    A long trace is sampled in blocks.
 
     Raises:
-        OptionError: a trace of batches, without probabilities, or too short.
+        OptionError: The trace has batches or no probabilities, or is too short.
     """
     n, e = trace.model.n_gates, trace.model.n_experts
     tokens = len(trace.events) // n
@@ -315,25 +315,23 @@ def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 def fit_score(
     trace: Trace, rank: int | None = None, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
-    """Arrays for `Score(weights=...)`.
+    """Return arrays for `Score(weights=...)`.
+
+    Stage one is a reduced-rank ridge regression of each expert's target at all horizons
+    on all layers' states. Stage two, for each layer and horizon, is a ridge regression
+    on its result and the expert's running means.
 
     Args:
-        trace: decoded token by token, of text like that to come; its kinds of text in
-            turn rather than one after the other.
-        rank: width of the bottleneck; by default `RANK`, less if there are more than 96
-            experts.
-        progress: called with the layers of the second stage that are done, and all.
+        trace: Trace of single tokens of typical text, with kinds of text interleaved.
+        rank: Rank of the bottleneck. Default: `RANK`, less with more than 96 experts.
+        progress: Callback with layers of the second stage done and the total.
 
     Returns:
         project [n, rank, 2E], mean [n, 2E]: of the bottleneck; for each horizon back
         [H, n, E, rank], bias [H, n, E] and coef [H, n, 5], position [H] and share [H].
 
     Raises:
-        OptionError: a trace of batches, without probabilities, or too short.
-
-    Stage one is a reduced-rank ridge regression of how soon each expert will be used,
-    at all horizons, on all layers' states. Stage two, for each layer and horizon, is a
-    ridge regression on its result and the expert's own running means.
+        OptionError: The trace has batches or no probabilities, or is too short.
     """
     from sklearn.linear_model import Ridge
 
@@ -352,8 +350,8 @@ def fit_score(
     width = bases.shape[2]
     # [n, 2E, rank]
     project = np.stack([bases[g] @ project[g * width : (g + 1) * width] for g in range(n)])
-    # what the policy sees at gate g: layers up to g at this token, the others at the
-    # one before
+    # the policy's view at gate g: earlier layers at this token, later ones at the one
+    # before
     parts = np.einsum("gtx,gxr->gtr", state, project, optimize=True)
     del state, features
     before = np.concatenate([np.zeros_like(parts[:, :1]), parts[:, :-1]], axis=1)
@@ -391,8 +389,9 @@ def fit_score(
 
 
 def _compress(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """States [n, t, 2E] as [t, n * width] features, and the bases [n, 2E, width]:
-    principal components if there are too many.
+    """Reduce states [n, t, 2E] to [t, n * width] features of principal components.
+
+    Also return the bases [n, 2E, width].
     """
     from sklearn.decomposition import PCA
 
@@ -413,11 +412,10 @@ def _compress(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _bottleneck(
     features: np.ndarray, uses: np.ndarray, discounts: Sequence[float], rank: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reduced-rank ridge regression: project [n_features, rank], back [H, n, E, rank],
-    mean target [H, n, E].
+    """Return a reduced-rank ridge regression: project [n_features, rank], back [H, n,
+    E, rank], mean target [H, n, E].
 
-    By hand: a library's would want the targets of all layers, experts and horizons in
-    memory at once.
+    Library versions would need all targets in memory at once.
     """
     n, t, e = uses.shape
     held = np.arange(t) // BLOCK % 5 == 4 if t >= 5 * BLOCK else np.arange(t) % 5 == 4
@@ -432,8 +430,8 @@ def _bottleneck(
             columns = slice((h * n + g) * e, (h * n + g + 1) * e)
             for i, rows in enumerate((~held, held)):
                 moments[i, :, columns] = features[rows].T @ y[rows]
-    # the squared error on what was held out, up to a constant, from sums over all
-    # outputs in the basis of the eigenvectors
+    # the held-out squared error, up to a constant, from sums over outputs in the
+    # eigenbasis
     values, vectors = np.linalg.eigh(grams[0])
     turned = vectors.T @ moments[0]
     quadratic = (turned @ turned.T) * (vectors.T @ grams[1] @ vectors)
@@ -441,7 +439,7 @@ def _bottleneck(
     shrunk = [1 / (values + alpha) for alpha in ALPHAS]
     alpha = ALPHAS[int(np.argmin([d @ quadratic @ d - 2 * linear @ d for d in shrunk]))]
     values, vectors = np.linalg.eigh(grams[0] + grams[1])
-    # in the vectors' basis
+    # in the basis of the eigenvectors
     w = (vectors.T @ (moments[0] + moments[1])) / (np.maximum(values, 0)[:, None] + alpha)
     fitted = np.sqrt(np.maximum(values, 0))[:, None] * w
     size, left = np.linalg.eigh(fitted @ fitted.T)

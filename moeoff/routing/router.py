@@ -132,7 +132,7 @@ class Router:
     def logits(self, gate: int, x: np.ndarray) -> np.ndarray:
         """Return float32 logits [n_tokens, n_experts] of inputs [n_tokens, n_embd].
 
-        Raises ModelError if the gate has no router weights.
+        Raise ModelError if the gate has no router weights.
         """
         weight = self.weights[gate]
         if weight is None:

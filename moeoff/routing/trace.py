@@ -75,17 +75,17 @@ class TraceHeader:
 
     @cached_property
     def n_matrices(self) -> list[int]:
-        """[n_gates] matrices per expert."""
+        """Matrices per expert, [n_gates]."""
         return [len(tensors) for tensors in self._gates]
 
     @cached_property
     def expert_bytes(self) -> list[int]:
-        """[n_gates] bytes per expert."""
+        """Bytes per expert, [n_gates]."""
         return [sum(t.nbytes for t in tensors) for tensors in self._gates]
 
     @cached_property
     def expert_slots(self) -> list[int]:
-        """[n_gates] arena bytes per expert."""
+        """Arena bytes per expert, [n_gates]."""
         return [slot_bytes(*(t.nbytes for t in tensors)) for tensors in self._gates]
 
     @cached_property
@@ -113,7 +113,7 @@ class TraceHeader:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TraceHeader:
-        """Parse a header. Raises ValueError, KeyError or TypeError if it is damaged."""
+        """Parse a header. Raise ValueError, KeyError or TypeError if it is damaged."""
         fields = json.loads(text)
         header = cls(
             str(fields["name"]), fields["n_used"], tuple(TensorInfo(**t) for t in fields["tensors"])
@@ -302,14 +302,14 @@ class Trace:
     notes: list[dict[str, Any]] = field(default_factory=list)
     reads: np.ndarray = field(default_factory=lambda: np.empty(0, READ))
     reads_lost: int = 0
-    # cache of the simulator, from replay to replay
+    # cache of the simulator across replays
     miss_costs: tuple[object, np.ndarray] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def read(cls, path: StrPath) -> Trace:
         """Read a trace up to the first damaged record.
 
-        Raises OptionError if the file is no trace of this version or too large.
+        Raise OptionError if the file is no trace of this version or too large.
         """
         events: list[GateEvent] = []
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
@@ -334,7 +334,7 @@ class Trace:
 
     @classmethod
     def join(cls, traces: list[Trace]) -> Trace:
-        """Concatenate traces as one run. Raises OptionError if models differ."""
+        """Concatenate traces as one run. Raise OptionError if models differ."""
         first = traces[0]
         for other in traces[1:]:
             if other.model != first.model:
@@ -372,7 +372,7 @@ class Trace:
 
 @contextlib.contextmanager
 def _opened(path: StrPath) -> Iterator[tuple[TraceHeader, BinaryIO]]:
-    """Open a trace behind its header. Raises OptionError."""
+    """Open a trace after its header, or raise OptionError."""
     name = os.fspath(path)
     try:
         with open_file(path) as raw, io.BufferedReader(cast(io.RawIOBase, raw)) as file:
@@ -407,7 +407,7 @@ def _records(file: BinaryIO) -> Iterator[tuple[tuple[int, ...], bytes]]:
 def _event(
     fields: tuple[int, ...], payload: bytes, model: TraceHeader, layers: dict[int, int]
 ) -> GateEvent:
-    """Parse an event. Raises ValueError if it is damaged."""
+    """Parse an event. Raise ValueError if it is damaged."""
     _, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
     data, shape = io.BytesIO(payload), (n_tokens, n_used)
 

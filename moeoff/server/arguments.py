@@ -1,9 +1,8 @@
-"""llama-server's command line: what one that somebody has means here, and the one that
-a server is started with. Both are made from the table of options.
+"""llama-server's command line: parsed into moeoff's options, and made from them.
 
-What is in the table becomes that option, under any of llama-server's names for it; what
-asks for what is so anyway is left out; what cannot be is refused, with the reason; the
-rest is passed on.
+Words in the table of options become that option, under any of llama-server's names.
+Words without effect are left out, unsupported ones are refused with the reason, and
+others are passed on.
 """
 
 from __future__ import annotations
@@ -45,13 +44,11 @@ FILES = {  # by one of an option's names
     "--log-file": _WRITTEN,
     "--slot-save-path": _FOLDER,  # clients name the files in it
 }
-_VECTOR_COPIES = 3  # of the file, of its sums, and of the context
-_NGRAM_COPIES = 10  # bytes for each of the file's: one hash table in another
-# of a prompt, what a slot must hold to be taken for it, unless the prompt goes on from
-# most of what is there
+_VECTOR_COPIES = 3  # of file, sums and context
+_NGRAM_COPIES = 10  # bytes per byte of file: nested hash tables
+# least share of a prompt in a slot that is reused; continued prompts need less
 _SIMILARITY = 0.5
-# beside two for each answer: one that waits for its turn holds a thread, and /health
-# and /metrics must not wait
+# beside two per answer, as waiting requests hold a thread, and /health must not wait
 _HTTP_THREADS = 32
 _ENVIRONMENT = "LLAMA_ARG_"
 _THEIRS = {"serve": "llama-server", "run": "llama-cli"}
@@ -60,7 +57,7 @@ _TRUE, _FALSE = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0"
 
 @dataclass(frozen=True)
 class PassedFile:
-    """A file, and the option of llama-server's that names it."""
+    """A file and the llama-server option that names it."""
 
     option: str
     path: str
@@ -70,8 +67,10 @@ class PassedFile:
         return file_kinds()[self.option]
 
     def memory(self) -> int:
-        """Bytes that llama-server takes for it. Raises `MoeoffError` if it is no file,
-        or none of its kind.
+        """Return the bytes that llama-server takes for the file.
+
+        Raises:
+            MoeoffError: The path is no file, or none of its kind.
         """
         if self.kind in (_ADAPTER, _VECTOR):
             weights, header = loaded_whole(self.path)
@@ -93,15 +92,15 @@ class PassedFile:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line of llama-server's, in the terms of this server.
+    """A parsed command line of llama-server.
 
     Attributes:
-        options: of moeoff's, by name in Python.
-        passed_on: to llama-server.
-        left_out: why something has no effect, a sentence each.
-        files: that what is passed on names.
-        alone: words that stand for themselves.
-        own: the command's own options, and their values.
+        options: Options of moeoff by Python name.
+        passed_on: Words for llama-server.
+        left_out: Sentences on words without effect.
+        files: Files named in `passed_on`.
+        alone: Positional words.
+        own: Values of the command's own options.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -114,16 +113,16 @@ class CommandLine:
     @classmethod
     def read(
         cls, args: Sequence[str], program: str = "serve", own: Mapping[str, bool] = {}
-    ) -> CommandLine:  # noqa: B006  # is only read
-        """Read its words, one after the other.
+    ) -> CommandLine:  # noqa: B006  # read-only
+        """Parse words.
 
         Args:
-            program: whose command line it is: serve or run.
-            own: the command's own options, and whether each takes a value. With them
-                words may stand for themselves, before a --.
+            program: Command: serve or run.
+            own: The command's own options, and whether each takes a value. Allows
+                positional words before a --.
 
         Raises:
-            OptionError: what cannot be, is not known, or has no value.
+            OptionError: An option is unsupported, unknown, or lacks its value.
         """
         out, words, names, stands_alone = cls(), list(args), _names(program), bool(own)
         while words:
@@ -163,7 +162,7 @@ class CommandLine:
                     for path in (_paths(name, values[0]) if name in file_kinds() else ())
                 )
             elif line.name in table_of(Sampling):
-                # llama-server's own, whose values are looked at here
+                # options of llama-server whose values are checked here
                 line.read(values[0] if values else True)
                 out.passed_on.extend([line.server, *values])
             elif not values:
@@ -177,12 +176,12 @@ class CommandLine:
 
 
 class _Name(NamedTuple):
-    """Meaning of an option's name: how many words behind it are its values, and the
-    llama.cpp option or the line of the table that it stands for.
+    """The meaning of an option's name: number of values, and the llama.cpp option or
+    the line of the table.
 
     Attributes:
-        value: of the line, that the name alone gives.
-        switch: on or off may follow.
+        value: Value that the name implies.
+        switch: True if on or off may follow.
     """
 
     n_values: int
@@ -194,10 +193,10 @@ class _Name(NamedTuple):
 
 @functools.cache
 def _names(program: str) -> dict[str, _Name]:
-    """Return every name that an option has here or in llama-server.
+    """Return all names of options, here and in llama-server.
 
-    An option of llama.cpp goes before a line of the table, and that before
-    llama-server's own. In `run` those of a server alone are refused.
+    llama.cpp's options take precedence over the table, and the table over
+    llama-server's own. `run` refuses those of servers.
     """
     theirs = server_options()
     out = {
@@ -231,15 +230,13 @@ def _names(program: str) -> dict[str, _Name]:
 
 
 def _spelled(word: str) -> str:
-    """The name of an option, as llama-server's table has it."""
+    """Return the option's name in llama-server's table."""
     name = word.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else word
 
 
 def _next_option(words: list[str], names: Mapping[str, _Name]) -> tuple[str, list[str]]:
-    """Takes the first option off a command line, and the words that are its values: as
-    many as there are of those that it takes.
-    """
+    """Remove the first option and its values from a command line, and return them."""
     word = words.pop(0)
     name = _spelled(word)
     known = names.get(name)
@@ -261,14 +258,12 @@ def _next_option(words: list[str], names: Mapping[str, _Name]) -> tuple[str, lis
 
 @functools.cache
 def file_kinds() -> dict[str, int]:
-    """Kinds of the files that llama-server's options name, by every name that these
-    have.
-    """
+    """Return the kinds of files that llama-server's options name, by each name."""
     return {alias: kind for name, kind in FILES.items() for alias in aliases(name)}
 
 
 def _paths(name: str, value: str) -> list[str]:
-    """The files that an option of llama-server's names."""
+    """Return the files that an option of llama-server names."""
     if file_kinds()[name] not in (_ADAPTER, _VECTOR):
         return [value]
     try:
@@ -279,26 +274,27 @@ def _paths(name: str, value: str) -> list[str]:
 
 
 def check_files(passed_on: Sequence[PassedFile], others: Sequence[str]) -> int:
-    """Checks files before llama-server opens them: it waits for whoever writes to a
-    pipe, takes what a header claims to need, and writes over what has the name of its
-    log.
+    """Check files before llama-server opens them.
+
+    llama-server would wait for a pipe's writer, allocate the size in a header, and
+    overwrite any file with its log's name.
 
     Args:
-        others: files that are in use.
+        others: Files in use.
 
     Returns:
-        bytes that it takes for these files while it loads.
+        Bytes that llama-server takes for the files while loading.
 
     Raises:
-        MoeoffError: one is no file, or none of its kind, too long, or would be written
-            over.
+        MoeoffError: A file is missing, of another kind, too long, or would be
+            overwritten.
     """
     read = [file for file in passed_on if file.kind not in (_WRITTEN, _FOLDER)]
     used = [*others, *(file.path for file in read)]
     for file in passed_on:
         if file.kind == _WRITTEN:
             require_new(file.path, used, file.option)
-            # one without a name, as a shell's >(...), has its reader
+            # a file without a name, as a shell's >(...), has its reader
             if Path(os.path.realpath(file.path)).is_fifo():
                 raise OptionError(
                     f"{file.option} {file.path}: is a pipe, and llama-server would wait for its"
@@ -315,9 +311,7 @@ def check_files(passed_on: Sequence[PassedFile], others: Sequence[str]) -> int:
 
 
 def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -> list[str]:
-    """A model's files, those that are found beside it by name, and those that moeoff's
-    own options name.
-    """
+    """Return the files of a model and of moeoff's options."""
     named = [
         getattr(values, name)
         for values, kind in ((config, Config), (options, ServerOptions))
@@ -336,8 +330,9 @@ def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -
 def of_environment(
     environment: Mapping[str, str], program: str = "serve"
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the options that llama-server's variables (LLAMA_ARG_*) stand for, with
-    their values; in `run` without those of servers alone.
+    """Yield the options in llama-server's environment (LLAMA_ARG_*) and their values.
+
+    `run` ignores those of servers.
     """
     if not any(name.startswith(_ENVIRONMENT) for name in environment):
         return  # without loading the server
@@ -366,16 +361,16 @@ def arguments(
     options: ServerOptions,
     prompts: PromptMemory,
 ) -> list[str]:
-    """argv.
+    """Return argv.
 
     Args:
-        n_ctx: tokens of the context that all slots share.
-        keywords: of llama_cpp.Llama, as `Config.keywords` gives them.
-        prompts: what is remembered of them.
+        n_ctx: Context length of all slots in tokens.
+        keywords: Keywords of llama_cpp.Llama from `Config.keywords`.
+        prompts: Memory limits of prompts.
 
     Raises:
-        OptionError: a keyword that llama-server has under another name, or adapters
-            that cannot be passed on.
+        OptionError: llama-server has a keyword under another name, or adapters cannot
+            be passed on.
     """
     config.check_adapters(any(argument.startswith("--lora") for argument in options.args))
     if unknown := {name for name, value in config.llama_cpp.items() if value is not None} - {
@@ -391,7 +386,7 @@ def arguments(
         str(n_ctx),
         "--kv-unified" if options.kv_unified else "--no-kv-unified",
     ]
-    # without a cache nothing falls out of it
+    # without a cache no prompt is evicted
     cache_ram = max(prompts.cache_ram // MIB, 1 if options.kv_disk else 0)
     out += [
         "--cache-ram",
@@ -401,8 +396,7 @@ def arguments(
         "--slot-prompt-similarity",
         str(_SIMILARITY),
     ]
-    # what is in a slot stays there until the slot is needed: a cache of this size may
-    # be too small for it
+    # idle slots keep their prompts: such a small cache may not hold them
     if not options.cache_ram:
         out.append("--no-cache-idle-slots")
     out += [
@@ -414,20 +408,20 @@ def arguments(
         "4" if config.verbose else "1",
     ]
     for name, line in table_of(Config).items():
-        # its number is llama_cpp's
+        # a number is taken from llama_cpp's keywords
         value = getattr(config, name) if line.number else keywords.get(name, getattr(config, name))
-        # llama-server would choose flash attention by itself
+        # llama-server's default would choose flash attention itself
         out += (
             line.server_arguments(value)
             if value != line.default or line.name == "flash_attn"
             else []
         )
-    # llama_cpp's default: what a sliding window forgets could not be gone on from
+    # llama_cpp's default: a sliding window's state could not be continued
     if config.swa_full is not False:
         out.append("--swa-full")
     for name, line in table_of(ServerOptions).items():
         out += line.server_arguments(getattr(options, name))
     if options.mmproj:
-        # one picture is computed at a time, and planned for
+        # images are planned and computed one at a time
         out += ["--mtmd-batch-max-tokens", "1"]
     return [*out, *options.args]

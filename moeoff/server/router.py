@@ -1,9 +1,9 @@
-"""`Router`: one address for the models of a machine, of which one at a time is open.
+"""`Router`: one address for several models, of which one at a time is open.
 
-Each model is served by a `ServerProcess`, which answers over a Unix socket. The router
-reads a request, opens the model that it names, and passes it on. The open server checks
-who may ask: before the router acts on a request for another model, it asks that server
-for its properties with the request's own key and site.
+Each model runs in a `ServerProcess` on a Unix socket. The router opens the model that a
+request names, and forwards the request. Before it acts on a request for another model,
+it asks the open server for its properties with the request's key and site, which checks
+access.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .process import ServerProcess
 from .proxy import forwarded, open_session
 from .server import request_line
 
-_BODY = 64 << 20  # bytes of a request's body, at most: it is held until its model is open
-_LARGE = 1 << 20  # bytes of a body, above which few are held at a time
-_READING = 300.0  # seconds in which a body must have come
-_POLL = 0.2  # seconds between looks for a change of which the page is told
-_ALIVE = 15.0  # seconds after which a page that is told nothing gets a comment
-# headers by which a server decides who may ask
+_BODY = 64 << 20  # most bytes of a request's body, which is held until its model is open
+_LARGE = 1 << 20  # bytes above which few bodies are held at a time
+_READING = 300.0  # time limit of receiving a body in seconds
+_POLL = 0.2  # seconds between checks for changes to report
+_ALIVE = 15.0  # seconds without events until a keep-alive comment
+# headers that authenticate a request
 _ASKED_WITH = ("Host", "Origin", "Authorization", "X-Api-Key")
 _LISTS = ("/v1/models", "/models", "/api/tags")
-_BROKEN = (aiohttp.ClientError, OSError)  # a connection, to either side
+_BROKEN = (aiohttp.ClientError, OSError)  # broken connection to either side
 
 
 class _RequestError(Exception):
-    """A request that is answered here, with this status."""
+    """A request that the router answers with this error status."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -50,7 +50,7 @@ class _RequestError(Exception):
 
 @dataclass
 class _Open:
-    """The model that is open, and how many requests it answers."""
+    """The open model and its number of running requests."""
 
     model: LocalModel
     process: ServerProcess
@@ -60,13 +60,13 @@ class _Open:
 
 
 class Router:
-    """Serves models by their names, one at a time.
+    """A server of several models, one at a time.
 
     Args:
-        models: Models that may be asked for; the first is opened at the start.
-        options: Options of `Server` for each of them, without alias.
-        on_remark: Called with a sentence whenever a model is opened.
-        on_request: Called with a line about each request that has been answered.
+        models: Models by name; the first is opened at the start.
+        options: Options of `Server` for each model, without alias.
+        on_remark: Callback with a sentence whenever a model is opened.
+        on_request: Callback with a line about each answered request.
     """
 
     def __init__(
@@ -81,19 +81,19 @@ class Router:
             self._models.setdefault(model.name, model)
         self._options, self._on_remark, self._on_request = options, on_remark, on_request
         self._open: _Open | None = None
-        self._opening = ""  # name of the model that is being opened
+        self._opening = ""  # model that is being opened
         self._runner: web.AppRunner | None = None
         self._large = asyncio.Semaphore(4)
-        # who waits for another model holds it, and those that come later wait, too
+        # a waiter for another model holds the lock, so that later requests wait, too
         self._turn = asyncio.Lock()
 
     # --- models ---
 
     async def start(self, n_tries: int = 1) -> None:
-        """Open the first model, or of the first ones the first that can be opened.
+        """Open the first model that can be opened.
 
         Raises:
-            MoeoffError: None can be opened; about the last of them.
+            MoeoffError: None can be opened; about the last one.
         """
         async with self._turn:
             tried = list(self._models.values())[:n_tries]
@@ -131,9 +131,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def _server(self, model: LocalModel | None = None) -> AsyncIterator[_Open]:
-        """Yield the open server, of this model if one is given, and count an answer of
-        it.
-        """
+        """Yield the open server, of this model if given, and count the answer."""
         async with self._turn:
             server = self._open
             if server is not None and server.process.popen.poll() is not None:
@@ -162,9 +160,7 @@ class Router:
 
     @staticmethod
     def _names(name: str, model: LocalModel) -> bool:
-        """Return True if it is the model's name, in any case, and with or without
-        Ollama's tag.
-        """
+        """Return True if the name is the model's, ignoring case and Ollama's tag."""
         return name.lower().removesuffix(":latest") == model.name.lower().removesuffix(":latest")
 
     def _find(self, name: str) -> LocalModel:
@@ -184,13 +180,13 @@ class Router:
         """Listen on addresses, and return their URLs.
 
         Args:
-            hosts: Separated by commas; a path that ends in .sock is a Unix socket's.
+            hosts: Comma-separated hosts, or paths of Unix sockets that end in .sock.
 
         Raises:
-            OptionError: One cannot be listened on.
+            OptionError: An address is unavailable.
         """
         log = logging.getLogger("moeoff.router")
-        log.addHandler(logging.NullHandler())  # what is not HTTP is answered with 400, unlogged
+        log.addHandler(logging.NullHandler())  # do not log invalid HTTP, answered with 400
         log.propagate = False
         app = web.Application(client_max_size=_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
@@ -221,7 +217,7 @@ class Router:
             response = await self._read_and_answer(request)
         except _RequestError as error:
             response = _error(request.path, error.status, str(error))
-        except web.HTTPException as error:  # of a body that is too long
+        except web.HTTPException as error:  # the body is too long
             response = _error(request.path, error.status, error.text or error.reason)
         except asyncio.TimeoutError:
             response = _error(request.path, 408, "the request's body does not come")
@@ -270,16 +266,16 @@ class Router:
         return await self._pass_on(request, model if name else None)
 
     async def _pass_on(self, request: web.Request, model: LocalModel | None) -> web.StreamResponse:
-        """Have the server of a model answer; None: the open one's."""
+        """Forward a request to a model's server; None: the open one's."""
         async with self._server(model) as server:
             with contextlib.suppress(*_BROKEN):
                 return await _relay(server, request)
-            await asyncio.to_thread(server.process.stop)  # it has ended, or is about to
+            await asyncio.to_thread(server.process.stop)  # the process has ended or is ending
         async with self._server(model) as server:
             return await _relay(server, request)
 
     async def _refusal(self, request: web.Request) -> web.Response | None:
-        """Return why the open server would not answer whoever sent it; None: it would."""
+        """Return the open server's refusal of the sender, or None."""
         headers = {key: request.headers[key] for key in _ASKED_WITH if key in request.headers}
         response = await self._fetch("/props", headers)
         return None if response.status == 200 else response
@@ -294,7 +290,7 @@ class Router:
     async def _changed(
         self, request: web.Request, change: Callable[[str, dict[str, Any]], None]
     ) -> web.Response:
-        """Have the open server answer, and change the JSON object of its response."""
+        """Forward a request, and change the JSON object of the response."""
         response = await self._fetch(request.raw_path, request.headers)
         if response.status == 200:
             assert isinstance(response.body, bytes)
@@ -306,9 +302,7 @@ class Router:
     # --- what is said of models ---
 
     def _list(self, path: str, fields: dict[str, Any]) -> None:
-        """Put the other models into a list of the one that is open, where they stand in
-        ours.
-        """
+        """Add the other models to a list by the open server."""
         current = self._open.model if self._open else None
         for key, entry in (("models", _ollama_entry), ("data", _openai_entry)):
             if key not in fields:
@@ -316,7 +310,7 @@ class Router:
             known = fields[key]
             fields[key] = []
             for model in self._models.values():
-                if not os.path.exists(model.path):  # it has been deleted since
+                if not os.path.exists(model.path):  # deleted meanwhile
                     continue
                 entries = [dict(one) for one in known] if model is current else [entry(model)]
                 if path != "/api/tags":
@@ -332,7 +326,7 @@ class Router:
         return {"status": {"value": self._status(model)}}
 
     def _add_role(self, _path: str, fields: dict[str, Any]) -> None:
-        """Properties by which llama-server's page offers the models."""
+        """Set the properties by which llama-server's page offers the models."""
         fields |= {"role": "router", "max_instances": 1, "models_autoload": True}
 
     def _health(self) -> web.Response:
@@ -341,14 +335,14 @@ class Router:
         return web.json_response({"status": "ok"})
 
     async def _load(self, path: str, model: LocalModel) -> web.Response:
-        """The page's two buttons. A model stays open until another one is asked for."""
+        """Handle the page's buttons. A model stays open until another is needed."""
         if path == "/models/load":
             async with self._server(model):
                 pass
         return web.json_response({"success": True})
 
     async def _tell(self, request: web.Request) -> web.StreamResponse:
-        """Events about models that are opened and closed, until the page has gone."""
+        """Send events about opened and closed models until the page disconnects."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         told = {name: self._status(model) for name, model in self._models.items()}
@@ -371,7 +365,7 @@ class Router:
 
 
 def with_experts(models: Sequence[LocalModel]) -> list[LocalModel]:
-    """Return the models that can be served, as `moeoff models` lists them."""
+    """Return the models with experts, as `moeoff models` lists them."""
     out = []
     for model in models:
         with contextlib.suppress(ModelError):
@@ -381,12 +375,10 @@ def with_experts(models: Sequence[LocalModel]) -> list[LocalModel]:
 
 
 async def _model_of(request: web.Request) -> str:
-    """Return the name of the model that a request wants, from body or query; empty:
-    any.
-    """
+    """Return the model name in body or query, or "" for any."""
     try:
         fields = json.loads(await request.read())
-    except (ValueError, RecursionError):  # the server says what is wrong
+    except (ValueError, RecursionError):  # the server reports the error
         fields = None
     fields = fields if isinstance(fields, dict) else {}
     named = fields.get("model") or fields.get("name") or request.query.get("model", "")
@@ -396,10 +388,10 @@ async def _model_of(request: web.Request) -> str:
 def _asked(
     server: _Open, method: str, path: str, headers: Any, body: bytes | None = None
 ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
-    """Ask a server.
+    """Send a request to a server.
 
     Args:
-        path: With its query, as the client has written it.
+        path: Path with query, as the client has sent it.
     """
     url = URL(f"http://server{path}", encoded=True)
     kept = forwarded(headers.items())
@@ -409,7 +401,7 @@ def _asked(
 
 
 async def _relay(server: _Open, request: web.Request) -> web.StreamResponse:
-    """Copy the response of a server until either side ends."""
+    """Copy a server's response until either side ends."""
     body = await request.read()
     path = request.raw_path
     async with _asked(server, request.method, path, request.headers, body) as theirs:
@@ -421,14 +413,14 @@ async def _relay(server: _Open, request: web.Request) -> web.StreamResponse:
             async for piece in theirs.content.iter_any():
                 await response.write(piece)
             await response.write_eof()
-        except _BROKEN:  # the client sees that the response is not whole
+        except _BROKEN:  # the client notices the truncated response
             if request.transport is not None:
                 request.transport.close()
         return response
 
 
 def _error(path: str, status: int, message: str) -> web.Response:
-    """Return an error in the form of the API that was asked."""
+    """Return an error in the format of the requested API."""
     kinds = {
         403: "permission_error",
         404: "not_found_error",

@@ -1,6 +1,4 @@
-"""`Server`: llama-server's engine in a thread of this process, its experts in our
-buffer.
-"""
+"""`Server`: llama-server's engine in a thread of this process."""
 
 from __future__ import annotations
 
@@ -62,21 +60,21 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _POLL = 0.05  # seconds
-_IDLE = 0.25  # seconds without a batch, after which none is taken to be on its way
-_STEP = 1 << 20  # bytes, in which the prompt cache takes memory from the experts
-_KV_DISK = 4 << 30  # bytes, unless said
-_MEASURED = 256  # tokens of prompts, before whose speed is known
-# which programs and pages ask for again and again
+_IDLE = 0.25  # seconds without a batch until the server counts as idle
+_STEP = 1 << 20  # bytes: step of the prompt cache's reservations
+_KV_DISK = 4 << 30  # default in bytes
+_MEASURED = 256  # prompt tokens until the speed is reliable
+# requests that programs and pages repeat, which are not logged
 POLLED_PATHS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")
-_AT_THE_END = 5.0  # seconds that prompts are written for after a stop
+_AT_THE_END = 5.0  # seconds for writing prompts after a stop
 _LONGEST_PATH = 200  # characters
 _PAGE = Path(__file__).with_name("page.html")
-_LONG = 256 << 10  # bytes that a request has borrowed
-_ABORTED = 2  # llama_decode's result for a graph that was ended
-_POOLING = "pooling_type"  # of a model that was made for embeddings
-# moves what is cached, as a context shift does
+_LONG = 256 << 10  # bytes of a long request
+_ABORTED = 2  # llama_decode's result for an aborted graph
+_POOLING = "pooling_type"  # key of embedding models
+# options that move cached tokens, as a context shift does
 _CACHE_REUSE = ("--cache-reuse", "LLAMA_ARG_CACHE_REUSE")
-# what llama-server calls, and what it is told where one of them fails
+# callbacks of llama-server, and their results after an exception
 _HOOKS = {
     "loaded": 1,
     "ready": 1,
@@ -98,27 +96,25 @@ _serving = threading.Lock()  # llama-server keeps state in globals
 
 
 class Server:
-    """A model behind HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several
-    answers at a time.
+    """A model behind HTTP with the routes of OpenAI, Anthropic and llama.cpp.
 
     Args:
-        model: a GGUF, or a `Config`.
-        on_request: called with a line about each request that has been answered, on the
-            thread that has answered it: method, path, status, and what it took.
-        on_remark: Called with a sentence when the default budget moves with what other
-            programs need, on a thread that does nothing else.
+        model: Path of a GGUF, or a `Config`.
+        on_request: Callback on the answering thread with a line about each request:
+            method, path, status, duration and tokens.
+        on_remark: Callback on its own thread with a sentence when the default budget
+            moves.
         proxied: True to check Host and Origin on Unix sockets, too, as requests come
             from a proxy.
-        **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of
-        `moeoff.Llama`. In `args` llama-server's own, as words or as a `CommandLine`:
-        those that moeoff has become its options.
+        **options: Options of `moeoff.options.ServerOptions` (host, port, parallel, ...)
+            and `moeoff.Llama`. `args` has llama-server's own, as words or a
+            `CommandLine`; moeoff's equivalents become its options.
 
     Attributes:
-        engine: the model's runtime state.
+        engine: Runtime state of the model.
 
     Raises:
-        MoeoffError: the model, the budget or an option is no good; nothing is loaded
-            yet.
+        MoeoffError: The model, the budget or an option is invalid; nothing is loaded.
     """
 
     def __init__(
@@ -145,7 +141,7 @@ class Server:
         config = Config.make(
             model, **{name: value for name, value in options.items() if name not in ours}
         )
-        unmap_files()  # the plan counts what the process has now
+        unmap_files()  # the plan counts the process's current memory
         self.engine = self._open(config, line.files)
         self._tells = on_request is not None or config.verbose
         self._argv = arguments(
@@ -160,19 +156,19 @@ class Server:
         self._error: BaseException | None = None
         self._log_error = ""
         self._serves, self._ended = threading.Event(), threading.Event()
-        # of time.monotonic, for prompts that are written when it ends
+        # deadline (time.monotonic) for writing prompts at the end
         self._stopping, self._deadline = False, 0.0
         self._loading = contextlib.ExitStack()
         self._started, self._decodes = 0.0, True
         self._batch_error: Exception | None = None
-        # what happens between decodes, on the serving thread and on others
+        # work between decodes, by the serving thread and others
         self._between = threading.Lock()
         self._ending = c_int32(0)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
         self._n_batches, self._computes = 0, False
-        # bytes of prompts outside the context: in all; in the cache; of those that are
-        # written to disk
+        # bytes of prompts outside the context: total, in the cache, and being written
+        # to disk
         self._reserved = self._cached = self._evicted = 0
         self._disk: PromptsOnDisk | None = None
         self._stored: StoredPrompt | None = None
@@ -229,9 +225,7 @@ class Server:
         computing += answer_bytes(model_index, size.n_parallel)
 
         def remembered(planned: MemoryPlan) -> int:
-            """Bytes of states to go back to, which are taken before anything is
-            computed.
-            """
+            """Return the bytes of rewind states, which are allocated at the start."""
             room = budget.most - planned.fixed
             own = sequence_state(model_index, planned.n_ctx, config.keywords) if room > 0 else 0
             self.prompt_memory = PromptMemory.of(planned, room, own, size.n_parallel, self._options)
@@ -258,12 +252,12 @@ class Server:
                 raise OptionError(
                     "`deterministic`: a simulated cache follows one text", hint={"parallel": 1}
                 )
-            args = (*self._options.args, "--no-cache-prompt")  # from its first token on
+            args = (*self._options.args, "--no-cache-prompt")  # from the first token on
             self._options = replace(self._options, args=args)
         return engine
 
     def _disk_bound(self) -> int:
-        """Bytes for prompts on disk, where they can be gone on from."""
+        """Return the limit of prompts on disk, 0 if they cannot be continued."""
         options = self._options
         bound = _KV_DISK if options.kv_disk is None else options.kv_disk
         if options.embedding or options.rerank or not bound:
@@ -280,9 +274,7 @@ class Server:
     def _choose_context(
         self, config: Config, model_index: ModelIndex, budget: Budget
     ) -> ContextSize:
-        """For all conversations together: as the user says, else what the budget
-        allows.
-        """
+        """Choose the context length of all slots, the user's or by the budget."""
         usual, fixed, options = (
             default_ctx(model_index, config.n_ctx),
             config.n_ctx is not None,
@@ -310,11 +302,10 @@ class Server:
     # --- life ---
 
     def start(self) -> Server:
-        """Loads the model and listens, once. Returns when the first request can be
-        answered.
+        """Load the model and listen, once. Return when requests can be answered.
 
         Raises:
-            MoeoffError: the model does not fit or cannot be loaded, the address is
+            MoeoffError: The model does not fit or cannot be loaded, the address is
                 taken, or a server runs in this process already.
         """
         if self._thread.ident is not None:
@@ -328,7 +319,7 @@ class Server:
             )
         self._lib = lib
         share_malloc_arenas()
-        unmap_files()  # what planning has read
+        unmap_files()  # pages read by planning
         try:
             self._thread.start()
         except RuntimeError:
@@ -345,26 +336,28 @@ class Server:
         return self
 
     def stop(self) -> None:
-        """Ends every answer, then the server, which writes prompts to disk for some
-        seconds. May be called twice, and from any thread.
+        """End all answers, then the server, which writes prompts to disk for some
+        seconds.
+
+        Thread-safe; may be called twice.
         """
         self._stopping, self._deadline = True, self._deadline or time.monotonic() + _AT_THE_END
         self._ending.value = 1
         if self._thread.is_alive():
             self.engine.buffer.set_cancelled(True)
-            # a stop that comes before there is something to stop is lost
+            # an earlier stop has no effect
             while self._thread.is_alive():
                 self._lib.moeoff_serve_stop()
                 self._thread.join(0.2)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until it has ended; whether it has.
+        """Wait for the end. Return True if the server has ended.
 
         Raises:
-            MoeoffError: it has ended by itself.
+            MoeoffError: The server failed.
         """
-        # Asleep, and not waiting for a lock: a signal's handler would not run if the
-        # signal came just before that, or to another thread.
+        # sleep instead of waiting for a lock: a signal just before that, or to another
+        # thread, would not run its handler
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set() and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _POLL))
@@ -385,7 +378,7 @@ class Server:
 
     @property
     def remarks(self) -> list[str]:
-        """What whoever starts it should know, a sentence each."""
+        """Remarks for the user, a sentence each."""
         out = list(self._remarks)
         if self.engine.device_remark:
             out.append(self.engine.device_remark)
@@ -394,7 +387,7 @@ class Server:
         return out
 
     def explain(self) -> dict[str, str]:
-        """What was chosen and why, a sentence each."""
+        """Return the choices and reasons, a sentence each."""
         prompts, disk = self.prompt_memory, self._options.kv_disk
         divided = "share" if self._options.kv_unified else "divide"
         return explain(self.engine) | {
@@ -421,31 +414,29 @@ class Server:
 
     @property
     def n_parallel(self) -> int:
-        """Answers at a time."""
+        """Number of slots."""
         return max(self._options.parallel or 1, 1)
 
     @property
     def n_ctx_each(self) -> int:
-        """Tokens of an answer's part of the context, if all that may be written at a
-        time are.
-        """
+        """Context length of a slot in tokens when all are busy."""
         return self.engine.planned.n_ctx // self.n_parallel
 
     @property
     def has_page(self) -> bool:
-        """Whether this build has llama-server's web page, at the URL itself."""
+        """True if this build has llama-server's web page, at the URL itself."""
         return bool(library().moeoff_serve_has_page())
 
     def stats(self) -> Stats:
-        """What happened since the start."""
+        """Return the statistics since the start."""
         with self._between:
             return self.engine.stats()
 
     def set_memory(self, memory: str | int) -> None:
-        """Moves the budget; answers that are computed go on.
+        """Set the budget; running answers continue.
 
         Raises:
-            BudgetError: below what the model needs; the old budget stays.
+            BudgetError: The budget is below the model's needs. The old one stays.
         """
         with self._between:
             self.engine.set_memory(memory)
@@ -459,7 +450,7 @@ class Server:
         try:
             pipe = ErrorPipe() if not logs and "--log-disable" not in args else None
             argv = [*self._argv, *(["--log-file", pipe.path] if pipe else [])]
-            overrides = self._loading.enter_context(engine.loading())  # of this thread, which loads
+            overrides = self._loading.enter_context(engine.loading())  # for the loading thread
             sites = self._options.sites
             calls = hooks(
                 buffer=engine.buffer.handle,
@@ -479,7 +470,7 @@ class Server:
         except BaseException as error:
             self._error = self._error or error
         finally:
-            # each of them whatever becomes of the ones before it, the last first
+            # in reverse order, each even if an earlier one fails
             with contextlib.ExitStack() as stack:
                 stack.callback(self._ended.set)
                 stack.callback(
@@ -502,11 +493,10 @@ class Server:
                     stack.callback(self._disk.close, self._deadline)
 
     def _use_idle(self) -> None:
-        """Give experts, or the system, what the last batches have left of their
-        buffers.
+        """Give experts, or the system, the memory that the last batches left.
 
-        Once after each request, when no batch has come for a while, and after the
-        budget has moved.
+        It runs once after each request, when no batch has come for a while, and after
+        the budget has moved.
         """
         last = seen = (-1, 0)
         while not self._closing.wait(_IDLE):
@@ -518,7 +508,7 @@ class Server:
                 seen = now
 
     def _guarded(self, function: Callable[..., Any], failed: Any) -> Callable[..., Any]:
-        """What is raised must not cross the C frames below: it is kept for `start()`."""
+        """Keep exceptions for `start()`, because they must not cross C frames."""
 
         def call(*args: Any) -> Any:
             try:
@@ -530,26 +520,24 @@ class Server:
         return call
 
     def _loaded(self, model: int, ctx: int) -> int:
-        """What comes before `_ready` computes in the smallest arena."""
+        """Start with the smallest arena for llama-server's warm-up."""
         self._loading.close()
         engine = self.engine
         engine.attach(ctx)
-        # as large as it will be, because that decides about huge pages
+        # at its final size, which decides about huge pages
         engine.buffer.start(*engine.expected_arenas)
         engine.buffer.set_cache_bytes(engine.buffer.arena_floor, engine.buffer.low_arena_floor)
         return 0
 
     def _ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None) -> int:
-        """Everything that the server allocates is allocated: the arena gets what is
-        left.
-        """
+        """Give the arena the memory that is left after the server's allocations."""
         if self.engine.drafts is not None and no_drafts is not None:
             raise OptionError(
                 "drafts cannot be made:"
                 f" {no_drafts.decode('utf-8', 'replace') or 'not with this context'}"
             )
         engine = self.engine
-        unmap_files()  # what loading has read
+        unmap_files()  # pages read by loading
         adapters = any(argument.startswith("--lora") for argument in self._options.args)
         engine.loaded(
             ctx,
@@ -557,8 +545,8 @@ class Server:
             adapters=adapters,
             watches=engine.config.warm,
         )
-        # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures
-        # are computed by the same threads without being bound
+        # llama.cpp's NUMA strategies place threads themselves; threads also compute
+        # drafts and images, unbound
         if (
             engine.keywords.get("numa") is None
             and engine.drafts is None
@@ -573,7 +561,7 @@ class Server:
         self._serves.set()
 
     def _draft_max(self, token: int) -> int:
-        """Tokens of the draft behind this one, at most."""
+        """Return the longest next draft in tokens."""
         n = 0 if self.engine.drafts is None else self.engine.drafts.best
         if n:
             with self._between:
@@ -594,9 +582,9 @@ class Server:
                         np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes
                     )
             if self._core_binding is not None:
-                # until `_after`, which comes whatever becomes of the batch
+                # until `_after`, which runs even if the batch fails
                 self._core_binding.__enter__()
-        except Exception as error:  # the batch is computed all the same, and then fails with this
+        except Exception as error:  # raised after the batch
             self._batch_error = error
 
     def _after(self, result: int, n: int, message: int, size: int) -> int:
@@ -614,7 +602,7 @@ class Server:
                         self.engine.end(n, seconds, self._decodes)
                         if not self._decodes:
                             self._lib.moeoff_server_prompt_max(self.engine.prompt_meter.n_beside())
-            except Exception as failed:  # of this batch; the next one may work
+            except Exception as failed:  # the next batch may succeed
                 error = error or failed
         if error is None and result == _ABORTED:
             error = MoeoffError(
@@ -625,11 +613,10 @@ class Server:
         return error is not None
 
     def _borrow(self, nbytes: int, message: int, size: int) -> int:
-        """A long request, and its pictures and sounds, borrow memory from the experts."""
+        """Reserve memory for a long request and its media."""
         try:
             if nbytes < -_LONG:
-                # what it took is free, and the C allocator would keep it while the
-                # experts already use it
+                # free the C allocator's memory, which the experts already use
                 trim()
             with self._between:
                 self.engine.sizer.reserve(nbytes)
@@ -650,12 +637,11 @@ class Server:
         return self._reserve(cached=nbytes)
 
     def _reserve(self, cached: int | None = None, more: int = 0) -> int:
-        """Prompts outside the context are the experts' memory. Nonzero: there is not so
-        much.
+        """Reserve memory for prompts outside the context. Return nonzero if that fails.
 
         Args:
-            cached: bytes of the prompt cache, if they are others now.
-            more: bytes of prompts that are written to disk.
+            cached: New bytes of the prompt cache, if changed.
+            more: Bytes of prompts being written to disk.
         """
         try:
             with self._between:
@@ -666,8 +652,7 @@ class Server:
                 )
                 reserved = -(-(cached + evicted) // _STEP) * _STEP
                 if reserved < before:
-                    # what was there is free, and the C allocator would keep it while
-                    # the experts already use it
+                    # free the C allocator's memory, which the experts already use
                     trim()
                 if reserved != before:
                     self.engine.sizer.reserve(reserved - before, optional=True)
@@ -679,7 +664,7 @@ class Server:
     # --- prompts on disk; these answer 0 or nothing where there are none ---
 
     def _prompt_rate(self) -> float:
-        """Tokens per second of the prompts so far; 0: too few to know."""
+        """Return the prompt's tokens per second; 0 if unknown."""
         stats = self.stats()
         return (
             stats.prompt_tokens / stats.prompt_seconds
@@ -689,7 +674,7 @@ class Server:
 
     def _accept_prompt(self, tokens: Any, n: int, nbytes: int) -> int:
         if self._disk is not None and self._stopping:
-            self._disk.join(self._deadline)  # it writes one at a time
+            self._disk.join(self._deadline)  # one write at a time
         return self._disk is not None and self._disk.accepts(
             np.ctypeslib.as_array(tokens, (n,)), nbytes
         )
@@ -730,7 +715,7 @@ class Server:
         return 0
 
     def _fill_cells(self, n_tokens: int) -> None:
-        """A prompt comes back into the context."""
+        """Give back KV cells for a restored prompt."""
         if self._serves.is_set():
             with self._between:
                 self.engine.sizer.fill(n_tokens)
@@ -754,7 +739,7 @@ class Server:
 
 
 def open_warning(host: str) -> str:
-    """Return what whoever starts a server that other machines may use should know."""
+    """Return a warning about a server that other machines may use."""
     return (
         f"warning: everyone who reaches {host} may use this server and read what it is asked: there"
         " is no API key"
@@ -762,7 +747,7 @@ def open_warning(host: str) -> str:
 
 
 def _for_clients(error: Exception) -> str:
-    """What went wrong, in no words of Python's: those are the server's own."""
+    """Return an error message for clients, without Python's wording."""
     if isinstance(error, MoeoffError):
         return str(error)
     note(f"an error in the server: {type(error).__name__}: {error}")
@@ -770,8 +755,9 @@ def _for_clients(error: Exception) -> str:
 
 
 def _check_address(hosts: str, port: int) -> None:
-    """Before anything is loaded: whether it can be listened on. Hosts are separated by
-    commas; a path that ends in .sock is a Unix socket's.
+    """Raise `OptionError` if the server cannot listen on comma-separated hosts.
+
+    A path that ends in .sock is a Unix socket.
     """
     for host in filter(None, (part.strip() for part in hosts.split(","))):
         if host.endswith(".sock"):
@@ -790,9 +776,7 @@ def _check_address(hosts: str, port: int) -> None:
 
 
 def request_line(method: str, path: str, status: int, took: str) -> str:
-    """What is said of a request that has been answered; empty: nothing, of a health
-    check, a look at the figures, or a file of a page.
-    """
+    """Return the log line of a request; "" for polled paths and page files."""
     if status < 400 and (path in POLLED_PATHS or (method == "GET" and re.search(r"\.\w+$", path))):
         return ""
     path = "".join(c if c.isprintable() else "?" for c in path[:_LONGEST_PATH])
@@ -800,9 +784,7 @@ def request_line(method: str, path: str, status: int, took: str) -> str:
 
 
 def metrics_text(metrics: Iterable[Metric], disk: PromptsOnDisk | None = None) -> str:
-    """Format counters since the server started and gauges of now as Prometheus' text,
-    with the process's own.
-    """
+    """Format all metrics in Prometheus' text format."""
     metrics = [
         *metrics,
         Metric("resident_memory_bytes", "Resident memory of the process.", {"": rss()}),

@@ -39,7 +39,7 @@ class Cgroup:
 
 
 def controller(name: str, v1: str) -> tuple[str, bool]:
-    """Return a controller's parent folder and whether it is version 1. Raises OSError.
+    """Return a controller's parent folder and if it is version 1, or raise OSError.
 
     `name` and `v1` are the controller's names in versions 2 and 1.
     """
@@ -61,7 +61,7 @@ def unavailable() -> str | None:
 
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[Cgroup]:
-    """Create a cgroup with this limit and no swap. Raises OSError without rights."""
+    """Create a cgroup with this limit and no swap. Raise OSError without rights."""
     parent, v1 = controller("memory", "memory")
     with make_folder(parent) as folder:
         set_value(folder, "memory.limit_in_bytes" if v1 else "memory.max", str(limit_bytes))

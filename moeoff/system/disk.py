@@ -95,7 +95,7 @@ def cached_bytes(path: str | os.PathLike[str]) -> int:
 
 
 def direct_io(path: str | os.PathLike[str]) -> bool:
-    """Return True if the file can be read around the page cache. Raises OSError."""
+    """Return True if the file can be read around the page cache, or raise OSError."""
     fd = _open_direct(os.fspath(path))
     if fd is None:
         return False

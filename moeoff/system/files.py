@@ -100,7 +100,7 @@ def _require_regular(path: StrPath, mode: int) -> None:
 
 
 def read_file(path: StrPath, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes. Raises OSError with `strerror`."""
+    """Read a regular file of at most `limit` bytes. Raise OSError with `strerror`."""
     with open_file(path) as file:
         return _read(file, os.fstat(file.fileno()).st_size, path, limit)
 
@@ -154,7 +154,7 @@ def read_text(
 
 
 def require_new(output: StrPath | None, inputs: Iterable[StrPath | None], what: str) -> None:
-    """Check that `output` can be written and is none of the inputs. Raises OptionError.
+    """Check that `output` is writable and none of the inputs, or raise OptionError.
 
     Args:
         output: Path to be written, None for none.
@@ -231,7 +231,7 @@ def atomic_file(path: StrPath, *, overwrite: bool = True) -> Iterator[BinaryIO]:
 
 
 def publish(fd: int, partial: StrPath, path: StrPath) -> None:
-    """Sync a complete file, rename it, and sync its folder. Raises OSError."""
+    """Sync a complete file, rename it, and sync its folder, or raise OSError."""
     os.fsync(fd)
     os.replace(partial, path)
     try:
@@ -246,7 +246,7 @@ def publish(fd: int, partial: StrPath, path: StrPath) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder for moeoff, created if needed. Raises OSError."""
+    """Return moeoff's cache folder, created if needed, or raise OSError."""
     from platformdirs import user_cache_path
 
     try:

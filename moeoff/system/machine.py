@@ -97,7 +97,7 @@ def wants_row_kernels() -> bool:
     """Return True unless MOEOFF_ROW_KERNELS is off.
 
     Row kernels compute four rows at once; without them the same text takes longer.
-    Raises OptionError for other values.
+    Raise OptionError for other values.
     """
     switch = os.environ.get(ROW_KERNELS) or "on"
     if switch not in ("on", "off"):

@@ -1,8 +1,7 @@
-"""Memory: sizes as people write them, what this process may use, and what it uses.
+"""Memory: sizes in human form, the process's limits, and its use.
 
-The system's free memory is psutil's, and the process's resident bytes where there is no
-/proc. Limits of cgroups and the peak (VmHWM), which psutil does not have, are read
-here. psutil is imported when it is first asked: `moeoff --help` asks nothing.
+psutil provides free memory, and resident bytes without /proc. Limits of cgroups and the
+peak (VmHWM) are read here. psutil is imported lazily, for a fast `moeoff --help`.
 """
 
 from __future__ import annotations
@@ -29,19 +28,22 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def slot_bytes(*slices: int) -> int:
-    """Bytes of the arena's slot for an expert of these slices: each has whole pages,
-    and one for a start inside a page; the slot has the system's (moeoff-arena).
+    """Return the bytes of an expert's arena slot.
+
+    Each slice has whole pages and one for a start inside a page; the slot has the
+    system's pages (moeoff-arena).
     """
     nbytes = sum(-(-n // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE for n in slices)
     return -(-nbytes // _SYSTEM_PAGE) * _SYSTEM_PAGE
 
 
 def parse_size(text: str | float, whole: int | None = None) -> int:
-    """Bytes of "6G", "6GiB", "700M", "6000000000", or "80%" (of `whole`, by default
-    what is available). G and GiB both mean 2^30; GB means 10^9.
+    """Return the bytes of "6G", "6GiB", "700M", "6000000000", or "80%" of `whole`.
+
+    G and GiB both mean 2^30; GB means 10^9. `whole` is by default what is available.
 
     Raises:
-        OptionError: not a size, or zero.
+        OptionError: The text is not a size, or zero.
     """
     if not isinstance(text, str):
         size = _whole(text)
@@ -72,7 +74,7 @@ def parse_size(text: str | float, whole: int | None = None) -> int:
 
 
 def _whole(number: float) -> int:
-    """A number of bytes, of a whole number of any type. Raises `OptionError`."""
+    """Return a whole number of bytes as int. Raise `OptionError` for others."""
     try:
         if number == (size := int(number)) and not isinstance(number, bool):
             return size
@@ -82,12 +84,12 @@ def _whole(number: float) -> int:
 
 
 def parse_percent(text: str) -> float:
-    """0.8 of "80%". Raises ValueError."""
+    """Return 0.8 for "80%". Raise ValueError for other forms."""
     return float(text.strip().removesuffix("%")) / 100
 
 
 def format_size(n: int) -> str:
-    """Bytes for people: "1.63 GiB", "700 MiB"."""
+    """Format bytes: "1.63 GiB", "700 MiB"."""
     if n >= 1 << 30:
         return f"{n / (1 << 30):.2f} GiB"
     if n >= 10 * MIB:
@@ -97,13 +99,12 @@ def format_size(n: int) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent on a model, in bytes: made once for it, so that everything that
-    is chosen by it is chosen by the same number.
+    """A model's memory budget in bytes, the single basis of all choices.
 
     Attributes:
-        process: bound of the whole process; None: the experts alone are bounded.
-        experts: bound of the experts alone.
-        is_default: nobody has said anything.
+        process: Limit of the whole process; None: only the experts are limited.
+        experts: Limit of the experts alone.
+        is_default: True if the user has set no limit.
     """
 
     process: int | None = None
@@ -112,10 +113,10 @@ class Budget:
 
     @classmethod
     def of(cls, memory: str | float | None = None, experts: int | None = None) -> Budget:
-        """As the user says; where nothing is said, a share of what is available.
+        """Make the budget from the user's options, or from a share of available memory.
 
         Raises:
-            OptionError: not a size, or the system does not say how much memory is free.
+            OptionError: A value is not a size, or free memory is unknown.
         """
         if memory is None and experts is None:
             return cls(int(available() * DEFAULT_SHARE), is_default=True)
@@ -123,22 +124,21 @@ class Budget:
 
     @property
     def most(self) -> int:
-        """What the process may take at all."""
+        """Most bytes that the process may take."""
         return available() if self.process is None else self.process
 
     def left(self, fixed: int) -> int:
-        """Bytes for experts, where the rest of the process takes so many."""
+        """Return the bytes for experts beside the rest of the process."""
         return self.experts or 0 if self.process is None else self.process - fixed
 
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A memory cgroup: its folder, and the names that its version has for limits and
-    statistics.
+    """A memory cgroup: its folder, and its version's names of limits and statistics.
 
     Attributes:
-        charged: of `memory.stat`, what no other file could bring back: anonymous and
-            shared memory.
+        charged: Entries of `memory.stat` for anonymous and shared memory, which the
+            kernel cannot reload from files.
     """
 
     folder: str
@@ -147,9 +147,7 @@ class MemoryGroup:
 
     @property
     def limit(self) -> int | None:
-        """The lowest limit in bytes, above which the kernel kills or slows down; None
-        without one.
-        """
+        """Lowest limit in bytes at which the kernel kills or throttles, or None."""
         limits = []
         for name in self.limit_files:
             try:
@@ -161,9 +159,7 @@ class MemoryGroup:
         return min((n for n in limits if n < _MOST), default=None)
 
     def held_by_others(self, own: int) -> int:
-        """Bytes of the group's other processes that the kernel cannot take back without
-        swap, those of files in memory among them.
-        """
+        """Return other processes' bytes that need swap to be reclaimed, with tmpfs."""
         return max(0, self._held() - own)
 
     def _held(self) -> int:
@@ -175,16 +171,12 @@ class MemoryGroup:
         return sum(stat.get(name, 0) for name in self.charged)
 
     def free_share(self) -> float:
-        """The share of the limit that processes could still get, the page cache
-        included.
-        """
+        """Return the attainable share of the limit, page cache included."""
         return 1 - self._held() / limit if (limit := self.limit) else 1.0
 
 
 def _memory_groups() -> list[MemoryGroup]:
-    """This process's memory cgroup and its parents, of versions 1 and 2 of the kernel's
-    interface.
-    """
+    """Return this process's memory cgroup and its parents, of versions 1 and 2."""
     groups = []
     limits: tuple[str, ...]
     try:
@@ -211,19 +203,17 @@ def _memory_groups() -> list[MemoryGroup]:
 
 
 def cgroup_limit() -> int | None:
-    """The lowest memory limit of the cgroups this process is in, or None."""
+    """Return the lowest memory limit of this process's cgroups, or None."""
     return min((group.limit for group in _memory_groups() if group.limit is not None), default=None)
 
 
 def limited_groups() -> list[MemoryGroup]:
-    """The cgroups around this process that have a memory limit."""
+    """Return the cgroups around this process that have a memory limit."""
     return [group for group in _memory_groups() if group.limit is not None]
 
 
 def free_share() -> float:
-    """The share of the machine's memory that processes could still get, the page cache
-    included.
-    """
+    """Return the attainable share of the machine's memory, page cache included."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -231,14 +221,12 @@ def free_share() -> float:
 
 
 def available() -> int:
-    """Bytes this process could use in all: its own, and what the system and its cgroups
-    still have.
+    """Return the bytes attainable for this process, including its own.
 
-    The page cache counts as free in a cgroup: the kernel takes it back before it kills.
-    What other processes of the cgroup hold does not.
+    The page cache of a cgroup counts as free, other processes' memory does not.
 
     Raises:
-        OptionError: the system does not say how much memory is free.
+        OptionError: Free memory is unknown.
     """
     import psutil
 
@@ -258,7 +246,7 @@ def available() -> int:
 
 
 def _own(*keys: str) -> int:
-    """The sum of these entries of /proc/self/status, in bytes; 0 where there are none."""
+    """Return the sum of entries of /proc/self/status in bytes, 0 without them."""
     try:
         with open("/proc/self/status") as file:
             lines = (line for line in file if line.partition(":")[0] in keys)
@@ -268,8 +256,9 @@ def _own(*keys: str) -> int:
 
 
 def rss() -> int:
-    """Resident bytes of this process. Asked after every token: /proc takes a third of
-    the time that psutil does.
+    """Return the resident bytes of this process.
+
+    It is called for every token: /proc takes a third of psutil's time.
     """
     try:
         with open("/proc/self/statm", "rb") as file:
@@ -291,38 +280,30 @@ _MADV_DONTNEED = 4  # of sys/mman.h
 
 
 def peak_rss() -> int:
-    """The most that was ever resident, in bytes: VmHWM, and where there is no /proc the
-    system's ru_maxrss.
-    """
+    """Return the peak resident bytes: VmHWM, or ru_maxrss without /proc."""
     return _own("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
 
 
 def share_malloc_arenas() -> None:
-    """For a process of many threads: glibc gives each of them an arena of its own, and
-    each keeps what was once freed in it. Elsewhere nothing.
-    """
+    """Limit glibc's malloc arenas: each thread's would keep freed memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 2)
 
 
 def trim() -> None:
-    """Gives back what the C allocator holds of memory that is free, where it can
-    (glibc): a closed model's tens of MB.
-    """
+    """Give back the C allocator's free memory (glibc): tens of MB of a closed model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def unmap_files() -> None:
-    """Unmap pages of libraries that were read and never written, and what `trim` gives
-    back.
+    """Unmap unmodified library pages, and call `trim` (Linux only).
 
-    What was read to load a model is seldom asked for again; the rest comes back from
-    the page cache. Linux alone.
+    Pages that loading has read are seldom needed again; the page cache restores others.
     """
     trim()
     if not sys.platform.startswith("linux"):

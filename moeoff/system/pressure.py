@@ -1,8 +1,7 @@
-"""Memory pressure, as Linux counts it: the time in which programs wait for memory to be
-reclaimed.
+"""Memory pressure: the time in which programs wait for memory to be reclaimed.
 
-`/proc/pressure/memory` is the machine's, `memory.pressure` that of a cgroup with a
-limit. Other systems, older kernels and containers that hide these files report none.
+Linux reports it for the machine (`/proc/pressure/memory`) and for cgroups with a limit
+(`memory.pressure`). Other systems, older kernels and some containers have none.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from .memory import free_share, limited_groups
 
 _WINDOW = 0.5  # seconds that a share is taken of, as of the kernel's own triggers
 # share of the memory that is free, above which programs wait for something else: for
-# what their own cgroup does not allow them, or for huge pages
+# free share above which the wait is for a cgroup's limit or huge pages, not for memory
 _PLENTY = 0.3
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where pressure is read.
+    """A source of pressure.
 
     Attributes:
-        pressure: File with the time that programs have waited.
-        scans: File that counts the pages that were scanned to be reclaimed.
-        names: Of these counters.
-        free_share: Returns the share of memory that is free there.
+        pressure: File with the accumulated waiting time.
+        scans: File with counters of pages scanned for reclaim.
+        names: Names of these counters.
+        free_share: Function that returns the share of free memory.
     """
 
     pressure: str
@@ -36,9 +35,7 @@ class Source:
     free_share: Callable[[], float]
 
     def read(self) -> tuple[int, int] | None:
-        """Return microseconds of waiting and scanned pages; None: the system does not
-        say.
-        """
+        """Return microseconds of waiting and scanned pages, or None if unavailable."""
         try:
             with open(self.pressure) as file:
                 waited = int(file.readline().rpartition("total=")[2])
@@ -50,7 +47,7 @@ class Source:
 
 
 def _sources() -> list[Source]:
-    """Those of the machine and of the cgroups around this process."""
+    """Return the sources of the machine and of this process's cgroups."""
     names = ("pgscan_direct", "pgscan_kswapd")  # without what cgroups scan below their own limits
     machine = Source("/proc/pressure/memory", "/proc/vmstat", names, free_share)
     groups = [(group.folder, group.free_share) for group in limited_groups()]
@@ -61,10 +58,10 @@ def _sources() -> list[Source]:
 
 
 class Pressure:
-    """The share of time in which some program waits for memory.
+    """A meter of the share of time in which some program waits for memory.
 
     Args:
-        sources: None: those of the machine and of the cgroups around this process.
+        sources: Sources; None: the machine and this process's cgroups.
     """
 
     def __init__(self, sources: Iterable[Source] | None = None):
@@ -80,8 +77,7 @@ class Pressure:
         before, self._before = self._before, [source.read() for source in self._sources]
         self._read_at, share = now, 0.0
         for source, then, since in zip(self._sources, before, self._before, strict=True):
-            # without scans nothing was reclaimed, and programs waited for huge pages,
-            # say
+            # without scans nothing was reclaimed: programs waited for huge pages etc.
             if then and since and since[1] != then[1]:
                 waited = (since[0] - then[0]) / 1e6 / seconds
                 if waited > share and source.free_share() < _PLENTY:

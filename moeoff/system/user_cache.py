@@ -42,7 +42,7 @@ class CacheEntry:
         self._name = f"{folder}/{digest(depends)}{suffix}"
 
     def path(self) -> Path:
-        """Return the path and create its folder. Raises OSError."""
+        """Return the path and create its folder, or raise OSError."""
         path = cache_folder() / self._name
         path.parent.mkdir(exist_ok=True)
         return path
