@@ -255,7 +255,9 @@ def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
             with Graph(block, n_tokens) as graph:
                 for _ in range(200 if n_tokens == 1 else 20):
                     graph.choose(rng)
-                    tau = rng.choice([0.1, 0.3, 0.6, float(graph.weights[0, 1])])
+                    tau = (
+                        rng.choice([0.1, 0.3, 0.6, float(graph.weights[0, 1])]) or 0.1
+                    )  # 0: lossless
                     block.buffer.set_precision(Precision(tau=tau), blind=blind)
                     expected = leave_out(graph, tau, blind)
                     before = block.buffer.stats()

@@ -276,7 +276,7 @@ def test_eight_clients_at_once(server, demo):
             llm.eval([*tokens, *drawn[:-1]])
             rows = llm.scores[len(tokens) - 1 :][: len(drawn)]
             behind = rows.max(axis=1) - rows[range(len(drawn)), drawn]
-            assert len(drawn) > 4 and behind.max() < 0.05, behind
+            assert len(drawn) > 4 and behind.max() < 0.2, behind
 
 
 def test_models_and_health_do_not_wait_for_an_answer(server):
