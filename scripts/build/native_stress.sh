@@ -22,7 +22,7 @@ cd "$work" # the tests' data files go here
 export TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1" ASAN_OPTIONS="detect_leaks=1"
 if [ "$sanitizer" = address ]; then # the other one stands before libc's functions itself, and so do these tests
     compile "$work"/core/*.o "$root"/tests/native/test_{faults,main}.cpp -o "$work/faults"
-    for test in $(sed -n 's/^TEST(\(.*\)) {/\1/p' "$root/tests/native/test_faults.cpp"); do
+    for test in $(sed -n 's/^TEST(\([a-z0-9_]*\)).*/\1/p' "$root/tests/native/test_faults.cpp"); do
         ./faults "$test"
     done
 fi
