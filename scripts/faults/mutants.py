@@ -22,23 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import PROMPT
-from moeoff.gguf.file import MAGIC, ModelFile, unpack
+from moeoff.gguf.file import ARRAY, FORMATS, MAGIC, STRING, ModelFile, unpack
 from moeoff.gguf.writer import header_bytes
 
-NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-STRING, ARRAY = 8, 9
 EXTREME = [
     0,
     1,
@@ -163,7 +149,7 @@ def _walk(data: bytes) -> Iterator[Field]:
                     )
                 at = end
             else:
-                form = NUMBERS[code]
+                form = FORMATS[code]
                 if i < 3:
                     yield Field(at, struct.calcsize(form), f"value:{form}", key)
                 at += struct.calcsize(form)
@@ -708,7 +694,7 @@ def mutate_size(h: Header, rng: random.Random) -> Mutant:
     code, each = (
         (STRING, 8)
         if kind == "strings"
-        else rng.choice([(code, struct.calcsize(form)) for code, form in NUMBERS.items()])
+        else rng.choice([(code, struct.calcsize(form)) for code, form in FORMATS.items()])
     )
     n = 1 << rng.randrange(10, 24 if kind == "strings" else 29)
     hole, value = n * each, struct.pack("<IIQ", ARRAY, code, n)

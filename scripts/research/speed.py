@@ -71,8 +71,12 @@ EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
 PEAK, SHARE = "peak_rss_bytes", "resident_share"  # of a process, at its end
-RIVAL = "--overlap --io-threads 4 --dense-weights anon"  # BigMoeOnEdge's fastest lossless settings
-RIVAL_LANES, RIVAL_PROCESS = 4, 16 << 20  # of RIVAL; bytes beside weights, KV cache and computing
+RIVAL = "BigMoeOnEdge"
+RIVAL_OPTIONS = "--overlap --io-threads 4 --dense-weights anon"  # lossless, as its pages advise
+RIVAL_LANES, RIVAL_PROCESS = (
+    4,
+    16 << 20,
+)  # of RIVAL_OPTIONS; bytes beside weights, KV cache and computing
 PLAIN_MAP = "stock, memory map, plain kernels"
 THRASHES = 300.0  # of stock llama.cpp in a memory limit, where it may never end
 COLUMNS = {
@@ -370,7 +374,7 @@ def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
         (
             c.figures["tps"].median
             for c in groups.get(IN_MEMORY, ())
-            if c.test.n_gen and c.figures and c.measurements[0].job.engine != STOCK
+            if c.test.n_gen and c.figures and not is_stock(c)
         ),
         None,
     )
@@ -420,8 +424,18 @@ class Bench:
             "n_threads_batch": n_cores(),
         } | options
         tests = prompt_then_tokens(self.n_prompt, self.n_decode, self.depth)
-        return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer,
-                   probe_seconds=self.probe_seconds, limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
+        return Job(
+            self.model,
+            options=options,
+            tests=tests,
+            repetitions=1,
+            warm_up=False,
+            text=self.text,
+            answer=self.answer,
+            probe_seconds=self.probe_seconds,
+            limit_bytes=limit,
+            registers=(BASELINES,),
+        )
 
     def stock(self, limit: int | None = None, **options: Any) -> Job:
         return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
@@ -495,8 +509,17 @@ def workload(
     """
 
     def decorate(run: Callable[..., Mapping[str, Sequence[Comparison]]]) -> click.Command:
-        def command(model: str, text: str, rounds: int, n_prompt: int, n_decode: int, disk: int | None, latency: float | None, json_file: str | None,
-                    **more: Any) -> None:  # fmt: skip
+        def command(
+            model: str,
+            text: str,
+            rounds: int,
+            n_prompt: int,
+            n_decode: int,
+            disk: int | None,
+            latency: float | None,
+            json_file: str | None,
+            **more: Any,
+        ) -> None:
             context, slowed = click.get_current_context(), ""
             if disk:
                 context.with_resource(disk_cgroup(model, disk * 10**6)).enter()
@@ -558,7 +581,7 @@ LIMITS = click.option(
 def shares(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> None:
     """Decode speed of the last strategy in each limit, over others of the same round."""
     decodes = {
-        (group, c.name.split()[0] if c.name.startswith("BigMoe") else c.name): c.measurements
+        (group, RIVAL if is_rival(c) else c.name): c.measurements
         for group, comparisons in groups.items()
         for c in comparisons
         if c.test.n_gen
@@ -568,12 +591,12 @@ def shares(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> 
         "of llama.cpp in memory": (IN_MEMORY, "stock, repacked kernels"),
         "of --no-repack in memory": (IN_MEMORY, "stock, plain kernels"),
         "times llama.cpp's memory map": (None, PLAIN_MAP),
-        "times BigMoeOnEdge": (None, "BigMoeOnEdge"),
+        f"times {RIVAL}": (None, RIVAL),
         "times lru": (None, "lru"),
     }
     out = results.table("shares", "Decode speed over others'", ["memory", "", *others])
     for group in (group for group in groups if group != IN_MEMORY):
-        name = next(c.name for c in reversed(groups[group]) if c.figures and is_ours(c))
+        name = next(c.name for c in reversed(groups[group]) if not is_rival(c) and not is_stock(c))
         cells = []
         for where, other in others.values():
             theirs = decodes.get((where or group, other), [])
@@ -582,16 +605,46 @@ def shares(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> 
         out.row(group, name, *cells)
 
 
-def is_ours(comparison: Comparison) -> bool:
-    return comparison.measurements[0].job.engine != STOCK and comparison.name[:3] != "Big"
+def is_stock(comparison: Comparison) -> bool:
+    return comparison.measurements[0].job.engine == STOCK
 
 
-@workload("Decode speed in memory limits", 64, 256, 1.0, [LIMITS, click.option("--strategies", default="lru,auto", show_default=True),
-          click.option("--max-loss", metavar="PERCENT", help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side."),
-          click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes, and decodes 8 tokens."),
-          click.option("--rival", type=click.Path(exists=True, dir_okay=False), help="BigMoeOnEdge's bmoe-cli, too; all decode the model's own answer."),
-          ANSWER,
-          click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")], shares)  # fmt: skip
+def is_rival(comparison: Comparison) -> bool:
+    return comparison.name.startswith(RIVAL)
+
+
+@workload(
+    "Decode speed in memory limits",
+    64,
+    256,
+    1.0,
+    [
+        LIMITS,
+        click.option("--strategies", default="lru,auto", show_default=True),
+        click.option(
+            "--max-loss",
+            metavar="PERCENT",
+            help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side.",
+        ),
+        click.option(
+            "--stock",
+            is_flag=True,
+            help="Stock llama.cpp in the cgroups, too: it thrashes, and decodes 8 tokens.",
+        ),
+        click.option(
+            "--rival",
+            type=click.Path(exists=True, dir_okay=False),
+            help="BigMoeOnEdge's bmoe-cli, too; all decode the model's own answer.",
+        ),
+        ANSWER,
+        click.option(
+            "--in-memory/--no-in-memory",
+            default=True,
+            help="Also with everything in memory, and stock likewise.",
+        ),
+    ],
+    shares,
+)
 def memory(
     bench: Bench,
     limits: str,
@@ -654,11 +707,31 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
     return {"": bench.compare(jobs | {"moeoff": bench.job(expert_memory=EVERYTHING)})}
 
 
-@workload("A prompt, and then tokens one by one, behind others", 512, 32, options=[
-          click.option("--depths", default="0,1024,4096,16384", show_default=True, help="Tokens that they are behind."),
-          click.option("--limit", type=int, metavar="MIB", help="Also in a memory cgroup; --memory is 5 % below."),
-          click.option("--in-memory/--no-in-memory", default=True, help="With everything in memory."),
-          click.option("--no-repack", is_flag=True, help="Stock keeps the weights' layout: with AMX and MLA models it ends itself otherwise.")])  # fmt: skip
+@workload(
+    "A prompt, and then tokens one by one, behind others",
+    512,
+    32,
+    options=[
+        click.option(
+            "--depths",
+            default="0,1024,4096,16384",
+            show_default=True,
+            help="Tokens that they are behind.",
+        ),
+        click.option(
+            "--limit",
+            type=int,
+            metavar="MIB",
+            help="Also in a memory cgroup; --memory is 5 % below.",
+        ),
+        click.option("--in-memory/--no-in-memory", default=True, help="With everything in memory."),
+        click.option(
+            "--no-repack",
+            is_flag=True,
+            help="Stock keeps the weights' layout: with AMX and MLA models it ends itself otherwise.",
+        ),
+    ],
+)
 def depths(
     bench: Bench, depths: str, limit: int | None, in_memory: bool, no_repack: bool
 ) -> dict[str, list[Comparison]]:
@@ -672,9 +745,14 @@ def depths(
     for depth in numbers(depths):
         deep, jobs = replace(bench, depth=depth), dict[str, Job]()
         if in_memory:
-            jobs = {stock: deep.stock(use_mmap=False, use_extra_bufts=not no_repack),
-                    f"{stock}, -fa off": deep.stock(use_mmap=False, use_extra_bufts=not no_repack, flash_attn=False),
-                    "moeoff": deep.job(expert_memory=EVERYTHING), "moeoff, f32": deep.job(expert_memory=EVERYTHING, attention="f32")}  # fmt: skip
+            jobs = {
+                stock: deep.stock(use_mmap=False, use_extra_bufts=not no_repack),
+                f"{stock}, -fa off": deep.stock(
+                    use_mmap=False, use_extra_bufts=not no_repack, flash_attn=False
+                ),
+                "moeoff": deep.job(expert_memory=EVERYTHING),
+                "moeoff, f32": deep.job(expert_memory=EVERYTHING, attention="f32"),
+            }
         if limit:
             job = deep.job(limit << 20, memory=within(limit), n_ctx=n_ctx)
             jobs["llama.cpp's attention"] = metered(
@@ -772,8 +850,14 @@ def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]
         )
 
 
-@workload("Decode speed in memory limits, with the meters of the tables below", 64, 256, 1.0, [LIMITS, ANSWER,
-          click.option("--strategy", default="auto", show_default=True)], more_tables=time_tables)  # fmt: skip
+@workload(
+    "Decode speed in memory limits, with the meters of the tables below",
+    64,
+    256,
+    1.0,
+    [LIMITS, ANSWER, click.option("--strategy", default="auto", show_default=True)],
+    more_tables=time_tables,
+)
 def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, list[Comparison]]:
     """Where a token's time goes, in memory cgroups and with everything in memory; and
     what share of the ceiling that makes: the speed in memory, or the disk's rate over
@@ -793,8 +877,20 @@ def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, li
 # contenders that are no plain jobs
 
 
-@workload("This checkout over an earlier one", 256, options=[LIMITS, click.option("--strategy", default="auto", show_default=True),
-          click.option("--checkout", required=True, type=click.Path(exists=True, file_okay=False), help="The earlier one, set up with `make env`.")])  # fmt: skip
+@workload(
+    "This checkout over an earlier one",
+    256,
+    options=[
+        LIMITS,
+        click.option("--strategy", default="auto", show_default=True),
+        click.option(
+            "--checkout",
+            required=True,
+            type=click.Path(exists=True, file_okay=False),
+            help="The earlier one, set up with `make env`.",
+        ),
+    ],
+)
 def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str, list[Comparison]]:
     """`moeoff bench` of both, each with its own library, in a memory cgroup; a limit of
     0: everything in memory.
@@ -860,12 +956,12 @@ def rival_turn(bench: Bench, program: str, limit: int) -> dict[str, Turn]:
     plan = dry_load(index, n_ctx, {"flash_attn": True, "n_batch": n_batch, "n_ubatch": n_batch})
     lanes = RIVAL_LANES * max(span.slice_bytes for span in index.experts.values())
     rest = index.dense_bytes + plan.state + plan.computing + lanes + RIVAL_PROCESS
-    settings = f"{RIVAL} --ubatch {n_batch} --cache-mb {within(limit) - rest >> 20}"
+    settings = f"{RIVAL_OPTIONS} --ubatch {n_batch} --cache-mb {within(limit) - rest >> 20}"
     fixed = f"-c {n_ctx} -t {n_cores()} -n {bench.n_decode} --moe-stream --force-cache"
     command = [program, "-m", bench.model, "-p", bench.prompt(), *f"{fixed} {settings}".split()]
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     turn = program_turn(bench, limit, [*command, "--csv", "/dev/stderr"], from_csv)
-    return {f"BigMoeOnEdge {version.stdout.strip()}, {settings}": turn}
+    return {f"{RIVAL} {version.stdout.strip()}, {settings}": turn}
 
 
 def from_csv(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
