@@ -4,6 +4,8 @@ have freed is neither theirs to plan with nor to use; and what one takes.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -15,10 +17,19 @@ from typing import Any
 from helpers.files import ROOT
 
 
-def in_process_of_its_own(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of a module returns, or raises, in a new interpreter."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
-        return processes.submit(function, *args).result()
+def own_process(test: Callable[..., None]) -> Callable[..., None]:
+    """A test, or a part of one, in a new interpreter. Its arguments are pickled."""
+
+    @functools.wraps(test)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+            processes.submit(_call, test.__module__, test.__name__, args, kwargs).result()
+
+    return wrapper
+
+
+def _call(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
 
 
 def run_python(code: str, *args: object, **environment: str) -> str:

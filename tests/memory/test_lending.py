@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import moeoff
-from helpers.processes import in_process_of_its_own
+from helpers.processes import own_process
 from moeoff.engine import arena_sizer
 from moeoff.engine.arena_sizer import CELLS, LEAST, BorrowedBuffers, BorrowedCache
 from moeoff.llamacpp.llama import api
@@ -182,6 +182,7 @@ def needs(model: str) -> int:
         return llm.engine.plan.fixed
 
 
+@own_process
 def test_experts_have_what_short_prompts_leave(grown):
     turns = (20, 400, 30, 520, 12)
     without = Outcome(grown, turns, expert_memory=ROOM)
@@ -211,14 +212,11 @@ def resident(llm: moeoff.Llama) -> int:
 
 
 @pytest.mark.parametrize("flash_attn", [True, pytest.param(False, marks=pytest.mark.slow)])
+@own_process
 def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
     """Of a long context's KV cache, until it gets there; without flash attention of its
     keys alone.
     """
-    in_process_of_its_own(converse, grown, flash_attn)
-
-
-def converse(grown, flash_attn):
     options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "flash_attn": flash_attn}
     text = tokens(500)
 
@@ -306,6 +304,7 @@ class Conversations:
         return answer.json()
 
 
+@own_process
 def test_experts_of_a_server_have_what_its_conversations_do_not_fill(grown, tmp_path):
     """Prompts that come back from the prompt cache, or from a slot's file, take their
     cells back before they are written there.
@@ -384,14 +383,11 @@ def test_a_server_that_moves_what_is_cached_gets_all_of_it_back_first(grown):
         assert conversations.lent[0][0] > 0 and 0 in [lent for lent, _ in conversations.lent]
 
 
+@own_process
 def test_slots_that_nothing_was_read_into_are_no_room(grown):
     """As of a warm start that a prompt has ended: what they do not hold is not what the
     process does not need.
     """
-    in_process_of_its_own(leave_slots_unread, grown)
-
-
-def leave_slots_unread(grown):
     # little to lend: the arena stays far below what could fill
     options = OPTIONS | {"n_batch": 64, "n_ubatch": 64, "n_ctx": 256}
     with moeoff.Llama(grown, memory="4G", **options) as llm:
@@ -409,6 +405,7 @@ def leave_slots_unread(grown):
         assert buffer.stats().cache_bytes == before.cache_bytes
 
 
+@own_process
 def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
     """As for a prompt that a server is about to read, while another one's memory is
     given back.
@@ -434,6 +431,7 @@ def test_what_is_reserved_is_not_free_before_it_is_touched(grown):
         assert llm.engine.buffer.stats().cache_bytes > stats.cache_bytes
 
 
+@own_process
 def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):
     run = Outcome(grown, [20], memory=needs(grown) + ROOM, trace=tmp_path / "t.trace")
     assert set(run.arenas) == {run.arenas[0]}
