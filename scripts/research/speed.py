@@ -6,6 +6,7 @@ usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock] 
                         [--answer]                                                      the model's own answer in the place of the text
                         [--rival bmoe-cli]                                              BigMoeOnEdge beside it, which implies --answer
        speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
+                        [--stock-library FOLDER]                                        stock with libraries of another checkout
        speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
                         [--no-in-memory]                                                in the limit alone
                         [--no-repack]                                                   stock with the plain kernels
@@ -695,15 +696,29 @@ def memory(
     }
 
 
-@workload("Everything in memory, a prompt and then tokens one by one", 512, 128)
-def kernels(bench: Bench) -> dict[str, list[Comparison]]:
+@workload(
+    "Everything in memory, a prompt and then tokens one by one",
+    512,
+    128,
+    options=[
+        click.option(
+            "--stock-library",
+            type=click.Path(exists=True, file_okay=False),
+            metavar="FOLDER",
+            help="Stock's libraries, of a checkout without patches to ggml's kernels.",
+        )
+    ],
+)
+def kernels(bench: Bench, stock_library: str | None) -> dict[str, list[Comparison]]:
     """Stock llama.cpp's plain kernels, its default ones, and ours, which have the bits
     of the plain ones.
     """
+    library = {"LLAMA_CPP_LIB_PATH": stock_library} if stock_library else {}
     jobs = {
         "stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False),
         "stock, repacked kernels": bench.stock(use_mmap=False),
     }
+    jobs = {name: replace(job, environment=library) for name, job in jobs.items()}
     return {"": bench.compare(jobs | {"moeoff": bench.job(expert_memory=EVERYTHING)})}
 
 
