@@ -145,7 +145,7 @@ class RuleEvaluator:
         at_once: Number of sequences of the search, see `upper_loss`.
         progress: Callback with stage, amount done and total.
         n_prompt: Prompt length of each window in tokens, as in `evaluate`.
-        choices: Routing of the lossless model on the windows; None: `reference` records
+        routing: Routing of the lossless model on the windows; None: `reference` records
             it.
         deadline: Time of `time.monotonic` at which a measurement raises
             `OutOfTimeError`.
@@ -166,7 +166,7 @@ class RuleEvaluator:
         at_once: int = 1,
         progress: Callable[[str, int, int], None] | None = None,
         n_prompt: int | None = None,
-        choices: RecordedRouting | None = None,
+        routing: RecordedRouting | None = None,
         deadline: float = math.inf,
     ):
         self._llm, self.windows, self._tier, self._size, self.at_once = (
@@ -177,7 +177,7 @@ class RuleEvaluator:
             at_once,
         )
         self._tell = progress or (lambda what, n, total: None)
-        self.n_prompt, self.choices, self.seconds = n_prompt, choices or RecordedRouting([]), 0.0
+        self.n_prompt, self.routing, self.seconds = n_prompt, routing or RecordedRouting([]), 0.0
         self._deadline = deadline
         self._lossless_misses: dict[float, int] = {}  # by resident share
 
@@ -202,11 +202,11 @@ class RuleEvaluator:
         n_experts: dict[int, int] = {}
         for tensor in self._llm.engine.buffer.tensors:
             n_experts[tensor.gate] = max(n_experts.get(tensor.gate, 0), tensor.ne[2])
-        self.choices, self._lossless_misses = (
+        self.routing, self._lossless_misses = (
             RecordedRouting([n_experts[gate] for gate in sorted(n_experts)]),
             {},
         )
-        self._llm.set_gate_callback(self.choices.observe)
+        self._llm.set_gate_callback(self.routing.observe)
         try:
             progress = self._stage("lossless", len(self.windows))
             reference = Reference.record(
@@ -257,7 +257,7 @@ class RuleEvaluator:
         self.seconds = time.monotonic() - began
         stats = self._llm.stats()
         if resident and resident not in self._lossless_misses:
-            self._lossless_misses[resident] = self.choices.misses(resident)
+            self._lossless_misses[resident] = self.routing.misses(resident)
         lossless = self._lossless_misses.get(resident, 0)
         distance = self.scores.quality().distance
         return MeasuredCandidate(
@@ -268,7 +268,7 @@ class RuleEvaluator:
             upper_loss=upper_loss(distance.loss, len(self.windows), self.at_once),
             kl=distance.kl.value,
             cost=self._size * stats.simulated_misses / lossless if lossless else self._size,
-            skipped=stats.skipped / max(self.choices.uses, 1),
+            skipped=stats.skipped / max(self.routing.uses, 1),
             size=self._size,
             distance=distance,
         )
@@ -397,7 +397,7 @@ def _search_tau(
     by_share: dict[float, list[MeasuredCandidate]],
 ) -> None:
     """Append measurements to `by_share`."""
-    weights = evaluator.choices.weights
+    weights = evaluator.routing.weights
     most = float(weights.max(initial=0.0))
     taus = (
         sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0})
@@ -561,7 +561,7 @@ def search_precision(
 
     @contextlib.contextmanager
     def opened(
-        name: str, files: Sequence[str], choices: RecordedRouting | None
+        name: str, files: Sequence[str], routing: RecordedRouting | None
     ) -> Iterator[RuleEvaluator]:
         with open_model(model, ctx, tier=name, **how) as llm:
             few = windows or spread(
@@ -582,7 +582,7 @@ def search_precision(
                 at_once,
                 progress,
                 n_prompt,
-                choices,
+                routing,
                 deadline=started + 60 * minutes,
             )
 
@@ -606,13 +606,13 @@ def search_precision(
                     " minutes",
                     hint={"minutes": ...},
                 ) from None
-            windows, choices = evaluator.windows, evaluator.choices
+            windows, routing = evaluator.windows, evaluator.routing
             measured += searched(evaluator, reference, 1 / n_searches)
         best: str | None = None
         for name in sorted(tiers, key=lambda name: sizes[name]):
             if until(1.0) <= time.monotonic():
                 break
-            with contextlib.suppress(OutOfTimeError), opened(name, files, choices) as evaluator:
+            with contextlib.suppress(OutOfTimeError), opened(name, files, routing) as evaluator:
                 measured.append(evaluator.measure(reference, Precision()))
                 if best is None and measured[-1].upper_loss <= max_loss:
                     best = name

@@ -291,12 +291,12 @@ def test_bytes_are_compared_on_the_same_tokens(demo, text):
                 evaluate(llm, evaluator.windows, mode="simulated", n_prompt=40)
                 stats = llm.stats()
                 assert (
-                    evaluator.choices.misses(share) == stats.simulated_misses and stats.skipped == 0
+                    evaluator.routing.misses(share) == stats.simulated_misses and stats.skipped == 0
                 )
             assert evaluator.measure(reference, Precision(tau=1e-9, resident=0.25)).cost == 1.0
             some = evaluator.measure(reference, Precision(tau=0.1, resident=0.25))
-            assert some.cost == llm.stats().simulated_misses / evaluator.choices.misses(0.25) < 0.9
-    assert isinstance(evaluator.choices, RecordedRouting) and len(evaluator.choices.weights) > 1000
+            assert some.cost == llm.stats().simulated_misses / evaluator.routing.misses(0.25) < 0.9
+    assert isinstance(evaluator.routing, RecordedRouting) and len(evaluator.choices.weights) > 1000
 
 
 def test_all_experts_in_a_tier(measured, text):
@@ -432,11 +432,11 @@ def test_a_search_ends_at_the_deadline():
             raise precision_search.OutOfTimeError
         return replace(of_tau(precision.tau, precision.resident, 0.0, 0.5), kl=1e-4)
 
-    choices = SimpleNamespace(weights=np.linspace(0, 1, 100))
+    routing = SimpleNamespace(weights=np.linspace(0, 1, 100))
     evaluator = SimpleNamespace(
         windows=[Window(tuple(range(64)), 0)] * 8,
         n_prompt=None,
-        choices=choices,
+        routing=routing,
         at_once=1,
         seconds=0.0,
         measure=measure,

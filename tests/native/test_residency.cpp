@@ -172,7 +172,7 @@ static outcome compare_with_the_rule(int n_expert) {
                     p.publish(1);
                 } else if (rng() % 20 == 0) {
                     p.all.low_spare = rng() % 2;
-                    p.all.n_events += catalog::chosen_window; // room::next_event() tells of those whose time has come
+                    p.all.n_events += catalog::chosen_window; // see expert_cache::next_event()
                     p.reconsider_all();
                 }
                 break;

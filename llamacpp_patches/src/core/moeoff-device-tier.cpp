@@ -141,7 +141,7 @@ int32_t upload_pace::n_ahead(int32_t gate, uint64_t nbytes, int64_t now, int32_t
 void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots,
     const std::vector<int32_t> & n_low_slots, int32_t stage_slots, int32_t n_stages, const expert_map & map,
     expert_table & table) {
-    table.space.clear_on_device();
+    table.cache.clear_on_device();
     user      = nullptr;
     has_low   = map.has_low();
     last_gate = -1;
@@ -173,13 +173,13 @@ bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, expe
     }
     drop_deferred(map, table);
     mode = next;
-    table.space.clear_on_device();
+    table.cache.clear_on_device();
     for (int32_t i = 0; i < map.n_gates() && is_on(); i++) {
         const gate & g = map.gate_at(i);
         for (const version v : { HIGH, LOW }) {
             for (int32_t e = 0; e < g.n_expert && has_slots(g, v); e++) {
                 if (slots_of(g, v)->find(e) >= 0) {
-                    table.space.set_on_device(g, e, v, true);
+                    table.cache.set_on_device(g, e, v, true);
                 }
             }
         }
@@ -194,7 +194,7 @@ void device_tier::rank(size_t first, const float * priorities, size_t n) {
 }
 
 const uint32_t * device_tier::keys_of(const gate & g, const expert_table & table) const {
-    return own_keys.empty() ? table.space.keys_of(g) : &own_keys[(size_t) g.index * expected.size()];
+    return own_keys.empty() ? table.cache.keys_of(g) : &own_keys[(size_t) g.index * expected.size()];
 }
 
 int32_t device_tier::n_served() const {
@@ -271,7 +271,7 @@ void device_tier::begin_upload(const gate & g, version v, int32_t expert, bool f
     int32_t       displaced;
     const int32_t slot = slots_of(g, v)->take(expert, keys_of(g, table), is_needed, forced, displaced);
     if (displaced >= 0) {
-        table.space.set_on_device(g, displaced, v, false);
+        table.cache.set_on_device(g, displaced, v, false);
     }
     if (slot >= 0) {
         uploads.push_back({ expert, slot, displaced, v });
@@ -407,7 +407,7 @@ void device_tier::prefetch(const gate & g, version v, const int32_t * experts, i
     }
     const int32_t n_most = n_uploads(pace.n_ahead(g.index, table.expert_bytes(g, 0, v), now, n_pending), n_pending);
     for (int32_t i = 0; i < std::min(n, n_read) && (int32_t) uploads.size() < n_most; i++) {
-        if (!table.space.on_device(g, experts[i], v) && table.is_in_memory(g, experts[i], v)) {
+        if (!table.cache.on_device(g, experts[i], v) && table.is_in_memory(g, experts[i], v)) {
             begin_upload(g, v, experts[i], uploads_all(), expected.data(), uploads, table);
         }
     }
@@ -432,7 +432,7 @@ void device_tier::finish(const gate & g, const upload & u, bool is_complete, exp
     }
     slots_of(g, u.precision)->finish(u, is_complete);
     if (is_complete && is_on()) {
-        table.space.set_on_device(g, u.expert, u.precision, true);
+        table.cache.set_on_device(g, u.expert, u.precision, true);
     }
 }
 
@@ -442,7 +442,7 @@ void device_tier::take_back(const gate & g, const upload & u, expert_table & tab
     }
     slots_of(g, u.precision)->take_back(u);
     if (u.displaced >= 0 && is_on()) {
-        table.space.set_on_device(g, u.displaced, u.precision, true);
+        table.cache.set_on_device(g, u.displaced, u.precision, true);
     }
 }
 

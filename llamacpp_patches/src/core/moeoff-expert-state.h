@@ -78,7 +78,7 @@ struct expert_state {
     int32_t slot        GUARDED_BY(store_mutex) = -1;
     int32_t resident_i  GUARDED_BY(store_mutex) = -1; // place in its pool's list of residents
     uint64_t chosen_seq GUARDED_BY(store_mutex) = 0; // gate event that chose it last
-    // gate event under which room::chosen_under has it last
+    // gate event under which expert_cache::chosen_under has it last
     uint64_t chosen_noted                         GUARDED_BY(store_mutex) = 0;
     uint64_t last_use                             GUARDED_BY(store_mutex) = 0;
     std::array<uint8_t, MOEOFF_N_MATRIX> level    GUARDED_BY(store_mutex) {}; // of the pending request for each slice

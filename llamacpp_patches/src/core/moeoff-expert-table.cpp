@@ -35,12 +35,12 @@ void request_queue::remove(request_level level, uint32_t i) {
 // --- life ---
 
 expert_table::expert_table(const expert_map & map, monitor & sync)
-    : space(map, sync), map(map), sync(sync), all(space.all), pools(space.pools) {
+    : cache(map, sync), map(map), sync(sync), all(cache.all), pools(cache.pools) {
     skipped.ended = (1u << MOEOFF_N_MATRIX) - 1;
 }
 
 bool expert_table::start(uint64_t high_limit, uint64_t low_limit) {
-    if (!space.start(high_limit, low_limit)) {
+    if (!cache.start(high_limit, low_limit)) {
         return false;
     }
     store_lock lock(sync);
@@ -87,7 +87,7 @@ void expert_table::give_up(expert_state & x, int32_t matrix, std::string_view me
         clear_expected(x);
     }
     give_idle_slot(x);
-    space.reconsider(x);
+    cache.reconsider(x);
 }
 
 void expert_table::wake_ops_for(const expert_state & x, int32_t matrix) {
@@ -132,7 +132,7 @@ std::string_view expert_table::failure_of(const slice & s) const {
 
 void expert_table::next_event() {
     clock++;
-    space.next_event();
+    cache.next_event();
 }
 
 // whatever is on its way of it is a prefetch
@@ -156,14 +156,14 @@ void expert_table::expect(expert_state & x) {
         x.noted = true;
         g.noted.push_back(all.index_of(x));
     }
-    space.reconsider(x);
+    cache.reconsider(x);
 }
 
 void expert_table::clear_expected(expert_state & x) {
     if (x.expected) {
         x.expected = false;
         map.gate_at(x.gate).n_expected--;
-        space.reconsider(x);
+        cache.reconsider(x);
     }
 }
 
@@ -182,7 +182,7 @@ void expert_table::mark_chosen(expert_state & x, matrix_set matrices, moeoff_gat
     x.prefetched &= (matrix_set) ~matrices;
     clear_expected(x);
     x.last_use = clock;
-    space.choose(x, matrices);
+    cache.choose(x, matrices);
 }
 
 void expert_table::request(expert_state & x, int32_t matrix, request_level level, bool * may_evict) {
@@ -247,7 +247,7 @@ void expert_table::pin(const tensor & t, const int32_t * experts, const uint8_t 
         }
         expert_state & x = state_of(g, experts[i], version_of[i]);
         x.pins++;
-        space.reconsider(x);
+        cache.reconsider(x);
         if (!(x.chosen & one) && x.has & one) {
             if (!is_event) {
                 clock++;
@@ -286,7 +286,7 @@ void expert_table::unpin(const tensor & t, int32_t expert, uint8_t v, bool keep,
 void expert_table::hold(expert_state & x) {
     x.pins++;
     x.held++;
-    space.reconsider(x);
+    cache.reconsider(x);
 }
 
 void expert_table::release(expert_state & x, bool is_pinned, bool keep) {
@@ -305,7 +305,7 @@ void expert_table::let_go(expert_state & x, bool keep) {
     if (!keep && x.chosen == 0 && x.loading == 0 && x.resident_i >= 0) {
         evict(x);
     } else {
-        space.reconsider(x);
+        cache.reconsider(x);
     }
     fit_limits();
     wake_workers();
@@ -369,12 +369,12 @@ void expert_table::wake_workers() {
 }
 
 bool expert_table::is_resident(const gate & g, int32_t expert, version v) const {
-    return space.on_device(g, expert, v) || state_of(g, expert, v).is_whole();
+    return cache.on_device(g, expert, v) || state_of(g, expert, v).is_whole();
 }
 
 bool expert_table::is_coming(const gate & g, int32_t expert) const {
     const expert_state & x = state_of(g, expert, HIGH);
-    return space.on_device(g, expert, HIGH) || !(x.absent() | x.failed());
+    return cache.on_device(g, expert, HIGH) || !(x.absent() | x.failed());
 }
 
 // --- devices ---
@@ -388,7 +388,7 @@ void expert_table::count_on_device(const gate & g, int32_t expert, version v, mo
     clear_expected(x); // it was not yet on the device when it was
     x.prefetched = 0;
     x.last_use   = clock;
-    space.reconsider(x);
+    cache.reconsider(x);
 }
 
 // --- reading ---
@@ -453,7 +453,7 @@ bool expert_table::next_behind(const read_request & r, read_request & behind) {
 void expert_table::begin_read(const read_request & r) {
     unqueue(*r.of, r.matrix);
     r.of->loading |= set_of(r.matrix);
-    space.reconsider(*r.of);
+    cache.reconsider(*r.of);
 }
 
 void expert_table::end_read(const read_request & r, int err, const std::string & message) {
@@ -462,7 +462,7 @@ void expert_table::end_read(const read_request & r, int err, const std::string &
     x.loading &= (matrix_set) ~set_of(r.matrix);
     if (err == 0) {
         pool_of(x).enter(x, r.matrix);
-        space.reconsider_low(x);
+        cache.reconsider_low(x);
         wake_ops_for(x, r.matrix);
     } else if (err != ECANCELED) {
         stats.read_errors++;
@@ -471,7 +471,7 @@ void expert_table::end_read(const read_request & r, int err, const std::string &
     } else if (!stopped && (is_awaited(x, r.matrix) || level > PREFETCH || !x.cancel.load(std::memory_order_relaxed))) {
         x.queued |= set_of(r.matrix); // chosen after all: from the start again
         queue.push_front((request_level) level, number_of(x, r.matrix));
-        space.reconsider(x);
+        cache.reconsider(x);
     } else {
         stats.prefetch_dropped++;
         give_up(x, r.matrix, was_stopped);
@@ -560,7 +560,7 @@ matrix_set expert_table::begin_download(expert_state & x) {
     if (stopped || absent == 0) {
         return 0;
     }
-    const eviction_rank own    = space.rank_of(x);
+    const eviction_rank own    = cache.rank_of(x);
     const auto          victim = [&](pool & p) REQUIRES(store_mutex) { return p.victim_below(own, x.size_class); };
     if (x.slot < 0 && !take_slot(x, victim, [] { return false; })) {
         return 0;
@@ -571,7 +571,7 @@ matrix_set expert_table::begin_download(expert_state & x) {
             x.level[(size_t) matrix] = PREFETCH;
         }
     }
-    space.reconsider(x);
+    cache.reconsider(x);
     return absent;
 }
 
@@ -639,7 +639,7 @@ void expert_table::evict(expert_state & x) {
     if (x.slot >= 0) {
         p.give_slot(x);
     }
-    space.reconsider_low(x);
+    cache.reconsider_low(x);
 }
 
 void expert_table::evict_for_room(expert_state & x) {
@@ -715,7 +715,7 @@ void expert_table::get_stats(moeoff_stats & out) const {
         out.demand_hits += map.gate_at(i).n_hits;
         out.demand_misses += map.gate_at(i).n_misses;
     }
-    space.add_stats(out);
+    cache.add_stats(out);
 }
 
 void expert_table::reset_stats() {

@@ -78,7 +78,7 @@ class expert_table {
   public:
     expert_table(const expert_map & map, monitor & sync);
 
-    room space; // what the experts take, and which goes first
+    expert_cache cache;
 
     // false: no address space
     bool start(uint64_t high_limit, uint64_t low_limit) EXCLUDES(store_mutex);
@@ -229,7 +229,7 @@ class expert_table {
 
     const expert_map & map;
     monitor &          sync;
-    catalog &          all; // of the room, which says what the mutex guards
+    catalog &          all; // of the cache, which says what the mutex guards
     pool (&pools)[n_pools];
     expert_state               skipped; // serves every expert that is skipped
     request_queue queue        GUARDED_BY(store_mutex);

@@ -266,7 +266,7 @@ expert_state * pool::victim(request_level level, int cls) {
 
 // --- room ---
 
-bool room::start(uint64_t high_limit, uint64_t low_limit) {
+bool expert_cache::start(uint64_t high_limit, uint64_t low_limit) {
     checked_lock   publisher(publishing);
     store_lock     lock(sync);
     const uint32_t n      = (uint32_t) (map.n_gates() * map.n_experts());
@@ -302,7 +302,7 @@ bool room::start(uint64_t high_limit, uint64_t low_limit) {
     return pools[HIGH].reserve(n, high_limit) && pools[LOW].reserve(n_used > 1 ? n : 0, low_limit);
 }
 
-void room::publish() {
+void expert_cache::publish() {
     checked_lock lock(publishing);
     const size_t n = (size_t) all.n_experts;
     for (size_t gate = 0; gate * n < written.size(); gate++) {
@@ -323,7 +323,7 @@ void room::publish() {
     }
 }
 
-void room::next_event() {
+void expert_cache::next_event() {
     all.n_events++;
     all.n_chosen = 0;
     auto & ended = chosen_under[all.n_events % catalog::chosen_window];
@@ -333,7 +333,7 @@ void room::next_event() {
     ended.clear();
 }
 
-void room::choose(expert_state & x, matrix_set matrices) {
+void expert_cache::choose(expert_state & x, matrix_set matrices) {
     x.chosen |= matrices;
     x.chosen_seq = all.n_events;
     if (x.chosen_noted != all.n_events) {
@@ -344,7 +344,7 @@ void room::choose(expert_state & x, matrix_set matrices) {
     reconsider(x);
 }
 
-void room::set_low_spare(bool spare) {
+void expert_cache::set_low_spare(bool spare) {
     if (std::exchange(all.low_spare, spare) == spare) {
         return;
     }
@@ -353,13 +353,13 @@ void room::set_low_spare(bool spare) {
     }
 }
 
-void room::reconsider_low(const expert_state & high) {
+void expert_cache::reconsider_low(const expert_state & high) {
     if (high.version == HIGH && all.has_low()) {
         reconsider(all.experts[all.index_of(high) + all.n_high]);
     }
 }
 
-void room::set_on_device(const gate & g, int32_t expert, version v, bool is_there) {
+void expert_cache::set_on_device(const gate & g, int32_t expert, version v, bool is_there) {
     uint8_t & of_expert       = all.on_device[leaf_of(g, expert)];
     of_expert                 = (uint8_t) (is_there ? of_expert | 1u << v : of_expert & ~(1u << v));
     const expert_state & high = all.experts[leaf_of(g, expert)];
@@ -367,7 +367,7 @@ void room::set_on_device(const gate & g, int32_t expert, version v, bool is_ther
     reconsider_low(high);
 }
 
-void room::clear_on_device() {
+void expert_cache::clear_on_device() {
     for (int32_t i = 0; i < map.n_gates(); i++) {
         for (int32_t e = 0; e < map.gate_at(i).n_expert; e++) {
             for (const version v : { HIGH, LOW }) {
@@ -379,7 +379,7 @@ void room::clear_on_device() {
     }
 }
 
-void room::residency(version v, uint8_t * out) const {
+void expert_cache::residency(version v, uint8_t * out) const {
     memset(out, 0, written.size());
     for (const uint32_t i : pools[v].residents()) {
         out[all.leaf_of(all.experts[i])] = all.experts[i].resident();
@@ -389,7 +389,7 @@ void room::residency(version v, uint8_t * out) const {
     }
 }
 
-void room::add_stats(moeoff_stats & out) const {
+void expert_cache::add_stats(moeoff_stats & out) const {
     out.arena_committed     = pools[HIGH].slots.committed_bytes() + pools[LOW].slots.committed_bytes();
     out.arena_peak          = pools[HIGH].slots.peak_bytes() + pools[LOW].slots.peak_bytes();
     out.resident_slices     = pools[HIGH].n_slices() + pools[LOW].n_slices();

@@ -166,9 +166,9 @@ class pool {
     std::vector<eviction_order> orders GUARDED_BY(store_mutex);
 };
 
-class room {
+class expert_cache {
   public:
-    room(const expert_map & map, monitor & sync) : map(map), sync(sync) {}
+    expert_cache(const expert_map & map, monitor & sync) : map(map), sync(sync) {}
 
     // all experts, as they are before anything has been read; false: no address space
     bool    start(uint64_t high_limit, uint64_t low_limit) EXCLUDES(store_mutex, publishing);

@@ -22,15 +22,15 @@ bool simulation::start(
     }
     {
         store_lock lock(sync);
-        table.space.pools[HIGH].slots.simulate();
+        table.cache.pools[HIGH].slots.simulate();
     }
     error = "no address space for a simulated arena";
     return table.start(cache_bytes, 0);
 }
 
 uint64_t simulation::take(moeoff_gate_event & event, const float * priorities, float tau) {
-    std::copy_n(priorities, map.n_gates() * map.n_experts(), table.space.priorities());
-    table.space.publish();
+    std::copy_n(priorities, map.n_gates() * map.n_experts(), table.cache.priorities());
+    table.cache.publish();
     const choice c { event, event.n_used * sizeof(int32_t), event.n_used * sizeof(float), sizeof(float) };
     selected.collect(c, map.n_experts());
     store_lock     lock(sync);
@@ -67,7 +67,7 @@ void simulation::read_all() {
 
 void simulation::residency(uint8_t * out) {
     store_lock lock(sync);
-    table.space.residency(HIGH, out);
+    table.cache.residency(HIGH, out);
 }
 
 } // namespace moeoff

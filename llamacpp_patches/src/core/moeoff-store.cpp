@@ -613,7 +613,7 @@ float * store::device_priorities() {
 }
 
 void store::publish() {
-    table.space.publish();
+    table.cache.publish();
     const size_t n = (size_t) map.n_experts();
     for (size_t first = 0; first < device_written.size(); first += n) {
         if (memcmp(&device_written[first], &device_published[first], n * sizeof(float)) != 0) {
@@ -644,13 +644,13 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
             ahead.reserve((size_t) device_tier::most_pending); // a slot that is taken is then written to
         }
         for (int32_t i = 0; i < n && expected; i++) { // what is resident is protected first: no read may evict it
-            if (!table.space.on_device(g, experts[i], v)) {
+            if (!table.cache.on_device(g, experts[i], v)) {
                 table.expect(table.state_of(g, experts[i], v));
             }
         }
         // The first few take what the limit leaves, each with all its matrices as far as it goes: each costs a slot
         const auto absent = [&](int32_t i) REQUIRES(store_mutex) {
-            return table.space.on_device(g, experts[i], v)
+            return table.cache.on_device(g, experts[i], v)
                        ? (matrix_set) 0
                        : table.to_prefetch(table.state_of(g, experts[i], v), (matrix_set) matrices);
         };
@@ -694,7 +694,7 @@ bool store::lacks(int32_t gi, const int32_t * experts, int32_t n, version v) con
     const bool   on_devices = device.computes_with(g, v);
     return std::any_of(experts, experts + n, [&](int32_t e) REQUIRES(store_mutex) {
         const bool is_in_memory = table.is_in_memory(g, e, v) || table.is_in_memory(g, e);
-        return !table.space.on_device(g, e, v) && (on_devices || !is_in_memory);
+        return !table.cache.on_device(g, e, v) && (on_devices || !is_in_memory);
     });
 }
 
@@ -792,7 +792,7 @@ bool store::set_options(const moeoff_options & o, std::string & error) {
     }
     events.simulate(o.simulated_share); // first: it may take memory
     events.selector().thresholds = o.thresholds;
-    table.space.set_low_spare(o.simulated_share < 0.0f && !(o.thresholds.flags & MOEOFF_THRESHOLDS_BLIND));
+    table.cache.set_low_spare(o.simulated_share < 0.0f && !(o.thresholds.flags & MOEOFF_THRESHOLDS_BLIND));
     flags         = o.flags;
     batch_kind    = o.batch_kind;
     max_gate_rows = o.max_gate_rows;
@@ -836,7 +836,7 @@ void store::set_gate_callback(
 
 void store::residency(version v, uint8_t * out) const {
     store_lock lock(sync);
-    table.space.residency(v, out);
+    table.cache.residency(v, out);
 }
 
 int32_t store::take_reads(moeoff_read * out, int32_t n) {

@@ -198,7 +198,7 @@ class store {
     // --- policy ---
     void    set_gating(int32_t function) { gating_function = function; }
     int32_t gating() const { return gating_function; }
-    float * priorities() { return table.space.priorities(); } // [n_gates, n_experts]
+    float * priorities() { return table.cache.priorities(); } // [n_gates, n_experts]
     float * device_priorities(); // the same of devices' slots, which go by those of host memory before the first call
     void    publish();
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
