@@ -353,6 +353,15 @@ def by_contender(name: str, column: str = "tok/s") -> dict[str, dict[str, str]]:
     return cells
 
 
+def _ratio_to_stock(name: str) -> float | None:
+    """Return the median of the rounds' ratios to llama.cpp's memory map, if measured."""
+    for table in read(name)["tables"]:
+        if table["name"] == "shares":
+            column = table["columns"].index("times llama.cpp's memory map")
+            return _numbers(table["rows"][0][column])[0]
+    return None
+
+
 def models_table() -> dict:
     """Which model in how much memory at what speed."""
     rows = []
@@ -365,7 +374,7 @@ def models_table() -> dict:
         n_prompt = int(_said(read(name), "--n-prompt") or 64)
         first, *range_ = (f"{n_prompt / rate:.2f}" for rate in _numbers(prompt))
         ours.append(first + (f" ({range_[1]} to {range_[0]})" if range_ else ""))
-        times = f"{_numbers(ours[0])[0] / _numbers(stock)[0]:.0f}"
+        times = f"{_ratio_to_stock(name) or _numbers(ours[0])[0] / _numbers(stock)[0]:.0f}"
         n = int(_said(read(name), "--rounds"))
         ours[0] += rounds(n)
         file = f"{size * 1e9 / 2**30:.1f} GiB"
@@ -411,7 +420,7 @@ SCENARIOS = {  # of docs/results/reliability.md: what is done
     "disk": "disk trouble: slow, full, cut, replaced",
     "hostile-http": "hostile clients of a server, one round",
     "soak": "two hours under load while the budget moves",
-    "soak-interrupted": "the same, and half of the moves are interrupted",
+    "soak-interrupted": "150 minutes likewise, two of three moves interrupted",
 }
 # columns that count them
 CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT")

@@ -133,6 +133,19 @@ def test_pages_that_link_data_of_few_rounds_say_so():
     assert not wrong
 
 
+def test_commands_of_pages_parse():
+    """Indented commands of scripts; those of README and guides are run (test_typed.py)."""
+    wrong, n_commands = [], 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^ {4}(python scripts/.*?)(?: +#.*)?$", text, re.MULTILINE):
+            n_commands += 1
+            if not parses(line):
+                wrong.append(f"{page.name}: {line}")
+    assert not wrong
+    assert n_commands >= 20
+
+
 def test_a_command_that_no_longer_parses_is_found():
     assert parses("python scripts/research/speed.py memory -m M.gguf --rounds 5 --stock")
     assert not parses("python scripts/research/speed.py live -m M.gguf")
