@@ -481,16 +481,9 @@ def kernels_table() -> dict:
     rows = []
     for name, model in KERNELS.items():
         cells = [by_contender(name, column)[name] for column in ("tok/s", "prompt tok/s")]
-        rows.append(
-            [
-                model,
-                *(
-                    group[contender].split()[0]
-                    for group in cells
-                    for contender in contenders.values()
-                ),
-            ]
-        )
+        note = rounds(n_rounds(read(name)) or ENOUGH)
+        named = [group[contender] + note for group in cells for contender in contenders.values()]
+        rows.append([model, *named])
     return {
         "columns": ["model", *contenders, *(f"prompt, {name}" for name in contenders)],
         "rows": rows,
