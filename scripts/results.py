@@ -49,11 +49,13 @@ PATHS: dict[str, tuple[str, ...]] = {
     "speed.py kernels": KERNELS_OF,
     "routing.py": ("moeoff/policies",),
     "routing.py shapes": ("scripts/models/shape_model.py",),
-    "needs.py": ("scripts/models/shape_model.py",),
+    "needs.py": ("scripts/models/shape_model.py", "moeoff/budget"),
     "papers.py": (
         "moeoff/policies",
-        "scripts/research/baselines.py",
-        "scripts/research/device_simulator.py",
+        *(
+            f"scripts/research/{name}.py"
+            for name in ("baselines", "device_simulator", "paper_figures", "papers", "verdicts")
+        ),
     ),
     "precision.py": (
         "moeoff/precision.py",
@@ -62,7 +64,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     ),
     "late_experts.py": ("moeoff/measure/perplexity.py",),
     "second_look.py": ("moeoff/policies/fate.py", "moeoff/policies/score.py"),
-    "bench_server.py": SERVER,
+    "bench_server.py": SERVER + STREAMING + KERNELS_OF,
     "gpu_trial.py": (
         "moeoff/engine/device_tier.py",
         "llamacpp_patches/src/core/moeoff-device-tier.cpp",
@@ -293,11 +295,10 @@ def block(name: str, table: str | None, columns: str | None = None) -> str:
     """Return the text of a block: a data file's table and command, or a gathered table."""
     if name in GATHERED:
         return markdown(with_columns(GATHERED[name](), columns))
-    data = read(name)
-    return (
-        f"{markdown(with_columns(table_of(name, table), columns))}\n`{data['command']}` at"
-        f" {data['commit']}\n"
-    )
+    data, shown = read(name), with_columns(table_of(name, table), columns)
+    note = rounds(n_rounds(data) or ENOUGH)
+    rows = [[cell + note if " to " in cell else cell for cell in row] for row in shown["rows"]]
+    return f"{markdown(shown | {'rows': rows})}\n`{data['command']}` at {data['commit']}\n"
 
 
 TRACES, FIGURES, ASSUMED = "published traces", "two published figures", "not measured"
@@ -352,23 +353,33 @@ def by_contender(name: str, column: str = "tok/s") -> dict[str, dict[str, str]]:
     return cells
 
 
+def _ratio_to_stock(name: str) -> float | None:
+    """Return the median of the rounds' ratios to llama.cpp's memory map, if measured."""
+    for table in read(name)["tables"]:
+        if table["name"] == "shares":
+            column = table["columns"].index("times llama.cpp's memory map")
+            return _numbers(table["rows"][0][column])[0]
+    return None
+
+
 def models_table() -> dict:
     """Which model in how much memory at what speed."""
     rows = []
     for name, (model, size, routing) in SHAPES.items():
         limit, speeds = next(iter(by_contender(name).items()))
-        stock = next(speeds[contender] for contender in STOCK_IN_A_LIMIT if speeds.get(contender))
-        prompt, *ours = (
-            by_contender(name, column)[limit]["auto"]
-            for column in ("prompt tok/s", "tok/s", "MB/token")
-        )
+        contender = next(filter(speeds.get, STOCK_IN_A_LIMIT))
+        stock, prompts = speeds[contender], by_contender(name, "prompt tok/s")[limit]
+        prompt, ours = prompts["auto"], [speeds["auto"]]
+        ours.append(by_contender(name, "MB/token")[limit]["auto"])
         n_prompt = int(_said(read(name), "--n-prompt") or 64)
         first, *range_ = (f"{n_prompt / rate:.2f}" for rate in _numbers(prompt))
         ours.append(first + (f" ({range_[1]} to {range_[0]})" if range_ else ""))
-        times = f"{_numbers(ours[0])[0] / _numbers(stock)[0]:.0f}"
-        ours[0] += rounds(int(_said(read(name), "--rounds")))
+        times = f"{_ratio_to_stock(name) or _numbers(ours[0])[0] / _numbers(stock)[0]:.0f}"
+        n = int(_said(read(name), "--rounds"))
+        ours[0] += rounds(n)
         file = f"{size * 1e9 / 2**30:.1f} GiB"
-        stock += "" if "(" in stock else rounds(1)
+        # two digits may be alike in every round, a prompt's are not
+        stock += rounds(n if " to " in stock + prompts[contender] else 1)
         rows.append([model, file, routing, _gib(limit), *ours, stock, times])
     columns = ["model", "file", "routing", "memory", "moeoff, tok/s", "MB/token", "first token s"]
     columns += ["llama.cpp, tok/s", "times llama.cpp"]
@@ -407,12 +418,12 @@ SCENARIOS = {  # of docs/results/reliability.md: what is done
     "objects": "an answer is interrupted, anywhere",
     "kill": "SIGKILL or SIGINT at a random moment",
     "disk": "disk trouble: slow, full, cut, replaced",
-    "hostile-http": "hostile clients of a server",
+    "hostile-http": "hostile clients of a server, one round",
     "soak": "two hours under load while the budget moves",
-    "soak-interrupted": "the same, and half of the moves are interrupted",
+    "soak-interrupted": "150 minutes likewise, two of three moves interrupted",
 }
 # columns that count them
-CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT", "had ended")
+CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT")
 
 
 def reliability_table() -> dict:
@@ -451,7 +462,7 @@ def known_table() -> dict:
         least, _, half, _ = (f"{int(size) / 1024:.1f} GiB" for size in sizes)
         row = measured.get(name)
         speed = (
-            [f"{row[4].split()[0].rstrip(',')} in {row[3]}", row[-2].split(",")[0]]
+            [re.sub(r"^([\d.]+)( \(.*\))?", rf"\1 in {row[3]}", row[4]), row[-2]]
             if row
             else ["", ""]
         )
@@ -470,16 +481,9 @@ def kernels_table() -> dict:
     rows = []
     for name, model in KERNELS.items():
         cells = [by_contender(name, column)[name] for column in ("tok/s", "prompt tok/s")]
-        rows.append(
-            [
-                model,
-                *(
-                    group[contender].split()[0]
-                    for group in cells
-                    for contender in contenders.values()
-                ),
-            ]
-        )
+        note = rounds(n_rounds(read(name)) or ENOUGH)
+        named = [group[contender] + note for group in cells for contender in contenders.values()]
+        rows.append([model, *named])
     return {
         "columns": ["model", *contenders, *(f"prompt, {name}" for name in contenders)],
         "rows": rows,

@@ -78,6 +78,8 @@ def outdated() -> dict[str, str]:
         data = results.read(name)
         if not parses(data["command"]):
             found[name] = f"its command no longer parses: {data['command']}"
+        elif data["commit"].endswith("-dirty"):
+            found[name] = f"measured with changes that no commit has, at {data['commit']}"
         elif commit := changed_since(data):
             found[name] = f"measured at {data['commit']}, before {commit}"
     return found
@@ -90,10 +92,13 @@ def test_data_are_as_new_as_what_they_measure_or_listed(outdated):
     assert not older - set(outdated), "measured again: take them out of results.OLDER"
 
 
-def test_every_path_of_data_exists():
+def test_every_path_of_data_exists_and_is_its_command_s():
     for name in NAMES:
-        paths = results.read(name)["paths"]
+        data = results.read(name)
+        paths = data["paths"]
         assert paths and all((ROOT / path).exists() for path in paths), name
+        if parses(data["command"]):
+            assert paths == results.paths(data["command"]), name
 
 
 def test_pages_claim_no_more_rounds_than_data_have():
@@ -111,6 +116,34 @@ def test_pages_claim_no_more_rounds_than_data_have():
                 wrong.append(f"{page.name}: {claimed} rounds, {name} has {measured}")
     assert not wrong
     assert n_claims >= 5
+
+
+def test_pages_that_link_data_of_few_rounds_say_so():
+    """Data of fewer than five rounds, by sections of the pages."""
+    wrong = []
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for section in re.split(r"\n(?=## )", page.read_text()):
+            for name in set(re.findall(r"\]\((?:\S*/)?data/([\w-]+)\.json\)", section)):
+                n = results.n_rounds(results.read(name))
+                if n is None or n >= results.ENOUGH:
+                    continue
+                said = rf"(?i)\b(?:{n}|{WORDS[n - 1]}) (?:rounds?|runs?)\b"
+                if not re.search(said, section):
+                    wrong.append(f"{page.name}: {name} has {n} rounds")
+    assert not wrong
+
+
+def test_commands_of_pages_parse():
+    """Indented commands of scripts; those of README and guides are run (test_typed.py)."""
+    wrong, n_commands = [], 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^ {4}(python scripts/.*?)(?: +#.*)?$", text, re.MULTILINE):
+            n_commands += 1
+            if not parses(line):
+                wrong.append(f"{page.name}: {line}")
+    assert not wrong
+    assert n_commands >= 20
 
 
 def test_a_command_that_no_longer_parses_is_found():

@@ -49,6 +49,7 @@ SAYS = {
         r"(6|12)\.00 GiB is enough at a context of \d+: 100% of the experts in memory, (about|at"
         r" most) \d+ tokens/s"
     ),
+    r"^moeoff serve --models": r"serving \d+ models on http://\S+/v1",
     r"^moeoff serve": r"serving MODEL\.gguf on http://\S+/v1",
     r"^moeoff doctor": r"needs \d+ MiB at a context of",
     r"^moeoff calibrate .*--max-loss": (
@@ -160,6 +161,7 @@ def _type(line: str, folder: Path) -> None:
         "XDG_CACHE_HOME": str(folder / "cache"),
         "TERM": "xterm",
         "PROMPT_TOOLKIT_NO_CPR": "1",
+        "MOEOFF_MODELS": str(folder),  # this machine may have no other model
     }
     child = pexpect.spawn(
         str(Path(sys.executable).with_name(words[0])),
