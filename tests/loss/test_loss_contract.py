@@ -296,7 +296,7 @@ def test_bytes_are_compared_on_the_same_tokens(demo, text):
             assert evaluator.measure(reference, Precision(tau=1e-9, resident=0.25)).cost == 1.0
             some = evaluator.measure(reference, Precision(tau=0.1, resident=0.25))
             assert some.cost == llm.stats().simulated_misses / evaluator.routing.misses(0.25) < 0.9
-    assert isinstance(evaluator.routing, RecordedRouting) and len(evaluator.choices.weights) > 1000
+    assert isinstance(evaluator.routing, RecordedRouting) and len(evaluator.routing.weights) > 1000
 
 
 def test_all_experts_in_a_tier(measured, text):
