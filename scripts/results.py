@@ -28,7 +28,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -471,15 +471,19 @@ def known_table() -> dict:
     return {"columns": [*columns, "moeoff, tok/s", "llama.cpp there, tok/s"], "rows": rows}
 
 
-def kernels_table() -> dict:
-    """Return the speed with everything in memory, by model."""
+def kernels_table(models: Mapping[str, str]) -> dict:
+    """Return the speed with everything in memory, by model.
+
+    Args:
+        models: Names of models by data file.
+    """
     contenders = {
         "llama.cpp": "stock, repacked kernels",
         "--no-repack": "stock, plain kernels",
         "moeoff": "moeoff",
     }
     rows = []
-    for name, model in KERNELS.items():
+    for name, model in models.items():
         cells = [by_contender(name, column)[name] for column in ("tok/s", "prompt tok/s")]
         note = rounds(n_rounds(read(name)) or ENOUGH)
         named = [group[contender] + note for group in cells for contender in contenders.values()]
@@ -493,7 +497,8 @@ def kernels_table() -> dict:
 GATHERED = {
     "models": models_table,
     "known": known_table,
-    "kernels": kernels_table,
+    "kernels": lambda: kernels_table(KERNELS),
+    "kernels-avx2": lambda: kernels_table(KERNELS_AVX2),
     "days": days_table,
     "reliability": reliability_table,
 }
@@ -509,6 +514,11 @@ KERNELS = {  # Models of docs/results/kernels.md by data file.
     "kernels-gpt-oss-20b": "gpt-oss-20b",
     "kernels-deepseek-v2-lite": "DeepSeek-V2-Lite",
     "kernels-qwen3-30b-a3b": "Qwen3-30B-A3B",
+}
+KERNELS_AVX2 = {
+    "kernels-grown-avx2": "demo model, grown",
+    "kernels-gpt-oss-20b-avx2": "gpt-oss-20b, 6 of 24 layers",
+    "kernels-qwen3-30b-a3b-avx2": "Qwen3-30B-A3B, 6 of 48 layers",
 }
 GREEN, RED = "#1a7f37", "#cf222e"
 POLICIES = {  # Rows of published-traces.json.
