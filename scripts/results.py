@@ -1,5 +1,6 @@
-"""Measured tables: scripts write them as data with --json FILE, `make results` puts
-them on the pages. tests/build/test_docs.py checks that the pages are up to date.
+"""Tables and charts of the pages from measured data. Scripts write the data with
+--json FILE, and `make results` puts the tables on the pages; tests/build/test_docs.py
+checks that the pages are up to date.
 
 A data file says what was run, where, when and at which commit, and holds the tables as
 they were printed:
@@ -9,12 +10,17 @@ they were printed:
      ...]}
 
 "paths" are the parts of the repository that the figures depend on. A file whose paths
-changed after its commit, or whose command no longer parses, is listed in `OLDER`;
-tests/build/test_data.py checks that.
+changed after its commit is listed in `OLDER`. "command" must parse in this tree;
+tests/build/test_data.py checks both. If only the name of a script, a subcommand or an
+option changed since the measurement, "command" is today's, and an additional field
+"run_as" is the command as it was typed.
 
-README.md and the pages of docs/ have blocks that begin with `<!-- results NAME:TABLE -->` and end with `<!-- end of results -->`. What stands between is
-that table of docs/results/data/NAME.json: the others are data. `{COLUMN | ...}` after that leaves out all other columns but the first. `models` and
-`reliability` gather rows from several data files. The charts in docs/img are drawn from the same data. Everything outside the blocks is written by hand.
+README.md and the pages of docs/ have blocks that begin with `<!-- results NAME:TABLE
+-->` and end with `<!-- end of results -->`. `make results` puts that table of
+docs/results/data/NAME.json between the two. `{COLUMN | ...}` after the name leaves out
+all other columns but the first. `models` and `reliability` gather rows from several
+data files. The charts in docs/img are drawn from the same data. Everything outside the
+blocks is written by hand.
 """
 
 from __future__ import annotations
@@ -52,8 +58,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "needs.py": ("scripts/models/shape_model.py",),
     "papers.py": (
         "moeoff/policies",
-        "scripts/research/baselines.py",
-        "scripts/research/device_simulator.py",
+        "scripts/papers/baselines.py",
+        "scripts/papers/device_simulator.py",
     ),
     "precision.py": (
         "moeoff/precision.py",
@@ -227,7 +233,7 @@ def write(path: str | Path, data: dict) -> None:
         tables.append("  {" + ",\n   ".join([*fields, f'"rows": [\n{rows}\n   ]']) + "}")
     body = ",\n ".join(
         [
-            *(f"{say(key)}: {say(data[key])}" for key in HEAD),
+            *(f"{say(key)}: {say(data[key])}" for key in (*HEAD, "run_as") if key in data),
             '"tables": [\n' + ",\n".join(tables) + "\n ]",
         ]
     )
@@ -294,9 +300,10 @@ def block(name: str, table: str | None, columns: str | None = None) -> str:
     if name in GATHERED:
         return markdown(with_columns(GATHERED[name](), columns))
     data = read(name)
+    renamed = "; a name in it changed since" if "run_as" in data else ""
     return (
         f"{markdown(with_columns(table_of(name, table), columns))}\n`{data['command']}` at"
-        f" {data['commit']}\n"
+        f" {data['commit']}{renamed}\n"
     )
 
 

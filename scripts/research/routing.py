@@ -28,7 +28,7 @@ import click
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "models")]
+sys.path[:0] = [str(ROOT / "scripts" / name) for name in ("", "models", "papers")]
 
 import baselines  # noqa: F401  registers them
 from moeoff import Llama

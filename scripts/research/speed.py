@@ -65,8 +65,9 @@ from moeoff.system.machine import n_cores
 from results import HELP, ResultsFile, machine, spread
 from time_parts import Ceiling, other_parts, read_parts, token_parts
 
-BESIDE = "baselines.py", "time_parts.py", "ggml_attention.py", "latency.c"
-BASELINES, METER, GGML_ATTENTION, LATENCY = (str(Path(__file__).with_name(name)) for name in BESIDE)
+BASELINES = str(ROOT / "scripts" / "papers" / "baselines.py")
+BESIDE = "time_parts.py", "ggml_attention.py", "latency.c"
+METER, GGML_ATTENTION, LATENCY = (str(Path(__file__).with_name(name)) for name in BESIDE)
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
