@@ -180,16 +180,16 @@ def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
 # --- comparison of policies on one trace, between LRU and Belady's optimum ---
 
 
-def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
-    """Return the policies and strategies that a trace cannot replay, with the reason.
+def without_probs(trace: Trace, policies: Sequence[str]) -> list[str]:
+    """Return the policies and strategies that want router probabilities which a trace
+    lacks. A replay gives them the selected experts' weights instead.
 
     Raises:
         OptionError: A policy is unknown.
     """
     if any(event.probs is not None for event in trace.events):
-        return {}
-    why = "needs the router's probabilities of all experts, which the trace lacks"
-    return {name: why for name in policies if policy_of(name).wants_probs}
+        return []
+    return [name for name in policies if policy_of(name).wants_probs]
 
 
 def compare(

@@ -1,22 +1,20 @@
-"""Routing on its own: cache policies replayed on traces, what names experts beforehand,
-and how like published models' the synthetic models route.
+"""Routing without the model's computation: replays of traces, predictors' recall, and
+how closely the synthetic models route like the published ones.
 
-usage: routing.py published                          every cache policy on the published traces, and what names their experts beforehand
-       routing.py shapes [SHAPE ...]                 the synthetic models' own answers beside the traces: reached, and wanted
-       routing.py policies MODEL=FILE ...            every cache policy on a synthetic model's answer: traces that `shapes --keep DIR` has left
-       routing.py record -m MODEL --out DIR --text NAME=FILE       traces of teacher-forced decoding
-       routing.py table --trace NAME=FILE [--calibration FILE]     every policy on every trace, and on all of them in turn
-       routing.py fit --trace FILE --out WEIGHTS.npz               the learned score; HOBBIT's weights are printed
-       routing.py predictors -m MODEL --calib FILE --valid FILE    how many of the next experts each predictor names, by layer
+usage: routing.py hits TRACE ... [--strategy ...]    hit rates of `moeoff simulate`
+       routing.py shapes [SHAPE ...]                 the synthetic models' own answers
+       routing.py record -m MODEL --out DIR --text NAME=FILE
+       routing.py fit --trace FILE --out WEIGHTS.npz
+       routing.py predictors -m MODEL --calib FILE --valid FILE
 
-Pages: docs/results/cache-policies.md and shapes.md. Traces are replayed by
-`moeoff.policies.replay`: the same arguments give the same numbers. A shape's routing is
-measured on a copy with all layers, experts, widths and routers, whose experts have few
-hidden values: it answers the prompt of the published traces greedily.
+Pages: docs/results/cache-policies.md and shapes.md. A shape's routing is measured on a
+copy with all layers, experts, widths and routers, whose experts have few hidden values:
+the copy answers the prompt of the published traces greedily.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,16 +24,18 @@ from typing import Any
 
 import click
 import numpy as np
+from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / name) for name in ("", "models", "papers")]
 
 import baselines  # noqa: F401  registers them
 from moeoff import Llama
+from moeoff.cli.main import main as moeoff_main
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.profile_fit import fit as fit_profile
 from moeoff.measure.record import record, recordable, sequences
-from moeoff.policies import PREDICTORS, PRESETS, FitOptions, get_policy, get_predictor, policy_names
+from moeoff.policies import PREDICTORS, FitOptions, get_predictor, policy_names
 from moeoff.policies.base import top_k
 from moeoff.policies.replay import simulate
 from moeoff.routing.event import GateEvent
@@ -43,14 +43,12 @@ from moeoff.routing.recording import Recording
 from moeoff.routing.router import Router
 from moeoff.routing.trace import TensorInfo, Trace
 from results import HELP, ResultsFile
-from route_trace import read_route_trace
 from shape_model import ANSWER, NEAREST, SHAPES, shape_model
 
 TRACES = ROOT / "tests" / "data" / "route-traces"
 PUBLISHED = {
     name: TRACES / f"{name}.csv.gz" for name in ("qwen3-30b-a3b", "gemma-4-26b-a4b", "gpt-oss-120b")
 }
-SHARES = (6, 12, 18, 24, 36)  # per cent of the experts in memory
 COMPARED = (12, 24, 36)
 TOUCHED = 128  # tokens
 PIECE = 256  # tokens of a text, where texts take turns
@@ -96,14 +94,6 @@ class AnswerRouting:
     recall: float | None = None
 
 
-def answer_of(trace: Trace) -> Trace:
-    """Its decoded events, as a run of their own."""
-    events = [event for event in trace.events if event.decode]
-    starts = np.zeros(len(events), bool)
-    starts[:1] = True
-    return Trace(trace.model, events, starts)
-
-
 def heaviest(trace: Trace, n_used: int) -> Trace:
     """The trace as if only so many experts of each token had been used: those of the
     largest weights, which then have a sum of 1.
@@ -125,7 +115,7 @@ def heaviest(trace: Trace, n_used: int) -> Trace:
 
 def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
     """Statistics of the answer in a trace of one prompt and one answer."""
-    answer, model = answer_of(trace), trace.model
+    answer, model = trace.decoded(), trace.model
     n, e, k = model.n_gates, model.n_experts, model.n_used
     ids = np.stack([event.ids[0] for event in answer.events]).reshape(-1, n, k)
     weights = np.stack([event.weights[0] for event in answer.events]).reshape(ids.shape)
@@ -196,7 +186,7 @@ def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray, gating: in
         for t in sorted({t.gate: t for t in trace.model.tensors}.values(), key=lambda t: t.gate)
     ]
     router = Router.read(model_index, layers, gating)
-    ids = np.stack([event.ids[0] for event in answer_of(trace).events]).reshape(
+    ids = np.stack([event.ids[0] for event in trace.decoded().events]).reshape(
         len(inputs), len(layers), -1
     )
     chosen = [router.choose(gate, inputs[:, gate - 1]) for gate in range(1, len(layers))]
@@ -258,63 +248,26 @@ def main() -> None:
 
 
 @main.command()
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE ...")
+@click.option("--strategy", default=",".join(policy_names()), help="Default: every policy.")
+@click.option("--memory", default="6%,12%,18%,24%,36%", show_default=True)
+@click.option("--decoded", is_flag=True, help="As of `moeoff simulate`.")
 @JSON
-def published(json_file: str | None) -> None:
-    """Every cache policy on the published traces, and what names their experts
-    beforehand.
-    """
+def hits(
+    traces: Sequence[str], strategy: str, memory: str, decoded: bool, json_file: str | None
+) -> None:
+    """Write a table of hit rates for each trace, as `moeoff simulate` replays it."""
+    options = [f"--memory={size}" for size in memory.split(",")] + ["--decoded"] * decoded
     with ResultsFile(json_file) as results:
-        replay(results, {name: read_route_trace(path) for name, path in PUBLISHED.items()})
-        table = results.table(
-            "named",
-            "Of the experts that an answer chooses, % that are named beforehand, as many as are"
-            " used",
-            ["by", *PUBLISHED],
-        )
-        answers = [measure_answer(read_route_trace(path)) for path in PUBLISHED.values()]
-        for title, field in (
-            ("the token before", "repeats"),
-            ("the answer's most used", "own_list"),
-            ("the prompt's most used", "prompt_list"),
-        ):
-            table.row(title, *(f"{100 * getattr(each, field):.1f}" for each in answers))
-
-
-def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
-    """A table for each trace: hit rates of its answer, from an empty buffer."""
-    for name, trace in traces.items():
-        trace = answer_of(trace)
-        has_probs = trace.events[0].probs is not None
-        title = (
-            f"{name}, {trace.n_tokens} tokens of an answer, {trace.model.n_used} experts used: hit"
-            " rate %"
-        )
-        table = results.table(name, title, ["strategy", *(f"{share} %" for share in SHARES)])
-        for policy in policy_names():
-            if policy == "static":
-                continue  # it knows other text of the model, which there is not
-            options: dict[str, Any] = {"weights": "generic"} if policy == "score" else {}
-            of = [
-                preset.name
-                for preset in PRESETS.values()
-                if preset.policy is get_policy(policy)
-                and preset.precision.lossless
-                and preset.name != policy
-            ]
-            label = f"{policy} ({', '.join(of)})" if of else policy
-            label += (
-                ", of the chosen experts' weights alone"
-                if get_policy(policy).wants_probs and not has_probs
-                else ""
-            )
-            arenas = [trace.model.full_bytes * share // 100 for share in SHARES]
-            table.row(
-                label,
-                *(
-                    f"{100 * simulate(trace, policy, arena, **options).hit_rate:.1f}"
-                    for arena in arenas
-                ),
-            )
+        for path in traces:
+            command = ["simulate", path, "--strategy", strategy, *options, "--json"]
+            replays = json.loads(CliRunner().invoke(moeoff_main, command).stdout)["results"]
+            title = f"{Path(path).name}, {replays[0]['tokens']:,} tokens: hit rate %"
+            sizes = [size.replace("%", " %") for size in memory.split(",")]
+            table = results.table(Path(path).name.split(".")[0], title, ["strategy", *sizes])
+            for name in dict.fromkeys(row["strategy"] for row in replays):
+                rates = (row["hit_rate"] for row in replays if row["strategy"] == name)
+                table.row(name, *(f"{100 * rate:.1f}" for rate in rates))
 
 
 @main.command()
@@ -340,7 +293,7 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
                 table.row(name, "reached", *cells(measure_answer(trace), next_recall))
                 table.row("", "wanted", repeats, "", "", "", told_recall, "", "")
                 continue
-            goal = read_route_trace(PUBLISHED[source])
+            goal = Trace.read(PUBLISHED[source])
             table.row(
                 name,
                 "reached",
@@ -357,15 +310,6 @@ def named(_ctx: Any, _option: Any, texts: Sequence[str]) -> dict[str, str]:
     if not all("=" in text for text in texts):
         raise click.BadParameter("NAME=FILE is wanted")
     return dict(text.split("=", 1) for text in texts)
-
-
-@main.command()
-@click.argument("traces", nargs=-1, required=True, callback=named, metavar="NAME=FILE ...")
-@JSON
-def policies(traces: Mapping[str, str], json_file: str | None) -> None:
-    """Every cache policy on a shape's own answer."""
-    with ResultsFile(json_file) as results:
-        replay(results, {name: Trace.read(path) for name, path in traces.items()})
 
 
 # --- texts: the demo model's and grown models' ---
@@ -420,47 +364,6 @@ def fit(paths: Sequence[str], out: Path) -> None:
         f"{out}: {out.stat().st_size} bytes; hobbit:"
         f" {fit_weights(trace, simulate, max_events=3 * 1024 * trace.model.n_gates)}"
     )
-
-
-@main.command()
-@click.option("--trace", "paths", multiple=True, required=True, callback=named, metavar="NAME=FILE")
-@click.option("--tokens", default=1536, show_default=True, help="Of each trace.")
-@click.option("--calibration", multiple=True, type=FILE, help="Traces whose counts `static` gets.")
-@JSON
-def table(
-    paths: Mapping[str, str], tokens: int, calibration: Sequence[str], json_file: str | None
-) -> None:
-    """Every policy on every text, and on all of them in turn."""
-    counts = (
-        {"static": {"counts": Trace.join([Trace.read(path) for path in calibration]).counts()}}
-        if calibration
-        else {}
-    )
-    traces = {name: Trace.read(path) for name, path in paths.items()}
-    traces = {name: trace.slice(0, tokens * trace.model.n_gates) for name, trace in traces.items()}
-    sizes = 10, 25, 50, 75, 90  # per cent of the experts in memory
-    with ResultsFile(json_file) as results:
-        for name, trace in (traces | {"mixed": mixed(list(traces.values()))}).items():
-            title = (
-                f"{name}, {trace.n_tokens:,} tokens: hit rate % / MB read per token / miss penalty"
-                " per token / % of the gap between LRU and Belady"
-            )
-            rows = results.table(name, title, ["strategy", *(f"{size} %" for size in sizes)])
-            arenas = [trace.model.full_bytes * size // 100 for size in sizes]
-            ends = [
-                (simulate(trace, "lru", arena).hit_rate, simulate(trace, "belady", arena).hit_rate)
-                for arena in arenas
-            ]
-            for policy in policy_names():
-                cells = []
-                for arena, (lru, best) in zip(arenas, ends):
-                    r = simulate(trace, policy, arena, **counts.get(policy, {}))
-                    gap = 100 * (r.hit_rate - lru) / (best - lru)
-                    cells.append(
-                        f"{100 * r.hit_rate:.1f} / {r.bytes_read / r.n_tokens / 1e6:.2f} /"
-                        f" {r.miss_penalty / r.n_tokens:.1f} / {gap:.0f}"
-                    )
-                rows.row(policy, *cells)
 
 
 # what is compared: a name for the table, the predictor, its options
