@@ -163,6 +163,19 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     metavar="N",
     help="Repetitions of each test, each on another piece of text.",
 )
+@option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Rounds of all configurations in turn: medians, and ratios to the first one by round.",
+)
+@option(
+    "--cold",
+    is_flag=True,
+    help="Drop the model from the page cache before each run; in memory cgroups if possible.",
+)
 @_axis_options
 @option(
     "-c",
@@ -177,7 +190,7 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 @option(
     "--compare-stock",
     is_flag=True,
-    help="Also measure stock llama.cpp, and with --no-repack; all in memory cgroups if possible.",
+    help="Also measure stock llama.cpp, and with --no-repack; implies --cold.",
 )
 @option("--no-warmup", is_flag=True, help="Run no warm-up before each test.")
 @option(
@@ -215,6 +228,7 @@ def bench(
     )
     _drop_gpu_axes(options)
     varied = {name for name in _COLUMNS if options[name]}
+    varied |= {"rounds"} if options["rounds"] > 1 else set()
     grids = _grids(path + model or (demo_model(),), tests, **options)
     measured = False
 
@@ -250,6 +264,8 @@ def _grids(
     repetitions: int,
     text: str | None,
     compare_stock: bool,
+    cold: bool,
+    rounds: int,
     no_warmup: bool,
     **options: Any,
 ) -> list[Grid]:
@@ -278,7 +294,7 @@ def _grids(
         text=text,
         flags=flags,
     )
-    return [Grid(replace(job, model=path), axes, compare_stock) for path in models]
+    return [Grid(replace(job, model=path), axes, compare_stock, cold, rounds) for path in models]
 
 
 def _listener(job: Job) -> Listener:

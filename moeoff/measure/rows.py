@@ -20,6 +20,7 @@ from ..system.console import wrapped
 from ..system.machine import cpu_name, n_cores
 from ..system.memory import format_size
 from .job import MOEOFF, Job, Measurement, Sample, rates
+from .rounds import Spread, ratios_of
 
 # with repacked kernels (default), and with those that moeoff is bit-identical to
 STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"
@@ -27,18 +28,27 @@ STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"
 Row = dict[str, Any]  # fields of `rows` in csv's order
 
 
-def rows(result: Measurement, memory: int, note: str = "") -> list[Row]:
+Rounds = tuple[Sequence[Measurement], Sequence[Measurement]]  # of a base, and a job's own
+
+
+def rows(
+    result: Measurement, memory: int, note: str = "", rounds: Rounds | None = None
+) -> list[Row]:
     """Return a row for each test of a job. Sizes are in bytes, None means unknown.
 
     Args:
         memory: Memory limit in bytes, 0 for none.
         note: Remark on the environment, for `mode`.
+        rounds: Rounds to compare: those of the first job, and of this one.
 
     Returns:
         memory: Limit of the process, or of stock's cgroup. 0: none.
         strategy: Strategy, "stock llama.cpp" or "stock, plain" (without repacking).
         avg_ns, stddev_ns: Nanoseconds of a repetition.
         avg_ts, stddev_ts: Tokens per second.
+        median_ts, low_ts, high_ts: Tokens per second over the repetitions.
+        ratio, ratio_low, ratio_high: Median and range over the rounds of the speed
+            relative to the first job's of the same round. None without rounds.
         mb_per_token: 10^6 bytes read for each token. None for stock, as all about
             experts.
         vram, vram_mode: Limit on each GPU's memory as given, and mode. Empty: no
@@ -50,7 +60,12 @@ def rows(result: Measurement, memory: int, note: str = "") -> list[Row]:
         mode: Description of the run.
         error: Reason for missing samples, or "".
     """
-    return [_row(result, index, memory, note) for index in range(len(result.job.tests))]
+    out = [_row(result, index, memory, note) for index in range(len(result.job.tests))]
+    for index, row in enumerate(out):
+        ratios = ratios_of(*rounds, index) if rounds else []
+        names = "ratio", "ratio_low", "ratio_high"
+        row |= zip(names, Spread.over(ratios) if ratios else [None] * 3)
+    return out
 
 
 def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
@@ -96,6 +111,9 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "stddev_ns": _deviation(times),
         "avg_ts": statistics.fmean(speeds) if speeds else None,
         "stddev_ts": _deviation(speeds),
+        "median_ts": statistics.median(speeds) if speeds else None,
+        "low_ts": min(speeds, default=None),
+        "high_ts": max(speeds, default=None),
         "mb_per_token": figures.get("mb_per_token"),
         "hit_rate": figures.get("hit_rate"),
         "device_hit_rate": figures.get("device_hit_rate") if options.get("vram") else None,
@@ -237,6 +255,19 @@ def _speed(row: Row) -> str:
     return f"{row['avg_ts']:.{digits}f} ± {row['stddev_ts']:.{digits}f}"
 
 
+def _spread(*names: str) -> Callable[[Row], str]:
+    """Make a format of a row's median and range."""
+
+    def text(row: Row) -> str:
+        median, low, high = (row[name] for name in names)
+        if median is None:
+            return "-"
+        digits = 2 if high < 100 else 0
+        return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+    return text
+
+
 # field (or "": the row), title, width (negative: left-aligned), format
 _Column = tuple[str, str, int, Callable[[Any], str]]
 _ALWAYS: list[_Column] = [
@@ -262,16 +293,22 @@ _RESULTS: list[_Column] = [
     ("mb_per_token", "MB/tok", 6, "{:.1f}".format),
     ("hit_rate", "hits", 6, "{:.1%}".format),
 ]
+_ROUNDS: list[_Column] = [  # in the place of t/s
+    ("", "t/s", 24, _spread("median_ts", "low_ts", "high_ts")),
+    ("", "ratio", 20, _spread("ratio", "ratio_low", "ratio_high")),
+]
 
 
 def as_markdown(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
     """Yield a table of 80 columns, by configuration, and notes on the runs.
 
     Args:
-        varied: Options that were given, which get a column.
+        varied: Options that were given, which get a column; "rounds" for medians and
+            ratios.
     """
     varied = {*varied, *(["device_hit_rate"] if "vram" in varied else [])}
-    columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied), *_RESULTS]
+    columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied)]
+    columns += [_RESULTS[0], *_ROUNDS, *_RESULTS[2:]] if "rounds" in varied else _RESULTS
     rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, _, width, _ in columns]
     yield (
         f"| {' | '.join(_cell(title, width) for _, title, width, _ in columns)}"

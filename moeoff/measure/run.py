@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..budget.dry_load import context_for
+from ..experts.sidecar import sidecar_path
 from ..gguf.model_index import ModelIndex
 from ..system.cgroup import memory_cgroup, unavailable
 from ..system.disk import cached_bytes, leave_page_cache
 from ..system.machine import n_cores
 from ..system.memory import cgroup_limit, format_size, parse_size
 from .job import MOEOFF, STOCK, Job, Measurement, Sample
+from .rounds import interleaved, joined
 from .rows import Row, rows
 
 _KILLED = -9
@@ -113,6 +115,13 @@ def drop_from_page_cache(path: str) -> str:
     )
 
 
+def drop_files(job: Job) -> list[str]:
+    """Drop a job's model and sidecar from the page cache, and return remarks."""
+    sidecars = {sidecar_path(job.model), str(job.options.get("experts") or "")}
+    files = {*ModelIndex.read(job.model).files, *filter(os.path.exists, sidecars)}
+    return [remark for path in sorted(files) if (remark := drop_from_page_cache(path))]
+
+
 # options passed on to stock llama.cpp
 _SHARED = (
     "n_threads",
@@ -138,12 +147,17 @@ class Grid:
         job: Job that the combinations share.
         axes: Values of options of `moeoff.Llama`. Memory is a string or None.
         compare_stock: True to add stock llama.cpp, with repacked and with plain
-            kernels, at each memory limit. All jobs are then in cgroups, if possible.
+            kernels, at each memory limit. Implies `cold`.
+        cold: True to drop a job's files from the page cache before each run, and to
+            run the jobs in memory cgroups, if possible.
+        rounds: Number of rounds, in each of which every job runs once.
     """
 
     job: Job
     axes: Mapping[str, Sequence[Any]]
     compare_stock: bool = False
+    cold: bool = False
+    rounds: int = 1
 
     @property
     def n_ctx(self) -> int:
@@ -171,7 +185,8 @@ class Grid:
             memory = parse_size(options["memory"]) if "memory" in options else 0
             if memory:
                 options["memory"] = memory
-            limit, note = _limit(memory) if self.compare_stock else (None, "")
+            is_cold = self.cold or self.compare_stock
+            limit, note = _limit(memory) if is_cold else (None, "")
             job = replace(self.job, options=options, limit_bytes=limit)
             out.append((job, memory, note))
             if self.compare_stock:
@@ -205,15 +220,22 @@ class Grid:
         Args:
             listener: Function that returns a listener for a job.
         """
-        for job, memory, note in self.jobs():
-            files = ModelIndex.read(job.model).files if self.compare_stock else ()
-            found = list(map(drop_from_page_cache, files))
+        jobs = self.jobs()
+        found: list[list[Measurement]] = [[] for _ in jobs]
+        remarks: list[list[str]] = [[note] for *_, note in jobs]
+        for _, at in interleaved(range(len(jobs)), self.rounds):
+            job, memory, _ = jobs[at]
+            stayed = drop_files(job) if self.cold or self.compare_stock else []
             # only stock reads through the page cache
-            notes = [note, *(found if job.engine == STOCK else ())]
-            measured = measure(
-                job, listener and listener(job), None if job.engine == MOEOFF else _STOCK_TIMEOUT
-            )
-            yield rows(measured, memory, ", ".join(filter(None, notes)))
+            remarks[at] += stayed if job.engine == STOCK else []
+            timeout = None if job.engine == MOEOFF else _STOCK_TIMEOUT
+            found[at].append(measure(job, listener and listener(job), timeout))
+            if self.rounds == 1:
+                yield rows(found[at][0], memory, ", ".join(filter(None, remarks[at])))
+        if self.rounds > 1:
+            for theirs, (_, memory, _), notes in zip(found, jobs, remarks):
+                note = ", ".join(filter(None, dict.fromkeys(notes)))
+                yield rows(joined(theirs), memory, note, (found[0], theirs))
 
 
 def _limit(memory: int) -> tuple[int | None, str]:

@@ -1,27 +1,26 @@
-"""Speed of contenders in interleaved rounds: each run cold, in a process of its own, on
-the same tokens; medians, ranges, and ratios of the same round.
+"""Measurements of the house: contenders in interleaved rounds, each run cold, in a
+process of its own, on the same tokens. `moeoff bench --rounds N --cold` is the user's
+form; this script adds a slow disk, rivals, given answers, meters and data files.
 
-usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]         in memory cgroups: real-sizes.md (root)
-                        [--strategies auto --max-loss 1% --no-in-memory]                a loss budget beside lossless
-                        [--answer]                                                      the model's own answer in the place of the text
-                        [--rival bmoe-cli]                                              BigMoeOnEdge beside it, which implies --answer
-       speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
-       speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
-                        [--no-in-memory]                                                in the limit alone
-                        [--no-repack]                                                   stock with the plain kernels
-       speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
-       speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
+usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]
+                        [--strategies auto --max-loss 1% --no-in-memory] [--answer]
+                        [--rival bmoe-cli]                real-sizes.md (root)
+       speed.py kernels -m MODEL --text FILE              kernels.md
+       speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]
+                        [--no-in-memory] [--no-repack]    long-contexts.md (root)
+       speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]
+                                                          time.md (root)
+       speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]
+                                                          against an earlier one (root)
 
-A run is a `moeoff.measure.job.Job`, and they take turns: a prompt in one piece, then
-tokens one by one. What a run reads is dropped from the page cache before it; a model on
-tmpfs stays where it is. --disk bounds the disk's rate (root), --latency slows each of
-moeoff's reads and not the disk. A profile of `moeoff calibrate` at the model's side is
-used. Ratios are to the first contender of the same group.
+A run is a `moeoff.measure.job.Job`: a prompt in one piece, then tokens one by one. A
+model on tmpfs stays in memory. --disk bounds the disk's rate (root). A profile of
+`moeoff calibrate` beside the model is used. Ratios are to the first contender of the
+same group.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import itertools
 import json
@@ -30,11 +29,10 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -44,7 +42,6 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
 from cgroup import disk_cgroup
 from moeoff.budget.dry_load import dry_load
-from moeoff.experts.sidecar import sidecar_path
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp.llama import StockLlama
 from moeoff.measure.job import (
@@ -57,8 +54,9 @@ from moeoff.measure.job import (
     rates,
     read_text,
 )
+from moeoff.measure.rounds import Spread, interleaved, ratios_of
 from moeoff.measure.rows import rows
-from moeoff.measure.run import KILLED_TEXT, drop_from_page_cache, measure
+from moeoff.measure.run import KILLED_TEXT, drop_files, measure
 from moeoff.system.cgroup import memory_cgroup
 from moeoff.system.console import note
 from moeoff.system.machine import n_cores
@@ -66,8 +64,8 @@ from results import HELP, ResultsFile, machine, spread
 from time_parts import Ceiling, other_parts, read_parts, token_parts
 
 BASELINES = str(ROOT / "scripts" / "papers" / "baselines.py")
-BESIDE = "time_parts.py", "ggml_attention.py", "latency.c"
-METER, GGML_ATTENTION, LATENCY = (str(Path(__file__).with_name(name)) for name in BESIDE)
+BESIDE = "time_parts.py", "ggml_attention.py"
+METER, GGML_ATTENTION = (str(Path(__file__).with_name(name)) for name in BESIDE)
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
@@ -105,18 +103,6 @@ def prompt_then_tokens(n_prompt: int, n_gen: int, depth: int = 0) -> tuple[Bench
     return BenchTest(n_prompt, 0, depth), BenchTest(0, n_gen, depth + n_prompt, continues=True)
 
 
-class Spread(NamedTuple):
-    """A figure over the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def over(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-
 @dataclass(frozen=True)
 class Comparison:
     """One job's test, over the rounds in which it ended.
@@ -143,16 +129,11 @@ Name = TypeVar("Name", str, tuple[str, str])
 
 
 def rounds_of(turns: Mapping[Name, Turn], rounds: int) -> dict[Name, list[Measurement]]:
-    """Measure round by round, so that what becomes slower does so for all.
-
-    Every other round goes backwards: none always runs right behind the same other one.
-    What fails is left out of its round; the others go on.
-    """
+    """Measure all contenders in each round; the others go on if one fails."""
     measured: dict[Name, list[Measurement]] = {name: [] for name in turns}
-    for index in range(rounds):
-        for name in list(turns)[:: -1 if index % 2 else 1]:
-            measured[name].append(turns[name](index))
-            tell(name if isinstance(name, str) else ", ".join(name), index, measured[name][-1])
+    for index, name in interleaved(turns, rounds):
+        measured[name].append(turns[name](index))
+        tell(name if isinstance(name, str) else ", ".join(name), index, measured[name][-1])
     return measured
 
 
@@ -220,76 +201,24 @@ def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
     return out
 
 
-def ratios_of(base: Sequence[Measurement], theirs: Sequence[Measurement], i: int) -> list[float]:
-    """Return the speeds of test i over the base's in the rounds that both ended."""
-    pairs = [
-        (rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0))
-        for a, b in zip(base, theirs)
-        if not a.error and not b.error
-    ]
-    return [speed / to for to, speed in pairs if to and speed]
-
-
-def drop(path: str) -> None:
-    """Drop a file from the page cache, and report what stayed: a run would find it
-    there.
-    """
-    if remark := drop_from_page_cache(path):
+def drop(job: Job) -> None:
+    """Drop a job's files from the page cache, and report what stayed."""
+    for remark in drop_files(job):
         note(remark)
 
 
 def cold(job: Job, timeout: float) -> Turn:
-    """A process of its own, whose files are dropped from the page cache before.
-    timeout: seconds; what is not finished then has failed.
+    """Return a turn in a process of its own, with a cold page cache.
+
+    Args:
+        timeout: Seconds after which the run has failed.
     """
 
     def turn(_index: int) -> Measurement:
-        for path in {
-            *ModelIndex.read(job.model).files,
-            *filter(os.path.exists, [sidecar_path(job.model), str(job.options.get("experts", ""))]),
-        }:
-            drop(path)
+        drop(job)
         return measure(job, timeout=timeout)
 
     return turn
-
-
-@contextlib.contextmanager
-def slow_reads(path: str, latency: float) -> Iterator[None]:
-    """Processes that begin meanwhile wait so many milliseconds at least for each read
-    of files in this one's folder, 16 of them at a time (latency.c).
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        library = os.path.join(folder, "latency.so")
-        try:
-            subprocess.run(
-                [
-                    os.environ.get("CC", "cc"),
-                    "-shared",
-                    "-fPIC",
-                    "-O1",
-                    LATENCY,
-                    "-o",
-                    library,
-                    "-ldl",
-                    "-pthread",
-                ],
-                check=True,
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise click.ClickException(f"--latency needs a C compiler: {error}") from None
-        below = os.path.join(os.path.dirname(os.path.realpath(path)), "")
-        variables = {
-            "LD_PRELOAD": library,
-            "READ_LATENCY_MS": str(latency),
-            "READ_LATENCY_BELOW": below,
-        }
-        os.environ |= variables
-        try:
-            yield
-        finally:
-            for name in variables:
-                del os.environ[name]
 
 
 # the driver
@@ -466,12 +395,12 @@ class Bench:
         cgroup finds that is not counted: all contenders then decode the same tokens,
         and those whose bits differ do not go another way.
         """
-        drop(self.model)
         job = replace(
             self.job(limit << 20, memory=within(limit), strategy="lru"),
             tests=prompt_then_tokens(self.n_prompt, self.n_decode),
             answer=(),
         )
+        drop(job)
         result = measure(replace(job, probe_seconds=0.0), timeout=TIMEOUT)
         if result.error:
             raise click.ClickException(
@@ -517,7 +446,6 @@ def workload(
             n_prompt: int,
             n_decode: int,
             disk: int | None,
-            latency: float | None,
             json_file: str | None,
             **more: Any,
         ) -> None:
@@ -525,9 +453,6 @@ def workload(
             if disk:
                 context.with_resource(disk_cgroup(model, disk * 10**6)).enter()
                 slowed += f", disk {disk} MB/s"
-            if latency:
-                context.with_resource(slow_reads(model, latency))
-                slowed += f", reads of {latency:g} ms"
             print(f"{machine()}; {n_prompt} + {n_decode} tokens, {rounds} rounds{slowed}")
             groups = run(Bench(model, text, n_prompt, n_decode, rounds, probe_seconds), **more)
             with ResultsFile(json_file) as results:
@@ -544,12 +469,6 @@ def workload(
             click.option("--n-prompt", default=n_prompt, show_default=True),
             click.option("--n-decode", default=n_decode, show_default=True),
             click.option("--disk", type=int, metavar="MB/S", help="No faster than this."),
-            click.option(
-                "--latency",
-                type=click.FloatRange(min=0),
-                metavar="MS",
-                help="Of each read of moeoff's (not of stock's) at least; 16 at a time.",
-            ),
             click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP),
         ]
         for option in [*common, *options][::-1]:
@@ -929,12 +848,10 @@ def program_turn(
         read: Function that reads the measurement from the program's output.
         options: Keyword arguments of `subprocess.run`.
     """
-    files = ModelIndex.read(bench.model).files
     fixed = {"capture_output": True, "text": True, "errors": "replace", "timeout": TIMEOUT}
 
     def turn(_index: int) -> Measurement:
-        for path in files:
-            drop(path)
+        drop(bench.job())
         with memory_cgroup(limit << 20 or EVERYTHING) as group:
             try:
                 done = group.run(list(command), **fixed, **options)
