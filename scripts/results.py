@@ -127,7 +127,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is run; "-dirty" if something of it was changed."""
+    """Return the commit of this checkout, with "-dirty" if files differ from it."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     )
@@ -135,8 +135,8 @@ def commit() -> str:
 
 
 def command_line() -> str:
-    """The command as it was typed, but for --json; of files only the names, since
-    folders differ from machine to machine.
+    """Return the command as it was typed, without --json and without folders, which
+    differ from machine to machine.
     """
 
     def short(argument: str) -> str:
@@ -222,8 +222,8 @@ class ResultsFile:
 
 
 def write(path: str | Path, data: dict) -> None:
-    """Writes a data file with each row on a line of its own: a new measurement then
-    reads well as a diff.
+    """Write a data file with each row on its own line, so that a new measurement reads
+    well as a diff.
     """
 
     def say(value: object) -> str:
@@ -363,7 +363,7 @@ def by_contender(name: str, column: str = "tok/s") -> dict[str, dict[str, str]]:
 
 
 def models_table() -> dict:
-    """Which model in how much memory at what speed."""
+    """Return models with their memory limits and speeds."""
     rows = []
     for name, (model, size, routing) in SHAPES.items():
         limit, speeds = next(iter(by_contender(name).items()))
@@ -426,7 +426,7 @@ CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT"
 
 
 def reliability_table() -> dict:
-    """How much of each scenario was run, and how much of it ended as it should not."""
+    """Return the cases and failures of each scenario."""
     rows = []
     for name, what in SCENARIOS.items():
         data = read(name)

@@ -169,7 +169,7 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     default=1,
     show_default=True,
     metavar="N",
-    help="Rounds of all configurations in turn: medians, and ratios to the first one by round.",
+    help="Rounds of all configurations in turn: medians, and ratios to the first one.",
 )
 @option(
     "--cold",
@@ -301,11 +301,8 @@ def _listener(job: Job) -> Listener:
     """Make a listener that shows the progress of the running test."""
     line = ProgressLine()
     memory = job.options.get("memory")
-    name = " ".join(
-        word
-        for word in (job.engine, job.options.get("strategy"), format_size(memory) if memory else "")
-        if word
-    )
+    words = job.engine, job.options.get("strategy"), memory and format_size(memory)
+    name = " ".join(filter(None, words))
 
     def listen(event: dict[str, Any]) -> None:
         if event["kind"] in ("closed", "error"):

@@ -41,7 +41,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 @option(
     "--decoded",
     is_flag=True,
-    help="Replay the decoded tokens alone, from an empty cache: an answer without its prompt.",
+    help="Replay answers without their prompts, from an empty cache.",
 )
 @table_options("simulate", t1=0.6, t2=0.9)
 @click.option(
@@ -63,8 +63,7 @@ def simulate(
 ) -> None:
     """Replay traces through strategies: their hit rates and bytes read.
 
-    Traces are those of `run --trace`, or route traces (route_trace v1, also gzip) of
-    other programs.
+    A trace is of `run --trace`, or a route trace (v1, also gzip) of another program.
     """
     from ..policies.hobbit import MissCost
     from ..policies.replay import compare, gap_recovered, without_probs
@@ -100,13 +99,8 @@ def _table(rows: list[dict[str, Any]], full: int, skips: bool) -> str:
         f" {'of the gap':>10}{'   skipped' if skips else ''}"
     ]
     for row in rows:
-        skipped = (
-            ""
-            if not skips
-            else f"{row['skipped_share']:>10.1%}"
-            if row["strategy"] != "belady"
-            else f"{'':>10}"
-        )
+        share = "" if row["strategy"] == "belady" else f"{row['skipped_share']:.1%}"
+        skipped = f"{share:>10}" if skips else ""
         gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"
         lines.append(
             f"{format_size(row['cache_bytes']):>10} {100 * row['cache_bytes'] / full:4.0f}%"

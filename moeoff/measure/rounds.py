@@ -1,7 +1,4 @@
-"""Paired rounds: contenders measured in turn, compared with one of the same round.
-
-A ratio of two runs of one round is not affected by a machine that becomes slower.
-"""
+"""Paired rounds: a machine that becomes slower does so for both runs of a ratio."""
 
 from __future__ import annotations
 
@@ -28,9 +25,7 @@ class Spread(NamedTuple):
 
 
 def interleaved(names: Iterable[Name], rounds: int) -> Iterator[tuple[int, Name]]:
-    """Yield (round from 0, name). Every other round is reversed, so that no contender
-    always runs right behind the same other one.
-    """
+    """Yield (round, name), with every other round reversed."""
     order = list(names)
     for index in range(rounds):
         for name in order[:: -1 if index % 2 else 1]:
@@ -38,13 +33,9 @@ def interleaved(names: Iterable[Name], rounds: int) -> Iterator[tuple[int, Name]
 
 
 def ratios_of(base: Sequence[Measurement], theirs: Sequence[Measurement], i: int) -> list[float]:
-    """Return the speeds of test i relative to the base's, of rounds that both ended."""
-    pairs = [
-        (rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0))
-        for a, b in zip(base, theirs)
-        if not a.error and not b.error
-    ]
-    return [speed / to for to, speed in pairs if to and speed]
+    """Return test i's speeds over the base's, of rounds that both ended."""
+    ended = [(a.of(i), b.of(i)) for a, b in zip(base, theirs) if not a.error and not b.error]
+    return [rates(b)["tps"] / rates(a)["tps"] for a, b in ended if rates(a) and rates(b)]
 
 
 def joined(rounds: Sequence[Measurement]) -> Measurement:

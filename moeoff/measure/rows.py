@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from .. import __version__
@@ -20,7 +20,7 @@ from ..system.console import wrapped
 from ..system.machine import cpu_name, n_cores
 from ..system.memory import format_size
 from .job import MOEOFF, Job, Measurement, Sample, rates
-from .rounds import Spread, ratios_of
+from .rounds import Spread
 
 # with repacked kernels (default), and with those that moeoff is bit-identical to
 STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"
@@ -28,27 +28,18 @@ STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"
 Row = dict[str, Any]  # fields of `rows` in csv's order
 
 
-Rounds = tuple[Sequence[Measurement], Sequence[Measurement]]  # of a base, and a job's own
-
-
-def rows(
-    result: Measurement, memory: int, note: str = "", rounds: Rounds | None = None
-) -> list[Row]:
+def rows(result: Measurement, memory: int, note: str = "") -> list[Row]:
     """Return a row for each test of a job. Sizes are in bytes, None means unknown.
 
     Args:
         memory: Memory limit in bytes, 0 for none.
         note: Remark on the environment, for `mode`.
-        rounds: Rounds to compare: those of the first job, and of this one.
 
     Returns:
         memory: Limit of the process, or of stock's cgroup. 0: none.
         strategy: Strategy, "stock llama.cpp" or "stock, plain" (without repacking).
         avg_ns, stddev_ns: Nanoseconds of a repetition.
         avg_ts, stddev_ts: Tokens per second.
-        median_ts, low_ts, high_ts: Tokens per second over the repetitions.
-        ratio, ratio_low, ratio_high: Median and range over the rounds of the speed
-            relative to the first job's of the same round. None without rounds.
         mb_per_token: 10^6 bytes read for each token. None for stock, as all about
             experts.
         vram, vram_mode: Limit on each GPU's memory as given, and mode. Empty: no
@@ -59,13 +50,9 @@ def rows(
         ceiling_share: See `ceiling_share`.
         mode: Description of the run.
         error: Reason for missing samples, or "".
+        samples_ratio: Speeds over the first job's of the same round, with rounds only.
     """
-    out = [_row(result, index, memory, note) for index in range(len(result.job.tests))]
-    for index, row in enumerate(out):
-        ratios = ratios_of(*rounds, index) if rounds else []
-        names = "ratio", "ratio_low", "ratio_high"
-        row |= zip(names, Spread.over(ratios) if ratios else [None] * 3)
-    return out
+    return [_row(result, index, memory, note) for index in range(len(result.job.tests))]
 
 
 def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
@@ -111,9 +98,6 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "stddev_ns": _deviation(times),
         "avg_ts": statistics.fmean(speeds) if speeds else None,
         "stddev_ts": _deviation(speeds),
-        "median_ts": statistics.median(speeds) if speeds else None,
-        "low_ts": min(speeds, default=None),
-        "high_ts": max(speeds, default=None),
         "mb_per_token": figures.get("mb_per_token"),
         "hit_rate": figures.get("hit_rate"),
         "device_hit_rate": figures.get("device_hit_rate") if options.get("vram") else None,
@@ -143,10 +127,8 @@ def ceiling_share(samples: list[Sample], disk: float) -> float:
     Args:
         disk: Bytes per second of the disk alone, unless a repetition had more.
     """
-    seconds, nbytes = (
-        sum(s.seconds for s in samples),
-        sum(s.counters["bytes_read"] for s in samples),
-    )
+    seconds = sum(s.seconds for s in samples)
+    nbytes = sum(s.counters["bytes_read"] for s in samples)
     compute = seconds - sum(s.counters["stall_seconds"] for s in samples)
     rate = max([disk, *(s.counters["bytes_read"] / s.seconds for s in samples if s.seconds)])
     return max(compute, nbytes / rate) / seconds
@@ -171,16 +153,8 @@ def _mode(result: Measurement, note: str) -> str:
     job, closed, opened = result.job, result.closed, result.opened
     if job.engine != MOEOFF:
         loaded = "memory map" if job.options.get("use_mmap", True) else "read into memory"
-        return ", ".join(
-            filter(
-                None,
-                [
-                    loaded,
-                    "repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels",
-                    note,
-                ],
-            )
-        )
+        kernels = "repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels"
+        return ", ".join(filter(None, [loaded, kernels, note]))
     if "direct_io" not in closed:  # the process died; `closed` may still have its cgroup's peak
         return note
     parts = [
@@ -242,9 +216,8 @@ def as_csv(configurations: Configurations, varied: Collection[str] = ()) -> Iter
             if not name.startswith("samples_")
         }
         lines = io.StringIO()
-        csv.writer(lines, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerows(
-            [cells, cells.values()][i > 0 :]
-        )
+        writer = csv.writer(lines, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+        writer.writerows([cells, cells.values()][i > 0 :])
         yield lines.getvalue()
 
 
@@ -255,17 +228,13 @@ def _speed(row: Row) -> str:
     return f"{row['avg_ts']:.{digits}f} ± {row['stddev_ts']:.{digits}f}"
 
 
-def _spread(*names: str) -> Callable[[Row], str]:
-    """Make a format of a row's median and range."""
-
-    def text(row: Row) -> str:
-        median, low, high = (row[name] for name in names)
-        if median is None:
-            return "-"
-        digits = 2 if high < 100 else 0
-        return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-    return text
+def _spread(name: str, row: Row) -> str:
+    """Return the median and the range of a row's values."""
+    if not row[name]:
+        return "-"
+    middle, *ends = Spread.over(row[name])
+    digits = 2 if ends[1] < 100 else 0
+    return f"{middle:.{digits}f} ({' to '.join(f'{end:.{digits}f}' for end in ends)})"
 
 
 # field (or "": the row), title, width (negative: left-aligned), format
@@ -294,8 +263,8 @@ _RESULTS: list[_Column] = [
     ("hit_rate", "hits", 6, "{:.1%}".format),
 ]
 _ROUNDS: list[_Column] = [  # in the place of t/s
-    ("", "t/s", 24, _spread("median_ts", "low_ts", "high_ts")),
-    ("", "ratio", 20, _spread("ratio", "ratio_low", "ratio_high")),
+    ("", "t/s", 24, partial(_spread, "samples_ts")),
+    ("", "ratio", 20, partial(_spread, "samples_ratio")),
 ]
 
 
@@ -303,8 +272,7 @@ def as_markdown(configurations: Configurations, varied: Collection[str] = ()) ->
     """Yield a table of 80 columns, by configuration, and notes on the runs.
 
     Args:
-        varied: Options that were given, which get a column; "rounds" for medians and
-            ratios.
+        varied: Options that were given, which get a column, or replace t/s ("rounds").
     """
     varied = {*varied, *(["device_hit_rate"] if "vram" in varied else [])}
     columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied)]

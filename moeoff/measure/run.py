@@ -24,7 +24,7 @@ from ..system.disk import cached_bytes, leave_page_cache
 from ..system.machine import n_cores
 from ..system.memory import cgroup_limit, format_size, parse_size
 from .job import MOEOFF, STOCK, Job, Measurement, Sample
-from .rounds import interleaved, joined
+from .rounds import interleaved, joined, ratios_of
 from .rows import Row, rows
 
 _KILLED = -9
@@ -119,7 +119,7 @@ def drop_files(job: Job) -> list[str]:
     """Drop a job's model and sidecar from the page cache, and return remarks."""
     sidecars = {sidecar_path(job.model), str(job.options.get("experts") or "")}
     files = {*ModelIndex.read(job.model).files, *filter(os.path.exists, sidecars)}
-    return [remark for path in sorted(files) if (remark := drop_from_page_cache(path))]
+    return list(filter(None, map(drop_from_page_cache, sorted(files))))
 
 
 # options passed on to stock llama.cpp
@@ -148,9 +148,9 @@ class Grid:
         axes: Values of options of `moeoff.Llama`. Memory is a string or None.
         compare_stock: True to add stock llama.cpp, with repacked and with plain
             kernels, at each memory limit. Implies `cold`.
-        cold: True to drop a job's files from the page cache before each run, and to
-            run the jobs in memory cgroups, if possible.
-        rounds: Number of rounds, in each of which every job runs once.
+        cold: True to drop files from the page cache before each run, and to run in
+            memory cgroups, if possible.
+        rounds: Number of rounds, each of all jobs.
     """
 
     job: Job
@@ -185,8 +185,7 @@ class Grid:
             memory = parse_size(options["memory"]) if "memory" in options else 0
             if memory:
                 options["memory"] = memory
-            is_cold = self.cold or self.compare_stock
-            limit, note = _limit(memory) if is_cold else (None, "")
+            limit, note = _limit(memory) if self.cold or self.compare_stock else (None, "")
             job = replace(self.job, options=options, limit_bytes=limit)
             out.append((job, memory, note))
             if self.compare_stock:
@@ -198,20 +197,9 @@ class Grid:
                 # repacking may exceed the limit: it needs the weights twice
                 for extra in (True, False):
                     options = theirs | {"use_extra_bufts": extra}
-                    stock.setdefault(
-                        f"{memory} {options}",
-                        (
-                            replace(
-                                job,
-                                engine=STOCK,
-                                options=options,
-                                warm_up=job.warm_up and not slow,
-                                seconds=STOCK_SECONDS,
-                            ),
-                            memory,
-                            note,
-                        ),
-                    )
+                    theirs_job = replace(job, engine=STOCK, options=options, seconds=STOCK_SECONDS)
+                    theirs_job = replace(theirs_job, warm_up=job.warm_up and not slow)
+                    stock.setdefault(f"{memory} {options}", (theirs_job, memory, note))
         return out + list(stock.values())
 
     def run(self, listener: Callable[[Job], Listener | None] | None = None) -> Iterator[list[Row]]:
@@ -222,20 +210,25 @@ class Grid:
         """
         jobs = self.jobs()
         found: list[list[Measurement]] = [[] for _ in jobs]
-        remarks: list[list[str]] = [[note] for *_, note in jobs]
+        notes = [{note: None} for *_, note in jobs]
+
+        def rows_of(at: int) -> list[Row]:
+            out = rows(joined(found[at]), jobs[at][1], ", ".join(filter(None, notes[at])))
+            for i, row in enumerate(out if self.rounds > 1 else ()):
+                row["samples_ratio"] = ratios_of(found[0], found[at], i)
+            return out
+
         for _, at in interleaved(range(len(jobs)), self.rounds):
-            job, memory, _ = jobs[at]
+            job = jobs[at][0]
             stayed = drop_files(job) if self.cold or self.compare_stock else []
-            # only stock reads through the page cache
-            remarks[at] += stayed if job.engine == STOCK else []
+            if job.engine == STOCK:  # moeoff does not read through the page cache
+                notes[at] |= dict.fromkeys(stayed)
             timeout = None if job.engine == MOEOFF else _STOCK_TIMEOUT
             found[at].append(measure(job, listener and listener(job), timeout))
             if self.rounds == 1:
-                yield rows(found[at][0], memory, ", ".join(filter(None, remarks[at])))
+                yield rows_of(at)
         if self.rounds > 1:
-            for theirs, (_, memory, _), notes in zip(found, jobs, remarks):
-                note = ", ".join(filter(None, dict.fromkeys(notes)))
-                yield rows(joined(theirs), memory, note, (found[0], theirs))
+            yield from map(rows_of, range(len(jobs)))
 
 
 def _limit(memory: int) -> tuple[int | None, str]:

@@ -311,12 +311,11 @@ class Trace:
 
         Raise OptionError if the file is no trace of this version or too large.
         """
-        from .route_trace import MAGIC as ROUTE_TRACE
-        from .route_trace import read_route_trace
+        from . import route_trace
 
         with contextlib.suppress(OSError), open_file(path) as raw:
-            if raw.read(16).startswith(ROUTE_TRACE):
-                return read_route_trace(path)
+            if raw.read(16).startswith(route_trace.MAGIC):
+                return route_trace.read_route_trace(path)
         events: list[GateEvent] = []
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
         with _opened(path) as (model, file):

@@ -70,19 +70,18 @@ FILE = click.Path(exists=True, dir_okay=False)
 
 @dataclass(frozen=True)
 class AnswerRouting:
-    """Statistics of an answer that is decoded token by token; shares and rates from 0
-    to 1.
+    """Statistics of an answer that is decoded token by token; shares from 0 to 1.
 
     Attributes:
-        repeats: of a token's experts, those of the token before, in the same layer.
-        lru: hit rates with COMPARED of the experts in memory, all of one size, from an
-            empty buffer.
-        touched: experts that the first TOUCHED tokens use.
-        weights: [n_used] mean, the largest first; their sum is 1.
-        own_list, prompt_list: share of the choices that are among the n_used experts
-            which the answer, or its prompt, chose most often in that layer.
-        recall: of each gate's experts, those its router would choose for the input of
-            the gate before; None where it is not known.
+        repeats: Share of a token's experts that the token before used in the layer.
+        lru: Hit rates from an empty buffer with COMPARED of the experts in memory, all
+            of one size.
+        touched: Share of the experts that the first TOUCHED tokens use.
+        weights: [n_used] mean weights, the largest first; their sum is 1.
+        own_list, prompt_list: Share of the selections among the n_used experts that the
+            answer, or its prompt, selected most often in the layer.
+        recall: Share of each gate's experts that its router selects for the input of
+            the gate before; None if unknown.
     """
 
     repeats: float
@@ -95,8 +94,8 @@ class AnswerRouting:
 
 
 def heaviest(trace: Trace, n_used: int) -> Trace:
-    """The trace as if only so many experts of each token had been used: those of the
-    largest weights, which then have a sum of 1.
+    """Return the trace with each token's n_used experts of the largest weights, scaled
+    to a sum of 1.
     """
 
     def of(event: GateEvent) -> GateEvent:
@@ -114,7 +113,7 @@ def heaviest(trace: Trace, n_used: int) -> Trace:
 
 
 def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
-    """Statistics of the answer in a trace of one prompt and one answer."""
+    """Measure the answer in a trace of one prompt and one answer."""
     answer, model = trace.decoded(), trace.model
     n, e, k = model.n_gates, model.n_experts, model.n_used
     ids = np.stack([event.ids[0] for event in answer.events]).reshape(-1, n, k)
@@ -147,10 +146,10 @@ def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
 def answer(
     path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = PROMPT
 ) -> tuple[Trace, float]:
-    """A model's greedy answer, as `run --trace` has it, and the next gate's recall.
+    """Return a model's greedy answer, as `run --trace` has it, and the gates' recall.
 
     Args:
-        trace: where its trace is kept; a file that is there is replaced.
+        trace: Path for the trace; an existing file is replaced.
     """
     Path(trace).unlink(missing_ok=True)
     model_index = ModelIndex.read(path)
@@ -175,8 +174,8 @@ def answer(
 
 
 def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray, gating: int) -> float:
-    """Of each gate's experts, those its router would choose for the input of the gate
-    before.
+    """Return the share of each gate's experts that its router selects for the input of
+    the gate before.
 
     Args:
         inputs: [n_tokens, n_gates, n_embd].
@@ -201,7 +200,7 @@ def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray, gating: in
 
 
 def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str, Trace, float]]:
-    """Answers of copies of shapes with few hidden values."""
+    """Yield names, traces and recall of copies of shapes with few hidden values."""
     for name in names:
         with tempfile.TemporaryDirectory(dir=keep) as folder:
             path, file = Path(folder) / "model.gguf", Path(keep or folder) / f"{name}.trace"
@@ -211,8 +210,8 @@ def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str,
 
 
 def target_of(name: str) -> tuple[str | None, int]:
-    """The published trace that a shape follows, if there is one, and the tokens of its
-    answer.
+    """Return the published trace that a shape follows, or None, and the answer's
+    length in tokens.
     """
     published = name if name in PUBLISHED else NEAREST.get(name)
     return published, 64 if published == "gpt-oss-120b" else 128
@@ -235,8 +234,8 @@ def cells(routing: AnswerRouting, recall: float | None) -> list[str]:
     ]
 
 
-HEAD = ["as the token before %", "LRU hits %", f"touched in {TOUCHED} tokens %", "mean weights", "next gate's recall %", "by the answer's list %",
-        "by the prompt's list %"]  # fmt: skip
+HEAD = ["as the token before %", "LRU hits %", f"touched in {TOUCHED} tokens %"]
+HEAD += ["mean weights", "next gate's recall %", "by the answer's list %", "by the prompt's list %"]
 
 
 @click.group(help=__doc__)
@@ -279,7 +278,7 @@ def hits(
 )
 @JSON
 def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> None:
-    """The shapes' own answers beside the traces: reached, and wanted."""
+    """Compare the shapes' own answers (reached) with the traces (wanted)."""
     with ResultsFile(json_file) as results:
         title = (
             f"Routing of an answer; LRU with {' / '.join(map(str, COMPARED))} % of the experts in"
@@ -322,8 +321,8 @@ def named(_ctx: Any, _option: Any, texts: Sequence[str]) -> dict[str, str]:
 @click.option("--tokens", default=4096, show_default=True, help="Of each text.")
 @click.option("--ctx", "n_ctx", default=256, show_default=True, help="Tokens of a sequence.")
 def record_traces(model: str, out: Path, texts: Mapping[str, str], tokens: int, n_ctx: int) -> None:
-    """A trace for each text: tokens fed one by one, in sequences spread over the file,
-    so that few tokens still are many documents.
+    """Record a trace of each text, token by token, in sequences spread over the file,
+    so that few tokens still cover many documents.
     """
     out.mkdir(parents=True, exist_ok=True)
     for name, path in texts.items():
@@ -342,7 +341,7 @@ def record_traces(model: str, out: Path, texts: Mapping[str, str], tokens: int, 
 
 
 def mixed(traces: Sequence[Trace]) -> Trace:
-    """Pieces of the traces in turn: the domain switches all the time."""
+    """Join pieces of the traces in turn, so that the domain switches all the time."""
     n = PIECE * traces[0].model.n_gates
     longest = max(len(t.events) for t in traces)
     return Trace.join(
@@ -354,7 +353,7 @@ def mixed(traces: Sequence[Trace]) -> Trace:
 @click.option("--trace", "paths", multiple=True, required=True, type=FILE)
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def fit(paths: Sequence[str], out: Path) -> None:
-    """What the package's score and HOBBIT policies have learned."""
+    """Fit the package's score policy, and print HOBBIT's weights."""
     from moeoff.policies.hobbit import fit_weights
     from moeoff.policies.score import fit_score
 
@@ -385,8 +384,8 @@ def recall_by_gate(
     arrays: Mapping[str, np.ndarray] | None,
     **options: Any,
 ) -> np.ndarray:
-    """[n_gates] of a decode's experts, those that a predictor names, as many as are
-    used; nan where it names none.
+    """Return [n_gates] recall at k of a predictor, k being the experts that a token
+    uses; nan without a prediction.
 
     Of several predictions for a gate the one counts that is made as far ahead as the
     options say.
@@ -434,7 +433,7 @@ def predictors(
     hidden: int,
     json_file: str | None,
 ) -> None:
-    """Fits on the calibration texts, and replays a decode of the validation texts."""
+    """Fit on the calibration texts, and replay a decode of the validation texts."""
     with recordable(ModelIndex.read(model)) as (llm, router):
         learned, decoded = (
             record(llm, sequences(llm, texts, n), router, Path(model).name)

@@ -97,21 +97,21 @@ COLUMNS = {
 
 
 def prompt_then_tokens(n_prompt: int, n_gen: int, depth: int = 0) -> tuple[BenchTest, BenchTest]:
-    """A prompt and the answer behind it, each with rates of its own; before both, so
-    many tokens that are not timed.
+    """Return the tests of a prompt and of the answer after it, at an untimed context
+    depth of `depth` tokens.
     """
     return BenchTest(n_prompt, 0, depth), BenchTest(0, n_gen, depth + n_prompt, continues=True)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One job's test, over the rounds in which it ended.
+    """A job's test over the rounds that ended.
 
     Attributes:
-        figures: those of `rates` and `in_time`, and of its process PEAK and SHARE.
-        ratio: speed over that of the first job in the same round; None if no round has
+        figures: Figures of `rates` and `in_time`, and PEAK and SHARE of the process.
+        ratio: Speed over that of the first job in the same round; None if no round has
             both.
-        error: why a round did not end; empty: all did.
+        error: Reason of a round that did not end, or "".
     """
 
     name: str
@@ -168,8 +168,8 @@ def in_time(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
-    """A row for each test of each contender, of measurements that took turns, one of
-    each for each round.
+    """Return a comparison for each test of each contender, measured in the same
+    rounds.
     """
     first = next(iter(by_name.values()), [])
     out = []
@@ -235,8 +235,8 @@ def tell(name: str, index: int, result: Measurement) -> None:
 def table(
     results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequence[Comparison]]
 ) -> None:
-    """A row for each contender of each group: speeds with their range and the ratios to
-    the group's first contender, and medians of what it read and waited.
+    """Write a row for each contender of each group: speeds with their range, ratios to
+    the group's first contender, and medians of reads and waits.
     """
     head = [
         "",
@@ -299,7 +299,7 @@ def table(
 
 
 def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
-    """Tokens per second with everything in memory, if that was measured."""
+    """Return tokens per second with everything in memory, None if not measured."""
     return next(
         (
             c.figures["tps"].median
@@ -311,10 +311,10 @@ def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
 
 
 def ceiling(result: Measurement, in_memory: float | None) -> float | None:
-    """The share of what could be reached, where the disk's rate was measured: of the
-    speed in memory or of the disk's rate over the bytes that are missed, whichever is
-    less; where the speed in memory is not known, of the longer one of computing and
-    reading.
+    """Return the share of the ceiling that was reached, None without the disk's rate.
+
+    The ceiling is the lower one of the speed in memory and the disk's rate over the
+    missed bytes; without a speed in memory, max(computing, reading).
     """
     disk = result.closed.get("disk_bytes_per_second")
     if not disk:
@@ -391,9 +391,10 @@ class Bench:
         return text.decode()
 
     def answering(self, limit: int) -> Bench:
-        """With the model's own greedy answer to the prompt, which a run in a memory
-        cgroup finds that is not counted: all contenders then decode the same tokens,
-        and those whose bits differ do not go another way.
+        """Return a bench whose contenders decode the model's own greedy answer.
+
+        An uncounted run in a memory cgroup finds the answer. Contenders that are not
+        bit-identical then still decode the same tokens.
         """
         job = replace(
             self.job(limit << 20, memory=within(limit), strategy="lru"),
@@ -434,8 +435,8 @@ def workload(
     options: Sequence[Any] = (),
     more_tables: Tables | None = None,
 ) -> Callable[..., Any]:
-    """Makes a command of a function that compares its contenders and returns the
-    comparisons by group.
+    """Make a command of a function that compares contenders and returns the comparisons
+    by group.
     """
 
     def decorate(run: Callable[..., Mapping[str, Sequence[Comparison]]]) -> click.Command:
@@ -499,7 +500,7 @@ LIMITS = click.option(
 
 
 def shares(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> None:
-    """Decode speed of the last strategy in each limit, over others of the same round."""
+    """Write the last strategy's decode speed over others' of the same round."""
     decodes = {
         (group, RIVAL if is_rival(c) else c.name): c.measurements
         for group, comparisons in groups.items()
@@ -544,7 +545,7 @@ def is_rival(comparison: Comparison) -> bool:
         click.option(
             "--max-loss",
             metavar="PERCENT",
-            help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side.",
+            help="Also the last strategy within this bound, which calibrate --max-loss measured.",
         ),
         click.option(
             "--stock",
@@ -575,7 +576,7 @@ def memory(
     answer: bool,
     in_memory: bool,
 ) -> dict[str, list[Comparison]]:
-    """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
+    """Measure in memory cgroups, and in memory beside stock llama.cpp."""
     if answer or rival:
         bench = bench.answering(max(numbers(limits)))
     groups, short = dict[str, dict[str, Turn]](), replace(bench, n_decode=8)
@@ -617,8 +618,8 @@ def memory(
 
 @workload("Everything in memory, a prompt and then tokens one by one", 512, 128)
 def kernels(bench: Bench) -> dict[str, list[Comparison]]:
-    """Stock llama.cpp's plain kernels, its default ones, and ours, which have the bits
-    of the plain ones.
+    """Compare stock llama.cpp's plain and default kernels with ours, which are
+    bit-identical to the plain ones.
     """
     jobs = {
         "stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False),
@@ -648,17 +649,16 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
         click.option(
             "--no-repack",
             is_flag=True,
-            help="Stock keeps the weights' layout: with AMX and MLA models it ends itself otherwise.",
+            help="Stock keeps the weights' layout: with AMX and MLA models it aborts otherwise.",
         ),
     ],
 )
 def depths(
     bench: Bench, depths: str, limit: int | None, in_memory: bool, no_repack: bool
 ) -> dict[str, list[Comparison]]:
-    """Everything in memory: stock llama.cpp with flash attention and without it, ours
-    with its bits and with sums in f32. In a limit, with a context for the deepest, ours
-    with llama.cpp's attention and with our own: what experts lose to a conversation
-    that grows, and whether what is prefetched comes in time.
+    """Measure at context depths. In memory: stock llama.cpp with and without flash
+    attention, ours bit-identical to it and with sums in f32. In a limit, with a context
+    for the deepest: ours with llama.cpp's attention and with our own.
     """
     stock, out, hours = "stock, plain kernels" if no_repack else "stock", {}, 16 * TIMEOUT
     n_ctx = max(numbers(depths)) + bench.n_prompt + bench.n_decode
@@ -684,7 +684,7 @@ def depths(
 
 
 def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> None:
-    """Columns are the groups. Medians over the rounds."""
+    """Write a column of medians over the rounds for each group."""
     decodes = {
         group: next(c for c in comparisons if c.test.n_gen) for group, comparisons in groups.items()
     }
@@ -779,9 +779,8 @@ def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]
     more_tables=time_tables,
 )
 def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, list[Comparison]]:
-    """Where a token's time goes, in memory cgroups and with everything in memory; and
-    what share of the ceiling that makes: the speed in memory, or the disk's rate over
-    the bytes that are missed.
+    """Measure where a token's time goes, in memory cgroups and in memory, and the share
+    of the ceiling: the speed in memory, or the disk's rate over the missed bytes.
     """
     if answer:
         bench = bench.answering(max(numbers(limits)))
@@ -901,8 +900,8 @@ def from_csv(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
 
 
 def from_rows(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
-    """The measurement that `moeoff bench -o json` has printed: a row for the prompt,
-    and one for decoding.
+    """Read the output of `moeoff bench -o json`: a row for the prompt, and one for
+    decoding.
     """
     lines = json.loads(done.stdout) if done.stdout.strip() else []
     if done.returncode:

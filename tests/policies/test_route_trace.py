@@ -56,7 +56,6 @@ def test_every_row_is_in_an_event(tmp_path):
         (0, 1, [[7, 1]], True), (1, 2, [[3, 2]], True),
         (0, 1, [[1, 2]], False), (1, 2, [[1, 2]], False),
     ]  # fmt: skip
-    assert [(e.n_hit, e.n_miss) for e in trace.events][:3] == [(1, 3), (0, 2), (1, 1)]
     assert all(
         np.allclose(e.weights, [[0.6, 0.4]] * len(e.ids)) and e.probs is None for e in trace.events
     )
