@@ -60,6 +60,7 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
     ours, options, opened = job.engine == MOEOFF, job.options, result.opened
     speeds, times = [s.tps for s in samples], [1e9 * s.seconds for s in samples]
     figures, disk = rates(samples), result.closed.get("disk_bytes_per_second")
+    name, vram = str(options.get("strategy") or "auto"), str(ours and options.get("vram") or "")
     return {
         "build": f"moeoff {__version__}",
         "cpu_info": cpu_name(),
@@ -72,21 +73,10 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "type_v": str(options.get("type_v") or "f16"),
         "flash_attn": bool(options.get("flash_attn", ours)),
         "n_gpu_layers": int(options.get("n_gpu_layers", 0)),
-        "vram": str(options.get("vram") or "") if ours else "",
-        "vram_mode": (
-            str(
-                options.get("vram_mode")
-                or get_strategy(options.get("strategy") or "auto").vram_mode
-            )
-            if ours and options.get("vram")
-            else ""
-        ),
+        "vram": vram,
+        "vram_mode": str(options.get("vram_mode") or get_strategy(name).vram_mode) if vram else "",
         "memory": opened.get("budget_bytes") or memory,
-        "strategy": (
-            opened.get("strategy", str(options.get("strategy", "auto")))
-            if ours
-            else _stock_name(job)
-        ),
+        "strategy": opened.get("strategy", name) if ours else _stock_name(job),
         "io_threads": result.closed.get("io_threads"),
         "n_ctx": opened.get("n_ctx") or options.get("n_ctx"),
         "n_prompt": test.n_prompt,
@@ -103,9 +93,7 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "device_hit_rate": figures.get("device_hit_rate") if options.get("vram") else None,
         "stall_share": figures.get("stall_share"),
         "disk_mb_s": disk / 1e6 if disk else None,
-        "ceiling_share": (
-            ceiling_share(samples, disk) if "stall_share" in figures and disk else None
-        ),
+        "ceiling_share": ceiling_share(samples, disk) if disk and "low" in figures else None,
         "cpu_ms_per_token": figures.get("cpu_ms_per_token"),
         "driver_ms_per_token": figures.get("driver_ms_per_token"),
         "arena": opened.get("cache_bytes"),

@@ -106,13 +106,10 @@ def drop_from_page_cache(path: str) -> str:
     """
     with open(path, "rb") as file:
         leave_page_cache(file.fileno(), sync=True)
-    stayed = cached_bytes(path)
-    return (
-        f"{format_size(stayed)} of {os.path.basename(path)} were in the page cache and could not be"
-        " dropped"
-        if stayed
-        else ""
-    )
+    if not (stayed := cached_bytes(path)):
+        return ""
+    size, name = format_size(stayed), os.path.basename(path)
+    return f"{size} of {name} were in the page cache and could not be dropped"
 
 
 def drop_files(job: Job) -> list[str]:
@@ -123,17 +120,8 @@ def drop_files(job: Job) -> list[str]:
 
 
 # options passed on to stock llama.cpp
-_SHARED = (
-    "n_threads",
-    "n_threads_batch",
-    "n_batch",
-    "n_ubatch",
-    "type_k",
-    "type_v",
-    "flash_attn",
-    "n_gpu_layers",
-    "n_ctx",
-)
+_SHARED = "n_threads n_threads_batch n_batch n_ubatch type_k type_v flash_attn".split()
+_SHARED += ["n_gpu_layers", "n_ctx"]
 STOCK_SECONDS = 300.0  # time limit of a test: a token takes seconds where stock thrashes
 _STOCK_TIMEOUT = 900.0  # seconds
 _OWN_LIMIT = 1.1  # a limit of this process's cgroup up to 1.1x suffices
@@ -176,11 +164,8 @@ class Grid:
         out: list[tuple[Job, int, str]] = []
         stock: dict[str, tuple[Job, int, str]] = {}
         for chosen in combinations:
-            options = {
-                name: value
-                for name, value in (dict(self.job.options) | chosen).items()
-                if value is not None
-            }
+            given = (dict(self.job.options) | chosen).items()
+            options = {name: value for name, value in given if value is not None}
             options.setdefault("n_ctx", n_ctx)
             memory = parse_size(options["memory"]) if "memory" in options else 0
             if memory:

@@ -131,11 +131,9 @@ class _Engine:
                     [(EXPERT_PATTERN.replace("[0-9]+", layers), cpu_buffer_type())]
                 )
             self.llm = StockLlama(job.model, **llama_keywords(options))
-        if (
-            self._moeoff is not None
-            and self._moeoff.stats().cache_bytes >= self._moeoff.engine.buffer.arena_full
-        ):
-            load_everything(self._moeoff.engine.buffer)
+        if (model := self._moeoff) is not None:
+            if model.stats().cache_bytes >= model.engine.buffer.arena_full:
+                load_everything(model.engine.buffer)
 
     def facts(self) -> dict[str, Any]:
         """Return `moeoff.Stats` and more as a dict, empty for stock."""

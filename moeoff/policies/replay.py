@@ -166,14 +166,8 @@ def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
     """Return the cost of a miss of each expert, [n_events, n_experts] float32."""
     if trace.miss_costs is None or trace.miss_costs[0] != cost:
         n = trace.model.n_experts
-        trace.miss_costs = (
-            cost,
-            (
-                np.stack([cost.of(event, n) for event in trace.events])
-                if trace.events
-                else np.zeros((0, n), np.float32)
-            ),
-        )
+        costs = [cost.of(event, n) for event in trace.events]
+        trace.miss_costs = cost, np.stack(costs) if costs else np.zeros((0, n), np.float32)
     return trace.miss_costs[1]
 
 
@@ -181,11 +175,8 @@ def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
 
 
 def without_probs(trace: Trace, policies: Sequence[str]) -> list[str]:
-    """Return the policies and strategies that want router probabilities which a trace
-    lacks. A replay gives them the selected experts' weights instead.
-
-    Raises:
-        OptionError: A policy is unknown.
+    """Return the policies that want probabilities which the trace lacks, and get the
+    selected experts' weights. Raise OptionError for an unknown policy.
     """
     if any(event.probs is not None for event in trace.events):
         return []
@@ -246,8 +237,5 @@ def gap_recovered(result: Result, results: list[Result]) -> float | None:
         for r in results
         if r.cache_bytes == result.cache_bytes and r.policy in ("lru", "belady")
     }
-    return (
-        (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"])
-        if rate["belady"] > rate["lru"]
-        else None
-    )
+    gap = rate["belady"] - rate["lru"]
+    return (result.hit_rate - rate["lru"]) / gap if gap > 0 else None

@@ -53,9 +53,9 @@ def _parse(text: str) -> Trace:
         raise ValueError("no rows")
     rows = np.loadtxt(lines[n_head + 1 :], delimiter=",", ndmin=2)
     turn, phase, step, layer, _, expert, *_ = rows.T
-    in_range = np.isfinite(rows).all() and ((0 <= expert) & (expert < n_experts)).all()
+    in_range = np.isfinite(rows).all() and expert.min() >= 0 and expert.max() < n_experts
     if not (in_range and 0 < n_used <= n_experts <= 1 << 16):
-        raise ValueError(f"expected finite numbers and experts below {n_experts}")
+        raise ValueError(f"expected experts below {n_experts}")
     event_of = np.stack([turn, phase, layer, np.where(phase == _ANSWER, step, -1)])
     ends = np.flatnonzero((event_of[:, 1:] != event_of[:, :-1]).any(axis=0)) + 1
     events = []
