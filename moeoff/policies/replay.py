@@ -146,20 +146,9 @@ def simulate(
             table[:] = policy.priorities
         if progress and n % 4096 == 0:
             progress(n)
-    return Result(
-        policy.name,
-        cache_bytes,
-        trace.n_tokens,
-        hits,
-        misses * n_matrices,
-        evictions,
-        int((misses * nbytes).sum()),
-        float(penalty),
-        arena.residency.ravel() != 0,
-        event_hits,
-        n_skipped,
-        n_decoded,
-    )
+    counts = hits, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty)
+    rest = arena.residency.ravel() != 0, event_hits, n_skipped, n_decoded
+    return Result(policy.name, cache_bytes, trace.n_tokens, *counts, *rest)
 
 
 def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
@@ -217,15 +206,8 @@ def compare(
             lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})"
         )
         options: dict[str, Any] = {"t1": cost.t1} if "t1" in policy[name].defaults else {}
-        result = simulate(
-            trace,
-            policy[name].name,
-            arena,
-            tau=0.0 if name == "belady" else tau,
-            cost=cost,
-            progress=report,
-            **options,
-        )
+        options |= {"tau": 0.0 if name == "belady" else tau, "cost": cost, "progress": report}
+        result = simulate(trace, policy[name].name, arena, **options)
         results.append(replace(result, policy=name))  # the strategy's name, not its policy's
     return results
 
