@@ -111,7 +111,7 @@ results: ## the tables and charts of the pages, from docs/results/data
 	@$(PYTHON) scripts/results.py
 
 papers: env ## the papers' claims and ours, in full: docs/results/papers.md
-	$(PY) scripts/research/papers.py --json docs/results/data/papers.json
+	$(PY) scripts/papers/papers.py --json docs/results/data/papers.json
 	$(PY) scripts/results.py
 
 archs: ## llama.cpp's test-llama-archs, which writes a small model for each architecture; prints its path

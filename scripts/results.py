@@ -1,5 +1,6 @@
-"""Measured tables: scripts write them as data with --json FILE, `make results` puts
-them on the pages. tests/build/test_docs.py checks that the pages are up to date.
+"""Tables and charts of the pages from measured data. Scripts write the data with
+--json FILE, and `make results` puts the tables on the pages; tests/build/test_docs.py
+checks that the pages are up to date.
 
 A data file says what was run, where, when and at which commit, and holds the tables as
 they were printed:
@@ -9,12 +10,17 @@ they were printed:
      ...]}
 
 "paths" are the parts of the repository that the figures depend on. A file whose paths
-changed after its commit, or whose command no longer parses, is listed in `OLDER`;
-tests/build/test_data.py checks that.
+changed after its commit, or whose command this tree cannot run, is listed in `OLDER`;
+tests/build/test_data.py checks that. If only names of scripts, subcommands or options
+changed since, or an option is gone that did not change what was measured, "command" is
+today's, and an additional field "run_as" is the command as it was typed.
 
-README.md and the pages of docs/ have blocks that begin with `<!-- results NAME:TABLE -->` and end with `<!-- end of results -->`. What stands between is
-that table of docs/results/data/NAME.json: the others are data. `{COLUMN | ...}` after that leaves out all other columns but the first. `models` and
-`reliability` gather rows from several data files. The charts in docs/img are drawn from the same data. Everything outside the blocks is written by hand.
+README.md and the pages of docs/ have blocks that begin with `<!-- results NAME:TABLE
+-->` and end with `<!-- end of results -->`. `make results` puts that table of
+docs/results/data/NAME.json between the two. `{COLUMN | ...}` after the name leaves out
+all other columns but the first. `models` and `reliability` gather rows from several
+data files. The charts in docs/img are drawn from the same data. Everything outside the
+blocks is written by hand.
 """
 
 from __future__ import annotations
@@ -53,7 +59,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "papers.py": (
         "moeoff/policies",
         *(
-            f"scripts/research/{name}.py"
+            f"scripts/papers/{name}.py"
             for name in ("baselines", "device_simulator", "paper_figures", "papers", "verdicts")
         ),
     ),
@@ -83,32 +89,35 @@ HELP = "Keep the tables as a data file for docs/results."
 # Data files older than the code that they measure, by reason. An entry goes when its
 # file is measured again; tests/build/test_data.py refuses new ones.
 OLDER = {
-    "The command's script or options were replaced; a new run takes the new ones.": (
-        "beside cache-policies damaged drafts drafts-ahead drafts-memory drafts-qwen3 headers "
-        "idle-qwen3-30b-a3b inspect kill long-contexts-16k long-contexts-lending "
-        "loss-frontier loss-frontier-grown loss-frontier-small objects prediction "
-        "row-kernels-fuzz server-resident store store-switches "
-        "turns-qwen3-30b-a3b"
+    "Its feature or rule was removed, and a page compares with it.": (
+        "drafts drafts-ahead drafts-memory drafts-qwen3 loss-frontier loss-frontier-grown "
+        "loss-frontier-small"
     ),
+    "Its script was replaced; a new run takes hours or a model of 18 GB.": (
+        "beside damaged headers idle-qwen3-30b-a3b long-contexts-lending "
+        "long-contexts-lending-6 row-kernels-fuzz turns-qwen3-30b-a3b"
+    ),
+    "Its script was replaced; a new run takes the new one.": "cache-policies prediction",
     "Speed: the code changed since, and a new run needs an idle machine.": (
-        "gate-predictor kernels-deepseek-v2-lite kernels-gpt-oss-20b kernels-grown "
+        "auto-lru gate-predictor kernels-deepseek-v2-lite kernels-gpt-oss-20b kernels-grown "
         "kernels-grown-avx2 "
-        "kernels-qwen3-30b-a3b long-contexts long-contexts-deepseek long-contexts-gpt-oss "
-        "long-contexts-lending-6 long-contexts-xeon long-contexts-xeon-0 "
+        "kernels-qwen3-30b-a3b limits-grown limits-qwen3 long-contexts long-contexts-16k "
+        "long-contexts-deepseek long-contexts-gpt-oss long-contexts-xeon long-contexts-xeon-0 "
         "long-contexts-xeon-16k long-contexts-xeon-32k long-contexts-xeon-8k loss-live-1700 "
         "loss-live-400 real-deepseek real-flash real-gemma real-glm real-gpt-oss "
         "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-4096 real-qwen3-budgets "
-        "real-qwen36 rows server-1045 server-small server-turns time time-qwen3"
+        "real-qwen36 rows server-1045 server-resident server-small server-turns store "
+        "store-switches time time-qwen3"
     ),
     "The code changed since; needs a GPU.": (
         "gpu-h200 gpu-h200-before gpu-h200-prompts gpu-h200-transfers"
     ),
     "Replays and losses that take hours; the code changed since.": (
-        "answer-gemma-4-26b-a4b answer-gpt-oss-120b answer-policies answer-qwen3-30b-a3b "
-        "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract papers published-traces"
+        "answer-gemma-4-26b-a4b answer-gpt-oss-120b answer-qwen3-30b-a3b "
+        "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract papers"
     ),
     "The code changed since; make faults takes hours.": (
-        "advisories disk hostile-http nth-fault scale-events soak soak-interrupted"
+        "advisories disk hostile-http kill nth-fault objects scale-events soak soak-interrupted"
     ),
 }
 
@@ -120,7 +129,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is run; "-dirty" if something of it was changed."""
+    """Return the commit of this checkout, with "-dirty" if files differ from it."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     )
@@ -128,8 +137,8 @@ def commit() -> str:
 
 
 def command_line() -> str:
-    """The command as it was typed, but for --json; of files only the names, since
-    folders differ from machine to machine.
+    """Return the command as it was typed, without --json and without folders, which
+    differ from machine to machine.
     """
 
     def short(argument: str) -> str:
@@ -215,8 +224,8 @@ class ResultsFile:
 
 
 def write(path: str | Path, data: dict) -> None:
-    """Writes a data file with each row on a line of its own: a new measurement then
-    reads well as a diff.
+    """Write a data file with each row on its own line, so that a new measurement reads
+    well as a diff.
     """
 
     def say(value: object) -> str:
@@ -229,7 +238,7 @@ def write(path: str | Path, data: dict) -> None:
         tables.append("  {" + ",\n   ".join([*fields, f'"rows": [\n{rows}\n   ]']) + "}")
     body = ",\n ".join(
         [
-            *(f"{say(key)}: {say(data[key])}" for key in HEAD),
+            *(f"{say(key)}: {say(data[key])}" for key in (*HEAD, "run_as") if key in data),
             '"tables": [\n' + ",\n".join(tables) + "\n ]",
         ]
     )
@@ -298,7 +307,9 @@ def block(name: str, table: str | None, columns: str | None = None) -> str:
     data, shown = read(name), with_columns(table_of(name, table), columns)
     note = rounds(n_rounds(data) or ENOUGH)
     rows = [[cell + note if " to " in cell else cell for cell in row] for row in shown["rows"]]
-    return f"{markdown(shown | {'rows': rows})}\n`{data['command']}` at {data['commit']}\n"
+    renamed = "; written differently then" if "run_as" in data else ""
+    table_text = markdown(shown | {"rows": rows})
+    return f"{table_text}\n`{data['command']}` at {data['commit']}{renamed}\n"
 
 
 TRACES, FIGURES, ASSUMED = "published traces", "two published figures", "not measured"
@@ -363,7 +374,7 @@ def _ratio_to_stock(name: str) -> float | None:
 
 
 def models_table() -> dict:
-    """Which model in how much memory at what speed."""
+    """Return models with their memory limits and speeds."""
     rows = []
     for name, (model, size, routing) in SHAPES.items():
         limit, speeds = next(iter(by_contender(name).items()))
@@ -427,7 +438,7 @@ CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT"
 
 
 def reliability_table() -> dict:
-    """How much of each scenario was run, and how much of it ended as it should not."""
+    """Return the cases and failures of each scenario."""
     rows = []
     for name, what in SCENARIOS.items():
         data = read(name)
@@ -523,11 +534,11 @@ KERNELS_AVX2 = {
 GREEN, RED = "#1a7f37", "#cf222e"
 POLICIES = {  # Rows of published-traces.json.
     "belady": (GREY, ("belady",)),
-    "score": (BLUE, ("score (auto), of the chosen experts' weights alone",)),
+    "score": (BLUE, ("score",)),
     "lfu": (GREEN, ("lfu",)),
     "lru": (GOLD, ("lru",)),
-    "edgemoe": (MAUVE, ("edgemoe (edgemoe-lossy)",)),
-    "arc": (RED, ("arc (fate, eap)",)),
+    "edgemoe": (MAUVE, ("edgemoe",)),
+    "arc": (RED, ("arc",)),
 }
 PUBLISHED = ("qwen3-30b-a3b", "gemma-4-26b-a4b", "gpt-oss-120b")  # tables of published-traces.json
 

@@ -99,20 +99,8 @@ def _list_option(
 
 
 # Table options that take several values here: one configuration for each combination.
-AXES = (
-    "memory",
-    "strategy",
-    "n_threads",
-    "io_threads",
-    "n_batch",
-    "n_ubatch",
-    "type_k",
-    "type_v",
-    "flash_attn",
-    "n_gpu_layers",
-    "vram",
-    "vram_mode",
-)
+AXES = "memory strategy n_threads io_threads n_batch n_ubatch type_k type_v flash_attn".split()
+AXES += ["n_gpu_layers", "vram", "vram_mode"]
 _COLUMNS = AXES[2:]  # shown in the results only where given
 
 
@@ -163,6 +151,19 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     metavar="N",
     help="Repetitions of each test, each on another piece of text.",
 )
+@option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Rounds of all configurations in turn: medians, and ratios to the first one.",
+)
+@option(
+    "--cold",
+    is_flag=True,
+    help="Drop the model from the page cache before each run; in memory cgroups if possible.",
+)
 @_axis_options
 @option(
     "-c",
@@ -177,7 +178,7 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 @option(
     "--compare-stock",
     is_flag=True,
-    help="Also measure stock llama.cpp, and with --no-repack; all in memory cgroups if possible.",
+    help="Also measure stock llama.cpp, and with --no-repack; implies --cold.",
 )
 @option("--no-warmup", is_flag=True, help="Run no warm-up before each test.")
 @option(
@@ -215,6 +216,7 @@ def bench(
     )
     _drop_gpu_axes(options)
     varied = {name for name in _COLUMNS if options[name]}
+    varied |= {"rounds"} if options["rounds"] > 1 else set()
     grids = _grids(path + model or (demo_model(),), tests, **options)
     measured = False
 
@@ -250,6 +252,8 @@ def _grids(
     repetitions: int,
     text: str | None,
     compare_stock: bool,
+    cold: bool,
+    rounds: int,
     no_warmup: bool,
     **options: Any,
 ) -> list[Grid]:
@@ -278,18 +282,15 @@ def _grids(
         text=text,
         flags=flags,
     )
-    return [Grid(replace(job, model=path), axes, compare_stock) for path in models]
+    return [Grid(replace(job, model=path), axes, compare_stock, cold, rounds) for path in models]
 
 
 def _listener(job: Job) -> Listener:
     """Make a listener that shows the progress of the running test."""
     line = ProgressLine()
     memory = job.options.get("memory")
-    name = " ".join(
-        word
-        for word in (job.engine, job.options.get("strategy"), format_size(memory) if memory else "")
-        if word
-    )
+    words = job.engine, job.options.get("strategy"), memory and format_size(memory)
+    name = " ".join(filter(None, words))
 
     def listen(event: dict[str, Any]) -> None:
         if event["kind"] in ("closed", "error"):

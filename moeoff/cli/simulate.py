@@ -10,7 +10,7 @@ import click
 from ..options import TABLE
 from ..system.console import progress_bar, wrapped
 from ..system.memory import format_size, parse_size
-from .options import JSON_OPTION, ValueList, command, table_options
+from .options import JSON_OPTION, ValueList, command, option, table_options
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
@@ -38,6 +38,11 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
         "Memory for experts, e.g. 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%."
     ),
 )
+@option(
+    "--decoded",
+    is_flag=True,
+    help="Replay answers without their prompts, from an empty cache.",
+)
 @table_options("simulate", t1=0.6, t2=0.9)
 @click.option(
     "--low-cost",
@@ -50,23 +55,25 @@ def simulate(
     traces: tuple[str, ...],
     strategy: tuple[str, ...],
     memory: tuple[str, ...],
+    decoded: bool,
     low_cost: float | None,
     as_json: bool,
     tau: float = 0.0,
     **penalty: Any,
 ) -> None:
-    """Replay traces of `run --trace` through strategies: their hit rates and bytes
-    read.
+    """Replay traces through strategies: their hit rates and bytes read.
+
+    A trace is of `run --trace`, or a route trace (v1, also gzip) of another program.
     """
     from ..policies.hobbit import MissCost
-    from ..policies.replay import compare, gap_recovered, left_out
+    from ..policies.replay import compare, gap_recovered, without_probs
     from ..routing.trace import Trace
 
     trace = Trace.join([Trace.read(path) for path in traces])
+    trace = trace.decoded() if decoded else trace
     names = [name for item in strategy or ("auto",) for name in item.split(",")]
     arenas = [parse_size(size, trace.model.full_bytes) for size in memory or SIZES]
-    without = left_out(trace, names)
-    names = [name for name in names if name not in without]
+    without = without_probs(trace, names)
     cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
     with progress_bar("events") as progress:
         results = compare(trace, names, arenas, tau=tau, cost=cost, progress=progress)
@@ -76,13 +83,14 @@ def simulate(
             "model": trace.model.name,
             "full_bytes": trace.model.full_bytes,
             "events": len(trace.events),
-            "left_out": without,
+            "without_probs": without,
         }
         click.echo(json.dumps(head | {"results": rows}, indent=2))
         return
     click.echo(_table(rows, trace.model.full_bytes, tau > 0))
-    for name, why in without.items():
-        click.echo("\n" + wrapped(f"{name}: not replayed, {why}"))
+    if without:
+        why = "has only the selected experts' weights: the trace lacks the router's probabilities"
+        click.echo("\n" + wrapped(f"{', '.join(without)}: {why}"))
 
 
 def _table(rows: list[dict[str, Any]], full: int, skips: bool) -> str:
@@ -91,13 +99,8 @@ def _table(rows: list[dict[str, Any]], full: int, skips: bool) -> str:
         f" {'of the gap':>10}{'   skipped' if skips else ''}"
     ]
     for row in rows:
-        skipped = (
-            ""
-            if not skips
-            else f"{row['skipped_share']:>10.1%}"
-            if row["strategy"] != "belady"
-            else f"{'':>10}"
-        )
+        share = "" if row["strategy"] == "belady" else f"{row['skipped_share']:.1%}"
+        skipped = f"{share:>10}" if skips else ""
         gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"
         lines.append(
             f"{format_size(row['cache_bytes']):>10} {100 * row['cache_bytes'] / full:4.0f}%"

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from .. import __version__
@@ -20,6 +20,7 @@ from ..system.console import wrapped
 from ..system.machine import cpu_name, n_cores
 from ..system.memory import format_size
 from .job import MOEOFF, Job, Measurement, Sample, rates
+from .rounds import Spread
 
 # with repacked kernels (default), and with those that moeoff is bit-identical to
 STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"
@@ -49,6 +50,7 @@ def rows(result: Measurement, memory: int, note: str = "") -> list[Row]:
         ceiling_share: See `ceiling_share`.
         mode: Description of the run.
         error: Reason for missing samples, or "".
+        samples_ratio: Speeds over the first job's of the same round, with rounds only.
     """
     return [_row(result, index, memory, note) for index in range(len(result.job.tests))]
 
@@ -58,6 +60,7 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
     ours, options, opened = job.engine == MOEOFF, job.options, result.opened
     speeds, times = [s.tps for s in samples], [1e9 * s.seconds for s in samples]
     figures, disk = rates(samples), result.closed.get("disk_bytes_per_second")
+    name, vram = str(options.get("strategy") or "auto"), str(ours and options.get("vram") or "")
     return {
         "build": f"moeoff {__version__}",
         "cpu_info": cpu_name(),
@@ -70,21 +73,10 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "type_v": str(options.get("type_v") or "f16"),
         "flash_attn": bool(options.get("flash_attn", ours)),
         "n_gpu_layers": int(options.get("n_gpu_layers", 0)),
-        "vram": str(options.get("vram") or "") if ours else "",
-        "vram_mode": (
-            str(
-                options.get("vram_mode")
-                or get_strategy(options.get("strategy") or "auto").vram_mode
-            )
-            if ours and options.get("vram")
-            else ""
-        ),
+        "vram": vram,
+        "vram_mode": str(options.get("vram_mode") or get_strategy(name).vram_mode) if vram else "",
         "memory": opened.get("budget_bytes") or memory,
-        "strategy": (
-            opened.get("strategy", str(options.get("strategy", "auto")))
-            if ours
-            else _stock_name(job)
-        ),
+        "strategy": opened.get("strategy", name) if ours else _stock_name(job),
         "io_threads": result.closed.get("io_threads"),
         "n_ctx": opened.get("n_ctx") or options.get("n_ctx"),
         "n_prompt": test.n_prompt,
@@ -101,9 +93,7 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "device_hit_rate": figures.get("device_hit_rate") if options.get("vram") else None,
         "stall_share": figures.get("stall_share"),
         "disk_mb_s": disk / 1e6 if disk else None,
-        "ceiling_share": (
-            ceiling_share(samples, disk) if "stall_share" in figures and disk else None
-        ),
+        "ceiling_share": ceiling_share(samples, disk) if disk and "low" in figures else None,
         "cpu_ms_per_token": figures.get("cpu_ms_per_token"),
         "driver_ms_per_token": figures.get("driver_ms_per_token"),
         "arena": opened.get("cache_bytes"),
@@ -125,10 +115,8 @@ def ceiling_share(samples: list[Sample], disk: float) -> float:
     Args:
         disk: Bytes per second of the disk alone, unless a repetition had more.
     """
-    seconds, nbytes = (
-        sum(s.seconds for s in samples),
-        sum(s.counters["bytes_read"] for s in samples),
-    )
+    seconds = sum(s.seconds for s in samples)
+    nbytes = sum(s.counters["bytes_read"] for s in samples)
     compute = seconds - sum(s.counters["stall_seconds"] for s in samples)
     rate = max([disk, *(s.counters["bytes_read"] / s.seconds for s in samples if s.seconds)])
     return max(compute, nbytes / rate) / seconds
@@ -153,16 +141,8 @@ def _mode(result: Measurement, note: str) -> str:
     job, closed, opened = result.job, result.closed, result.opened
     if job.engine != MOEOFF:
         loaded = "memory map" if job.options.get("use_mmap", True) else "read into memory"
-        return ", ".join(
-            filter(
-                None,
-                [
-                    loaded,
-                    "repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels",
-                    note,
-                ],
-            )
-        )
+        kernels = "repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels"
+        return ", ".join(filter(None, [loaded, kernels, note]))
     if "direct_io" not in closed:  # the process died; `closed` may still have its cgroup's peak
         return note
     parts = [
@@ -224,9 +204,8 @@ def as_csv(configurations: Configurations, varied: Collection[str] = ()) -> Iter
             if not name.startswith("samples_")
         }
         lines = io.StringIO()
-        csv.writer(lines, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerows(
-            [cells, cells.values()][i > 0 :]
-        )
+        writer = csv.writer(lines, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+        writer.writerows([cells, cells.values()][i > 0 :])
         yield lines.getvalue()
 
 
@@ -235,6 +214,15 @@ def _speed(row: Row) -> str:
         return "-"
     digits = 2 if row["avg_ts"] < 1000 else 1
     return f"{row['avg_ts']:.{digits}f} ± {row['stddev_ts']:.{digits}f}"
+
+
+def _spread(name: str, row: Row) -> str:
+    """Return the median and the range of a row's values."""
+    if not row[name]:
+        return "-"
+    middle, *ends = Spread.over(row[name])
+    digits = 2 if ends[1] < 100 else 0
+    return f"{middle:.{digits}f} ({' to '.join(f'{end:.{digits}f}' for end in ends)})"
 
 
 # field (or "": the row), title, width (negative: left-aligned), format
@@ -262,16 +250,21 @@ _RESULTS: list[_Column] = [
     ("mb_per_token", "MB/tok", 6, "{:.1f}".format),
     ("hit_rate", "hits", 6, "{:.1%}".format),
 ]
+_ROUNDS: list[_Column] = [  # in the place of t/s
+    ("", "t/s", 24, partial(_spread, "samples_ts")),
+    ("", "ratio", 20, partial(_spread, "samples_ratio")),
+]
 
 
 def as_markdown(configurations: Configurations, varied: Collection[str] = ()) -> Iterator[str]:
     """Yield a table of 80 columns, by configuration, and notes on the runs.
 
     Args:
-        varied: Options that were given, which get a column.
+        varied: Options that were given, which get a column, or replace t/s ("rounds").
     """
     varied = {*varied, *(["device_hit_rate"] if "vram" in varied else [])}
-    columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied), *_RESULTS]
+    columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in varied)]
+    columns += [_RESULTS[0], *_ROUNDS, *_RESULTS[2:]] if "rounds" in varied else _RESULTS
     rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, _, width, _ in columns]
     yield (
         f"| {' | '.join(_cell(title, width) for _, title, width, _ in columns)}"

@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..budget.dry_load import context_for
+from ..experts.sidecar import sidecar_path
 from ..gguf.model_index import ModelIndex
 from ..system.cgroup import memory_cgroup, unavailable
 from ..system.disk import cached_bytes, leave_page_cache
 from ..system.machine import n_cores
 from ..system.memory import cgroup_limit, format_size, parse_size
 from .job import MOEOFF, STOCK, Job, Measurement, Sample
+from .rounds import interleaved, joined, ratios_of
 from .rows import Row, rows
 
 _KILLED = -9
@@ -104,27 +106,22 @@ def drop_from_page_cache(path: str) -> str:
     """
     with open(path, "rb") as file:
         leave_page_cache(file.fileno(), sync=True)
-    stayed = cached_bytes(path)
-    return (
-        f"{format_size(stayed)} of {os.path.basename(path)} were in the page cache and could not be"
-        " dropped"
-        if stayed
-        else ""
-    )
+    if not (stayed := cached_bytes(path)):
+        return ""
+    size, name = format_size(stayed), os.path.basename(path)
+    return f"{size} of {name} were in the page cache and could not be dropped"
+
+
+def drop_files(job: Job) -> list[str]:
+    """Drop a job's model and sidecar from the page cache, and return remarks."""
+    sidecars = {sidecar_path(job.model), str(job.options.get("experts") or "")}
+    files = {*ModelIndex.read(job.model).files, *filter(os.path.exists, sidecars)}
+    return list(filter(None, map(drop_from_page_cache, sorted(files))))
 
 
 # options passed on to stock llama.cpp
-_SHARED = (
-    "n_threads",
-    "n_threads_batch",
-    "n_batch",
-    "n_ubatch",
-    "type_k",
-    "type_v",
-    "flash_attn",
-    "n_gpu_layers",
-    "n_ctx",
-)
+_SHARED = "n_threads n_threads_batch n_batch n_ubatch type_k type_v flash_attn".split()
+_SHARED += ["n_gpu_layers", "n_ctx"]
 STOCK_SECONDS = 300.0  # time limit of a test: a token takes seconds where stock thrashes
 _STOCK_TIMEOUT = 900.0  # seconds
 _OWN_LIMIT = 1.1  # a limit of this process's cgroup up to 1.1x suffices
@@ -138,12 +135,17 @@ class Grid:
         job: Job that the combinations share.
         axes: Values of options of `moeoff.Llama`. Memory is a string or None.
         compare_stock: True to add stock llama.cpp, with repacked and with plain
-            kernels, at each memory limit. All jobs are then in cgroups, if possible.
+            kernels, at each memory limit. Implies `cold`.
+        cold: True to drop files from the page cache before each run, and to run in
+            memory cgroups, if possible.
+        rounds: Number of rounds, each of all jobs.
     """
 
     job: Job
     axes: Mapping[str, Sequence[Any]]
     compare_stock: bool = False
+    cold: bool = False
+    rounds: int = 1
 
     @property
     def n_ctx(self) -> int:
@@ -162,16 +164,13 @@ class Grid:
         out: list[tuple[Job, int, str]] = []
         stock: dict[str, tuple[Job, int, str]] = {}
         for chosen in combinations:
-            options = {
-                name: value
-                for name, value in (dict(self.job.options) | chosen).items()
-                if value is not None
-            }
+            given = (dict(self.job.options) | chosen).items()
+            options = {name: value for name, value in given if value is not None}
             options.setdefault("n_ctx", n_ctx)
             memory = parse_size(options["memory"]) if "memory" in options else 0
             if memory:
                 options["memory"] = memory
-            limit, note = _limit(memory) if self.compare_stock else (None, "")
+            limit, note = _limit(memory) if self.cold or self.compare_stock else (None, "")
             job = replace(self.job, options=options, limit_bytes=limit)
             out.append((job, memory, note))
             if self.compare_stock:
@@ -183,20 +182,9 @@ class Grid:
                 # repacking may exceed the limit: it needs the weights twice
                 for extra in (True, False):
                     options = theirs | {"use_extra_bufts": extra}
-                    stock.setdefault(
-                        f"{memory} {options}",
-                        (
-                            replace(
-                                job,
-                                engine=STOCK,
-                                options=options,
-                                warm_up=job.warm_up and not slow,
-                                seconds=STOCK_SECONDS,
-                            ),
-                            memory,
-                            note,
-                        ),
-                    )
+                    theirs_job = replace(job, engine=STOCK, options=options, seconds=STOCK_SECONDS)
+                    theirs_job = replace(theirs_job, warm_up=job.warm_up and not slow)
+                    stock.setdefault(f"{memory} {options}", (theirs_job, memory, note))
         return out + list(stock.values())
 
     def run(self, listener: Callable[[Job], Listener | None] | None = None) -> Iterator[list[Row]]:
@@ -205,15 +193,27 @@ class Grid:
         Args:
             listener: Function that returns a listener for a job.
         """
-        for job, memory, note in self.jobs():
-            files = ModelIndex.read(job.model).files if self.compare_stock else ()
-            found = list(map(drop_from_page_cache, files))
-            # only stock reads through the page cache
-            notes = [note, *(found if job.engine == STOCK else ())]
-            measured = measure(
-                job, listener and listener(job), None if job.engine == MOEOFF else _STOCK_TIMEOUT
-            )
-            yield rows(measured, memory, ", ".join(filter(None, notes)))
+        jobs = self.jobs()
+        found: list[list[Measurement]] = [[] for _ in jobs]
+        notes = [{note: None} for *_, note in jobs]
+
+        def rows_of(at: int) -> list[Row]:
+            out = rows(joined(found[at]), jobs[at][1], ", ".join(filter(None, notes[at])))
+            for i, row in enumerate(out if self.rounds > 1 else ()):
+                row["samples_ratio"] = ratios_of(found[0], found[at], i)
+            return out
+
+        for _, at in interleaved(range(len(jobs)), self.rounds):
+            job = jobs[at][0]
+            stayed = drop_files(job) if self.cold or self.compare_stock else []
+            if job.engine == STOCK:  # moeoff does not read through the page cache
+                notes[at] |= dict.fromkeys(stayed)
+            timeout = None if job.engine == MOEOFF else _STOCK_TIMEOUT
+            found[at].append(measure(job, listener and listener(job), timeout))
+            if self.rounds == 1:
+                yield rows_of(at)
+        if self.rounds > 1:
+            yield from map(rows_of, range(len(jobs)))
 
 
 def _limit(memory: int) -> tuple[int | None, str]:

@@ -59,15 +59,9 @@ def main() -> None:
             importlib.import_module(os.path.splitext(os.path.basename(path))[0])
         work(job, emit)
     except (MoeoffError, OSError, MemoryError, ValueError, RuntimeError) as error:
-        emit(
-            "error",
-            text=(
-                in_flags(error, (job and job.flags) or None)
-                if isinstance(error, MoeoffError)
-                else str(error)
-            )
-            or type(error).__name__,
-        )
+        flags = job.flags if job else None
+        text = in_flags(error, flags or None) if isinstance(error, MoeoffError) else str(error)
+        emit("error", text=text or type(error).__name__)
         sys.exit(1)
 
 
@@ -83,21 +77,12 @@ def work(job: Job, emit: Emit) -> None:
         threading.Thread(target=_emit_progress, args=(engine, emit, ended), daemon=True).start()
     for index, test in enumerate(job.tests):
         if job.warm_up:
-            engine.run(
-                index,
-                BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)),
-                stream,
-                job.seconds,
-            )
+            shorter = BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS))
+            engine.run(index, shorter, stream, job.seconds)
         for repetition in range(job.repetitions):
             engine.repetition = repetition
-            sample = engine.run(
-                index,
-                test,
-                stream,
-                job.seconds,
-                job.meter if job.engine == MOEOFF and not test.n_prompt else "",
-            )
+            meter = job.meter if job.engine == MOEOFF and not test.n_prompt else ""
+            sample = engine.run(index, test, stream, job.seconds, meter)
             emit("sample", **asdict(sample))
             if sample.n_tokens < test.n_tokens:
                 break
@@ -146,11 +131,9 @@ class _Engine:
                     [(EXPERT_PATTERN.replace("[0-9]+", layers), cpu_buffer_type())]
                 )
             self.llm = StockLlama(job.model, **llama_keywords(options))
-        if (
-            self._moeoff is not None
-            and self._moeoff.stats().cache_bytes >= self._moeoff.engine.buffer.arena_full
-        ):
-            load_everything(self._moeoff.engine.buffer)
+        if (model := self._moeoff) is not None:
+            if model.stats().cache_bytes >= model.engine.buffer.arena_full:
+                load_everything(model.engine.buffer)
 
     def facts(self) -> dict[str, Any]:
         """Return `moeoff.Stats` and more as a dict, empty for stock."""
@@ -205,13 +188,8 @@ class _Engine:
             model.engine.buffer.drain()
             model.reset_stats()
         meter = pkgutil.resolve_name(meter_name)(model) if meter_name else None
-        before, cpu, faults, started, n = (
-            self._seconds(),
-            time.process_time(),
-            _page_faults(),
-            time.perf_counter(),
-            0,
-        )
+        before, cpu, faults = self._seconds(), time.process_time(), _page_faults()
+        started, n = time.perf_counter(), 0
         if prompt:
             llm.eval(prompt)
             n = len(prompt)
@@ -223,24 +201,14 @@ class _Engine:
             else:
                 llm.eval([token])
             n, self._single = n + 1, self._single + 1
-        seconds, cpu, faults = (
-            self._seconds() - before,
-            time.process_time() - cpu,
-            _page_faults() - faults,
-        )
+        seconds, cpu = self._seconds() - before, time.process_time() - cpu
+        faults = _page_faults() - faults
         parts = meter.end(seconds) if meter is not None else {}
         if model is not None:
             model.engine.buffer.drain()
         facts = self.facts()
-        return Sample(
-            index,
-            n,
-            seconds,
-            cpu,
-            faults,
-            {name: facts[name] for name in COUNTERS if name in facts},
-            parts,
-        )
+        counters = {name: facts[name] for name in COUNTERS if name in facts}
+        return Sample(index, n, seconds, cpu, faults, counters, parts)
 
 
 def _page_faults() -> int:
@@ -259,13 +227,8 @@ def load_everything(buffer: ExpertBuffer) -> None:
 
 def disk_rate(model_index: ModelIndex, io_threads: int, seconds: float) -> DiskRate:
     """Measure the disk with reads of a slice's size on `io_threads` threads."""
-    file = next(iter(model_index.experts.values())).file
-    return probe(
-        model_index.files[file],
-        max(kind.nbytes for kind in slice_kinds(model_index)),
-        seconds,
-        io_threads,
-    )
+    path = model_index.files[next(iter(model_index.experts.values())).file]
+    return probe(path, max(k.nbytes for k in slice_kinds(model_index)), seconds, io_threads)
 
 
 if __name__ == "__main__":

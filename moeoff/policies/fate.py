@@ -13,7 +13,7 @@ layers.
                                               moeoff-version-selector
 
 The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's four and two
-bits; §5.3 applies to the low-end PC only. Baselines: scripts/research/baselines.py.
+bits; §5.3 applies to the low-end PC only. Baselines: scripts/papers/baselines.py.
 """
 
 from __future__ import annotations

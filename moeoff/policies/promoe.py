@@ -13,7 +13,7 @@ cache for each layer.
     §6.1       LRU in each layer                 LayerLRU
 
 The preset is `promoe`, with a stride of two. The token-based predictor (§4.2) is a
-baseline, in scripts/research/baselines.py; the skip-based one is Fate's.
+baseline, in scripts/papers/baselines.py; the skip-based one is Fate's.
 """
 
 from __future__ import annotations

@@ -146,50 +146,30 @@ def simulate(
             table[:] = policy.priorities
         if progress and n % 4096 == 0:
             progress(n)
-    return Result(
-        policy.name,
-        cache_bytes,
-        trace.n_tokens,
-        hits,
-        misses * n_matrices,
-        evictions,
-        int((misses * nbytes).sum()),
-        float(penalty),
-        arena.residency.ravel() != 0,
-        event_hits,
-        n_skipped,
-        n_decoded,
-    )
+    counts = hits, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty)
+    rest = arena.residency.ravel() != 0, event_hits, n_skipped, n_decoded
+    return Result(policy.name, cache_bytes, trace.n_tokens, *counts, *rest)
 
 
 def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
     """Return the cost of a miss of each expert, [n_events, n_experts] float32."""
     if trace.miss_costs is None or trace.miss_costs[0] != cost:
         n = trace.model.n_experts
-        trace.miss_costs = (
-            cost,
-            (
-                np.stack([cost.of(event, n) for event in trace.events])
-                if trace.events
-                else np.zeros((0, n), np.float32)
-            ),
-        )
+        costs = [cost.of(event, n) for event in trace.events]
+        trace.miss_costs = cost, np.stack(costs) if costs else np.zeros((0, n), np.float32)
     return trace.miss_costs[1]
 
 
 # --- comparison of policies on one trace, between LRU and Belady's optimum ---
 
 
-def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
-    """Return the policies and strategies that a trace cannot replay, with the reason.
-
-    Raises:
-        OptionError: A policy is unknown.
+def without_probs(trace: Trace, policies: Sequence[str]) -> list[str]:
+    """Return the policies that want probabilities which the trace lacks, and get the
+    selected experts' weights. Raise OptionError for an unknown policy.
     """
     if any(event.probs is not None for event in trace.events):
-        return {}
-    why = "needs the router's probabilities of all experts, which the trace lacks"
-    return {name: why for name in policies if policy_of(name).wants_probs}
+        return []
+    return [name for name in policies if policy_of(name).wants_probs]
 
 
 def compare(
@@ -226,15 +206,8 @@ def compare(
             lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})"
         )
         options: dict[str, Any] = {"t1": cost.t1} if "t1" in policy[name].defaults else {}
-        result = simulate(
-            trace,
-            policy[name].name,
-            arena,
-            tau=0.0 if name == "belady" else tau,
-            cost=cost,
-            progress=report,
-            **options,
-        )
+        options |= {"tau": 0.0 if name == "belady" else tau, "cost": cost, "progress": report}
+        result = simulate(trace, policy[name].name, arena, **options)
         results.append(replace(result, policy=name))  # the strategy's name, not its policy's
     return results
 
@@ -246,8 +219,5 @@ def gap_recovered(result: Result, results: list[Result]) -> float | None:
         for r in results
         if r.cache_bytes == result.cache_bytes and r.policy in ("lru", "belady")
     }
-    return (
-        (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"])
-        if rate["belady"] > rate["lru"]
-        else None
-    )
+    gap = rate["belady"] - rate["lru"]
+    return (result.hit_rate - rate["lru"]) / gap if gap > 0 else None

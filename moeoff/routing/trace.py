@@ -307,10 +307,15 @@ class Trace:
 
     @classmethod
     def read(cls, path: StrPath) -> Trace:
-        """Read a trace up to the first damaged record.
+        """Read a trace up to the first damaged record, or a route trace (`route_trace`).
 
         Raise OptionError if the file is no trace of this version or too large.
         """
+        from . import route_trace
+
+        with contextlib.suppress(OSError), open_file(path) as raw:
+            if raw.read(16).startswith(route_trace.MAGIC):
+                return route_trace.read_route_trace(path)
         events: list[GateEvent] = []
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
         with _opened(path) as (model, file):
@@ -351,6 +356,13 @@ class Trace:
     def slice(self, start: int, stop: int) -> Trace:
         """Return events [start, stop) without reads."""
         return Trace(self.model, self.events[start:stop], self.starts[start:stop], self.notes)
+
+    def decoded(self) -> Trace:
+        """Return the events of decoded tokens as runs of their own, without reads."""
+        decode = np.array([bool(e.decode) for e in self.events], bool)
+        starts = np.diff(np.cumsum(self.starts)[decode], prepend=0) > 0
+        events = [e for e in self.events if e.decode]
+        return Trace(self.model, events, starts, self.notes)
 
     @property
     def n_tokens(self) -> int:

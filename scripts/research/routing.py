@@ -1,22 +1,20 @@
-"""Routing on its own: cache policies replayed on traces, what names experts beforehand,
-and how like published models' the synthetic models route.
+"""Routing without the model's computation: replays of traces, predictors' recall, and
+how closely the synthetic models route like the published ones.
 
-usage: routing.py published                          every cache policy on the published traces, and what names their experts beforehand
-       routing.py shapes [SHAPE ...]                 the synthetic models' own answers beside the traces: reached, and wanted
-       routing.py policies MODEL=FILE ...            every cache policy on a synthetic model's answer: traces that `shapes --keep DIR` has left
-       routing.py record -m MODEL --out DIR --text NAME=FILE       traces of teacher-forced decoding
-       routing.py table --trace NAME=FILE [--calibration FILE]     every policy on every trace, and on all of them in turn
-       routing.py fit --trace FILE --out WEIGHTS.npz               the learned score; HOBBIT's weights are printed
-       routing.py predictors -m MODEL --calib FILE --valid FILE    how many of the next experts each predictor names, by layer
+usage: routing.py hits TRACE ... [--strategy ...]    hit rates of `moeoff simulate`
+       routing.py shapes [SHAPE ...]                 the synthetic models' own answers
+       routing.py record -m MODEL --out DIR --text NAME=FILE
+       routing.py fit --trace FILE --out WEIGHTS.npz
+       routing.py predictors -m MODEL --calib FILE --valid FILE
 
-Pages: docs/results/cache-policies.md and shapes.md. Traces are replayed by
-`moeoff.policies.replay`: the same arguments give the same numbers. A shape's routing is
-measured on a copy with all layers, experts, widths and routers, whose experts have few
-hidden values: it answers the prompt of the published traces greedily.
+Pages: docs/results/cache-policies.md and shapes.md. A shape's routing is measured on a
+copy with all layers, experts, widths and routers, whose experts have few hidden values:
+the copy answers the prompt of the published traces greedily.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,16 +24,18 @@ from typing import Any
 
 import click
 import numpy as np
+from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "models")]
+sys.path[:0] = [str(ROOT / "scripts" / name) for name in ("", "models", "papers")]
 
 import baselines  # noqa: F401  registers them
 from moeoff import Llama
+from moeoff.cli.main import main as moeoff_main
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.profile_fit import fit as fit_profile
 from moeoff.measure.record import record, recordable, sequences
-from moeoff.policies import PREDICTORS, PRESETS, FitOptions, get_policy, get_predictor, policy_names
+from moeoff.policies import PREDICTORS, FitOptions, get_predictor, policy_names
 from moeoff.policies.base import top_k
 from moeoff.policies.replay import simulate
 from moeoff.routing.event import GateEvent
@@ -43,14 +43,12 @@ from moeoff.routing.recording import Recording
 from moeoff.routing.router import Router
 from moeoff.routing.trace import TensorInfo, Trace
 from results import HELP, ResultsFile
-from route_trace import read_route_trace
 from shape_model import ANSWER, NEAREST, SHAPES, shape_model
 
 TRACES = ROOT / "tests" / "data" / "route-traces"
 PUBLISHED = {
     name: TRACES / f"{name}.csv.gz" for name in ("qwen3-30b-a3b", "gemma-4-26b-a4b", "gpt-oss-120b")
 }
-SHARES = (6, 12, 18, 24, 36)  # per cent of the experts in memory
 COMPARED = (12, 24, 36)
 TOUCHED = 128  # tokens
 PIECE = 256  # tokens of a text, where texts take turns
@@ -72,19 +70,18 @@ FILE = click.Path(exists=True, dir_okay=False)
 
 @dataclass(frozen=True)
 class AnswerRouting:
-    """Statistics of an answer that is decoded token by token; shares and rates from 0
-    to 1.
+    """Statistics of an answer that is decoded token by token; shares from 0 to 1.
 
     Attributes:
-        repeats: of a token's experts, those of the token before, in the same layer.
-        lru: hit rates with COMPARED of the experts in memory, all of one size, from an
-            empty buffer.
-        touched: experts that the first TOUCHED tokens use.
-        weights: [n_used] mean, the largest first; their sum is 1.
-        own_list, prompt_list: share of the choices that are among the n_used experts
-            which the answer, or its prompt, chose most often in that layer.
-        recall: of each gate's experts, those its router would choose for the input of
-            the gate before; None where it is not known.
+        repeats: Share of a token's experts that the token before used in the layer.
+        lru: Hit rates from an empty buffer with COMPARED of the experts in memory, all
+            of one size.
+        touched: Share of the experts that the first TOUCHED tokens use.
+        weights: [n_used] mean weights, the largest first; their sum is 1.
+        own_list, prompt_list: Share of the selections among the n_used experts that the
+            answer, or its prompt, selected most often in the layer.
+        recall: Share of each gate's experts that its router selects for the input of
+            the gate before; None if unknown.
     """
 
     repeats: float
@@ -96,17 +93,9 @@ class AnswerRouting:
     recall: float | None = None
 
 
-def answer_of(trace: Trace) -> Trace:
-    """Its decoded events, as a run of their own."""
-    events = [event for event in trace.events if event.decode]
-    starts = np.zeros(len(events), bool)
-    starts[:1] = True
-    return Trace(trace.model, events, starts)
-
-
 def heaviest(trace: Trace, n_used: int) -> Trace:
-    """The trace as if only so many experts of each token had been used: those of the
-    largest weights, which then have a sum of 1.
+    """Return the trace with each token's n_used experts of the largest weights, scaled
+    to a sum of 1.
     """
 
     def of(event: GateEvent) -> GateEvent:
@@ -124,8 +113,8 @@ def heaviest(trace: Trace, n_used: int) -> Trace:
 
 
 def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
-    """Statistics of the answer in a trace of one prompt and one answer."""
-    answer, model = answer_of(trace), trace.model
+    """Measure the answer in a trace of one prompt and one answer."""
+    answer, model = trace.decoded(), trace.model
     n, e, k = model.n_gates, model.n_experts, model.n_used
     ids = np.stack([event.ids[0] for event in answer.events]).reshape(-1, n, k)
     weights = np.stack([event.weights[0] for event in answer.events]).reshape(ids.shape)
@@ -157,10 +146,10 @@ def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
 def answer(
     path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = PROMPT
 ) -> tuple[Trace, float]:
-    """A model's greedy answer, as `run --trace` has it, and the next gate's recall.
+    """Return a model's greedy answer, as `run --trace` has it, and the gates' recall.
 
     Args:
-        trace: where its trace is kept; a file that is there is replaced.
+        trace: Path for the trace; an existing file is replaced.
     """
     Path(trace).unlink(missing_ok=True)
     model_index = ModelIndex.read(path)
@@ -185,8 +174,8 @@ def answer(
 
 
 def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray, gating: int) -> float:
-    """Of each gate's experts, those its router would choose for the input of the gate
-    before.
+    """Return the share of each gate's experts that its router selects for the input of
+    the gate before.
 
     Args:
         inputs: [n_tokens, n_gates, n_embd].
@@ -196,7 +185,7 @@ def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray, gating: in
         for t in sorted({t.gate: t for t in trace.model.tensors}.values(), key=lambda t: t.gate)
     ]
     router = Router.read(model_index, layers, gating)
-    ids = np.stack([event.ids[0] for event in answer_of(trace).events]).reshape(
+    ids = np.stack([event.ids[0] for event in trace.decoded().events]).reshape(
         len(inputs), len(layers), -1
     )
     chosen = [router.choose(gate, inputs[:, gate - 1]) for gate in range(1, len(layers))]
@@ -211,7 +200,7 @@ def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray, gating: in
 
 
 def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str, Trace, float]]:
-    """Answers of copies of shapes with few hidden values."""
+    """Yield names, traces and recall of copies of shapes with few hidden values."""
     for name in names:
         with tempfile.TemporaryDirectory(dir=keep) as folder:
             path, file = Path(folder) / "model.gguf", Path(keep or folder) / f"{name}.trace"
@@ -221,8 +210,8 @@ def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str,
 
 
 def target_of(name: str) -> tuple[str | None, int]:
-    """The published trace that a shape follows, if there is one, and the tokens of its
-    answer.
+    """Return the published trace that a shape follows, or None, and the answer's
+    length in tokens.
     """
     published = name if name in PUBLISHED else NEAREST.get(name)
     return published, 64 if published == "gpt-oss-120b" else 128
@@ -245,8 +234,8 @@ def cells(routing: AnswerRouting, recall: float | None) -> list[str]:
     ]
 
 
-HEAD = ["as the token before %", "LRU hits %", f"touched in {TOUCHED} tokens %", "mean weights", "next gate's recall %", "by the answer's list %",
-        "by the prompt's list %"]  # fmt: skip
+HEAD = ["as the token before %", "LRU hits %", f"touched in {TOUCHED} tokens %"]
+HEAD += ["mean weights", "next gate's recall %", "by the answer's list %", "by the prompt's list %"]
 
 
 @click.group(help=__doc__)
@@ -258,63 +247,26 @@ def main() -> None:
 
 
 @main.command()
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE ...")
+@click.option("--strategy", default=",".join(policy_names()), help="Default: every policy.")
+@click.option("--memory", default="6%,12%,18%,24%,36%", show_default=True)
+@click.option("--decoded", is_flag=True, help="As of `moeoff simulate`.")
 @JSON
-def published(json_file: str | None) -> None:
-    """Every cache policy on the published traces, and what names their experts
-    beforehand.
-    """
+def hits(
+    traces: Sequence[str], strategy: str, memory: str, decoded: bool, json_file: str | None
+) -> None:
+    """Write a table of hit rates for each trace, as `moeoff simulate` replays it."""
+    options = [f"--memory={size}" for size in memory.split(",")] + ["--decoded"] * decoded
     with ResultsFile(json_file) as results:
-        replay(results, {name: read_route_trace(path) for name, path in PUBLISHED.items()})
-        table = results.table(
-            "named",
-            "Of the experts that an answer chooses, % that are named beforehand, as many as are"
-            " used",
-            ["by", *PUBLISHED],
-        )
-        answers = [measure_answer(read_route_trace(path)) for path in PUBLISHED.values()]
-        for title, field in (
-            ("the token before", "repeats"),
-            ("the answer's most used", "own_list"),
-            ("the prompt's most used", "prompt_list"),
-        ):
-            table.row(title, *(f"{100 * getattr(each, field):.1f}" for each in answers))
-
-
-def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
-    """A table for each trace: hit rates of its answer, from an empty buffer."""
-    for name, trace in traces.items():
-        trace = answer_of(trace)
-        has_probs = trace.events[0].probs is not None
-        title = (
-            f"{name}, {trace.n_tokens} tokens of an answer, {trace.model.n_used} experts used: hit"
-            " rate %"
-        )
-        table = results.table(name, title, ["strategy", *(f"{share} %" for share in SHARES)])
-        for policy in policy_names():
-            if policy == "static":
-                continue  # it knows other text of the model, which there is not
-            options: dict[str, Any] = {"weights": "generic"} if policy == "score" else {}
-            of = [
-                preset.name
-                for preset in PRESETS.values()
-                if preset.policy is get_policy(policy)
-                and preset.precision.lossless
-                and preset.name != policy
-            ]
-            label = f"{policy} ({', '.join(of)})" if of else policy
-            label += (
-                ", of the chosen experts' weights alone"
-                if get_policy(policy).wants_probs and not has_probs
-                else ""
-            )
-            arenas = [trace.model.full_bytes * share // 100 for share in SHARES]
-            table.row(
-                label,
-                *(
-                    f"{100 * simulate(trace, policy, arena, **options).hit_rate:.1f}"
-                    for arena in arenas
-                ),
-            )
+        for path in traces:
+            command = ["simulate", path, "--strategy", strategy, *options, "--json"]
+            replays = json.loads(CliRunner().invoke(moeoff_main, command).stdout)["results"]
+            title = f"{Path(path).name}, {replays[0]['tokens']:,} tokens: hit rate %"
+            sizes = [size.replace("%", " %") for size in memory.split(",")]
+            table = results.table(Path(path).name.split(".")[0], title, ["strategy", *sizes])
+            for name in dict.fromkeys(row["strategy"] for row in replays):
+                rates = (row["hit_rate"] for row in replays if row["strategy"] == name)
+                table.row(name, *(f"{100 * rate:.1f}" for rate in rates))
 
 
 @main.command()
@@ -326,7 +278,7 @@ def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
 )
 @JSON
 def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> None:
-    """The shapes' own answers beside the traces: reached, and wanted."""
+    """Compare the shapes' own answers (reached) with the traces (wanted)."""
     with ResultsFile(json_file) as results:
         title = (
             f"Routing of an answer; LRU with {' / '.join(map(str, COMPARED))} % of the experts in"
@@ -340,7 +292,7 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
                 table.row(name, "reached", *cells(measure_answer(trace), next_recall))
                 table.row("", "wanted", repeats, "", "", "", told_recall, "", "")
                 continue
-            goal = read_route_trace(PUBLISHED[source])
+            goal = Trace.read(PUBLISHED[source])
             table.row(
                 name,
                 "reached",
@@ -359,15 +311,6 @@ def named(_ctx: Any, _option: Any, texts: Sequence[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts)
 
 
-@main.command()
-@click.argument("traces", nargs=-1, required=True, callback=named, metavar="NAME=FILE ...")
-@JSON
-def policies(traces: Mapping[str, str], json_file: str | None) -> None:
-    """Every cache policy on a shape's own answer."""
-    with ResultsFile(json_file) as results:
-        replay(results, {name: Trace.read(path) for name, path in traces.items()})
-
-
 # --- texts: the demo model's and grown models' ---
 
 
@@ -378,8 +321,8 @@ def policies(traces: Mapping[str, str], json_file: str | None) -> None:
 @click.option("--tokens", default=4096, show_default=True, help="Of each text.")
 @click.option("--ctx", "n_ctx", default=256, show_default=True, help="Tokens of a sequence.")
 def record_traces(model: str, out: Path, texts: Mapping[str, str], tokens: int, n_ctx: int) -> None:
-    """A trace for each text: tokens fed one by one, in sequences spread over the file,
-    so that few tokens still are many documents.
+    """Record a trace of each text, token by token, in sequences spread over the file,
+    so that few tokens still cover many documents.
     """
     out.mkdir(parents=True, exist_ok=True)
     for name, path in texts.items():
@@ -398,7 +341,7 @@ def record_traces(model: str, out: Path, texts: Mapping[str, str], tokens: int, 
 
 
 def mixed(traces: Sequence[Trace]) -> Trace:
-    """Pieces of the traces in turn: the domain switches all the time."""
+    """Join pieces of the traces in turn, so that the domain switches all the time."""
     n = PIECE * traces[0].model.n_gates
     longest = max(len(t.events) for t in traces)
     return Trace.join(
@@ -410,7 +353,7 @@ def mixed(traces: Sequence[Trace]) -> Trace:
 @click.option("--trace", "paths", multiple=True, required=True, type=FILE)
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def fit(paths: Sequence[str], out: Path) -> None:
-    """What the package's score and HOBBIT policies have learned."""
+    """Fit the package's score policy, and print HOBBIT's weights."""
     from moeoff.policies.hobbit import fit_weights
     from moeoff.policies.score import fit_score
 
@@ -420,47 +363,6 @@ def fit(paths: Sequence[str], out: Path) -> None:
         f"{out}: {out.stat().st_size} bytes; hobbit:"
         f" {fit_weights(trace, simulate, max_events=3 * 1024 * trace.model.n_gates)}"
     )
-
-
-@main.command()
-@click.option("--trace", "paths", multiple=True, required=True, callback=named, metavar="NAME=FILE")
-@click.option("--tokens", default=1536, show_default=True, help="Of each trace.")
-@click.option("--calibration", multiple=True, type=FILE, help="Traces whose counts `static` gets.")
-@JSON
-def table(
-    paths: Mapping[str, str], tokens: int, calibration: Sequence[str], json_file: str | None
-) -> None:
-    """Every policy on every text, and on all of them in turn."""
-    counts = (
-        {"static": {"counts": Trace.join([Trace.read(path) for path in calibration]).counts()}}
-        if calibration
-        else {}
-    )
-    traces = {name: Trace.read(path) for name, path in paths.items()}
-    traces = {name: trace.slice(0, tokens * trace.model.n_gates) for name, trace in traces.items()}
-    sizes = 10, 25, 50, 75, 90  # per cent of the experts in memory
-    with ResultsFile(json_file) as results:
-        for name, trace in (traces | {"mixed": mixed(list(traces.values()))}).items():
-            title = (
-                f"{name}, {trace.n_tokens:,} tokens: hit rate % / MB read per token / miss penalty"
-                " per token / % of the gap between LRU and Belady"
-            )
-            rows = results.table(name, title, ["strategy", *(f"{size} %" for size in sizes)])
-            arenas = [trace.model.full_bytes * size // 100 for size in sizes]
-            ends = [
-                (simulate(trace, "lru", arena).hit_rate, simulate(trace, "belady", arena).hit_rate)
-                for arena in arenas
-            ]
-            for policy in policy_names():
-                cells = []
-                for arena, (lru, best) in zip(arenas, ends):
-                    r = simulate(trace, policy, arena, **counts.get(policy, {}))
-                    gap = 100 * (r.hit_rate - lru) / (best - lru)
-                    cells.append(
-                        f"{100 * r.hit_rate:.1f} / {r.bytes_read / r.n_tokens / 1e6:.2f} /"
-                        f" {r.miss_penalty / r.n_tokens:.1f} / {gap:.0f}"
-                    )
-                rows.row(policy, *cells)
 
 
 # what is compared: a name for the table, the predictor, its options
@@ -482,8 +384,8 @@ def recall_by_gate(
     arrays: Mapping[str, np.ndarray] | None,
     **options: Any,
 ) -> np.ndarray:
-    """[n_gates] of a decode's experts, those that a predictor names, as many as are
-    used; nan where it names none.
+    """Return [n_gates] recall at k of a predictor, k being the experts that a token
+    uses; nan without a prediction.
 
     Of several predictions for a gate the one counts that is made as far ahead as the
     options say.
@@ -531,7 +433,7 @@ def predictors(
     hidden: int,
     json_file: str | None,
 ) -> None:
-    """Fits on the calibration texts, and replays a decode of the validation texts."""
+    """Fit on the calibration texts, and replay a decode of the validation texts."""
     with recordable(ModelIndex.read(model)) as (llm, router):
         learned, decoded = (
             record(llm, sequences(llm, texts, n), router, Path(model).name)

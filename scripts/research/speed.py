@@ -1,28 +1,27 @@
-"""Speed of contenders in interleaved rounds: each run cold, in a process of its own, on
-the same tokens; medians, ranges, and ratios of the same round.
+"""Measurements of the house: contenders in interleaved rounds, each run cold, in a
+process of its own, on the same tokens. `moeoff bench --rounds N --cold` is the user's
+form; this script adds a slow disk, rivals, given answers, meters and data files.
 
-usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]         in memory cgroups: real-sizes.md (root)
-                        [--strategies auto --max-loss 1% --no-in-memory]                a loss budget beside lossless
-                        [--answer]                                                      the model's own answer in the place of the text
-                        [--rival bmoe-cli]                                              BigMoeOnEdge beside it, which implies --answer
-       speed.py kernels -m MODEL --text FILE                                            everything in memory: kernels.md
-                        [--stock-library FOLDER]                                        stock with libraries of another checkout
-       speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]           behind other tokens: long-contexts.md (root for --limit)
-                        [--no-in-memory]                                                in the limit alone
-                        [--no-repack]                                                   stock with the plain kernels
-       speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
-       speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
+usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]
+                        [--strategies auto --max-loss 1% --no-in-memory] [--answer]
+                        [--rival bmoe-cli]                real-sizes.md (root)
+       speed.py kernels -m MODEL --text FILE [--stock-library FOLDER]
+                                                          kernels.md
+       speed.py depths  -m MODEL --text FILE [--depths 0,4096] [--limit 6656]
+                        [--no-in-memory] [--no-repack]    long-contexts.md (root)
+       speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]
+                                                          time.md (root)
+       speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]
+                                                          against an earlier one (root)
 
-A run is a `moeoff.measure.job.Job`, and they take turns: a prompt in one piece, then
-tokens one by one. What a run reads is dropped from the page cache before it; a model on
-tmpfs stays where it is. --disk bounds the disk's rate (root), --latency slows each of
-moeoff's reads and not the disk. A profile of `moeoff calibrate` at the model's side is
-used. Ratios are to the first contender of the same group.
+A run is a `moeoff.measure.job.Job`: a prompt in one piece, then tokens one by one. A
+model on tmpfs stays in memory. --disk bounds the disk's rate (root). A profile of
+`moeoff calibrate` beside the model is used. Ratios are to the first contender of the
+same group.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import itertools
 import json
@@ -31,11 +30,10 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -45,7 +43,6 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
 from cgroup import disk_cgroup
 from moeoff.budget.dry_load import dry_load
-from moeoff.experts.sidecar import sidecar_path
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp.llama import StockLlama
 from moeoff.measure.job import (
@@ -58,16 +55,18 @@ from moeoff.measure.job import (
     rates,
     read_text,
 )
+from moeoff.measure.rounds import Spread, interleaved, ratios_of
 from moeoff.measure.rows import rows
-from moeoff.measure.run import KILLED_TEXT, drop_from_page_cache, measure
+from moeoff.measure.run import KILLED_TEXT, drop_files, measure
 from moeoff.system.cgroup import memory_cgroup
 from moeoff.system.console import note
 from moeoff.system.machine import n_cores
 from results import HELP, ResultsFile, machine, spread
 from time_parts import Ceiling, other_parts, read_parts, token_parts
 
-BESIDE = "baselines.py", "time_parts.py", "ggml_attention.py", "latency.c"
-BASELINES, METER, GGML_ATTENTION, LATENCY = (str(Path(__file__).with_name(name)) for name in BESIDE)
+BASELINES = str(ROOT / "scripts" / "papers" / "baselines.py")
+BESIDE = "time_parts.py", "ggml_attention.py"
+METER, GGML_ATTENTION = (str(Path(__file__).with_name(name)) for name in BESIDE)
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 TIMEOUT = 900.0  # seconds of a run
@@ -99,33 +98,21 @@ COLUMNS = {
 
 
 def prompt_then_tokens(n_prompt: int, n_gen: int, depth: int = 0) -> tuple[BenchTest, BenchTest]:
-    """A prompt and the answer behind it, each with rates of its own; before both, so
-    many tokens that are not timed.
+    """Return the tests of a prompt and of the answer after it, at an untimed context
+    depth of `depth` tokens.
     """
     return BenchTest(n_prompt, 0, depth), BenchTest(0, n_gen, depth + n_prompt, continues=True)
 
 
-class Spread(NamedTuple):
-    """A figure over the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def over(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """One job's test, over the rounds in which it ended.
+    """A job's test over the rounds that ended.
 
     Attributes:
-        figures: those of `rates` and `in_time`, and of its process PEAK and SHARE.
-        ratio: speed over that of the first job in the same round; None if no round has
+        figures: Figures of `rates` and `in_time`, and PEAK and SHARE of the process.
+        ratio: Speed over that of the first job in the same round; None if no round has
             both.
-        error: why a round did not end; empty: all did.
+        error: Reason of a round that did not end, or "".
     """
 
     name: str
@@ -143,16 +130,11 @@ Name = TypeVar("Name", str, tuple[str, str])
 
 
 def rounds_of(turns: Mapping[Name, Turn], rounds: int) -> dict[Name, list[Measurement]]:
-    """Measure round by round, so that what becomes slower does so for all.
-
-    Every other round goes backwards: none always runs right behind the same other one.
-    What fails is left out of its round; the others go on.
-    """
+    """Measure all contenders in each round; the others go on if one fails."""
     measured: dict[Name, list[Measurement]] = {name: [] for name in turns}
-    for index in range(rounds):
-        for name in list(turns)[:: -1 if index % 2 else 1]:
-            measured[name].append(turns[name](index))
-            tell(name if isinstance(name, str) else ", ".join(name), index, measured[name][-1])
+    for index, name in interleaved(turns, rounds):
+        measured[name].append(turns[name](index))
+        tell(name if isinstance(name, str) else ", ".join(name), index, measured[name][-1])
     return measured
 
 
@@ -187,8 +169,8 @@ def in_time(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
-    """A row for each test of each contender, of measurements that took turns, one of
-    each for each round.
+    """Return a comparison for each test of each contender, measured in the same
+    rounds.
     """
     first = next(iter(by_name.values()), [])
     out = []
@@ -220,76 +202,24 @@ def summarize(by_name: Mapping[str, list[Measurement]]) -> list[Comparison]:
     return out
 
 
-def ratios_of(base: Sequence[Measurement], theirs: Sequence[Measurement], i: int) -> list[float]:
-    """Return the speeds of test i over the base's in the rounds that both ended."""
-    pairs = [
-        (rates(a.of(i)).get("tps", 0.0), rates(b.of(i)).get("tps", 0.0))
-        for a, b in zip(base, theirs)
-        if not a.error and not b.error
-    ]
-    return [speed / to for to, speed in pairs if to and speed]
-
-
-def drop(path: str) -> None:
-    """Drop a file from the page cache, and report what stayed: a run would find it
-    there.
-    """
-    if remark := drop_from_page_cache(path):
+def drop(job: Job) -> None:
+    """Drop a job's files from the page cache, and report what stayed."""
+    for remark in drop_files(job):
         note(remark)
 
 
 def cold(job: Job, timeout: float) -> Turn:
-    """A process of its own, whose files are dropped from the page cache before.
-    timeout: seconds; what is not finished then has failed.
+    """Return a turn in a process of its own, with a cold page cache.
+
+    Args:
+        timeout: Seconds after which the run has failed.
     """
 
     def turn(_index: int) -> Measurement:
-        for path in {
-            *ModelIndex.read(job.model).files,
-            *filter(os.path.exists, [sidecar_path(job.model), str(job.options.get("experts", ""))]),
-        }:
-            drop(path)
+        drop(job)
         return measure(job, timeout=timeout)
 
     return turn
-
-
-@contextlib.contextmanager
-def slow_reads(path: str, latency: float) -> Iterator[None]:
-    """Processes that begin meanwhile wait so many milliseconds at least for each read
-    of files in this one's folder, 16 of them at a time (latency.c).
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        library = os.path.join(folder, "latency.so")
-        try:
-            subprocess.run(
-                [
-                    os.environ.get("CC", "cc"),
-                    "-shared",
-                    "-fPIC",
-                    "-O1",
-                    LATENCY,
-                    "-o",
-                    library,
-                    "-ldl",
-                    "-pthread",
-                ],
-                check=True,
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise click.ClickException(f"--latency needs a C compiler: {error}") from None
-        below = os.path.join(os.path.dirname(os.path.realpath(path)), "")
-        variables = {
-            "LD_PRELOAD": library,
-            "READ_LATENCY_MS": str(latency),
-            "READ_LATENCY_BELOW": below,
-        }
-        os.environ |= variables
-        try:
-            yield
-        finally:
-            for name in variables:
-                del os.environ[name]
 
 
 # the driver
@@ -306,8 +236,8 @@ def tell(name: str, index: int, result: Measurement) -> None:
 def table(
     results: ResultsFile, name: str, title: str, groups: Mapping[str, Sequence[Comparison]]
 ) -> None:
-    """A row for each contender of each group: speeds with their range and the ratios to
-    the group's first contender, and medians of what it read and waited.
+    """Write a row for each contender of each group: speeds with their range, ratios to
+    the group's first contender, and medians of reads and waits.
     """
     head = [
         "",
@@ -370,7 +300,7 @@ def table(
 
 
 def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
-    """Tokens per second with everything in memory, if that was measured."""
+    """Return tokens per second with everything in memory, None if not measured."""
     return next(
         (
             c.figures["tps"].median
@@ -382,10 +312,10 @@ def in_memory_speed(groups: Mapping[str, Sequence[Comparison]]) -> float | None:
 
 
 def ceiling(result: Measurement, in_memory: float | None) -> float | None:
-    """The share of what could be reached, where the disk's rate was measured: of the
-    speed in memory or of the disk's rate over the bytes that are missed, whichever is
-    less; where the speed in memory is not known, of the longer one of computing and
-    reading.
+    """Return the share of the ceiling that was reached, None without the disk's rate.
+
+    The ceiling is the lower one of the speed in memory and the disk's rate over the
+    missed bytes; without a speed in memory, max(computing, reading).
     """
     disk = result.closed.get("disk_bytes_per_second")
     if not disk:
@@ -462,16 +392,17 @@ class Bench:
         return text.decode()
 
     def answering(self, limit: int) -> Bench:
-        """With the model's own greedy answer to the prompt, which a run in a memory
-        cgroup finds that is not counted: all contenders then decode the same tokens,
-        and those whose bits differ do not go another way.
+        """Return a bench whose contenders decode the model's own greedy answer.
+
+        An uncounted run in a memory cgroup finds the answer. Contenders that are not
+        bit-identical then still decode the same tokens.
         """
-        drop(self.model)
         job = replace(
             self.job(limit << 20, memory=within(limit), strategy="lru"),
             tests=prompt_then_tokens(self.n_prompt, self.n_decode),
             answer=(),
         )
+        drop(job)
         result = measure(replace(job, probe_seconds=0.0), timeout=TIMEOUT)
         if result.error:
             raise click.ClickException(
@@ -505,8 +436,8 @@ def workload(
     options: Sequence[Any] = (),
     more_tables: Tables | None = None,
 ) -> Callable[..., Any]:
-    """Makes a command of a function that compares its contenders and returns the
-    comparisons by group.
+    """Make a command of a function that compares contenders and returns the comparisons
+    by group.
     """
 
     def decorate(run: Callable[..., Mapping[str, Sequence[Comparison]]]) -> click.Command:
@@ -517,7 +448,6 @@ def workload(
             n_prompt: int,
             n_decode: int,
             disk: int | None,
-            latency: float | None,
             json_file: str | None,
             **more: Any,
         ) -> None:
@@ -525,9 +455,6 @@ def workload(
             if disk:
                 context.with_resource(disk_cgroup(model, disk * 10**6)).enter()
                 slowed += f", disk {disk} MB/s"
-            if latency:
-                context.with_resource(slow_reads(model, latency))
-                slowed += f", reads of {latency:g} ms"
             print(f"{machine()}; {n_prompt} + {n_decode} tokens, {rounds} rounds{slowed}")
             groups = run(Bench(model, text, n_prompt, n_decode, rounds, probe_seconds), **more)
             with ResultsFile(json_file) as results:
@@ -544,12 +471,6 @@ def workload(
             click.option("--n-prompt", default=n_prompt, show_default=True),
             click.option("--n-decode", default=n_decode, show_default=True),
             click.option("--disk", type=int, metavar="MB/S", help="No faster than this."),
-            click.option(
-                "--latency",
-                type=click.FloatRange(min=0),
-                metavar="MS",
-                help="Of each read of moeoff's (not of stock's) at least; 16 at a time.",
-            ),
             click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP),
         ]
         for option in [*common, *options][::-1]:
@@ -580,7 +501,7 @@ LIMITS = click.option(
 
 
 def shares(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> None:
-    """Decode speed of the last strategy in each limit, over others of the same round."""
+    """Write the last strategy's decode speed over others' of the same round."""
     decodes = {
         (group, RIVAL if is_rival(c) else c.name): c.measurements
         for group, comparisons in groups.items()
@@ -625,7 +546,7 @@ def is_rival(comparison: Comparison) -> bool:
         click.option(
             "--max-loss",
             metavar="PERCENT",
-            help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side.",
+            help="Also the last strategy within this bound, which calibrate --max-loss measured.",
         ),
         click.option(
             "--stock",
@@ -656,7 +577,7 @@ def memory(
     answer: bool,
     in_memory: bool,
 ) -> dict[str, list[Comparison]]:
-    """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
+    """Measure in memory cgroups, and in memory beside stock llama.cpp."""
     if answer or rival:
         bench = bench.answering(max(numbers(limits)))
     groups, short = dict[str, dict[str, Turn]](), replace(bench, n_decode=8)
@@ -710,8 +631,8 @@ def memory(
     ],
 )
 def kernels(bench: Bench, stock_library: str | None) -> dict[str, list[Comparison]]:
-    """Stock llama.cpp's plain kernels, its default ones, and ours, which have the bits
-    of the plain ones.
+    """Compare stock llama.cpp's plain and default kernels with ours, which are
+    bit-identical to the plain ones.
     """
     library = {"LLAMA_CPP_LIB_PATH": stock_library} if stock_library else {}
     jobs = {
@@ -743,17 +664,16 @@ def kernels(bench: Bench, stock_library: str | None) -> dict[str, list[Compariso
         click.option(
             "--no-repack",
             is_flag=True,
-            help="Stock keeps the weights' layout: with AMX and MLA models it ends itself otherwise.",
+            help="Stock keeps the weights' layout: with AMX and MLA models it aborts otherwise.",
         ),
     ],
 )
 def depths(
     bench: Bench, depths: str, limit: int | None, in_memory: bool, no_repack: bool
 ) -> dict[str, list[Comparison]]:
-    """Everything in memory: stock llama.cpp with flash attention and without it, ours
-    with its bits and with sums in f32. In a limit, with a context for the deepest, ours
-    with llama.cpp's attention and with our own: what experts lose to a conversation
-    that grows, and whether what is prefetched comes in time.
+    """Measure at context depths. In memory: stock llama.cpp with and without flash
+    attention, ours bit-identical to it and with sums in f32. In a limit, with a context
+    for the deepest: ours with llama.cpp's attention and with our own.
     """
     stock, out, hours = "stock, plain kernels" if no_repack else "stock", {}, 16 * TIMEOUT
     n_ctx = max(numbers(depths)) + bench.n_prompt + bench.n_decode
@@ -779,7 +699,7 @@ def depths(
 
 
 def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]) -> None:
-    """Columns are the groups. Medians over the rounds."""
+    """Write a column of medians over the rounds for each group."""
     decodes = {
         group: next(c for c in comparisons if c.test.n_gen) for group, comparisons in groups.items()
     }
@@ -874,9 +794,8 @@ def time_tables(results: ResultsFile, groups: Mapping[str, Sequence[Comparison]]
     more_tables=time_tables,
 )
 def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, list[Comparison]]:
-    """Where a token's time goes, in memory cgroups and with everything in memory; and
-    what share of the ceiling that makes: the speed in memory, or the disk's rate over
-    the bytes that are missed.
+    """Measure where a token's time goes, in memory cgroups and in memory, and the share
+    of the ceiling: the speed in memory, or the disk's rate over the missed bytes.
     """
     if answer:
         bench = bench.answering(max(numbers(limits)))
@@ -943,12 +862,10 @@ def program_turn(
         read: Function that reads the measurement from the program's output.
         options: Keyword arguments of `subprocess.run`.
     """
-    files = ModelIndex.read(bench.model).files
     fixed = {"capture_output": True, "text": True, "errors": "replace", "timeout": TIMEOUT}
 
     def turn(_index: int) -> Measurement:
-        for path in files:
-            drop(path)
+        drop(bench.job())
         with memory_cgroup(limit << 20 or EVERYTHING) as group:
             try:
                 done = group.run(list(command), **fixed, **options)
@@ -998,8 +915,8 @@ def from_csv(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
 
 
 def from_rows(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
-    """The measurement that `moeoff bench -o json` has printed: a row for the prompt,
-    and one for decoding.
+    """Read the output of `moeoff bench -o json`: a row for the prompt, and one for
+    decoding.
     """
     lines = json.loads(done.stdout) if done.stdout.strip() else []
     if done.returncode:

@@ -32,10 +32,10 @@ from moeoff.errors import ModelError, OptionError, WriteError
 from moeoff.gguf.file import ModelFile, unpack
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import dequantize, row_bytes, type_from_name
+from moeoff.routing.trace import Trace
 from moeoff.system.memory import MIB
-from route_trace import read_route_trace
 from routing import PUBLISHED as PUBLISHED_TRACES
-from routing import TOLD, answer, answer_of, heaviest, measure_answer, shape_answers, target_of
+from routing import TOLD, answer, heaviest, measure_answer, shape_answers, target_of
 from shape_model import ANSWER, NEAREST, SHAPES, Pools, shape_model, tensors
 
 TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
@@ -252,7 +252,7 @@ def test_layers_of_gemma_have_the_sizes_of_its_published_file():
     """Which a route trace tells, layer by layer: bytes of an expert, and of everything
     else.
     """
-    trace = read_route_trace(PUBLISHED_TRACES["gemma-4-26b-a4b"])
+    trace = Trace.read(PUBLISHED_TRACES["gemma-4-26b-a4b"])
     with gzip.open(PUBLISHED_TRACES["gemma-4-26b-a4b"], "rt") as file:
         told = [line for line in file if line.startswith("# layer=")]
     dense = [int(line.split("dense_bytes=")[1]) for line in told]
@@ -440,9 +440,9 @@ def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
     shape_model(SHAPES[name].cut(layers=8, shrink=4, hidden=32), path)
     for prompt in (b"A story of seven foxes, please.", b"def main(argv):"):
         trace, recall = answer(path, tmp_path / "t", 64, prompt)
-        counts.append(answer_of(trace).counts())
+        counts.append(trace.decoded().counts())
         # which depends on the token, mostly
-        first = {event.ids.tobytes() for event in answer_of(trace).events if event.gate == 0}
+        first = {event.ids.tobytes() for event in trace.decoded().events if event.gate == 0}
         assert len(first) > 40
         assert measure_answer(trace).repeats > 0.2 and 0.65 < recall < 0.95
     common = [len(set(a.argsort()[-16:]) & set(b.argsort()[-16:])) for a, b in zip(*counts)]
@@ -458,7 +458,7 @@ def test_answers_have_the_statistics_of_the_published_traces(name, within):
     qwen3-30b-a3b not quite reached.
     """
     ((_, trace, recall),) = shape_answers([name], None)
-    goal = read_route_trace(PUBLISHED_TRACES[target_of(name)[0]])
+    goal = Trace.read(PUBLISHED_TRACES[target_of(name)[0]])
     reached, published = measure_answer(heaviest(trace, goal.model.n_used)), measure_answer(goal)
     assert reached.repeats == pytest.approx(published.repeats, abs=within)
     assert reached.lru == pytest.approx(published.lru, abs=within)

@@ -7,13 +7,11 @@ import gzip
 import numpy as np
 import pytest
 
+from moeoff import OptionError
 from moeoff.policies.replay import simulate
 from moeoff.routing.event import GateEvent
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
-from route_trace import read_route_trace
-from routing import PUBLISHED, answer_of, heaviest, measure_answer
-
-pytestmark = pytest.mark.slow  # tests of research scripts run in nightly
+from routing import PUBLISHED, heaviest, measure_answer
 
 HEAD = """# route_trace v1
 # model=/some folder/Model-Q4_K_M.gguf arch=qwen3moe n_layer=3 n_expert=8 n_expert_used=2
@@ -48,7 +46,7 @@ def test_every_row_is_in_an_event(tmp_path):
     """Prompts in batches, and layers without experts have no gate."""
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(TEXT.encode()))
-    trace = read_route_trace(path)
+    trace = Trace.read(path)
     assert trace.model == TraceHeader(
         "Model-Q4_K_M.gguf", 2, (TensorInfo(0, 1, 0, 8, 5000), TensorInfo(1, 2, 0, 8, 4000))
     )
@@ -58,11 +56,37 @@ def test_every_row_is_in_an_event(tmp_path):
         (0, 1, [[7, 1]], True), (1, 2, [[3, 2]], True),
         (0, 1, [[1, 2]], False), (1, 2, [[1, 2]], False),
     ]  # fmt: skip
-    assert [(e.n_hit, e.n_miss) for e in trace.events][:3] == [(1, 3), (0, 2), (1, 1)]
     assert all(
         np.allclose(e.weights, [[0.6, 0.4]] * len(e.ids)) and e.probs is None for e in trace.events
     )
     assert trace.starts.tolist() == [True] + [False] * 7
+    answer = trace.decoded()
+    assert [e.ids.tolist() for e in answer.events] == [[[0, 7]], [[6, 0]], [[7, 1]], [[3, 2]]]
+    assert answer.starts.tolist() == [True, False, False, False]
+    path.write_text(TEXT)  # not compressed
+    assert [e.ids.tolist() for e in Trace.read(path).events] == [
+        e.ids.tolist() for e in trace.events
+    ]
+
+
+def test_refuses_damaged_route_traces(tmp_path):
+    path = tmp_path / "a.csv"
+    whole = gzip.compress(TEXT.encode())
+    damaged = {
+        "cut": whole[: len(whole) // 2],
+        "wrong checksum": whole[:-8] + bytes(8),
+        "no columns": b"# route_trace v1\n",
+        "no rows": HEAD.encode(),
+        "unknown expert": TEXT.replace("0,1,2,1,0,0,", "0,1,2,1,0,8,").encode(),
+        "unknown layer": TEXT.replace("0,1,2,1,", "0,1,2,9,").encode(),
+        "no number": TEXT.replace("0,1,2,1,", "0,1,nan,1,").encode(),
+        "an expert too few": TEXT.rsplit("\n", 2)[0].encode(),
+        "too many experts": TEXT.replace("n_expert=8", "n_expert=99999999999").encode(),
+    }
+    for what, data in damaged.items():
+        path.write_bytes(data)
+        with pytest.raises(OptionError, match="a.csv: expected a route trace"):
+            print(what, Trace.read(path))
 
 
 # counted when the traces came in, by a program of its own: as the token before, LRU at
@@ -84,12 +108,10 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    COUNTED,
-)
+@pytest.mark.slow  # tests of research scripts run in nightly
+@pytest.mark.parametrize("name", COUNTED)
 def test_published_traces_say_what_their_source_says(name):
-    trace = read_route_trace(PUBLISHED[name])
+    trace = Trace.read(PUBLISHED[name])
     repeats, lru, touched, weights = COUNTED[name]
     measured = measure_answer(trace)
     assert measured.repeats == pytest.approx(
@@ -98,13 +120,14 @@ def test_published_traces_say_what_their_source_says(name):
     assert measured.weights == pytest.approx(weights, abs=6e-4)
     # which slices of one event go first is each program's own
     assert measured.lru == pytest.approx(lru, abs=3e-3)
-    answer = answer_of(trace)
+    answer = trace.decoded()
     assert (
         simulate(answer, "lru", answer.model.full_bytes // 4).hit_rate
         < simulate(answer, "belady", answer.model.full_bytes // 4).hit_rate
     )
 
 
+@pytest.mark.slow
 def test_the_heaviest_alone():
     event = GateEvent(0, np.array([[3, 1, 2]], np.int32), np.array([[0.2, 0.5, 0.3]], np.float32))
     trace = Trace(TraceHeader("m", 3, (TensorInfo(0, 0, 0, 4, 100),)), [event], np.array([True]))

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import baselines  # noqa: F401  their counts are exact, too
-from helpers.files import SMALL_TRACE
+from helpers.files import ROOT, SMALL_TRACE
 from moeoff import BudgetError, Llama, OptionError
 from moeoff.engine.driver import PolicyUpdates
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import CacheShape, get_policy, policy_names
-from moeoff.policies.replay import Result, compare, gap_recovered, left_out, simulate
+from moeoff.policies.replay import Result, compare, gap_recovered, simulate, without_probs
 from moeoff.routing.event import GateEvent, Observer
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader, TraceWriter
 
@@ -187,7 +187,7 @@ def test_a_result_as_a_dictionary():
 
 def test_policies_compared_on_a_trace():
     """Between LRU and Belady's optimum, size by size; the gap is that size's own. What
-    reads probabilities that a trace has not is left out.
+    reads probabilities that a trace lacks is named.
     """
     trace = random_trace(ONE, 240)
     small, half = ONE.full_bytes // 4, ONE.full_bytes // 2
@@ -211,7 +211,8 @@ def test_policies_compared_on_a_trace():
     assert gap_recovered(results[-2], results) is None  # where all fit, there is none
     with pytest.raises(OptionError, match="no gate event"):
         compare(Trace(ONE, [], np.zeros(0, bool)), ["decay"], [small])
-    assert list(left_out(trace, ["score", "lfu"])) == ["score"] and left_out(SMALL, ["score"]) == {}
+    assert without_probs(trace, ["score", "lfu"]) == ["score"]
+    assert without_probs(SMALL, ["score"]) == []
 
 
 def test_batches_larger_than_the_arena():
@@ -450,14 +451,13 @@ def test_command(invoke, tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     rows = told["results"]
-    assert [r["strategy"] for r in rows] == ["lru", "decay", "belady"] * 2 and list(
-        told["left_out"]
-    ) == ["score"]
-    assert rows[2]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
+    assert [r["strategy"] for r in rows] == ["lru", "decay", "score", "belady"] * 2
+    assert told["without_probs"] == ["score"]
+    assert rows[3]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
     text = " ".join(invoke("simulate", str(tmp_path / "t")).stdout.split())
     assert (
         "of the gap" in text
-        and "auto: not replayed, needs the router's probabilities of all experts, which the trace lacks"
+        and "auto: has only the selected experts' weights: the trace lacks the router's probabilities"
         in text
     )
     for arguments, message in (
@@ -468,6 +468,11 @@ def test_command(invoke, tmp_path):
         assert (
             failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
         )
+    routes = str(ROOT / "tests/data/route-traces/gpt-oss-120b.csv.gz")
+    done = invoke("simulate", routes, "--decoded", "--memory", "12%", "--json")
+    told = json.loads(done.stdout)
+    assert [r["tokens"] for r in told["results"]] == [64] * 3
+    assert told["results"][1]["hit_rate"] == pytest.approx(0.635, abs=2e-3)  # as published
     told = json.loads(
         invoke(
             "simulate", str(SMALL_TRACE), "--strategy", "fate,lfu+gate", "--memory", "50%", "--json"

@@ -29,7 +29,16 @@ from moeoff.errors import OptionError
 from moeoff.llamacpp import native
 from moeoff.measure import run as module
 from moeoff.measure import worker
-from moeoff.measure.job import STOCK, BenchTest, Job, Sample, TokenStream, default_text, read_text
+from moeoff.measure.job import (
+    STOCK,
+    BenchTest,
+    Job,
+    Measurement,
+    Sample,
+    TokenStream,
+    default_text,
+    read_text,
+)
 from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.options import TABLE
@@ -219,6 +228,45 @@ def test_ceiling_is_the_longer_of_both():
     assert ceiling_share([fast], 1000.0) == 1
     # reading 6000 bytes in 2 of 4 s, computing 1.5 s
     assert ceiling_share([fast, slow], 1000.0) == pytest.approx(0.5)
+
+
+def test_rounds_of_configurations(demo, monkeypatch):
+    """Forwards, then backwards, each cold; medians, and ratios of the same round. A
+    round that fails counts for neither.
+    """
+    order, dropped = [], []
+    seconds = {"lru": [1.0, 2.0, 4.0], "lfu": [0.5, None, 1.0]}
+
+    def measured_once(job, _listener, _timeout):
+        name = job.options["strategy"]
+        order.append(name)
+        s = seconds[name][order.count(name) - 1]
+        if s is None:
+            return Measurement(job, error="it broke")
+        return Measurement(job, samples=[Sample(0, 8, s)])
+
+    monkeypatch.setattr(module, "measure", measured_once)
+    monkeypatch.setattr(module, "drop_files", lambda job: dropped.append(job.model) or [])
+    job = Job(demo, tests=(BenchTest(8, 0),), repetitions=1)
+    grid = Grid(job, {"strategy": ["lru", "lfu"]}, cold=True, rounds=3)
+    found = list(grid.run())
+    assert order == ["lru", "lfu", "lfu", "lru", "lru", "lfu"] and dropped == [demo] * 6
+    names = "samples_ts", "samples_ratio", "error"
+    assert [[row[name] for name in names] for (row,) in found] == [
+        [[8, 4, 2], [1, 1, 1], ""],
+        [[16, 8], [2, 4], "it broke"],
+    ]
+    table = "".join(FORMATS["md"](found, {"rounds"}))
+    assert "12.00 (8.00 to 16.00)" in table and "3.00 (2.00 to 4.00)" in table
+    (alone,) = Grid(job, {"strategy": ["lru"]}).jobs()
+    assert alone[0].limit_bytes is None
+
+
+def test_rounds_of_the_command(invoke, demo):
+    options = "-p 8 -n 0 -r 1 --no-warmup --rounds 2 --cold --strategy lru,lfu".split()
+    rows = measured(invoke, "-m", demo, *options)
+    assert rows[0]["samples_ratio"] == [1, 1] and len(rows[1]["samples_ratio"]) == 2
+    assert all(len(row["samples_ts"]) == 2 for row in rows)
 
 
 @pytest.mark.slow
