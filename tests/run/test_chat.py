@@ -198,10 +198,9 @@ def test_commands(chat, tmp_path):
 
     before = saved(terminal, tmp_path / "before.json")
     assert re.search(STATS, terminal.ask("/regen"))
-    assert [m["content"] for m in saved(terminal, tmp_path / "after.json")[:2]] == [
-        "Be kind.",
-        "Hello?",
-    ]
+    after = saved(terminal, tmp_path / "after.json")
+    assert after[:2] == before[:2] and [m["role"] for m in after[2:]] == ["assistant"]
+    assert [m["content"] for m in after[:2]] == ["Be kind.", "Hello?"]
     assert "conversation cleared" in terminal.ask("/clear")
     assert "there is no question yet" in terminal.ask("/regen")
     assert "2 messages" in terminal.ask(f"/load {tmp_path / 'before.json'}")
